@@ -1,0 +1,95 @@
+"""What goes into one generation and what comes out of it, piece by piece: plain data, no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How one completion is made. Names are llama.cpp's where the meaning is the same."""
+
+    n_predict: int | None = None  # None: until the end of the context
+    stop: tuple[str, ...] = ()
+    temperature: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Counters of one finished generation; times in seconds."""
+
+    n_prompt_tokens: int = 0
+    n_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    n_rounds: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    streamed_bytes: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.n_tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None when nothing was drafted."""
+        return self.n_accepted / self.n_drafted if self.n_drafted else None
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.n_tokens / self.n_rounds if self.n_rounds else 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A streamed part of the answer. `text` never ends inside a character or a stop sequence."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None  # set on the last piece only
+    stats: GenerationStats | None = None  # set on the last piece only
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a client may ask about the loaded model."""
+
+    name: str
+    n_ctx: int
+    n_vocab: int
+    architecture: str
+    n_params: int
+    size_bytes: int
+    chat_template: str | None
+    notes: tuple[str, ...] = field(default=())  # start-up lines: plan, device, what is not active
+
+
+class Generator(Protocol):
+    """What the server and `run` need of a session; `specoffload.session.Session` is the real one."""
+
+    @property
+    def card(self) -> ModelCard: ...
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str: ...
+
+    def generate(self, prompt: str | Sequence[int], options: GenerateOptions) -> Iterator[Piece]:
+        """Raises before the first piece when the prompt is empty or does not fit the context.
+
+        Closing the iterator early ends the generation and keeps the sequence consistent.
+        """
+        ...
+
+    def close(self) -> None: ...
