@@ -1,0 +1,160 @@
+"""Which device computes, and the wrapped device through which weights are streamed.
+
+`llama_decode` runs on our thread; during it the library calls `StreamingDevice._graph_compute`,
+once per part of the model that the device computes, also on this thread.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Protocol
+
+from offload.errors import DeviceUnavailable
+from offload.ggml import tensor
+from offload.ggml.callback import Pending
+from offload.ggml.graph import Cut, CutList, Cuts
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.lib import library, op_number
+from offload.ggml.pydevice import Backend, PyDevice
+
+_CPU, _GPU, _IGPU = 0, 1, 2  # GGML_BACKEND_DEVICE_TYPE_*
+WRAPPED_NAME = "SPEC0"
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """The device a model is opened on, and why.
+
+    `address` is the real device; `wrapped` says whether our own stands before it.
+    """
+
+    name: str
+    description: str
+    address: int
+    wrapped: bool
+    on_gpu: bool
+    reason: str
+
+
+def devices() -> list[DeviceChoice]:
+    """Every device ggml knows, as it would be chosen by name."""
+    lib = library()
+    found = []
+    for i in range(lib.ggml_backend_dev_count()):
+        address = lib.ggml_backend_dev_get(i)
+        kind = lib.ggml_backend_dev_type(address)
+        if kind in (_CPU, _GPU, _IGPU):
+            name = lib.ggml_backend_dev_name(address).decode()
+            description = lib.ggml_backend_dev_description(address).decode()
+            on_gpu = kind != _CPU
+            found.append(DeviceChoice(name, description, address, on_gpu, on_gpu, "asked for"))
+    return found
+
+
+def choose_device(wanted: str) -> DeviceChoice:
+    """The device for `--device auto|NAME|cpu|sim`.
+
+    `auto` takes the first real GPU, wrapped, else the plain CPU; `cpu` is libllama untouched;
+    `sim` wraps the CPU device as if it were a GPU.
+    """
+    known = devices()
+    cpu = next(d for d in known if not d.on_gpu)
+    gpus = [d for d in known if d.on_gpu]
+    lowered = wanted.lower()
+    if lowered == "cpu" or (lowered == "auto" and not gpus):
+        reason = "asked for" if lowered == "cpu" else "ggml knows no GPU here"
+        return DeviceChoice("cpu", cpu.description, cpu.address, False, False, reason)
+    if lowered == "auto":
+        best = gpus[0]
+        reason = "the first GPU that ggml knows"
+        return DeviceChoice(best.name, best.description, best.address, True, True, reason)
+    if lowered == "sim":
+        reason = "asked for: the CPU device posing as a GPU"
+        return DeviceChoice("sim", cpu.description, cpu.address, True, False, reason)
+    for device in gpus:
+        if device.name.lower() == lowered:
+            return device
+    names = ["auto", "cpu", "sim", *(d.name for d in gpus)]
+    close = difflib.get_close_matches(wanted, names, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise DeviceUnavailable(f"--device {wanted}: this machine has {', '.join(names)}{hint}")
+
+
+@dataclass(frozen=True)
+class MinBatch:
+    """From how many tokens on a streamed weight's product runs on the device (D03, D04).
+
+    Below it the CPU computes the product in place, at native speed.
+    """
+
+    experts: int = 32
+    dense: int = 32
+
+
+class Stream(Protocol):
+    """Computes graphs that have cuts."""
+
+    def compute(self, cut_list: CutList) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class StreamingDevice(PyDevice):
+    """A real device that also takes products with weights that lie in our host memory."""
+
+    def __init__(
+        self, choice: DeviceChoice, host: HostBufferType, min_batch: MinBatch, pending: Pending
+    ) -> None:
+        super().__init__(choice.address, WRAPPED_NAME, pending)
+        self.choice, self.host, self.min_batch = choice, host, min_batch
+        self._mul_mat, self._mul_mat_id = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
+        self.cuts = Cuts(self._cut_at)
+        self.n_graphs = 0
+        self.streams: dict[int, Stream] = {}
+
+    def make_stream(self, backend: Backend) -> Stream:
+        """The stream that serves one backend; replaced by what the plan asks for."""
+        from offload.weights.serial import SerialStream
+
+        return SerialStream(self.inner_buft, backend)
+
+    def _opened(self, backend: Backend) -> None:
+        self.streams[backend.address] = self.make_stream(backend)
+
+    def _closed(self, backend: Backend) -> None:
+        self.streams.pop(backend.address).close()
+
+    def _supports_buft(self, buft: int) -> bool:
+        return buft == self.host.address or super()._supports_buft(buft)
+
+    def _supports_op(self, node: int) -> bool:
+        op = tensor.op_of(node)
+        if op in (self._mul_mat, self._mul_mat_id) and self.host.holds(tensor.source(node, 0)):
+            view = tensor.at(node)
+            if op == self._mul_mat_id:
+                if view.ne[2] < self.min_batch.experts:
+                    return False
+            elif view.ne[1] < self.min_batch.dense:
+                return False
+        return super()._supports_op(node)
+
+    def _cut_at(self, index: int, node: int) -> Cut | None:
+        op = tensor.op_of(node)
+        if op != self._mul_mat and op != self._mul_mat_id:
+            return None
+        weight = tensor.source(node, 0)
+        if not self.host.holds(weight):
+            return None
+        if op == self._mul_mat_id:
+            return Cut(index, node, "experts", weight, tensor.source(node, 2))
+        return Cut(index, node, "dense", weight, 0)
+
+    def _graph_compute(self, backend: Backend, graph: int) -> int:
+        self.n_graphs += 1
+        if self.pending.first is not None:
+            return -1  # a callback failed while this decode's graph was built
+        cut_list = self.cuts.of(graph)
+        if not cut_list.cuts:
+            return super()._graph_compute(backend, graph)
+        return self.streams[backend.address].compute(cut_list)

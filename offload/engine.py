@@ -1,0 +1,310 @@
+"""The engine: a model, its KV cache, and the sequences in it.
+
+`extend` feeds tokens and returns logits; `rewind` forgets. We call `llama_decode`; during it the
+library calls back into `StreamingDevice` on this thread, several times per token. What a callback
+raises comes out of `extend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.device import DeviceChoice, MinBatch, StreamingDevice, choose_device
+from offload.errors import BadRequest, DoesNotFit
+from offload.ggml.callback import Pending
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.llama import PARTIAL_STATE, Context, ContextOptions, Model, ModelPlacement
+from offload.model import ModelFacts, read_facts
+from offload.text import TextStream
+from offload.weights.memory import AnonymousMemory
+
+STREAMED_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.weight$"
+_HOST_NAME = "SPEC_HOST"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a model is opened. Names are llama.cpp's where the meaning is the same."""
+
+    device: str = "auto"
+    min_batch: MinBatch = MinBatch()
+    stream_experts: bool = True  # off: the whole model is resident on the device
+    n_ctx: int = 4096
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_sequences: int = 1
+    n_outputs: int = 64
+    n_threads: int = 1
+    n_threads_batch: int = 1
+    flash_attn: str = "auto"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state of a sequence at `length` tokens, for memories that cannot be cut (E01)."""
+
+    length: int
+    state: bytes
+    tokens: tuple[int, ...] = field(repr=False, default=())
+
+
+class Engine:
+    """Opens a model file and evaluates tokens. Close it, or use it with `with`."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        options: EngineOptions | None = None,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Raises BadModel, DoesNotFit, DeviceUnavailable or LibraryMismatch."""
+        self.options = options = options or EngineOptions()
+        self.facts: ModelFacts = read_facts(path)
+        self.choice: DeviceChoice = choose_device(options.device)
+        self._pending = Pending()
+        self._closing = ExitStack()
+        self.host: HostBufferType | None = None
+        self.device: StreamingDevice | None = None
+        try:
+            placement = self._place()
+            self._model = Model(self.facts.path, placement, self._pending, on_progress)
+            self._closing.callback(self._model.close)
+            n_ctx = options.n_ctx or self._model.n_ctx_train
+            self._context = Context(self._model, self._context_options(n_ctx), self._pending)
+            self._closing.callback(self._context.close)
+        except BaseException:
+            self.close()
+            raise
+        self.n_vocab = self._model.n_vocab
+        self.n_ctx = self._context.n_ctx
+        self.can_rewind = not self._model.is_recurrent
+        self._lengths = [0] * options.n_sequences
+
+    # -- opening and closing --------------------------------------------------------------------
+
+    def _place(self) -> ModelPlacement:
+        if not self.choice.wrapped:
+            return ModelPlacement(use_extra_bufts=not self._has_quantised_mla())
+        overrides: tuple[tuple[str, int], ...] = ()
+        self.host = HostBufferType(_HOST_NAME, AnonymousMemory(), self._pending)
+        self.device = StreamingDevice(
+            self.choice, self.host, self.options.min_batch, self._pending
+        )
+        if self.options.stream_experts and self.facts.n_experts:
+            overrides = ((STREAMED_EXPERTS, self.host.address),)
+        return ModelPlacement(
+            devices=(self.device.address,),
+            overrides=overrides,
+            n_gpu_layers=999,
+            # Repacked weights are not host memory in ggml's layout and cannot be streamed.
+            use_extra_bufts=False,
+        )
+
+    def _has_quantised_mla(self) -> bool:
+        # llama.cpp 0.3.36 aborts on AMX machines with extra buffers and a quantised k_b (MLA).
+        return any(name.endswith("attn_k_b.weight") for name in self.facts.weights)
+
+    def _context_options(self, n_ctx: int) -> ContextOptions:
+        o = self.options
+        return ContextOptions(
+            n_ctx=n_ctx,
+            n_batch=max(o.n_batch, o.n_outputs),
+            n_ubatch=o.n_ubatch,
+            n_sequences=o.n_sequences,
+            n_outputs=o.n_outputs,
+            n_threads=o.n_threads,
+            n_threads_batch=o.n_threads_batch,
+            flash_attn=o.flash_attn,
+        )
+
+    def close(self) -> None:
+        """Free everything; safe to call twice."""
+        self._closing.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- sequences -------------------------------------------------------------------------------
+
+    def length(self, sequence: int = 0) -> int:
+        """How many tokens the sequence holds."""
+        return self._lengths[self._known(sequence)]
+
+    def extend(
+        self, sequence: int, tokens: Sequence[int], n_logits: int | None = None
+    ) -> NDArray[np.float32]:
+        """Append tokens; logits [n_logits, n_vocab] after each of the last `n_logits` of them.
+
+        `n_logits` defaults to all. The array is the caller's. After an error the sequence holds
+        what it held before, or nothing if the model is recurrent. Raises BadRequest, DoesNotFit, DeviceFailed.
+        """
+        start = self.length(sequence)
+        n_logits = len(tokens) if n_logits is None else n_logits
+        self._check(tokens, start, n_logits)
+        first_wanted = len(tokens) - n_logits
+        parts: list[NDArray[np.float32]] = []
+        done = 0
+        try:
+            for end in self._chunk_ends(len(tokens), first_wanted):
+                chunk = tokens[done:end]
+                wanted = [i >= first_wanted for i in range(done, end)]
+                positions = range(start + done, start + end)
+                rows = self._context.decode(chunk, positions, [sequence] * len(chunk), wanted)
+                if len(rows):
+                    parts.append(rows)
+                done = end
+                self._lengths[sequence] = start + done
+        except BaseException:
+            self._undo(sequence, start)
+            raise
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty((0, self.n_vocab), np.float32)
+
+    def _chunk_ends(self, n_tokens: int, first_wanted: int) -> list[int]:
+        """Ends of the decodes: n_batch tokens at most, n_outputs wanted rows at most."""
+        ends, done = [], 0
+        while done < n_tokens:
+            end = min(done + max(self.options.n_batch, self.options.n_outputs), n_tokens)
+            if end - max(done, first_wanted) > self.options.n_outputs:
+                end = max(done, first_wanted) + self.options.n_outputs
+            ends.append(end)
+            done = end
+        return ends
+
+    def extend_batch(
+        self, parts: Sequence[tuple[int, Sequence[int]]]
+    ) -> list[NDArray[np.float32]]:
+        """Append tokens to several sequences in one decode; logits of all rows, per part."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        starts = {}
+        for sequence, part in parts:
+            start = self.length(sequence)
+            if sequence in starts:
+                raise BadRequest(f"sequence {sequence} appears twice in one batch")
+            self._check(part, start, len(part))
+            starts[sequence] = start
+            tokens += part
+            positions += range(start, start + len(part))
+            sequences += [sequence] * len(part)
+        if len(tokens) > self.options.n_outputs:
+            raise DoesNotFit(
+                f"a batch of {len(tokens)} rows exceeds the largest verification batch of "
+                f"{self.options.n_outputs}; raise --draft-max's room or serve fewer sequences"
+            )
+        try:
+            rows = self._context.decode(tokens, positions, sequences, [True] * len(tokens))
+        except BaseException:
+            for sequence, start in starts.items():
+                self._undo(sequence, start)
+            raise
+        out, at = [], 0
+        for sequence, part in parts:
+            self._lengths[sequence] = starts[sequence] + len(part)
+            out.append(rows[at : at + len(part)])
+            at += len(part)
+        return out
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Keep the first `length` tokens of the sequence.
+
+        Raises BadRequest for recurrent models unless nothing or everything goes.
+        """
+        held = self.length(sequence)
+        if not 0 <= length <= held:
+            raise BadRequest(f"cannot rewind sequence {sequence} from {held} to {length} tokens")
+        if length < held:
+            if not self._context.remove(sequence, length):
+                raise BadRequest(
+                    f"{self.facts.architecture} models are recurrent: {held} tokens cannot be cut "
+                    f"to {length}; use a checkpoint"
+                )
+            self._lengths[sequence] = length
+
+    def _undo(self, sequence: int, length: int) -> None:
+        """After a failed decode: back to `length`, or to nothing where the memory cannot be cut."""
+        if not self._context.remove(sequence, length):
+            self._context.remove(sequence, 0)
+            length = 0
+        self._lengths[sequence] = length
+
+    def checkpoint(self, sequence: int) -> Checkpoint:
+        """The state of the sequence now: its recurrent parts (E01, PARTIAL_ONLY)."""
+        return Checkpoint(self.length(sequence), self._context.state(sequence, PARTIAL_STATE))
+
+    def restore(self, sequence: int, checkpoint: Checkpoint) -> None:
+        """Go back to a checkpoint of this sequence.
+
+        The attention cells of later tokens survive a partial restore, so they are removed (E05).
+        """
+        self._context.set_state(sequence, checkpoint.state, PARTIAL_STATE)
+        self._context.remove(sequence, checkpoint.length)
+        self._lengths[sequence] = checkpoint.length
+
+    def _known(self, sequence: int) -> int:
+        if not 0 <= sequence < self.options.n_sequences:
+            raise BadRequest(
+                f"sequence {sequence} does not exist; the engine has {self.options.n_sequences}"
+            )
+        return sequence
+
+    def _check(self, tokens: Sequence[int], start: int, n_logits: int) -> None:
+        if not len(tokens):
+            raise BadRequest("no tokens to evaluate: the prompt is empty")
+        if not 0 <= n_logits <= len(tokens):
+            raise BadRequest(f"{n_logits} rows of logits were asked of {len(tokens)} tokens")
+        if start + len(tokens) > self.n_ctx:
+            raise DoesNotFit(
+                f"{start + len(tokens)} tokens exceed the context of {self.n_ctx}; "
+                "shorten the prompt or raise --ctx-size"
+            )
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.n_vocab:
+            bad = low if low < 0 else high
+            raise BadRequest(f"token {bad} is not in the vocabulary of {self.n_vocab}")
+
+    # -- text ------------------------------------------------------------------------------------
+
+    def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def text_stream(self, *, special: bool = False) -> TextStream:
+        """A detokeniser that never yields half a character."""
+        return TextStream(lambda token: self._model.piece(token, special=special))
+
+    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        stream = self.text_stream(special=special)
+        return "".join(stream.feed(token) for token in tokens) + stream.finish()
+
+    def is_end(self, token: int) -> bool:
+        """Whether the token ends a generation (end of text, end of turn)."""
+        return self._model.is_end(token)
+
+    def token_text(self, token: int) -> str:
+        """The vocabulary's spelling of a token, for comparing vocabularies."""
+        return self._model.token_text(token)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template the file carries."""
+        return self._model.chat_template()
+
+    @property
+    def model(self) -> Model:
+        return self._model

@@ -1,0 +1,50 @@
+"""The one way a Python function becomes a C callback.
+
+ctypes prints and drops an exception that leaves a callback, and C then reads an uninitialised
+result: an int is arbitrary, a bool is true, a pointer is junk; Ctrl-C is swallowed. So each callback
+goes through `guard`, which keeps the first exception and hands C a declared failure value. Whoever
+called into C asks `Pending.raise_first()` when it returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+
+class Pending:
+    """The first exception raised inside callbacks since it was last asked for."""
+
+    def __init__(self) -> None:
+        self.first: BaseException | None = None
+
+    def keep(self, exception: BaseException) -> None:
+        if self.first is None:
+            self.first = exception
+
+    def raise_first(self) -> None:
+        """Re-raise with the traceback of the place it came from, and forget it."""
+        first, self.first = self.first, None
+        if first is not None:
+            raise first
+
+
+def guard(
+    prototype: Any, pending: Pending, on_error: Any, function: Callable[..., Any]
+) -> tuple[Any, int]:
+    """Wrap `function` for C: the thunk, which the caller must keep alive, and its address.
+
+    `on_error` is what C receives when `function` raises: choose the value that makes C stop.
+    """
+    import ctypes
+
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except BaseException as e:  # KeyboardInterrupt too: nothing may leave through C
+            pending.keep(e)
+            return on_error
+
+    thunk = prototype(call)
+    return thunk, ctypes.cast(thunk, ctypes.c_void_p).value or 0

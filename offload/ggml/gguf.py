@@ -1,0 +1,126 @@
+"""GGUF headers, read by the library's own parser: metadata values and the tensor table.
+
+Nothing of the weights is read. A file the parser refuses raises BadModel with the parser's reason.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offload.errors import BadModel
+from offload.ggml import log
+from offload.ggml.lib import Library, library
+
+_SCALARS: dict[int, Any] = {
+    0: C.c_uint8,
+    1: C.c_int8,
+    2: C.c_uint16,
+    3: C.c_int16,
+    4: C.c_uint32,
+    5: C.c_int32,
+    6: C.c_float,
+    7: C.c_bool,
+    10: C.c_uint64,
+    11: C.c_int64,
+    12: C.c_double,
+}
+_STRING, _ARRAY = 8, 9
+_MAX_ARRAY = 4096  # longer ones are vocabularies, which nobody reads through here
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One row of a file's tensor table. `offset` counts from the start of the file."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]  # ggml order: the row length first
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says before its weights begin."""
+
+    metadata: dict[str, Value | tuple[Value, ...]]
+    tensors: tuple[TensorEntry, ...]
+    file_size_bytes: int
+
+
+@contextmanager
+def _opened(lib: Library, path: Path) -> Iterator[int]:
+    class InitParams(C.Structure):
+        _fields_ = [("no_alloc", C.c_bool), ("ctx", C.c_void_p)]
+
+    init = C.CFUNCTYPE(C.c_void_p, C.c_char_p, InitParams)(("gguf_init_from_file", lib._handle))
+    log.take_errors()
+    context = init(str(path).encode(), InitParams(True, None))
+    if not context:
+        reason = "; ".join(log.take_errors()) or "not a GGUF file"
+        raise BadModel(f"{path}: cannot be read as GGUF ({reason})")
+    try:
+        yield context
+    finally:
+        lib.gguf_free(context)
+
+
+def read_header(path: Path) -> Header:
+    """Parse `path` and check that every tensor lies inside the file.
+
+    Raises BadModel for anything that is not a whole GGUF file.
+    """
+    lib = library()
+    size_bytes = path.stat().st_size
+    with _opened(lib, path) as context:
+        metadata = {
+            lib.gguf_get_key(context, i).decode("utf-8", "replace"): value
+            for i in range(lib.gguf_get_n_kv(context))
+            if (value := _value(lib, context, i)) is not None
+        }
+        tensors = tuple(_tensors(lib, context))
+    for tensor in tensors:
+        end = tensor.offset_bytes + tensor.size_bytes
+        if end > size_bytes:
+            raise BadModel(
+                f"{path}: the file ends at byte {size_bytes} but tensor {tensor.name} needs bytes "
+                f"up to {end}; it is damaged or was not downloaded completely"
+            )
+    return Header(metadata, tensors, size_bytes)
+
+
+def _value(lib: Library, context: int, i: int) -> Value | tuple[Value, ...] | None:
+    kind = lib.gguf_get_kv_type(context, i)
+    if kind == _STRING:
+        text: bytes = lib.gguf_get_val_str(context, i)
+        return text.decode("utf-8", "replace")
+    if kind == _ARRAY:
+        n, element = lib.gguf_get_arr_n(context, i), lib.gguf_get_arr_type(context, i)
+        if element not in _SCALARS or n > _MAX_ARRAY:
+            return None
+        return tuple((_SCALARS[element] * n).from_address(lib.gguf_get_arr_data(context, i)))
+    scalar: Value = _SCALARS[kind].from_address(lib.gguf_get_val_data(context, i)).value
+    return scalar
+
+
+def _tensors(lib: Library, context: int) -> Iterator[TensorEntry]:
+    start = lib.gguf_get_data_offset(context)
+    for i in range(lib.gguf_get_n_tensors(context)):
+        ne = lib.gguf_get_tensor_ne(context, i)
+        shape = [ne[k] for k in range(4)]
+        while len(shape) > 1 and shape[-1] == 1:
+            shape.pop()
+        yield TensorEntry(
+            name=lib.gguf_get_tensor_name(context, i).decode("utf-8", "replace"),
+            type=lib.ggml_type_name(lib.gguf_get_tensor_type(context, i)).decode(),
+            shape=tuple(shape),
+            offset_bytes=start + lib.gguf_get_tensor_offset(context, i),
+            size_bytes=lib.gguf_get_tensor_size(context, i),
+        )

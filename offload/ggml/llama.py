@@ -1,0 +1,327 @@
+"""Models and contexts of libllama as Python objects: bytes and arrays outside, pointers inside."""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit
+from offload.ggml import interrupt, log
+from offload.ggml.callback import Pending, guard
+from offload.ggml.lib import library
+
+LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts only
+
+
+@dataclass(frozen=True)
+class ModelPlacement:
+    """Where the weights go. Pointers are kept alive by whoever made them, for the model's life."""
+
+    devices: tuple[int, ...] = ()  # device addresses; empty: the CPU alone
+    overrides: tuple[tuple[str, int], ...] = ()  # (pattern of tensor names, buffer type)
+    n_gpu_layers: int = 0
+    use_extra_bufts: bool = True
+    load_mode: str = "auto"
+
+
+class Model:
+    """A loaded model. Close it after its contexts."""
+
+    def __init__(
+        self,
+        path: Path,
+        placement: ModelPlacement,
+        pending: Pending,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """Raises BadModel with libllama's reason, or whatever a callback of ours raised."""
+        self._lib = lib = library()
+        self.path = path
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = placement.n_gpu_layers
+        params.use_extra_bufts = placement.use_extra_bufts
+        params.load_mode = LOAD_MODES[placement.load_mode]
+        devices = (C.c_void_p * (len(placement.devices) + 1))(*placement.devices, None)
+        params.devices = C.cast(devices, C.c_void_p)
+        patterns = [C.create_string_buffer(p.encode()) for p, _ in placement.overrides]
+        pairs = (C.c_void_p * (2 * len(patterns) + 2))()
+        for i, (pattern, (_, buft)) in enumerate(zip(patterns, placement.overrides, strict=True)):
+            pairs[2 * i], pairs[2 * i + 1] = C.addressof(pattern), buft
+        params.tensor_buft_overrides = C.cast(pairs, C.c_void_p)
+
+        def progress(done: float, _: object) -> bool:
+            if on_progress is not None:
+                on_progress(done)
+            return pending.first is None
+
+        thunk, _ = guard(lib.structs.llama_progress_callback, pending, False, progress)
+        params.progress_callback = thunk
+        log.take_errors()
+        self.handle: int | None = lib.llama_model_load_from_file(str(path).encode(), params)
+        try:
+            pending.raise_first()
+        except BaseException:
+            self.close()
+            raise
+        if not self.handle:
+            reason = "; ".join(dict.fromkeys(log.take_errors())) or "no reason given"
+            raise BadModel(f"{path}: the library refuses it ({reason})")
+        self.vocab: int = lib.llama_model_get_vocab(self.handle)
+        self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
+
+    def close(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle:
+            self._lib.llama_model_free(handle)
+
+    @property
+    def n_ctx_train(self) -> int:
+        return int(self._lib.llama_model_n_ctx_train(self.handle))
+
+    @property
+    def n_params(self) -> int:
+        return int(self._lib.llama_model_n_params(self.handle))
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self._lib.llama_model_size(self.handle))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Recurrent or hybrid: its memory cannot drop a partial tail (MECHANISMS E01)."""
+        lib = self._lib
+        return bool(lib.llama_model_is_recurrent(self.handle) or lib.llama_model_is_hybrid(self.handle))
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return bool(self._lib.llama_vocab_type(self.vocab))
+
+    def chat_template(self) -> str | None:
+        text: bytes | None = self._lib.llama_model_chat_template(self.handle, None)
+        return text.decode("utf-8", "replace") if text else None
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of `text`. Raises BadModel when the file has no tokenizer."""
+        if not self.has_tokenizer:
+            raise BadModel(f"{self.path}: has no tokenizer, so it cannot read text")
+        raw = text.encode("utf-8", "surrogatepass")
+        capacity = len(raw) + 8
+        while True:
+            out = (C.c_int32 * capacity)()
+            n = self._lib.llama_tokenize(
+                self.vocab, raw, len(raw), out, capacity, add_special, parse_special
+            )
+            if n >= 0:
+                return list(out[:n])
+            capacity = -n
+
+    def piece(self, token: int, *, special: bool) -> bytes:
+        """The bytes a token stands for; `special` renders control tokens as text."""
+        size = 64
+        while True:
+            buffer = C.create_string_buffer(size)
+            n = self._lib.llama_token_to_piece(self.vocab, token, buffer, size, 0, special)
+            if n >= 0:
+                return buffer.raw[:n]
+            size = -n
+
+    def is_end(self, token: int) -> bool:
+        return bool(self._lib.llama_vocab_is_eog(self.vocab, token))
+
+    def token_text(self, token: int) -> str:
+        text: bytes = self._lib.llama_vocab_get_text(self.vocab, token)
+        return text.decode("utf-8", "replace")
+
+    @property
+    def bos(self) -> int:
+        return int(self._lib.llama_vocab_bos(self.vocab))
+
+    @property
+    def eos(self) -> int:
+        return int(self._lib.llama_vocab_eos(self.vocab))
+
+
+@dataclass(frozen=True)
+class ContextOptions:
+    """Sizes and threads of a context; 0 or None leave libllama's default."""
+
+    n_ctx: int
+    n_batch: int = 2048
+    n_ubatch: int = 512
+    n_sequences: int = 1
+    n_outputs: int = 64  # rows of one decode whose logits may be asked for
+    n_threads: int = 1
+    n_threads_batch: int = 1
+    flash_attn: str = "auto"
+    offload_kqv: bool = True
+    type_k: int | None = None
+    type_v: int | None = None
+
+
+class _Batch:
+    """A llama_batch over arrays of ours, filled anew for each decode."""
+
+    def __init__(self, struct: Any, capacity: int, n_sequences: int) -> None:
+        self._token = np.zeros(capacity, np.int32)
+        self._pos = np.zeros(capacity, np.int32)
+        self._n_seq_id = np.ones(capacity, np.int32)
+        self._seq_id = np.zeros((capacity, n_sequences), np.int32)
+        first, stride = self._seq_id.ctypes.data, self._seq_id.strides[0]
+        self._seq_rows = np.array([first + i * stride for i in range(capacity)], np.uint64)
+        self._wanted = np.zeros(capacity, np.int8)
+        self.raw = struct()
+        for name, array in (
+            ("token", self._token),
+            ("pos", self._pos),
+            ("n_seq_id", self._n_seq_id),
+            ("seq_id", self._seq_rows),
+            ("logits", self._wanted),
+        ):
+            field = dict(struct._fields_)[name]
+            setattr(self.raw, name, C.cast(array.ctypes.data, field))
+
+    def fill(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int] | Sequence[Sequence[int]],
+        wanted: Sequence[bool],
+    ) -> Any:
+        n = len(tokens)
+        self.raw.n_tokens = n
+        self._token[:n], self._pos[:n], self._wanted[:n] = tokens, positions, wanted
+        if isinstance(sequences[0], int):
+            self._n_seq_id[:n], self._seq_id[:n, 0] = 1, sequences
+        else:
+            for i, row in enumerate(cast(Sequence[Sequence[int]], sequences)):
+                self._n_seq_id[i], self._seq_id[i, : len(row)] = len(row), row
+        return self.raw
+
+
+class Context:
+    """The KV cache and compute state of a model, and decoding with it."""
+
+    def __init__(self, model: Model, options: ContextOptions, pending: Pending) -> None:
+        self._lib = lib = library()
+        self._model, self._pending = model, pending
+        params = lib.llama_context_default_params()
+        params.n_ctx, params.n_batch = options.n_ctx, options.n_batch
+        params.n_ubatch, params.n_seq_max = options.n_ubatch, options.n_sequences
+        params.n_outputs_max = params.n_outputs_max_per_seq = options.n_outputs
+        params.n_threads, params.n_threads_batch = options.n_threads, options.n_threads_batch
+        params.flash_attn_type = FLASH_ATTN[options.flash_attn]
+        params.offload_kqv, params.kv_unified = options.offload_kqv, True
+        # Our threshold, in supports_op, replaces ggml's own offload of host weights (D03, D04).
+        params.op_offload = False
+        params.no_perf = True
+        if options.type_k is not None:
+            params.type_k = options.type_k
+        if options.type_v is not None:
+            params.type_v = options.type_v
+        log.take_errors()
+        self.handle: int | None = lib.llama_init_from_model(model.handle, params)
+        try:
+            pending.raise_first()
+        except BaseException:
+            self.close()
+            raise
+        if not self.handle:
+            reason = "; ".join(dict.fromkeys(log.take_errors())) or "no reason given"
+            raise DoesNotFit(
+                f"no context of {options.n_ctx} tokens could be made ({reason}); lower --ctx-size"
+            )
+        self._memory = lib.llama_get_memory(self.handle)
+        self.n_ctx = int(lib.llama_n_ctx(self.handle))
+        self._batch = _Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
+        self._n_vocab = model.n_vocab
+        interrupt.watch(lib, self.handle)
+
+    def close(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle:
+            self._lib.llama_free(handle)
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int] | Sequence[Sequence[int]],
+        wanted: Sequence[bool],
+    ) -> NDArray[np.float32]:
+        """Evaluate one batch; logits [number wanted, n_vocab], a copy, in batch order.
+
+        `sequences` gives each row its sequence, or several that share it (trees).
+        Raises what a callback raised, KeyboardInterrupt, DoesNotFit when the KV cache is full, or
+        DeviceFailed. The memory may then hold part of the batch: the caller rewinds.
+        """
+        n = len(tokens)
+        batch = self._batch.fill(tokens, positions, sequences, wanted)
+        self._pending.first = None
+        with interrupt.during_decode():
+            status = self._lib.llama_decode(self.handle, batch)
+            if status == 0:
+                self._lib.llama_synchronize(self.handle)
+        self._pending.raise_first()
+        if status != 0:
+            self._raise(status, n)
+        return self._logits([i for i, w in enumerate(wanted) if w])
+
+    def _raise(self, status: int, n: int) -> None:
+        if status == 1:
+            raise DoesNotFit(
+                f"no room for {n} more tokens in the KV cache of {self.n_ctx}; raise --ctx-size"
+            )
+        reason = "; ".join(dict.fromkeys(log.take_errors())) or "no reason given"
+        if status == -1:
+            raise BadRequest(f"libllama refuses the batch of {n} tokens ({reason})")
+        if status == 2:
+            raise KeyboardInterrupt
+        raise DeviceFailed(f"decoding {n} tokens failed with status {status} ({reason})")
+
+    def _logits(self, rows: list[int]) -> NDArray[np.float32]:
+        out = np.empty((len(rows), self._n_vocab), np.float32)
+        if not rows:
+            return out
+        # Wanted rows lie one after the other in the output buffer, in batch order.
+        address = self._lib.llama_get_logits_ith(self.handle, rows[0])
+        if not address:
+            raise DeviceFailed("libllama returned no logits for a row that asked for them")
+        C.memmove(out.ctypes.data, address, out.nbytes)
+        return out
+
+    def remove(self, sequence: int, start: int) -> bool:
+        """Forget positions from `start` on; False when the memory cannot drop a partial tail."""
+        return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1))
+
+    def copy_sequence(self, source: int, target: int) -> None:
+        self._lib.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+
+    def last_position(self, sequence: int) -> int:
+        """The largest position held for `sequence`, -1 when it is empty."""
+        return int(self._lib.llama_memory_seq_pos_max(self._memory, sequence))
+
+    def state(self, sequence: int, flags: int) -> bytes:
+        size = self._lib.llama_state_seq_get_size_ext(self.handle, sequence, flags)
+        buffer = C.create_string_buffer(size)
+        written = self._lib.llama_state_seq_get_data_ext(
+            self.handle, buffer, size, sequence, flags
+        )
+        return buffer.raw[:written]
+
+    def set_state(self, sequence: int, state: bytes, flags: int) -> None:
+        read = self._lib.llama_state_seq_set_data_ext(
+            self.handle, state, len(state), sequence, flags
+        )
+        if read == 0:
+            raise DeviceFailed(f"the state of sequence {sequence} could not be restored")
+
+    def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
+        self._lib.llama_set_n_threads(self.handle, n_threads, n_threads_batch)

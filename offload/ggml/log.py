@@ -1,0 +1,39 @@
+"""libllama's log, kept instead of printed: its last error lines explain why a load failed."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from typing import Any
+
+_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
+_CONTINUE = 5
+_logger = logging.getLogger("offload.llama")
+_logger.addHandler(logging.NullHandler())  # silent unless the program configures logging
+_errors: collections.deque[str] = collections.deque(maxlen=8)
+_last_level = logging.INFO
+_kept: list[Any] = []  # C keeps a pointer to the callback for the life of the process
+
+
+def _on_line(level: int, text: bytes | None, _: Any) -> None:
+    global _last_level
+    line = (text or b"").decode("utf-8", "replace").rstrip("\n")
+    number = _last_level if level == _CONTINUE else _LEVELS.get(level, logging.INFO)
+    _last_level = number
+    if number >= logging.ERROR and line.strip():
+        _errors.append(line.strip())
+    _logger.log(number, "%s", line)
+
+
+def capture(lib: Any) -> None:
+    """Route the library's log into the logger `offload.llama` and keep the last error lines."""
+    callback = lib.structs.llama_log_callback(_on_line)
+    _kept.append(callback)
+    lib.llama_log_set(callback, None)
+
+
+def take_errors() -> list[str]:
+    """The error lines since the last call, oldest first, without the function that logged them."""
+    lines = [line.split(": ", 1)[-1] for line in _errors]
+    _errors.clear()
+    return lines

@@ -1,0 +1,158 @@
+"""Streamed weights the simple way: copy what a node needs, wait, compute, go on.
+
+The slow twin of the scheduled path: no cache, no look-ahead, no overlap. Every other path is tested
+to give the same bits as this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.ggml import tensor
+from offload.ggml.arena import Arena, DeviceMemory
+from offload.ggml.graph import Cut, CutList
+from offload.ggml.lib import library
+from offload.ggml.pydevice import FAILED, Backend
+
+
+@dataclass
+class StreamCounters:
+    """What the copy path did; proof that it ran."""
+
+    graphs: int = 0
+    cuts: int = 0
+    copies: int = 0
+    streamed_bytes: int = 0
+    streamed_experts: int = 0
+
+
+class SerialStream:
+    """Runs graphs with cuts on one inner backend."""
+
+    def __init__(self, buft: int, backend: Backend) -> None:
+        self._lib = library()
+        self._buft, self._backend = buft, backend
+        self._arenas: dict[tuple[int, int, int, int], Arena] = {}
+        self._ids_memory: DeviceMemory | None = None
+        self.counters = StreamCounters()
+
+    def close(self) -> None:
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
+        if self._ids_memory is not None:
+            self._ids_memory.close()
+            self._ids_memory = None
+
+    def compute(self, cut_list: CutList) -> int:
+        """Run the whole graph; a ggml_status."""
+        self.counters.graphs += 1
+        done = 0
+        for cut in cut_list.cuts:
+            status = self._run(cut_list, done, cut.index) or self._run_cut(cut_list, cut)
+            if status:
+                return status
+            done = cut.index + 1
+        return self._run(cut_list, done, cut_list.n_nodes)
+
+    def _run(self, cut_list: CutList, first: int, end: int) -> int:
+        if first >= end:
+            return 0
+        part = cut_list.part(first, end)
+        return int(self._lib.ggml_backend_graph_compute_async(self._backend.inner, part))
+
+    def _run_cut(self, cut_list: CutList, cut: Cut) -> int:
+        self._lib.ggml_backend_synchronize(self._backend.inner)
+        self.counters.cuts += 1
+        weight = tensor.at(cut.weight)
+        if cut.kind == "dense":
+            slots = self._arena(cut.weight, 1).slots(0, 1)
+            slots.ne[2], slots.nb[3] = weight.ne[2], weight.nb[3]
+            self._copy(slots, 0, weight.data, self._lib.ggml_nbytes(cut.weight))
+            return self._run_patched(cut_list, cut, slots, None)
+        used, remapped = read_ids(cut.ids, self._backend.inner)
+        arena = self._arena(cut.weight, int(weight.ne[2]))
+        slots = arena.slots(0, len(used))
+        for slot, expert in enumerate(used):
+            source = weight.data + int(expert) * arena.slot_bytes
+            self._copy(slots, slot * arena.slot_bytes, source, arena.slot_bytes)
+        self.counters.streamed_experts += len(used)
+        ids = self._upload_ids(cut.ids, remapped)
+        return self._run_patched(cut_list, cut, slots, ids)
+
+    def _arena(self, weight: int, n_slots: int) -> Arena:
+        view = tensor.at(weight)
+        rows = int(view.ne[2]) if n_slots == 1 else 1  # a dense 3-d weight is one slot
+        key = (view.type, int(view.ne[0]), int(view.ne[1]), rows)
+        arena = self._arenas.get(key)
+        if arena is None or arena.n_slots < n_slots * rows:
+            if arena is not None:
+                arena.close()
+            arena = self._arenas[key] = Arena(self._buft, weight, n_slots * rows)
+        return arena
+
+    def _copy(self, target: Any, offset: int, source: int, size: int) -> None:
+        self._lib.ggml_backend_tensor_set_async(
+            self._backend.inner, tensor.address_of(target), source, offset, size
+        )
+        self._lib.ggml_backend_synchronize(self._backend.inner)
+        self.counters.copies += 1
+        self.counters.streamed_bytes += size
+
+    def _upload_ids(self, ids: int, remapped: NDArray[np.int32]) -> Any:
+        if self._ids_memory is None or self._ids_memory.size_bytes < remapped.nbytes:
+            if self._ids_memory is not None:
+                self._ids_memory.close()
+            size_bytes = max(1 << 16, 2 * remapped.nbytes)
+            self._ids_memory = DeviceMemory(self._buft, size_bytes, "expert ids")
+        assert self._ids_memory.buffer is not None
+        view = ids_like(ids, remapped, self._ids_memory.buffer, self._ids_memory.base)
+        self._lib.ggml_backend_tensor_set(
+            tensor.address_of(view), remapped.ctypes.data, 0, remapped.nbytes
+        )
+        return view
+
+    def _run_patched(self, cut_list: CutList, cut: Cut, slots: Any, ids: Any) -> int:
+        tensor.set_source(cut.node, 0, tensor.address_of(slots))
+        if ids is not None:
+            tensor.set_source(cut.node, 2, tensor.address_of(ids))
+        try:
+            status = self._run(cut_list, cut.index, cut.index + 1)
+            # The slots are overwritten by the next cut: nothing may still be reading them.
+            self._lib.ggml_backend_synchronize(self._backend.inner)
+        except BaseException:
+            status = FAILED
+            raise
+        finally:
+            tensor.set_source(cut.node, 0, cut.weight)
+            if ids is not None:
+                tensor.set_source(cut.node, 2, cut.ids)
+        return status
+
+
+def read_ids(ids: int, backend: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The distinct experts a router chose, and its choice as indices into them [n_tokens, n_used].
+
+    The backend must have finished computing the ids.
+    """
+    view = tensor.at(ids)
+    n_used, n_tokens, stride = int(view.ne[0]), int(view.ne[1]), int(view.nb[1]) // 4
+    raw = np.empty((n_tokens, stride), np.int32)
+    size = ((n_tokens - 1) * stride + n_used) * 4
+    library().ggml_backend_tensor_get(ids, raw.ctypes.data, 0, size)
+    used, inverse = np.unique(raw[:, :n_used], return_inverse=True)
+    return used, np.ascontiguousarray(inverse.reshape(n_tokens, n_used).astype(np.int32))
+
+
+def ids_like(ids: int, values: NDArray[np.int32], buffer: int, data: int) -> Any:
+    """A tensor like the router's, contiguous, for `values` that lie at `data`."""
+    made = tensor.copy_of(ids)
+    made.buffer, made.data = buffer, data
+    made.nb[0], made.nb[1] = 4, values.strides[0]
+    made.nb[2] = made.nb[3] = values.nbytes
+    made.view_src, made.view_offs, made.extra = None, 0, None
+    return made
