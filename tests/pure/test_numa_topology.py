@@ -1,0 +1,162 @@
+"""The machine is read from recorded and constructed trees, whatever this machine looks like."""
+
+from pathlib import Path
+
+import pytest
+from numa_trees import grow, put, topology_of
+
+from numa.cgroup import read_limits
+from numa.errors import BadTopology, NoSuchNode
+from numa.sysfs import format_list, parse_list
+from numa.topology import read_topology
+
+GIB = 1 << 30
+
+
+def test_one_node_is_not_numa(tmp_path: Path) -> None:
+    topology = topology_of("one_node", tmp_path)
+    assert [n.id for n in topology.nodes] == [0]
+    assert [c.cpus for c in topology.cores] == [(0,), (1,)]
+    assert not topology.is_numa
+    assert not topology.ggml_is_numa
+    assert topology.huge_page_mode == "madvise"
+    assert [(c.level, c.kind, c.size_bytes, c.cpus) for c in topology.caches][-1] == (
+        3,
+        "unified",
+        32 << 20,
+        (0, 1),
+    )
+
+
+def test_one_node_takes_its_memory_from_the_whole_machine(tmp_path: Path) -> None:
+    # Recorded: node 0 says 6.1 GiB where the machine has 23.5, the rest being hot-added.
+    topology = topology_of("one_node", tmp_path)
+    assert topology.nodes[0].memory_bytes == 24684084 << 10
+
+
+def test_two_sockets_have_cores_with_siblings_distances_and_a_gpu(tmp_path: Path) -> None:
+    topology = topology_of("two_sockets", tmp_path)
+    assert len(topology.nodes) == 2
+    assert len(topology.cores) == 16
+    assert topology.cores[0].cpus == (0, 16)
+    assert topology.cores[8].node == 1
+    assert topology.cores[8].package == 1
+    assert (topology.distance(0, 0), topology.distance(0, 1)) == (10, 21)
+    assert [(g.address, g.node) for g in topology.gpus] == [
+        ("0000:02:00.0", None),
+        ("0000:c1:00.0", 1),
+    ]
+    assert topology.nodes[0].huge_pages[0].page_bytes == 2 << 20
+    assert (topology.nodes[0].huge_pages[0].n_total, topology.nodes[0].huge_pages[0].n_free) == (
+        512,
+        500,
+    )
+    assert topology.nodes[1].memory_bytes == 256 * GIB
+    assert topology.is_numa
+    assert topology.ggml_is_numa
+
+
+def test_free_memory_of_a_node_counts_the_page_cache_that_can_be_dropped(tmp_path: Path) -> None:
+    node = topology_of("two_sockets", tmp_path).nodes[0]
+    assert node.free_bytes == pytest.approx(0.94 * node.memory_bytes, rel=1e-6)
+
+
+def test_nps4_has_eight_nodes_of_four_cores(tmp_path: Path) -> None:
+    topology = topology_of("two_sockets_nps4", tmp_path)
+    assert [len(n.cpus) for n in topology.nodes] == [4] * 8
+    assert topology.distance(0, 3) == 12
+    assert topology.distance(0, 4) == 32
+    assert topology.memory_nodes == tuple(range(8))
+
+
+def test_a_node_without_memory_reads_from_the_nearest_that_has_some(tmp_path: Path) -> None:
+    topology = topology_of("node_without_memory", tmp_path)
+    assert topology.memory_nodes == (0, 2)
+    assert topology.memory_node_near(1) == 0
+    assert topology.nodes[2].cpus == ()
+
+
+@pytest.mark.parametrize(
+    ("tree", "cpus", "nodes", "limit"),
+    [
+        ("cpuset_hides_half", (*range(8), *range(16, 24)), (0,), 100 * GIB),
+        ("cpuset_hides_half_v2", tuple(range(8, 16)), (0, 1), 64 * GIB),
+    ],
+)
+def test_a_cpuset_hides_half_of_the_machine(
+    tree: str, cpus: tuple[int, ...], nodes: tuple[int, ...], limit: int, tmp_path: Path
+) -> None:
+    topology = topology_of(tree, tmp_path)
+    assert topology.allowed_cpus == cpus
+    assert topology.allowed_nodes == nodes
+    assert topology.memory_limit_bytes == limit
+    assert len(topology.usable_cores) == 8
+    assert topology.is_numa == (len(nodes) > 1)
+
+
+def test_a_container_without_node_files_is_one_node_and_known_to_be_a_guess(tmp_path: Path) -> None:
+    topology = topology_of("container_without_nodes", tmp_path)
+    assert len(topology.nodes) == 1
+    assert topology.nodes[0].cpus == (0, 1, 2, 3)
+    assert not topology.from_kernel
+    assert not topology.is_numa
+    assert topology.memory_limit_bytes == 8 * GIB
+    assert [c.cpus for c in topology.cores] == [(0, 2), (1, 3)]
+
+
+def test_a_system_without_sys_is_one_node_counted_by_psutil(tmp_path: Path) -> None:
+    topology = read_topology(tmp_path)
+    assert len(topology.nodes) == 1
+    assert topology.nodes[0].memory_bytes > 0
+    assert len(topology.usable_cores) >= 1
+
+
+def test_this_machine_can_be_read() -> None:
+    assert read_topology().usable_cores
+
+
+def test_ggml_stops_counting_nodes_at_a_gap(tmp_path: Path) -> None:
+    root = grow("two_sockets", tmp_path)
+    node = root / "sys/devices/system/node"
+    (node / "node1").rename(node / "node2")
+    put(root, "sys/devices/system/node/online", "0,2")
+    topology = read_topology(root)
+    assert topology.is_numa
+    assert not topology.ggml_is_numa
+
+
+def test_pinning_the_main_thread_does_not_look_like_a_change_of_the_cpuset(tmp_path: Path) -> None:
+    root = grow("cpuset_hides_half_v2", tmp_path)
+    put(root, "proc/self/status", "Cpus_allowed_list:\t8")
+    limits = read_limits(root)
+    assert limits.cpus == (8,)
+    assert limits.cpuset_cpus == tuple(range(8, 16))
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("sys/devices/system/cpu/online", "0-x"),
+        ("sys/devices/system/node/node0/distance", "10"),
+        ("sys/devices/system/cpu/cpu0/topology/physical_package_id", "first"),
+        ("sys/devices/system/node/node1/cpulist", "8-15"),
+        ("sys/devices/system/cpu/cpu0/cache/index2/size", "big"),
+    ],
+)
+def test_a_file_that_says_something_else_is_named(path: str, content: str, tmp_path: Path) -> None:
+    root = grow("two_sockets", tmp_path)
+    put(root, path, content)
+    with pytest.raises(BadTopology, match="/sys/devices/system"):
+        read_topology(root)
+
+
+def test_an_unknown_node_is_refused_with_the_nodes_there_are(tmp_path: Path) -> None:
+    topology = topology_of("two_sockets", tmp_path)
+    with pytest.raises(NoSuchNode, match=r"node 7 does not exist here \(nodes: 0-1\); nothing"):
+        topology.node(7)
+
+
+def test_lists_of_numbers_are_read_and_written() -> None:
+    assert parse_list("0-3,8,10-11", "x") == (0, 1, 2, 3, 8, 10, 11)
+    assert format_list((0, 1, 2, 5)) == "0-2,5"
+    assert format_list(()) == "none"
