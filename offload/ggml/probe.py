@@ -17,7 +17,8 @@ SIZE = C.c_size_t
 INT = C.c_int
 I64 = C.c_int64
 
-# name -> result, *arguments
+# name -> result, *arguments. Names of devices and the like are compared by address: behind a
+# wrong vtable entry there may be no string to read.
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ggml_tensor_overhead": (SIZE,),
     "ggml_graph_overhead_custom": (SIZE, SIZE, C.c_bool),
@@ -46,17 +47,17 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ggml_graph_n_nodes": (INT, P),
     "ggml_threadpool_params_default": (abi.ggml_threadpool_params, INT),
     "ggml_backend_dev_by_type": (P, INT),
-    "ggml_backend_dev_name": (STR, P),
-    "ggml_backend_dev_description": (STR, P),
+    "ggml_backend_dev_name": (P, P),
+    "ggml_backend_dev_description": (P, P),
     "ggml_backend_dev_type": (INT, P),
     "ggml_backend_dev_get_props": (None, P, P),
     "ggml_backend_dev_backend_reg": (P, P),
     "ggml_backend_dev_buffer_type": (P, P),
     "ggml_backend_dev_init": (P, P, STR),
-    "ggml_backend_reg_name": (STR, P),
+    "ggml_backend_reg_name": (P, P),
     "ggml_backend_reg_dev_count": (SIZE, P),
     "ggml_backend_reg_get_proc_address": (P, P, STR),
-    "ggml_backend_buft_name": (STR, P),
+    "ggml_backend_buft_name": (P, P),
     "ggml_backend_buft_get_alignment": (SIZE, P),
     "ggml_backend_alloc_ctx_tensors_from_buft": (P, P, P),
     "ggml_backend_buffer_get_type": (P, P),
@@ -65,7 +66,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ggml_backend_buffer_get_usage": (INT, P),
     "ggml_backend_buffer_set_usage": (None, P, INT),
     "ggml_backend_buffer_free": (None, P),
-    "ggml_backend_name": (STR, P),
+    "ggml_backend_name": (P, P),
     "ggml_backend_guid": (P, P),
     "ggml_backend_free": (None, P),
 }
@@ -106,8 +107,3 @@ def entry(struct_name: str, iface: Any, name: str) -> Any:
     if not address:
         raise misfit(f"{struct_name}.{name} of the CPU device is empty")
     return abi.PROTOTYPES[f"{struct_name}.{name}"](address)
-
-
-def text(address: int | None) -> bytes | None:
-    """The C string at an address, None for NULL."""
-    return C.string_at(address) if address else None

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from offload.errors import LibraryMismatch
 from offload.ggml import abi
-from offload.ggml.probe import Functions, entry, misfit, same, text
+from offload.ggml.probe import Functions, entry, misfit, same
 
 # (type, elements per block, bytes per block), as gguf's files have them
 _BLOCKS = (
@@ -102,9 +102,9 @@ def _check_device(call: Functions, device: int) -> None:
     def of(name: str) -> Any:
         return entry("ggml_backend_device_i", mirror.iface, name)
 
-    same("the device's name", text(of("get_name")(device)), call.ggml_backend_dev_name(device))
+    same("the device's name", of("get_name")(device), call.ggml_backend_dev_name(device))
     description = call.ggml_backend_dev_description(device)
-    same("the description", text(of("get_description")(device)), description)
+    same("the description", of("get_description")(device), description)
     same("the device's type", of("get_type")(device), call.ggml_backend_dev_type(device))
     buft = call.ggml_backend_dev_buffer_type(device)
     same("the device's buffer type", of("get_buffer_type")(device), buft)
@@ -112,7 +112,7 @@ def _check_device(call: Functions, device: int) -> None:
 
     props = abi.ggml_backend_dev_props()
     call.ggml_backend_dev_get_props(device, C.addressof(props))
-    same("the name in props", text(props.name), call.ggml_backend_dev_name(device))
+    same("the name in props", props.name, call.ggml_backend_dev_name(device))
     same("the type in props", props.type, abi.GGML_BACKEND_DEVICE_TYPE_CPU)
     same("whether there are events", props.caps.events, bool(mirror.iface.event_new))
     host_ptr = bool(mirror.iface.buffer_from_host_ptr)
@@ -125,7 +125,7 @@ def _check_registry(call: Functions, device: int, registry: int, iface: Any) -> 
     def of(name: str) -> Any:
         return entry("ggml_backend_reg_i", iface, name)
 
-    same("the registry", text(of("get_name")(registry)), call.ggml_backend_reg_name(registry))
+    same("the registry", of("get_name")(registry), call.ggml_backend_reg_name(registry))
     n_devices = call.ggml_backend_reg_dev_count(registry)
     same("the registry's devices", of("get_device_count")(registry), n_devices)
     same("the registry's device 0", of("get_device")(registry, 0), device)
@@ -140,7 +140,7 @@ def _check_buffer_type(call: Functions, buft: int) -> None:
     def of(name: str) -> Any:
         return entry("ggml_backend_buffer_type_i", iface, name)
 
-    same("the buffer type", text(of("get_name")(buft)), call.ggml_backend_buft_name(buft))
+    same("the buffer type", of("get_name")(buft), call.ggml_backend_buft_name(buft))
     alignment = call.ggml_backend_buft_get_alignment(buft)
     same("the alignment", of("get_alignment")(buft), alignment)
     same("is_host", of("is_host")(buft), True)
@@ -282,6 +282,10 @@ def _check_buffer(call: Functions, buffer: int, g: _Graph) -> None:
 
 def _check_compute(call: Functions, device: int, g: _Graph) -> None:
     """The graph, computed through the mirrored vtable, gives Python's numbers."""
+    iface = abi.ggml_backend_device.from_address(device).iface
+    for node in g.nodes:
+        supported = entry("ggml_backend_device_i", iface, "supports_op")(device, node)
+        same("supports_op", supported, True)
     _write(g.experts, _WEIGHTS)
     _write(g.input, _INPUT)
     _write(g.dense, _WEIGHTS[: _N_IN * _N_OUT])
@@ -295,7 +299,7 @@ def _check_compute(call: Functions, device: int, g: _Graph) -> None:
         same("the backend's device", mirror.device, device)
         same("the backend's guid", mirror.guid, call.ggml_backend_guid(backend))
         name = entry("ggml_backend_i", mirror.iface, "get_name")(backend)
-        same("the backend's name", text(name), call.ggml_backend_name(backend))
+        same("the backend's name", name, call.ggml_backend_name(backend))
         registry = call.ggml_backend_dev_backend_reg(device)
         address = call.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_set_n_threads")
         C.CFUNCTYPE(None, C.c_void_p, C.c_int)(address)(
