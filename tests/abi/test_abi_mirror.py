@@ -67,7 +67,7 @@ def test_another_version_is_refused_in_one_sentence_that_names_both() -> None:
 
 def test_the_version_is_refused_before_the_library_is_touched() -> None:
     with pytest.raises(LibraryMismatch, match=r"0\.3\.16"):
-        selftest.check("0.3.16", SimpleNamespace(structs=None))  # type: ignore[arg-type]
+        selftest.check("0.3.16", SimpleNamespace(structs=None))
 
 
 def test_the_mirror_was_made_from_the_headers_that_the_wheel_installed() -> None:
