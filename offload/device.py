@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from offload.errors import DeviceUnavailable
-from offload.ggml import tensor
+from offload.ggml import abi, tensor
 from offload.ggml.callback import Pending
 from offload.ggml.graph import Cut, CutList, Cuts
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.lib import library, op_number
-from offload.ggml.pydevice import Backend, PyDevice
+from offload.ggml.pydevice import FAILED, Backend, PyDevice
+from offload.weights.counters import StreamCounters
 
-_CPU, _GPU, _IGPU = 0, 1, 2  # GGML_BACKEND_DEVICE_TYPE_*
+_CPU = abi.GGML_BACKEND_DEVICE_TYPE_CPU
+_GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
+_IGPU = abi.GGML_BACKEND_DEVICE_TYPE_IGPU
 WRAPPED_NAME = "SPEC0"
 
 
@@ -95,6 +98,8 @@ class MinBatch:
 class Stream(Protocol):
     """Computes graphs that have cuts."""
 
+    counters: StreamCounters
+
     def compute(self, cut_list: CutList) -> int: ...
 
     def close(self) -> None: ...
@@ -153,7 +158,7 @@ class StreamingDevice(PyDevice):
     def _graph_compute(self, backend: Backend, graph: int) -> int:
         self.n_graphs += 1
         if self.pending.first is not None:
-            return -1  # a callback failed while this decode's graph was built
+            return FAILED  # a callback failed while this decode's graph was built
         cut_list = self.cuts.of(graph)
         if not cut_list.cuts:
             return super()._graph_compute(backend, graph)

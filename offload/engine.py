@@ -23,6 +23,7 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.llama import PARTIAL_STATE, Context, ContextOptions, Model, ModelPlacement
 from offload.model import ModelFacts, read_facts
 from offload.text import TextStream
+from offload.weights.counters import StreamCounters
 from offload.weights.memory import AnonymousMemory
 
 STREAMED_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.weight$"
@@ -36,6 +37,7 @@ class EngineOptions:
     device: str = "auto"
     min_batch: MinBatch = MinBatch()
     stream_experts: bool = True  # off: the whole model is resident on the device
+    wrapped: bool = True  # off: libllama sees the real device, as for a draft
     n_ctx: int = 4096
     n_batch: int = 2048
     n_ubatch: int = 512
@@ -92,11 +94,12 @@ class Engine:
     def _place(self) -> ModelPlacement:
         if not self.choice.wrapped:
             return ModelPlacement(use_extra_bufts=not self._has_quantised_mla())
+        if not self.options.wrapped:
+            real = (self.choice.address,) if self.choice.on_gpu else ()
+            return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
         overrides: tuple[tuple[str, int], ...] = ()
         self.host = HostBufferType(_HOST_NAME, AnonymousMemory(), self._pending)
-        self.device = StreamingDevice(
-            self.choice, self.host, self.options.min_batch, self._pending
-        )
+        self.device = StreamingDevice(self.choice, self.host, self.options.min_batch, self._pending)
         if self.options.stream_experts and self.facts.n_experts:
             overrides = ((STREAMED_EXPERTS, self.host.address),)
         return ModelPlacement(
@@ -148,7 +151,8 @@ class Engine:
         """Append tokens; logits [n_logits, n_vocab] after each of the last `n_logits` of them.
 
         `n_logits` defaults to all. The array is the caller's. After an error the sequence holds
-        what it held before, or nothing if the model is recurrent. Raises BadRequest, DoesNotFit, DeviceFailed.
+        what it held before, or nothing if the model is recurrent.
+        Raises BadRequest, DoesNotFit, DeviceFailed.
         """
         start = self.length(sequence)
         n_logits = len(tokens) if n_logits is None else n_logits
@@ -184,9 +188,7 @@ class Engine:
             done = end
         return ends
 
-    def extend_batch(
-        self, parts: Sequence[tuple[int, Sequence[int]]]
-    ) -> list[NDArray[np.float32]]:
+    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[NDArray[np.float32]]:
         """Append tokens to several sequences in one decode; logits of all rows, per part."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -304,6 +306,14 @@ class Engine:
     def chat_template(self) -> str | None:
         """The Jinja template the file carries."""
         return self._model.chat_template()
+
+    def counters(self) -> StreamCounters:
+        """What the copy path did since the engine was opened; all zero where nothing streams."""
+        total = StreamCounters()
+        if self.device is not None:
+            for stream in self.device.streams.values():
+                total += stream.counters
+        return total
 
     @property
     def model(self) -> Model:

@@ -1,4 +1,4 @@
-"""What a model file is, before anything is loaded: checked paths, splits, layers, experts, sizes."""
+"""What a model file is, before anything is loaded: paths, splits, layers, experts, sizes."""
 
 from __future__ import annotations
 

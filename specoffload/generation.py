@@ -76,7 +76,7 @@ class ModelCard:
 
 
 class Generator(Protocol):
-    """What the server and `run` need of a session; `specoffload.session.Session` is the real one."""
+    """What the server and `run` need of a session: `specoffload.session.Session`."""
 
     @property
     def card(self) -> ModelCard: ...

@@ -1,1 +1,1 @@
-"""The only ctypes of this package: libllama and libggml as Python functions, structures, devices."""
+"""The only ctypes of this package: libllama and libggml as Python functions and structures."""

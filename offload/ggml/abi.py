@@ -340,58 +340,150 @@ class llama_model_tensor_buft_override(ctypes.Structure):
 
 PROTOTYPES: dict[str, Any] = {
     "ggml_backend_buffer_type_i.get_name": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_buffer_type_i.alloc_buffer": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+    "ggml_backend_buffer_type_i.alloc_buffer": ctypes.CFUNCTYPE(
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+    ),
     "ggml_backend_buffer_type_i.get_alignment": ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p),
     "ggml_backend_buffer_type_i.get_max_size": ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p),
-    "ggml_backend_buffer_type_i.get_alloc_size": ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p),
+    "ggml_backend_buffer_type_i.get_alloc_size": ctypes.CFUNCTYPE(
+        ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p
+    ),
     "ggml_backend_buffer_type_i.is_host": ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p),
     "ggml_backend_buffer_i.free_buffer": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
     "ggml_backend_buffer_i.get_base": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_buffer_i.init_tensor": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_buffer_i.memset_tensor": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_size_t),
-    "ggml_backend_buffer_i.set_tensor": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
-    "ggml_backend_buffer_i.get_tensor": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
-    "ggml_backend_buffer_i.set_tensor_2d": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t),
-    "ggml_backend_buffer_i.get_tensor_2d": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t),
-    "ggml_backend_buffer_i.cpy_tensor": ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+    "ggml_backend_buffer_i.init_tensor": ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
+    ),
+    "ggml_backend_buffer_i.memset_tensor": ctypes.CFUNCTYPE(
+        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_size_t
+    ),
+    "ggml_backend_buffer_i.set_tensor": ctypes.CFUNCTYPE(
+        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+    ),
+    "ggml_backend_buffer_i.get_tensor": ctypes.CFUNCTYPE(
+        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+    ),
+    "ggml_backend_buffer_i.set_tensor_2d": ctypes.CFUNCTYPE(
+        None,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+    ),
+    "ggml_backend_buffer_i.get_tensor_2d": ctypes.CFUNCTYPE(
+        None,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+    ),
+    "ggml_backend_buffer_i.cpy_tensor": ctypes.CFUNCTYPE(
+        ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+    ),
     "ggml_backend_buffer_i.clear": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint8),
     "ggml_backend_buffer_i.reset": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
-    "ggml_backend_graph_optimize_params.add_alloc_dep": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+    "ggml_backend_graph_optimize_params.add_alloc_dep": ctypes.CFUNCTYPE(
+        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+    ),
     "ggml_backend_i.get_name": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
     "ggml_backend_i.free": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
-    "ggml_backend_i.set_tensor_async": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
-    "ggml_backend_i.get_tensor_async": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
-    "ggml_backend_i.set_tensor_2d_async": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t),
-    "ggml_backend_i.get_tensor_2d_async": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t),
-    "ggml_backend_i.cpy_tensor_async": ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+    "ggml_backend_i.set_tensor_async": ctypes.CFUNCTYPE(
+        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+    ),
+    "ggml_backend_i.get_tensor_async": ctypes.CFUNCTYPE(
+        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+    ),
+    "ggml_backend_i.set_tensor_2d_async": ctypes.CFUNCTYPE(
+        None,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+    ),
+    "ggml_backend_i.get_tensor_2d_async": ctypes.CFUNCTYPE(
+        None,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+    ),
+    "ggml_backend_i.cpy_tensor_async": ctypes.CFUNCTYPE(
+        ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+    ),
     "ggml_backend_i.synchronize": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
-    "ggml_backend_i.graph_plan_create": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+    "ggml_backend_i.graph_plan_create": ctypes.CFUNCTYPE(
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+    ),
     "ggml_backend_i.graph_plan_free": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_i.graph_plan_update": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_i.graph_plan_compute": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_i.graph_compute": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+    "ggml_backend_i.graph_plan_update": ctypes.CFUNCTYPE(
+        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+    ),
+    "ggml_backend_i.graph_plan_compute": ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
+    ),
+    "ggml_backend_i.graph_compute": ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
+    ),
     "ggml_backend_i.event_record": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p),
     "ggml_backend_i.event_wait": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_i.graph_optimize": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+    "ggml_backend_i.graph_optimize": ctypes.CFUNCTYPE(
+        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+    ),
     "ggml_backend_device_i.get_name": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
     "ggml_backend_device_i.get_description": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.get_memory": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+    "ggml_backend_device_i.get_memory": ctypes.CFUNCTYPE(
+        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+    ),
     "ggml_backend_device_i.get_type": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
     "ggml_backend_device_i.get_props": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.init_backend": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p),
+    "ggml_backend_device_i.init_backend": ctypes.CFUNCTYPE(
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    ),
     "ggml_backend_device_i.get_buffer_type": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.get_host_buffer_type": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.buffer_from_host_ptr": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t),
-    "ggml_backend_device_i.supports_op": ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.supports_buft": ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.offload_op": ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p),
+    "ggml_backend_device_i.get_host_buffer_type": ctypes.CFUNCTYPE(
+        ctypes.c_void_p, ctypes.c_void_p
+    ),
+    "ggml_backend_device_i.buffer_from_host_ptr": ctypes.CFUNCTYPE(
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
+    ),
+    "ggml_backend_device_i.supports_op": ctypes.CFUNCTYPE(
+        ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p
+    ),
+    "ggml_backend_device_i.supports_buft": ctypes.CFUNCTYPE(
+        ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p
+    ),
+    "ggml_backend_device_i.offload_op": ctypes.CFUNCTYPE(
+        ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p
+    ),
     "ggml_backend_device_i.event_new": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
     "ggml_backend_device_i.event_free": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.event_synchronize": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p),
+    "ggml_backend_device_i.event_synchronize": ctypes.CFUNCTYPE(
+        None, ctypes.c_void_p, ctypes.c_void_p
+    ),
     "ggml_backend_reg_i.get_name": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
     "ggml_backend_reg_i.get_device_count": ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p),
-    "ggml_backend_reg_i.get_device": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
-    "ggml_backend_reg_i.get_proc_address": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p),
+    "ggml_backend_reg_i.get_device": ctypes.CFUNCTYPE(
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
+    ),
+    "ggml_backend_reg_i.get_proc_address": ctypes.CFUNCTYPE(
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    ),
 }
 
 SIZES: dict[str, int] = {

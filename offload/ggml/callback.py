@@ -1,9 +1,9 @@
 """The one way a Python function becomes a C callback.
 
 ctypes prints and drops an exception that leaves a callback, and C then reads an uninitialised
-result: an int is arbitrary, a bool is true, a pointer is junk; Ctrl-C is swallowed. So each callback
-goes through `guard`, which keeps the first exception and hands C a declared failure value. Whoever
-called into C asks `Pending.raise_first()` when it returns.
+result: an int is arbitrary, a bool is true, a pointer is junk; Ctrl-C is swallowed. So each
+callback goes through `guard`, which keeps the first exception and hands C a declared failure value.
+Whoever called into C asks `Pending.raise_first()` when it returns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def guard(
 
     `on_error` is what C receives when `function` raises: choose the value that makes C stop.
     """
-    import ctypes
 
     def call(*arguments: Any) -> Any:
         try:

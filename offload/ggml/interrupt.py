@@ -2,9 +2,11 @@
 
 While C computes, Python cannot run its signal handlers, so KeyboardInterrupt would wait for the end
 of the decode. ggml asks an abort callback after each node; a Python one costs a microsecond a node.
-Instead CPython's own C-level handler writes the signal's number to the wake-up file descriptor: ours
-is a memory file mapped at a fixed address, and the abort callback is libc's `strlen` of that memory,
-zero until a signal came. Only the main thread can install it; elsewhere decodes run to their end.
+Instead CPython's own C-level handler writes the signal's number to the wake-up file descriptor:
+ours is a memory file mapped at a fixed address, and the abort callback is libc's `strlen` of that
+memory, zero until a signal came. Only the main thread can install it; elsewhere decodes run to
+their end. A signal whose handler returns, such as a changed window size, aborts a decode as well:
+it is redone.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+
+from offload.ggml.callback import Pending
 
 _PAGE = mmap.PAGESIZE
 
@@ -48,16 +53,32 @@ def watch(lib: Any, context: int) -> None:
 
 
 @contextmanager
-def during_decode() -> Iterator[None]:
-    """Route signals to the abort flag for the time of one decode."""
+def during_decode(pending: Pending) -> Iterator[None]:
+    """Route signals to the abort flag for the time of one decode.
+
+    Python's own handler must not raise meanwhile: it may run at the entry of a callback, before the
+    guard's `try`, and the exception would be lost in C. What it raises is kept in `pending`.
+    """
     if _flag is None or threading.current_thread() is not threading.main_thread():
         yield
         return
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):  # ignored, or not Python's: nothing would write to the descriptor
+        yield
+        return
+
+    def deferred(number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)
+        except BaseException as e:
+            pending.keep(e)
+
     _flag.clear()
+    signal.signal(signal.SIGINT, deferred)
     previous = signal.set_wakeup_fd(_flag.fd, warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(previous)
-        if _flag.memory[0]:
-            _flag.clear()
+        signal.signal(signal.SIGINT, handler)
+        _flag.clear()

@@ -1,4 +1,4 @@
-"""The installed libllama and libggml: one handle, one signature table, errors checked at the border.
+"""The installed libllama and libggml: one handle, one signature table, errors checked here.
 
 Every symbol is resolved through libllama's own handle. Opening lib/libggml.so by path would map a
 second copy with a device registry of its own, and a plain pip install has such copies twice.
@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from offload.errors import DeviceFailed, LibraryMismatch
+from offload.ggml import abi
 
 P = C.c_void_p
 STR = C.c_char_p
@@ -172,6 +173,7 @@ SIGNATURES: dict[str, Signature] = {
     "llama_sampler_init_top_p": _sig(P, F32, SIZE, check=_not_null),
     "llama_sampler_init_min_p": _sig(P, F32, SIZE, check=_not_null),
     "llama_sampler_init_temp": _sig(P, F32, check=_not_null),
+    "llama_sampler_init_penalties": _sig(P, I32, I32, F32, F32, F32, check=_not_null),
     "llama_sampler_init_grammar": _sig(P, P, STR, STR),
 }
 
@@ -238,20 +240,19 @@ def library() -> Library:
 
     from offload.ggml import log, selftest
 
+    selftest.check_version(llama_cpp.__version__)  # first: another release may lack functions
     loaded = Library(structs)
+    log.capture(loaded)  # before the self-test, which brings the device registry up
     selftest.check(llama_cpp.__version__, loaded)
-    log.capture(loaded)
     loaded.llama_backend_init()
     return loaded
 
 
 @functools.cache
 def op_number(name: str) -> int:
-    """The number of a ggml operation by its name, e.g. MUL_MAT_ID; numbers move between releases."""
+    """The number of a ggml operation by name, e.g. MUL_MAT_ID; numbers move between releases."""
     lib = library()
-    for number in range(512):
+    for number in range(abi.GGML_OP_COUNT):  # ggml_op_name does not check its argument
         if lib.ggml_op_name(number) == name.encode():
             return number
-        if lib.ggml_op_name(number) is None:
-            break
     raise LibraryMismatch(f"the installed library knows no operation {name}")

@@ -18,6 +18,7 @@ from offload.ggml.lib import library
 
 LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
+_ABORTED = 2
 PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts only
 
 
@@ -97,8 +98,8 @@ class Model:
     @property
     def is_recurrent(self) -> bool:
         """Recurrent or hybrid: its memory cannot drop a partial tail (MECHANISMS E01)."""
-        lib = self._lib
-        return bool(lib.llama_model_is_recurrent(self.handle) or lib.llama_model_is_hybrid(self.handle))
+        recurrent = self._lib.llama_model_is_recurrent(self.handle)
+        return bool(recurrent or self._lib.llama_model_is_hybrid(self.handle))
 
     @property
     def has_tokenizer(self) -> bool:
@@ -262,17 +263,25 @@ class Context:
         Raises what a callback raised, KeyboardInterrupt, DoesNotFit when the KV cache is full, or
         DeviceFailed. The memory may then hold part of the batch: the caller rewinds.
         """
-        n = len(tokens)
         batch = self._batch.fill(tokens, positions, sequences, wanted)
         self._pending.first = None
-        with interrupt.during_decode():
-            status = self._lib.llama_decode(self.handle, batch)
+        while (status := self._decode_once(batch)) == _ABORTED:
+            # A signal came whose handler returned: drop what the aborted decode left and redo it.
+            for row, position in zip(sequences, positions, strict=True):
+                sequence = row if isinstance(row, int) else cast(Sequence[int], row)[0]
+                self.remove(sequence, position)
+        if status != 0:
+            self._raise(status, len(tokens))
+        return self._logits([i for i, w in enumerate(wanted) if w])
+
+    def _decode_once(self, batch: Any) -> int:
+        with interrupt.during_decode(self._pending):
+            status: int = self._lib.llama_decode(self.handle, batch)
             if status == 0:
                 self._lib.llama_synchronize(self.handle)
         self._pending.raise_first()
-        if status != 0:
-            self._raise(status, n)
-        return self._logits([i for i, w in enumerate(wanted) if w])
+        log.pending.raise_first()
+        return status
 
     def _raise(self, status: int, n: int) -> None:
         if status == 1:
@@ -282,8 +291,6 @@ class Context:
         reason = "; ".join(dict.fromkeys(log.take_errors())) or "no reason given"
         if status == -1:
             raise BadRequest(f"libllama refuses the batch of {n} tokens ({reason})")
-        if status == 2:
-            raise KeyboardInterrupt
         raise DeviceFailed(f"decoding {n} tokens failed with status {status} ({reason})")
 
     def _logits(self, rows: list[int]) -> NDArray[np.float32]:
@@ -311,9 +318,7 @@ class Context:
     def state(self, sequence: int, flags: int) -> bytes:
         size = self._lib.llama_state_seq_get_size_ext(self.handle, sequence, flags)
         buffer = C.create_string_buffer(size)
-        written = self._lib.llama_state_seq_get_data_ext(
-            self.handle, buffer, size, sequence, flags
-        )
+        written = self._lib.llama_state_seq_get_data_ext(self.handle, buffer, size, sequence, flags)
         return buffer.raw[:written]
 
     def set_state(self, sequence: int, state: bytes, flags: int) -> None:

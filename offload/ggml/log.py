@@ -6,12 +6,15 @@ import collections
 import logging
 from typing import Any
 
+from offload.ggml.callback import Pending, guard
+
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 _CONTINUE = 5
 _logger = logging.getLogger("offload.llama")
 _logger.addHandler(logging.NullHandler())  # silent unless the program configures logging
 _errors: collections.deque[str] = collections.deque(maxlen=8)
 _last_level = logging.INFO
+pending = Pending()  # a Ctrl-C that arrived while a line was being logged
 _kept: list[Any] = []  # C keeps a pointer to the callback for the life of the process
 
 
@@ -27,7 +30,7 @@ def _on_line(level: int, text: bytes | None, _: Any) -> None:
 
 def capture(lib: Any) -> None:
     """Route the library's log into the logger `offload.llama` and keep the last error lines."""
-    callback = lib.structs.llama_log_callback(_on_line)
+    callback, _ = guard(lib.structs.llama_log_callback, pending, None, _on_line)
     _kept.append(callback)
     lib.llama_log_set(callback, None)
 

@@ -20,8 +20,8 @@ from offload.ggml import abi
 from offload.ggml.callback import Pending, guard
 from offload.ggml.lib import library
 
-GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
-FAILED = -1  # GGML_STATUS_FAILED
+GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
+FAILED = abi.GGML_STATUS_FAILED
 
 # Entries of the inner registry that make sense on our device. Not among them: the extra buffer
 # types (repacked weights cannot be streamed) and everything about NUMA and thread pools.

@@ -70,8 +70,10 @@ class SamplerChain:
             grammar = self._grammar(model, o.grammar)
             lib.llama_sampler_chain_add(self._chain, grammar)
         if o.repeat_penalty != 1.0:
-            make = self._lib.structs.llama_sampler_init_penalties
-            lib.llama_sampler_chain_add(self._chain, make(o.repeat_last_n, o.repeat_penalty, 0.0, 0.0))
+            penalties = lib.llama_sampler_init_penalties(
+                model.n_vocab, o.repeat_last_n, o.repeat_penalty, 0.0, 0.0
+            )
+            lib.llama_sampler_chain_add(self._chain, penalties)
         if o.temperature <= 0:
             lib.llama_sampler_chain_add(self._chain, lib.llama_sampler_init_greedy())
             return
@@ -85,10 +87,9 @@ class SamplerChain:
             lib.llama_sampler_chain_add(self._chain, sampler)
 
     def _grammar(self, model: Model, text: str) -> int:
-        init = C.CFUNCTYPE(C.c_void_p, C.c_void_p, C.c_char_p, C.c_char_p)(
-            ("llama_sampler_init_grammar", self._lib._handle)
+        grammar: int | None = self._lib.llama_sampler_init_grammar(
+            model.vocab, text.encode(), b"root"
         )
-        grammar: int | None = init(model.vocab, text.encode(), b"root")
         if not grammar:
             raise BadRequest("the grammar does not parse; it needs a rule named root (GBNF)")
         return grammar

@@ -53,10 +53,9 @@ def name_of(address: int) -> str:
 def node_addresses(graph: int) -> list[int]:
     """Addresses of the graph's nodes in compute order."""
     g = GRAPH.from_address(graph)
-    nodes = C.cast(g.nodes, C.c_void_p).value
-    if not nodes or not g.n_nodes:
+    if not g.nodes or not g.n_nodes:
         return []
-    return list((C.c_size_t * g.n_nodes).from_address(nodes))
+    return list((C.c_size_t * g.n_nodes).from_address(g.nodes))
 
 
 def uid_of(graph: int) -> int:
@@ -67,9 +66,7 @@ def uid_of(graph: int) -> int:
 def view(graph: int, first: int, end: int) -> Any:
     """Nodes [first, end) of a graph as a graph of its own, which must not outlive it."""
     part = GRAPH.from_buffer_copy(GRAPH.from_address(graph))
-    nodes = C.cast(part.nodes, C.c_void_p).value or 0
-    field = dict(GRAPH._fields_)["nodes"]
-    part.nodes = C.cast(nodes + first * _POINTER, field)
+    part.nodes = part.nodes + first * _POINTER
     part.n_nodes, part.size, part.n_leafs, part.uid = end - first, 0, 0, 0
     part.grads = part.grad_accs = part.leafs = None
     return part

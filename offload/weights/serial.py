@@ -6,7 +6,6 @@ to give the same bits as this one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,7 @@ from offload.ggml.arena import Arena, DeviceMemory
 from offload.ggml.graph import Cut, CutList
 from offload.ggml.lib import library
 from offload.ggml.pydevice import FAILED, Backend
-
-
-@dataclass
-class StreamCounters:
-    """What the copy path did; proof that it ran."""
-
-    graphs: int = 0
-    cuts: int = 0
-    copies: int = 0
-    streamed_bytes: int = 0
-    streamed_experts: int = 0
+from offload.weights.counters import StreamCounters
 
 
 class SerialStream:

@@ -1,0 +1,20 @@
+"""Proof that the copy path ran: one counter for each thing it can do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class StreamCounters:
+    """What streaming did since the engine was opened."""
+
+    graphs: int = 0
+    cuts: int = 0
+    copies: int = 0
+    streamed_bytes: int = 0
+    streamed_experts: int = 0
+
+    def __add__(self, other: StreamCounters) -> StreamCounters:
+        names = [field.name for field in fields(self)]
+        return StreamCounters(**{n: getattr(self, n) + getattr(other, n) for n in names})

@@ -1,0 +1,5 @@
+"""`python -m specoffload` is `specoffload`."""
+
+from specoffload.cli import main
+
+main()

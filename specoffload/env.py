@@ -1,0 +1,45 @@
+"""The only reader of environment variables. Bad values raise; nothing is silently defaulted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from specoffload.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Every variable that the program knows; docs/flags.md lists them."""
+
+    batch_costs: str | None = None  # GGML_BATCH_COSTS (A02): selects the policy `costs`
+    max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD (B13)
+    profile_dir: str | None = None  # SPECOFFLOAD_PROFILE_DIR
+    verbose: bool = False  # SPECOFFLOAD_VERBOSE
+
+
+def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
+    """Raises UsageError naming the variable and its value."""
+    return Environment(
+        batch_costs=environ.get("GGML_BATCH_COSTS") or None,
+        max_look_ahead=_integer(environ, "GGML_MAX_LOOK_AHEAD"),
+        profile_dir=environ.get("SPECOFFLOAD_PROFILE_DIR") or None,
+        verbose=_switch(environ, "SPECOFFLOAD_VERBOSE"),
+    )
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name)
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise UsageError(f"{name}={text}: must be a whole number, 0 or more")
+    return int(text)
+
+
+def _switch(environ: Mapping[str, str], name: str) -> bool:
+    text = environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise UsageError(f"{name}={text}: must be 0 or 1")
+    return text == "1"

@@ -1,0 +1,61 @@
+"""What every error means to a person at a terminal and to an HTTP client.
+
+SpecOffloadError
+├── UsageError   flags or arguments that cannot be taken together
+└── (offload.errors.OffloadError, specdec.errors.SpecDecError, numa.errors.NumaError: their trees)
+
+Exit code 2: the input was bad. 1: something failed. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numa.errors import NumaError
+from offload import errors as offload_errors
+from specdec.errors import SpecDecError
+
+
+class SpecOffloadError(Exception):
+    """Root of what the program itself raises on purpose."""
+
+
+class UsageError(SpecOffloadError):
+    """The command line asks for something that cannot be done."""
+
+
+KNOWN: tuple[type[Exception], ...] = (
+    SpecOffloadError,
+    offload_errors.OffloadError,
+    SpecDecError,
+    NumaError,
+)
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """How an error leaves the program. `type` is llama-server's error type."""
+
+    exit_code: int
+    http_status: int
+    type: str
+
+
+_INVALID = Meaning(2, 400, "invalid_request_error")
+_FAILED = Meaning(1, 500, "server_error")
+_MEANINGS: tuple[tuple[type[Exception], Meaning], ...] = (
+    (offload_errors.DeviceFailed, _FAILED),
+    (offload_errors.DoesNotFit, Meaning(2, 400, "exceed_context_size_error")),
+    (offload_errors.OffloadError, _INVALID),
+    (SpecDecError, _INVALID),
+    (NumaError, _INVALID),
+    (SpecOffloadError, _INVALID),
+)
+
+
+def meaning_of(error: BaseException) -> Meaning:
+    """The first matching row; anything unknown is a failure of ours."""
+    for kind, meaning in _MEANINGS:
+        if isinstance(error, kind):
+            return meaning
+    return _FAILED

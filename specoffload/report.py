@@ -1,0 +1,82 @@
+"""Everything the program shows a person, in one place: lines, tables, progress bars."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from specoffload.generation import GenerationStats
+
+_out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False)
+
+
+def text(piece: str) -> None:
+    """A piece of the answer, to standard output, at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def line(words: str) -> None:
+    """A line of results, to standard output."""
+    _out.print(words, markup=False, soft_wrap=True)
+
+
+def note(words: str) -> None:
+    """What the program did or did not do, to standard error."""
+    _err.print(words, style="dim", markup=False, soft_wrap=True)
+
+
+def error(words: str) -> None:
+    _err.print(f"specoffload: {words}", style="red", markup=False, soft_wrap=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Numbers side by side, to standard output; the first column is names."""
+    made = Table(title=title, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        made.add_row(*row)
+    _out.print(made)
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[float], None]]:
+    """A bar that is fed fractions of 1; it leaves nothing behind, and nothing on a pipe."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=_err, transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def bytes_text(n: float) -> str:
+    """A size for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    raise AssertionError("unreachable")
+
+
+def stats_line(stats: GenerationStats) -> str:
+    """The line under an answer."""
+    parts = [
+        f"{stats.n_tokens} tokens in {stats.decode_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s",
+        f"prompt {stats.n_prompt_tokens} tokens in {stats.prefill_s:.2f} s",
+    ]
+    if stats.acceptance_rate is not None:
+        parts.append(
+            f"acceptance {stats.acceptance_rate:.0%} ({stats.n_accepted} of {stats.n_drafted})"
+        )
+        parts.append(f"{stats.tokens_per_round:.2f} tokens per round")
+    else:
+        parts.append("no draft")
+    parts.append(f"streamed {bytes_text(stats.streamed_bytes)}")
+    return " · ".join(parts)

@@ -1,0 +1,189 @@
+"""Each vtable entry that is Python raises: C sees the declared failure, Python the original."""
+
+from __future__ import annotations
+
+import ctypes as C
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from offload.ggml import abi
+from offload.ggml.callback import Pending, guard
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.lib import library
+from offload.ggml.pydevice import FAILED, PyDevice
+
+_CPU = 0
+
+
+class Boom(Exception):
+    pass
+
+
+def explode(*_: Any) -> Any:
+    raise Boom("from inside a callback")
+
+
+class ExplodingDevice(PyDevice):
+    _supports_op = explode
+    _supports_buft = explode
+    _graph_compute = explode
+    _memory = explode
+    _opened = explode
+    _closed = explode
+
+
+class ExplodingMemory:
+    allocate = explode
+    free = explode
+
+
+def inner_device() -> int:
+    address: int = library().ggml_backend_dev_by_type(_CPU)
+    return address
+
+
+@pytest.fixture
+def pending() -> Pending:
+    return Pending()
+
+
+@pytest.fixture
+def device(pending: Pending) -> Iterator[ExplodingDevice]:
+    made = ExplodingDevice(inner_device(), "TEST0", pending)
+    yield made
+    for backend in made.backends.values():
+        library().ggml_backend_free(backend.inner)
+
+
+def call(owner: Any, entry: str, *arguments: Any) -> Any:
+    """Call a vtable entry the way C does: through its address and declared type."""
+    struct = getattr(owner, "iface")  # noqa: B009 - a ctypes field, not an attribute of a class
+    return abi.PROTOTYPES[entry](getattr(struct, entry.split(".")[1]))(*arguments)
+
+
+def assert_kept(pending: Pending) -> None:
+    with pytest.raises(Boom, match="from inside a callback") as caught:
+        pending.raise_first()
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert "explode" in frames, "the traceback must lead to the place that raised"
+    assert pending.first is None
+
+
+@pytest.mark.parametrize(
+    ("entry", "arguments", "declared"),
+    [
+        ("supports_op", (None,), False),
+        ("supports_buft", (None,), False),
+        ("init_backend", (None,), None),
+    ],
+)
+def test_a_device_entry_that_raises_gives_c_the_declared_failure(
+    device: ExplodingDevice, pending: Pending, entry: str, arguments: tuple[Any, ...], declared: Any
+) -> None:
+    result = call(device.struct, f"ggml_backend_device_i.{entry}", device.address, *arguments)
+    assert result == declared
+    assert_kept(pending)
+
+
+def test_get_memory_that_raises_keeps_the_exception(
+    device: ExplodingDevice, pending: Pending
+) -> None:
+    free, total = C.c_size_t(), C.c_size_t()
+    call(
+        device.struct,
+        "ggml_backend_device_i.get_memory",
+        device.address,
+        C.addressof(free),
+        C.addressof(total),
+    )
+    assert_kept(pending)
+
+
+def test_get_props_that_raises_keeps_the_exception(
+    device: ExplodingDevice, pending: Pending
+) -> None:
+    props = abi.ggml_backend_dev_props()
+    call(device.struct, "ggml_backend_device_i.get_props", device.address, C.addressof(props))
+    assert_kept(pending)
+
+
+def test_a_backend_whose_computation_raises_reports_failure(pending: Pending) -> None:
+    class FailingCompute(PyDevice):
+        _graph_compute = explode
+        _closed = explode
+
+    device = FailingCompute(inner_device(), "TEST0", pending)
+    address = call(device.struct, "ggml_backend_device_i.init_backend", device.address, None)
+    backend = device.backends[address]
+    graph = abi.ggml_cgraph()
+    result = call(backend.struct, "ggml_backend_i.graph_compute", address, C.addressof(graph))
+    assert result == FAILED
+    assert_kept(pending)
+    call(backend.struct, "ggml_backend_i.free", address)
+    assert_kept(pending)
+    assert device.backends == {}, "a failing hook must not leak the backend"
+
+
+def test_a_buffer_type_whose_memory_raises_returns_no_buffer(pending: Pending) -> None:
+    host = HostBufferType("TEST_HOST", ExplodingMemory(), pending)
+    buffer = library().ggml_backend_buft_alloc_buffer(host.address, 1 << 16)
+    assert buffer is None
+    assert_kept(pending)
+
+
+def test_a_free_that_raises_is_kept(pending: Pending) -> None:
+    class HalfBrokenMemory:
+        free = explode
+
+        def __init__(self) -> None:
+            self.block = C.create_string_buffer(1 << 17)
+
+        def allocate(self, size_bytes: int) -> int:
+            return (C.addressof(self.block) + 4095) & ~4095
+
+    host = HostBufferType("TEST_HOST", HalfBrokenMemory(), pending)
+    buffer = library().ggml_backend_buft_alloc_buffer(host.address, 1 << 14)
+    assert buffer
+    library().ggml_backend_buffer_free(buffer)
+    assert_kept(pending)
+
+
+def test_every_entry_the_device_replaces_is_python_and_guarded(pending: Pending) -> None:
+    device = PyDevice(inner_device(), "TEST0", pending)
+    inner = abi.ggml_backend_device.from_address(device.inner)
+    replaced = {
+        name
+        for name, _ in abi.ggml_backend_device_i._fields_
+        if getattr(device.struct.iface, name) != getattr(inner.iface, name)
+    }
+    assert replaced == {
+        "get_name", "get_type", "get_props", "get_memory",
+        "supports_op", "supports_buft", "offload_op", "init_backend",
+    }  # fmt: skip
+
+
+def test_the_first_of_several_exceptions_is_the_one_raised(pending: Pending) -> None:
+    prototype = C.CFUNCTYPE(C.c_int)
+    errors = iter([ValueError("first"), KeyError("second")])
+
+    def fail() -> int:
+        raise next(errors)
+
+    thunk, _ = guard(prototype, pending, -7, fail)
+    assert (thunk(), thunk()) == (-7, -7)
+    with pytest.raises(ValueError, match="first"):
+        pending.raise_first()
+    pending.raise_first()  # nothing left
+
+
+def test_a_keyboard_interrupt_inside_a_callback_is_not_swallowed(pending: Pending) -> None:
+    def interrupt() -> bool:
+        raise KeyboardInterrupt
+
+    thunk, _ = guard(C.CFUNCTYPE(C.c_bool), pending, False, interrupt)
+    assert thunk() is False
+    with pytest.raises(KeyboardInterrupt):
+        pending.raise_first()

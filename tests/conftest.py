@@ -1,0 +1,37 @@
+"""Fixtures shared by the test folders, and a header that names the native versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_report_header() -> str:
+    try:
+        import llama_cpp
+    except ImportError:
+        return "llama-cpp-python: not installed (tests/pure only)"
+    return f"llama-cpp-python: {llama_cpp.__version__}"
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the models that tests write, kept for the test run."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(models: Path) -> Path:
+    """A random DeepSeek-V3 shape: MLA, one dense layer, routed and shared experts."""
+    from offload.synth import write_preset
+
+    return write_preset("deepseek-v3", models / "tiny_moe.gguf", size="tiny", seed=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_dense(models: Path) -> Path:
+    """A random llama shape of a few layers."""
+    from offload.synth import write_preset
+
+    return write_preset("mistral-large", models / "tiny_dense.gguf", size="tiny", seed=2)
