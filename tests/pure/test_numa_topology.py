@@ -120,6 +120,7 @@ def test_ggml_stops_counting_nodes_at_a_gap(tmp_path: Path) -> None:
     node = root / "sys/devices/system/node"
     (node / "node1").rename(node / "node2")
     put(root, "sys/devices/system/node/online", "0,2")
+    put(root, "proc/self/status", "Mems_allowed_list: 0,2")
     topology = read_topology(root)
     assert topology.is_numa
     assert not topology.ggml_is_numa
