@@ -1,0 +1,298 @@
+"""Anonymous memory whose pages lie where a placement says: carries out what `numa.place` decides.
+
+Order of use: allocate, apply (before the weights are loaded), load, collapse, residency. Pages are
+placed by first touch from pinned threads, which needs no privilege and no mapping per slab; where
+one policy covers the arena, `mbind` is asked first. Whatever the kernel refuses ends as a sentence
+in the report, with what was done instead.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+from numa import sys
+from numa.bind import pinned
+from numa.errors import NoSuchNode, PlacementRefused
+from numa.place import HUGE_PAGE_BYTES, PAGE_BYTES, NodeRange, Placement
+
+_TOUCH_BYTES = 64 << 20  # per call, so that threads of a node share its ranges evenly
+_MOVE_PAGES = 8192
+_SAMPLE_PAGES = 4096
+_GOOD_ENOUGH = 0.97
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Where a sample of pages lies. `per_node` counts pages, `n_absent` those never touched.
+
+    `local_share` compares with the placement: the share of sampled pages on their wanted node.
+    """
+
+    n_sampled: int
+    n_absent: int
+    per_node: dict[int, int]
+    local_share: float
+
+
+@dataclass(frozen=True)
+class ApplyReport:
+    """What placing achieved. `how` is "nothing", "first touch" or "mbind"; `notes` the refusals."""
+
+    how: str
+    local_share: float | None
+    notes: tuple[str, ...] = ()
+
+
+class Arena:
+    """One block of anonymous memory, aligned to 2 MiB or more, owned by this object.
+
+    `address` is valid until `close()`; nothing is touched before `apply`.
+    """
+
+    def __init__(self, size_bytes: int, alignment: int = HUGE_PAGE_BYTES) -> None:
+        """Raises PlacementRefused when the kernel gives no address space, ValueError for a size
+        or an alignment that is none."""
+        if size_bytes < 1 or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"an arena of {size_bytes} bytes aligned to {alignment} is none")
+        alignment = max(alignment, HUGE_PAGE_BYTES)
+        self.size_bytes = size_bytes
+        self.mapped_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        whole_bytes = self.mapped_bytes + alignment
+        base = sys.map_anonymous(whole_bytes)
+        self.address = -(-base // alignment) * alignment
+        # The ends that alignment leaves over are given back, so the mapping is exactly ours.
+        front = self.address - base
+        if front:
+            sys.unmap(base, front)
+        back = whole_bytes - front - self.mapped_bytes
+        if back:
+            sys.unmap(self.address + self.mapped_bytes, back)
+        self.placement: Placement | None = None
+
+    def apply(self, placement: Placement, cpus_of_node: Mapping[int, Sequence[int]]) -> ApplyReport:
+        """Fault every page in on its node; pages that exist already are moved.
+
+        `cpus_of_node` names the processors whose threads touch each node's pages (from the thread
+        plan). Raises NoSuchNode when a placed node has none and cannot be bound either, ValueError
+        when the placement is larger than the arena, PlacementRefused when memory runs out.
+        """
+        if placement.size_bytes > self.size_bytes:
+            raise ValueError(
+                f"a placement of {placement.size_bytes} bytes does not fit an arena of"
+                f" {self.size_bytes}"
+            )
+        self.placement = placement
+        nodes = {n for r in placement.ranges for n in r.nodes}
+        if len(nodes) == 1 and len(cpus_of_node) <= 1:
+            return ApplyReport("nothing", None, placement.notes)
+        notes = list(placement.notes)
+        how = self._bind_whole(placement, notes)
+        if len(placement.ranges) > 1:
+            # A huge page faulted in at once would span nodes; `collapse` makes those that do not.
+            self._advise_or_note(sys.MADV_NOHUGEPAGE, notes)
+        self._touch(placement, cpus_of_node, by_policy=how == "mbind")
+        return ApplyReport(how, self._verify(notes), tuple(notes))
+
+    def _bind_whole(self, placement: Placement, notes: list[str]) -> str:
+        """One policy for the whole arena: the placement's own, or "where the first toucher runs".
+
+        The latter overrides a policy inherited from numactl, and either keeps the kernel's
+        balancing from moving pages: it leaves ranges with a policy alone.
+        """
+        nodes = placement.ranges[0].nodes if len(placement.ranges) == 1 else ()
+        mode = sys.MPOL_INTERLEAVE if len(nodes) > 1 else sys.MPOL_PREFERRED
+        try:
+            sys.bind_pages(self.address, self.mapped_bytes, mode, nodes)
+        except PlacementRefused as refusal:
+            notes.append(f"{refusal}; pages are placed by first touch from pinned threads instead")
+            return "first touch"
+        return "mbind" if nodes else "first touch"
+
+    def _advise_or_note(self, advice: int, notes: list[str]) -> None:
+        try:
+            sys.advise(self.address, self.mapped_bytes, advice)
+        except PlacementRefused as refusal:
+            notes.append(f"{refusal}; page size is left to the kernel")
+
+    def _touch(
+        self, placement: Placement, cpus_of_node: Mapping[int, Sequence[int]], *, by_policy: bool
+    ) -> None:
+        work: dict[int, list[tuple[int, int]]] = {}
+        stripe = placement.page_bytes
+        for r in placement.ranges:
+            for start, stop, node in _pieces(r, min(r.stop_bytes, self.mapped_bytes), stripe,
+                                             by_policy=by_policy):  # fmt: skip
+                work.setdefault(node, []).append((start, stop))
+        lists: list[tuple[Sequence[int], list[tuple[int, int]]]] = []
+        everyone = sorted(c for cpus in cpus_of_node.values() for c in cpus)
+        for node, pieces in work.items():
+            cpus = everyone if by_policy else cpus_of_node.get(node, ())
+            if not cpus:
+                raise NoSuchNode(
+                    f"node {node} has no processor of the thread plan to touch its pages from;"
+                    " they were not placed"
+                )
+            lists += [((cpu,), pieces[i :: len(cpus)]) for i, cpu in enumerate(cpus)]
+        with ThreadPoolExecutor(max_workers=max(len(lists), 1)) as pool:
+            futures = [pool.submit(self._touch_from, cpus, pieces) for cpus, pieces in lists]
+            for future in futures:
+                future.result()
+
+    def _touch_from(self, cpus: Sequence[int], pieces: list[tuple[int, int]]) -> None:
+        if not pieces:
+            return
+        with pinned(cpus):
+            for start, stop in pieces:
+                sys.touch(self.address + start, stop - start)
+
+    def _verify(self, notes: list[str]) -> float | None:
+        """The share that is where it should be, after moving pages if it is too small."""
+        try:
+            share = self.residency().local_share
+            if share < _GOOD_ENOUGH:
+                n_wrong = self._move_wrong_pages()
+                share = self.residency().local_share
+                if n_wrong:
+                    notes.append(
+                        f"{n_wrong} pages could not be moved to their node (is it out of memory?);"
+                        " they stay where they are and are read remotely"
+                    )
+        except PlacementRefused as refusal:
+            notes.append(f"{refusal}; the placement stays as made, its proof is missing")
+            return None
+        return share
+
+    def _move_wrong_pages(self) -> int:
+        """Migrate pages that lie elsewhere; the number that would not move."""
+        placement = self._placed()
+        n_stuck = 0
+        for r in placement.ranges:
+            if len(r.nodes) > 1:
+                continue
+            stop = min(r.stop_bytes, self.mapped_bytes)
+            for first in range(r.start_bytes, stop, _MOVE_PAGES * PAGE_BYTES):
+                last = min(first + _MOVE_PAGES * PAGE_BYTES, stop)
+                pages = [self.address + offset for offset in range(first, last, PAGE_BYTES)]
+                after = sys.move_pages(pages, [r.nodes[0]] * len(pages))
+                n_stuck += sum(node != r.nodes[0] for node in after)
+        return n_stuck
+
+    def collapse(self) -> tuple[str, ...]:
+        """Make the placement's huge blocks huge. Call after loading; returns what was refused.
+
+        The weights' content is kept. Blocks of which pages lie on two nodes go to the majority's.
+        """
+        placement = self._placed()
+        if not placement.huge:
+            return ()
+        notes: list[str] = []
+        # MADV_COLLAPSE obeys NOHUGEPAGE, and only its opposite takes that back.
+        self._advise_or_note(sys.MADV_HUGEPAGE, notes)
+        for start, stop in placement.huge:
+            try:
+                sys.advise(self.address + start, stop - start, sys.MADV_COLLAPSE)
+            except PlacementRefused as refusal:
+                notes.append(f"{refusal}; pages of 4 KiB stay there")
+                break
+        return tuple(notes)
+
+    def residency(self, n_pages: int = _SAMPLE_PAGES, seed: int = 0) -> Residency:
+        """Ask where a random sample of pages lies. Raises PlacementRefused without permission."""
+        placement = self._placed()
+        total = -(-self.size_bytes // PAGE_BYTES)
+        chosen = random.Random(seed).sample(range(total), min(n_pages, total))
+        offsets = sorted(page * PAGE_BYTES for page in chosen)
+        found = sys.node_of_pages([self.address + offset for offset in offsets])
+        per_node: dict[int, int] = {}
+        n_local = 0.0
+        for node, wanted in zip(found, _wanted_nodes(placement, offsets), strict=True):
+            if node >= 0:
+                per_node[node] = per_node.get(node, 0) + 1
+                n_local += node in wanted
+        n_present = sum(per_node.values())
+        share = n_local / n_present if n_present else 0.0
+        return Residency(len(offsets), len(offsets) - n_present, per_node, share)
+
+    def _placed(self) -> Placement:
+        if self.placement is None:
+            raise ValueError("nothing was placed in this arena yet: call apply first")
+        return self.placement
+
+    def close(self) -> None:
+        """Give the memory back; a second call does nothing."""
+        if self.address:
+            sys.unmap(self.address, self.mapped_bytes)
+            self.address = 0
+
+    def __enter__(self) -> "Arena":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if not self.address else "unplaced"
+        if self.address and self.placement:
+            state = str(self.placement.strategy)
+        return f"<Arena {self.size_bytes >> 20} MiB, {state}>"
+
+
+def _pieces(
+    r: NodeRange, stop_bytes: int, stripe_bytes: int, *, by_policy: bool
+) -> list[tuple[int, int, int]]:
+    """(start, stop, node) to touch; several nodes go in stripes unless a policy sees to it."""
+    in_turn = len(r.nodes) > 1 and not by_policy
+    step = stripe_bytes if in_turn else _TOUCH_BYTES
+    starts = range(r.start_bytes, stop_bytes, step)
+    return [
+        (start, min(start + step, stop_bytes), r.nodes[i % len(r.nodes)])
+        for i, start in enumerate(starts)
+    ]
+
+
+def _wanted_nodes(placement: Placement, offsets: Sequence[int]) -> list[tuple[int, ...]]:
+    """The nodes each offset may lie on; offsets ascend."""
+    wanted: list[tuple[int, ...]] = []
+    i = 0
+    for offset in offsets:
+        while placement.ranges[i].stop_bytes <= offset:
+            i += 1
+        wanted.append(placement.ranges[i].nodes)
+    return wanted
+
+
+class ArenaPool:
+    """Arenas by address, for an allocator that only keeps addresses (our ggml host buffer type)."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[int, Arena] = {}
+
+    def allocate(self, size_bytes: int, alignment: int = HUGE_PAGE_BYTES) -> int:
+        """Address of a new arena. Raises PlacementRefused."""
+        arena = Arena(size_bytes, alignment)
+        self._arenas[arena.address] = arena
+        return arena.address
+
+    def arena(self, address: int) -> Arena:
+        """The arena that `allocate` gave out at `address`. Raises KeyError."""
+        return self._arenas[address]
+
+    def free(self, address: int) -> None:
+        """Give one arena back. Raises KeyError for an address that is none."""
+        self._arenas.pop(address).close()
+
+    def close(self) -> None:
+        """Give all of them back."""
+        for address in list(self._arenas):
+            self.free(address)
+
+    def __repr__(self) -> str:
+        total = sum(a.size_bytes for a in self._arenas.values())
+        return f"<ArenaPool {len(self._arenas)} arenas, {total >> 20} MiB>"

@@ -1,0 +1,195 @@
+"""The system calls of page placement: the only ctypes in `numa`. Linux on 64-bit machines.
+
+Every function is one call and one errno translation: a refusal raises PlacementRefused with the
+call's name and the kernel's reason, and the caller says what it does instead. Calls through ctypes
+release the interpreter's lock, so pinned threads fault pages in and read memory in parallel.
+Addresses are plain integers; who owns the memory is `numa.arena`.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+from collections.abc import Sequence
+
+from numa.errors import PlacementRefused
+
+# asm/unistd: the numbers of mbind, move_pages.
+_SYSCALLS = {
+    "x86_64": {"mbind": 237, "move_pages": 279},
+    "aarch64": {"mbind": 235, "move_pages": 239},
+    "riscv64": {"mbind": 235, "move_pages": 239},
+}
+
+# linux/mempolicy.h
+MPOL_PREFERRED = 1
+MPOL_INTERLEAVE = 3
+_MPOL_MF_MOVE = 2
+
+# asm-generic/mman-common.h
+MADV_HUGEPAGE = 14
+MADV_NOHUGEPAGE = 15
+MADV_POPULATE_WRITE = 23
+MADV_COLLAPSE = 25
+
+_PROT_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_PRIVATE_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MAP_NORESERVE = 0x4000
+_MAP_FAILED = (1 << 64) - 1
+_MASK_WORDS = 16  # 1024 nodes, the kernel's own limit
+_MASK_BITS = 64 * _MASK_WORDS
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+_libc.memset.restype = ctypes.c_void_p
+_libc.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+_libc.memchr.restype = ctypes.c_void_p
+_libc.syscall.restype = ctypes.c_long
+
+
+def map_anonymous(size_bytes: int) -> int:
+    """Address of fresh private memory, untouched. Raises PlacementRefused."""
+    address = _libc.mmap(
+        None, size_bytes, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE, -1, 0
+    )
+    if address in (None, _MAP_FAILED):
+        raise _refusal("mmap", f"{size_bytes} bytes")
+    return int(address)
+
+
+def unmap(address: int, size_bytes: int) -> None:
+    """Give memory back. Raises PlacementRefused."""
+    if _libc.munmap(address, size_bytes) != 0:
+        raise _refusal("munmap", f"{size_bytes} bytes")
+
+
+def advise(address: int, size_bytes: int, advice: int) -> None:
+    """madvise(2) on whole pages. Raises PlacementRefused."""
+    if _libc.madvise(address, size_bytes, advice) != 0:
+        raise _refusal(f"madvise({_ADVICE_NAMES.get(advice, advice)})", f"{size_bytes} bytes")
+
+
+_ADVICE_NAMES = {
+    MADV_HUGEPAGE: "MADV_HUGEPAGE",
+    MADV_NOHUGEPAGE: "MADV_NOHUGEPAGE",
+    MADV_POPULATE_WRITE: "MADV_POPULATE_WRITE",
+    MADV_COLLAPSE: "MADV_COLLAPSE",
+}
+
+
+def touch(address: int, size_bytes: int) -> None:
+    """Make whole pages present, on the calling thread's node unless a policy says otherwise.
+
+    Content is kept. Raises PlacementRefused, for want of memory too.
+    """
+    try:
+        advise(address, size_bytes, MADV_POPULATE_WRITE)
+    except PlacementRefused as refusal:
+        if getattr(refusal.__cause__, "errno", None) != errno.EINVAL:
+            raise
+        # Linux before 5.14 does not know the advice: write each page's first byte over itself.
+        for page in range(address, address + size_bytes, mmap.PAGESIZE):
+            byte = ctypes.c_char.from_address(page)
+            byte.value = byte.value
+
+
+def bind_pages(
+    address: int, size_bytes: int, mode: int, nodes: Sequence[int], *, move: bool = False
+) -> None:
+    """mbind(2): a policy for a range; `move` also migrates pages that are there already.
+
+    MPOL_PREFERRED without nodes is "where the first toucher runs", whatever the process's policy.
+    Raises PlacementRefused: EPERM in containers without CAP_SYS_NICE, ENOSYS where it is unknown.
+    """
+    mask = (ctypes.c_ulong * _MASK_WORDS)()
+    for node in nodes:
+        mask[node // 64] |= 1 << (node % 64)
+    # The kernel reads one bit less than it is told.
+    status = _libc.syscall(
+        ctypes.c_long(_number("mbind")),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(size_bytes),
+        ctypes.c_long(mode),
+        ctypes.byref(mask),
+        ctypes.c_ulong(_MASK_BITS + 1),
+        ctypes.c_ulong(_MPOL_MF_MOVE if move else 0),
+    )
+    if status != 0:
+        raise _refusal("mbind", f"nodes {list(nodes)}")
+
+
+def node_of_pages(addresses: Sequence[int]) -> list[int]:
+    """The node of each page, or a negative errno: -ENOENT for a page not present.
+
+    Raises PlacementRefused: move_pages(2) needs CAP_SYS_NICE in many containers.
+    """
+    return _move_pages(addresses, None)
+
+
+def move_pages(addresses: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    """Migrate each page to its node; the node it lies on afterwards, or a negative errno.
+
+    Raises PlacementRefused.
+    """
+    return _move_pages(addresses, nodes)
+
+
+def _move_pages(addresses: Sequence[int], nodes: Sequence[int] | None) -> list[int]:
+    n_pages = len(addresses)
+    if n_pages == 0:
+        return []
+    pages = (ctypes.c_void_p * n_pages)(*addresses)
+    targets = None if nodes is None else (ctypes.c_int * n_pages)(*nodes)
+    status = (ctypes.c_int * n_pages)()
+    result = _libc.syscall(
+        ctypes.c_long(_number("move_pages")),
+        ctypes.c_int(0),
+        ctypes.c_ulong(n_pages),
+        pages,
+        targets,
+        status,
+        ctypes.c_int(_MPOL_MF_MOVE if targets is not None else 0),
+    )
+    # A positive result counts pages that did not move; their status tells why.
+    if result < 0:
+        raise _refusal("move_pages", f"{n_pages} pages")
+    return list(status)
+
+
+def scan(address: int, size_bytes: int) -> bool:
+    """Read every byte once, as a vectorised search for a byte that is not there.
+
+    For memory that holds zeros only; True when that was so. Releases the interpreter's lock.
+    """
+    return _libc.memchr(address, 0xFF, size_bytes) is None
+
+
+def fill(address: int, byte: int, size_bytes: int) -> None:
+    """Write one byte value everywhere."""
+    _libc.memset(address, byte, size_bytes)
+
+
+def _number(name: str) -> int:
+    machine = platform.machine()
+    if os.name != "posix" or machine not in _SYSCALLS:
+        raise PlacementRefused(f"{name}: not known on {machine}") from OSError(errno.ENOSYS, name)
+    return _SYSCALLS[machine][name]
+
+
+def _refusal(call: str, what: str) -> PlacementRefused:
+    error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    refusal = PlacementRefused(f"the kernel refused {call} for {what} ({error.strerror})")
+    refusal.__cause__ = error
+    return refusal

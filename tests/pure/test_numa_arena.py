@@ -1,0 +1,285 @@
+"""Memory is placed, proved and given back; each refusal of the kernel ends as one sentence."""
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from numa import sys
+from numa.arena import Arena, ArenaPool
+from numa.errors import NoSuchNode, PlacementRefused
+from numa.place import (
+    HUGE_PAGE_BYTES,
+    NodeRange,
+    Placement,
+    Strategy,
+    place_interleaved,
+    place_single,
+    with_huge_pages,
+)
+
+if not Path("/proc/self/task").exists():
+    pytest.skip("pages can be placed on Linux only", allow_module_level=True)
+
+MIB = 1 << 20
+CPU = min(os.sched_getaffinity(0))
+# Two nodes as far as the arena can tell, so that it does its work on any machine.
+TWO = {0: [CPU], 1: [CPU]}
+
+
+def refuse(call: str, code: int) -> PlacementRefused:
+    error = OSError(code, os.strerror(code))
+    refusal = PlacementRefused(f"the kernel refused {call} ({error.strerror})")
+    refusal.__cause__ = error
+    return refusal
+
+
+def halves(size_bytes: int) -> Placement:
+    half = size_bytes // 2
+    ranges = (NodeRange(0, half, (0,)), NodeRange(half, size_bytes, (1,)))
+    return Placement(Strategy.ROWS, size_bytes, 4096, ranges)
+
+
+class FakeKernel:
+    """Records touches, answers with the node that a page's place in the arena says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.touched: list[tuple[int, int]] = []
+        self.moved: list[int] = []
+        self.nodes: dict[int, int] = {}
+        self.free_nodes = {0, 1}
+        monkeypatch.setattr(sys, "touch", lambda a, n: self.touched.append((a, n)))
+        monkeypatch.setattr(sys, "bind_pages", lambda *a, **k: None)
+        monkeypatch.setattr(sys, "node_of_pages", self.node_of_pages)
+        monkeypatch.setattr(sys, "move_pages", self.move_pages)
+
+    def node_of_pages(self, addresses: Sequence[int]) -> list[int]:
+        return [self.nodes.get(a, 0) for a in addresses]
+
+    def move_pages(self, addresses: Sequence[int], nodes: Sequence[int]) -> list[int]:
+        for address, node in zip(addresses, nodes, strict=True):
+            if node in self.free_nodes:
+                self.nodes[address] = node
+        self.moved += addresses
+        return [self.nodes.get(a, -errno.ENOMEM) for a in addresses]
+
+
+def test_an_arena_is_aligned_and_holds_what_is_written() -> None:
+    with Arena(5 * MIB + 1, alignment=8 * MIB) as arena:
+        assert arena.address % (8 * MIB) == 0
+        assert arena.mapped_bytes == 6 * MIB
+        sys.fill(arena.address, 7, arena.size_bytes)
+        assert ctypes.c_ubyte.from_address(arena.address + 5 * MIB).value == 7
+    arena.close()
+    assert repr(arena) == "<Arena 5 MiB, closed>"
+
+
+def test_a_size_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 bytes"):
+        Arena(0)
+    with pytest.raises(ValueError, match="aligned to 3"):
+        Arena(1, alignment=3)
+
+
+def test_more_address_space_than_there_is_is_refused_in_one_sentence() -> None:
+    with pytest.raises(PlacementRefused, match="the kernel refused mmap for .* bytes"):
+        Arena(1 << 50)
+
+
+def test_on_one_node_nothing_is_touched() -> None:
+    with Arena(4 * MIB) as arena:
+        report = arena.apply(place_single(4 * MIB, 0), {0: [CPU]})
+        assert report.how == "nothing"
+        assert report.notes == ()
+        assert arena.residency().n_absent == arena.residency().n_sampled
+
+
+def test_pages_of_a_real_node_are_present_and_local_after_applying() -> None:
+    with Arena(8 * MIB) as arena:
+        sys.fill(arena.address, 5, MIB)
+        report = arena.apply(place_single(8 * MIB, 0), TWO)
+        assert report.how in {"mbind", "first touch"}
+        if report.local_share is None:
+            pytest.skip(f"no proof possible here: {report.notes}")
+        assert report.local_share == 1.0
+        found = arena.residency()
+        assert (found.n_absent, found.per_node) == (0, {0: found.n_sampled})
+        assert ctypes.c_ubyte.from_address(arena.address).value == 5
+
+
+def test_collapsed_blocks_are_huge_and_keep_their_content() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    half = NodeRange(0, 4 * MIB, (0,)), NodeRange(4 * MIB, 8 * MIB, (0,))
+    with Arena(8 * MIB) as arena:
+        arena.apply(with_huge_pages(Placement(Strategy.ROWS, 8 * MIB, 4096, half)), TWO)
+        sys.fill(arena.address, 9, arena.size_bytes)
+        assert huge_bytes(arena) == 0
+        notes = arena.collapse()
+        if notes:
+            pytest.skip(f"huge pages cannot be made here: {notes}")
+        assert huge_bytes(arena) == 8 * MIB
+        assert ctypes.c_ubyte.from_address(arena.address + 8 * MIB - 1).value == 9
+
+
+def huge_bytes(arena: Arena) -> int:
+    total = 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            first = int(words[0].split("-")[0], 16)
+            inside = arena.address <= first < arena.address + arena.mapped_bytes
+        elif inside and words[0] == "AnonHugePages:":
+            total += int(words[1]) << 10
+    return total
+
+
+def test_each_node_touches_its_own_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel(monkeypatch)
+    with Arena(4 * MIB) as arena:
+        for page in range(512, 1024):
+            kernel.nodes[arena.address + page * 4096] = 1
+        report = arena.apply(halves(4 * MIB), TWO)
+        assert report == replace(report, how="first touch", local_share=1.0, notes=())
+        assert sorted(kernel.touched) == [
+            (arena.address, 2 * MIB),
+            (arena.address + 2 * MIB, 2 * MIB),
+        ]
+        assert kernel.moved == []
+
+
+def test_pages_that_landed_elsewhere_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel(monkeypatch)
+    with Arena(4 * MIB) as arena:
+        report = arena.apply(halves(4 * MIB), TWO)
+        assert kernel.moved
+        assert report.local_share == 1.0
+        assert report.notes == ()
+
+
+def test_a_node_out_of_memory_keeps_its_pages_elsewhere_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = FakeKernel(monkeypatch)
+    kernel.free_nodes = {0}
+    with Arena(4 * MIB) as arena:
+        report = arena.apply(halves(4 * MIB), TWO)
+        assert report.local_share == pytest.approx(0.5, abs=0.05)
+        assert report.notes == (
+            "512 pages could not be moved to their node (is it out of memory?);"
+            " they stay where they are and are read remotely",
+        )
+
+
+def test_mbind_refused_falls_back_to_first_touch_in_stripes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = FakeKernel(monkeypatch)
+
+    def refused(*_: object, **__: object) -> None:
+        raise refuse("mbind for nodes [0, 1]", errno.EPERM)
+
+    monkeypatch.setattr(sys, "bind_pages", refused)
+    with Arena(4 * MIB) as arena:
+        report = arena.apply(place_interleaved(4 * MIB, [0, 1], HUGE_PAGE_BYTES), TWO)
+        assert report.how == "first touch"
+        assert report.notes == (
+            "the kernel refused mbind for nodes [0, 1] (Operation not permitted);"
+            " pages are placed by first touch from pinned threads instead",
+        )
+        assert len(kernel.touched) == 2
+
+
+def test_move_pages_refused_leaves_the_placement_without_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    FakeKernel(monkeypatch)
+
+    def refused(_: object) -> list[int]:
+        raise refuse("move_pages for 9 pages", errno.EPERM)
+
+    monkeypatch.setattr(sys, "node_of_pages", refused)
+    with Arena(4 * MIB) as arena:
+        report = arena.apply(halves(4 * MIB), TWO)
+        assert report.local_share is None
+        assert "its proof is missing" in report.notes[0]
+
+
+def test_huge_pages_refused_leave_small_ones_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sys.advise
+
+    def no_collapse(address: int, size_bytes: int, advice: int) -> None:
+        if advice == sys.MADV_COLLAPSE:
+            raise refuse("madvise(MADV_COLLAPSE)", errno.EINVAL)
+        real(address, size_bytes, advice)
+
+    monkeypatch.setattr(sys, "advise", no_collapse)
+    with Arena(4 * MIB) as arena:
+        arena.placement = with_huge_pages(place_single(4 * MIB, 0))
+        assert arena.collapse() == (
+            "the kernel refused madvise(MADV_COLLAPSE) (Invalid argument);"
+            " pages of 4 KiB stay there",
+        )
+
+
+def test_old_kernels_without_populate_keep_content_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise refuse("madvise", errno.EINVAL)
+
+    with Arena(MIB) as arena:
+        sys.fill(arena.address, 3, 4096)
+        monkeypatch.setattr(sys, "advise", unknown)
+        sys.touch(arena.address, MIB)
+        assert ctypes.c_ubyte.from_address(arena.address).value == 3
+        assert not any(n < 0 for n in sys.node_of_pages([arena.address + 4096]))
+
+
+def test_a_node_without_threads_of_the_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeKernel(monkeypatch)
+    with Arena(4 * MIB) as arena, pytest.raises(NoSuchNode, match="node 1 has no processor"):
+        arena.apply(halves(4 * MIB), {0: [CPU], 2: [CPU]})
+
+
+def test_a_placement_larger_than_the_arena_is_refused() -> None:
+    with Arena(MIB) as arena, pytest.raises(ValueError, match="does not fit an arena of 1048576"):
+        arena.apply(place_single(4 * MIB, 0), TWO)
+
+
+def test_residency_before_placing_is_an_error() -> None:
+    with Arena(MIB) as arena, pytest.raises(ValueError, match="call apply first"):
+        arena.residency()
+
+
+def test_an_unknown_node_is_refused_by_the_kernel_in_one_sentence() -> None:
+    with Arena(MIB) as arena, pytest.raises(PlacementRefused, match=r"refused mbind for nodes"):
+        sys.bind_pages(arena.address, arena.mapped_bytes, sys.MPOL_PREFERRED, [900])
+
+
+def test_a_pool_gives_addresses_and_takes_them_back() -> None:
+    pool = ArenaPool()
+    first, second = pool.allocate(MIB), pool.allocate(2 * MIB, 4096)
+    assert pool.arena(second).size_bytes == 2 * MIB
+    pool.free(first)
+    with pytest.raises(KeyError):
+        pool.free(first)
+    pool.close()
+    assert repr(pool) == "<ArenaPool 0 arenas, 0 MiB>"
+
+
+def test_arenas_leave_no_mappings_behind() -> None:
+    def n_mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    with Arena(MIB):
+        pass
+    before = n_mappings()
+    for _ in range(50):
+        with Arena(3 * MIB, alignment=16 * MIB) as arena:
+            sys.fill(arena.address, 1, 4096)
+    assert n_mappings() <= before + 1
