@@ -1,0 +1,243 @@
+"""Choose strategy, threads and page size by measuring: the search, and the form it is kept in.
+
+Pure but for the callback: `search` asks `measure(candidate)` for decode times T(n) and picks the
+best. Strategies are compared at full width first, then thread counts and huge pages of the winner:
+no strategy wins everywhere (PEERS 7.3), and trying every combination would take an hour.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from numa.errors import BadTopology, NumaError
+from numa.pinning import ThreadPlan
+from numa.place import Strategy
+from numa.topology import Topology
+
+_FORMAT = 1
+# Measurements closer than this are equal: the simpler candidate, tried first, stays.
+_NOISE = 0.02
+_THREAD_SHARES = (0.75, 0.5)
+_MIN_THREADS = 2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run. `node` is set for `single`; `huge_pages` collapses the blocks that fit."""
+
+    strategy: Strategy
+    n_threads: int
+    node: int | None = None
+    huge_pages: bool = True
+
+    def __str__(self) -> str:
+        where = "" if self.node is None else f" on node {self.node}"
+        pages = "huge pages" if self.huge_pages else "4 KiB pages"
+        return f"{self.strategy}{where}, {self.n_threads} threads, {pages}"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A measured candidate: seconds by number of tokens, or why there is none."""
+
+    candidate: Candidate
+    seconds: Mapping[int, float]
+    refusal: str = ""
+
+    @property
+    def score_s(self) -> float:
+        """Geometric mean of the times: T(1) and T(8) count alike. Infinite for a refusal."""
+        if self.refusal:
+            return math.inf
+        return math.exp(sum(math.log(s) for s in self.seconds.values()) / len(self.seconds))
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """The winner, everything tried and why. `machine` is what it is valid for (`fingerprint`)."""
+
+    best: Candidate
+    trials: tuple[Trial, ...]
+    reasons: tuple[str, ...]
+    machine: str
+    pairs: tuple[tuple[int, int, float], ...] = field(default=())
+
+    def is_for(self, topology: Topology) -> bool:
+        """False when nodes, usable processors or memory changed since: tune again."""
+        return self.machine == fingerprint(topology)
+
+
+def fingerprint(topology: Topology) -> str:
+    """What a tuned choice depends on: usable cores and rounded memory per node."""
+    cores = topology.usable_cores
+    parts = [
+        f"node{n.id}:{sum(c.node == n.id for c in cores)}c,{round(n.memory_bytes / (1 << 30))}g"
+        for n in topology.nodes
+    ]
+    return " ".join(parts)
+
+
+def strategies(topology: Topology, plan: ThreadPlan, size_bytes: int) -> list[Candidate]:
+    """Every strategy worth a try at full width, the most promising first.
+
+    On one node there is one: run as it is. `single` only where the weights fit the node; `rows` and
+    `distribute` only where ggml partitions statically; never `mirror`.
+    """
+    n_threads = plan.decode.n_threads
+    if not topology.is_numa:
+        return [Candidate(Strategy.SINGLE, n_threads)]
+    found: list[Candidate] = []
+    if topology.ggml_is_numa:
+        found.append(Candidate(Strategy.ROWS, n_threads))
+    found.append(Candidate(Strategy.INTERLEAVE, n_threads))
+    for node, n_node_threads in plan.decode.threads_per_node().items():
+        if topology.node(node).free_bytes >= size_bytes:
+            found.append(Candidate(Strategy.SINGLE, n_node_threads, node=node))
+    if topology.ggml_is_numa:
+        found.append(Candidate(Strategy.DISTRIBUTE, n_threads))
+    return found
+
+
+def variations(winner: Candidate) -> list[Candidate]:
+    """Fewer threads (decoding often saturates memory before the cores) and small pages."""
+    counts = {max(round(winner.n_threads * share), _MIN_THREADS) for share in _THREAD_SHARES}
+    fewer = sorted((n for n in counts if n < winner.n_threads), reverse=True)
+    found = [Candidate(winner.strategy, n, winner.node, winner.huge_pages) for n in fewer]
+    small = Candidate(winner.strategy, winner.n_threads, winner.node, not winner.huge_pages)
+    return [*found, small]
+
+
+Measure = Callable[[Candidate], Mapping[int, float]]
+Progress = Callable[[int, int, Candidate], None]
+
+
+class _Search:
+    """Runs trials until the time is up."""
+
+    def __init__(
+        self, measure: Measure, time_limit_s: float, progress: Progress, clock: Callable[[], float]
+    ) -> None:
+        self.measure, self.progress, self.clock = measure, progress, clock
+        self.deadline = clock() + time_limit_s
+        self.longest_s = 0.0
+        self.trials: list[Trial] = []
+        self.skipped: list[Candidate] = []
+
+    def run(self, candidates: list[Candidate], n_total: int) -> None:
+        for candidate in candidates:
+            # A trial takes about as long as the longest so far; the first always runs.
+            if self.trials and self.clock() + self.longest_s > self.deadline:
+                self.skipped.append(candidate)
+                continue
+            self.progress(len(self.trials), n_total, candidate)
+            begin = self.clock()
+            self.trials.append(self._try(candidate))
+            self.longest_s = max(self.longest_s, self.clock() - begin)
+
+    def _try(self, candidate: Candidate) -> Trial:
+        try:
+            seconds = dict(self.measure(candidate))
+        except NumaError as error:
+            return Trial(candidate, {}, str(error))
+        if not seconds or min(seconds.values()) <= 0:
+            return Trial(candidate, {}, f"measured nothing: {seconds}")
+        return Trial(candidate, seconds)
+
+    def best(self) -> Trial:
+        """The first trial that no later one beats by more than the noise."""
+        winner = self.trials[0]
+        for trial in self.trials[1:]:
+            if trial.score_s < winner.score_s * (1 - _NOISE):
+                winner = trial
+        return winner
+
+
+def search(
+    topology: Topology,
+    plan: ThreadPlan,
+    size_bytes: int,
+    measure: Measure,
+    *,
+    time_limit_s: float = 600.0,
+    progress: Progress = lambda done, total, candidate: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> TuneResult:
+    """Measure what is worth it within the time limit; the best, with the numbers and why.
+
+    `measure` gives seconds by number of tokens, e.g. {1: 0.08, 8: 0.21}, and may raise NumaError
+    for a candidate that cannot be placed. Raises NumaError when every candidate was refused.
+    """
+    first = strategies(topology, plan, size_bytes)
+    n_total = len(first) + len(variations(first[0]))
+    trials = _Search(measure, time_limit_s, progress, clock)
+    trials.run(first, n_total)
+    if math.isfinite(trials.best().score_s):
+        trials.run(variations(trials.best().candidate), n_total)
+    best = trials.best()
+    if not math.isfinite(best.score_s):
+        raise NumaError(f"no candidate could be measured; the first: {best.refusal}")
+    reasons = _reasons(topology, trials, best)
+    return TuneResult(best.candidate, tuple(trials.trials), reasons, fingerprint(topology))
+
+
+def _times(trial: Trial) -> str:
+    return ", ".join(f"T({n}) {s * 1e3:.1f} ms" for n, s in sorted(trial.seconds.items()))
+
+
+def _reasons(topology: Topology, trials: _Search, best: Trial) -> tuple[str, ...]:
+    reasons: list[str] = []
+    if not topology.is_numa:
+        reasons.append("one memory node: only the number of threads and the page size were tried")
+    reasons.append(f"chosen: {best.candidate}: {_times(best)}")
+    for trial in sorted(trials.trials, key=lambda t: t.score_s):
+        if trial is best:
+            continue
+        if trial.refusal:
+            reasons.append(f"{trial.candidate}: not possible, {trial.refusal}")
+        else:
+            ratio = trial.score_s / best.score_s
+            reasons.append(f"{trial.candidate}: {_times(trial)}, {ratio:.2f} times the chosen")
+    if trials.skipped:
+        names = "; ".join(str(c) for c in trials.skipped)
+        reasons.append(f"not tried within the time limit: {names}")
+    return tuple(reasons)
+
+
+def to_json(result: TuneResult) -> str:
+    """The form kept in the machine's profile."""
+    return json.dumps({"format": _FORMAT, **asdict(result)}, indent=1)
+
+
+def from_json(text: str) -> TuneResult:
+    """The inverse of `to_json`. Raises BadTopology for anything else, saying to tune again."""
+    try:
+        data = json.loads(text)
+        if data["format"] != _FORMAT:
+            raise ValueError(f"format {data['format']} instead of {_FORMAT}")
+        return TuneResult(
+            best=_candidate(data["best"]),
+            trials=tuple(
+                Trial(
+                    _candidate(t["candidate"]),
+                    {int(n): float(s) for n, s in t["seconds"].items()},
+                    str(t["refusal"]),
+                )
+                for t in data["trials"]
+            ),
+            reasons=tuple(str(r) for r in data["reasons"]),
+            machine=str(data["machine"]),
+            pairs=tuple((int(a), int(b), float(c)) for a, b, c in data["pairs"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadTopology(
+            f"the stored NUMA choice cannot be read ({error}); run `specoffload tune numa` again"
+        ) from error
+
+
+def _candidate(data: Mapping[str, object]) -> Candidate:
+    node, n_threads, huge = data["node"], data["n_threads"], data["huge_pages"]
+    if not isinstance(n_threads, int) or not isinstance(node, int | None):
+        raise ValueError(f"candidate {dict(data)}")
+    return Candidate(Strategy(str(data["strategy"])), n_threads, node, bool(huge))
