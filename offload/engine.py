@@ -21,6 +21,7 @@ from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.callback import Pending
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.llama import PARTIAL_STATE, Context, ContextOptions, Model, ModelPlacement
+from offload.ggml.log import opening
 from offload.model import ModelFacts, read_facts
 from offload.text import TextStream
 from offload.weights.counters import StreamCounters
@@ -76,11 +77,12 @@ class Engine:
         self.device: StreamingDevice | None = None
         try:
             placement = self._place()
-            self._model = Model(self.facts.path, placement, self._pending, on_progress)
-            self._closing.callback(self._model.close)
-            n_ctx = options.n_ctx or self._model.n_ctx_train
-            self._context = Context(self._model, self._context_options(n_ctx), self._pending)
-            self._closing.callback(self._context.close)
+            with opening(self.facts.path):
+                self._model = Model(self.facts.path, placement, self._pending, on_progress)
+                self._closing.callback(self._model.close)
+                n_ctx = options.n_ctx or self._model.n_ctx_train
+                self._context = Context(self._model, self._context_options(n_ctx), self._pending)
+                self._closing.callback(self._context.close)
         except BaseException:
             self.close()
             raise

@@ -33,10 +33,12 @@ class DeviceMemory:
 class Arena:
     """`n_slots` slots, each one expert (or one dense weight) of the shape of `weight`."""
 
-    def __init__(self, buft: int, weight: int, n_slots: int) -> None:
+    def __init__(self, buft: int, weight: int, n_slots: int, slot_bytes: int | None = None) -> None:
+        """`slot_bytes` defaults to one matrix of the weight; dense 3-d weights take them all."""
         lib = library()
         self._weight = tensor.at(weight)
-        self.slot_bytes = int(self._weight.nb[2])
+        self.slot_bytes = slot_bytes or int(self._weight.nb[2])
+        self._matrices = self.slot_bytes // int(self._weight.nb[2])
         self.n_slots = n_slots
         # Kernels read past the last row: ask the buffer type for the whole arena's size, with its
         # own padding, and clear it once so that what they read there is never NaN.
@@ -47,7 +49,7 @@ class Arena:
 
     def _tensor(self, n: int, buffer: int, data: int) -> Any:
         made = tensor.copy_of(tensor.address_of(self._weight))
-        made.ne[2], made.ne[3] = n, 1
+        made.ne[2], made.ne[3] = n * self._matrices, 1
         made.nb[3] = self.slot_bytes * n
         made.buffer, made.data = buffer, data
         made.view_src, made.view_offs, made.extra = None, 0, None

@@ -87,6 +87,7 @@ SIGNATURES: dict[str, Signature] = {
     "ggml_backend_cpu_buffer_from_ptr": _sig(P, P, SIZE, check=_not_null),
     "ggml_backend_cpu_set_n_threads": _sig(None, P, INT),
     # tensors and graphs
+    "ggml_set_abort_callback": _sig(P, P),
     "ggml_op_name": _sig(STR, INT),
     "ggml_type_name": _sig(STR, INT),
     "ggml_blck_size": _sig(I64, INT),
@@ -244,6 +245,7 @@ def library() -> Library:
     loaded = Library(structs)
     log.capture(loaded)  # before the self-test, which brings the device registry up
     selftest.check(llama_cpp.__version__, loaded)
+    log.stop_in_one_sentence(loaded)
     loaded.llama_backend_init()
     return loaded
 

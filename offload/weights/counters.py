@@ -14,6 +14,7 @@ class StreamCounters:
     copies: int = 0
     streamed_bytes: int = 0
     streamed_experts: int = 0
+    router_reads: int = 0
 
     def __add__(self, other: StreamCounters) -> StreamCounters:
         names = [field.name for field in fields(self)]

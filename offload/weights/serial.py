@@ -59,12 +59,12 @@ class SerialStream:
         self.counters.cuts += 1
         weight = tensor.at(cut.weight)
         if cut.kind == "dense":
-            slots = self._arena(cut.weight, 1).slots(0, 1)
-            slots.ne[2], slots.nb[3] = weight.ne[2], weight.nb[3]
-            self._copy(slots, 0, weight.data, self._lib.ggml_nbytes(cut.weight))
+            size = self._lib.ggml_nbytes(cut.weight)
+            slots = self._arena(cut.weight, 1, size).slots(0, 1)
+            self._copy(slots, 0, weight.data, size)
             return self._run_patched(cut_list, cut, slots, None)
         used, remapped = read_ids(cut.ids, self._backend.inner)
-        arena = self._arena(cut.weight, int(weight.ne[2]))
+        arena = self._arena(cut.weight, int(weight.ne[2]), int(weight.nb[2]))
         slots = arena.slots(0, len(used))
         for slot, expert in enumerate(used):
             source = weight.data + int(expert) * arena.slot_bytes
@@ -73,15 +73,14 @@ class SerialStream:
         ids = self._upload_ids(cut.ids, remapped)
         return self._run_patched(cut_list, cut, slots, ids)
 
-    def _arena(self, weight: int, n_slots: int) -> Arena:
+    def _arena(self, weight: int, n_slots: int, slot_bytes: int) -> Arena:
         view = tensor.at(weight)
-        rows = int(view.ne[2]) if n_slots == 1 else 1  # a dense 3-d weight is one slot
-        key = (view.type, int(view.ne[0]), int(view.ne[1]), rows)
+        key = (view.type, int(view.ne[0]), int(view.ne[1]), slot_bytes)
         arena = self._arenas.get(key)
-        if arena is None or arena.n_slots < n_slots * rows:
+        if arena is None or arena.n_slots < n_slots:
             if arena is not None:
                 arena.close()
-            arena = self._arenas[key] = Arena(self._buft, weight, n_slots * rows)
+            arena = self._arenas[key] = Arena(self._buft, weight, n_slots, slot_bytes)
         return arena
 
     def _copy(self, target: Any, offset: int, source: int, size: int) -> None:

@@ -1,0 +1,133 @@
+"""What random models need of the library: the tensors an architecture wants, and quantising.
+
+`llama_model_init_from_user` builds a model from metadata alone and hands each tensor to a callback.
+The weights get addresses in a range that is reserved but mapped to nothing, so a model of any size
+can be asked about; touching one would be a segmentation fault, which is the point.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import BadModel, DeviceFailed
+from offload.ggml import abi, log
+from offload.ggml.callback import Pending, guard
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.lib import library
+
+_NO_ACCESS = 0  # PROT_NONE: addresses only, so terabytes cost nothing
+_SET_TENSOR_DATA = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p)
+
+
+@dataclass(frozen=True)
+class WantedTensor:
+    """A tensor the library asks for. `shape` is in ggml's order: the row length first."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class _GgufInitParams(C.Structure):
+    _fields_ = [("no_alloc", C.c_bool), ("ctx", C.c_void_p)]
+
+
+class _Reserved:
+    """HostMemory that only reserves addresses."""
+
+    def __init__(self) -> None:
+        self._views: dict[int, NDArray[np.uint8]] = {}  # each keeps its mapping
+
+    def allocate(self, size_bytes: int) -> int:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, size_bytes, flags=flags, prot=_NO_ACCESS)
+        view = np.frombuffer(mapping, np.uint8)
+        self._views[view.ctypes.data] = view
+        return view.ctypes.data
+
+    def free(self, address: int) -> None:
+        del self._views[address]
+
+
+def wanted_tensors(header: Path) -> list[WantedTensor]:
+    """The tensors that the architecture described by `header` has, in the library's order.
+
+    `header` is a GGUF file with metadata and no tensors. Optional tensors are all included.
+    Raises BadModel with the library's reason; a size that it asserts on aborts the process.
+    """
+    lib = library()
+    pending, found = Pending(), dict[str, WantedTensor]()
+    buffer_type = HostBufferType("reserved", _Reserved(), pending)
+
+    def see(address: int, _: object) -> None:
+        tensor = abi.ggml_tensor.from_address(address)
+        shape = list(tensor.ne)
+        while len(shape) > 1 and shape[-1] == 1:
+            shape.pop()
+        name = tensor.name.decode()
+        found.setdefault(name, WantedTensor(name, tuple(shape)))  # tied tensors come twice
+
+    thunk, callback = guard(_SET_TENSOR_DATA, pending, None, see)
+    init = C.CFUNCTYPE(C.c_void_p, C.c_char_p, _GgufInitParams)(
+        ("gguf_init_from_file", lib._handle)
+    )
+    log.take_errors()
+    metadata = init(str(header).encode(), _GgufInitParams(True, None))
+    if not metadata:
+        raise BadModel(f"{header}: cannot be read as GGUF ({'; '.join(log.take_errors())})")
+    model = None
+    try:
+        model = _init_model(lib, metadata, callback, buffer_type)
+        del thunk
+        pending.raise_first()
+        if not model:
+            reason = "; ".join(dict.fromkeys(log.take_errors())) or "no reason given"
+            raise BadModel(f"the library refuses the architecture's metadata ({reason})")
+    finally:
+        if model:
+            lib.llama_model_free(model)
+        lib.gguf_free(metadata)
+    return list(found.values())
+
+
+def _init_model(lib: Any, metadata: int, callback: int, buffer_type: HostBufferType) -> int | None:
+    params = lib.llama_model_default_params()
+    params.n_gpu_layers = 0
+    no_devices = (C.c_void_p * 1)(None)
+    params.devices = C.cast(no_devices, C.c_void_p)
+    pattern = C.create_string_buffer(b".*")
+    overrides = (C.c_void_p * 4)(C.addressof(pattern), buffer_type.address, None, None)
+    params.tensor_buft_overrides = C.cast(overrides, C.c_void_p)
+    prototype = C.CFUNCTYPE(
+        C.c_void_p, C.c_void_p, C.c_void_p, C.c_void_p, lib.structs.llama_model_params
+    )
+    init = prototype(("llama_model_init_from_user", lib._handle))
+    handle: int | None = init(metadata, callback, None, params)
+    return handle
+
+
+def quantize(values: NDArray[np.float32], type_number: int, row_bytes: int) -> NDArray[np.uint8]:
+    """Quantise f32 values [n rows, row length] to a ggml type; returns [n rows, row_bytes].
+
+    The row length is a multiple of the type's block. Raises DeviceFailed if the library writes
+    another number of bytes than expected.
+    """
+    n_rows, n_per_row = values.shape
+    source = np.ascontiguousarray(values, np.float32)
+    out = np.empty((n_rows, row_bytes), np.uint8)
+    prototype = C.CFUNCTYPE(
+        C.c_size_t, C.c_int, C.c_void_p, C.c_void_p, C.c_int64, C.c_int64, C.c_int64, C.c_void_p
+    )
+    function = prototype(("ggml_quantize_chunk", library()._handle))
+    written = function(type_number, source.ctypes.data, out.ctypes.data, 0, n_rows, n_per_row, None)
+    if written != out.nbytes:
+        raise DeviceFailed(
+            f"ggml_quantize_chunk wrote {written} bytes of type {type_number}, not {out.nbytes}"
+        )
+    return out
