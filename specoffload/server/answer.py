@@ -1,0 +1,189 @@
+"""HTTP responses that follow one ticket: whole or streamed, cancelled when the client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from specoffload.generation import FinishReason, GenerationStats, Piece
+from specoffload.server.client import RequestFailed, Ticket
+from specoffload.server.messages import Finished, Problem, Prompt, Tokens
+from specoffload.server.shapes import Shape
+from specoffload.server.wire import (
+    DONE,
+    KEEP_ALIVE,
+    error_body,
+    server_sent,
+    server_sent_error,
+)
+
+# A refused prompt and a failed prefill should get their HTTP status, so a stream's header waits
+# for the first piece; but proxies and clients must not time out in a prefill of minutes.
+_HEADER_PATIENCE_S = 10.0
+_KEEP_ALIVE_S = 10.0
+
+log = logging.getLogger("specoffload.server")
+
+
+def problem_response(problem: Problem) -> Response:
+    """The error as JSON, with the headers that tell clients whether and when to try again."""
+    headers = {}
+    if problem.retry_after_s is not None:
+        headers["Retry-After"] = str(problem.retry_after_s)
+    if not problem.can_retry:
+        headers["X-Should-Retry"] = "false"  # read by OpenAI's clients
+    if problem.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(problem), problem.http_status, headers)
+
+
+class TicketResponse(Response):
+    """Runs `produce` until it ends or the client leaves; the ticket is given back either way.
+
+    Starlette cancels only some kinds of response on a disconnect; a request that is queued or in
+    prefill must be cancelled too, so this listens itself.
+    """
+
+    def __init__(self, ticket: Ticket) -> None:
+        super().__init__()
+        self._ticket = ticket
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.ensure_future(self._produce(scope, receive, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._ticket.cancel()
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+        if not work.cancelled():
+            work.result()
+
+    async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _pieces(ticket: Ticket) -> AsyncIterator[Piece]:
+    while not isinstance(event := await ticket.next(), Finished):
+        if isinstance(event, Piece):
+            yield event
+
+
+class WholeAnswer(TicketResponse):
+    """One JSON object when the generation has ended."""
+
+    def __init__(self, ticket: Ticket, shape: Shape) -> None:
+        super().__init__(ticket)
+        self._shape = shape
+
+    async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self._collect()
+        except RequestFailed as e:
+            response = problem_response(e.problem)
+        await response(scope, receive, send)
+
+    async def _collect(self) -> Response:
+        texts: list[str] = []
+        reason: FinishReason | None = None
+        stats: GenerationStats | None = None
+        async for piece in _pieces(self._ticket):
+            texts.append(piece.text)
+            reason, stats = piece.finish_reason, piece.stats
+        assert reason is not None  # the engine process checks its last piece
+        assert stats is not None
+        body = self._shape.whole("".join(texts), reason, stats)
+        return Response(body, media_type="application/json")
+
+
+class StreamedAnswer(TicketResponse):
+    """Server-sent events, ended by [DONE]; after the header, an error is an event."""
+
+    def __init__(self, ticket: Ticket, shape: Shape, *, include_usage: bool) -> None:
+        super().__init__(ticket)
+        self._shape = shape
+        self._include_usage = include_usage
+        self._has_header = False
+
+    async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(data: bytes) -> None:
+            await self._write(send, data)
+
+        try:
+            async for piece in self._pieces_or_silence(write):
+                await self._write_piece(piece, write)
+            await write(DONE)
+        except RequestFailed as e:
+            if not self._has_header:
+                await problem_response(e.problem)(scope, receive, send)
+                return
+            await write(server_sent_error(e.problem))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _pieces_or_silence(
+        self, write: Callable[[bytes], Awaitable[None]]
+    ) -> AsyncIterator[Piece]:
+        while True:
+            try:
+                patience_s = _KEEP_ALIVE_S if self._has_header else _HEADER_PATIENCE_S
+                event = await self._ticket.next(patience_s)
+            except TimeoutError:
+                await write(KEEP_ALIVE)
+                continue
+            if isinstance(event, Finished):
+                return
+            if isinstance(event, Piece):
+                yield event
+
+    async def _write_piece(self, piece: Piece, write: Callable[[bytes], Awaitable[None]]) -> None:
+        if piece.text:
+            await write(server_sent(self._shape.delta(piece.text)))
+        if piece.finish_reason is not None and piece.stats is not None:
+            await write(server_sent(self._shape.ending(piece.finish_reason, piece.stats)))
+            if self._include_usage:
+                await write(server_sent(self._shape.usage(piece.stats)))
+
+    async def _write(self, send: Send, data: bytes) -> None:
+        if not self._has_header:
+            self._has_header = True
+            headers = [
+                (b"content-type", b"text/event-stream; charset=utf-8"),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),  # nginx would hold the events back
+            ]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            opening = self._shape.opening()
+            if opening is not None:
+                data = server_sent(opening) + data
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+class SingleAnswer(TicketResponse):
+    """One JSON object made of the only event of a job that generates nothing."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        super().__init__(ticket)
+
+    async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            event = await self._ticket.next()
+        except RequestFailed as e:
+            await problem_response(e.problem)(scope, receive, send)
+            return
+        if isinstance(event, Tokens):
+            response = JSONResponse({"tokens": list(event.ids)})
+        else:
+            assert isinstance(event, Prompt)
+            response = JSONResponse({"prompt": event.text})
+        await response(scope, receive, send)

@@ -1,0 +1,268 @@
+"""The HTTP API: OpenAI's completions and chat, llama-server's status, over an EngineClient."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from specoffload.errors import KNOWN
+from specoffload.generation import GenerateOptions, ModelCard
+from specoffload.server.answer import (
+    SingleAnswer,
+    StreamedAnswer,
+    WholeAnswer,
+    problem_response,
+)
+from specoffload.server.client import EngineClient, RequestFailed, unavailable
+from specoffload.server.messages import (
+    ChatJob,
+    CompletionJob,
+    Job,
+    Problem,
+    TemplateJob,
+    TokenizeJob,
+    problem_of,
+)
+from specoffload.server.parameters import (
+    chat_messages,
+    check_extra,
+    completion_prompt,
+    generate_options,
+)
+from specoffload.server.shapes import ChatShape, Shape, TextShape
+from specoffload.server.wire import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TemplateRequest,
+    TokenizeRequest,
+)
+
+MAX_BODY_BYTES = 32 * 2**20
+
+log = logging.getLogger("specoffload.server")
+_Body = TypeVar("_Body", bound=BaseModel)
+
+_TYPES = {404: "not_found_error", 500: "server_error"}
+
+
+def create_app(
+    engine: EngineClient,
+    *,
+    api_key: str | None = None,
+    defaults: GenerateOptions | None = None,
+) -> FastAPI:
+    """The application; starting and closing `engine` is the caller's business.
+
+    With `api_key`, every path but /health wants `Authorization: Bearer KEY`. `defaults` is what a
+    request that names no sampling parameter gets.
+    """
+    # No /docs: its page loads scripts from a foreign server.
+    app = FastAPI(title="specoffload", docs_url=None, redoc_url=None, openapi_url=None)
+    api = _Api(engine, defaults or GenerateOptions())
+    public = APIRouter()
+    for path in ("/health", "/v1/health"):
+        public.add_api_route(path, api.health, methods=["GET"])
+    router = APIRouter(dependencies=[Depends(_bearer(api_key))])
+    for path in ("/v1/models", "/models"):
+        router.add_api_route(path, api.models, methods=["GET"])
+    router.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"])
+    router.add_api_route("/props", api.props, methods=["GET"])
+    for path in ("/v1/chat/completions", "/chat/completions"):
+        router.add_api_route(path, api.chat, methods=["POST"], response_model=None)
+    router.add_api_route("/v1/completions", api.completion, methods=["POST"], response_model=None)
+    router.add_api_route("/tokenize", api.tokenize, methods=["POST"], response_model=None)
+    router.add_api_route("/apply-template", api.template, methods=["POST"], response_model=None)
+    app.include_router(public)
+    app.include_router(router)
+    _install_error_handlers(app)
+    return app
+
+
+class _Api:
+    def __init__(self, engine: EngineClient, defaults: GenerateOptions) -> None:
+        self._engine = engine
+        self._defaults = defaults
+        self._created = int(time.time())
+
+    # ---- status
+
+    async def health(self) -> Response:
+        problem = self._engine.unavailable()
+        return problem_response(problem) if problem else JSONResponse({"status": "ok"})
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._describe(self._card())]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        card = self._card()
+        if name != card.name:
+            raise HTTPException(404, f"no model {name!r} here: this server has {card.name!r}")
+        return self._describe(card)
+
+    async def props(self) -> dict[str, Any]:
+        card = self._card()
+        defaults = self._defaults
+        return {
+            "default_generation_settings": {
+                "n_ctx": card.n_ctx,
+                "params": {
+                    "n_predict": -1 if defaults.n_predict is None else defaults.n_predict,
+                    "temperature": defaults.temperature,
+                    "top_k": defaults.top_k,
+                    "top_p": defaults.top_p,
+                    "min_p": defaults.min_p,
+                    "repeat_penalty": defaults.repeat_penalty,
+                    "seed": -1 if defaults.seed is None else defaults.seed,
+                },
+            },
+            "total_slots": self._engine.n_parallel,
+            "model_alias": card.name,
+            "chat_template": card.chat_template,
+            "notes": list(card.notes),
+            "requests_processing": self._engine.n_running,
+            "requests_deferred": self._engine.n_waiting,
+            "engine_restarts": self._engine.n_restarts,
+        }
+
+    # ---- generation
+
+    async def chat(self, request: Request) -> Response:
+        body = await _parse(request, ChatRequest)
+        options = generate_options(body, self._defaults)
+        job = ChatJob(chat_messages(body.messages), options)
+        card = self._card()
+        return self._generate(job, body, ChatShape(card.name, int(time.time())))
+
+    async def completion(self, request: Request) -> Response:
+        body = await _parse(request, CompletionRequest)
+        options = generate_options(body, self._defaults)
+        prompt = completion_prompt(body)
+        echo = prompt if body.echo and isinstance(prompt, str) else ""
+        card = self._card()
+        job = CompletionJob(prompt, options)
+        return self._generate(job, body, TextShape(card.name, int(time.time()), echo))
+
+    def _generate(self, job: Job, body: GenerationRequest, shape: Shape) -> Response:
+        ticket = self._engine.submit(job)
+        if body.stream:
+            options = body.stream_options
+            include_usage = bool(options and options.include_usage)
+            return StreamedAnswer(ticket, shape, include_usage=include_usage)
+        return WholeAnswer(ticket, shape)
+
+    # ---- text only
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await _parse(request, TokenizeRequest)
+        check_extra(body, {"with_pieces": (False,)})
+        job = TokenizeJob(body.content, body.add_special, body.parse_special)
+        return SingleAnswer(self._engine.submit(job))
+
+    async def template(self, request: Request) -> Response:
+        body = await _parse(request, TemplateRequest)
+        check_extra(body)
+        return SingleAnswer(self._engine.submit(TemplateJob(chat_messages(body.messages))))
+
+    def _card(self) -> ModelCard:
+        """Raises RequestFailed (503) before the first load."""
+        if self._engine.card is None:
+            raise RequestFailed(self._engine.unavailable() or unavailable("Loading model"))
+        return self._engine.card
+
+    def _describe(self, card: ModelCard) -> dict[str, Any]:
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "specoffload",
+            "meta": {
+                "n_vocab": card.n_vocab,
+                "n_ctx": card.n_ctx,
+                "n_params": card.n_params,
+                "size": card.size_bytes,
+                "architecture": card.architecture,
+            },
+        }
+
+
+async def _parse(request: Request, kind: type[_Body]) -> _Body:
+    """The body as `kind`, whatever content type the client claims, as llama-server does.
+
+    Raises RequestFailed: 413 for more than MAX_BODY_BYTES, 400 for anything that does not fit.
+    """
+    chunks: list[bytes] = []
+    n_bytes = 0
+    async for chunk in request.stream():
+        n_bytes += len(chunk)
+        if n_bytes > MAX_BODY_BYTES:
+            raise RequestFailed(_invalid(f"the body is over {MAX_BODY_BYTES} bytes", 413))
+        chunks.append(chunk)
+    try:
+        return kind.model_validate_json(b"".join(chunks))
+    except ValidationError as e:
+        raise RequestFailed(_invalid(_sentence(e))) from e
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first complaint, by the place in the body that it is about."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+    where = ".".join(str(part) for part in first["loc"]) or "the body"
+    return f"{where}: {first['msg']}"
+
+
+def _invalid(message: str, http_status: int = 400) -> Problem:
+    return Problem("BadRequest", message, http_status, "invalid_request_error", exit_code=2)
+
+
+def _bearer(api_key: str | None) -> Any:
+    """A dependency that lets only the holders of the key pass."""
+
+    async def check(request: Request) -> None:
+        if api_key is None:
+            return
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(token.strip().encode(), api_key.encode())
+        if scheme.lower() != "bearer" or not right:
+            message = "Invalid API Key: send `Authorization: Bearer KEY`"
+            raise RequestFailed(Problem("Unauthorized", message, 401, "authentication_error"))
+
+    return check
+
+
+def _install_error_handlers(app: FastAPI) -> None:
+    async def failed(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestFailed)
+        return problem_response(error.problem)
+
+    async def known(request: Request, error: Exception) -> Response:
+        return problem_response(problem_of(error))
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        status = error.status_code
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        kind = _TYPES.get(status, "invalid_request_error")
+        response = problem_response(Problem("HTTPException", message, status, kind))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return problem_response(problem_of(error))
+
+    app.add_exception_handler(RequestFailed, failed)
+    for kind in KNOWN:
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unforeseen)

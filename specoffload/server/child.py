@@ -1,0 +1,105 @@
+"""One run of the engine process, as the API process's event loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import pickle
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from typing import TypeVar
+
+from specoffload.server.engine_process import Factory, engine_main
+from specoffload.server.messages import FromEngine, ToEngine
+
+_EXIT_AFTER_EOF_S = 10.0
+_T = TypeVar("_T")
+
+log = logging.getLogger("specoffload.server")
+
+
+class Child:
+    """Owns the process, its pipe, and a reader and a writer thread.
+
+    The callbacks run on the event loop's thread; `on_exit` is the last of them. Sending goes
+    through a thread because a full pipe blocks, and the event loop must not.
+    """
+
+    def __init__(
+        self,
+        factory: Factory,
+        on_message: Callable[[FromEngine], None],
+        on_exit: Callable[[int | None], None],
+    ) -> None:
+        """Starts the process and returns at once. Raises OSError when it cannot be started."""
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._on_exit = on_exit
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        # daemon: should this process end on an unforeseen path, atexit terminates the child.
+        self._process = context.Process(
+            target=engine_main, args=(theirs, factory), name="engine", daemon=True
+        )
+        try:
+            self._start()
+        except BaseException:
+            self._connection.close()
+            raise
+        finally:
+            theirs.close()  # else the reader would never see end of file
+        threading.Thread(target=self._read, name="engine reader", daemon=True).start()
+        threading.Thread(target=self._write, name="engine writer", daemon=True).start()
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message; one sent to a dead process is lost, and `on_exit` tells of its end."""
+        self._outbox.put(message)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ValueError):  # the reader has closed it: it is dead
+            self._process.kill()
+
+    def _start(self) -> None:
+        # SIGINT stays blocked across the spawn until engine_main ignores it; otherwise Ctrl-C in
+        # that window shows the child's traceback. The tracker unblocks it, so it must run before.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._tell(self._on_message, self._connection.recv())
+        except (EOFError, OSError, pickle.UnpicklingError):
+            pass  # a process killed while writing leaves half a message
+        except Exception:
+            log.exception("a message of the engine process cannot be read; ending the process")
+            self._process.kill()
+        self._process.join(_EXIT_AFTER_EOF_S)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        exit_code = self._process.exitcode
+        self._process.close()
+        self._outbox.put(None)
+        self._tell(self._on_exit, exit_code)
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            with contextlib.suppress(OSError):  # the reader learns of the end, and still reads
+                self._connection.send(message)
+        self._connection.close()
+
+    def _tell(self, callback: Callable[[_T], None], value: _T) -> None:
+        # The loop may be closed already when the program is ending; nobody is left to be told.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, value)

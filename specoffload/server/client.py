@@ -1,0 +1,336 @@
+"""The API process's side of the engine: a bounded queue, one running job, restarts.
+
+    STARTING ──Ready──> READY ──process died──> RESTARTING ──Ready──> READY
+        │                 │                          │
+        └── load failed, or too many deaths in a row ┴──> FAILED        close() ──> CLOSED
+
+Jobs wait here and not in the engine process, so a crash loses only the running one. Everything runs
+on the event loop's thread; `Child` brings what its threads hear there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+
+from offload.errors import DeviceFailed
+from specoffload.errors import UsageError
+from specoffload.generation import ModelCard
+from specoffload.server.child import Child
+from specoffload.server.engine_process import Factory
+from specoffload.server.messages import (
+    Cancel,
+    Event,
+    Finished,
+    FromEngine,
+    Job,
+    LoadFailed,
+    Output,
+    Problem,
+    Ready,
+    Shutdown,
+    Submit,
+)
+from specoffload.server.restart import RestartPolicy, describe_exit
+
+_CLOSE_PATIENCE_S = 5.0
+_LOADING_RETRY_AFTER_S = 5
+_MAX_RETRY_AFTER_S = 60
+
+
+class State(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class RequestFailed(Exception):
+    """A job that yields no (further) answer; `problem` is what the client is told."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+class Ticket:
+    """One job on its way; one reader."""
+
+    def __init__(self, job_id: int, job: Job, give_up: Callable[[Ticket], None]) -> None:
+        self.job_id = job_id
+        self.job = job
+        self.started_at: float | None = None  # time.monotonic() when handed to the engine
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._give_up = give_up
+        self._over = False
+
+    def put(self, event: Event) -> None:
+        """For EngineClient: deliver an event; after the last one, none is taken."""
+        if not self._over:
+            self._events.put_nowait(event)
+            self._over = isinstance(event, Finished | Problem)
+
+    async def next(self, timeout_s: float | None = None) -> Event:
+        """The next event; Finished is the last. Raises RequestFailed, and TimeoutError, after
+        which nothing is lost and it can be called again."""
+        async with asyncio.timeout(timeout_s):
+            event = await self._events.get()
+        if isinstance(event, Problem):
+            raise RequestFailed(event)
+        return event
+
+    def cancel(self) -> None:
+        """The client has gone; free the job's place. May be called at any time, repeatedly."""
+        if not self._over:
+            self._over = True
+            self._give_up(self)
+
+
+def unavailable(message: str, retry_after_s: int | None = None) -> Problem:
+    return Problem("Unavailable", message, 503, "unavailable_error", retry_after_s=retry_after_s)
+
+
+class EngineClient:
+    """Starts, feeds, restarts and ends the engine process.
+
+    `max_queue` jobs may wait besides the running one. `say` gets one line for each change that an
+    operator should see. The caller awaits `start`, and `close` whatever happens.
+    """
+
+    n_parallel = 1  # jobs in the engine process at once; rises when it decodes several sequences
+
+    def __init__(
+        self,
+        factory: Factory,
+        *,
+        max_queue: int = 16,
+        policy: RestartPolicy | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        if max_queue < 0:
+            raise UsageError(f"max_queue {max_queue}: must be 0 or more")
+        self._factory = factory
+        self._max_queue = max_queue
+        self._policy = policy or RestartPolicy()
+        self._say = say
+        self.state = State.STARTING
+        self.card: ModelCard | None = None
+        self.n_restarts = 0
+        self.failure: Exception | None = None  # why FAILED
+        self.failed = asyncio.Event()
+        self._child: Child | None = None
+        self._child_gone = asyncio.Event()
+        self._ready_at: float | None = None
+        self._load_problem: Problem | None = None
+        self._n_failures = 0
+        self._restart_timer: asyncio.TimerHandle | None = None
+        self._next_id = 0
+        self._waiting: deque[Ticket] = deque()
+        self._running: dict[int, Ticket] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._job_s = 1.0  # running mean of recent jobs, seconds
+
+    # ---- what the API asks
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def n_running(self) -> int:
+        return len(self._running)
+
+    def unavailable(self) -> Problem | None:
+        """Why no job is taken now; None when one is."""
+        if self._draining or self.state is State.CLOSED:
+            return unavailable("the server is shutting down")
+        if self.state is State.FAILED:
+            return unavailable(f"the engine has failed: {self.failure}")
+        if self.state is State.STARTING:
+            return unavailable("Loading model", _LOADING_RETRY_AFTER_S)
+        if self.state is State.RESTARTING:
+            return unavailable(
+                "Loading model: the engine process died and is being restarted",
+                _LOADING_RETRY_AFTER_S,
+            )
+        return None
+
+    def submit(self, job: Job) -> Ticket:
+        """Queue a job. Raises RequestFailed (503) when loading, draining or the queue is full."""
+        problem = self.unavailable()
+        if problem is not None:
+            raise RequestFailed(problem)
+        if self.n_running >= self.n_parallel and self.n_waiting >= self._max_queue:
+            wait_s = self._job_s * (1 + self.n_waiting / self.n_parallel)
+            raise RequestFailed(
+                unavailable(
+                    f"the queue is full: {self.n_waiting} requests are waiting, the limit is "
+                    f"{self._max_queue} (--max-queue)",
+                    max(1, min(_MAX_RETRY_AFTER_S, math.ceil(wait_s))),
+                )
+            )
+        ticket = Ticket(self._next_id, job, self._give_up)
+        self._next_id += 1
+        self._waiting.append(ticket)
+        self._dispatch()
+        return ticket
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Start the engine process; returns before the model is loaded."""
+        self._spawn()
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more jobs, drop the waiting ones, give the running ones `grace_s` seconds."""
+        self._draining = True
+        shutting_down = unavailable("the server is shutting down")
+        while self._waiting:
+            self._waiting.popleft().put(shutting_down)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        for ticket in self._running.values():
+            ticket.put(shutting_down)
+            if self._child is not None:
+                self._child.send(Cancel(ticket.job_id))
+
+    async def close(self) -> None:
+        """End the engine process and wait for its end; a busy or loading one is killed."""
+        polite = self.state is State.READY and not self._running
+        self.state = State.CLOSED
+        if self._restart_timer is not None:
+            self._restart_timer.cancel()
+        self._fail_all(unavailable("the server is shutting down"))
+        child = self._child
+        if child is None:
+            return
+        if polite:
+            child.send(Shutdown())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_PATIENCE_S):
+                    await self._child_gone.wait()
+        child.kill()
+        await self._child_gone.wait()
+
+    # ---- what happens to the process
+
+    def _spawn(self) -> None:
+        self._restart_timer = None
+        self._ready_at = None
+        self._load_problem = None
+        self._child_gone.clear()
+        try:
+            self._child = Child(self._factory, self._on_message, self._on_exit)
+        except OSError as e:
+            self._fail(DeviceFailed(f"the engine process cannot be started: {e}"))
+
+    def _on_message(self, message: FromEngine) -> None:
+        if self.state is State.CLOSED:
+            return
+        if isinstance(message, Ready):
+            self.card = message.card
+            self._ready_at = time.monotonic()
+            self.state = State.READY
+            self._say(f"model loaded: {message.card.name}, context {message.card.n_ctx} tokens")
+            self._dispatch()
+        elif isinstance(message, LoadFailed):
+            self._load_problem = message.problem
+        else:
+            self._on_output(message)
+
+    def _on_output(self, output: Output) -> None:
+        ticket = self._running.get(output.job_id)
+        if ticket is None:
+            return  # failed by drain or close; the engine did not know yet
+        ticket.put(output.event)
+        if isinstance(output.event, Finished | Problem):
+            self._release(ticket)
+            self._dispatch()
+
+    def _on_exit(self, exit_code: int | None) -> None:
+        self._child = None
+        self._child_gone.set()
+        if self.state is State.CLOSED:
+            return
+        end = describe_exit(exit_code)
+        lost = Problem(
+            "EngineDied",
+            f"the engine process {end} while it served this request; the request is lost",
+            500,
+            "server_error",
+            can_retry=False,  # the request may be what kills it
+        )
+        for ticket in list(self._running.values()):
+            ticket.put(lost)
+            self._release(ticket)
+        first_load = self.card is None
+        ready_for_s = None if self._ready_at is None else time.monotonic() - self._ready_at
+        self._n_failures = self._policy.count(self._n_failures, ready_for_s)
+        delay_s = self._policy.delay_s(self._n_failures)
+        if first_load or delay_s is None:
+            self._fail(self._why(end, first_load))
+            return
+        self.state = State.RESTARTING
+        self.n_restarts += 1
+        self._say(f"the engine process {end}; restarting it in {delay_s:g} s")
+        loop = asyncio.get_running_loop()
+        self._restart_timer = loop.call_later(delay_s, self._spawn)
+
+    def _why(self, end: str, first_load: bool) -> Exception:
+        """A refused load keeps its own exit code: bad input is 2, a failure of ours 1."""
+        if self._load_problem is not None:
+            usage = self._load_problem.exit_code == 2
+            return (UsageError if usage else DeviceFailed)(self._load_problem.message)
+        if first_load:
+            return DeviceFailed(f"the engine process {end} while loading the model")
+        return DeviceFailed(
+            f"the engine process {end}, for the {self._n_failures}th time in a row; giving up"
+        )
+
+    def _fail(self, error: Exception) -> None:
+        self.state = State.FAILED
+        self.failure = error
+        self._fail_all(unavailable(f"the engine has failed: {error}"))
+        self.failed.set()
+
+    # ---- the queue
+
+    def _dispatch(self) -> None:
+        while self.state is State.READY and self._waiting and self.n_running < self.n_parallel:
+            assert self._child is not None  # READY
+            ticket = self._waiting.popleft()
+            ticket.started_at = time.monotonic()
+            self._running[ticket.job_id] = ticket
+            self._idle.clear()
+            self._child.send(Submit(ticket.job_id, ticket.job))
+
+    def _give_up(self, ticket: Ticket) -> None:
+        """A running job keeps its place until the engine says that it has let go."""
+        if ticket.job_id in self._running:
+            if self._child is not None:
+                self._child.send(Cancel(ticket.job_id))
+        elif ticket in self._waiting:
+            self._waiting.remove(ticket)
+
+    def _release(self, ticket: Ticket) -> None:
+        del self._running[ticket.job_id]
+        if ticket.started_at is not None:
+            self._job_s += 0.2 * (time.monotonic() - ticket.started_at - self._job_s)
+        if not self._running:
+            self._idle.set()
+
+    def _fail_all(self, problem: Problem) -> None:
+        for ticket in [*self._running.values(), *self._waiting]:
+            ticket.put(problem)
+        self._running.clear()
+        self._waiting.clear()
+        self._idle.set()

@@ -1,0 +1,162 @@
+"""What crosses the pipe between the API process and the engine process: plain, picklable data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specoffload.errors import meaning_of
+from specoffload.generation import GenerateOptions, ModelCard, Piece
+
+# ---- API process -> engine process
+
+
+@dataclass(frozen=True)
+class CompletionJob:
+    """Continue a text, or token ids of the model's own vocabulary."""
+
+    prompt: str | tuple[int, ...]
+    options: GenerateOptions
+
+
+@dataclass(frozen=True)
+class ChatJob:
+    """Answer a conversation, laid out by the model's chat template."""
+
+    messages: tuple[dict[str, str], ...]
+    options: GenerateOptions
+
+
+@dataclass(frozen=True)
+class TokenizeJob:
+    """Token ids of a text; nothing is generated."""
+
+    text: str
+    add_special: bool
+    parse_special: bool
+
+
+@dataclass(frozen=True)
+class TemplateJob:
+    """The prompt that a conversation becomes; nothing is generated."""
+
+    messages: tuple[dict[str, str], ...]
+
+
+Job = CompletionJob | ChatJob | TokenizeJob | TemplateJob
+
+
+@dataclass(frozen=True)
+class Submit:
+    """`job_id` rises by one with every job, so it also tells their order."""
+
+    job_id: int
+    job: Job
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """The client has gone: end this job at the next piece, or never start it."""
+
+    job_id: int
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """Close the generator and leave."""
+
+
+ToEngine = Submit | Cancel | Shutdown
+
+# ---- engine process -> API process
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An error as every border of the program needs it.
+
+    `type` is llama-server's error type; `can_retry` false tells clients not to send it again.
+    """
+
+    name: str
+    message: str
+    http_status: int
+    type: str
+    exit_code: int = 1
+    n_prompt_tokens: int | None = None
+    n_ctx: int | None = None
+    retry_after_s: int | None = None
+    can_retry: bool = True
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is loaded."""
+
+    card: ModelCard
+
+
+@dataclass(frozen=True)
+class LoadFailed:
+    """The generator could not be made; the process exits after saying so."""
+
+    problem: Problem
+
+
+@dataclass(frozen=True)
+class Started:
+    """The prompt is accepted; prefill begins."""
+
+    n_prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Answer to a TokenizeJob."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Answer to a TemplateJob."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The job's slot is free again, whether it ended by itself or was cancelled."""
+
+
+Event = Started | Piece | Tokens | Prompt | Problem | Finished
+"""What one job yields. Problem and Finished are the last event of a job."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One event of one job."""
+
+    job_id: int
+    event: Event
+
+
+FromEngine = Ready | LoadFailed | Output
+
+
+def problem_of(
+    error: BaseException, *, n_prompt_tokens: int | None = None, n_ctx: int | None = None
+) -> Problem:
+    """The error's name, sentence and meaning; unknown classes are named in the sentence."""
+    meaning = meaning_of(error)
+    name = type(error).__name__
+    text = str(error) or name
+    exceeds = meaning.type == "exceed_context_size_error"
+    return Problem(
+        name=name,
+        message=text if meaning.http_status < 500 else f"{name}: {text}",
+        http_status=meaning.http_status,
+        type=meaning.type,
+        exit_code=meaning.exit_code,
+        n_prompt_tokens=n_prompt_tokens if exceeds else None,
+        n_ctx=n_ctx if exceeds else None,
+    )

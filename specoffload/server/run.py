@@ -1,0 +1,180 @@
+"""`serve`: both processes from the first line to the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from specoffload.errors import UsageError
+from specoffload.generation import GenerateOptions
+from specoffload.server.app import create_app
+from specoffload.server.client import EngineClient
+from specoffload.server.engine_process import Factory
+
+_BACKLOG = 2048
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def serve(
+    factory: Factory,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    api_key: str | None = None,
+    *,
+    max_queue: int = 16,
+    grace_s: float = 5.0,
+    defaults: GenerateOptions | None = None,
+    say: Callable[[str], None],
+) -> int:
+    """Serve until Ctrl-C (returns 130) or SIGTERM (returns 0).
+
+    `factory` runs in the engine process and must be picklable. Port 0 takes a free one. `say` gets
+    the lines for the operator, `listening on http://HOST:PORT` among them. On a signal, running
+    requests have `grace_s` seconds to end; a second Ctrl-C ends them at once.
+
+    Raises UsageError when the address cannot be had or the model is refused, DeviceFailed when the
+    engine process dies while loading or too often after.
+    """
+    listener = listen(host, port)
+    with contextlib.closing(listener):
+        if api_key is None and not _is_loopback(listener):
+            say("warning: other machines can reach this server, and no --api-key is set")
+        engine = EngineClient(factory, max_queue=max_queue, say=say)
+        app = create_app(engine, api_key=api_key, defaults=defaults)
+        return asyncio.run(serve_until(asyncio.Event(), app, engine, listener, grace_s, say))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises UsageError in one sentence that says what to change."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port {port}: must lie between 0 and 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as e:
+        raise UsageError(f"--host {host}: {e}") from e
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as e:
+        listener.close()
+        if e.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} on {host} is already in use: choose another with --port"
+            ) from e
+        raise UsageError(f"cannot listen on {host} port {port}: {e.strerror}") from e
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+
+
+async def serve_until(
+    stop: asyncio.Event,
+    app: FastAPI,
+    engine: EngineClient,
+    listener: socket.socket,
+    grace_s: float,
+    say: Callable[[str], None],
+) -> int:
+    """The event loop's main task: until `stop`, a signal, or a lost engine. See `serve`.
+
+    On every way out the engine process is gone.
+    """
+    config = uvicorn.Config(
+        app,
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=None,  # drain() bounds it
+    )
+    server = _Server(config, engine, grace_s, lambda: say(f"listening on {url_of(listener)}"))
+    watcher = asyncio.ensure_future(_stop_server(server, stop, engine.failed))
+    try:
+        await engine.start()
+        await server.serve(sockets=[listener])
+    finally:
+        watcher.cancel()
+        await engine.close()
+    if engine.failure is not None:
+        raise engine.failure
+    return 130 if server.signal == signal.SIGINT else 0
+
+
+async def _stop_server(server: uvicorn.Server, *reasons: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(reason.wait()) for reason in reasons]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but signals end in an exit code and running requests get a limited time."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        engine: EngineClient,
+        grace_s: float,
+        on_listening: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self.signal: int | None = None
+        self._engine = engine
+        self._grace_s = grace_s
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        drain = asyncio.ensure_future(self._engine.drain(self._grace_s))
+        await super().shutdown(sockets)
+        drain.cancel()  # over by now, unless a second Ctrl-C cut the waiting short
+        await asyncio.gather(drain, return_exceptions=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.signal = sig
+        super().handle_exit(sig, frame)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own raises the signal again at the end, which would kill this process by it
+        # before the engine process is closed and the exit code chosen.
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in _SIGNALS}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)

@@ -1,0 +1,130 @@
+"""How one generation is worded for /v1/chat/completions and for /v1/completions. Pure."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Protocol
+
+from specoffload.generation import FinishReason, GenerationStats
+from specoffload.server.wire import (
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatMessage,
+    ChunkChoice,
+    Delta,
+    TextChoice,
+    TextCompletion,
+    timings_of,
+    usage_of,
+)
+
+
+class Shape(Protocol):
+    """Each method returns JSON text. `created` is in Unix seconds."""
+
+    def opening(self) -> str | None:
+        """The chunk before the first piece, where there is one."""
+        ...
+
+    def delta(self, text: str) -> str: ...
+
+    def ending(self, reason: FinishReason, stats: GenerationStats) -> str: ...
+
+    def usage(self, stats: GenerationStats) -> str:
+        """The chunk that stream_options.include_usage asks for."""
+        ...
+
+    def whole(self, text: str, reason: FinishReason, stats: GenerationStats) -> str: ...
+
+
+class ChatShape:
+    """chat.completion and chat.completion.chunk."""
+
+    def __init__(self, model: str, created: int) -> None:
+        self._model = model
+        self._created = created
+        self._id = "chatcmpl-" + secrets.token_hex(16)
+
+    def opening(self) -> str | None:
+        return self._chunk(Delta(role="assistant", content="")).to_json()
+
+    def delta(self, text: str) -> str:
+        return self._chunk(Delta(content=text)).to_json()
+
+    def ending(self, reason: FinishReason, stats: GenerationStats) -> str:
+        chunk = self._chunk(Delta(), reason)
+        chunk.timings = timings_of(stats)
+        return chunk.to_json()
+
+    def usage(self, stats: GenerationStats) -> str:
+        chunk = self._chunk(Delta())
+        chunk.choices = []
+        chunk.usage = usage_of(stats)
+        return chunk.to_json()
+
+    def whole(self, text: str, reason: FinishReason, stats: GenerationStats) -> str:
+        message = ChatMessage(role="assistant", content=text)
+        choice = ChatChoice(index=0, message=message, logprobs=None, finish_reason=reason)
+        return ChatCompletion(
+            id=self._id,
+            object="chat.completion",
+            created=self._created,
+            model=self._model,
+            choices=[choice],
+            usage=usage_of(stats),
+            timings=timings_of(stats),
+        ).to_json()
+
+    def _chunk(self, delta: Delta, reason: FinishReason | None = None) -> ChatChunk:
+        choice = ChunkChoice(index=0, delta=delta, logprobs=None, finish_reason=reason)
+        return ChatChunk(
+            id=self._id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._model,
+            choices=[choice],
+        )
+
+
+class TextShape:
+    """text_completion, whole and in chunks; `echo` is what goes before the answer."""
+
+    def __init__(self, model: str, created: int, echo: str = "") -> None:
+        self._model = model
+        self._created = created
+        self._echo = echo
+        self._id = "cmpl-" + secrets.token_hex(16)
+
+    def opening(self) -> str | None:
+        return self._completion(self._echo).to_json() if self._echo else None
+
+    def delta(self, text: str) -> str:
+        return self._completion(text).to_json()
+
+    def ending(self, reason: FinishReason, stats: GenerationStats) -> str:
+        completion = self._completion("", reason)
+        completion.timings = timings_of(stats)
+        return completion.to_json()
+
+    def usage(self, stats: GenerationStats) -> str:
+        completion = self._completion("")
+        completion.choices = []
+        completion.usage = usage_of(stats)
+        return completion.to_json()
+
+    def whole(self, text: str, reason: FinishReason, stats: GenerationStats) -> str:
+        completion = self._completion(self._echo + text, reason)
+        completion.usage = usage_of(stats)
+        completion.timings = timings_of(stats)
+        return completion.to_json()
+
+    def _completion(self, text: str, reason: FinishReason | None = None) -> TextCompletion:
+        choice = TextChoice(index=0, text=text, logprobs=None, finish_reason=reason)
+        return TextCompletion(
+            id=self._id,
+            object="text_completion",
+            created=self._created,
+            model=self._model,
+            choices=[choice],
+        )

@@ -1,0 +1,239 @@
+"""The JSON that goes over HTTP: OpenAI's requests and answers, llama-server's errors and timings.
+
+Requests are strict: a wrong type is refused, not converted. Keys that no model here declares are
+kept in `model_extra`; `parameters.py` decides about them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specoffload.generation import FinishReason, GenerationStats
+from specoffload.server.messages import Problem
+
+# ---- requests
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against traffic analysis: OpenAI's own
+
+
+StopText = Annotated[str, Field(min_length=1)]
+
+
+class GenerationRequest(_Request):
+    """What /v1/completions and /v1/chat/completions share. `model` is accepted and not matched:
+    one model is served, and its name is in the answer."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=-1)  # -1, as in llama-server: to the context's end
+    temperature: float | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = Field(None, ge=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repeat_penalty: float | None = Field(None, gt=0)
+    seed: int | None = None
+    stop: StopText | list[StopText] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+
+
+class TextPart(_Request):
+    type: str
+    text: str | None = None
+
+
+class Message(_Request):
+    role: str
+    content: str | list[TextPart] | None = None
+
+
+class ChatRequest(GenerationRequest):
+    messages: list[Message]
+    max_completion_tokens: int | None = Field(None, ge=-1)
+
+
+class TokenizeRequest(_Request):
+    """llama-server's POST /tokenize."""
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+
+
+class TemplateRequest(_Request):
+    """llama-server's POST /apply-template."""
+
+    messages: list[Message]
+
+
+# ---- answers
+
+
+class _Answer(BaseModel):
+    def to_json(self) -> str:
+        """JSON; a field that was never set is absent, one that was set to None is null."""
+        return self.model_dump_json(exclude_unset=True)
+
+
+class PromptTokensDetails(_Answer):
+    cached_tokens: int
+
+
+class Usage(_Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Timings(_Answer):
+    """llama-server's; milliseconds, and tokens per second."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    draft_n: int | None = None
+    draft_n_accepted: int | None = None
+
+
+class ChatMessage(_Answer):
+    role: Literal["assistant"]
+    content: str
+
+
+class Delta(_Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChoice(_Answer):
+    index: int
+    message: ChatMessage
+    logprobs: None
+    finish_reason: FinishReason
+
+
+class ChunkChoice(_Answer):
+    index: int
+    delta: Delta
+    logprobs: None
+    finish_reason: FinishReason | None
+
+
+class TextChoice(_Answer):
+    index: int
+    text: str
+    logprobs: None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletion(_Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: Timings
+
+
+class ChatChunk(_Answer):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+class TextCompletion(_Answer):
+    """Whole answer and chunk of /v1/completions have the same shape."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+def usage_of(stats: GenerationStats) -> Usage:
+    return Usage(
+        prompt_tokens=stats.n_prompt_tokens,
+        completion_tokens=stats.n_tokens,
+        total_tokens=stats.n_prompt_tokens + stats.n_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
+    )
+
+
+def timings_of(stats: GenerationStats) -> Timings:
+    def ratio(a: float, b: float) -> float:
+        return a / b if b > 0 else 0.0
+
+    timings = Timings(
+        cache_n=0,
+        prompt_n=stats.n_prompt_tokens,
+        prompt_ms=1e3 * stats.prefill_s,
+        prompt_per_token_ms=ratio(1e3 * stats.prefill_s, stats.n_prompt_tokens),
+        prompt_per_second=ratio(stats.n_prompt_tokens, stats.prefill_s),
+        predicted_n=stats.n_tokens,
+        predicted_ms=1e3 * stats.decode_s,
+        predicted_per_token_ms=ratio(1e3 * stats.decode_s, stats.n_tokens),
+        predicted_per_second=stats.tokens_per_s,
+    )
+    if stats.n_drafted:
+        timings.draft_n = stats.n_drafted
+        timings.draft_n_accepted = stats.n_accepted
+    return timings
+
+
+def error_body(problem: Problem) -> dict[str, Any]:
+    """`{"error": {"code", "message", "type"}}`, with the token counts that overflowed, if any."""
+    error: dict[str, Any] = {
+        "code": problem.http_status,
+        "message": problem.message,
+        "type": problem.type,
+    }
+    if problem.n_prompt_tokens is not None:
+        error["n_prompt_tokens"] = problem.n_prompt_tokens
+    if problem.n_ctx is not None:
+        error["n_ctx"] = problem.n_ctx
+    return {"error": error}
+
+
+def server_sent(json_text: str) -> bytes:
+    """One server-sent event. JSON text has no raw line feed, so one data line is enough."""
+    return b"data: " + json_text.encode() + b"\n\n"
+
+
+def server_sent_error(problem: Problem) -> bytes:
+    return server_sent(json.dumps(error_body(problem)))
+
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": the model is working\n\n"

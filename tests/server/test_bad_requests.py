@@ -1,0 +1,192 @@
+"""Every request that cannot be served as it is gets one sentence and a 4xx."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from conftest import Running, StartServer
+
+USER = [{"role": "user", "content": "hi"}]
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt"),
+    ({"prompt": ""}, "prompt is empty"),
+    ({"prompt": []}, "prompt is empty"),
+    ({"prompt": [[]]}, "prompt is empty"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": 7}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["a", "b"]}, "2 prompts"),
+    ({"prompt": [1, -1]}, "prompt[1] is token -1"),
+    ({"prompt": [1, 257]}, "vocabulary has tokens 0 to 256"),
+    ({"prompt": [97], "echo": True}, "echo"),
+    ({"prompt": "x" * 600}, "601 tokens, the context 512"),
+    ({"prompt": "[refuse]"}, "the fake refuses this prompt"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens is 0"),
+    ({"prompt": "x", "max_tokens": -2}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
+    ({"prompt": "x", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "x", "temperature": -0.1}, "temperature"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature"),
+    ({"prompt": "x", "top_p": 1.1}, "top_p"),
+    ({"prompt": "x", "min_p": -1}, "min_p"),
+    ({"prompt": "x", "seed": "s"}, "seed"),
+    ({"prompt": "x", "stop": ""}, "stop"),
+    ({"prompt": "x", "stop": ["a", ""]}, "stop"),
+    ({"prompt": "x", "stop": [1]}, "stop"),
+    ({"prompt": "x", "stream": "yes"}, "stream"),
+    ({"prompt": "x", "stream_options": {"include_usage": True}}, "without stream"),
+    ({"prompt": "x", "stream": True, "stream_options": {"include_all": True}}, "include_all"),
+    ({"prompt": "x", "n": 2}, "n is not supported"),
+    ({"prompt": "x", "n": True}, "n is not supported"),
+    ({"prompt": "x", "best_of": 3}, "best_of"),
+    ({"prompt": "x", "logprobs": 0}, "logprobs"),
+    ({"prompt": "x", "suffix": "end"}, "suffix"),
+    ({"prompt": "x", "logit_bias": {"1": 2}}, "logit_bias"),
+    ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty"),
+    ({"prompt": "x", "grammar": "root ::= 'a'"}, "grammar"),
+    ({"prompt": "x", "temprature": 0.5}, "did you mean temperature?"),
+    ({"prompt": "x", "no_such_thing": 1}, "unknown parameter no_such_thing"),
+]
+
+BAD_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages"),
+    ({"messages": []}, "messages is empty"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": [{}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "content is missing"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "'king' is not one of"),
+    ({"messages": [{"role": "user", "content": 3}]}, "content"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "'tool'"),
+    ({"messages": [{"role": "assistant", "content": "x"}]}, "chat template refuses"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool_calls"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools is not supported"),
+    ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": USER, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": USER, "logprobs": True}, "logprobs"),
+    ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": USER, "max_tokens": 3, "max_completion_tokens": 4}, "differ"),
+    ({"messages": USER, "reasoning_effort": "low"}, "reasoning_effort"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "the context 512"),
+]
+
+
+def _check(response: httpx.Response, status: int, words: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == status
+    assert words in error["message"]
+    assert "Traceback" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(("body", "words"), BAD_COMPLETIONS)
+def test_a_bad_completion_request_is_a_400_that_names_the_fault(
+    server: Running, body: dict[str, Any], words: str
+) -> None:
+    error = _check(httpx.post(server.url + "/v1/completions", json=body), 400, words)
+    assert error["type"] in ("invalid_request_error", "exceed_context_size_error")
+
+
+@pytest.mark.parametrize(("body", "words"), BAD_CHATS)
+def test_a_bad_chat_request_is_a_400_that_names_the_fault(
+    server: Running, body: dict[str, Any], words: str
+) -> None:
+    _check(httpx.post(server.url + "/v1/chat/completions", json=body), 400, words)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 5000],
+)
+def test_a_body_that_is_not_a_json_object_is_a_400(server: Running, path: str, raw: bytes) -> None:
+    _check(httpx.post(server.url + path, content=raw), 400, "")
+
+
+def test_not_a_number_is_refused_as_a_temperature(server: Running) -> None:
+    raw = b'{"prompt": "x", "temperature": NaN}'
+    _check(httpx.post(server.url + "/v1/completions", content=raw), 400, "")
+
+
+def test_a_streamed_request_that_is_refused_has_its_status_and_not_an_event(
+    server: Running,
+) -> None:
+    body = {"prompt": "x" * 600, "stream": True}
+    response = httpx.post(server.url + "/v1/completions", json=body)
+    _check(response, 400, "the context 512")
+    assert response.headers["content-type"] == "application/json"
+
+
+def test_a_prompt_over_the_context_tells_both_numbers(server: Running) -> None:
+    response = httpx.post(server.url + "/v1/completions", json={"prompt": "x" * 600})
+    error = _check(response, 400, "shorten the prompt or raise --ctx-size")
+    assert error["type"] == "exceed_context_size_error"
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (601, 512)
+
+
+def test_a_prompt_that_leaves_room_for_one_token_is_served(server: Running) -> None:
+    body = {"prompt": [120] * 511}
+    response = httpx.post(server.url + "/v1/completions", json=body)
+    assert response.status_code == 200
+    assert response.json()["usage"]["completion_tokens"] == 1
+    assert response.json()["choices"][0]["finish_reason"] == "length"
+    body = {"prompt": [120] * 512}
+    _check(httpx.post(server.url + "/v1/completions", json=body), 400, "512 tokens")
+
+
+def test_parameters_that_ask_for_nothing_are_accepted(server: Running) -> None:
+    body = {
+        "messages": USER,
+        "n": 1,
+        "tools": [],
+        "tool_choice": "auto",
+        "logprobs": False,
+        "top_logprobs": None,
+        "response_format": {"type": "text"},
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "user": "someone",
+        "metadata": {"a": "b"},
+        "seed": -1,
+        "max_tokens": -1,
+    }
+    assert httpx.post(server.url + "/v1/chat/completions", json=body).status_code == 200
+
+
+def test_an_unknown_path_or_method_has_the_same_error_shape(server: Running) -> None:
+    error = _check(httpx.get(server.url + "/v1/nothing"), 404, "/v1/nothing")
+    assert error["type"] == "not_found_error"
+    response = httpx.get(server.url + "/v1/completions")
+    _check(response, 405, "GET /v1/completions")
+    assert response.headers["allow"] == "POST"
+    _check(httpx.get(server.url + "/v1/models/other"), 404, "this server has 'fake'")
+
+
+def test_a_body_over_the_limit_is_a_413(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specoffload.server.app.MAX_BODY_BYTES", 1000)
+    response = httpx.post(server.url + "/v1/completions", json={"prompt": "x" * 2000})
+    _check(response, 413, "over 1000 bytes")
+
+
+def test_the_openai_client_raises_its_own_exception_for_a_400(server: Running) -> None:
+    with server.client() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="any", prompt="")
+    assert "the prompt is empty" in caught.value.message
+
+
+def test_with_an_api_key_all_but_health_wants_it(start_server: StartServer) -> None:
+    server = start_server(api_key="sesame")
+    for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "Basic sesame"}):
+        for path in ("/v1/models", "/props"):
+            error = _check(httpx.get(server.url + path, headers=headers), 401, "API Key")
+            assert error["type"] == "authentication_error"
+    assert httpx.get(server.url + "/health").status_code == 200
+    with server.client(api_key="sesame") as client:
+        assert client.completions.create(model="any", prompt="x").choices[0].text

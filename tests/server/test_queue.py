@@ -1,0 +1,157 @@
+"""Order, overflow, and clients that leave."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import Running, StartServer, eventually
+from fake_generator import TAIL, FakeFactory
+
+
+@contextmanager
+def _endless(server: Running, prompt: str = "[forever]") -> Iterator[Iterator[str]]:
+    """A stream that never ends by itself, with its first piece read."""
+    body = {"prompt": prompt, "stream": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=20) as response:
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        yield lines
+
+
+def _idle(server: Running) -> bool:
+    props = server.props()
+    return props["requests_processing"] == props["requests_deferred"] == 0
+
+
+def _leave(server: Running, prompt: str) -> None:
+    """A whole-answer request whose client gives up after 0.3 s."""
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + "/v1/completions", json={"prompt": prompt}, timeout=0.3)
+
+
+def test_a_client_that_leaves_a_stream_frees_the_sequence(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    server = start_server(FakeFactory(log=log))
+    with _endless(server) as lines:
+        for _ in range(5):
+            next(lines)
+    eventually(lambda: _idle(server))
+    assert log.read_text().splitlines()[1:] == ["start", "abandoned"]
+    response = httpx.post(server.url + "/v1/completions", json={"prompt": "next"})
+    assert response.json()["choices"][0]["text"] == "next" + TAIL
+
+
+def test_a_client_that_leaves_before_a_whole_answer_frees_the_sequence(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    server = start_server(FakeFactory(log=log))
+    _leave(server, "[forever]")
+    eventually(lambda: _idle(server))
+    assert log.read_text().splitlines()[1:] == ["start", "abandoned"]
+
+
+def test_a_client_that_leaves_the_queue_is_never_started(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    server = start_server(FakeFactory(log=log))
+    with _endless(server):
+        _leave(server, "waiting")
+        eventually(lambda: server.props()["requests_deferred"] == 0)
+    eventually(lambda: _idle(server))
+    assert log.read_text().count("start") == 1
+
+
+def test_over_the_queue_limit_is_a_503_that_says_when_to_come_back(
+    start_server: StartServer,
+) -> None:
+    server = start_server(max_queue=2)
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        body = {"prompt": "x"}
+        answers.append(httpx.post(server.url + "/v1/completions", json=body, timeout=20))
+
+    waiting = [threading.Thread(target=ask) for _ in range(2)]
+    with _endless(server):
+        for thread in waiting:
+            thread.start()
+        eventually(lambda: server.props()["requests_deferred"] == 2)
+        response = httpx.post(server.url + "/v1/completions", json={"prompt": "x"})
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "unavailable_error"
+        assert "2 requests are waiting, the limit is 2" in response.json()["error"]["message"]
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+        health = httpx.get(server.url + "/health")
+        assert health.status_code == 200, "busy is not ill"
+    for thread in waiting:
+        thread.join(20)
+    assert [a.status_code for a in answers] == [200, 200]
+
+
+def test_requests_are_served_in_the_order_of_their_arrival(start_server: StartServer) -> None:
+    server = start_server()
+    order: list[int] = []
+
+    def ask(i: int) -> None:
+        httpx.post(server.url + "/v1/completions", json={"prompt": f"[slow]{i}"}, timeout=20)
+        order.append(i)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
+    with _endless(server):
+        for n, thread in enumerate(threads, start=1):
+            thread.start()
+            eventually(lambda n=n: server.props()["requests_deferred"] == n)
+    for thread in threads:
+        thread.join(20)
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_long_prefill_keeps_the_stream_alive_with_comments(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specoffload.server.answer._HEADER_PATIENCE_S", 0.2)
+    monkeypatch.setattr("specoffload.server.answer._KEEP_ALIVE_S", 0.2)
+    server = start_server()
+    begin = time.monotonic()
+    body = {"prompt": "[prefill]", "stream": True}
+    with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
+        assert time.monotonic() - begin < 0.9, "the header came before the first piece"
+        text = response.read().decode()
+    assert text.count(": the model is working") >= 3
+    with server.client() as client:
+        stream = client.completions.create(model="any", prompt="[prefill]", stream=True)
+        assert "".join(c.choices[0].text for c in stream) == "[prefill]" + TAIL
+
+
+def test_stopping_the_server_ends_a_running_stream_with_an_error_event(
+    start_server: StartServer,
+) -> None:
+    server = start_server()
+    with _endless(server) as lines:
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        rest = list(lines)
+    stopping.join(20)
+    assert "the server is shutting down" in rest[-2]
+    assert "data: [DONE]" not in rest
+
+
+def test_stopping_the_server_lets_a_short_request_end(start_server: StartServer) -> None:
+    server = start_server()
+    with _endless(server, "[slow]") as lines:
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        rest = [line for line in lines if line]
+    stopping.join(20)
+    assert rest[-1] == "data: [DONE]"

@@ -1,0 +1,133 @@
+"""The whole program: address line, signals, exit codes, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from conftest import eventually
+
+PROGRAM = Path(__file__).with_name("serve_fake.py")
+
+
+@contextmanager
+def _program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The program in a process group of its own, as a shell would start it."""
+    with subprocess.Popen(
+        [sys.executable, str(PROGRAM), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _url(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    words = process.stdout.readline().split()
+    assert words[:2] == ["listening", "on"]
+    eventually(lambda: httpx.get(words[2] + "/health").status_code == 200)
+    return words[2]
+
+
+def _children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert any("spawn_main" in " ".join(child.cmdline()) for child in children)
+    return children
+
+
+def _all_gone(children: list[psutil.Process]) -> None:
+    gone, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    assert len(gone) == len(children)
+
+
+@pytest.mark.parametrize(
+    ("sent", "to_group", "exit_code"),
+    [
+        (signal.SIGTERM, False, 0),
+        (signal.SIGINT, True, 130),  # Ctrl-C at a terminal goes to the whole group
+    ],
+)
+def test_a_signal_ends_a_busy_server_and_its_engine(
+    tmp_path: Path, sent: signal.Signals, to_group: bool, exit_code: int
+) -> None:
+    log = tmp_path / "log"
+    with _program("0", str(log)) as process:
+        body = {"prompt": "[forever]", "stream": True}
+        with httpx.stream("POST", _url(process) + "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            children = _children(process)
+            (os.killpg if to_group else os.kill)(process.pid, sent)
+            rest = [line for line in lines if line]
+        assert "the server is shutting down" in rest[-1]
+        output, errors = process.communicate(timeout=15)
+        assert process.returncode == exit_code
+        assert errors == ""
+        assert "restarting" not in output
+        _all_gone(children)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace_time(tmp_path: Path) -> None:
+    with _program("0", str(tmp_path / "log")) as process:
+        body = {"prompt": "[forever]", "stream": True}
+        with httpx.stream("POST", _url(process) + "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            children = _children(process)
+            for _ in range(2):
+                next(lines)
+                os.killpg(process.pid, signal.SIGINT)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+        process.communicate(timeout=15)
+        assert process.returncode == 130
+        _all_gone(children)
+
+
+def test_a_killed_api_process_leaves_no_engine(tmp_path: Path) -> None:
+    with _program("0", str(tmp_path / "log")) as process:
+        _url(process)
+        children = _children(process)
+        process.kill()
+        _all_gone(children)
+
+
+def test_a_port_in_use_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with _program(str(port), str(tmp_path / "log")) as process:
+            output, errors = process.communicate(timeout=15)
+    assert process.returncode == 2
+    assert output == ""
+    assert errors == (f"port {port} on 127.0.0.1 is already in use: choose another with --port\n")
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_code", "sentence"),
+    [
+        ("bad-model", 2, "fake.gguf is not a GGUF file: it begins with b'text'\n"),
+        ("crash", 1, "the engine process was killed by SIGABRT while loading the model\n"),
+    ],
+)
+def test_a_model_that_does_not_load_ends_the_program(
+    tmp_path: Path, how: str, exit_code: int, sentence: str
+) -> None:
+    with _program("0", str(tmp_path / "log"), how) as process:
+        _, errors = process.communicate(timeout=15)
+    assert process.returncode == exit_code
+    assert errors.endswith(sentence)
+    assert "Traceback" not in errors
