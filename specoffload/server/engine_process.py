@@ -14,6 +14,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from collections.abc import Generator as PyGenerator
 from multiprocessing.connection import Connection
 
 from offload.errors import BadRequest, DoesNotFit
@@ -125,12 +126,14 @@ def _serve_one(generator: Generator, submit: Submit, inbox: _Inbox, connection: 
         return
     n_prompt_tokens: int | None = None
     try:
-        for event in _run(generator, submit.job):
-            if isinstance(event, Started):
-                n_prompt_tokens = event.n_prompt_tokens
-            if inbox.is_cancelled(submit.job_id):
-                break
-            tell(event)
+        # Closed here and not by the collector: the sequence must be free before the next job.
+        with contextlib.closing(_run(generator, submit.job)) as events:
+            for event in events:
+                if isinstance(event, Started):
+                    n_prompt_tokens = event.n_prompt_tokens
+                if inbox.is_cancelled(submit.job_id):
+                    break
+                tell(event)
     except Exception as error:
         n_ctx = generator.card.n_ctx
         if isinstance(error, PromptTooLong):
@@ -143,7 +146,7 @@ def _serve_one(generator: Generator, submit: Submit, inbox: _Inbox, connection: 
         tell(Finished())
 
 
-def _run(generator: Generator, job: Job) -> Iterator[Event]:
+def _run(generator: Generator, job: Job) -> PyGenerator[Event, None, None]:
     if isinstance(job, TokenizeJob):
         ids = generator.tokenize(
             job.text, add_special=job.add_special, parse_special=job.parse_special
@@ -199,7 +202,6 @@ def _pieces(
     close = getattr(pieces, "close", None)
     with contextlib.ExitStack() as stack:
         if close is not None:
-            # Not left to the collector: the sequence must be free before the next job starts.
             stack.callback(close)
         for last in pieces:
             yield last

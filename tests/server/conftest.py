@@ -19,6 +19,9 @@ from specoffload.server.client import EngineClient
 from specoffload.server.restart import RestartPolicy
 from specoffload.server.run import listen, serve_until, url_of
 
+# One client, since each makes a TLS context; no connection outlives its request.
+http = httpx.Client(verify=False, timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
+
 QUICK_RESTART = RestartPolicy(limit=3, first_delay_s=0.05, max_delay_s=0.1)
 
 
@@ -39,11 +42,11 @@ class Running:
         return openai.OpenAI(base_url=self.url + "/v1", **options)
 
     def props(self) -> dict[str, Any]:
-        props: dict[str, Any] = httpx.get(self.url + "/props").json()
+        props: dict[str, Any] = http.get(self.url + "/props").json()
         return props
 
     def wait_until_healthy(self) -> None:
-        eventually(lambda: httpx.get(self.url + "/health").status_code == 200)
+        eventually(lambda: http.get(self.url + "/health").status_code == 200)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)

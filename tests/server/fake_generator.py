@@ -1,7 +1,7 @@
 """A generator without a model: deterministic, and told by words in its prompt how to misbehave.
 
 [slow]     20 ms a piece          [forever]  never ends by itself
-[prefill]  1 s before the first   [options]  answers with its options
+[prefill]  0.7 s before the first   [options]  answers with its options
 [crash]    aborts the process after two pieces; [crash-now] before the first
 [raise]    raises after two pieces; [raise-now] before the first; [refuse] as bad input
 """
@@ -104,7 +104,7 @@ class FakeGenerator:
 
     def _answer(self, text: str, n_prompt: int, options: GenerateOptions) -> Iterator[Piece]:
         if "[prefill]" in text:
-            time.sleep(1.0)
+            time.sleep(0.7)
         answer = repr(options) if "[options]" in text else text + TAIL
         room = self._factory.n_ctx - n_prompt
         n_predict = min(room, options.n_predict or room)

@@ -1,6 +1,6 @@
 """`specoffload serve` with the fake generator, as a program of its own.
 
-python serve_fake.py PORT LOG [bad-model | crash]
+python serve_fake.py PORT LOG GRACE_S [bad-model | crash]
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ from specoffload.server.run import serve
 
 
 def main() -> int:
-    port, log, *how = sys.argv[1:]
+    port, log, grace_s, *how = sys.argv[1:]
     factory = FakeFactory(
         log=Path(log),
         bad_model=how == ["bad-model"],
         abort_if=Path(__file__) if how == ["crash"] else None,
     )
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
     try:
-        return serve(factory, port=int(port), grace_s=1.0, say=lambda line: print(line, flush=True))
+        return serve(factory, port=int(port), grace_s=float(grace_s), say=say)
     except KNOWN as e:
         print(e, file=sys.stderr)
         return meaning_of(e).exit_code

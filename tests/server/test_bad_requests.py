@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import Running, StartServer
+from conftest import Running, StartServer, http
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -89,7 +89,7 @@ def _check(response: httpx.Response, status: int, words: str) -> dict[str, Any]:
 def test_a_bad_completion_request_is_a_400_that_names_the_fault(
     server: Running, body: dict[str, Any], words: str
 ) -> None:
-    error = _check(httpx.post(server.url + "/v1/completions", json=body), 400, words)
+    error = _check(http.post(server.url + "/v1/completions", json=body), 400, words)
     assert error["type"] in ("invalid_request_error", "exceed_context_size_error")
 
 
@@ -97,7 +97,7 @@ def test_a_bad_completion_request_is_a_400_that_names_the_fault(
 def test_a_bad_chat_request_is_a_400_that_names_the_fault(
     server: Running, body: dict[str, Any], words: str
 ) -> None:
-    _check(httpx.post(server.url + "/v1/chat/completions", json=body), 400, words)
+    _check(http.post(server.url + "/v1/chat/completions", json=body), 400, words)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
@@ -106,25 +106,25 @@ def test_a_bad_chat_request_is_a_400_that_names_the_fault(
     [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 5000],
 )
 def test_a_body_that_is_not_a_json_object_is_a_400(server: Running, path: str, raw: bytes) -> None:
-    _check(httpx.post(server.url + path, content=raw), 400, "")
+    _check(http.post(server.url + path, content=raw), 400, "")
 
 
 def test_not_a_number_is_refused_as_a_temperature(server: Running) -> None:
     raw = b'{"prompt": "x", "temperature": NaN}'
-    _check(httpx.post(server.url + "/v1/completions", content=raw), 400, "")
+    _check(http.post(server.url + "/v1/completions", content=raw), 400, "")
 
 
 def test_a_streamed_request_that_is_refused_has_its_status_and_not_an_event(
     server: Running,
 ) -> None:
     body = {"prompt": "x" * 600, "stream": True}
-    response = httpx.post(server.url + "/v1/completions", json=body)
+    response = http.post(server.url + "/v1/completions", json=body)
     _check(response, 400, "the context 512")
     assert response.headers["content-type"] == "application/json"
 
 
 def test_a_prompt_over_the_context_tells_both_numbers(server: Running) -> None:
-    response = httpx.post(server.url + "/v1/completions", json={"prompt": "x" * 600})
+    response = http.post(server.url + "/v1/completions", json={"prompt": "x" * 600})
     error = _check(response, 400, "shorten the prompt or raise --ctx-size")
     assert error["type"] == "exceed_context_size_error"
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (601, 512)
@@ -132,12 +132,12 @@ def test_a_prompt_over_the_context_tells_both_numbers(server: Running) -> None:
 
 def test_a_prompt_that_leaves_room_for_one_token_is_served(server: Running) -> None:
     body = {"prompt": [120] * 511}
-    response = httpx.post(server.url + "/v1/completions", json=body)
+    response = http.post(server.url + "/v1/completions", json=body)
     assert response.status_code == 200
     assert response.json()["usage"]["completion_tokens"] == 1
     assert response.json()["choices"][0]["finish_reason"] == "length"
     body = {"prompt": [120] * 512}
-    _check(httpx.post(server.url + "/v1/completions", json=body), 400, "512 tokens")
+    _check(http.post(server.url + "/v1/completions", json=body), 400, "512 tokens")
 
 
 def test_parameters_that_ask_for_nothing_are_accepted(server: Running) -> None:
@@ -157,21 +157,21 @@ def test_parameters_that_ask_for_nothing_are_accepted(server: Running) -> None:
         "seed": -1,
         "max_tokens": -1,
     }
-    assert httpx.post(server.url + "/v1/chat/completions", json=body).status_code == 200
+    assert http.post(server.url + "/v1/chat/completions", json=body).status_code == 200
 
 
 def test_an_unknown_path_or_method_has_the_same_error_shape(server: Running) -> None:
-    error = _check(httpx.get(server.url + "/v1/nothing"), 404, "/v1/nothing")
+    error = _check(http.get(server.url + "/v1/nothing"), 404, "/v1/nothing")
     assert error["type"] == "not_found_error"
-    response = httpx.get(server.url + "/v1/completions")
+    response = http.get(server.url + "/v1/completions")
     _check(response, 405, "GET /v1/completions")
     assert response.headers["allow"] == "POST"
-    _check(httpx.get(server.url + "/v1/models/other"), 404, "this server has 'fake'")
+    _check(http.get(server.url + "/v1/models/other"), 404, "this server has 'fake'")
 
 
 def test_a_body_over_the_limit_is_a_413(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specoffload.server.app.MAX_BODY_BYTES", 1000)
-    response = httpx.post(server.url + "/v1/completions", json={"prompt": "x" * 2000})
+    response = http.post(server.url + "/v1/completions", json={"prompt": "x" * 2000})
     _check(response, 413, "over 1000 bytes")
 
 
@@ -185,8 +185,8 @@ def test_with_an_api_key_all_but_health_wants_it(start_server: StartServer) -> N
     server = start_server(api_key="sesame")
     for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "Basic sesame"}):
         for path in ("/v1/models", "/props"):
-            error = _check(httpx.get(server.url + path, headers=headers), 401, "API Key")
+            error = _check(http.get(server.url + path, headers=headers), 401, "API Key")
             assert error["type"] == "authentication_error"
-    assert httpx.get(server.url + "/health").status_code == 200
+    assert http.get(server.url + "/health").status_code == 200
     with server.client(api_key="sesame") as client:
         assert client.completions.create(model="any", prompt="x").choices[0].text

@@ -10,14 +10,14 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from conftest import Running, StartServer, eventually
+from conftest import Running, StartServer, eventually, http
 from fake_generator import TAIL, FakeFactory
 
 from offload.errors import DeviceFailed
 
 
 def _completion(server: Running, prompt: str) -> httpx.Response:
-    return httpx.post(server.url + "/v1/completions", json={"prompt": prompt}, timeout=20)
+    return http.post(server.url + "/v1/completions", json={"prompt": prompt})
 
 
 def _pids(log: Path) -> list[int]:
@@ -69,8 +69,8 @@ def test_health_is_503_while_restarting_and_waiting_requests_survive(
     second.start()
     eventually(lambda: server.props()["requests_deferred"] == 1)
     os.kill(_pids(log)[-1], signal.SIGSEGV)
-    eventually(lambda: httpx.get(server.url + "/health").status_code == 503)
-    error = httpx.get(server.url + "/health").json()["error"]
+    eventually(lambda: http.get(server.url + "/health").status_code == 503)
+    error = http.get(server.url + "/health").json()["error"]
     assert error["type"] == "unavailable_error"
     assert error["message"].startswith("Loading model")
     refused = _completion(server, "new")
@@ -81,7 +81,7 @@ def test_health_is_503_while_restarting_and_waiting_requests_survive(
     assert results["[forever]"].status_code == 500
     assert "SIGSEGV" in results["[forever]"].text
     assert results["patient"].json()["choices"][0]["text"] == "patient" + TAIL
-    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+    assert http.get(server.url + "/health").json() == {"status": "ok"}
 
 
 def test_an_engine_that_keeps_dying_is_given_up(start_server: StartServer, tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import openai
-from conftest import Running
+from conftest import Running, http
 from fake_generator import TAIL
 
 
@@ -165,7 +164,7 @@ def test_models_are_listed_and_found_by_name(server: Running) -> None:
 def test_the_event_stream_is_valid_when_read_a_byte_at_a_time(server: Running) -> None:
     """Multi-byte characters arrive whole although the socket splits them anywhere."""
     body = {"prompt": "x", "stream": True}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body) as response:
+    with http.stream("POST", server.url + "/v1/completions", json=body) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         raw = b"".join(response.iter_bytes(1))
     events = raw.split(b"\n\n")
@@ -176,8 +175,8 @@ def test_the_event_stream_is_valid_when_read_a_byte_at_a_time(server: Running) -
 
 
 def test_tokenize_and_apply_template_answer_without_generating(server: Running) -> None:
-    tokens = httpx.post(server.url + "/tokenize", json={"content": "ab", "add_special": True})
+    tokens = http.post(server.url + "/tokenize", json={"content": "ab", "add_special": True})
     assert tokens.json() == {"tokens": [256, 97, 98]}
     messages = {"messages": [{"role": "user", "content": "hi"}]}
-    prompt = httpx.post(server.url + "/apply-template", json=messages)
+    prompt = http.post(server.url + "/apply-template", json=messages)
     assert prompt.json() == {"prompt": "user: hi\n"}

@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
-from conftest import eventually
+from conftest import eventually, http
 
 PROGRAM = Path(__file__).with_name("serve_fake.py")
 
@@ -39,7 +38,7 @@ def _url(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     words = process.stdout.readline().split()
     assert words[:2] == ["listening", "on"]
-    eventually(lambda: httpx.get(words[2] + "/health").status_code == 200)
+    eventually(lambda: http.get(words[2] + "/health").status_code == 200)
     return words[2]
 
 
@@ -66,9 +65,9 @@ def test_a_signal_ends_a_busy_server_and_its_engine(
     tmp_path: Path, sent: signal.Signals, to_group: bool, exit_code: int
 ) -> None:
     log = tmp_path / "log"
-    with _program("0", str(log)) as process:
+    with _program("0", str(log), "0.3") as process:
         body = {"prompt": "[forever]", "stream": True}
-        with httpx.stream("POST", _url(process) + "/v1/completions", json=body) as response:
+        with http.stream("POST", _url(process) + "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
             children = _children(process)
@@ -83,23 +82,23 @@ def test_a_signal_ends_a_busy_server_and_its_engine(
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_grace_time(tmp_path: Path) -> None:
-    with _program("0", str(tmp_path / "log")) as process:
+    with _program("0", str(tmp_path / "log"), "1000") as process:
         body = {"prompt": "[forever]", "stream": True}
-        with httpx.stream("POST", _url(process) + "/v1/completions", json=body) as response:
+        with http.stream("POST", _url(process) + "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             children = _children(process)
             for _ in range(2):
                 next(lines)
                 os.killpg(process.pid, signal.SIGINT)
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(lines)
+            rest = [line for line in lines if line]
+        assert "the server is shutting down" in rest[-1]
         process.communicate(timeout=15)
         assert process.returncode == 130
         _all_gone(children)
 
 
 def test_a_killed_api_process_leaves_no_engine(tmp_path: Path) -> None:
-    with _program("0", str(tmp_path / "log")) as process:
+    with _program("0", str(tmp_path / "log"), "0.3") as process:
         _url(process)
         children = _children(process)
         process.kill()
@@ -109,7 +108,7 @@ def test_a_killed_api_process_leaves_no_engine(tmp_path: Path) -> None:
 def test_a_port_in_use_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with _program(str(port), str(tmp_path / "log")) as process:
+        with _program(str(port), str(tmp_path / "log"), "0.3") as process:
             output, errors = process.communicate(timeout=15)
     assert process.returncode == 2
     assert output == ""
@@ -126,7 +125,7 @@ def test_a_port_in_use_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
 def test_a_model_that_does_not_load_ends_the_program(
     tmp_path: Path, how: str, exit_code: int, sentence: str
 ) -> None:
-    with _program("0", str(tmp_path / "log"), how) as process:
+    with _program("0", str(tmp_path / "log"), "0.3", how) as process:
         _, errors = process.communicate(timeout=15)
     assert process.returncode == exit_code
     assert errors.endswith(sentence)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import httpx
-from conftest import StartServer, eventually
+from conftest import StartServer, eventually, http
 from fake_generator import FakeFactory
 
 from specoffload.errors import UsageError
@@ -14,18 +13,18 @@ def test_while_the_model_loads_health_is_503_and_requests_are_refused(
 ) -> None:
     server = start_server(FakeFactory(load_s=0.7), healthy=False)
     for path in ("/health", "/v1/health"):
-        response = httpx.get(server.url + path)
+        response = http.get(server.url + path)
         assert response.status_code == 503
         assert response.json() == {
             "error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}
         }
     for path in ("/v1/models", "/props"):
-        assert httpx.get(server.url + path).status_code == 503
-    response = httpx.post(server.url + "/v1/completions", json={"prompt": "x"})
+        assert http.get(server.url + path).status_code == 503
+    response = http.post(server.url + "/v1/completions", json={"prompt": "x"})
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
     server.wait_until_healthy()
-    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+    assert http.get(server.url + "/health").json() == {"status": "ok"}
     assert any(line.startswith("model loaded: fake") for line in server.lines)
 
 
@@ -37,7 +36,7 @@ def test_props_tell_context_slots_template_and_notes(start_server: StartServer) 
     assert props["total_slots"] == 1
     assert props["chat_template"] == "{{ messages }}"
     assert props["notes"] == ["nothing is computed"]
-    meta = httpx.get(server.url + "/v1/models").json()["data"][0]["meta"]
+    meta = http.get(server.url + "/v1/models").json()["data"][0]["meta"]
     assert meta["n_ctx"] == 300
 
 
@@ -52,6 +51,6 @@ def test_a_model_that_is_refused_ends_the_server_with_its_sentence(
 
 def test_closing_while_the_model_loads_does_not_wait_for_it(start_server: StartServer) -> None:
     server = start_server(FakeFactory(load_s=60), healthy=False)
-    eventually(lambda: httpx.get(server.url + "/health").status_code == 503)
+    eventually(lambda: http.get(server.url + "/health").status_code == 503)
     server.stop()
     assert server.error is None
