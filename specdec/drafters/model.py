@@ -1,0 +1,150 @@
+"""A small model as drafter, greedy or sampled, over any `Target`.
+
+Its KV cache is kept for what was accepted and rolled back to what was kept (B16), so a round
+decodes one or two new tokens and then one per drafted token; the last drafted is never decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.types import Decision, Draft, Policy, Round, Target
+
+Distribution = Callable[[NDArray[np.float32]], NDArray[np.float64]]
+
+
+class _Held:
+    """What the draft model's memory of one sequence holds."""
+
+    __slots__ = ("checkpoint", "checkpoint_length", "n_checked", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.n_checked = 0  # of them, known to equal the history
+        self.checkpoint: object = None
+        self.checkpoint_length = -1
+
+
+class ModelDrafter:
+    """Drafts with `model`, whose sequences are this drafter's own.
+
+    With `distribution` (logits [n_vocab] -> probabilities) and `rng`, tokens are sampled from it
+    and their distributions are kept for rejection sampling; else they are the most likely ones.
+    `n_vocab` cuts off padding that the target's vocabulary does not have.
+    """
+
+    def __init__(
+        self,
+        model: Target,
+        *,
+        name: str = "draft",
+        distribution: Distribution | None = None,
+        rng: np.random.Generator | None = None,
+        n_vocab: int | None = None,
+    ) -> None:
+        self.name = name
+        self._model = model
+        self._distribution = distribution
+        self._rng = rng or np.random.default_rng()
+        self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
+        self._held: dict[int, _Held] = {}
+        self.n_rows = 0  # tokens decoded so far, to see that none is evaluated twice
+
+    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        room = self._model.n_ctx - len(history)
+        if room < 0:
+            return Draft((), (), self.name, Decision(0, "the draft's context is full"))
+        # The last drafted token is not decoded, so room + 1 fit.
+        walk = policy.begin(min(limit, room + 1), self.name)
+        tokens: list[int] = []
+        probs: list[float] = []
+        rows: list[NDArray[np.float64]] = []
+        if walk.wants:
+            logits = self._catch_up(sequence, history)
+            while True:
+                token, p = self._pick(logits, rows)
+                tokens.append(token)
+                probs.append(p)
+                if not walk.feed(p):
+                    break
+                logits = self._step(sequence, token)
+        n = walk.n_best
+        return Draft(
+            tuple(tokens[:n]),
+            tuple(probs[:n]),
+            self.name,
+            Decision(n, walk.reason),
+            tuple(zip(tokens[n:], probs[n:], strict=True)),
+            tuple(rows[:n]),
+            len(tokens),
+        )
+
+    def learn(self, sequence: int, round_: Round) -> None:
+        pass
+
+    def forget(self, sequence: int) -> None:
+        """The history may be another: what is held is compared from its first token."""
+        held = self._held.get(sequence)
+        if held is not None:
+            held.n_checked = 0
+
+    def _catch_up(self, sequence: int, history: Sequence[int]) -> NDArray[np.float32]:
+        """Make the model hold `history`; logits [n_vocab] after it."""
+        held = self._held.setdefault(sequence, _Held())
+        n = self._common(held, history)
+        if len(held.tokens) > n:
+            n = self._cut(sequence, held, n)
+        new = list(history[n:])
+        logits: NDArray[np.float32] = self._model.extend(sequence, new, 1)[0]
+        held.tokens += new
+        held.n_checked = len(held.tokens)
+        self.n_rows += len(new)
+        if not self._model.can_rewind:
+            held.checkpoint = self._model.checkpoint(sequence)
+            held.checkpoint_length = len(held.tokens)
+        return logits
+
+    def _common(self, held: _Held, history: Sequence[int]) -> int:
+        n, most = held.n_checked, min(len(held.tokens), len(history) - 1)
+        tokens = held.tokens
+        n = min(n, most)
+        while n < most and tokens[n] == history[n]:
+            n += 1
+        return n
+
+    def _cut(self, sequence: int, held: _Held, n: int) -> int:
+        """Roll the model back to at most `n` tokens; how many it holds then."""
+        if self._model.can_rewind:
+            self._model.rewind(sequence, n)
+        elif 0 <= held.checkpoint_length <= n:
+            self._model.restore(sequence, held.checkpoint)
+            n = held.checkpoint_length
+        else:
+            self._model.rewind(sequence, 0)
+            n = 0
+            held.checkpoint, held.checkpoint_length = None, -1
+        del held.tokens[n:]
+        return n
+
+    def _step(self, sequence: int, token: int) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = self._model.extend(sequence, [token], 1)[0]
+        self._held[sequence].tokens.append(token)
+        self.n_rows += 1
+        return logits
+
+    def _pick(
+        self, logits: NDArray[np.float32], rows: list[NDArray[np.float64]]
+    ) -> tuple[int, float]:
+        row = logits[: self._n_vocab]
+        if self._distribution is None:
+            token = int(row.argmax())
+            # p of the most likely token: its own exponential is 1.
+            return token, float(1.0 / np.exp(row - row[token]).sum(dtype=np.float64))
+        q = self._distribution(row)
+        rows.append(q)
+        token = int(np.searchsorted(np.cumsum(q), self._rng.random() * q.sum(), side="right"))
+        token = min(token, len(q) - 1)
+        return token, float(q[token])

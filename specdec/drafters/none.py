@@ -1,0 +1,22 @@
+"""No drafter: every round is one token of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.types import Decision, Draft, Policy, Round
+
+_EMPTY = Draft((), (), "none", Decision(0, "no drafter"))
+
+
+class NoDrafter:
+    name = "none"
+
+    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        return _EMPTY
+
+    def learn(self, sequence: int, round_: Round) -> None:
+        pass
+
+    def forget(self, sequence: int) -> None:
+        pass

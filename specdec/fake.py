@@ -1,0 +1,186 @@
+"""A model without a library: the fixture of the tests, and the example of `Target`.
+
+The next token is a hash of the last `order` tokens, so it depends on what memory really holds: a
+wrong rollback changes the text. Two fakes of one seed agree on the share `agreement` of contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MASK = (1 << 64) - 1
+
+
+def _hash(seed: int, tokens: Sequence[int]) -> int:
+    """splitmix64 over the tokens: 64 bits."""
+    h = seed & _MASK
+    for token in tokens:
+        h = (h + 0x9E3779B97F4A7C15 + token) & _MASK
+        h = ((h ^ (h >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        h = ((h ^ (h >> 27)) * 0x94D049BB133111EB) & _MASK
+        h ^= h >> 31
+    return h
+
+
+@dataclass(frozen=True)
+class FakeCheckpoint:
+    """A copy of one sequence's cells (position, token)."""
+
+    cells: tuple[tuple[int, int], ...]
+
+
+class FakeTarget:
+    """Implements `TreeTarget`.
+
+    `agreement` below 1 makes that share of contexts keep the text of a fake with agreement 1 and
+    the rest differ, as a draft does. `peak` is the probability of the chosen token. With
+    `recurrent` it refuses partial rewinds. Cells are kept as (position, token): a position that
+    is held twice, or left out, raises (E06).
+    """
+
+    def __init__(
+        self,
+        *,
+        n_vocab: int = 64,
+        n_ctx: int = 4096,
+        seed: int = 1,
+        agreement: float = 1.0,
+        order: int = 3,
+        peak: float = 0.7,
+        recurrent: bool = False,
+        logits_seed: int | None = None,
+        n_batch: int | None = None,
+    ) -> None:
+        self.n_vocab = n_vocab
+        self.n_ctx = n_ctx
+        self.can_rewind = not recurrent
+        self.calls: list[int] = []  # rows of each decode
+        self._seed, self._order, self._peak = seed, order, peak
+        self._agreement = agreement
+        self._logits_seed = logits_seed
+        self._n_batch = n_batch
+        self._cells: dict[int, list[tuple[int, int]]] = {}
+        self._tree: dict[int, tuple[list[int], list[int]]] = {}
+
+    # -- the text ---------------------------------------------------------------------------
+
+    def next_token(self, tokens: Sequence[int]) -> int:
+        """The most likely token after `tokens`."""
+        context = tokens[-self._order :]
+        h = _hash(self._seed, context)
+        token = h % self.n_vocab
+        if self._agreement < 1.0 and (h >> 32) / 2**32 >= self._agreement:
+            return (token + 1) % self.n_vocab
+        return token
+
+    def logits_after(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Logits [n_vocab] after `tokens`: `peak` on the next token, the rest flat or, with
+        `logits_seed`, random."""
+        if self._logits_seed is not None:
+            rng = np.random.default_rng(_hash(self._logits_seed, tokens[-self._order :]))
+            return rng.normal(0, 1.5, self.n_vocab).astype(np.float32)
+        rest = (1 - self._peak) / max(1, self.n_vocab - 1)
+        row = np.full(self.n_vocab, np.log(rest), np.float32)
+        row[self.next_token(tokens)] = np.log(self._peak)
+        return row
+
+    # -- Target ----------------------------------------------------------------------------
+
+    def length(self, sequence: int) -> int:
+        return len(self._cells.get(sequence, ()))
+
+    def tokens(self, sequence: int) -> list[int]:
+        """What the sequence holds; raises when its cells are not 0, 1, 2, ..."""
+        cells = self._cells.get(sequence, [])
+        positions = [position for position, _ in cells]
+        if positions != list(range(len(cells))):
+            raise AssertionError(f"sequence {sequence} holds positions {positions}")
+        return [token for _, token in cells]
+
+    def extend(
+        self, sequence: int, tokens: Sequence[int], n_logits: int | None = None
+    ) -> NDArray[np.float32]:
+        n = len(tokens) if n_logits is None else n_logits
+        if not tokens or not 0 <= n <= len(tokens):
+            raise ValueError(f"{n} rows of {len(tokens)} tokens")
+        if self._n_batch is not None and len(tokens) > self._n_batch:
+            # As the engine does: a long prompt goes in chunks, and rows are wanted of the end.
+            if n > self._n_batch:
+                raise ValueError(f"{n} rows exceed a batch of {self._n_batch}")
+            for at in range(0, len(tokens) - n, self._n_batch):
+                self._append(sequence, tokens[at : min(at + self._n_batch, len(tokens) - n)])
+            if not n:
+                return np.empty((0, self.n_vocab), np.float32)
+            return self._append(sequence, tokens[len(tokens) - n :])
+        return self._append(sequence, tokens)[len(tokens) - n :]
+
+    def _append(self, sequence: int, tokens: Sequence[int]) -> NDArray[np.float32]:
+        held = self.tokens(sequence)
+        if len(held) + len(tokens) > self.n_ctx:
+            raise ValueError(f"{len(held) + len(tokens)} tokens exceed the context {self.n_ctx}")
+        if not all(0 <= t < self.n_vocab for t in tokens):
+            raise ValueError(f"a token of {list(tokens)} is outside {self.n_vocab}")
+        if sequence in self._tree:
+            raise AssertionError("a tree was evaluated and no path kept")
+        self.calls.append(len(tokens))
+        rows = np.empty((len(tokens), self.n_vocab), np.float32)
+        cells = self._cells.setdefault(sequence, [])
+        for i, token in enumerate(tokens):
+            cells.append((len(held), token))
+            held.append(token)
+            rows[i] = self.logits_after(held)
+        return rows
+
+    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[NDArray[np.float32]]:
+        before = len(self.calls)
+        rows = [self._append(sequence, tokens) for sequence, tokens in parts]
+        self.calls[before:] = [sum(self.calls[before:])]
+        return rows
+
+    def rewind(self, sequence: int, length: int) -> None:
+        held = self.length(sequence)
+        if not 0 <= length <= held:
+            raise ValueError(f"cannot rewind {held} tokens to {length}")
+        if not self.can_rewind and length not in (0, held):
+            raise ValueError("a recurrent memory cannot be cut; use a checkpoint")
+        del self._cells.setdefault(sequence, [])[length:]
+
+    def checkpoint(self, sequence: int) -> FakeCheckpoint:
+        return FakeCheckpoint(tuple(self._cells.get(sequence, ())))
+
+    def restore(self, sequence: int, checkpoint: object) -> None:
+        assert isinstance(checkpoint, FakeCheckpoint)
+        self._cells[sequence] = list(checkpoint.cells)
+
+    # -- TreeTarget ------------------------------------------------------------------------
+
+    def extend_tree(
+        self, sequence: int, tokens: Sequence[int], parents: Sequence[int]
+    ) -> NDArray[np.float32]:
+        held = self.tokens(sequence)
+        self.calls.append(len(tokens))
+        rows = np.empty((len(tokens), self.n_vocab), np.float32)
+        paths: list[list[int]] = []
+        for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if not -1 <= parent < i:
+                raise ValueError(f"node {i} has parent {parent}, which does not come before it")
+            paths.append([*(paths[parent] if parent >= 0 else held), token])
+            if len(paths[i]) > self.n_ctx:
+                raise ValueError(f"{len(paths[i])} tokens exceed the context {self.n_ctx}")
+            rows[i] = self.logits_after(paths[i])
+        self._tree[sequence] = (list(tokens), list(parents))
+        return rows
+
+    def keep_path(self, sequence: int, path: Sequence[int]) -> None:
+        tokens, parents = self._tree.pop(sequence)
+        cells = self._cells.setdefault(sequence, [])
+        last = -1
+        for node in path:
+            if parents[node] != last:
+                raise ValueError(f"node {node} does not follow node {last}")
+            cells.append((len(cells), tokens[node]))
+            last = node

@@ -1,0 +1,1 @@
+"""Policies, one file each: how long a draft is worth verifying."""

@@ -1,0 +1,199 @@
+"""The words of speculation as types: Target, Drafter, Policy, Chooser, Draft and Round.
+
+The target and the draft model are seen only through `Target`, so nothing here knows a library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+End = Literal["", "end", "length", "context"]
+IsEnd = Callable[[int], bool]
+
+
+class Target(Protocol):
+    """A model with memory of one or more sequences of tokens."""
+
+    @property
+    def n_vocab(self) -> int: ...
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that one sequence can hold."""
+        ...
+
+    @property
+    def can_rewind(self) -> bool:
+        """False for recurrent and hybrid memory: no partial removal, use checkpoints (E01)."""
+        ...
+
+    def length(self, sequence: int) -> int: ...
+
+    def extend(
+        self, sequence: int, tokens: Sequence[int], n_logits: int | None = None
+    ) -> NDArray[np.float32]:
+        """Append tokens; logits [n_logits or len(tokens), n_vocab] after each of the last
+        `n_logits` of them. The array is the caller's."""
+        ...
+
+    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[NDArray[np.float32]]:
+        """One decode for several sequences; all rows of each."""
+        ...
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Keep the first `length` tokens."""
+        ...
+
+    def checkpoint(self, sequence: int) -> object: ...
+
+    def restore(self, sequence: int, checkpoint: object) -> None: ...
+
+
+class TreeTarget(Target, Protocol):
+    """A target that can evaluate a tree of continuations in one decode."""
+
+    def extend_tree(
+        self, sequence: int, tokens: Sequence[int], parents: Sequence[int]
+    ) -> NDArray[np.float32]:
+        """Rows [len(tokens), n_vocab]; `parents[i]` is an index in `tokens` or -1, and row i
+        sees only its ancestors."""
+        ...
+
+    def keep_path(self, sequence: int, path: Sequence[int]) -> None:
+        """After `extend_tree`: keep these nodes, root first, and drop the others."""
+        ...
+
+
+class Chooser(Protocol):
+    """The sampler of a request, stateful (penalties, grammar, random numbers)."""
+
+    def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
+        """The next token from logits [n_vocab]."""
+        ...
+
+    def accepted(self, token: int) -> None:
+        """Told once for every token that is kept, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How many drafted tokens a policy verifies, and why."""
+
+    n_tokens: int
+    reason: str
+
+
+class Walk(Protocol):
+    """One draft being decided: fed each drafted token's probability as it comes."""
+
+    @property
+    def wants(self) -> bool:
+        """Whether a (further) token should be drafted."""
+        ...
+
+    def feed(self, p: float) -> bool:
+        """Take the next drafted token's probability; True while another is wanted."""
+        ...
+
+    @property
+    def n_best(self) -> int:
+        """How many of the tokens fed so far to verify."""
+        ...
+
+    @property
+    def gain(self) -> float:
+        """Expected value of verifying `n_best` tokens over verifying none; 0 if none."""
+        ...
+
+    @property
+    def reason(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a drafter proposes and what the policy kept of it.
+
+    `dropped` are (token, p) drafted after the kept ones: not verified, but still evidence, since
+    the first of them can be compared with what the target says. `rows` are the distributions
+    [n_vocab] the kept tokens were sampled from, for rejection sampling.
+    """
+
+    tokens: tuple[int, ...]
+    probs: tuple[float, ...]
+    source: str
+    decision: Decision
+    dropped: tuple[tuple[int, float], ...] = ()
+    rows: tuple[NDArray[np.float64], ...] = ()
+    n_steps: int = 0  # decodes of a draft model spent on it
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One draft-verify-accept cycle. Times in seconds.
+
+    `emitted` are the tokens gained, accepted drafts first; `end` says why no round follows:
+    "end" (an end token, the last of `emitted`), "length" (n_predict), "context" (target full).
+    """
+
+    draft: Draft
+    n_accepted: int
+    emitted: tuple[int, ...]
+    draft_s: float
+    verify_s: float
+    end: End = ""
+    rollback_s: float = 0.0
+
+    @property
+    def n_drafted(self) -> int:
+        return len(self.draft.tokens)
+
+    @property
+    def evidence(self) -> tuple[tuple[float, bool], ...]:
+        """(draft p, accepted) of every drafted token whose prefix the target confirmed.
+
+        Includes the first dropped token where the target's own next token answers for it.
+        """
+        draft, n = self.draft, self.n_accepted
+        pairs = [(p, True) for p in draft.probs[:n]]
+        if n < len(draft.tokens):
+            if len(self.emitted) > n:  # else an end token was accepted and the rest never judged
+                pairs.append((draft.probs[n], False))
+        elif draft.dropped and len(self.emitted) > n:
+            token, p = draft.dropped[0]
+            pairs.append((p, token == self.emitted[n]))
+        return tuple(pairs)
+
+
+class Policy(Protocol):
+    """Decides draft lengths; `learn` is told every finished round."""
+
+    name: str
+    n_max: int
+
+    def begin(self, limit: int, source: str) -> Walk:
+        """A new draft of at most `limit` tokens from the drafter named `source`."""
+        ...
+
+    def learn(self, round_: Round) -> None: ...
+
+
+class Drafter(Protocol):
+    """Proposes tokens. One object serves any number of sequences."""
+
+    name: str
+
+    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        """At most `limit` tokens to follow `history`, as many as the policy keeps."""
+        ...
+
+    def learn(self, sequence: int, round_: Round) -> None: ...
+
+    def forget(self, sequence: int) -> None:
+        """The sequence starts anew; what is kept for it may be compared or dropped."""
+        ...
