@@ -250,11 +250,13 @@ class Engine:
         """The state of the sequence now: its recurrent parts (E01, PARTIAL_ONLY)."""
         return Checkpoint(self.length(sequence), self._context.state(sequence, PARTIAL_STATE))
 
-    def restore(self, sequence: int, checkpoint: Checkpoint) -> None:
+    def restore(self, sequence: int, checkpoint: object) -> None:
         """Go back to a checkpoint of this sequence.
 
         The attention cells of later tokens survive a partial restore, so they are removed (E05).
         """
+        if not isinstance(checkpoint, Checkpoint):
+            raise BadRequest(f"not a checkpoint of this engine: {checkpoint!r}")
         self._context.set_state(sequence, checkpoint.state, PARTIAL_STATE)
         self._context.remove(sequence, checkpoint.length)
         self._lengths[sequence] = checkpoint.length

@@ -7,6 +7,7 @@ accepted while it equals the choice, so any chain keeps its distribution.
 from __future__ import annotations
 
 import ctypes as C
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,9 +101,9 @@ class SamplerChain:
         o = self._options
         return o.temperature <= 0 and o.repeat_penalty == 1.0 and o.grammar is None
 
-    def choose(self, logits: NDArray[np.float32]) -> int:
+    def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
         """The token this chain samples from logits [n_vocab]; the chain's state is unchanged
-        but for its random numbers."""
+        but for its random numbers. What came before it knows from `accepted`."""
         if self.is_plain_greedy:
             return int(np.argmax(logits))
         row = self._row

@@ -1,0 +1,67 @@
+"""`specoffload run`: one prompt, its answer, and the line of statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from specoffload import report
+from specoffload.config import Config
+from specoffload.errors import UsageError
+from specoffload.generation import GenerateOptions
+from specoffload.session import Session
+
+
+def split_model_and_prompt(
+    argument: str | None, prompt: str | None
+) -> tuple[Path | None, str | None]:
+    """What the one positional argument is: a model file, or the prompt for the embedded pair.
+
+    Raises UsageError when a prompt is given twice.
+    """
+    if argument is None:
+        return None, prompt
+    if argument.endswith(".gguf") or Path(argument).exists():
+        return Path(argument), prompt
+    if prompt is not None:
+        raise UsageError(
+            f"{argument!r} is not a .gguf file, and -p gives a prompt too: which one is meant?"
+        )
+    return None, argument
+
+
+def read_prompt(words: str | None, file: Path | None) -> str:
+    """The prompt's text. Raises UsageError when there is none, or it cannot be read."""
+    if words is not None and file is not None:
+        raise UsageError("-p and -f exclude each other")
+    if file is not None:
+        try:
+            words = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise UsageError(f"-f {file}: cannot be read as UTF-8 text ({e})") from e
+    if not words:
+        raise UsageError('the prompt is empty: specoffload run "def fibonacci(n):", or -p TEXT')
+    return words
+
+
+def run_prompt(config: Config, prompt_text: Callable[[], str], options: GenerateOptions) -> None:
+    """Open, generate, print. The model's errors come before the prompt's."""
+    from offload.model import read_facts
+
+    read_facts(config.model)
+    prompt = prompt_text()
+    with report.progress(f"loading {config.model.name}") as on_progress:
+        session = Session(config, on_progress)
+    with session:
+        for note in session.notes:
+            report.note(note)
+        pieces = session.generate(prompt, options)
+        report.text(prompt)
+        last = None
+        for piece in pieces:
+            report.text(piece.text)
+            last = piece
+        report.text("\n")
+        assert last is not None
+        assert last.stats is not None
+        report.note(report.stats_line(last.stats))

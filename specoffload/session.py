@@ -1,0 +1,277 @@
+"""The story of a generation: plan, engine, drafter, decoder.
+
+`run`, `serve`, `bench` and `tune` all open a Session; nothing else puts the parts together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+from offload.engine import Engine, EngineOptions
+from offload.errors import BadRequest, DoesNotFit
+from offload.ggml.sampler import SamplerChain, SamplingOptions
+from specdec.decode import decode
+from specdec.drafters.model import ModelDrafter
+from specdec.drafters.none import NoDrafter
+from specdec.policies.fixed import Fixed
+from specdec.types import Drafter, Round
+from specoffload.chat import render
+from specoffload.config import Config
+from specoffload.generation import (
+    FinishReason,
+    GenerateOptions,
+    GenerationStats,
+    ModelCard,
+    Piece,
+)
+from specoffload.stopping import StopScanner
+from specoffload.vocabulary import check_same_vocabulary
+
+SEQUENCE = 0
+
+
+class Session:
+    """A target, perhaps a draft, and the conversation they hold. Close it, or use `with`."""
+
+    def __init__(self, config: Config, on_progress: Callable[[float], None] | None = None) -> None:
+        """Raises OffloadError or SpecDecError when something does not open or fit together."""
+        self.config = config
+        self._closing = ExitStack()
+        try:
+            self.target = self._open(config, on_progress)
+            self.draft = self._open_draft(config)
+        except BaseException:
+            self.close()
+            raise
+        self._drafter: Drafter = NoDrafter()
+        if self.draft is not None:
+            self._drafter = ModelDrafter(self.draft, n_vocab=self.target.n_vocab)
+        self._held: list[int] = []  # tokens in the target's sequence
+
+    def _open(self, config: Config, on_progress: Callable[[float], None] | None) -> Engine:
+        options = EngineOptions(
+            device=config.device,
+            min_batch=config.min_batch,
+            n_ctx=config.ctx_size,
+            n_batch=config.batch_size,
+            n_ubatch=config.ubatch_size,
+            n_outputs=max(1 + config.draft_max, 64),
+            n_threads=config.threads,
+            n_threads_batch=config.threads_batch,
+            flash_attn=config.flash_attn,
+        )
+        return self._closing.enter_context(Engine(config.model, options, on_progress))
+
+    def _open_draft(self, config: Config) -> Engine | None:
+        if config.draft is None:
+            return None
+        # Resident, and never wrapped: the draft is small and must answer at once (D09).
+        options = replace(
+            self.target.options,
+            device=self.target.choice.name if self.target.choice.on_gpu else "cpu",
+            wrapped=False,
+            stream_experts=False,
+            n_ctx=self.target.n_ctx,
+        )
+        draft = self._closing.enter_context(Engine(config.draft, options))
+        check_same_vocabulary(self.target, draft)
+        return draft
+
+    def close(self) -> None:
+        self._closing.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what a client may ask ---------------------------------------------------------------
+
+    @property
+    def card(self) -> ModelCard:
+        model = self.target.model
+        return ModelCard(
+            name=self.target.facts.path.stem,
+            n_ctx=self.target.n_ctx,
+            n_vocab=self.target.n_vocab,
+            architecture=self.target.facts.architecture,
+            n_params=model.n_params,
+            size_bytes=model.size_bytes,
+            chat_template=self.target.chat_template,
+            notes=self.notes,
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The start-up lines: what is active, what is not, and why."""
+        choice, facts = self.target.choice, self.target.facts
+        lines = [f"device {choice.name}: {choice.description} ({choice.reason})"]
+        if facts.n_experts and choice.wrapped:
+            n = self.config.min_batch.experts
+            lines.append(
+                f"experts: {facts.expert_bytes / 2**20:.0f} MiB in host memory, streamed from "
+                f"{n} tokens on (--min-batch), below it computed by the CPU"
+            )
+        elif facts.n_experts:
+            lines.append("experts: computed by the CPU in place; streaming needs a wrapped device")
+        if self.draft is not None:
+            lines.append(
+                f"draft: {self.draft.facts.path.name}, {self.draft.model.n_params / 1e6:.1f}M "
+                f"parameters, fixed blocks of {self.config.draft_max} tokens"
+            )
+        else:
+            lines.append("draft: none, every token is decoded alone")
+        return (*lines, *self.config.reasons)
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        return self.target.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str:
+        model = self.target.model
+        bos = model.token_text(model.bos) if model.bos >= 0 else ""
+        eos = model.token_text(model.eos) if model.eos >= 0 else ""
+        return render(self.target.chat_template, messages, bos=bos, eos=eos)
+
+    def streamed_bytes(self) -> int:
+        return self.target.counters().streamed_bytes
+
+    # -- generating ----------------------------------------------------------------------------
+
+    def generate(self, prompt: str | Sequence[int], options: GenerateOptions) -> Iterator[Piece]:
+        """Pieces of text; the last has a finish reason and the statistics.
+
+        Raises BadRequest or DoesNotFit before the first piece. Closing the iterator early leaves
+        the sequence as far as it was verified.
+        """
+        tokens = self._prompt_tokens(prompt)
+        room = self.target.n_ctx - len(tokens)
+        if room < 1:
+            raise DoesNotFit(
+                f"the prompt has {len(tokens)} tokens and the context {self.target.n_ctx}, which "
+                "must hold at least one more; shorten it or raise --ctx-size"
+            )
+        n_predict = room if options.n_predict is None else min(options.n_predict, room)
+        sampler = SamplerChain(self.target.model, _sampling(options))
+        return self._pieces(tokens, n_predict, options, sampler)
+
+    def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise BadRequest("the prompt is empty")
+            tokens = self.tokenize(prompt, add_special=True, parse_special=True)
+        else:
+            tokens = list(prompt)
+        if not tokens:
+            raise BadRequest("the prompt is empty")
+        bad = [t for t in tokens if not 0 <= t < self.target.n_vocab]
+        if bad:
+            raise BadRequest(f"token {bad[0]} is not in the vocabulary of {self.target.n_vocab}")
+        return tokens
+
+    def _pieces(
+        self, tokens: list[int], n_predict: int, options: GenerateOptions, sampler: SamplerChain
+    ) -> Iterator[Piece]:
+        text = self.target.text_stream()
+        stops = StopScanner(options.stop)
+        tally = _Tally(len(tokens), self.streamed_bytes())
+        finish: FinishReason = "length"
+        with ExitStack() as closing:
+            closing.callback(sampler.close)
+            self._reuse(tokens)
+            history = list(tokens)
+            closing.callback(lambda: self._keep(history))
+            rounds = self._rounds(tokens, n_predict, options, sampler)
+            for round_ in rounds:
+                tally.count(round_)
+                history += round_.emitted
+                shown = ""
+                for token in round_.emitted:
+                    if self.target.is_end(token) and not options.ignore_eos:
+                        finish = "stop"
+                        break
+                    shown += stops.feed(text.feed(token))
+                finish = "stop" if stops.stopped else finish
+                if shown:
+                    yield Piece(shown, round_.emitted)
+                if finish == "stop":
+                    break
+            rest = "" if stops.stopped else stops.feed(text.finish()) + stops.finish()
+            yield Piece(rest, (), finish, tally.stats(self.streamed_bytes()))
+
+    def _rounds(
+        self, tokens: list[int], n_predict: int, options: GenerateOptions, sampler: SamplerChain
+    ) -> Iterator[Round]:
+        return decode(
+            self.target,
+            SEQUENCE,
+            tokens,
+            drafter=self._drafter,
+            policy=Fixed(self.config.draft_max),
+            chooser=sampler,
+            n_predict=n_predict,
+            is_end=(lambda _: False) if options.ignore_eos else self.target.is_end,
+            n_cached=self.target.length(SEQUENCE),
+        )
+
+    def _reuse(self, tokens: list[int]) -> None:
+        """Keep what the sequence shares with the new prompt, all but its last token at most."""
+        common = 0
+        for held, wanted in zip(self._held, tokens[:-1], strict=False):
+            if held != wanted:
+                break
+            common += 1
+        if not self.target.can_rewind and common < self.target.length(SEQUENCE):
+            common = 0
+        self.target.rewind(SEQUENCE, common)
+
+    def _keep(self, history: list[int]) -> None:
+        self._held = history[: self.target.length(SEQUENCE)]
+
+
+class _Tally:
+    """Adds rounds up to the statistics of a generation."""
+
+    def __init__(self, n_prompt_tokens: int, streamed_before: int) -> None:
+        self._n_prompt = n_prompt_tokens
+        self._streamed_before = streamed_before
+        self._start_s = time.perf_counter()
+        self._first_s: float | None = None
+        self._n_tokens = self._n_rounds = self._n_drafted = self._n_accepted = 0
+
+    def count(self, round_: Round) -> None:
+        if self._first_s is None:
+            # The first round begins when the prompt has been evaluated.
+            self._first_s = time.perf_counter() - round_.draft_s - round_.verify_s
+        self._n_tokens += len(round_.emitted)
+        self._n_rounds += 1
+        self._n_drafted += round_.n_drafted
+        self._n_accepted += round_.n_accepted
+
+    def stats(self, streamed_bytes: int) -> GenerationStats:
+        now = time.perf_counter()
+        first = now if self._first_s is None else self._first_s
+        return GenerationStats(
+            n_prompt_tokens=self._n_prompt,
+            n_tokens=self._n_tokens,
+            prefill_s=first - self._start_s,
+            decode_s=now - first,
+            n_rounds=self._n_rounds,
+            n_drafted=self._n_drafted,
+            n_accepted=self._n_accepted,
+            streamed_bytes=streamed_bytes - self._streamed_before,
+        )
+
+
+def _sampling(options: GenerateOptions) -> SamplingOptions:
+    return SamplingOptions(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repeat_penalty=options.repeat_penalty,
+        seed=0xFFFFFFFF if options.seed is None else options.seed,
+    )
