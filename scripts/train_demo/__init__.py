@@ -1,0 +1,1 @@
+"""Trains the embedded demo pair: data, tokeniser, target, draft, export and measurement."""

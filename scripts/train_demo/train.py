@@ -1,0 +1,163 @@
+"""One training loop for both models: its length is a wall-clock deadline, its state resumable."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+
+from train_demo.batches import Cursor, Stream, sequence_length
+from train_demo.muon import make_optimizers
+from train_demo.shapes import SEED
+
+BATCH_TOKENS = 8192
+CHECKPOINT_EVERY_S = 300.0
+LOG_EVERY_S = 15.0
+WARMUP = 0.02
+BALANCE_STEP = 0.01
+
+
+@dataclass
+class Counters:
+    """What a run has used so far, resumed runs added up."""
+
+    step: int = 0
+    n_tokens: int = 0
+    elapsed_s: float = 0.0
+    cursor: Cursor = field(default_factory=Cursor)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`deadline_s` is the whole run's wall-clock time; the rate falls to zero exactly there."""
+
+    deadline_s: float
+    micro_tokens: int
+    checkpoint: Path
+    device: torch.device
+    dtype: torch.dtype
+    # From this share of the run on `loss_of` follows a teacher (1.0: never); kept for the card.
+    distill_from: float = 1.0
+
+
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def rate(share: float) -> float:
+    """Learning-rate factor: linear warm-up, then linear decay to 0 at share 1."""
+    return min(share / WARMUP + 0.02, max(0.0, (1.0 - share) / (1.0 - WARMUP)), 1.0)
+
+
+def pick_device() -> tuple[torch.device, torch.dtype]:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.bfloat16
+
+
+def save_checkpoint(plan: Plan, model: nn.Module, optimizers: list[Any], done: Counters) -> None:
+    path = plan.checkpoint
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {
+        "model": model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "counters": asdict(done),
+        "shape": model.shape.to_dict(),
+        "distill_from": plan.distill_from,
+    }
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizers: list[Any]) -> Counters:
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(state["model"])
+    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    counters = dict(state["counters"])
+    counters["cursor"] = Cursor(**counters["cursor"])
+    return Counters(**counters)
+
+
+def plain_loss(dtype: torch.dtype) -> Loss:
+    def loss(
+        model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, share: float
+    ) -> torch.Tensor:
+        result: torch.Tensor = model.loss(tokens, labels, dtype)
+        return result
+
+    return loss
+
+
+def train(model: nn.Module, tokens: np.ndarray, plan: Plan, loss_of: Loss) -> Counters:
+    """Runs until the deadline; Ctrl-C saves and stops, and a second call goes on from there."""
+    torch.manual_seed(SEED)
+    model.to(plan.device).train()
+    optimizers = make_optimizers(model, plan.dtype)
+    done = Counters()
+    if plan.checkpoint.exists():
+        done = load_checkpoint(plan.checkpoint, model, optimizers)
+    stream = Stream(tokens, done.cursor)
+    last_save = last_log = last = time.monotonic()
+    average = float("nan")
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, refresh_per_second=0.1) as progress:
+        bar = progress.add_task("training", total=plan.deadline_s, completed=done.elapsed_s)
+        try:
+            while done.elapsed_s < plan.deadline_s:
+                loss = _step(model, optimizers, stream, plan, loss_of, done.elapsed_s)
+                now = time.monotonic()
+                done.step += 1
+                done.n_tokens += BATCH_TOKENS
+                speed = BATCH_TOKENS / (now - last)
+                done.elapsed_s += now - last
+                last = now
+                done.cursor = stream.cursor
+                average = loss if average != average else 0.95 * average + 0.05 * loss
+                note = f"step {done.step}  {done.n_tokens / 1e6:.2f}M tokens  nats {average:.3f}"
+                note += f"  {speed:.0f} tokens/s  {done.elapsed_s:.0f} s"
+                progress.update(bar, completed=done.elapsed_s, description=note)
+                if now - last_log > LOG_EVERY_S:
+                    last_log = now
+                    if not progress.console.is_terminal:
+                        progress.console.print(note)
+                if now - last_save > CHECKPOINT_EVERY_S:
+                    last_save = now
+                    save_checkpoint(plan, model, optimizers, done)
+        finally:
+            save_checkpoint(plan, model, optimizers, done)
+    return done
+
+
+def _step(
+    model: nn.Module,
+    optimizers: list[Any],
+    stream: Stream,
+    plan: Plan,
+    loss_of: Loss,
+    elapsed_s: float,
+) -> float:
+    share = elapsed_s / plan.deadline_s
+    batch = stream.batch(BATCH_TOKENS, sequence_length(share))
+    rows = max(1, plan.micro_tokens // (batch.shape[1] - 1))
+    total = 0.0
+    for start in range(0, len(batch), rows):
+        part = torch.from_numpy(batch[start : start + rows]).to(plan.device)
+        weight = len(part) / len(batch)
+        loss = loss_of(model, part[:, :-1], part[:, 1:].contiguous(), share) * weight
+        loss.backward()
+        total += float(loss.detach())
+    factor = rate(share)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    model.balance(max(0.001, BALANCE_STEP * factor))
+    return total
