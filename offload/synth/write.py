@@ -1,0 +1,102 @@
+"""Writes the files, tensor by tensor: what is in memory is one pool of blocks, not the model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from offload.errors import BadRequest
+from offload.synth.discover import Plan, plan
+from offload.synth.header import ALIGNMENT, write_header
+from offload.synth.pool import Source
+from offload.synth.shape import Shape, resolve
+from offload.synth.vocabulary import byte_level, copied, no_tokenizer, size_of
+
+OnProgress = Callable[[str, int], None]  # (tensor, bytes just written)
+
+
+def plan_preset(
+    preset: str, *, size: str = "tiny", vocab: str | Path = "bytes", **overrides: Any
+) -> Plan:
+    """What write_preset would write."""
+    return plan_shape(resolve(preset, size, **overrides), vocab, overrides.get("n_vocab"))
+
+
+def plan_shape(shape: Shape, vocab: str | Path = "bytes", n_vocab: int | None = None) -> Plan:
+    """The plan of `shape` with the tokenizer `vocab` ("bytes", "none" or a GGUF file).
+
+    A copied tokenizer decides the number of tokens. Raises BadRequest when `n_vocab` differs.
+    """
+    if vocab == "none":
+        tokenizer = no_tokenizer()
+    elif vocab == "bytes":
+        tokenizer = byte_level(shape.n_vocab)
+    else:
+        tokenizer = copied(Path(vocab))
+        n_listed = size_of(tokenizer) or 0
+        if n_vocab not in (None, n_listed):
+            raise BadRequest(f"--vocab {vocab} has {n_listed} tokens, not {n_vocab} (--n-vocab)")
+        shape = dataclasses.replace(shape, n_vocab=n_listed)
+    return plan(shape, tuple(tokenizer), isolated=shape.unchecked)
+
+
+def write_preset(
+    preset: str,
+    path: Path | str,
+    *,
+    size: str = "tiny",
+    seed: int = 0,
+    vocab: str | Path = "bytes",
+    on_progress: OnProgress | None = None,
+    **overrides: Any,
+) -> Path:
+    """Write a random-weight GGUF of a named shape and return its path.
+
+    `size` is "tiny", "tiny-vulkan" or "full"; overrides are those of shape.resolve. Equal arguments
+    give equal bytes. Raises UnknownPreset, ImpossibleShape, BadRequest, or BadModel when the
+    library refuses the shape.
+    """
+    planned = plan_preset(preset, size=size, vocab=vocab, **overrides)
+    return write(planned, Path(path), seed, on_progress)
+
+
+def write(planned: Plan, path: Path, seed: int = 0, on_progress: OnProgress | None = None) -> Path:
+    """Write a planned file. It appears under its name only when it is whole.
+
+    Raises BadRequest when the folder does not exist or its disk has too little room.
+    """
+    folder = path.resolve().parent
+    if not folder.is_dir() or path.is_dir():
+        raise BadRequest(f"{path}: not a file in an existing folder")
+    free = shutil.disk_usage(folder).free
+    if planned.size_bytes > free:
+        raise BadRequest(
+            f"{path}: needs {planned.size_bytes / 1e9:.2f} GB but its disk has {free / 1e9:.2f} GB "
+            "free; lower --layers, --experts or --scale"
+        )
+    partial = path.with_name(path.name + ".partial")
+    try:
+        write_header(partial, planned.shape, planned.tokenizer, planned.tensors)
+        _append_tensors(partial, planned, Source(seed), on_progress)
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+        raise
+    return path
+
+
+def _append_tensors(
+    path: Path, planned: Plan, source: Source, on_progress: OnProgress | None
+) -> None:
+    with path.open("ab") as file:
+        for tensor in planned.tensors:
+            for piece in source.pieces(tensor):
+                file.write(piece.data)
+                if on_progress is not None:
+                    on_progress(tensor.name, len(piece))
+            file.write(bytes(-tensor.n_bytes % ALIGNMENT))

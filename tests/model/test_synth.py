@@ -1,0 +1,353 @@
+"""Random models: the library loads them, they compute, and writing them costs no memory."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import llama_cpp.llama_cpp as llama
+import numpy as np
+import pytest
+from gguf import GGUFReader
+from numpy.typing import NDArray
+
+from offload.errors import BadModel, BadRequest
+from offload.ggml.lib import library
+from offload.synth import plan_preset, plan_shape, write, write_preset
+from offload.synth.describe import read_description
+from offload.synth.presets import PRESETS
+from offload.synth.shape import ImpossibleShape
+
+ROOT = Path(__file__).parents[2]
+# What the publishers say, in billions; multi-token-prediction layers not counted.
+PUBLISHED_PARAMETERS = {
+    "deepseek-v3": 671,
+    "kimi-k2": 1026,
+    "deepseek-v2": 236,
+    "deepseek-v2-lite": 15.7,
+    "glm-4.5": 353,
+    "glm-4.5-air": 107,
+    "qwen3-235b-a22b": 235,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-next-80b-a3b": 79.7,
+    "qwen3.5-35b-a3b": 34.7,
+    "qwen2.5-72b": 72.7,
+    "qwen2.5-0.5b": 0.494,
+    "mistral-large": 123,
+    "mistral-7b": 7.25,
+    "llama-3.3-70b": 70.6,
+    "command-a": 111,
+    "command-r7b": 8.03,
+    "gemma-2-27b": 27.2,
+    "gemma-2-2b": 2.61,
+    "minimax-m2": 229,
+    "gpt-oss-120b": 117,
+    "gpt-oss-20b": 20.9,
+}
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    library()  # quiets the library's log
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = 0
+    model = llama.llama_model_load_from_file(str(path).encode(), params)
+    assert model, f"{path} does not load"
+    try:
+        yield model
+    finally:
+        llama.llama_model_free(model)
+
+
+def logits_of(model: int, tokens: list[int]) -> NDArray[np.float32]:
+    """Logits [n tokens, n_vocab] of one batch, through libllama alone."""
+    params = llama.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_threads, params.n_threads_batch = 64, 16, 1, 1
+    params.n_outputs_max = params.n_outputs_max_per_seq = len(tokens)
+    context = llama.llama_init_from_model(model, params)
+    assert context
+    batch = llama.llama_batch_init(len(tokens), 0, 1)
+    try:
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, i, 1
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        assert llama.llama_decode(context, batch) == 0
+        n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+        rows = (llama.llama_get_logits_ith(context, i) for i in range(len(tokens)))
+        return np.stack([np.ctypeslib.as_array(row, (n_vocab,)).copy() for row in rows])
+    finally:
+        llama.llama_batch_free(batch)
+        llama.llama_free(context)
+
+
+def assert_alive(path: Path, tokens: list[int]) -> None:
+    with opened(path) as model:
+        logits = logits_of(model, tokens)
+    assert np.isfinite(logits).all()
+    assert (logits.std(axis=1) > 0.5).all(), "flat logits"
+    likeness = np.corrcoef(logits)[np.triu_indices(len(tokens), 1)]
+    assert (likeness < 0.95).all(), "every token gets the same logits"
+    assert (logits.argmax(axis=1) != tokens).any(), "every token only predicts itself"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_tiny_preset_loads_and_tells_tokens_apart(preset: str, tmp_path: Path) -> None:
+    path = write_preset(preset, tmp_path / "tiny.gguf", size="tiny")
+    assert path.stat().st_size <= 10_000_000
+    assert_alive(path, [3, 77, 140, 200])
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides"),
+    [
+        ("deepseek-v3", {"size": "tiny-vulkan"}),
+        ("deepseek-v3", {"n_layer": 40, "vocab": "none"}),
+        ("deepseek-v3", {"fused_experts": True}),
+        ("deepseek-v3", {"scale": 2.0, "n_expert": 32, "n_expert_used": 6}),
+        ("deepseek-v2-lite", {"n_layer": 27}),
+        ("mistral-large", {"n_layer": 48}),
+        ("qwen3next", {"n_layer": 8}),
+        ("qwen3moe", {"metadata": {"rope.freq_base": 5000.0}}),
+    ],
+)
+def test_variants_load_and_tell_tokens_apart(
+    preset: str, overrides: dict[str, object], tmp_path: Path
+) -> None:
+    path = write_preset(preset, tmp_path / "variant.gguf", **overrides)  # type: ignore[arg-type]
+    assert_alive(path, [3, 77, 140, 200])
+
+
+@pytest.mark.parametrize(
+    "quant", ["f32", "f16", "bf16", "q4_0", "q8_0", "q4_K", "q5_K", "q6_K", "q8_0,experts=mxfp4"]
+)
+def test_every_type_can_be_written_and_computed_with(quant: str, tmp_path: Path) -> None:
+    sizes = {"n_embd": 256, "n_ff": 256, "n_ff_exp": 256, "n_layer": 2, "n_expert": 8}
+    path = write_preset("kimi-k2", tmp_path / "typed.gguf", quant=quant, **sizes)
+    wanted = quant.rpartition("=")[2].upper()
+    types = {t.name: t.tensor_type.name for t in GGUFReader(path).tensors}
+    assert types["blk.1.ffn_up_exps.weight"] == wanted
+    assert types["blk.1.ffn_gate_inp.weight"] == types["blk.1.attn_norm.weight"] == "F32"
+    assert_alive(path, [3, 77, 140, 200])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_full_shape_has_the_published_number_of_parameters(preset: str) -> None:
+    planned = plan_preset(preset, size="full", vocab="none")
+    n_parameters = sum(t.n_values for t in planned.tensors)
+    assert n_parameters / 1e9 == pytest.approx(PUBLISHED_PARAMETERS[preset], rel=0.01)
+
+
+def test_published_files_keep_gate_and_up_apart() -> None:
+    names = {t.name for t in plan_preset("deepseek-v3").tensors}
+    assert {"blk.1.ffn_gate_exps.weight", "blk.1.ffn_up_exps.weight"} <= names
+    assert not any("gate_up" in name for name in names)
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_seed_decides_every_byte(tmp_path: Path) -> None:
+    paths = [
+        write_preset("deepseek-v3", tmp_path / f"{i}.gguf", seed=seed, n_layer=2)
+        for i, seed in enumerate((5, 5, 6))
+    ]
+    first, again, other = map(digest, paths)
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    "overrides", [{}, {"vocab": "none"}, {"n_layer": 2, "n_embd": 1024, "n_vocab": 9001}]
+)
+def test_a_plan_tells_the_exact_size_of_the_file(
+    overrides: dict[str, object], tmp_path: Path
+) -> None:
+    planned = plan_preset("deepseek-v3", **overrides)  # type: ignore[arg-type]
+    seen: dict[str, int] = {}
+
+    def count(name: str, n_bytes: int) -> None:
+        seen[name] = seen.get(name, 0) + n_bytes
+
+    path = write(planned, tmp_path / "planned.gguf", on_progress=count)
+    assert path.stat().st_size == planned.size_bytes
+    assert seen == {t.name: t.n_bytes for t in planned.tensors}
+
+
+def test_no_two_rows_of_a_large_output_matrix_are_equal(tmp_path: Path) -> None:
+    # 20,000 rows of one pool: more than the pool has places to start a row at.
+    sizes = {"n_vocab": 20_000, "n_embd": 512, "n_layer": 1}
+    path = write_preset("mistral-7b", tmp_path / "wide.gguf", vocab="none", quant="q4_K", **sizes)
+    output = next(t for t in GGUFReader(path).tensors if t.name == "output.weight")
+    assert len(np.unique(output.data, axis=0)) == 20_000
+
+
+def test_writing_a_large_file_takes_little_memory(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys\n"
+        "from offload.ggml.lib import library\n"
+        "from offload.synth import write_preset\n"
+        "library()\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak()\n"
+        "path = write_preset('kimi-k2', sys.argv[1], n_layer=4, n_embd=1024, n_ff_exp=1024,\n"
+        "                    n_expert=32, n_vocab=60000, quant='q8_0')\n"
+        "print(path.stat().st_size, peak() - before)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "large.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    size_bytes, growth_bytes = map(int, done.stdout.split())
+    assert size_bytes > 300e6
+    assert growth_bytes < 100e6
+    assert_alive(tmp_path / "large.gguf", [3, 7700, 14000, 20000])
+
+
+def test_planning_a_terabyte_takes_no_memory_for_weights() -> None:
+    before = resident_bytes()
+    planned = plan_preset("kimi-k2", size="full", vocab="none", quant="f16")
+    assert planned.size_bytes > 2e12
+    assert resident_bytes() - before < 50e6
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def test_the_byte_vocabulary_spells_any_text(tmp_path: Path) -> None:
+    path = write_preset("mistral-7b", tmp_path / "text.gguf", n_layer=1)
+    every_character = "".join(map(chr, range(1, 0x250)))
+    text = f"to the \N{SNOWMAN}\n\tdef f(): {every_character}".encode()
+    with opened(path) as model:
+        vocab = llama.llama_model_get_vocab(model)
+        tokens = (llama.llama_token * (len(text) + 8))()
+        n = llama.llama_tokenize(vocab, text, len(text), tokens, len(tokens), False, False)
+        assert 0 < n < len(text), "no merge was used"
+        assert b"".join(piece(vocab, tokens[i]) for i in range(n)) == text
+
+
+def piece(vocab: int, token: int) -> bytes:
+    buffer = ctypes.create_string_buffer(64)
+    n = llama.llama_token_to_piece(vocab, token, buffer, len(buffer), 0, True)
+    return buffer.raw[:n]
+
+
+def test_a_tokenizer_is_copied_from_another_file(tmp_path: Path) -> None:
+    donor = write_preset("mistral-7b", tmp_path / "donor.gguf", n_layer=1, n_vocab=700)
+    path = write_preset("deepseek-v3", tmp_path / "copy.gguf", vocab=donor, n_layer=2)
+
+    def tokenizer(file: Path) -> dict[str, object]:
+        fields = GGUFReader(file).fields
+        return {k: f.contents() for k, f in fields.items() if k.startswith("tokenizer.")}
+
+    assert tokenizer(path) == tokenizer(donor)
+    assert GGUFReader(path).fields["deepseek2.vocab_size"].contents() == 700
+    assert_alive(path, [3, 77, 140, 690])
+    with pytest.raises(BadRequest, match="700 tokens, not 600"):
+        plan_preset("deepseek-v3", vocab=donor, n_vocab=600)
+
+
+def test_a_vocabulary_that_cannot_be_copied_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text.gguf"
+    text.write_text("no model")
+    bare = write_preset("mistral-7b", tmp_path / "bare.gguf", n_layer=1, vocab="none")
+    for vocab in (text, bare, tmp_path / "missing.gguf"):
+        with pytest.raises(BadRequest, match="--vocab"):
+            plan_preset("deepseek-v3", vocab=vocab)
+
+
+def test_a_file_that_cannot_be_finished_leaves_nothing_behind(tmp_path: Path) -> None:
+    def stop(_: str, __: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_preset("deepseek-v3", tmp_path / "cut.gguf", on_progress=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_does_not_fit_the_disk_is_refused_before_it_is_begun(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"needs \d+\.\d+ GB but its disk has"):
+        write_preset("kimi-k2", tmp_path / "huge.gguf", size="full", quant="f32", vocab="none")
+    with pytest.raises(BadRequest, match="existing folder"):
+        write_preset("kimi-k2", tmp_path / "no" / "folder.gguf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def describe(folder: Path, architecture: str, **metadata: object) -> Path:
+    path = folder / "mine.json"
+    described = {"architecture": architecture, "metadata": metadata, "n_vocab": 600}
+    path.write_text(json.dumps(described))
+    return path
+
+
+OLMOE = {
+    "block_count": 3,
+    "embedding_length": 64,
+    "feed_forward_length": 64,
+    "context_length": 256,
+    "attention.head_count": 4,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "expert_count": 8,
+    "expert_used_count": 2,
+}
+
+
+def test_an_architecture_without_a_preset_can_be_described(tmp_path: Path) -> None:
+    shape = read_description(describe(tmp_path, "olmoe", **OLMOE))
+    path = write(plan_shape(shape), tmp_path / "olmoe.gguf")
+    assert_alive(path, [3, 77, 140, 200])
+
+
+def test_a_description_the_library_refuses_is_explained(tmp_path: Path) -> None:
+    unknown = read_description(describe(tmp_path, "perceptron", **OLMOE))
+    with pytest.raises((BadModel, ImpossibleShape), match="perceptron"):
+        plan_shape(unknown)
+
+
+def test_a_description_the_library_asserts_on_does_not_end_the_process(tmp_path: Path) -> None:
+    shape = read_description(describe(tmp_path, "llama", **{**OLMOE, "attention.head_count": 128}))
+    with pytest.raises(ImpossibleShape, match="library cannot build"):
+        plan_shape(shape)
+
+
+def synth(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "offload.synth", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_the_command_writes_what_its_dry_run_announced(tmp_path: Path) -> None:
+    path = tmp_path / "cli.gguf"
+    options = ("--layers", "5", "--experts", "8", "--quant", "q4_0", "--seed", "3")
+    dry = synth("deepseek-r1", str(path), *options, "--dry-run")
+    assert dry.returncode == 0, dry.stderr
+    assert not path.exists()
+    done = synth("deepseek-r1", str(path), *options)
+    assert done.returncode == 0, done.stderr
+    assert f"({path.stat().st_size} bytes)" in dry.stdout.replace("\n", " ")
+    assert_alive(path, [3, 77, 140, 200])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("deepsek",), "did you mean"),
+        (("deepseek-v3", "--experts", "1"), "experts cannot be used"),
+        (("deepseek-v3", "--set", "rope"), "KEY=VALUE"),
+        (("missing.json",), "missing.json"),
+        (("missing.json", "--layers", "3"), "n_layer belongs into"),
+    ],
+)
+def test_the_command_refuses_in_one_line_with_exit_code_2(
+    arguments: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    done = synth(arguments[0], str(tmp_path / "x.gguf"), *arguments[1:])
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
