@@ -39,7 +39,7 @@ class Stream:
 
     def batch(self, n_tokens: int, length: int) -> np.ndarray:
         """int64 [n_tokens / length, length + 1]: inputs and, shifted by one, labels."""
-        windows = []
+        windows: list[np.ndarray] = []
         while len(windows) < n_tokens // length:
             if not self.rows or self.rows[-1][1] != length:
                 self.rows = self._next_pool(length)
