@@ -15,7 +15,7 @@ from types import TracebackType
 from numa import sys
 from numa.bind import pinned
 from numa.errors import NoSuchNode, PlacementRefused
-from numa.place import HUGE_PAGE_BYTES, PAGE_BYTES, NodeRange, Placement
+from numa.place import HUGE_PAGE_BYTES, PAGE_BYTES, Placement
 
 _TOUCH_BYTES = 64 << 20  # per call, so that threads of a node share its ranges evenly
 _MOVE_PAGES = 8192
@@ -70,19 +70,29 @@ class Arena:
         if back:
             sys.unmap(self.address + self.mapped_bytes, back)
         self.placement: Placement | None = None
+        self._is_touched = False
 
-    def apply(self, placement: Placement, cpus_of_node: Mapping[int, Sequence[int]]) -> ApplyReport:
-        """Fault every page in on its node; pages that exist already are moved.
+    def apply(
+        self,
+        placement: Placement,
+        cpus_of_node: Mapping[int, Sequence[int]],
+        *,
+        is_loaded: bool = False,
+    ) -> ApplyReport:
+        """Fault every page in on its node.
 
         `cpus_of_node` names the processors whose threads touch each node's pages (from the thread
-        plan). Raises NoSuchNode when a placed node has none and cannot be bound either, ValueError
-        when the placement is larger than the arena, PlacementRefused when memory runs out.
+        plan). Memory that was placed before, or holds weights already (`is_loaded`), is placed anew
+        by copying its content out and in, 64 MiB at a time: nobody may use it meanwhile. Raises
+        NoSuchNode when a placed node has no processor, ValueError when the placement is larger than
+        the arena, PlacementRefused when memory runs out.
         """
         if placement.size_bytes > self.size_bytes:
             raise ValueError(
                 f"a placement of {placement.size_bytes} bytes does not fit an arena of"
                 f" {self.size_bytes}"
             )
+        has_pages = is_loaded or self._is_touched
         self.placement = placement
         nodes = {n for r in placement.ranges for n in r.nodes}
         if len(nodes) == 1 and len(cpus_of_node) <= 1:
@@ -92,7 +102,12 @@ class Arena:
         if len(placement.ranges) > 1:
             # A huge page faulted in at once would span nodes; `collapse` makes those that do not.
             self._advise_or_note(sys.MADV_NOHUGEPAGE, notes)
-        self._touch(placement, cpus_of_node, by_policy=how == "mbind")
+        work = _work_lists(placement, cpus_of_node, self.mapped_bytes, by_policy=how == "mbind")
+        self._is_touched = True
+        if has_pages:
+            self._place_anew(work)
+        else:
+            self._touch(work, 0, self.mapped_bytes)
         return ApplyReport(how, self._verify(notes), tuple(notes))
 
     def _bind_whole(self, placement: Placement, notes: list[str]) -> str:
@@ -116,68 +131,69 @@ class Arena:
         except PlacementRefused as refusal:
             notes.append(f"{refusal}; page size is left to the kernel")
 
-    def _touch(
-        self, placement: Placement, cpus_of_node: Mapping[int, Sequence[int]], *, by_policy: bool
-    ) -> None:
-        work: dict[int, list[tuple[int, int]]] = {}
-        stripe = placement.page_bytes
-        for r in placement.ranges:
-            for start, stop, node in _pieces(r, min(r.stop_bytes, self.mapped_bytes), stripe,
-                                             by_policy=by_policy):  # fmt: skip
-                work.setdefault(node, []).append((start, stop))
-        lists: list[tuple[Sequence[int], list[tuple[int, int]]]] = []
-        everyone = sorted(c for cpus in cpus_of_node.values() for c in cpus)
-        for node, pieces in work.items():
-            cpus = everyone if by_policy else cpus_of_node.get(node, ())
-            if not cpus:
-                raise NoSuchNode(
-                    f"node {node} has no processor of the thread plan to touch its pages from;"
-                    " they were not placed"
-                )
-            lists += [((cpu,), pieces[i :: len(cpus)]) for i, cpu in enumerate(cpus)]
-        with ThreadPoolExecutor(max_workers=max(len(lists), 1)) as pool:
-            futures = [pool.submit(self._touch_from, cpus, pieces) for cpus, pieces in lists]
+    def _place_anew(self, work: "WorkLists") -> None:
+        """Chunk by chunk: content out, pages dropped, touched from the right node, content in.
+
+        Moving pages instead (move_pages) fails where huge pages span nodes, and in containers.
+        """
+        with Arena(min(_TOUCH_BYTES, self.mapped_bytes)) as aside:
+            for start in range(0, self.mapped_bytes, _TOUCH_BYTES):
+                n_bytes = min(_TOUCH_BYTES, self.mapped_bytes - start)
+                sys.copy(aside.address, self.address + start, n_bytes)
+                sys.advise(self.address + start, n_bytes, sys.MADV_DONTNEED)
+                self._touch(work, start, start + n_bytes)
+                sys.copy(self.address + start, aside.address, n_bytes)
+
+    def _touch(self, work: "WorkLists", start_bytes: int, stop_bytes: int) -> None:
+        """Every thread touches its pieces between the two offsets."""
+        inside = [
+            (cpu, [(max(a, start_bytes), min(b, stop_bytes)) for a, b in pieces
+                   if a < stop_bytes and b > start_bytes])
+            for cpu, pieces in work
+        ]  # fmt: skip
+        with ThreadPoolExecutor(max_workers=max(len(inside), 1)) as pool:
+            futures = [pool.submit(self._touch_from, cpu, p) for cpu, p in inside if p]
             for future in futures:
                 future.result()
 
-    def _touch_from(self, cpus: Sequence[int], pieces: list[tuple[int, int]]) -> None:
-        if not pieces:
-            return
-        with pinned(cpus):
+    def _touch_from(self, cpu: int, pieces: list[tuple[int, int]]) -> None:
+        with pinned([cpu]):
             for start, stop in pieces:
                 sys.touch(self.address + start, stop - start)
 
     def _verify(self, notes: list[str]) -> float | None:
         """The share that is where it should be, after moving pages if it is too small."""
+        refusal = ""
         try:
             share = self.residency().local_share
             if share < _GOOD_ENOUGH:
-                n_wrong = self._move_wrong_pages()
+                refusal = self._move_wrong_pages()
                 share = self.residency().local_share
-                if n_wrong:
-                    notes.append(
-                        f"{n_wrong} pages could not be moved to their node (is it out of memory?);"
-                        " they stay where they are and are read remotely"
-                    )
-        except PlacementRefused as refusal:
-            notes.append(f"{refusal}; the placement stays as made, its proof is missing")
+        except PlacementRefused as error:
+            notes.append(f"{error}; the placement stays as made, its proof is missing")
             return None
+        if share < _GOOD_ENOUGH:
+            why = refusal or "their node is out of memory or gone"
+            notes.append(
+                f"{1 - share:.0%} of the pages do not lie on their node ({why});"
+                " they stay where they are and are read remotely"
+            )
         return share
 
-    def _move_wrong_pages(self) -> int:
-        """Migrate pages that lie elsewhere; the number that would not move."""
-        placement = self._placed()
-        n_stuck = 0
-        for r in placement.ranges:
+    def _move_wrong_pages(self) -> str:
+        """Migrate pages that lie elsewhere; the kernel's refusal, or ''."""
+        for r in self._placed().ranges:
             if len(r.nodes) > 1:
                 continue
             stop = min(r.stop_bytes, self.mapped_bytes)
             for first in range(r.start_bytes, stop, _MOVE_PAGES * PAGE_BYTES):
                 last = min(first + _MOVE_PAGES * PAGE_BYTES, stop)
                 pages = [self.address + offset for offset in range(first, last, PAGE_BYTES)]
-                after = sys.move_pages(pages, [r.nodes[0]] * len(pages))
-                n_stuck += sum(node != r.nodes[0] for node in after)
-        return n_stuck
+                try:
+                    sys.move_pages(pages, [r.nodes[0]] * len(pages))
+                except PlacementRefused as refusal:
+                    return str(refusal)
+        return ""
 
     def collapse(self) -> tuple[str, ...]:
         """Make the placement's huge blocks huge. Call after loading; returns what was refused.
@@ -198,15 +214,22 @@ class Arena:
                 break
         return tuple(notes)
 
-    def residency(self, n_pages: int = _SAMPLE_PAGES, seed: int = 0) -> Residency:
-        """Ask where a random sample of pages lies. Raises PlacementRefused without permission."""
-        placement = self._placed()
+    def sample(self, n_pages: int = _SAMPLE_PAGES, seed: int = 0) -> tuple[list[int], list[int]]:
+        """(offsets, nodes) of random pages, ascending; an absent page's node is negative.
+
+        Raises PlacementRefused without permission.
+        """
         total = -(-self.size_bytes // PAGE_BYTES)
         chosen = random.Random(seed).sample(range(total), min(n_pages, total))
         offsets = sorted(page * PAGE_BYTES for page in chosen)
-        found = sys.node_of_pages([self.address + offset for offset in offsets])
+        return offsets, sys.node_of_pages([self.address + offset for offset in offsets])
+
+    def residency(self, n_pages: int = _SAMPLE_PAGES, seed: int = 0) -> Residency:
+        """Compare a random sample of pages with the placement. Raises PlacementRefused."""
+        placement = self._placed()
+        offsets, found = self.sample(n_pages, seed)
         per_node: dict[int, int] = {}
-        n_local = 0.0
+        n_local = 0
         for node, wanted in zip(found, _wanted_nodes(placement, offsets), strict=True):
             if node >= 0:
                 per_node[node] = per_node.get(node, 0) + 1
@@ -244,17 +267,40 @@ class Arena:
         return f"<Arena {self.size_bytes >> 20} MiB, {state}>"
 
 
-def _pieces(
-    r: NodeRange, stop_bytes: int, stripe_bytes: int, *, by_policy: bool
-) -> list[tuple[int, int, int]]:
-    """(start, stop, node) to touch; several nodes go in stripes unless a policy sees to it."""
-    in_turn = len(r.nodes) > 1 and not by_policy
-    step = stripe_bytes if in_turn else _TOUCH_BYTES
-    starts = range(r.start_bytes, stop_bytes, step)
-    return [
-        (start, min(start + step, stop_bytes), r.nodes[i % len(r.nodes)])
-        for i, start in enumerate(starts)
-    ]
+WorkLists = list[tuple[int, list[tuple[int, int]]]]  # (processor, its (start, stop) pieces)
+
+
+def _work_lists(
+    placement: Placement,
+    cpus_of_node: Mapping[int, Sequence[int]],
+    mapped_bytes: int,
+    *,
+    by_policy: bool,
+) -> WorkLists:
+    """What each processor's thread touches: pieces of its node, shared out in turn.
+
+    Several nodes go in stripes, unless a policy places the pages whoever touches them. Raises
+    NoSuchNode for a node without processors.
+    """
+    of_node: dict[int, list[tuple[int, int]]] = {}
+    for r in placement.ranges:
+        in_turn = len(r.nodes) > 1 and not by_policy
+        step = placement.page_bytes if in_turn else _TOUCH_BYTES
+        stop = min(r.stop_bytes, mapped_bytes)
+        for i, start in enumerate(range(r.start_bytes, stop, step)):
+            node = r.nodes[i % len(r.nodes)]
+            of_node.setdefault(node, []).append((start, min(start + step, stop)))
+    everyone = sorted(c for cpus in cpus_of_node.values() for c in cpus)
+    work: WorkLists = []
+    for node, pieces in of_node.items():
+        cpus = everyone if by_policy else cpus_of_node.get(node, ())
+        if not cpus:
+            raise NoSuchNode(
+                f"node {node} has no processor of the thread plan to touch its pages from;"
+                " they were not placed"
+            )
+        work += [(cpu, pieces[i :: len(cpus)]) for i, cpu in enumerate(cpus)]
+    return work
 
 
 def _wanted_nodes(placement: Placement, offsets: Sequence[int]) -> list[tuple[int, ...]]:

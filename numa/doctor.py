@@ -14,7 +14,7 @@ from numa.arena import Arena
 from numa.cgroup import read_limits
 from numa.errors import NumaError
 from numa.pinning import Team, ThreadPlan
-from numa.place import Placement
+from numa.place import NodeRead, Placement, locality, sampled_locality
 from numa.sysfs import format_list, numbered, parse_size, read, read_int
 from numa.topology import Topology
 
@@ -295,38 +295,38 @@ def _about_gpus(topology: Topology, plan: ThreadPlan) -> list[Finding]:
 class StrategyShare:
     """Where a strategy's pages really lie: `per_node` counts sampled pages.
 
-    `placed_share` is the share on the node the placement wants; `read_share`, what the placement
-    itself gives its readers, computed. Their product is about what a thread finds locally. Both
-    None with a `note` where the kernel refused the question.
+    `local_share` is the share of the bytes read from them that lie with their reader, None with a
+    note where the kernel would not say; `computed_share` is what the placement should give.
     """
 
     strategy: str
-    placed_share: float | None
-    read_share: float
+    local_share: float | None
+    computed_share: float
     per_node: Mapping[int, int]
     notes: tuple[str, ...]
 
 
 def strategy_shares(
-    placements: Sequence[tuple[Placement, float]],
+    trials: Sequence[tuple[Placement, Sequence[NodeRead]]],
     cpus_of_node: Mapping[int, Sequence[int]],
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[StrategyShare]:
-    """Place a trial arena for each (placement, computed locality) and sample its pages.
+    """Place a trial arena for each (placement, who reads what at one token) and sample its pages.
 
     Takes as much memory as the largest placement, for a moment. Refusals become notes.
     """
     found: list[StrategyShare] = []
-    for placement, read_share in placements:
+    for placement, wanted in trials:
         name = str(placement.strategy)
         progress(name)
+        computed = locality(placement, wanted)
         try:
             with Arena(placement.size_bytes) as arena:
                 report = arena.apply(placement, cpus_of_node)
-                per_node = arena.residency().per_node if report.local_share is not None else {}
-            found.append(
-                StrategyShare(name, report.local_share, read_share, per_node, report.notes)
-            )
+                offsets, nodes = arena.sample()
+            per_node = {n: nodes.count(n) for n in sorted(set(nodes)) if n >= 0}
+            share = sampled_locality(offsets, nodes, wanted)
+            found.append(StrategyShare(name, share, computed, per_node, report.notes))
         except NumaError as error:
-            found.append(StrategyShare(name, None, read_share, {}, (str(error),)))
+            found.append(StrategyShare(name, None, computed, {}, (str(error),)))
     return found

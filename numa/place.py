@@ -6,6 +6,7 @@ is next to nothing, at 2 MiB it is much, so huge pages are used only where one n
 all of one (`with_huge_pages`). docs/numa.md has the table.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -296,6 +297,30 @@ def locality(placement: Placement, wanted: Sequence[NodeRead]) -> float:
             at += 1
         total += read.stop_bytes - read.start_bytes
     return local / total if total else 1.0
+
+
+def sampled_locality(
+    offsets: Sequence[int], nodes: Sequence[int], wanted: Sequence[NodeRead]
+) -> float | None:
+    """Share of the bytes read from sampled pages that lie with their reader.
+
+    `nodes[i]` is where the kernel says the page at `offsets[i]` lies, negative for absent pages,
+    which do not count. `wanted` are disjoint reads (one token), sorted. None if nothing is read.
+    """
+    starts = [r.start_bytes for r in wanted]
+    total = local = 0
+    for offset, node in zip(offsets, nodes, strict=True):
+        if node < 0:
+            continue
+        at = max(bisect_right(starts, offset) - 1, 0)
+        while at < len(wanted) and starts[at] < offset + PAGE_BYTES:
+            read = wanted[at]
+            end = min(read.stop_bytes, offset + PAGE_BYTES)
+            n_bytes = max(end - max(read.start_bytes, offset), 0)
+            total += n_bytes
+            local += n_bytes if read.node == node else 0
+            at += 1
+    return local / total if total else None
 
 
 def fit_memory(placement: Placement, free_bytes: Mapping[int, int]) -> Placement:

@@ -28,6 +28,7 @@ MPOL_INTERLEAVE = 3
 _MPOL_MF_MOVE = 2
 
 # asm-generic/mman-common.h
+MADV_DONTNEED = 4
 MADV_HUGEPAGE = 14
 MADV_NOHUGEPAGE = 15
 MADV_POPULATE_WRITE = 23
@@ -54,6 +55,8 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 _libc.memset.restype = ctypes.c_void_p
+_libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_libc.memcpy.restype = ctypes.c_void_p
 _libc.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 _libc.memchr.restype = ctypes.c_void_p
 _libc.syscall.restype = ctypes.c_long
@@ -82,6 +85,7 @@ def advise(address: int, size_bytes: int, advice: int) -> None:
 
 
 _ADVICE_NAMES = {
+    MADV_DONTNEED: "MADV_DONTNEED",
     MADV_HUGEPAGE: "MADV_HUGEPAGE",
     MADV_NOHUGEPAGE: "MADV_NOHUGEPAGE",
     MADV_POPULATE_WRITE: "MADV_POPULATE_WRITE",
@@ -168,12 +172,17 @@ def _move_pages(addresses: Sequence[int], nodes: Sequence[int] | None) -> list[i
     return list(status)
 
 
-def scan(address: int, size_bytes: int) -> bool:
-    """Read every byte once, as a vectorised search for a byte that is not there.
+def scan(address: int, size_bytes: int, absent: int = 0xFF) -> bool:
+    """Read every byte once, as a vectorised search for a byte value that should not be there.
 
-    For memory that holds zeros only; True when that was so. Releases the interpreter's lock.
+    True when it is not, that is, when everything was read. Releases the interpreter's lock.
     """
-    return _libc.memchr(address, 0xFF, size_bytes) is None
+    return _libc.memchr(address, absent, size_bytes) is None
+
+
+def copy(target: int, source: int, size_bytes: int) -> None:
+    """Copy between ranges that do not overlap."""
+    _libc.memcpy(target, source, size_bytes)
 
 
 def fill(address: int, byte: int, size_bytes: int) -> None:

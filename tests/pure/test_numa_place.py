@@ -23,6 +23,7 @@ from numa.place import (
     place_interleaved,
     place_rows,
     place_single,
+    sampled_locality,
     with_huge_pages,
 )
 from numa.rows import Weight, reads
@@ -227,6 +228,16 @@ def test_bytes_that_nothing_reads_follow_their_neighbour() -> None:
         NodeRange(5 * PAGE_BYTES, 10 * PAGE_BYTES, (1,)),
     )
     assert place_rows(4096, [], (3,)).ranges == (NodeRange(0, 4096, (3,)),)
+
+
+def test_a_sample_of_pages_is_weighed_by_the_bytes_read_from_each() -> None:
+    wanted = [NodeRead(0, 5000, 0), NodeRead(5000, 12288, 1), NodeRead(20000, 20100, 1)]
+    # Page 0 is read by node 0 only, page 1 by both, page 3 by nobody, page 4 in part; 2 is absent.
+    offsets = [0, 4096, 8192, 12288, 16384]
+    assert sampled_locality(offsets, [0, 1, -2, 0, 0], wanted) == pytest.approx(
+        (4096 + 8192 - 5000) / (8192 + 100)
+    )
+    assert sampled_locality([12288], [0], wanted) is None
 
 
 def test_mirroring_is_priced_and_not_done() -> None:

@@ -1,0 +1,253 @@
+"""The placement checks that run inside the machine of scripts/numa-vm, on two real nodes.
+
+Prints one line per check and exits 0 only if all hold. Speed says nothing here (software
+emulation); where pages and threads are is what the kernel itself answers.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from numa import sys as calls
+from numa.arena import Arena
+from numa.bind import bind_team, check_team, new_thread_ids, thread_ids
+from numa.doctor import diagnose, read_facts
+from numa.errors import PlacementRefused
+from numa.measure import read_bandwidth
+from numa.pinning import Team, ThreadPlan, ThreadRequest, plan_threads
+from numa.place import (
+    PAGE_BYTES,
+    NodeRange,
+    NodeRead,
+    PlacedWeight,
+    Placement,
+    Strategy,
+    fit_memory,
+    locality,
+    node_reads,
+    place_interleaved,
+    place_rows,
+    place_single,
+    with_huge_pages,
+)
+from numa.rows import Weight
+from numa.topology import Topology, read_topology
+
+MIB = 1 << 20
+# Two experts' weights of DeepSeek-R1 (Q4_K) and a dense one: slabs of real size, in 42 MiB.
+WEIGHTS = (
+    Weight("ffn_gate_exps", 2048, 4032, 2, routed=True),
+    Weight("ffn_down_exps", 7168, 1152, 2, routed=True),
+    Weight("attn_q_b", 24576, 432),
+)
+CPUS_OF_NODE = dict[int, list[int]]
+
+
+class Checks:
+    def __init__(self) -> None:
+        self.n_failed = 0
+
+    def expect(self, name: str, holds: bool, found: object) -> None:
+        self.n_failed += not holds
+        print(f"{'ok  ' if holds else 'FAIL'} {name}: {found}", flush=True)
+
+
+def packed() -> tuple[list[PlacedWeight], int]:
+    placed: list[PlacedWeight] = []
+    offset = 0
+    for weight in WEIGHTS:
+        placed.append(PlacedWeight(weight, offset))
+        offset += weight.size_bytes
+    return placed, offset
+
+
+def where_pages_are(arena: Arena) -> tuple[NodeRange, ...]:
+    """Every page of the arena on the node that the kernel names; absent pages on node -2."""
+    pages = range(0, arena.size_bytes, PAGE_BYTES)
+    nodes = calls.node_of_pages([arena.address + page for page in pages])
+    return tuple(
+        NodeRange(page, page + PAGE_BYTES, (node,)) for page, node in zip(pages, nodes, strict=True)
+    )
+
+
+def real_locality(arena: Arena, wanted: list[NodeRead]) -> float:
+    """Share of the read bytes that really lie on the reader's node."""
+    actual = Placement(Strategy.ROWS, arena.size_bytes, PAGE_BYTES, where_pages_are(arena))
+    return locality(actual, wanted)
+
+
+def pages_per_node(arena: Arena) -> dict[int, int]:
+    nodes = [r.nodes[0] for r in where_pages_are(arena)]
+    return {node: nodes.count(node) for node in sorted(set(nodes))}
+
+
+def check_topology(checks: Checks, topology: Topology) -> None:
+    checks.expect("two nodes with two cores each", topology.is_numa and topology.ggml_is_numa
+                  and [len(n.cpus) for n in topology.nodes] == [2, 2],
+                  [(n.id, n.cpus, n.memory_bytes // MIB) for n in topology.nodes])  # fmt: skip
+    checks.expect("distances", topology.distance(0, 1) == 21, topology.nodes[0].distances)
+
+
+def check_strategies(checks: Checks, plan: ThreadPlan, cpus: CPUS_OF_NODE) -> None:
+    placed, size = packed()
+    wanted = node_reads(placed, plan.decode.nodes)
+    alternate = tuple(i % 2 for i in range(plan.decode.n_threads))
+    cases: list[tuple[Placement, list[NodeRead], Callable[[float, dict[int, int]], bool]]] = [
+        (place_rows(size, placed, plan.decode.nodes), wanted, lambda s, _: s >= 0.98),
+        (place_single(size, 0), wanted, lambda _, n: set(n) == {0}),
+        (place_single(size, 1), wanted, lambda _, n: set(n) == {1}),
+        # By blocks of 512 pages where the kernel makes every anonymous page huge.
+        (place_interleaved(size, [0, 1]), wanted, lambda _, n: abs(n[0] - n[1]) <= 512),
+        (
+            place_rows(size, placed, alternate, strategy=Strategy.DISTRIBUTE),
+            node_reads(placed, alternate),
+            lambda s, _: s >= 0.98,
+        ),
+    ]
+    for placement, reads, holds in cases:
+        with Arena(size) as arena:
+            report = arena.apply(placement, cpus)
+            share, nodes = real_locality(arena, reads), pages_per_node(arena)
+            line = f"{share:.2%} of read bytes local, pages per node {nodes}, by {report.how}"
+            good = holds(share, nodes) and report.notes == ()
+            checks.expect(f"{placement.strategy}", good, line + "".join(report.notes))
+
+
+def check_moving(checks: Checks, plan: ThreadPlan, cpus: CPUS_OF_NODE) -> None:
+    placed, size = packed()
+    wanted = node_reads(placed, plan.decode.nodes)
+    with Arena(size) as arena:
+        arena.apply(place_single(size, 0), cpus)
+        calls.fill(arena.address, 7, size)
+        before = real_locality(arena, wanted)
+        arena.apply(place_rows(size, placed, plan.decode.nodes), cpus)
+        after = real_locality(arena, wanted)
+        kept = calls.scan(arena.address, size, absent=0)
+        checks.expect("loaded pages are moved", kept and before < 0.6 and after >= 0.98,
+                      f"{before:.2%} local before, {after:.2%} after")  # fmt: skip
+
+
+def check_huge(checks: Checks, plan: ThreadPlan, cpus: CPUS_OF_NODE) -> None:
+    placed, size = packed()
+    wanted = node_reads(placed, plan.decode.nodes)
+    placement = with_huge_pages(place_rows(size, placed, plan.decode.nodes))
+    with Arena(size) as arena:
+        arena.apply(placement, cpus)
+        notes = arena.collapse()
+        n_huge = sum(
+            int(line.split()[1]) << 10
+            for line in Path("/proc/self/smaps").read_text().splitlines()
+            if line.startswith("AnonHugePages:")
+        )
+        share = real_locality(arena, wanted)
+        planned = sum(stop - start for start, stop in placement.huge)
+        checks.expect("rows, blocks with one reader huge",
+                      share >= 0.98 and not notes and n_huge >= planned > 0,
+                      f"{share:.2%} local, {n_huge // MIB} MiB in huge pages,"
+                      f" {placement.huge_share:.0%} planned {notes}")  # fmt: skip
+
+
+def check_full_node(checks: Checks, cpus: CPUS_OF_NODE) -> None:
+    """Node 1 has 512 MiB: an arena of 500 does not fit what is free there."""
+    size = 500 * MIB
+    topology = read_topology()
+    free = {n.id: n.free_bytes for n in topology.nodes}
+    plain = place_single(size, 1)
+    fitted = fit_memory(plain, free)
+    checks.expect("a full node is foreseen", len(fitted.notes) == 1, fitted.notes)
+    with Arena(size) as arena:
+        report = arena.apply(plain, cpus)
+        nodes = pages_per_node(arena)
+        checks.expect("a full node spills and says so",
+                      bool(report.notes) and nodes.get(0, 0) > 0 and nodes[1] > nodes[0],
+                      f"{nodes} {report.notes}")  # fmt: skip
+
+
+def check_threads(checks: Checks, plan: ThreadPlan) -> None:
+    stop = threading.Event()
+
+    def spin() -> None:
+        while not stop.is_set():
+            time.sleep(0.01)
+
+    before = thread_ids()
+    threads = [threading.Thread(target=spin, daemon=True) for _ in plan.decode.cpus]
+    for thread in threads:
+        thread.start()
+    tids = new_thread_ids(before)
+    report = bind_team(plan.decode, tids)
+    time.sleep(0.3)
+    ran_on = tuple(_last_cpu(tid) for tid in tids)
+    right = report.is_right and ran_on == plan.decode.cpus
+    checks.expect("threads run where the plan says", right, f"{ran_on} {report.notes}")
+    _check_cpuset(checks, plan.decode, tids)
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+def _last_cpu(tid: int) -> int:
+    """Field 39 of proc(5)'s stat, counted behind the name."""
+    stat = Path(f"/proc/self/task/{tid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[36])
+
+
+def _check_cpuset(checks: Checks, team: Team, tids: tuple[int, ...]) -> None:
+    """Take a processor away while the threads run, as `docker update --cpuset-cpus` does."""
+    group = Path("/sys/fs/cgroup/less")
+    Path("/sys/fs/cgroup/cgroup.subtree_control").write_text("+cpuset")
+    group.mkdir()
+    (group / "cpuset.cpus").write_text("0-2")
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    report = check_team(team, tids)
+    # Linux 6.1 sets every thread of the group free to run anywhere in the new set.
+    lost = [t.tid for t in report.threads if not t.is_right]
+    checks.expect(
+        "a cpuset change is noticed", tids[3] in lost and bool(report.notes), report.notes
+    )
+    again = bind_team(team, tids)
+    stays = [t.is_right for t in again.threads] == [True, True, True, False]
+    checks.expect("threads are bound again, one cannot be", stays, again.notes)
+    plan = plan_threads(read_topology(), ThreadRequest(n_spare_cores=0))
+    three = set(plan.decode.cpus)
+    checks.expect("a new plan obeys it", 3 not in three and len(three) <= 3, plan.decode.cpus)
+    found = [f.code for f in diagnose(read_topology(), read_facts(),
+             ThreadPlan(team, team, team, (), ()))]  # fmt: skip
+    checks.expect("doctor names it", "cpuset-changed" in found, found)
+    Path("/sys/fs/cgroup/cgroup.procs").write_text(str(os.getpid()))
+
+
+def check_refusals(checks: Checks) -> None:
+    with Arena(MIB) as arena:
+        try:
+            calls.bind_pages(arena.address, arena.mapped_bytes, calls.MPOL_PREFERRED, [5])
+            checks.expect("an unknown node is refused", False, "accepted")
+        except PlacementRefused as refusal:
+            checks.expect("an unknown node is refused", True, refusal)
+
+
+def main() -> int:
+    checks = Checks()
+    topology = read_topology()
+    check_topology(checks, topology)
+    plan = plan_threads(topology, ThreadRequest(n_spare_cores=0))
+    mask = plan.decode.mask_keeps_order(openmp=True)
+    print(f"     plan {plan.decode.cpus} on nodes {plan.decode.nodes}, mask keeps order: {mask}")
+    cpus: CPUS_OF_NODE = {n.id: list(n.cpus) for n in topology.nodes}
+    check_strategies(checks, plan, cpus)
+    check_moving(checks, plan, cpus)
+    check_huge(checks, plan, cpus)
+    check_full_node(checks, cpus)
+    check_threads(checks, plan)
+    check_refusals(checks)
+    pairs = read_bandwidth(topology, cpus, size_bytes=16 * MIB, n_repeats=1)
+    speeds = {(p.reader, p.owner): round((p.bytes_per_s or 0) / MIB) for p in pairs}
+    checks.expect("bandwidth of all pairs", len(speeds) == 4 and all(speeds.values()),
+                  f"MiB/s, emulated: {speeds}")  # fmt: skip
+    return 1 if checks.n_failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
