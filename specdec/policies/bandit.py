@@ -1,0 +1,46 @@
+"""`bandit`: epsilon-greedy over block lengths, by measured tokens per second (PEERS 4.8).
+
+The idea of ik_llama.cpp's autotune: no model of costs or probabilities, only outcomes. Times
+decay, so that another kind of text is noticed; exploring costs its share for ever.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from specdec.policies.fixed import FixedWalk
+from specdec.types import Round
+
+ARMS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+_EPSILON = 0.15
+_KEEP = 0.95
+
+
+class Bandit:
+    name = "bandit"
+
+    def __init__(self, n_max: int = 16, arms: Sequence[int] = ARMS, seed: int = 0) -> None:
+        self.n_max = n_max
+        self._arms = [a for a in arms if a <= n_max]
+        self._tokens = [0.0] * len(self._arms)
+        self._seconds = [0.0] * len(self._arms)
+        self._random = random.Random(seed)
+        self._arm = 0
+
+    def begin(self, limit: int, source: str) -> FixedWalk:
+        self._arm = self._choose()
+        return FixedWalk(min(limit, self._arms[self._arm]))
+
+    def _choose(self) -> int:
+        untried = [i for i, s in enumerate(self._seconds) if s == 0.0]
+        if untried:
+            return untried[0]
+        if self._random.random() < _EPSILON:
+            return self._random.randrange(len(self._arms))
+        return max(range(len(self._arms)), key=lambda i: self._tokens[i] / self._seconds[i])
+
+    def learn(self, round_: Round) -> None:
+        i = self._arm
+        self._tokens[i] = self._tokens[i] * _KEEP + len(round_.emitted)
+        self._seconds[i] = self._seconds[i] * _KEEP + round_.draft_s + round_.verify_s

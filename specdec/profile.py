@@ -1,0 +1,124 @@
+"""The cost profile: T(n), the time of one target decode of n tokens, measured on this machine.
+
+n = 1 + drafted tokens. Everything about speculation that depends on the machine is in here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+from specdec.errors import BadProfile
+
+
+@dataclass(frozen=True)
+class ProfileKey:
+    """What a profile is true of. Any difference makes it another profile (A15)."""
+
+    model: str = ""  # hash of the target file
+    draft: str = ""  # hash of the draft file, empty without one
+    plan: str = ""
+    threads: str = ""
+    device: str = ""
+    build: str = ""
+
+    def difference(self, other: ProfileKey) -> str | None:
+        """The first field that differs, in words; None when the keys are equal."""
+        for f in fields(self):
+            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            if mine != theirs:
+                return f"its {f.name} is {mine!r}, this run's is {theirs!r}"
+        return None
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """`step_s[n-1]` is T(n) in seconds, or in units of T(1) when `relative`.
+
+    `draft_step_s` is the time of one draft decode in the same unit, 0 when unknown or free.
+    `depths` holds the T(n) at each context depth that `step_s` averages.
+    """
+
+    step_s: tuple[float, ...]
+    draft_step_s: float = 0.0
+    key: ProfileKey = field(default_factory=ProfileKey)
+    relative: bool = False
+    depths: tuple[tuple[int, tuple[float, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises BadProfile naming the first entry that is not a time."""
+        check_positive(self.step_s, "T(n)")
+        if not (math.isfinite(self.draft_step_s) and self.draft_step_s >= 0):
+            raise BadProfile(f"the draft step takes {self.draft_step_s} s, which is no time")
+        for depth, steps in self.depths:
+            check_positive(steps, f"T(n) at depth {depth}")
+
+    @property
+    def n_max(self) -> int:
+        """The largest batch measured."""
+        return len(self.step_s)
+
+    def time(self, n: int) -> float:
+        """T(n); beyond the profile it continues as the last quarter of it rises."""
+        if n <= len(self.step_s):
+            return self.step_s[n - 1]
+        return self.step_s[-1] + (n - len(self.step_s)) * self._slope()
+
+    def _slope(self) -> float:
+        tail = self.step_s[-max(2, len(self.step_s) // 4) :]
+        if len(tail) < 2:
+            return self.step_s[0]
+        return max(0.0, (tail[-1] - tail[0]) / (len(tail) - 1))
+
+    @property
+    def normalised(self) -> tuple[float, ...]:
+        """c[n] = T(n) / (n T(1)), c[1] = 1 (A01)."""
+        return tuple(t / ((i + 1) * self.step_s[0]) for i, t in enumerate(self.step_s))
+
+    @property
+    def tokens_per_s(self) -> tuple[float, ...]:
+        """s[n] = n / T(n)."""
+        return tuple((i + 1) / t for i, t in enumerate(self.step_s))
+
+    @property
+    def bumps(self) -> tuple[int, ...]:
+        """Batch sizes n whose normalised cost is above that of n - 1: jagged kernels (A21)."""
+        c = self.normalised
+        return tuple(i + 1 for i in range(1, len(c)) if c[i] > c[i - 1])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is implausible: a batch cheaper than one token (MECHANISMS 5, 8)."""
+        n = next((i + 1 for i, t in enumerate(self.step_s) if t < self.step_s[0]), None)
+        if n is None:
+            return ()
+        return (
+            f"T({n}) is {self.step_s[n - 1] / self.step_s[0]:.2f} T(1): c[{n}] is below 1/{n}, so "
+            "the speed at batch 1 was probably measured before the machine was warm",
+        )
+
+    @classmethod
+    def from_normalised(cls, costs: Sequence[float], draft_step: float = 0.0) -> CostProfile:
+        """From c[n]; `draft_step` in units of T(1). Raises BadProfile."""
+        check_positive(costs, "the cost")
+        if abs(costs[0] - 1.0) > 1e-6:
+            raise BadProfile(f"entry 1 of the costs is {costs[0]}; normalised costs begin with 1")
+        steps = tuple((i + 1) * c for i, c in enumerate(costs))
+        return cls(steps, draft_step, relative=True)
+
+    @classmethod
+    def from_tokens_per_s(cls, speeds: Sequence[float], draft_step_s: float = 0.0) -> CostProfile:
+        """From s[n] = n / T(n) in tokens per second. Raises BadProfile."""
+        check_positive(speeds, "the speed")
+        return cls(tuple((i + 1) / s for i, s in enumerate(speeds)), draft_step_s)
+
+
+def check_positive(values: Sequence[float], what: str) -> None:
+    """Raises BadProfile with the position of the first value that is not positive and finite."""
+    if not values:
+        raise BadProfile(f"{what} has no entries; at least batch size 1 is needed")
+    for i, value in enumerate(values):
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (good and math.isfinite(value) and value > 0):
+            raise BadProfile(f"entry {i + 1} of {what} is {value!r}; it must be a number above 0")

@@ -1,0 +1,66 @@
+"""A profile kept true while serving: T(n) follows what the rounds take (A22).
+
+A round of n tokens tells something about every batch size (a longer context, a warmer machine)
+and more about n. So there is one factor for all sizes and one for each, both decaying averages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specdec.profile import CostProfile
+
+_OVERALL = 0.02
+_SINGLE = 0.05
+_OUTLIER = 3.0  # a step this much over its expectation was something else (a page fault, a probe)
+
+
+class LiveCosts:
+    """T(n) of a profile, refreshed by `observe`. `version` changes when the times do."""
+
+    def __init__(self, profile: CostProfile, n_max: int) -> None:
+        self._profile = profile
+        self._base = [profile.time(n) for n in range(1, n_max + 1)]
+        self._single = [1.0] * n_max
+        self._overall = 1.0
+        self._draft_s = profile.draft_step_s
+        # A profile without seconds gets them from the first round.
+        self._scaled = not profile.relative
+        self.times = list(self._base)
+        self.version = 0
+
+    @property
+    def draft_step_s(self) -> float:
+        return self._draft_s
+
+    def observe(self, n: int, verify_s: float, n_draft_steps: int, draft_s: float) -> None:
+        """A verification of n rows took `verify_s`, and its drafting `draft_s`."""
+        if n > len(self._base) or verify_s <= 0:
+            return
+        if not self._scaled:
+            self._overall = verify_s / self._base[n - 1]
+            self._draft_s *= self._overall
+            self._scaled = True
+        ratio = verify_s / self.times[n - 1]
+        if ratio > _OUTLIER:
+            ratio = _OUTLIER
+        self._overall *= 1.0 + _OVERALL * (ratio - 1.0)
+        self._single[n - 1] *= 1.0 + _SINGLE * (ratio - 1.0)
+        if n_draft_steps:
+            step = draft_s / n_draft_steps
+            rate = _SINGLE if self._draft_s > 0 else 1.0
+            self._draft_s += rate * (min(step, _OUTLIER * (self._draft_s or step)) - self._draft_s)
+        overall = self._overall
+        self.times = [b * s * overall for b, s in zip(self._base, self._single, strict=True)]
+        self.version += 1
+
+    def profile(self) -> CostProfile:
+        """The profile as it stands now, to be stored."""
+        steps = tuple(self.times[: self._profile.n_max])
+        return replace(
+            self._profile,
+            step_s=steps,
+            draft_step_s=self._draft_s,
+            relative=self._profile.relative and not self._scaled,
+            depths=(),
+        )

@@ -1,0 +1,249 @@
+"""The simulator: a policy against a trace of (draft p, accepted) and a cost profile.
+
+A trace is positional: at token i of the text the drafter proposes with probability p[i], rightly
+if accepted[i]. After a wrong token the drafter is on another text; the policy is then shown the
+probabilities that follow in the trace, which decide nothing but what it sees. Oracles know the
+accepted lengths and say how far a policy is from what was possible.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.errors import SpecDecError
+from specdec.profile import CostProfile
+from specdec.types import Decision, Draft, Policy, Round
+
+_OWN, _OTHER = 1, 0  # tokens of simulated drafts: right and wrong
+
+
+@dataclass(frozen=True)
+class Trace:
+    """p[i] and accepted[i] for every position of a text; `segments` are (start, name)."""
+
+    p: tuple[float, ...]
+    accepted: tuple[bool, ...]
+    segments: tuple[tuple[int, str], ...] = ((0, "text"),)
+
+    def __post_init__(self) -> None:
+        """Raises SpecDecError when the two do not fit or a p is no probability."""
+        if len(self.p) != len(self.accepted) or not self.p:
+            raise SpecDecError(
+                f"a trace of {len(self.p)} probabilities and {len(self.accepted)} outcomes"
+            )
+        bad = next((i for i, p in enumerate(self.p) if not 0.0 <= p <= 1.0), None)
+        if bad is not None:
+            raise SpecDecError(f"entry {bad + 1} of the trace has p {self.p[bad]}")
+
+    def runs(self) -> NDArray[np.int64]:
+        """How many drafted tokens in a row are right from each position."""
+        runs = np.zeros(len(self.p) + 1, np.int64)
+        for i in range(len(self.p) - 1, -1, -1):
+            runs[i] = runs[i + 1] + 1 if self.accepted[i] else 0
+        return runs[:-1]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a policy made of a trace; times in the profile's unit."""
+
+    n_tokens: int
+    time: float
+    n_rounds: int
+    n_drafted: int
+    n_accepted: int
+    n_steps: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens per unit of time."""
+        return self.n_tokens / self.time
+
+
+def simulate(
+    trace: Trace, profile: CostProfile, policy: Policy, source: str = "draft"
+) -> Simulated:
+    """Decode the trace with `policy`; drafting costs `profile.draft_step_s` a step."""
+    n, at = len(trace.p), 0
+    time = 0.0
+    rounds = drafted = accepted = steps = 0
+    while at < n:
+        draft = _draft(trace, at, policy, source)
+        m = len(draft.tokens)
+        n_accepted = 0
+        while n_accepted < m and trace.accepted[at + n_accepted]:
+            n_accepted += 1
+        emitted = _emitted(trace, at, n_accepted)
+        verify = profile.time(1 + m)
+        drafting = draft.n_steps * profile.draft_step_s
+        policy.learn(Round(draft, n_accepted, emitted, drafting, verify))
+        at += len(emitted)
+        time += verify + drafting
+        rounds += 1
+        drafted += m
+        accepted += n_accepted
+        steps += draft.n_steps
+    return Simulated(at, time, rounds, drafted, accepted, steps)
+
+
+def _draft(trace: Trace, at: int, policy: Policy, source: str) -> Draft:
+    limit = min(policy.n_max, len(trace.p) - at - 1)
+    walk = policy.begin(limit, source)
+    fed = 0
+    wants = walk.wants
+    while wants:
+        wants = walk.feed(trace.p[at + fed])
+        fed += 1
+    m = walk.n_best
+    tokens = (_OWN,) * m
+    dropped = ((_OWN, trace.p[at + m]),) if fed > m else ()
+    probs = trace.p[at : at + m]
+    return Draft(tokens, probs, source, Decision(m, ""), dropped, (), fed)
+
+
+def _emitted(trace: Trace, at: int, n_accepted: int) -> tuple[int, ...]:
+    """The accepted tokens and the target's own, which equals the draft's where that is right."""
+    right = at + n_accepted < len(trace.p) and trace.accepted[at + n_accepted]
+    return (_OWN,) * n_accepted + ((_OWN,) if right else (_OTHER,))
+
+
+# -- oracles ------------------------------------------------------------------------------------
+
+
+def constant_rate(trace: Trace, profile: CostProfile, m: int, start: int, stop: int) -> float:
+    """Tokens per unit of time of always drafting m in positions start..stop."""
+    runs = trace.runs()
+    cost = profile.time(1 + m) + m * profile.draft_step_s
+    at, time = start, 0.0
+    while at < stop:
+        at += min(m, int(runs[at])) + 1
+        time += cost
+    return (at - start) / time
+
+
+def fixed_oracle(trace: Trace, profile: CostProfile, n_max: int) -> Simulated:
+    """The best constant draft length of each segment, chosen in hindsight."""
+    runs = trace.runs()
+    bounds = [s for s, _ in trace.segments] + [len(trace.p)]
+    at, time, rounds, drafted = 0, 0.0, 0, 0
+    for stop in bounds[1:]:
+        options = []
+        for m in range(n_max + 1):
+            cost = profile.time(1 + m) + m * profile.draft_step_s
+            end, n = at, 0
+            while end < stop:
+                end += min(m, int(runs[end])) + 1
+                n += 1
+            options.append(((end - at) / (n * cost), m, end, n, n * cost))
+        _, m, at, n, took = max(options)
+        time += took
+        rounds += n
+        drafted += m * n
+    n_tokens = min(at, len(trace.p))
+    return Simulated(n_tokens, time, rounds, drafted, n_tokens - rounds, drafted)
+
+
+def brute_force_oracle(trace: Trace, profile: CostProfile, n_max: int) -> Simulated:
+    """The least time to decode the trace for one who knows every outcome: shortest path."""
+    runs = trace.runs()
+    n = len(trace.p)
+    cost = [profile.time(1 + m) + m * profile.draft_step_s for m in range(n_max + 1)]
+    least = [0.0] * (n + n_max + 2)
+    choice = [0] * n
+    for at in range(n - 1, -1, -1):
+        # Drafting past the first wrong token gains nothing, unless a larger batch is cheaper.
+        reach = int(min(runs[at], n_max))
+        best = min((cost[m] + least[min(n, at + min(m, reach) + 1)], m) for m in range(n_max + 1))
+        least[at], choice[at] = best
+    at = rounds = drafted = 0
+    while at < n:
+        m = choice[at]
+        at = min(n, at + min(m, int(runs[at])) + 1)
+        rounds += 1
+        drafted += m
+    return Simulated(n, least[0], rounds, drafted, n - rounds, drafted)
+
+
+# -- traces -------------------------------------------------------------------------------------
+
+
+def synthetic_trace(
+    n: int,
+    *,
+    seed: int,
+    kinds: Sequence[str] = ("code",),
+    segment: int = 200,
+    confidence: float = 1.0,
+) -> Trace:
+    """A trace that alternates `kinds` ("code", "prose", "noise") every `segment` tokens.
+
+    What the drafter says is the true probability's log-odds times `confidence`: 1 is calibrated,
+    above it over-confident, below it under-confident.
+    """
+    rng = np.random.default_rng(seed)
+    true = np.empty(n)
+    segments = []
+    for k, start in enumerate(range(0, n, segment)):
+        kind = kinds[k % len(kinds)]
+        stop = min(n, start + segment)
+        true[start:stop] = _draw(rng, kind, stop - start)
+        segments.append((start, kind))
+    if len(kinds) == 1:
+        segments = segments[:1]
+    accepted = rng.random(n) < true
+    odds = (true / (1 - true)) ** confidence
+    said = odds / (1 + odds)
+    return Trace(tuple(said.tolist()), tuple(accepted.tolist()), tuple(segments))
+
+
+_KINDS = {  # share of easy tokens, Beta of the easy ones, Beta of the others
+    "code": (0.75, (14.0, 0.7), (1.6, 1.3)),
+    "prose": (0.30, (9.0, 1.0), (1.3, 1.9)),
+    "noise": (0.02, (5.0, 1.5), (0.6, 9.0)),
+}
+
+
+def _draw(rng: np.random.Generator, kind: str, n: int) -> NDArray[np.float64]:
+    """True acceptance probabilities of n tokens of one kind of text."""
+    share, easy, other = _KINDS[kind]
+    is_easy = rng.random(n) < share
+    drawn = np.where(is_easy, rng.beta(*easy, n), rng.beta(*other, n))
+    return np.clip(drawn, 1e-4, 1 - 1e-4)
+
+
+def parse_trace(text: str) -> Trace:
+    """JSONL, one {"p": .., "accepted": ..} per token, optionally with "segment".
+
+    Raises SpecDecError naming the line.
+    """
+    p: list[float] = []
+    accepted: list[bool] = []
+    segments: list[tuple[int, str]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            p.append(float(record["p"]))
+            accepted.append(bool(record["accepted"]))
+            name = str(record.get("segment", "text"))
+        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as e:
+            raise SpecDecError(f"line {number} of the trace is no record of one: {e!r}") from e
+        if not segments or segments[-1][1] != name:
+            segments.append((len(p) - 1, name))
+    return Trace(tuple(p), tuple(accepted), tuple(segments) or ((0, "text"),))
+
+
+def format_trace(trace: Trace) -> str:
+    """The JSONL that `parse_trace` reads."""
+    names = dict(trace.segments)
+    name, lines = "text", []
+    for i, (p, accepted) in enumerate(zip(trace.p, trace.accepted, strict=True)):
+        name = names.get(i, name)
+        lines.append(json.dumps({"p": p, "accepted": accepted, "segment": name}))
+    return "\n".join(lines) + "\n"
