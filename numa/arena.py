@@ -107,7 +107,7 @@ class Arena:
         if has_pages:
             self._place_anew(work)
         else:
-            self._touch(work, 0, self.mapped_bytes)
+            self._touch(work)
         return ApplyReport(how, self._verify(notes), tuple(notes))
 
     def _bind_whole(self, placement: Placement, notes: list[str]) -> str:
@@ -137,22 +137,18 @@ class Arena:
         Moving pages instead (move_pages) fails where huge pages span nodes, and in containers.
         """
         with Arena(min(_TOUCH_BYTES, self.mapped_bytes)) as aside:
-            for start in range(0, self.mapped_bytes, _TOUCH_BYTES):
-                n_bytes = min(_TOUCH_BYTES, self.mapped_bytes - start)
-                sys.copy(aside.address, self.address + start, n_bytes)
-                sys.advise(self.address + start, n_bytes, sys.MADV_DONTNEED)
-                self._touch(work, start, start + n_bytes)
-                sys.copy(self.address + start, aside.address, n_bytes)
+            for chunk, pieces in enumerate(_by_chunk(work, self.mapped_bytes)):
+                start = self.address + chunk * _TOUCH_BYTES
+                n_bytes = min(_TOUCH_BYTES, self.address + self.mapped_bytes - start)
+                sys.copy(aside.address, start, n_bytes)
+                sys.advise(start, n_bytes, sys.MADV_DONTNEED)
+                self._touch(pieces)
+                sys.copy(start, aside.address, n_bytes)
 
-    def _touch(self, work: "WorkLists", start_bytes: int, stop_bytes: int) -> None:
-        """Every thread touches its pieces between the two offsets."""
-        inside = [
-            (cpu, [(max(a, start_bytes), min(b, stop_bytes)) for a, b in pieces
-                   if a < stop_bytes and b > start_bytes])
-            for cpu, pieces in work
-        ]  # fmt: skip
-        with ThreadPoolExecutor(max_workers=max(len(inside), 1)) as pool:
-            futures = [pool.submit(self._touch_from, cpu, p) for cpu, p in inside if p]
+    def _touch(self, work: "WorkLists") -> None:
+        """One pinned thread per processor touches its pieces."""
+        with ThreadPoolExecutor(max_workers=max(len(work), 1)) as pool:
+            futures = [pool.submit(self._touch_from, cpu, pieces) for cpu, pieces in work]
             for future in futures:
                 future.result()
 
@@ -301,6 +297,19 @@ def _work_lists(
             )
         work += [(cpu, pieces[i :: len(cpus)]) for i, cpu in enumerate(cpus)]
     return work
+
+
+def _by_chunk(work: WorkLists, mapped_bytes: int) -> list[WorkLists]:
+    """The same work, cut at multiples of 64 MiB: one list per chunk."""
+    chunks: list[dict[int, list[tuple[int, int]]]] = [
+        {} for _ in range(0, mapped_bytes, _TOUCH_BYTES)
+    ]
+    for cpu, pieces in work:
+        for start, stop in pieces:
+            for chunk in range(start // _TOUCH_BYTES, (stop - 1) // _TOUCH_BYTES + 1):
+                first, last = chunk * _TOUCH_BYTES, (chunk + 1) * _TOUCH_BYTES
+                chunks[chunk].setdefault(cpu, []).append((max(start, first), min(stop, last)))
+    return [list(chunk.items()) for chunk in chunks]
 
 
 def _wanted_nodes(placement: Placement, offsets: Sequence[int]) -> list[tuple[int, ...]]:
