@@ -1,0 +1,81 @@
+"""Which experts a layer will use before its router has said so. Pure: it sees ids, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_WHOLE_SHARE = 0.8  # of the experts used: above, the unused ones cost less than the wait for ids
+
+
+def expected_union(n_tokens: int, n_used: int, n_experts: int) -> float:
+    """Experts that `n_tokens` use between them if each picks `n_used` of `n_experts` evenly.
+
+    Real routers are less even, so this is an upper estimate of what is used.
+    """
+    if not 0 < n_used <= n_experts or n_tokens < 0:
+        raise ValueError(f"{n_tokens} tokens cannot use {n_used} of {n_experts} experts")
+    return n_experts * (1.0 - (1.0 - n_used / n_experts) ** n_tokens)
+
+
+def whole_is_better(n_tokens: int, n_used: int, n_experts: int, n_slots: int) -> tuple[bool, str]:
+    """Whether to copy all of a layer's experts ahead of its router, and why.
+
+    `n_slots` of the arena must hold one whole weight; with two, the next one is copied meanwhile.
+    """
+    union = expected_union(n_tokens, n_used, n_experts)
+    share = f"{n_tokens} tokens use about {union:.0f} of {n_experts} experts"
+    if n_slots < n_experts:
+        return False, f"{share}, but {n_slots} slots cannot hold them all"
+    if union < _WHOLE_SHARE * n_experts:
+        return False, f"{share}: copying the others would cost more than reading the ids back"
+    return True, f"{share}: copying all needs no ids"
+
+
+class Routing:
+    """What each layer's router chose last, as a guess of what it chooses next.
+
+    The tokens of a verification batch continue those of the batch before, and neighbours choose
+    alike. So the guess is what the last batch chose: what more of its tokens chose comes first,
+    and more recent choices weigh more, each batch `decay` of the one after it.
+    """
+
+    def __init__(self, decay: float = 0.5) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay must be in 0..1, not {decay}")
+        self._decay = decay
+        self._scores: dict[int, NDArray[np.float32]] = {}  # layer -> a score per expert
+        self._n_used: dict[int, int] = {}
+
+    def observe(self, layer: int, ids: NDArray[np.int32]) -> None:
+        """`ids` [n_tokens, n_used]: the experts that a layer's router chose for each token."""
+        if not ids.size:
+            return
+        counts = np.bincount(ids.ravel()).astype(np.float32) / ids.shape[0]
+        old = self._scores.get(layer)
+        if old is not None:
+            longer, shorter = (
+                (counts, old * self._decay)
+                if len(counts) >= len(old)
+                else (old * self._decay, counts)
+            )
+            longer[: len(shorter)] += shorter
+            counts = longer
+        self._scores[layer] = counts
+        self._n_used[layer] = ids.shape[1]
+
+    def predict(self, layer: int, n_tokens: int) -> Sequence[int]:
+        """Experts that the layer's next batch is likely to use, the likeliest first.
+
+        As many as that many tokens would use if routing were even; none before the first observe.
+        """
+        scores = self._scores.get(layer)
+        if scores is None:
+            return ()
+        n_used = self._n_used[layer]
+        n = round(expected_union(n_tokens, min(n_used, len(scores)), len(scores)))
+        order = np.argsort(-scores, kind="stable")[:n]
+        chosen: list[int] = order[scores[order] > 1e-3].tolist()
+        return chosen
