@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import TypeVar
 
-from specoffload.server.engine_process import Factory, engine_main
+from specoffload.server.engine_process import IGNORED_SIGNALS, Factory, engine_main
 from specoffload.server.messages import FromEngine, ToEngine
 
 _EXIT_AFTER_EOF_S = 10.0
@@ -43,7 +44,6 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
-        # daemon: should this process end on an unforeseen path, atexit terminates the child.
         self._process = context.Process(
             target=engine_main, args=(theirs, factory), name="engine", daemon=True
         )
@@ -54,6 +54,9 @@ class Child:
             raise
         finally:
             theirs.close()  # else the reader would never see end of file
+        # Should this program end on an unforeseen path: multiprocessing's own exit function sends
+        # SIGTERM, which the child ignores, and waits for it. Exit functions run last in, first out.
+        atexit.register(self.kill)
         threading.Thread(target=self._read, name="engine reader", daemon=True).start()
         threading.Thread(target=self._write, name="engine writer", daemon=True).start()
 
@@ -66,10 +69,10 @@ class Child:
             self._process.kill()
 
     def _start(self) -> None:
-        # SIGINT stays blocked across the spawn until engine_main ignores it; otherwise Ctrl-C in
-        # that window shows the child's traceback. The tracker unblocks it, so it must run before.
+        # The signals stay blocked across the spawn until engine_main ignores them; otherwise Ctrl-C
+        # in that window shows the child's traceback. The tracker unblocks them, so it runs before.
         resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         try:
             self._process.start()
         finally:
@@ -90,6 +93,7 @@ class Child:
             self._process.join()
         exit_code = self._process.exitcode
         self._process.close()
+        atexit.unregister(self.kill)
         self._outbox.put(None)
         self._tell(self._on_exit, exit_code)
 

@@ -43,6 +43,8 @@ from specoffload.server.messages import (
 Factory = Callable[[], Generator]
 """Makes the generator; must be picklable, since the process is spawned, not forked."""
 
+IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+
 log = logging.getLogger("specoffload.engine")
 
 
@@ -92,11 +94,13 @@ class _Inbox:
 def engine_main(connection: Connection, factory: Factory) -> None:
     """Entry point of the spawned process; returns after Shutdown or a failed load.
 
-    Ctrl-C at a terminal goes to the whole process group; what happens then is for the API process
-    to decide, which drains first, so SIGINT is ignored here.
+    Ctrl-C at a terminal goes to the whole process group, and a service manager's SIGTERM to the
+    whole service. What happens then is for the API process to decide, which drains first and ends
+    this process by Shutdown, SIGKILL or the end of the pipe; so both signals are ignored here.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    for sig in IGNORED_SIGNALS:
+        signal.signal(sig, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     inbox = _Inbox(connection)
     try:
         generator = factory()

@@ -1,0 +1,170 @@
+"""`specoffload serve` as a user starts it, with the embedded pair and the openai client."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import psutil
+import pytest
+from conftest import eventually, http
+
+PROMPT = "def fibonacci(n):\n"
+SERVE = [
+    sys.executable,
+    "-m",
+    "specoffload",
+    "serve",
+    "--port",
+    "0",
+    "--ctx-size",
+    "512",
+    "--threads",
+    "1",
+]
+
+
+class Program:
+    """The running program; `url` ends without a slash."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.url = self._address()
+        eventually(lambda: http.get(self.url + "/health").status_code == 200, 60)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+    def _address(self) -> str:
+        assert self.process.stdout is not None
+        seen = []
+        for line in self.process.stdout:
+            seen.append(line)
+            _, found, url = line.partition("listening on ")
+            if found:
+                return url.strip()
+        raise AssertionError("no address line:\n" + "".join(seen))
+
+
+@pytest.fixture(scope="module", params=["cpu", "sim"])
+def program(request: pytest.FixtureRequest) -> Iterator[Program]:
+    """On plain libllama, and through the wrapped device with streamed experts."""
+    command = [*SERVE, "--device", request.param]
+    if request.param == "sim":
+        command += ["--min-batch", "3"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            running = Program(process)
+            yield running
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGTERM)
+            output, _ = process.communicate(timeout=30)
+            assert process.returncode == 0, output
+            assert "Traceback" not in output
+            assert not psutil.wait_procs(children, timeout=10)[1], "no process is left"
+        finally:
+            process.kill()
+
+
+def _complete(program: Program, prompt: str, n: int) -> str:
+    with program.client() as client:
+        answer = client.completions.create(model="any", prompt=prompt, max_tokens=n)
+    return answer.choices[0].text
+
+
+def test_a_completion_streams_the_text_that_it_gives_whole(program: Program) -> None:
+    with program.client() as client:
+        whole = client.completions.create(model="any", prompt=PROMPT, max_tokens=24)
+        stream = client.completions.create(
+            model="any",
+            prompt=PROMPT,
+            max_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+    text = whole.choices[0].text
+    assert text.strip()
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == text
+    assert whole.usage is not None
+    assert chunks[-1].usage is not None
+    assert whole.usage.completion_tokens == chunks[-1].usage.completion_tokens
+    if whole.choices[0].finish_reason == "length":
+        assert whole.usage.completion_tokens == 24
+
+
+def test_the_draft_is_used_and_the_timings_say_so(program: Program) -> None:
+    with program.client() as client:
+        answer = client.completions.create(model="any", prompt=PROMPT, max_tokens=32)
+    timings = answer.model_extra["timings"]
+    assert 0 < timings["draft_n_accepted"] <= timings["draft_n"]
+    assert timings["predicted_per_second"] > 0
+    assert timings["prompt_n"] == answer.usage.prompt_tokens > 0
+
+
+def test_a_chat_is_answered_by_the_models_own_template(program: Program) -> None:
+    messages = [{"role": "user", "content": "Write a function that adds two numbers."}]
+    prompt = http.post(program.url + "/apply-template", json={"messages": messages}).json()
+    assert messages[0]["content"] in prompt["prompt"]
+    with program.client() as client:
+        answer = client.chat.completions.create(model="any", messages=messages, max_tokens=16)
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage is not None
+    assert 0 < answer.usage.completion_tokens <= 16
+    body = {"content": prompt["prompt"], "parse_special": True}
+    tokens = http.post(program.url + "/tokenize", json=body).json()["tokens"]
+    assert answer.usage.prompt_tokens == len(tokens)
+
+
+def test_a_stop_sequence_ends_the_answer_before_itself(program: Program) -> None:
+    text = _complete(program, PROMPT, 24)
+    stop = text[len(text) // 2 :][:3]
+    with program.client() as client:
+        answer = client.completions.create(model="any", prompt=PROMPT, max_tokens=24, stop=stop)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].text == text[: text.index(stop)]
+
+
+def test_requests_sent_at_once_are_answered_as_one_after_the_other(program: Program) -> None:
+    prompts = [f"def function_{name}(x):\n" for name in ("a", "b", "c")]
+    alone = [_complete(program, prompt, 8) for prompt in prompts]
+    with ThreadPoolExecutor(3) as pool:
+        together = list(pool.map(lambda prompt: _complete(program, prompt, 8), prompts))
+    assert together == alone
+
+
+def test_a_seed_makes_sampling_repeatable(program: Program) -> None:
+    def sample(seed: int) -> str:
+        with program.client() as client:
+            answer = client.completions.create(
+                model="any", prompt=PROMPT, max_tokens=8, temperature=1.5, seed=seed
+            )
+        return answer.choices[0].text
+
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in range(1, 4)}) > 1
+
+
+def test_a_client_that_leaves_does_not_disturb_the_next(program: Program) -> None:
+    expected = _complete(program, PROMPT, 16)
+    with program.client() as client:
+        stream = client.completions.create(model="any", prompt="import os\n", stream=True)
+        next(stream)
+        stream.close()
+    assert _complete(program, PROMPT, 16) == expected
+
+
+def test_a_prompt_longer_than_the_context_is_a_400_with_both_numbers(program: Program) -> None:
+    with program.client() as client, pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="any", prompt="word " * 2000)
+    body = caught.value.body
+    assert isinstance(body, dict)
+    assert body["type"] == "exceed_context_size_error"
+    assert body["n_ctx"] == 512
+    assert body["n_prompt_tokens"] > 512
