@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import Running, StartServer, http
+from running import Running, StartServer, http
 
 USER = [{"role": "user", "content": "hi"}]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from conftest import Running, StartServer, eventually, http
 from fake_generator import TAIL, FakeFactory
+from running import Running, StartServer, eventually, http
 
 from offload.errors import DeviceFailed
 

@@ -7,8 +7,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
-from conftest import Running, http
 from fake_generator import TAIL
+from running import Running, http
 
 
 def test_a_chat_completion_has_the_answer_and_its_counts(server: Running) -> None:

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from conftest import Running, StartServer, eventually, http
 from fake_generator import TAIL, FakeFactory
+from running import Running, StartServer, eventually, http
 
 
 @contextmanager

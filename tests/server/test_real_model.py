@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import psutil
 import pytest
-from conftest import eventually, http
+from running import eventually, http
 
 PROMPT = "def fibonacci(n):\n"
 SERVE = [

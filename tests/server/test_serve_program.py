@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from conftest import eventually, http
+from running import eventually, http
 
 PROGRAM = Path(__file__).with_name("serve_fake.py")
 

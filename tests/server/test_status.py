@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from conftest import StartServer, eventually, http
 from fake_generator import FakeFactory
+from running import StartServer, eventually, http
 
 from specoffload.errors import UsageError
 

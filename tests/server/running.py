@@ -1,0 +1,100 @@
+"""A server on a real socket, in a thread of the test process; its engine process is a real one."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import httpx
+import openai
+from fake_generator import FakeFactory
+
+from specoffload.server.app import create_app
+from specoffload.server.client import EngineClient
+from specoffload.server.restart import RestartPolicy
+from specoffload.server.run import listen, serve_until, url_of
+
+# One client, since each makes a TLS context; no connection outlives its request.
+http = httpx.Client(verify=False, timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
+
+QUICK_RESTART = RestartPolicy(limit=3, first_delay_s=0.05, max_delay_s=0.1)
+
+
+class Running:
+    """A server and the means to look into it; `url` ends without a slash."""
+
+    def __init__(self, factory: FakeFactory, api_key: str | None, max_queue: int) -> None:
+        self.lines: list[str] = []
+        self.error: BaseException | None = None
+        self._listening = threading.Event()
+        self._arguments = (factory, api_key, max_queue)
+        self._thread = threading.Thread(target=self._run, name="server")
+        self._thread.start()
+        assert self._listening.wait(20)
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        options = {"api_key": "none", "max_retries": 0, "timeout": 20, **options}
+        return openai.OpenAI(base_url=self.url + "/v1", **options)
+
+    def props(self) -> dict[str, Any]:
+        props: dict[str, Any] = http.get(self.url + "/props").json()
+        return props
+
+    def wait_until_healthy(self) -> None:
+        eventually(lambda: http.get(self.url + "/health").status_code == 200)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def wait_for_end(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except Exception as e:
+            self.error = e
+
+    async def _serve(self) -> None:
+        factory, api_key, max_queue = self._arguments
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        with closing(listen("127.0.0.1", 0)) as listener:
+            self.url = url_of(listener)
+            engine = EngineClient(
+                factory, max_queue=max_queue, policy=QUICK_RESTART, say=self.lines.append
+            )
+            app = create_app(engine, api_key=api_key)
+            await serve_until(self._stop, app, engine, listener, 1.0, self._hear)
+
+    def _hear(self, line: str) -> None:
+        self.lines.append(line)
+        self._listening.set()
+
+
+StartServer = Callable[..., Running]
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    """Waits until `condition()`; fails after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "this did not come true in time"
+        time.sleep(0.03)
+
+
+def start(
+    factory: FakeFactory | None = None, api_key: str | None = None, max_queue: int = 16
+) -> Running:
+    return Running(factory or FakeFactory(), api_key, max_queue)
