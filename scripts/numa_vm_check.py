@@ -12,7 +12,7 @@ from pathlib import Path
 
 from numa import sys as calls
 from numa.arena import Arena
-from numa.bind import bind_team, check_team, new_thread_ids, thread_ids
+from numa.bind import bind_team, check_team, new_thread_ids, pinned, thread_ids
 from numa.doctor import diagnose, read_facts
 from numa.errors import PlacementRefused
 from numa.measure import read_bandwidth
@@ -149,6 +149,31 @@ def check_huge(checks: Checks, plan: ThreadPlan, cpus: CPUS_OF_NODE) -> None:
                       f" {placement.huge_share:.0%} planned {notes}")  # fmt: skip
 
 
+def check_balancing(checks: Checks, cpus: CPUS_OF_NODE) -> None:
+    """Read node 0's pages from node 1 for a while: the kernel moves plain memory, not ours."""
+    Path("/proc/sys/kernel/numa_balancing").write_text("1")
+    size = 16 * MIB
+    placement = Placement(
+        Strategy.ROWS, size, PAGE_BYTES,
+        (NodeRange(0, size // 2, (0,)), NodeRange(size // 2, size, (0,))),
+    )  # fmt: skip
+    with Arena(size) as ours, Arena(size) as plain:
+        ours.apply(placement, cpus)
+        with pinned(cpus[0]):
+            calls.touch(plain.address, size)
+        moved, deadline = 0, time.monotonic() + 60
+        with pinned(cpus[1]):
+            while time.monotonic() < deadline and moved < size // PAGE_BYTES // 2:
+                for _ in range(100):
+                    calls.scan(ours.address, size)
+                    calls.scan(plain.address, size)
+                moved = pages_per_node(plain).get(1, 0)
+        left = pages_per_node(ours)
+        checks.expect("numa_balancing leaves an arena alone",
+                      left == {0: size // PAGE_BYTES} and moved > 0,
+                      f"{left}; of memory without a policy it moved {moved} pages")  # fmt: skip
+
+
 def check_full_node(checks: Checks, cpus: CPUS_OF_NODE) -> None:
     """Node 1 has 512 MiB: an arena of 500 does not fit what is free there."""
     size = 500 * MIB
@@ -239,6 +264,7 @@ def main() -> int:
     check_strategies(checks, plan, cpus)
     check_moving(checks, plan, cpus)
     check_huge(checks, plan, cpus)
+    check_balancing(checks, cpus)
     check_full_node(checks, cpus)
     check_threads(checks, plan)
     check_refusals(checks)
