@@ -26,20 +26,13 @@ from specoffload.session import SEQUENCE, Session
 
 PROFILE_SIZES = tuple(range(1, 17))
 _NEVER = MinBatch(experts=1 << 30, dense=1 << 30)
-_DEFAULT_PROMPTS = (
-    "def fibonacci(n):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "import os\nimport sys\n\n\ndef main():\n",
-)
+N_PROMPTS = 4
 
 
-def prompts() -> list[str]:
-    """The embedded held-out prompts, or three of our own for a model that is not the pair."""
-    path = demo_file("prompts.json")
-    if not path.exists():
-        return list(_DEFAULT_PROMPTS)
-    texts: list[str] = json.loads(path.read_text(encoding="utf-8"))["code"]
-    return texts[:4]
+def prompts(kind: str = "code") -> list[str]:
+    """The embedded pair's held-out prompts of one kind: code or prose."""
+    rows = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))
+    return [row["text"] for row in rows if row["kind"] == kind]
 
 
 def bench_config(config: Config, *, n_predict: int, repetitions: int) -> None:
@@ -48,7 +41,7 @@ def bench_config(config: Config, *, n_predict: int, repetitions: int) -> None:
         config = replace(config, device="sim")
         report.note("no GPU here: the wrapped device is measured on sim, the CPU posing as one")
     result: dict[str, Any] = {"machine": machine(), "commit": commit(), "model": config.model.name}
-    texts = prompts()
+    texts = prompts()[:N_PROMPTS]
     plain_config = replace(config, device="cpu" if config.device.startswith("sim") else
                            config.device, draft=None)  # fmt: skip
     with report.progress("measuring") as bar:

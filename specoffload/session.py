@@ -228,6 +228,11 @@ class Session:
             common = 0
         self.target.rewind(SEQUENCE, common)
 
+    def forget(self) -> None:
+        """Drop what is cached of the conversation: the next prompt is evaluated whole."""
+        self.target.rewind(SEQUENCE, 0)
+        self._held.clear()
+
     def _keep(self, history: list[int]) -> None:
         self._held = history[: self.target.length(SEQUENCE)]
 
