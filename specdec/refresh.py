@@ -10,13 +10,14 @@ from dataclasses import replace
 
 from specdec.profile import CostProfile
 
+_STALE_ROUNDS = 8
 _OVERALL = 0.02
 _SINGLE = 0.05
 _OUTLIER = 3.0  # a step this much over its expectation was something else (a page fault, a probe)
 
 
 class LiveCosts:
-    """T(n) of a profile, refreshed by `observe`. `version` changes when the times do."""
+    """T(n) of a profile, refreshed by `observe`; `times[n-1]` follows a few rounds late."""
 
     def __init__(self, profile: CostProfile, n_max: int) -> None:
         self._profile = profile
@@ -27,7 +28,12 @@ class LiveCosts:
         # A profile without seconds gets them from the first round.
         self._scaled = not profile.relative
         self.times = list(self._base)
-        self.version = 0
+        self._n_stale = 0
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the times are still in units of T(1)."""
+        return not self._scaled
 
     @property
     def draft_step_s(self) -> float:
@@ -41,6 +47,7 @@ class LiveCosts:
             self._overall = verify_s / self._base[n - 1]
             self._draft_s *= self._overall
             self._scaled = True
+            self._refresh()
         ratio = verify_s / self.times[n - 1]
         if ratio > _OUTLIER:
             ratio = _OUTLIER
@@ -50,12 +57,18 @@ class LiveCosts:
             step = draft_s / n_draft_steps
             rate = _SINGLE if self._draft_s > 0 else 1.0
             self._draft_s += rate * (min(step, _OUTLIER * (self._draft_s or step)) - self._draft_s)
+        self._n_stale += 1
+        if self._n_stale >= _STALE_ROUNDS:
+            self._refresh()
+
+    def _refresh(self) -> None:
         overall = self._overall
         self.times = [b * s * overall for b, s in zip(self._base, self._single, strict=True)]
-        self.version += 1
+        self._n_stale = 0
 
     def profile(self) -> CostProfile:
         """The profile as it stands now, to be stored."""
+        self._refresh()
         steps = tuple(self.times[: self._profile.n_max])
         return replace(
             self._profile,

@@ -2,105 +2,130 @@
 
 By renewal theory the best round is the one that maximises its tokens minus lambda times its
 time, where lambda is the best rate achievable, here a running estimate (Dinkelbach's iteration).
-A token of p is worth its calibrated chance of being reached and accepted. Costs may be jagged, so
-drafting goes on while any larger batch could still pay if the next tokens are as good as hoped.
-Verifying nothing is always a candidate, and a drafter that has not paid is asked only now and
-then, so that a hopeless one costs (nearly) nothing.
+A token of p is worth its calibrated chance of being reached and accepted. Drafting goes on while
+what may follow is worth the step (`horizon`), over bumps of jagged costs too. Verifying nothing
+is always a candidate, and a drafter that does not pay is asked only now and then, so that a
+hopeless one costs next to nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.calibration import Calibration
+from specdec.policies.horizon import CENTRE_OF, LEVEL, N_CENTRES, N_LEVELS, drafting_on
 from specdec.profile import CostProfile
 from specdec.refresh import LiveCosts
 from specdec.types import Round, Walk
 
 _RATE_ROUNDS = 40.0  # rounds that the estimate of lambda remembers
-_HOPE = 0.7  # how far hope lies between the drafter's usual probability and certainty
-_GAIN_ROUNDS = 12.0  # rounds that a drafter's average gain remembers
-_FIRST_GAP, _LAST_GAP = 4, 32  # rounds between probes of a drafter that does not pay
+_GROW = 1.0 / 0.985  # per token, of what is remembered of a drafter's probabilities
+_N_PROBED = 3  # tokens that a probe drafts while they are likely
+_PROBE_WEIGHT = 3.0
+_FIRST_GAP = 4  # rounds before the first probe of a drafter that stopped to pay
+_PROBE_SHARE = 0.004  # of the time that probing may take in the end
+# Once speculation has won this share of the tokens, text that changes is worth more probing.
+_AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
+_REBUILD_ROUNDS = 16
+_LOSS_TOKENS, _LOSS_SHARE = 1.0, 0.003  # what speculation may lose before it must prove itself
+
+_LAST_LEVEL = N_LEVELS - 1
 
 
-@dataclass(slots=True)
 class _Source:
-    """What is known of one drafter."""
+    """What is known of one drafter: the probabilities it offers, and what they are worth."""
 
-    gain: float = 0.0  # mean of a drafted round's gain over a plain one, in tokens
-    n_rounds: int = 0
-    usual_p: float = 0.9  # mean calibrated probability of its tokens
-    gap: int = _FIRST_GAP
-    wait: int = 0  # rounds until the next probe while it does not pay
+    __slots__ = ("age", "gap", "onwards", "price", "scale", "seen", "step", "wait")
+
+    def __init__(self) -> None:
+        # A drafter nobody has seen is hoped to be decent; four tokens outweigh that.
+        self.seen = [0.25] * N_CENTRES
+        self.seen[-3:] = [0.5, 0.75, 0.75]
+        self.scale = 1.0
+        self.onwards: list[list[float]] = []
+        self.price: list[float] = []
+        self.step = 0.0
+        self.age = _REBUILD_ROUNDS
+        self.gap = _FIRST_GAP
+        self.wait = 0
+
+    def see(self, q: float, weight: float) -> None:
+        # Later observations weigh more, instead of all earlier ones less.
+        self.scale *= _GROW
+        self.seen[CENTRE_OF[int(q * 1000)]] += weight * self.scale
+
+    def rebuild(self, price: NDArray[np.float64], step: float) -> None:
+        weights = np.array(self.seen) / self.scale
+        self.seen, self.scale = weights.tolist(), 1.0
+        self.onwards = drafting_on(price, step, weights / weights.sum()).tolist()
+        self.price = price.tolist()
+        self.step = step
+        self.age = 0
 
 
 class ThroughputWalk:
-    """One draft. `_price[j]` is lambda (T(rows + j) + j d) for j drafted tokens, relative to
-    j = 0; `_hope[k]` the expected length of k further tokens as good as hoped."""
+    """One draft. Values are in tokens, over verifying nothing; drafting done is done, so only
+    what is still to be drafted and verified counts."""
 
     __slots__ = (
-        "_bins",
-        "_hope",
+        "_at",
+        "_calibration",
+        "_known",
+        "_name",
+        "_onwards",
         "_price",
-        "_step",
         "best",
+        "is_probe",
         "limit",
         "n",
         "n_best",
         "product",
-        "reason",
-        "sum_p",
+        "qs",
         "total",
         "wants",
     )
 
     def __init__(
-        self,
-        limit: int,
-        price: NDArray[np.float64],
-        step: float,
-        hope: NDArray[np.float64],
-        calibrated: _Calibrated,
+        self, limit: int, name: str, known: _Source, calibration: Calibration, is_probe: bool
     ) -> None:
         self.limit = limit
-        self._price = price
-        self._step = step
-        self._hope = hope
-        self._bins = calibrated
+        self._name = name
+        self._known = known
+        self._calibration = calibration
+        self._price = known.price
+        self._onwards = known.onwards
+        self._at = 0.0  # -log P in levels
+        self.is_probe = is_probe
         self.n = self.n_best = 0
         self.best = 0.0
         self.product = 1.0
         self.total = 0.0
-        self.sum_p = 0.0
-        self.wants = limit > 0 and self._may_gain()
-        self.reason = "no larger batch can pay" if limit > 0 else "no room for a draft"
-
-    def _may_gain(self) -> bool:
-        """Whether a larger batch beats the best so far if the next tokens are as hoped.
-
-        What was drafted is paid, whether verified or not, so it is added back.
-        """
-        n = self.n
-        values = self.product * self._hope[: self.limit - n] - self._price[n + 1 : self.limit + 1]
-        return bool(self.total + values.max() + n * self._step > self.best)
+        self.qs: list[float] = []
+        self.wants = limit > 0
 
     def feed(self, p: float) -> bool:
-        q = self._bins.probability(p)
-        self.sum_p += q
+        q = self._calibration.probability(self._name, p)
+        self.qs.append(q)
         self.product *= q
         self.total += self.product
         self.n = n = self.n + 1
-        value = self.total - (self._price[n] - n * self._step)
+        value = self.total - self._price[n]
         if value > self.best:
-            self.best = float(value)
+            self.best = value
             self.n_best = n
         if n >= self.limit:
             self.wants = False
-        else:
-            self.wants = self._may_gain()
+            return False
+        self._at += -math.log(q) / LEVEL if q > 0.0 else N_LEVELS
+        level = int(self._at + 0.5)
+        if level > _LAST_LEVEL:
+            level = _LAST_LEVEL
+        self.wants = self.total + self._onwards[n][level] > self.best or (
+            self.is_probe and n < _N_PROBED and self.product > 0.2
+        )
         return self.wants
 
     @property
@@ -108,20 +133,11 @@ class ThroughputWalk:
         return self.best
 
     @property
-    def net_gain(self) -> float:
-        """The gain less the time of drafting, in tokens: may be negative."""
-        return self.best - self.n * self._step
-
-
-class _Calibrated:
-    __slots__ = ("_calibration", "_source")
-
-    def __init__(self, calibration: Calibration, source: str) -> None:
-        self._calibration = calibration
-        self._source = source
-
-    def probability(self, p: float) -> float:
-        return self._calibration.probability(self._source, p)
+    def reason(self) -> str:
+        if self.limit <= 0:
+            return "no room for a draft"
+        kind = "probe: " if self.is_probe else ""
+        return f"{kind}{self.n_best} of {self.n} drafted gain {self.best:.2f} tokens"
 
 
 class _Off:
@@ -162,37 +178,43 @@ class Throughput:
         self._walk: ThroughputWalk | None = None
         # lambda = tokens / seconds, both decaying; it starts as plain decoding
         self._tokens = 4.0
+        self._n_tokens = 0
+        self._won = 0.0  # tokens gained over plain decoding in the same time
         self._seconds = 4.0 * self.costs.times[0]
-        self._prices: tuple[int, NDArray[np.float64]] | None = None
 
     @property
     def rate(self) -> float:
-        """lambda: the running estimate of tokens per second."""
-        return self._tokens / self._seconds
+        """lambda: the running estimate of tokens per second, never below plain decoding's."""
+        return max(self._tokens / self._seconds, 1.0 / self.costs.times[0])
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether speculation has so far lost more tokens than it is allowed to."""
+        return self._won < -(_LOSS_TOKENS + _LOSS_SHARE * self._n_tokens)
 
     def begin(self, limit: int, source: str) -> Walk:
         known = self._sources.get(source)
         if known is None:
             known = self._sources[source] = _Source()
-        self._walk = None
+        if known.age >= _REBUILD_ROUNDS:
+            self._rebuild(known, source)
         limit = min(limit, self.n_max)
-        step_s = self.costs.draft_step_s if source in self._paid else 0.0
-        if step_s > 0 and known.gain < 0:
-            known.wait -= 1
-            if known.wait >= 0:
+        is_probe = False
+        self._walk = None
+        if limit > 0 and (known.onwards[0][0] <= 0.0 or self._is_behind):
+            if known.step > 0.0 and known.wait > 0:
+                known.wait -= 1
+                known.age += 1
                 return _Off(self._why_off(known))
-        rate = self.rate
-        times = self._times()
-        price = rate * (times[: limit + 1] - times[0] + step_s * _COUNT[: limit + 1])
-        walk = ThroughputWalk(
-            limit,
-            price,
-            rate * step_s,
-            _hoped(known.usual_p)[: max(1, limit)],
-            _Calibrated(self.calibration, source),
-        )
+            is_probe = True
+        walk = ThroughputWalk(limit, source, known, self.calibration, is_probe)
         self._walk = walk
         return walk
+
+    def _rebuild(self, known: _Source, source: str) -> None:
+        step_s = self.costs.draft_step_s if source in self._paid else 0.0
+        times = np.array(self.costs.times)
+        known.rebuild(self.rate * (times - times[0]), self.rate * step_s)
 
     def learn(self, round_: Round) -> None:
         draft = round_.draft
@@ -201,48 +223,44 @@ class Throughput:
             self.calibration.observe(source, p, accepted)
         if walk is not None and walk.limit > 0:
             self._judge(self._sources[source], walk)
+            self._walk = None
         if self._refresh:
+            had_no_unit = self.costs.is_relative
             self.costs.observe(round_.n_drafted + 1, round_.verify_s, draft.n_steps, round_.draft_s)
+            if had_no_unit:
+                self._seconds = self._tokens * self.costs.times[0]
         keep = 1.0 - 1.0 / _RATE_ROUNDS
         took = self.costs.times[round_.n_drafted] + draft.n_steps * self.costs.draft_step_s
+        self._n_tokens += len(round_.emitted)
+        self._won += len(round_.emitted) - took / self.costs.times[0]
         self._tokens = self._tokens * keep + len(round_.emitted)
         self._seconds = self._seconds * keep + took
 
     def _judge(self, known: _Source, walk: ThroughputWalk) -> None:
-        known.n_rounds += 1
-        weight = max(1.0 / known.n_rounds, 1.0 / _GAIN_ROUNDS)
-        known.gain += weight * (walk.net_gain - known.gain)
-        if walk.n:
-            known.usual_p += max(1.0 / (known.n_rounds + 2), 0.05) * (
-                walk.sum_p / walk.n - known.usual_p
-            )
-        if known.gain >= 0:
+        weight = _PROBE_WEIGHT if walk.is_probe else 1.0
+        for q in walk.qs:
+            known.see(q, weight)
+        known.age += 1
+        if not walk.is_probe:
             known.gap = _FIRST_GAP
-        elif walk.net_gain < 0:
-            known.gap = min(_LAST_GAP, known.gap * 2)
-        known.wait = known.gap
-
-    def _times(self) -> NDArray[np.float64]:
-        if self._prices is None or self._prices[0] != self.costs.version:
-            self._prices = (self.costs.version, np.array(self.costs.times))
-        return self._prices[1]
+            known.wait = 0
+            return
+        known.age = _REBUILD_ROUNDS  # what a probe saw counts at once
+        spent = walk.n * known.step
+        if walk.best > spent:  # a probe that found something is followed by another
+            if not self._is_behind:
+                known.gap = _FIRST_GAP
+            known.wait = known.gap if self._is_behind else 0
+            return
+        # lambda times T(1) is what a plain round is worth, in tokens.
+        plain = self.rate * self.costs.times[0]
+        share = _PROBE_SHARE_AHEAD if self._won > _AHEAD * self._n_tokens else _PROBE_SHARE
+        longest = max(_FIRST_GAP, int(spent / (plain * share)))
+        known.wait = known.gap = min(longest, known.gap * 2)
 
     def _why_off(self, known: _Source) -> str:
         times = self.costs.times
         return (
-            f"off: T(2)/T(1) is {times[1] / times[0]:.2f}, drafting gained {known.gain:+.2f} "
-            f"tokens a round; asked again in {known.wait} rounds"
+            f"off: T(2)/T(1) is {times[1] / times[0]:.2f}, drafting would gain "
+            f"{known.onwards[0][0]:+.2f} tokens; asked again in {known.wait} rounds"
         )
-
-
-_COUNT = np.arange(1024, dtype=np.float64)
-_HOPED: dict[int, NDArray[np.float64]] = {}
-
-
-def _hoped(usual_p: float) -> NDArray[np.float64]:
-    """Expected accepted tokens of the next 1, 2, ... tokens, each of a hoped-for probability."""
-    index = int(100 * (usual_p + _HOPE * (1.0 - usual_p)))
-    found = _HOPED.get(index)
-    if found is None:
-        found = _HOPED[index] = np.cumsum((index / 100.0) ** _COUNT[1:])
-    return found
