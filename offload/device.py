@@ -7,6 +7,8 @@ once per part of the model that the device computes, also on this thread.
 from __future__ import annotations
 
 import difflib
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +19,10 @@ from offload.ggml.graph import Cut, CutList, Cuts
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.lib import library, op_number
 from offload.ggml.pydevice import FAILED, Backend, PyDevice
+from offload.plan import ArenaPlan, Shape
+from offload.sim import parse_sim
 from offload.weights.counters import StreamCounters
+from offload.weights.serial import SerialStream
 
 _CPU = abi.GGML_BACKEND_DEVICE_TYPE_CPU
 _GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
@@ -39,6 +44,10 @@ class DeviceChoice:
     on_gpu: bool
     reason: str
 
+    @property
+    def is_sim(self) -> bool:
+        return self.wrapped and not self.on_gpu
+
 
 def devices() -> list[DeviceChoice]:
     """Every device ggml knows, as it would be chosen by name."""
@@ -59,7 +68,7 @@ def choose_device(wanted: str) -> DeviceChoice:
     """The device for `--device auto|NAME|cpu|sim`.
 
     `auto` takes the first real GPU, wrapped, else the plain CPU; `cpu` is libllama untouched;
-    `sim` wraps the CPU device as if it were a GPU.
+    `sim` wraps the CPU device as if it were a GPU, `sim:...` with limits (offload/sim.py).
     """
     known = devices()
     cpu = next(d for d in known if not d.on_gpu)
@@ -72,9 +81,10 @@ def choose_device(wanted: str) -> DeviceChoice:
         best = gpus[0]
         reason = "the first GPU that ggml knows"
         return DeviceChoice(best.name, best.description, best.address, True, True, reason)
-    if lowered == "sim":
+    if lowered == "sim" or lowered.startswith("sim:"):
+        parse_sim(wanted)
         reason = "asked for: the CPU device posing as a GPU"
-        return DeviceChoice("sim", cpu.description, cpu.address, True, False, reason)
+        return DeviceChoice(wanted, cpu.description, cpu.address, True, False, reason)
     for device in gpus:
         if device.name.lower() == lowered:
             return device
@@ -105,24 +115,49 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
+MakeStream = Callable[[Backend], Stream]
+
+
 class StreamingDevice(PyDevice):
     """A real device that also takes products with weights that lie in our host memory."""
 
     def __init__(
-        self, choice: DeviceChoice, host: HostBufferType, min_batch: MinBatch, pending: Pending
+        self,
+        choice: DeviceChoice,
+        host: HostBufferType,
+        min_batch: MinBatch,
+        pending: Pending,
+        *,
+        arenas: Sequence[ArenaPlan] = (),
+        make_stream: MakeStream | None = None,
+        vram_bytes: int | None = None,
     ) -> None:
+        """`arenas` limit what the device takes; without them there is always room for a slot.
+
+        `vram_bytes` is what the device says it has, the real device's own when None.
+        """
         super().__init__(choice.address, WRAPPED_NAME, pending)
         self.choice, self.host, self.min_batch = choice, host, min_batch
+        self.declined: Counter[str] = Counter()  # why products went to the CPU
+        self._arenas = {arena.shape: arena for arena in arenas}
+        self._make_stream = make_stream
+        self._vram_bytes = vram_bytes
+        self._shapes: dict[int, Shape] = {}
         self._mul_mat, self._mul_mat_id = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
         self.cuts = Cuts(self._cut_at)
         self.n_graphs = 0
         self.streams: dict[int, Stream] = {}
 
     def make_stream(self, backend: Backend) -> Stream:
-        """The stream that serves one backend; replaced by what the plan asks for."""
-        from offload.weights.serial import SerialStream
-
+        """The stream that serves one backend: what the plan asks for, else the serial one."""
+        if self._make_stream is not None:
+            return self._make_stream(backend)
         return SerialStream(self.inner_buft, backend)
+
+    def _memory(self) -> tuple[int, int]:
+        if self._vram_bytes is None:
+            return super()._memory()
+        return self._vram_bytes, self._vram_bytes
 
     def _opened(self, backend: Backend) -> None:
         self.streams[backend.address] = self.make_stream(backend)
@@ -138,11 +173,38 @@ class StreamingDevice(PyDevice):
         if op in (self._mul_mat, self._mul_mat_id) and self.host.holds(tensor.source(node, 0)):
             view = tensor.at(node)
             if op == self._mul_mat_id:
-                if view.ne[2] < self.min_batch.experts:
+                if view.ne[2] < self.min_batch.experts or not self._has_room(node):
                     return False
             elif view.ne[1] < self.min_batch.dense:
                 return False
+            if not super()._supports_op(node):
+                kind = self._shape(tensor.source(node, 0), 0)[0]
+                self.declined[f"{self.choice.name} cannot multiply {kind} weights"] += 1
+                return False
+            return True
         return super()._supports_op(node)
+
+    def _has_room(self, node: int) -> bool:
+        """Whether all experts that the node may use fit the slots at once."""
+        if not self._arenas:
+            return True
+        weight, ids = tensor.source(node, 0), tensor.at(tensor.source(node, 2))
+        arena = self._arenas[self._shape(weight, 0)]
+        wanted = min(arena.n_experts, int(ids.ne[0]) * int(ids.ne[1]))
+        if wanted <= arena.n_slots:
+            return True
+        self.declined[
+            f"{ids.ne[1]} tokens may use {wanted} experts, and --vram leaves {arena.n_slots} slots"
+        ] += 1
+        return False
+
+    def _shape(self, weight: int, matrices: int) -> Shape:
+        shape = self._shapes.get(weight)
+        if shape is None:
+            view = tensor.at(weight)
+            kind = self._lib.ggml_type_name(view.type).decode()
+            shape = self._shapes[weight] = kind, int(view.ne[0]), int(view.ne[1]), matrices
+        return shape
 
     def _cut_at(self, index: int, node: int) -> Cut | None:
         op = tensor.op_of(node)

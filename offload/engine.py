@@ -23,11 +23,13 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.llama import PARTIAL_STATE, Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.log import opening
 from offload.model import ModelFacts, read_facts
+from offload.plan import Plan
+from offload.sim import parse_sim
+from offload.streaming import StreamingOptions, plan_streaming, stream_maker
 from offload.text import TextStream
 from offload.weights.counters import StreamCounters
 from offload.weights.memory import AnonymousMemory
 
-STREAMED_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.weight$"
 _HOST_NAME = "SPEC_HOST"
 
 
@@ -38,6 +40,7 @@ class EngineOptions:
     device: str = "auto"
     min_batch: MinBatch = MinBatch()
     stream_experts: bool = True  # off: the whole model is resident on the device
+    streaming: StreamingOptions = StreamingOptions()
     wrapped: bool = True  # off: libllama sees the real device, as for a draft
     n_ctx: int = 4096
     n_batch: int = 2048
@@ -74,6 +77,7 @@ class Engine:
         self._pending = Pending()
         self._closing = ExitStack()
         self.host: HostBufferType | None = None
+        self.plan: Plan | None = None
         self.device: StreamingDevice | None = None
         try:
             placement = self._place()
@@ -99,14 +103,22 @@ class Engine:
         if not self.options.wrapped:
             real = (self.choice.address,) if self.choice.on_gpu else ()
             return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
-        overrides: tuple[tuple[str, int], ...] = ()
+        o = self.options
+        self.plan = plan_streaming(self.facts, self.choice, o.streaming, o.stream_experts)
         self.host = HostBufferType(_HOST_NAME, AnonymousMemory(), self._pending)
-        self.device = StreamingDevice(self.choice, self.host, self.options.min_batch, self._pending)
-        if self.options.stream_experts and self.facts.n_experts:
-            overrides = ((STREAMED_EXPERTS, self.host.address),)
+        self.device = StreamingDevice(
+            self.choice,
+            self.host,
+            o.min_batch,
+            self._pending,
+            arenas=self.plan.arenas,
+            make_stream=stream_maker(self.plan, self.choice, o.streaming),
+            vram_bytes=parse_sim(o.device).vram_bytes if self.choice.is_sim else None,
+        )
+        host = self.host.address
         return ModelPlacement(
             devices=(self.device.address,),
-            overrides=overrides,
+            overrides=tuple((pattern, host) for pattern in self.plan.patterns()),
             n_gpu_layers=999,
             # Repacked weights are not host memory in ggml's layout and cannot be streamed.
             use_extra_bufts=False,

@@ -24,7 +24,7 @@ _DENSE = re.compile(
     r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp))\.weight$"
 )
 
-Shape = tuple[str, int, int, int]  # type, row length, rows, matrices (1 for experts: a slot is one)
+Shape = tuple[str, int, int, int]  # type, row length, rows, matrices (0: experts, a slot is one)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Plan:
 def shape_of(entry: TensorEntry) -> Shape:
     """The arena an entry streams through."""
     dims = (*entry.shape, 1, 1, 1)
-    matrices = 1 if is_experts(entry) else dims[2]
+    matrices = 0 if is_experts(entry) else dims[2]
     return entry.type, dims[0], dims[1], matrices
 
 

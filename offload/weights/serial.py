@@ -16,20 +16,24 @@ from offload.ggml.arena import Arena, DeviceMemory
 from offload.ggml.graph import Cut, CutList
 from offload.ggml.lib import library
 from offload.ggml.pydevice import FAILED, Backend
+from offload.weights.copy import Copier, Transfer
 from offload.weights.counters import StreamCounters
 
 
 class SerialStream:
     """Runs graphs with cuts on one inner backend."""
 
-    def __init__(self, buft: int, backend: Backend) -> None:
+    def __init__(self, buft: int, backend: Backend, copier: Copier | None = None) -> None:
+        """`copier` holds the copies to a link; without one they go straight to the backend."""
         self._lib = library()
-        self._buft, self._backend = buft, backend
+        self._buft, self._backend, self._copier = buft, backend, copier
         self._arenas: dict[tuple[int, int, int, int], Arena] = {}
         self._ids_memory: DeviceMemory | None = None
         self.counters = StreamCounters()
 
     def close(self) -> None:
+        if self._copier is not None:
+            self._copier.close()
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
@@ -40,6 +44,8 @@ class SerialStream:
     def compute(self, cut_list: CutList) -> int:
         """Run the whole graph; a ggml_status."""
         self.counters.graphs += 1
+        if self._copier is not None:
+            self._copier.begin()
         done = 0
         for cut in cut_list.cuts:
             status = self._run(cut_list, done, cut.index) or self._run_cut(cut_list, cut)
@@ -84,10 +90,14 @@ class SerialStream:
         return arena
 
     def _copy(self, target: Any, offset: int, source: int, size: int) -> None:
-        self._lib.ggml_backend_tensor_set_async(
-            self._backend.inner, tensor.address_of(target), source, offset, size
-        )
-        self._lib.ggml_backend_synchronize(self._backend.inner)
+        if self._copier is not None:
+            self._copier.copy(Transfer(target, offset, source, size), None)
+            self._copier.drain()
+        else:
+            self._lib.ggml_backend_tensor_set_async(
+                self._backend.inner, tensor.address_of(target), source, offset, size
+            )
+            self._lib.ggml_backend_synchronize(self._backend.inner)
         self.counters.copies += 1
         self.counters.streamed_bytes += size
 

@@ -1,0 +1,89 @@
+"""How weights stream: the options, and the parts that a plan and a device call for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.device import DeviceChoice, MakeStream, Stream
+from offload.errors import BadRequest
+from offload.ggml.lib import library
+from offload.ggml.props import has_async_and_events, memory_of
+from offload.ggml.pydevice import Backend
+from offload.model import ModelFacts, layer_of
+from offload.plan import MARGIN_BYTES, Plan, make_plan
+from offload.sim import parse_sim
+from offload.trace import NO_TRACE, Trace
+from offload.weights.copy import Copier, DeviceCopier, Link, ThreadCopier
+from offload.weights.keep import make_keep
+from offload.weights.schedule import Schedule
+from offload.weights.serial import SerialStream
+from offload.weights.slots import SlotTable
+from offload.weights.stream import ScheduledStream
+
+
+@dataclass(frozen=True)
+class StreamingOptions:
+    """Switches of the layer scheduler; each has a slow twin it is tested equal to."""
+
+    vram_bytes: int | None = None  # None: what is free, less a margin
+    n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: what fits
+    reserve_bytes: int = 0  # of the budget, for the KV cache, compute buffers and a draft
+    overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
+    depth: int = 4  # cuts that copies run ahead
+    prefetch: bool = True  # guess a verification batch's experts from the last one's
+    cache: str = "lru"  # lru, lfu or static
+    trace: Trace = NO_TRACE
+
+
+def plan_streaming(
+    facts: ModelFacts, choice: DeviceChoice, options: StreamingOptions, stream_experts: bool
+) -> Plan:
+    """The plan for this device. Raises DoesNotFit."""
+    budget = options.vram_bytes
+    if budget is None and choice.is_sim:
+        budget = parse_sim(choice.name).vram_bytes
+    if budget is None and choice.on_gpu:
+        budget = max(0, memory_of(choice.address)[0] - MARGIN_BYTES)
+    return make_plan(
+        facts,
+        budget_bytes=budget if stream_experts else None,
+        reserve_bytes=options.reserve_bytes,
+        n_gpu_layers=options.n_gpu_layers,
+        stream_experts=stream_experts,
+    )
+
+
+def stream_maker(plan: Plan, choice: DeviceChoice, options: StreamingOptions) -> MakeStream:
+    """What makes the stream of each backend that libllama opens on the device."""
+    if options.depth < 0:
+        raise BadRequest(f"--prefetch-depth {options.depth}: must be 0 or more")
+    layers = {entry.name: layer_of(entry.name) for entry in plan.streamed}
+    buft = library().ggml_backend_dev_buffer_type(choice.address)
+
+    def make(backend: Backend) -> Stream:
+        if not options.overlap or not plan.arenas:
+            return SerialStream(buft, backend, copier=_copier(choice, backend, options))
+        table = SlotTable({i: arena.n_slots for i, arena in enumerate(plan.arenas)})
+        schedule = Schedule(table, make_keep(options.cache), options.depth)
+        return ScheduledStream(
+            buft,
+            backend,
+            plan.arenas,
+            schedule,
+            _copier(choice, backend, options),
+            layers,
+            options.trace,
+            prefetch=options.prefetch,
+        )
+
+    return make
+
+
+def _copier(choice: DeviceChoice, backend: Backend, options: StreamingOptions) -> Copier:
+    if has_async_and_events(choice.address):
+        return DeviceCopier(choice.address, backend.inner, options.trace)
+    link = Link()
+    if choice.is_sim:
+        spec = parse_sim(choice.name)
+        link = Link(spec.bandwidth_bytes_per_s, spec.latency_s)
+    return ThreadCopier(link, options.trace)

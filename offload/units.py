@@ -1,0 +1,49 @@
+"""Sizes and rates as people write them: 64MiB, 2GB/s, 20us."""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z/]*)\s*$")
+_BYTES = {
+    "": 1, "b": 1,
+    "k": 2**10, "kib": 2**10, "kb": 10**3,
+    "m": 2**20, "mib": 2**20, "mb": 10**6,
+    "g": 2**30, "gib": 2**30, "gb": 10**9,
+    "t": 2**40, "tib": 2**40, "tb": 10**12,
+}  # fmt: skip
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+def parse_bytes(text: str) -> int:
+    """`64MiB`, `1.5GB`, `8G` (binary), `1000`. Raises ValueError naming the text."""
+    number, unit = _split(text)
+    if unit.lower() not in _BYTES:
+        raise ValueError(f"{text!r} is not a size: write 64MiB, 8GB or a number of bytes")
+    return int(number * _BYTES[unit.lower()])
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second: `2GB/s`, `800MB/s`. Raises ValueError naming the text."""
+    size, slash, per = text.partition("/")
+    if slash and per.strip().lower() != "s":
+        raise ValueError(f"{text!r} is not a rate: write 2GB/s")
+    rate = float(parse_bytes(size))
+    if rate <= 0:
+        raise ValueError(f"{text!r} is not a rate: it must be above 0")
+    return rate
+
+
+def parse_seconds(text: str) -> float:
+    """`20us`, `1.5ms`. Raises ValueError naming the text."""
+    number, unit = _split(text)
+    if unit not in _SECONDS:
+        raise ValueError(f"{text!r} is not a time: write 20us or 1ms")
+    return number * _SECONDS[unit]
+
+
+def _split(text: str) -> tuple[float, str]:
+    match = _NUMBER.match(text)
+    if not match:
+        raise ValueError(f"{text!r} is not a number with a unit")
+    return float(match[1]), match[2]
