@@ -143,10 +143,10 @@ class Schedule:
         """Everything that may be enqueued now that the computation stands before cut `at`."""
         self._at = max(self._at, at)
         out: list[Command] = []
-        if not self.depth:
-            return out
         if not self._planned:
             self._plan()
+        if not self.depth:
+            return out
         horizon = at + self.depth
         while (found := self._next_needed(horizon)) is not None:
             need = self._needs[found.pending[0]]
@@ -312,12 +312,15 @@ class Schedule:
 def _pinned(known: list[Need], n_slots: int, ring: int) -> frozenset[Piece]:
     """What to keep of needs that recur, when not all fit: every so many of them, first ones first.
 
-    `ring` is how many of them stream past. Only for needs of one size: dense or whole weights.
+    `ring` is how many of them stream past. Only for dense or whole weights, of one size, that are
+    used once: where some are used more often, the farthest next use is the better rule.
     """
     units = list(dict.fromkeys(need.pieces for need in known))
     n = len(units)
     size = len(units[0]) if units else 0
-    if any(len(need.pieces) != size or (size > 1 and not need.contiguous) for need in known):
+    if n < len(known) or any(
+        len(need.pieces) != size or (size > 1 and not need.contiguous) for need in known
+    ):
         return frozenset()
     capacity = n_slots // size if size else n
     n_pinned = capacity - ring
