@@ -1,0 +1,223 @@
+"""The scheduled stream on `sim`: every switch gives the bits of its slow twin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from offload.device import MinBatch
+from offload.engine import Engine, EngineOptions
+from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
+from offload.model import read_facts
+from offload.plan import make_plan
+from offload.streaming import StreamingOptions
+from offload.synth import write_preset
+from offload.weights.copy import ThreadCopier, Transfer
+from offload.weights.predict import Routing
+from offload.weights.stream import ScheduledStream
+
+BATCHES = (1, 5, 40, 3, 12, 2, 70, 4)
+SERIAL = StreamingOptions(overlap=False)
+
+
+def options(streaming: StreamingOptions, device: str = "sim", min_batch: int = 1) -> EngineOptions:
+    return EngineOptions(
+        device=device,
+        streaming=streaming,
+        min_batch=MinBatch(min_batch, min_batch),
+        n_ctx=512,
+        n_ubatch=64,
+        n_outputs=128,
+        n_threads=1,
+        n_threads_batch=1,
+    )
+
+
+def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> NDArray[np.float32]:
+    rows = [
+        engine.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)]) for n in batches
+    ]
+    engine.rewind(0, 4)
+    return np.concatenate([*rows, engine.extend(0, [7, 8, 9])])
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_moe: Path) -> NDArray[np.float32]:
+    with Engine(tiny_moe, options(SERIAL)) as engine:
+        return logits(engine)
+
+
+def test_the_serial_twin_gives_the_bits_of_the_resident_model(
+    tiny_moe: Path, expected: NDArray[np.float32]
+) -> None:
+    with Engine(tiny_moe, replace(options(SERIAL), stream_experts=False)) as engine:
+        assert np.array_equal(logits(engine), expected)
+
+
+@pytest.mark.parametrize(
+    "streaming",
+    [
+        StreamingOptions(),
+        StreamingOptions(depth=0),
+        StreamingOptions(depth=1),
+        StreamingOptions(depth=1000),
+        StreamingOptions(prefetch=False),
+        StreamingOptions(cache="lfu"),
+        StreamingOptions(cache="static"),
+        StreamingOptions(n_gpu_layers=0),
+        StreamingOptions(n_gpu_layers=2, depth=2),
+    ],
+    ids=lambda s: f"depth{s.depth}-{s.cache}-ngl{s.n_gpu_layers}-prefetch{s.prefetch}",
+)
+@pytest.mark.parametrize("slots", ["all", "half", "least"])
+def test_overlapped_is_serial_for_every_switch_and_slot_count(
+    tiny_moe: Path, expected: NDArray[np.float32], streaming: StreamingOptions, slots: str
+) -> None:
+    if slots != "all":
+        streaming = replace(streaming, vram_bytes=budget(tiny_moe, streaming, slots))
+    with Engine(tiny_moe, options(streaming)) as engine:
+        assert np.array_equal(logits(engine), expected)
+        counters = engine.counters()
+        assert counters.cuts > 0
+        assert counters.copies > 0
+        if slots == "least":
+            assert engine.device is not None
+            assert sum(engine.device.declined.values()) > 0, "large batches must go to the CPU"
+
+
+def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:
+    """A budget that leaves room for half of what streams, or for the least that works."""
+    facts = read_facts(path)
+    whole = make_plan(facts, budget_bytes=None, n_gpu_layers=streaming.n_gpu_layers)
+    if slots == "half":
+        return whole.resident_bytes + whole.slot_bytes // 2
+    low, high = 0, whole.resident_bytes + whole.slot_bytes
+    while low + 1 < high:
+        middle = (low + high) // 2
+        try:
+            make_plan(facts, budget_bytes=middle, n_gpu_layers=streaming.n_gpu_layers)
+            high = middle
+        except DoesNotFit:
+            low = middle
+    return high
+
+
+def test_always_wrong_guesses_cost_bandwidth_and_nothing_else(
+    tiny_moe: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = Routing.predict
+
+    def wrong(self: Routing, layer: int, n_tokens: int) -> list[int]:
+        guess = set(right(self, layer, n_tokens))
+        return [expert for expert in range(16) if expert not in guess] if guess else []
+
+    half = replace(StreamingOptions(), vram_bytes=budget(tiny_moe, StreamingOptions(), "half"))
+    with Engine(tiny_moe, options(half)) as engine:
+        logits(engine)
+        honest = engine.counters().streamed_bytes
+    monkeypatch.setattr(Routing, "predict", wrong)
+    with Engine(tiny_moe, options(half)) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert engine.counters().streamed_bytes > honest
+
+
+def test_a_dense_model_of_which_few_layers_fit_streams_the_rest(tiny_dense: Path) -> None:
+    with Engine(tiny_dense, options(SERIAL, "cpu")) as engine:
+        plain = logits(engine)
+    for streaming in (StreamingOptions(n_gpu_layers=1), StreamingOptions(n_gpu_layers=1, depth=0)):
+        with Engine(tiny_dense, options(streaming)) as engine:
+            assert engine.plan is not None
+            assert engine.plan.streamed_bytes > 0
+            assert np.array_equal(logits(engine), plain)
+            assert engine.counters().copies > 0
+
+
+def test_dense_weights_that_exceed_the_budget_stream_by_themselves(tiny_dense: Path) -> None:
+    facts = read_facts(tiny_dense)
+    budget_bytes = int(facts.size_bytes * 0.8)
+    with Engine(tiny_dense, options(StreamingOptions(vram_bytes=budget_bytes))) as engine:
+        assert engine.plan is not None
+        assert 0 < engine.plan.resident_bytes + engine.plan.slot_bytes <= budget_bytes
+        assert any("exceed --vram" in reason for reason in engine.plan.reasons)
+        streamed = logits(engine)
+    with Engine(tiny_dense, options(SERIAL, "cpu")) as engine:
+        assert np.array_equal(logits(engine), streamed)
+
+
+def test_a_budget_below_the_smallest_working_set_is_refused_with_numbers(tiny_moe: Path) -> None:
+    with pytest.raises(DoesNotFit, match=r"MiB.*--vram"):
+        Engine(tiny_moe, options(StreamingOptions(vram_bytes=1000)))
+
+
+def test_what_is_cached_is_not_copied_again(tiny_moe: Path) -> None:
+    with Engine(tiny_moe, options(StreamingOptions())) as engine:
+        engine.extend(0, [5] * 4)
+        engine.rewind(0, 0)
+        before = engine.counters().streamed_bytes
+        engine.extend(0, [5] * 4)
+        assert engine.counters().streamed_bytes == before
+
+
+def test_the_link_is_held_to_its_bandwidth(tiny_moe: Path) -> None:
+    with Engine(tiny_moe, options(SERIAL, "sim:bw=20MB/s")) as engine:
+        engine.extend(0, [1, 2])
+        before, start = engine.counters().streamed_bytes, time.perf_counter()
+        engine.extend(0, [3, 4])
+        elapsed_s = time.perf_counter() - start
+        streamed = engine.counters().streamed_bytes - before
+    assert streamed > 0
+    assert elapsed_s >= streamed / 20e6
+
+
+@pytest.mark.parametrize(
+    "device", ["sim:vram=5", "sim:bw=0", "sim:bw=fast", "sim:size=3MiB", "sim:latency=3"]
+)
+def test_a_bad_sim_is_named(tiny_moe: Path, device: str) -> None:
+    expected = DoesNotFit if device == "sim:vram=5" else DeviceUnavailable
+    with pytest.raises(expected):
+        Engine(tiny_moe, options(StreamingOptions(), device))
+
+
+class Broken(Exception):
+    pass
+
+
+def test_a_failing_copy_ends_the_request_and_the_next_one_is_served(
+    tiny_moe: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ThreadCopier, transfer: Transfer) -> None:
+        raise Broken("the link is down")
+
+    with Engine(tiny_moe, options(StreamingOptions())) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadCopier, "_copy", fail)
+            with pytest.raises(DeviceFailed, match="the link is down"):
+                engine.extend(0, [1, 2, 3])
+        assert engine.length(0) == 0
+        assert np.array_equal(logits(engine), expected)
+
+
+def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
+    tiny_moe: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(tiny_moe, options(StreamingOptions())) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(ScheduledStream, "_submit", lambda *_: -1)
+            with pytest.raises(DeviceFailed, match="failed with status"):
+                engine.extend(0, [1, 2, 3])
+        assert np.array_equal(logits(engine), expected)
+
+
+def test_a_model_with_one_expert_matrix_for_gate_and_up_streams_too(models: Path) -> None:
+    path = write_preset("qwen3moe", models / "fused.gguf", size="tiny", seed=3)
+    with Engine(path, options(SERIAL, "cpu")) as engine:
+        plain = logits(engine)
+    with Engine(path, options(StreamingOptions())) as engine:
+        assert np.array_equal(logits(engine), plain)
+        assert engine.counters().streamed_experts > 0
