@@ -1,0 +1,218 @@
+"""Traces on constructed events, where every number can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from offload.errors import OffloadError
+from offload.trace import LANES, NO_TRACE, Event, Trace
+from offload.trace_report import (
+    CAUSES,
+    IDS_READBACK,
+    LINK_BUSY,
+    PREDICTED_WRONG,
+    SLOT_NOT_FREE,
+    intersection,
+    read_events,
+    read_report,
+    report,
+    union,
+)
+
+
+def copy(start: float, end: float, **args: str | int | float) -> Event:
+    return Event("copy", f"copy at {start}", start, end, args)
+
+
+def compute(start: float, end: float, **args: str | int | float) -> Event:
+    return Event("compute", "nodes", start, end, args)
+
+
+def wait(start: float, end: float, cause: str = "copy", layer: int = 0) -> Event:
+    return Event("compute", "wait", start, end, {"cause": cause, "layer": layer})
+
+
+def test_a_trace_that_is_off_is_false_and_keeps_nothing() -> None:
+    NO_TRACE.add("copy", "x", 0.0, 1.0, bytes=3)
+    assert not NO_TRACE
+    assert NO_TRACE.events() == []
+    assert NO_TRACE.n_dropped == 0
+    assert Trace()
+
+
+def test_the_ring_keeps_the_last_events_and_counts_the_rest() -> None:
+    trace = Trace(capacity=3)
+    for i in range(5):
+        trace.add("copy", str(i), i, i + 1)
+    assert [event.name for event in trace.events()] == ["2", "3", "4"]
+    assert (len(trace), trace.n_dropped) == (3, 2)
+
+
+def test_threads_may_add_at_the_same_time() -> None:
+    trace = Trace()
+
+    def add() -> None:
+        for i in range(500):
+            trace.add("copy", "x", i, i + 1)
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(trace) == 2000
+
+
+def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.add("compute", "nodes 0-9", 100.002, 100.003, layer=4)
+    trace.add("copy", "blk.3:7+2", 100.0, 100.001, bytes=4096, reason="ahead")
+    trace.write(tmp_path / "t.json")
+    document = json.loads((tmp_path / "t.json").read_text())
+    events = document["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == dict(enumerate(LANES))
+    timed = [e for e in events if e["ph"] == "X"]
+    assert [(names[e["tid"]], e["name"], e["ts"], e["dur"]) for e in timed] == [
+        ("copy", "blk.3:7+2", 0.0, 1000.0),  # microseconds, from the first event on
+        ("compute", "nodes 0-9", 2000.0, 1000.0),
+    ]
+    assert timed[0]["args"] == {"bytes": 4096, "reason": "ahead"}
+    assert {e["pid"] for e in events} == {1}
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    trace = Trace(capacity=2)
+    for i in range(3):
+        trace.add("CPU", f"e{i}", 5.0 + i, 5.5 + i, layer=i)
+    trace.write(tmp_path / "t.json")
+    events, n_dropped = read_events(tmp_path / "t.json")
+    assert n_dropped == 1
+    assert events == [
+        Event("CPU", "e1", 0.0, 0.5, {"layer": 1}),
+        Event("CPU", "e2", 1.0, 1.5, {"layer": 2}),
+    ]
+    assert read_report(tmp_path / "t.json").n_dropped == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("no json", "not JSON"),
+        ("[1, 2]", "not a trace of ours"),
+        ('{"traceEvents": []}', "not a trace of ours"),
+        ('{"otherData": {"producer": "x"}, "traceEvents": []}', "not a trace of ours"),
+        ('{"otherData": {"producer": "specoffload"}}', "damaged"),
+        (
+            '{"otherData": {"producer": "specoffload"}, "traceEvents": [{"ph": "X", "tid": 9}]}',
+            "damaged",
+        ),
+    ],
+)
+def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(OffloadError, match=complaint):
+        read_report(path)
+
+
+def test_a_file_that_cannot_be_read_or_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match=r"cannot read the trace .*missing\.json: No such file"):
+        read_report(tmp_path / "missing.json")
+    with pytest.raises(OffloadError, match="could not be written to .*: No such file"):
+        Trace().write(tmp_path / "no folder" / "t.json")
+
+
+def test_overlap_bandwidth_and_utilisation_of_a_known_trace() -> None:
+    #  copy     0====4    6==8
+    #  compute     2=======7      10
+    #  CPU                    9==10
+    seen = report([
+        copy(0, 4, bytes=4000, layer=0),
+        copy(6, 8, bytes=2000, layer=1),
+        compute(2, 7, layer=0),
+        Event("CPU", "experts", 9, 10, {"layer": 1}),
+    ])  # fmt: skip
+    assert (seen.span_s, seen.copy_s, seen.compute_s) == (10, 6, 6)
+    assert seen.hidden_s == 3  # 2..4 and 6..7
+    assert seen.overlap == 0.5
+    assert seen.link_utilisation == 0.6
+    assert seen.link_bytes_per_s == 1000
+    assert seen.copied_bytes == 6000
+    assert seen.stalls == ()
+    assert seen.layers[0].copy_s == 4
+    assert seen.layers[0].compute_s == 5
+    assert seen.layers[1].copied_bytes == 2000
+    assert seen.layers[1].compute_s == 1
+
+
+def test_copies_at_the_same_time_are_not_counted_twice() -> None:
+    seen = report([copy(0, 4), copy(1, 3), compute(0, 8)])
+    assert (seen.copy_s, seen.hidden_s, seen.overlap) == (4, 4, 1.0)
+
+
+def test_a_wait_is_not_computation() -> None:
+    seen = report([copy(0, 4), wait(1, 4), compute(4, 6)])
+    assert (seen.compute_s, seen.hidden_s, seen.stalled_s) == (2, 0, 3)
+    assert seen.layers[0].stalled_s == 3
+
+
+@pytest.mark.parametrize(
+    ("events", "cause", "waiting_for"),
+    [
+        ([copy(0, 5), wait(1, 5)], LINK_BUSY, "copy at 0"),
+        ([copy(0, 2), copy(2, 5), copy(5, 9), wait(1, 5)], LINK_BUSY, "copy at 2"),
+        ([copy(4, 5), wait(1, 5)], SLOT_NOT_FREE, "copy at 4"),
+        ([wait(1, 5)], SLOT_NOT_FREE, "a copy"),
+        ([wait(1, 5, "ids")], IDS_READBACK, "router ids"),
+        (
+            [
+                copy(0, 2, reason="predicted", layer=7),
+                copy(2, 5, reason="needed", layer=7),
+                wait(1, 5, layer=7),
+            ],
+            PREDICTED_WRONG,
+            "copy at 2",
+        ),
+        (
+            [
+                copy(0, 2, reason="predicted", layer=6),
+                copy(2, 5, reason="needed", layer=7),
+                wait(1, 5, layer=7),
+            ],
+            LINK_BUSY,
+            "copy at 2",
+        ),
+        (
+            [
+                copy(0, 1, reason="predicted", layer=7, graph=1),
+                copy(2, 5, reason="needed", layer=7, graph=2),
+                wait(2, 5, layer=7),
+            ],
+            LINK_BUSY,
+            "copy at 2",
+        ),
+    ],
+)
+def test_each_stall_has_its_cause(events: list[Event], cause: str, waiting_for: str) -> None:
+    seen = report(events)
+    (stall,) = seen.stalls
+    assert (stall.cause, stall.waiting_for) == (cause, waiting_for)
+    by_cause = seen.stalled_by_cause()
+    assert tuple(by_cause) == CAUSES
+    assert by_cause[cause] == stall.duration_s == sum(by_cause.values())
+
+
+def test_an_empty_trace_has_no_overlap_and_no_division_by_zero() -> None:
+    seen = report([])
+    assert (seen.overlap, seen.link_utilisation, seen.link_bytes_per_s) == (0, 0, 0)
+    assert json.loads(json.dumps(seen.as_json()))["n_stalls"] == 0
+
+
+def test_intervals_unite_and_intersect() -> None:
+    assert union([(3, 4), (0, 1), (1, 2), (5, 5), (3, 3.5)]) == [(0, 2), (3, 4)]
+    assert intersection([(0, 2), (3, 6)], [(1, 4), (5, 7)]) == [(1, 2), (3, 4), (5, 6)]
