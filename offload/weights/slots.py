@@ -89,6 +89,8 @@ class ArenaSlots:
 
     def landed(self, slot: int) -> None:
         """The computation has been ordered behind the slot's copy."""
+        if self.users[slot]:
+            raise IllegalMove(f"slot {slot} is in use: it has landed before")
         self._move(slot, READY)
 
     def acquire(self, slots: Iterable[int], use: int) -> None:
@@ -106,9 +108,9 @@ class ArenaSlots:
         """A cut has been submitted: its reads are covered by the slots' last use."""
         users = self.users
         for slot in slots:
-            users[slot] -= 1
-            if users[slot] < 0:
+            if not users[slot]:
                 raise IllegalMove(f"slot {slot} is released more often than it was acquired")
+            users[slot] -= 1
             if not users[slot]:
                 self._move(slot, READY)
 
