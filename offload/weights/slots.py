@@ -41,7 +41,7 @@ LEGAL: tuple[frozenset[int], ...] = (
     frozenset({LOADING, FREE}),
     frozenset({READY, FREE}),
     frozenset({IN_USE, FREE}),
-    frozenset({IN_USE, READY, FREE}),
+    frozenset({READY, FREE}),
 )
 
 
