@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import heapq
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Protocol
 
 from offload.errors import OffloadError
@@ -141,8 +141,13 @@ class VictimQueue:
             self._heap = [e for e in self._heap if e[2] == self._version[e[1]]]
             heapq.heapify(self._heap)
 
-    def take(self, *protected: Collection[Piece]) -> int | None:
-        """Remove and return the first slot whose piece is in none of `protected`; None if none."""
+    def take(
+        self,
+        wanted: Container[Piece],
+        live: Container[Piece] = (),
+        pinned: Container[Piece] = (),
+    ) -> int | None:
+        """Remove and return the first slot whose piece is in none of the three; None if none."""
         heap, slots = self._heap, self._slots
         while heap:
             rank, slot, version = heap[0]
@@ -150,8 +155,14 @@ class VictimQueue:
                 heapq.heappop(heap)
                 continue
             piece = slots.piece[slot]
-            free = slots.state[slot] in (READY, LOADING)
-            if piece is None or not free or any(piece in pieces for pieces in protected):
+            state = slots.state[slot]
+            if (
+                piece is None
+                or (state != READY and state != LOADING)
+                or piece in wanted
+                or piece in live
+                or piece in pinned
+            ):
                 heapq.heappop(heap)
                 self.queued[slot] = False
                 self.dropped.append(slot)

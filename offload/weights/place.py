@@ -8,7 +8,7 @@ may take the first two, and guesses farther than itself.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
@@ -303,25 +303,29 @@ def _pairs(pieces: Sequence[Piece], slots: Sequence[int]) -> list[tuple[Piece, i
     """
     if len(pieces) < 2:
         return list(zip(pieces, slots, strict=True))
-    want = _runs([p[0] << 32 | p[1] for p in sorted(pieces)])
+    want = _runs([weight << 32 | expert for weight, expert in sorted(pieces)])
     have = _runs(slots)
-    pairs: list[tuple[Piece, int]] = []
-    for first, n in sorted(want, key=lambda run: -run[1]):
-        while n:
-            fitting = [run for run in have if run[1] >= n]
-            chosen = (
-                min(fitting, key=lambda run: run[1])
-                if fitting
-                else max(have, key=lambda run: run[1])
-            )
-            have.remove(chosen)
-            taken = min(n, chosen[1])
-            weight, expert = first >> 32, first & 0xFFFFFFFF
-            pairs += [((weight, expert + i), chosen[0] + i) for i in range(taken)]
-            if chosen[1] > taken:
-                have.append((chosen[0] + taken, chosen[1] - taken))
-            first, n = first + taken, n - taken
-    return sorted(pairs)
+    pairs: list[tuple[int, int]] = []
+    want.sort(key=lambda run: -run[1])
+    while want and want[0][1] > 1:
+        first, n = want.pop(0)
+        run = min((r for r in have if r[1] >= n), key=_length, default=None)
+        if run is None:
+            run = max(have, key=_length)
+            insort(want, (first + run[1], n - run[1]), key=lambda r: -r[1])
+            n = run[1]
+        have.remove(run)
+        pairs += [(first + i, run[0] + i) for i in range(n)]
+        if run[1] > n:
+            have.append((run[0] + n, run[1] - n))
+    have.sort(key=_length)
+    left = [first + i for first, n in have for i in range(n)]
+    pairs += zip((first for first, _ in want), left, strict=True)
+    return [((piece >> 32, piece & 0xFFFFFFFF), slot) for piece, slot in sorted(pairs)]
+
+
+def _length(run: tuple[int, int]) -> int:
+    return run[1]
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
