@@ -175,7 +175,7 @@ class Throughput:
         self._paid = paid
         self._refresh = refresh
         self._sources: dict[str, _Source] = {}
-        self._walk: ThroughputWalk | None = None
+        self._walks: dict[str, ThroughputWalk] = {}
         # lambda = tokens / seconds, both decaying; it starts as plain decoding
         self._tokens = 4.0
         self._n_tokens = 0
@@ -200,7 +200,7 @@ class Throughput:
             self._rebuild(known, source)
         limit = min(limit, self.n_max)
         is_probe = False
-        self._walk = None
+        self._walks.pop(source, None)
         if limit > 0 and (known.onwards[0][0] <= 0.0 or self._is_behind):
             if known.step > 0.0 and known.wait > 0:
                 known.wait -= 1
@@ -208,7 +208,7 @@ class Throughput:
                 return _Off(self._why_off(known))
             is_probe = True
         walk = ThroughputWalk(limit, source, known, self.calibration, is_probe)
-        self._walk = walk
+        self._walks[source] = walk
         return walk
 
     def _rebuild(self, known: _Source, source: str) -> None:
@@ -218,12 +218,12 @@ class Throughput:
 
     def learn(self, round_: Round) -> None:
         draft = round_.draft
-        source, walk = draft.source, self._walk
+        source = draft.source
+        walk = self._walks.pop(source, None)
         for p, accepted in round_.evidence:
             self.calibration.observe(source, p, accepted)
         if walk is not None and walk.limit > 0:
             self._judge(self._sources[source], walk)
-            self._walk = None
         if self._refresh:
             had_no_unit = self.costs.is_relative
             self.costs.observe(round_.n_drafted + 1, round_.verify_s, draft.n_steps, round_.draft_s)
@@ -247,10 +247,8 @@ class Throughput:
             return
         known.age = _REBUILD_ROUNDS  # what a probe saw counts at once
         spent = walk.n * known.step
-        if walk.best > spent:  # a probe that found something is followed by another
-            if not self._is_behind:
-                known.gap = _FIRST_GAP
-            known.wait = known.gap if self._is_behind else 0
+        if walk.best > spent and not self._is_behind:
+            known.gap, known.wait = _FIRST_GAP, 0  # what found something is followed by another
             return
         # lambda times T(1) is what a plain round is worth, in tokens.
         plain = self.rate * self.costs.times[0]

@@ -1,0 +1,86 @@
+"""Several drafters, one draft: the one of the greatest expected value, not the first in a list.
+
+Proposals that cost nothing are all shown to the policy, and the best is compared with what the
+paid drafter has brought lately. llama.cpp takes the first that is not empty (PEERS 4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.drafters.offer import nothing
+from specdec.types import Draft, Drafter, Policy, Round, Walk
+
+_MEMORY = 0.15
+_PROBE_ROUNDS = 16  # the paid drafter is asked at least this often, so that its value is known
+
+
+class _Watched:
+    """A policy that remembers the walk it began, for its gain."""
+
+    __slots__ = ("_policy", "n_max", "name", "walk")
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.name, self.n_max = policy.name, policy.n_max
+        self.walk: Walk | None = None
+
+    def begin(self, limit: int, source: str) -> Walk:
+        self.walk = self._policy.begin(limit, source)
+        return self.walk
+
+    def learn(self, round_: Round) -> None:
+        self._policy.learn(round_)
+
+
+class ChainDrafter:
+    """`free` drafters cost nothing to ask; `paid`, if any, spends draft steps."""
+
+    name = "chain"
+
+    def __init__(self, free: Sequence[Drafter], paid: Drafter | None = None) -> None:
+        self._free = tuple(free)
+        self._paid = paid
+        self._paid_gain: float | None = None
+        self._since_paid = 0
+
+    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        best, gain = nothing(self.name, "no drafter has a proposal"), 0.0
+        for drafter in self._free:
+            watched = _Watched(policy)
+            draft = drafter.propose(sequence, history, watched, limit)
+            if draft.tokens and watched.walk is not None and watched.walk.gain > gain:
+                best, gain = draft, watched.walk.gain
+        if self._paid is None:
+            return best
+        self._since_paid += 1
+        asked = self._paid_gain is None or self._since_paid >= _PROBE_ROUNDS
+        if best.tokens and not asked and gain >= (self._paid_gain or 0.0):
+            return best
+        return self._better(self._paid, best, gain, sequence, history, policy, limit)
+
+    def _better(
+        self,
+        paid: Drafter,
+        best: Draft,
+        gain: float,
+        sequence: int,
+        history: Sequence[int],
+        policy: Policy,
+        limit: int,
+    ) -> Draft:
+        watched = _Watched(policy)
+        draft = paid.propose(sequence, history, watched, limit)
+        mine = watched.walk.gain if watched.walk is not None else 0.0
+        self._since_paid = 0
+        before = mine if self._paid_gain is None else self._paid_gain
+        self._paid_gain = before + _MEMORY * (mine - before)
+        return draft if mine >= gain else best
+
+    def learn(self, sequence: int, round_: Round) -> None:
+        for drafter in (*self._free, *((self._paid,) if self._paid is not None else ())):
+            drafter.learn(sequence, round_)
+
+    def forget(self, sequence: int) -> None:
+        for drafter in (*self._free, *((self._paid,) if self._paid is not None else ())):
+            drafter.forget(sequence)

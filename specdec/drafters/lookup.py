@@ -1,0 +1,148 @@
+"""`ngram-cache`: prompt lookup with counts, kept across runs in llama.cpp's cache file.
+
+Contexts of 4 down to 1 tokens are looked up, the conversation's own counts before those of the
+file. A token's probability is its share of what followed the context (F06; `-lcs`, `-lcd`).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from specdec.drafters.offer import nothing, offer
+from specdec.errors import BadOption
+from specdec.types import Draft, Policy, Round
+
+MAX_SIZE = 4
+_NO_TOKEN = -1
+
+Key = tuple[int, ...]
+Counts = dict[Key, dict[int, int]]
+
+
+class LookupCache:
+    """How often each token followed each context of 1 to 4 tokens."""
+
+    def __init__(self) -> None:
+        self.counts: Counts = {}
+
+    def add(self, history: Sequence[int], start: int) -> None:
+        """Count the tokens history[start:], each after its contexts."""
+        for i in range(max(start, 1), len(history)):
+            token = history[i]
+            for size in range(1, min(MAX_SIZE, i) + 1):
+                followers = self.counts.setdefault(tuple(history[i - size : i]), {})
+                followers[token] = followers.get(token, 0) + 1
+
+    def best(self, context: Sequence[int], min_count: int) -> tuple[int, float] | None:
+        """The likeliest next token and its share, by the longest context that is known.
+
+        Short contexts have to be more decided, since they fit everywhere.
+        """
+        for size in range(min(MAX_SIZE, len(context)), 0, -1):
+            followers = self.counts.get(tuple(context[-size:]))
+            if followers is None:
+                continue
+            token = max(followers, key=lambda t: followers[t])
+            count, total = followers[token], sum(followers.values())
+            if count >= min_count and (size > 1 or 2 * count > total):
+                return token, (count + 0.5 * (size - 1)) / (total + 1.0 + 0.5 * (size - 1))
+        return None
+
+    def save(self, path: Path) -> None:
+        """Write llama.cpp's lookup cache format, whole or not at all."""
+        new = path.with_suffix(path.suffix + ".new")
+        with new.open("wb") as f:
+            for key, followers in self.counts.items():
+                padded = (*key, *[_NO_TOKEN] * (MAX_SIZE - len(key)))
+                f.write(struct.pack("<4ii", *padded, len(followers)))
+                for token, count in followers.items():
+                    f.write(struct.pack("<ii", token, count))
+        os.replace(new, path)
+
+    @classmethod
+    def load(cls, path: Path) -> LookupCache:
+        """Raises BadOption when the file cannot be read or is damaged."""
+        try:
+            data = path.read_bytes()
+        except OSError as e:
+            raise BadOption(f"the lookup cache {path} cannot be read: {e}") from e
+        cache = cls()
+        try:
+            for key, followers in _records(data):
+                cache.counts[key] = followers
+        except (struct.error, ValueError) as e:
+            raise BadOption(f"the lookup cache {path} is damaged: {e}; delete it") from e
+        return cache
+
+
+def _records(data: bytes) -> Iterator[tuple[Key, dict[int, int]]]:
+    at = 0
+    while at < len(data):
+        *padded, n = struct.unpack_from("<4ii", data, at)
+        at += 20
+        key = tuple(t for t in padded if t != _NO_TOKEN)
+        if not key or n <= 0 or any(t < 0 for t in key):
+            raise ValueError(f"the record at byte {at - 20} has context {padded} and {n} tokens")
+        flat = struct.unpack_from(f"<{2 * n}i", data, at)
+        at += 8 * n
+        followers = dict(zip(flat[::2], flat[1::2], strict=True))
+        if any(t < 0 or c <= 0 for t, c in followers.items()):
+            raise ValueError(f"the record at byte {at - 8 * n} counts below 1")
+        yield key, followers
+
+
+class NgramCache:
+    """Drafts from the conversation, then from a static cache file."""
+
+    name = "ngram-cache"
+
+    def __init__(
+        self,
+        n_draft: int = 16,
+        *,
+        static: LookupCache | None = None,
+        dynamic: LookupCache | None = None,
+    ) -> None:
+        self._n_draft = n_draft
+        self._static = static
+        self.dynamic = dynamic if dynamic is not None else LookupCache()
+        self._own: dict[int, LookupCache] = {}
+        self._n_indexed: dict[int, int] = {}
+
+    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        own = self._own.setdefault(sequence, LookupCache())
+        start = self._n_indexed.get(sequence, 0)
+        own.add(history, start)
+        self.dynamic.add(history, start)
+        self._n_indexed[sequence] = len(history)
+        context = list(history[-MAX_SIZE:])
+        tokens: list[int] = []
+        probs: list[float] = []
+        while len(tokens) < min(self._n_draft, limit):
+            found = self._next(own, context)
+            if found is None:
+                break
+            tokens.append(found[0])
+            probs.append(found[1])
+            context = [*context[-MAX_SIZE + 1 :], found[0]]
+        if not tokens:
+            return nothing(self.name, "no context is known")
+        return offer(self.name, tokens, probs, policy, limit)
+
+    def _next(self, own: LookupCache, context: Sequence[int]) -> tuple[int, float] | None:
+        found = own.best(context, 1)
+        if found is None and self.dynamic.counts:
+            found = self.dynamic.best(context, 2)
+        if found is None and self._static is not None:
+            found = self._static.best(context, 2)
+        return found
+
+    def learn(self, sequence: int, round_: Round) -> None:
+        pass
+
+    def forget(self, sequence: int) -> None:
+        self._own.pop(sequence, None)
+        self._n_indexed.pop(sequence, None)

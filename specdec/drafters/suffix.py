@@ -1,0 +1,141 @@
+"""`suffix`: the longest suffix of the text that occurred before, in the text or in a corpus.
+
+A suffix automaton takes each token in amortised constant time and knows the longest repeated
+suffix at any moment; the draft is what followed its previous occurrence. Longer matches are
+likelier to go on, so a token's probability rises with the match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.drafters.offer import match_probability, nothing, offer
+from specdec.types import Draft, Policy, Round
+
+_SEPARATOR = -1  # between the texts of a corpus: no match crosses it
+_REMEMBERED = 24  # suffixes of the last token whose latest place is kept
+
+
+class SuffixAutomaton:
+    """All substrings of a growing text. State 0 is the empty string."""
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._end = [-1]  # latest known end of an occurrence
+        self._last = 0
+
+    def extend(self, token: int) -> None:
+        end = len(self.text)
+        self.text.append(token)
+        new = self._add(self._length[self._last] + 1, -1, {}, end)
+        p = self._last
+        while p != -1 and token not in self._next[p]:
+            self._next[p][token] = new
+            p = self._link[p]
+        if p == -1:
+            self._link[new] = 0
+        else:
+            self._link[new] = self._target_of(p, token)
+        self._last = new
+
+    def _target_of(self, p: int, token: int) -> int:
+        """The state of the longest suffix that occurred before, split off if need be."""
+        q = self._next[p][token]
+        if self._length[q] == self._length[p] + 1:
+            return q
+        clone = self._add(self._length[p] + 1, self._link[q], dict(self._next[q]), self._end[q])
+        while p != -1 and self._next[p].get(token) == q:
+            self._next[p][token] = clone
+            p = self._link[p]
+        self._link[q] = clone
+        return clone
+
+    def _add(self, length: int, link: int, following: dict[int, int], end: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._end.append(end)
+        return len(self._link) - 1
+
+    def repeated(self) -> tuple[int, int]:
+        """(length, end) of the longest suffix of the text that occurred before; (0, -1) if none.
+
+        Remembers the present place for the suffixes, so that the next time finds the latest.
+        """
+        state = self._link[self._last]
+        found = (self._length[state], self._end[state]) if state > 0 else (0, -1)
+        for _ in range(_REMEMBERED):
+            if state <= 0:
+                break
+            self._end[state] = len(self.text) - 1
+            state = self._link[state]
+        return found
+
+    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """Match one more token of another text: the state and length of its longest suffix."""
+        while state and token not in self._next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        following = self._next[state].get(token)
+        return (following, length + 1) if following is not None else (0, 0)
+
+    def end(self, state: int) -> int:
+        """Where an occurrence of the state's strings ends."""
+        return self._end[state]
+
+
+class _Match:
+    __slots__ = ("automaton", "length", "n_fed", "state")
+
+    def __init__(self) -> None:
+        self.automaton = SuffixAutomaton()
+        self.n_fed = 0
+        self.state = 0  # in the corpus
+        self.length = 0
+
+
+class SuffixDrafter:
+    """Drafts up to `n_max` tokens after a match of `min_match` or more."""
+
+    name = "suffix"
+
+    def __init__(
+        self, n_max: int = 32, min_match: int = 2, corpus: Sequence[Sequence[int]] = ()
+    ) -> None:
+        self._n_max, self._min_match = n_max, min_match
+        self._corpus = SuffixAutomaton()
+        for text in corpus:
+            for token in (*text, _SEPARATOR):
+                self._corpus.extend(token)
+        self._matches: dict[int, _Match] = {}
+
+    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        match = self._matches.setdefault(sequence, _Match())
+        found = (0, -1)
+        for token in history[match.n_fed :]:
+            match.automaton.extend(token)
+            found = match.automaton.repeated()
+            match.state, match.length = self._corpus.step(match.state, match.length, token)
+        match.n_fed = len(history)
+        length, text, end = found[0], match.automaton.text, found[1]
+        if match.length > length:
+            length, text, end = match.length, self._corpus.text, self._corpus.end(match.state)
+        if length < self._min_match:
+            return nothing(self.name, f"the longest repeated suffix has {length} tokens")
+        tokens = _until_separator(text, end + 1, min(self._n_max, limit))
+        probs = [match_probability(length + i) for i in range(len(tokens))]
+        return offer(self.name, tokens, probs, policy, limit)
+
+    def learn(self, sequence: int, round_: Round) -> None:
+        pass
+
+    def forget(self, sequence: int) -> None:
+        self._matches.pop(sequence, None)
+
+
+def _until_separator(text: Sequence[int], start: int, n: int) -> list[int]:
+    tokens = list(text[start : start + n])
+    return tokens[: tokens.index(_SEPARATOR)] if _SEPARATOR in tokens else tokens

@@ -1,0 +1,104 @@
+"""A draft model of another vocabulary: its text is read as the target's tokens (C14).
+
+The history goes over as text, with replacement pairs applied (so that one family's special
+tokens become the other's), and so does the draft on its way back. Probabilities are the draft's;
+a target token is as likely as all draft tokens that begin before it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specdec.types import Decision, Draft, Drafter, Policy, Round
+
+Tokenize = Callable[[str], list[int]]  # no BOS added, special tokens parsed
+Detokenize = Callable[[Sequence[int]], str]  # special tokens rendered
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    tokenize: Tokenize
+    detokenize: Detokenize
+
+
+def replace_all(text: str, pairs: Sequence[tuple[str, str]]) -> str:
+    """Apply (from, to) in order."""
+    for old, new in pairs:
+        text = text.replace(old, new)
+    return text
+
+
+class _Side:
+    """The history as the draft reads it."""
+
+    __slots__ = ("n_read", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.n_read = 0
+
+
+class TranslatedDrafter:
+    """`inner` drafts in the draft's vocabulary. `pairs` are (target text, draft text)."""
+
+    def __init__(
+        self,
+        inner: Drafter,
+        target: Vocabulary,
+        draft: Vocabulary,
+        pairs: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._target, self._draft = target, draft
+        self._to_draft = tuple(pairs)
+        self._to_target = tuple((d, t) for t, d in pairs)
+        self._sides: dict[int, _Side] = {}
+
+    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        side = self._sides.setdefault(sequence, _Side())
+        text = self._target.detokenize(history[side.n_read :])
+        if text.endswith("\ufffd"):
+            reason = "the text ends inside a character"
+            return Draft((), (), self.name, Decision(0, reason))
+        side.tokens += self._draft.tokenize(replace_all(text, self._to_draft))
+        side.n_read = len(history)
+        if not side.tokens:
+            return Draft((), (), self.name, Decision(0, "the draft reads no text yet"))
+        theirs = self._inner.propose(sequence, side.tokens, policy, limit)
+        return self._translated(theirs, limit)
+
+    def _translated(self, theirs: Draft, limit: int) -> Draft:
+        ends, text = [], ""
+        for i in range(len(theirs.tokens)):
+            # Rendered from the start, since a character may be spread over tokens.
+            text = self._draft.detokenize(theirs.tokens[: i + 1])
+            ends.append(len(text.rstrip("\ufffd")))
+        text = replace_all(text.rstrip("\ufffd"), self._to_target)
+        tokens = self._target.tokenize(text)[:limit] if text else []
+        probs = self._probabilities(tokens, ends, theirs.probs)
+        decision = Decision(len(tokens), f"{theirs.decision.reason}; translated")
+        return Draft(tuple(tokens), probs, self.name, decision, n_steps=theirs.n_steps)
+
+    def _probabilities(
+        self, tokens: Sequence[int], ends: Sequence[int], probs: Sequence[float]
+    ) -> tuple[float, ...]:
+        """Each target token's probability: of the draft tokens begun by its end."""
+        out = []
+        used = 0
+        for i in range(len(tokens)):
+            length = len(self._target.detokenize(tokens[: i + 1]))
+            p = 1.0
+            while used < len(probs) and (used == 0 or ends[used - 1] < length):
+                p *= probs[used]
+                used += 1
+            out.append(p)
+        return tuple(out)
+
+    def learn(self, sequence: int, round_: Round) -> None:
+        self._inner.learn(sequence, round_)
+
+    def forget(self, sequence: int) -> None:
+        self._sides.pop(sequence, None)
+        self._inner.forget(sequence)
