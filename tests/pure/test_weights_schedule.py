@@ -270,6 +270,16 @@ def test_a_need_that_does_not_fit_says_by_how_much_and_changes_nothing() -> None
     assert len(schedule.enter(1).slots) == 2
 
 
+def test_pieces_shared_with_an_open_cut_need_no_slots_of_their_own() -> None:
+    schedule = schedule_of(4, depth=1)
+    schedule.begin(2)
+    schedule.need(experts(0, 1, 0, 1, 2))
+    schedule.enter(0)
+    schedule.need(experts(1, 1, 0, 1, 2, 3))
+    entered = schedule.enter(1)
+    assert (len(set(entered.slots)), entered.hits, entered.misses) == (4, 3, 1)
+
+
 def test_a_whole_weight_that_does_not_fit_is_refused() -> None:
     schedule = schedule_of(4, depth=1)
     schedule.begin(1)
