@@ -7,6 +7,7 @@ once per part of the model that the device computes, also on this thread.
 from __future__ import annotations
 
 import difflib
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from offload.ggml.lib import library, op_number
 from offload.ggml.pydevice import FAILED, Backend, PyDevice
 from offload.plan import ArenaPlan, Shape
 from offload.sim import parse_sim
+from offload.trace import CPU, NO_TRACE, Trace
 from offload.weights.counters import StreamCounters
 from offload.weights.serial import SerialStream
 
@@ -131,6 +133,7 @@ class StreamingDevice(PyDevice):
         arenas: Sequence[ArenaPlan] = (),
         make_stream: MakeStream | None = None,
         vram_bytes: int | None = None,
+        trace: Trace = NO_TRACE,
     ) -> None:
         """`arenas` limit what the device takes; without them there is always room for a slot.
 
@@ -143,6 +146,8 @@ class StreamingDevice(PyDevice):
         self._make_stream = make_stream
         self._vram_bytes = vram_bytes
         self._shapes: dict[int, Shape] = {}
+        self.trace = trace
+        self._cpu_since_s: float | None = None  # inside a decode: since when the CPU computes
         self._mul_mat, self._mul_mat_id = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
         self.cuts = Cuts(self._cut_at)
         self.n_graphs = 0
@@ -219,6 +224,20 @@ class StreamingDevice(PyDevice):
 
     def _graph_compute(self, backend: Backend, graph: int) -> int:
         self.n_graphs += 1
+        if self.trace and self._cpu_since_s is not None:
+            self.trace.add(CPU, "CPU part of the graph", self._cpu_since_s, time.perf_counter())
+        try:
+            return self._compute(backend, graph)
+        finally:
+            self._cpu_since_s = time.perf_counter()
+
+    def decoding(self, active: bool) -> None:
+        """A decode begins or has ended: between our graphs, libllama computes on the CPU."""
+        if not active and self.trace and self._cpu_since_s is not None:
+            self.trace.add(CPU, "CPU part of the graph", self._cpu_since_s, time.perf_counter())
+        self._cpu_since_s = time.perf_counter() if active else None
+
+    def _compute(self, backend: Backend, graph: int) -> int:
         if self.pending.first is not None:
             return FAILED  # a callback failed while this decode's graph was built
         cut_list = self.cuts.of(graph)

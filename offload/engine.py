@@ -114,6 +114,7 @@ class Engine:
             arenas=self.plan.arenas,
             make_stream=stream_maker(self.plan, self.choice, o.streaming),
             vram_bytes=parse_sim(o.device).vram_bytes if self.choice.is_sim else None,
+            trace=o.streaming.trace,
         )
         host = self.host.address
         return ModelPlacement(
@@ -179,7 +180,7 @@ class Engine:
                 chunk = tokens[done:end]
                 wanted = [i >= first_wanted for i in range(done, end)]
                 positions = range(start + done, start + end)
-                rows = self._context.decode(chunk, positions, [sequence] * len(chunk), wanted)
+                rows = self._decode(chunk, positions, [sequence] * len(chunk), wanted)
                 if len(rows):
                     parts.append(rows)
                 done = end
@@ -223,7 +224,7 @@ class Engine:
                 f"{self.options.n_outputs}; raise --draft-max's room or serve fewer sequences"
             )
         try:
-            rows = self._context.decode(tokens, positions, sequences, [True] * len(tokens))
+            rows = self._decode(tokens, positions, sequences, [True] * len(tokens))
         except BaseException:
             for sequence, start in starts.items():
                 self._undo(sequence, start)
@@ -234,6 +235,21 @@ class Engine:
             out.append(rows[at : at + len(part)])
             at += len(part)
         return out
+
+    def _decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
+        wanted: Sequence[bool],
+    ) -> NDArray[np.float32]:
+        if self.device is None or not self.device.trace:
+            return self._context.decode(tokens, positions, sequences, wanted)
+        self.device.decoding(True)
+        try:
+            return self._context.decode(tokens, positions, sequences, wanted)
+        finally:
+            self.device.decoding(False)
 
     def rewind(self, sequence: int, length: int) -> None:
         """Keep the first `length` tokens of the sequence.
@@ -322,6 +338,24 @@ class Engine:
     def chat_template(self) -> str | None:
         """The Jinja template the file carries."""
         return self._model.chat_template()
+
+    @property
+    def min_batch(self) -> MinBatch:
+        """From how many tokens streamed weights are computed on the device."""
+        return self.device.min_batch if self.device is not None else self.options.min_batch
+
+    @min_batch.setter
+    def min_batch(self, value: MinBatch) -> None:
+        # libllama reuses the graph of the decode before, split as it was, while the batch keeps its
+        # size. Decodes of other sizes, forgotten again, make it ask anew.
+        if self.device is None or value == self.device.min_batch:
+            return
+        self.device.min_batch = value
+        if self.can_rewind and self.length(0) + 3 <= self.n_ctx:
+            start = self.length(0)
+            for n in (2, 1):
+                self.extend(0, [0] * n, n_logits=0)
+                self.rewind(0, start)
 
     def counters(self) -> StreamCounters:
         """What the copy path did since the engine was opened; all zero where nothing streams."""

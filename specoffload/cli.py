@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from specoffload import __version__, report
-from specoffload.errors import KNOWN, UsageError, meaning_of
+from specoffload.cli_options import opens_a_model
+from specoffload.errors import KNOWN, meaning_of
 
 app = typer.Typer(
     name="specoffload",
@@ -21,55 +21,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Device = Annotated[
-    str, typer.Option("--device", "-dev", help="auto, cpu, sim, or a name that ggml gives.")
-]
-MinBatch = Annotated[
-    str | None,
-    typer.Option(
-        "--min-batch",
-        help="Tokens from which streamed weights are computed on the device: N, or "
-        "dense=N,experts=N. Below it the CPU computes them.",
-    ),
-]
-Draft = Annotated[
-    Path | None,
-    typer.Option("--draft", "-md", "--model-draft", help="Draft model, resident on the device."),
-]
-DraftMax = Annotated[
-    int | None, typer.Option("--draft-max", help="Tokens drafted each round (default 4).")
-]
-CtxSize = Annotated[
-    int | None, typer.Option("--ctx-size", "-c", help="Context in tokens; 0: the model's.")
-]
-Threads = Annotated[int | None, typer.Option("--threads", "-t", help="CPU threads of a decode.")]
-ThreadsBatch = Annotated[
-    int | None, typer.Option("--threads-batch", "-tb", help="CPU threads of prefill.")
-]
-BatchSize = Annotated[int, typer.Option("--batch-size", "-b", help="Largest decode in tokens.")]
-UbatchSize = Annotated[
-    int, typer.Option("--ubatch-size", "-ub", help="Tokens computed at once in prefill.")
-]
-FlashAttn = Annotated[str, typer.Option("--flash-attn", "-fa", help="auto, on or off.")]
-NoSpec = Annotated[bool, typer.Option("--no-spec", help="Decode token by token, no draft.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the library's log.")]
-
-
-def _config(**typed: Any) -> Any:
-    from specoffload.config import Options, resolve
-
-    if typed.get("flash_attn") not in ("auto", "on", "off"):
-        raise UsageError(f"--flash-attn {typed['flash_attn']}: must be auto, on or off")
-    return resolve(Options(**typed))
-
-
-def _logging(verbose: bool) -> None:
-    if verbose:
-        logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(message)s")
+Model = Annotated[Path | None, typer.Argument(metavar="[MODEL.gguf]", show_default=False)]
+MakeConfig = Callable[[Path | None], Any]
 
 
 @app.command()
+@opens_a_model
 def run(
+    make_config: MakeConfig,
     model_or_prompt: Annotated[
         str | None, typer.Argument(metavar="[MODEL.gguf | PROMPT]", show_default=False)
     ] = None,
@@ -86,98 +45,73 @@ def run(
     min_p: Annotated[float, typer.Option("--min-p")] = 0.05,
     repeat_penalty: Annotated[float, typer.Option("--repeat-penalty")] = 1.0,
     seed: Annotated[int | None, typer.Option("--seed", "-s")] = None,
-    device: Device = "auto",
-    min_batch: MinBatch = None,
-    draft: Draft = None,
-    draft_max: DraftMax = None,
-    no_spec: NoSpec = False,
-    ctx_size: CtxSize = None,
-    threads: Threads = None,
-    threads_batch: ThreadsBatch = None,
-    batch_size: BatchSize = 2048,
-    ubatch_size: UbatchSize = 512,
-    flash_attn: FlashAttn = "auto",
-    verbose: Verbose = False,
 ) -> None:
     """Continue a prompt: with the embedded pair, or with MODEL.gguf -p PROMPT."""
     from specoffload.generation import GenerateOptions
     from specoffload.run import read_prompt, run_prompt, split_model_and_prompt
 
-    _logging(verbose)
     model, words = split_model_and_prompt(model_or_prompt, prompt)
-    config = _config(
-        model=model, draft=draft, device=device, min_batch=min_batch, ctx_size=ctx_size,
-        batch_size=batch_size, ubatch_size=ubatch_size, threads=threads,
-        threads_batch=threads_batch, flash_attn=flash_attn, spec=not no_spec, draft_max=draft_max,
-    )  # fmt: skip
     options = GenerateOptions(
-        n_predict=None if n_predict < 0 else n_predict, temperature=temperature, top_k=top_k,
-        top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty, seed=seed,
-    )  # fmt: skip
-    run_prompt(config, lambda: read_prompt(words, file), options)
+        n_predict=None if n_predict < 0 else n_predict,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        seed=seed,
+    )
+    run_prompt(make_config(model), lambda: read_prompt(words, file), options)
 
 
 @app.command()
+@opens_a_model
 def serve(
-    model: Annotated[Path | None, typer.Argument(metavar="[MODEL.gguf]")] = None,
+    make_config: MakeConfig,
+    model: Model = None,
     host: Annotated[str, typer.Option("--host")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="0 takes a free one.")] = 8080,
     api_key: Annotated[
         str | None, typer.Option("--api-key", help="Bearer token to ask for.")
     ] = None,
-    device: Device = "auto",
-    min_batch: MinBatch = None,
-    draft: Draft = None,
-    draft_max: DraftMax = None,
-    no_spec: NoSpec = False,
-    ctx_size: CtxSize = None,
-    threads: Threads = None,
-    threads_batch: ThreadsBatch = None,
-    batch_size: BatchSize = 2048,
-    ubatch_size: UbatchSize = 512,
-    flash_attn: FlashAttn = "auto",
-    verbose: Verbose = False,
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", help="Requests that may wait; more get a 503.")
+    ] = 16,
 ) -> None:
     """Serve the OpenAI API on a socket."""
     from specoffload.serving import serve_config
 
-    _logging(verbose)
-    config = _config(
-        model=model, draft=draft, device=device, min_batch=min_batch, ctx_size=ctx_size,
-        batch_size=batch_size, ubatch_size=ubatch_size, threads=threads,
-        threads_batch=threads_batch, flash_attn=flash_attn, spec=not no_spec, draft_max=draft_max,
-    )  # fmt: skip
-    serve_config(config, host=host, port=port, api_key=api_key)
+    config = make_config(model)
+    serve_config(config, host=host, port=port, api_key=api_key, max_queue=max_queue)
 
 
 @app.command()
+@opens_a_model
 def bench(
-    model: Annotated[Path | None, typer.Argument(metavar="[MODEL.gguf]")] = None,
-    device: Device = "auto",
-    min_batch: MinBatch = None,
-    draft: Draft = None,
-    draft_max: DraftMax = None,
-    no_spec: NoSpec = False,
+    make_config: MakeConfig,
+    model: Model = None,
     n_predict: Annotated[int, typer.Option("--n-predict", "-n", help="Tokens per prompt.")] = 64,
     repetitions: Annotated[int, typer.Option("--repetitions", "-r")] = 5,
-    ctx_size: CtxSize = None,
-    threads: Threads = None,
-    threads_batch: ThreadsBatch = None,
-    batch_size: BatchSize = 2048,
-    ubatch_size: UbatchSize = 512,
-    flash_attn: FlashAttn = "auto",
-    verbose: Verbose = False,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Measure how well copies hide behind compute.")
+    ] = False,
 ) -> None:
     """Measure plain, wrapped and speculative decoding; the last line is one JSON object."""
+    if overlap:
+        from specoffload.bench_overlap import bench_overlap
+
+        bench_overlap(repetitions)
+        return
     from specoffload.bench import bench_config
 
-    _logging(verbose)
-    config = _config(
-        model=model, draft=draft, device=device, min_batch=min_batch, ctx_size=ctx_size,
-        batch_size=batch_size, ubatch_size=ubatch_size, threads=threads,
-        threads_batch=threads_batch, flash_attn=flash_attn, spec=not no_spec, draft_max=draft_max,
-    )  # fmt: skip
-    bench_config(config, n_predict=n_predict, repetitions=repetitions)
+    bench_config(make_config(model), n_predict=n_predict, repetitions=repetitions)
+
+
+@app.command()
+def trace(file: Annotated[Path, typer.Argument(help="What --trace wrote.")]) -> None:
+    """Read a trace: overlap, link utilisation, stalls and their causes."""
+    from specoffload.tracing import show_trace
+
+    show_trace(file)
 
 
 @app.callback(invoke_without_command=True)

@@ -10,6 +10,9 @@ from pathlib import Path
 import psutil
 
 from offload.device import MinBatch
+from offload.streaming import StreamingOptions
+from offload.trace import NO_TRACE, Trace
+from offload.units import parse_bytes
 from specoffload.errors import UsageError
 
 DEFAULT_MIN_BATCH = 32  # llama.cpp's GGML_OP_OFFLOAD_MIN_BATCH
@@ -31,6 +34,13 @@ class Options:
     flash_attn: str = "auto"
     spec: bool = True
     draft_max: int | None = None
+    vram: str | None = None
+    n_gpu_layers: int | None = None
+    expert_cache: str = "lru"
+    prefetch_depth: int = 4
+    overlap: bool = True
+    prefetch: bool = True
+    trace: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,9 @@ class Config:
     threads_batch: int
     flash_attn: str
     draft_max: int
+    streaming: StreamingOptions
+    min_batch_auto: bool
+    trace: Path | None
     reasons: tuple[str, ...]
 
 
@@ -58,7 +71,7 @@ def demo_file(name: str) -> Path:
 
 def parse_min_batch(text: str | None) -> MinBatch:
     """`3`, or per kind `dense=8,experts=24`. Raises UsageError."""
-    if text is None:
+    if text is None or text == "auto":
         return MinBatch(DEFAULT_MIN_BATCH, DEFAULT_MIN_BATCH)
     values = {"experts": DEFAULT_MIN_BATCH, "dense": DEFAULT_MIN_BATCH}
     for part in text.split(","):
@@ -74,6 +87,28 @@ def parse_min_batch(text: str | None) -> MinBatch:
         else:
             raise UsageError(f"--min-batch {text}: kinds are dense and experts, not {kind.strip()}")
     return MinBatch(**values)
+
+
+def _streaming(options: Options) -> StreamingOptions:
+    if options.expert_cache not in ("lru", "lfu", "static"):
+        raise UsageError(f"--expert-cache {options.expert_cache}: must be lru, lfu or static")
+    if options.prefetch_depth < 0:
+        raise UsageError(f"--prefetch-depth {options.prefetch_depth}: must be 0 or more")
+    if options.n_gpu_layers is not None and options.n_gpu_layers < 0:
+        raise UsageError(f"--n-gpu-layers {options.n_gpu_layers}: must be 0 or more")
+    try:
+        vram = None if options.vram is None else parse_bytes(options.vram)
+    except ValueError as e:
+        raise UsageError(f"--vram: {e}") from e
+    return StreamingOptions(
+        vram_bytes=vram,
+        n_gpu_layers=options.n_gpu_layers,
+        overlap=options.overlap,
+        depth=options.prefetch_depth,
+        prefetch=options.prefetch,
+        cache=options.expert_cache,
+        trace=Trace() if options.trace is not None else NO_TRACE,
+    )
 
 
 def default_threads() -> tuple[int, str]:
@@ -122,5 +157,8 @@ def resolve(options: Options) -> Config:
         threads_batch=options.threads_batch or threads,
         flash_attn=options.flash_attn,
         draft_max=4 if options.draft_max is None else options.draft_max,
+        streaming=_streaming(options),
+        min_batch_auto=options.min_batch == "auto",
+        trace=options.trace,
         reasons=tuple(reasons),
     )

@@ -16,12 +16,14 @@ def open_session(config: Config) -> Session:
     return Session(config)
 
 
-def serve_config(config: Config, *, host: str, port: int, api_key: str | None) -> None:
+def serve_config(
+    config: Config, *, host: str, port: int, api_key: str | None, max_queue: int
+) -> None:
     """Check the files here, where a person sees the sentence, then serve until stopped."""
     read_facts(config.model)
     if config.draft is not None:
         read_facts(config.draft)
     factory = functools.partial(open_session, config)
-    code = serve(factory, host, port, api_key, say=report.line)
+    code = serve(factory, host, port, api_key, max_queue=max_queue, say=report.line)
     if code:
         raise SystemExit(code)

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.sampler import SamplerChain, SamplingOptions
+from offload.minbatch import choose, measure
+from offload.trace import Trace
 from specdec.decode import decode
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.none import NoDrafter
@@ -46,6 +49,9 @@ class Session:
         except BaseException:
             self.close()
             raise
+        self._chosen: tuple[str, ...] = ()
+        if config.min_batch_auto:
+            self._choose_min_batch()
         self._drafter: Drafter = NoDrafter()
         if self.draft is not None:
             self._drafter = ModelDrafter(self.draft, n_vocab=self.target.n_vocab)
@@ -62,6 +68,7 @@ class Session:
             n_threads=config.threads,
             n_threads_batch=config.threads_batch,
             flash_attn=config.flash_attn,
+            streaming=config.streaming,
         )
         return self._closing.enter_context(Engine(config.model, options, on_progress))
 
@@ -80,8 +87,21 @@ class Session:
         check_same_vocabulary(self.target, draft)
         return draft
 
+    def _choose_min_batch(self) -> None:
+        engine = self.target
+        if engine.plan is None or not engine.plan.streamed:
+            self._chosen = ("--min-batch auto has no effect: nothing streams here",)
+            return
+        tokens = [(997 * i + 11) % engine.n_vocab for i in range(64)]
+        n, why = choose(measure(engine, tokens))
+        engine.min_batch = MinBatch(n, n)
+        self._chosen = (why,)
+
     def close(self) -> None:
+        """Free everything, and write the trace that was asked for."""
         self._closing.close()
+        if self.config.trace is not None and isinstance(self.config.streaming.trace, Trace):
+            self.config.streaming.trace.write(self.config.trace)
 
     def __enter__(self) -> Session:
         return self
@@ -110,12 +130,15 @@ class Session:
         """The start-up lines: what is active, what is not, and why."""
         choice, facts = self.target.choice, self.target.facts
         lines = [f"device {choice.name}: {choice.description} ({choice.reason})"]
-        if facts.n_experts and choice.wrapped:
-            n = self.config.min_batch.experts
+        plan = self.target.plan
+        if plan is not None and plan.streamed:
+            n = self.target.min_batch
             lines.append(
-                f"experts: {facts.expert_bytes / 2**20:.0f} MiB in host memory, streamed from "
-                f"{n} tokens on (--min-batch), below it computed by the CPU"
+                f"streamed: {plan.streamed_bytes / 2**20:.0f} MiB in host memory through "
+                f"{plan.slot_bytes / 2**20:.0f} MiB of slots, from {n.experts} tokens on "
+                f"(dense {n.dense}; --min-batch), below that computed by the CPU"
             )
+            lines += plan.reasons
         elif facts.n_experts:
             lines.append("experts: computed by the CPU in place; streaming needs a wrapped device")
         if self.draft is not None:
@@ -125,7 +148,9 @@ class Session:
             )
         else:
             lines.append("draft: none, every token is decoded alone")
-        return (*lines, *self.config.reasons)
+        declined = self.target.device.declined if self.target.device is not None else {}
+        lines += [f"left to the CPU: {why}" for why in declined]
+        return (*lines, *self._chosen, *self.config.reasons)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return self.target.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -155,8 +180,7 @@ class Session:
                 "must hold at least one more; shorten it or raise --ctx-size"
             )
         n_predict = room if options.n_predict is None else min(options.n_predict, room)
-        sampler = SamplerChain(self.target.model, _sampling(options))
-        return self._pieces(tokens, n_predict, options, sampler)
+        return self._pieces(tokens, n_predict, options)
 
     def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -173,13 +197,14 @@ class Session:
         return tokens
 
     def _pieces(
-        self, tokens: list[int], n_predict: int, options: GenerateOptions, sampler: SamplerChain
+        self, tokens: list[int], n_predict: int, options: GenerateOptions
     ) -> Iterator[Piece]:
         text = self.target.text_stream()
         stops = StopScanner(options.stop)
         tally = _Tally(len(tokens), self.streamed_bytes())
         finish: FinishReason = "length"
         with ExitStack() as closing:
+            sampler = SamplerChain(self.target.model, _sampling(options))
             closing.callback(sampler.close)
             self._reuse(tokens)
             history = list(tokens)

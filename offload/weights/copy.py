@@ -13,13 +13,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from offload.errors import DeviceFailed
 from offload.ggml import tensor
 from offload.ggml.lib import library
-from offload.trace import NO_TRACE, Trace
+from offload.trace import COPY, NO_TRACE, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Transfer:
     source: int
     size_bytes: int
     name: str = ""
+    args: Mapping[str, int | str] = field(default_factory=dict)  # for the trace
 
 
 class Copier(Protocol):
@@ -104,11 +106,14 @@ class DeviceCopier:
         self._compute = compute
         self._stream: int | None = lib.ggml_backend_dev_init(device, None)
         self._events = Events(device)
-        self._trace = trace
+        self._watcher = _Watcher(trace) if trace else None
+        self._unmarked: list[tuple[Transfer, float]] = []
         self._kept: list[Any] = []  # structures that enqueued copies refer to
         self.stalled_s = 0.0
 
     def begin(self) -> None:
+        if self._watcher is not None:
+            self._watcher.drain()
         self._events.recycle()
         self._kept.clear()
 
@@ -117,6 +122,8 @@ class DeviceCopier:
         if after is not None:
             lib.ggml_backend_event_wait(self._stream, after)
         self._kept.append(transfer.target)
+        if self._watcher is not None:
+            self._unmarked.append((transfer, time.perf_counter()))
         lib.ggml_backend_tensor_set_async(
             self._stream,
             tensor.address_of(transfer.target),
@@ -128,6 +135,9 @@ class DeviceCopier:
     def mark(self) -> int:
         event = self._events.take()
         self._lib.ggml_backend_event_record(event, self._stream)
+        if self._watcher is not None:
+            self._watcher.watch(event, self._unmarked)
+            self._unmarked = []
         return event
 
     def wait(self, ticket: int) -> None:
@@ -143,10 +153,54 @@ class DeviceCopier:
 
     def close(self) -> None:
         stream, self._stream = self._stream, None
+        if self._watcher is not None:
+            self._watcher.close()
         if stream:
             self._lib.ggml_backend_synchronize(stream)
             self._events.close()
             self._lib.ggml_backend_free(stream)
+
+
+class _Watcher:
+    """Waits for copies' events on a thread of its own, to say in the trace when they were done.
+
+    A device does not tell when a copy began: it is taken to begin when it was asked for or the one
+    before it was done, whichever is later; copies under one event share its time by their bytes.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._lib, self._trace = library(), trace
+        self._queue: queue.Queue[tuple[int, list[tuple[Transfer, float]]] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="copy trace", daemon=True)
+        self._thread.start()
+
+    def watch(self, event: int, copies: list[tuple[Transfer, float]]) -> None:
+        self._queue.put((event, copies))
+
+    def drain(self) -> None:
+        self._queue.join()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        free_s = 0.0
+        while (item := self._queue.get()) is not None:
+            event, copies = item
+            self._lib.ggml_backend_event_synchronize(event)
+            end_s = time.perf_counter()
+            start_s = max([free_s, *(asked_s for _, asked_s in copies[:1])])
+            per_byte_s = (end_s - start_s) / max(1, sum(t.size_bytes for t, _ in copies))
+            for transfer, _ in copies:
+                done_s = start_s + per_byte_s * transfer.size_bytes
+                self._trace.add(
+                    COPY, transfer.name, start_s, done_s, bytes=transfer.size_bytes,
+                    **transfer.args,
+                )  # fmt: skip
+                start_s = done_s
+            free_s = end_s
+            self._queue.task_done()
 
 
 @dataclass(frozen=True)
@@ -228,8 +282,11 @@ class ThreadCopier:
                 self._copy(transfer)
             except BaseException as e:
                 self._failure = e
-            self._trace.add("copy", transfer.name, start_s, time.perf_counter(),
-                            bytes=transfer.size_bytes)  # fmt: skip
+            if self._trace:
+                self._trace.add(
+                    COPY, transfer.name, start_s, time.perf_counter(),
+                    bytes=transfer.size_bytes, **transfer.args,
+                )  # fmt: skip
             with self._progress:
                 self._n_done += 1
                 self._progress.notify_all()

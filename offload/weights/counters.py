@@ -15,6 +15,11 @@ class StreamCounters:
     streamed_bytes: int = 0
     streamed_experts: int = 0
     router_reads: int = 0
+    hits: int = 0  # pieces that were there before they were needed
+    misses: int = 0
+    evictions: int = 0
+    prefetched_used: int = 0
+    prefetched_wasted: int = 0
 
     def __add__(self, other: StreamCounters) -> StreamCounters:
         names = [field.name for field in fields(self)]

@@ -16,6 +16,7 @@ A node's sources are restored as soon as its part was submitted: backends read t
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from offload.ggml.graph import Cut, CutList
 from offload.ggml.lib import library
 from offload.ggml.pydevice import Backend
 from offload.plan import ArenaPlan, Shape
-from offload.trace import NO_TRACE, Trace
+from offload.trace import COMPUTE, NO_TRACE, Trace
 from offload.weights.coalesce import Span, coalesce
 from offload.weights.commands import Copy, Need
 from offload.weights.copy import Copier, Transfer
@@ -134,10 +135,17 @@ class ScheduledStream:
                     self.schedule.abort()
                     return status
             self._kept = run.kept  # the device may still refer to it when this returns
-            return self._submit(run, cut_list.n_nodes)
+            status = self._submit(run, cut_list.n_nodes)
+            self._count()
+            return status
         except BaseException:
             self._recover(run)
             raise
+
+    def _count(self) -> None:
+        decided = self.schedule.counters
+        for name in ("hits", "misses", "evictions", "prefetched_used", "prefetched_wasted"):
+            setattr(self.counters, name, getattr(decided, name))
 
     def _recover(self, run: _Run) -> None:
         self._restore(run)
@@ -188,13 +196,14 @@ class ScheduledStream:
         copies = [command for command in commands if isinstance(command, Copy)]
         if not copies:
             return
-        for span in coalesce(copies):
-            self._copy_span(span)
+        for reason, group in itertools.groupby(copies, key=lambda copy: copy.reason):
+            for span in coalesce(group):
+                self._copy_span(span, reason)
         ticket = self.copier.mark()
         for copy in copies:
             self._tickets[copy.piece] = ticket
 
-    def _copy_span(self, span: Span) -> None:
+    def _copy_span(self, span: Span, reason: str) -> None:
         source = tensor.at(self._sources[span.weight])
         arena = self._arena(span.arena, self._sources[span.weight])
         size = arena.slot_bytes
@@ -203,12 +212,25 @@ class ScheduledStream:
             0,
             source.data + span.expert * size,
             span.n * size,
-            f"{span.weight}:{span.expert}+{span.n}" if self._trace else "",
+            *self._described(span, reason),
         )
         self.copier.copy(transfer, self._fence_after(span.after))
         self.counters.copies += 1
         self.counters.streamed_bytes += transfer.size_bytes
         self.counters.streamed_experts += span.n
+
+    def _described(self, span: Span, reason: str) -> tuple[str, dict[str, int | str]]:
+        if not self._trace:
+            return "", {}
+        weight = tensor.name_of(self._sources[span.weight])
+        pieces = f"{span.expert}" if span.n == 1 else f"{span.expert}-{span.expert + span.n - 1}"
+        layer = self._layers.get(weight, -1)
+        return f"{weight} {pieces}", {
+            "layer": layer,
+            "piece": pieces,
+            "reason": reason,
+            "graph": self.counters.graphs,
+        }
 
     def _fence_after(self, use: int | None) -> Any:
         """The first fence of this graph at or behind the use `use`; earlier graphs are complete."""
@@ -223,7 +245,7 @@ class ScheduledStream:
         for ticket in sorted(tickets):
             self.copier.wait(ticket)
         if self._trace:
-            self._trace.add("compute", "wait for copies", start_s, time.perf_counter(),
+            self._trace.add(COMPUTE, "wait for copies", start_s, time.perf_counter(),
                             layer=step.layer, pieces=len(pieces), cause="copy")  # fmt: skip
 
     # -- computation -----------------------------------------------------------------------------
@@ -236,7 +258,7 @@ class ScheduledStream:
             part = run.cut_list.part(run.done, end)
             status = self._lib.ggml_backend_graph_compute_async(self._backend.inner, part)
             if self._trace:
-                self._trace.add("compute", f"nodes {run.done}-{end}", start_s,
+                self._trace.add(COMPUTE, f"nodes {run.done}-{end}", start_s,
                                 time.perf_counter())  # fmt: skip
             run.done = end
         self._restore(run)
@@ -285,7 +307,7 @@ class ScheduledStream:
         self._routing.observe(step.layer, raw)
         self.counters.router_reads += 1
         if self._trace:
-            self._trace.add("compute", "read router ids", start_s, time.perf_counter(),
+            self._trace.add(COMPUTE, "read router ids", start_s, time.perf_counter(),
                             layer=step.layer, experts=len(experts), cause="ids")  # fmt: skip
 
     def _upload(self, run: _Run, step: Step, ids: NDArray[np.int32]) -> Any:

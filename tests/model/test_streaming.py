@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
+from offload.minbatch import measure
 from offload.model import read_facts
 from offload.plan import make_plan
 from offload.streaming import StreamingOptions
@@ -221,3 +222,31 @@ def test_a_model_with_one_expert_matrix_for_gate_and_up_streams_too(models: Path
     with Engine(path, options(StreamingOptions())) as engine:
         assert np.array_equal(logits(engine), plain)
         assert engine.counters().streamed_experts > 0
+
+
+def test_the_threshold_may_change_while_the_model_is_open(
+    tiny_moe: Path, expected: NDArray[np.float32]
+) -> None:
+    with Engine(tiny_moe, options(StreamingOptions(), min_batch=1000)) as engine:
+        engine.extend(0, [1, 2])
+        engine.rewind(0, 0)
+        assert engine.counters().cuts == 0
+        engine.min_batch = MinBatch(1, 1)
+        assert np.array_equal(logits(engine), expected)
+        streamed = engine.counters().cuts
+        assert streamed > 0
+        engine.rewind(0, 0)
+        engine.min_batch = MinBatch(1000, 1000)
+        at = engine.counters().cuts
+        engine.extend(0, [1, 2])
+        assert engine.counters().cuts == at
+
+
+def test_auto_measures_both_sides(tiny_moe: Path) -> None:
+    with Engine(tiny_moe, options(StreamingOptions(), min_batch=7)) as engine:
+        sides = measure(engine, [(31 * i) % 250 for i in range(20)], repetitions=1)
+        assert [side.n_tokens for side in sides] == [1, 2, 3, 4, 6, 8, 12, 16]
+        assert all(side.cpu_s > 0 and side.streamed_s > 0 for side in sides)
+        assert engine.counters().cuts > 0
+        assert engine.length(0) == 0
+        assert engine.min_batch == MinBatch(7, 7)

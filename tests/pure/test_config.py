@@ -56,6 +56,10 @@ def test_what_was_said_needs_no_reason() -> None:
         (Options(ctx_size=-1), "--ctx-size"),
         (Options(draft_max=64), "--draft-max"),
         (Options(model=Path("m.gguf"), draft_max=4), "no effect without a draft"),
+        (Options(expert_cache="fifo"), "--expert-cache"),
+        (Options(prefetch_depth=-1), "--prefetch-depth"),
+        (Options(n_gpu_layers=-1), "--n-gpu-layers"),
+        (Options(vram="much"), "--vram"),
     ],
 )
 def test_options_that_cannot_be_taken_are_refused(options: Options, words: str) -> None:

@@ -1,0 +1,134 @@
+"""The flags that every command which opens a model has, declared once.
+
+`@opens_a_model` adds them to a command's own; the command gets them as one resolved Config.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specoffload.errors import UsageError
+
+
+def _flags(
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            "-dev",
+            help="auto, cpu, sim, sim:vram=64MiB,bw=2GB/s,latency=20us, or a name ggml gives.",
+        ),
+    ] = "auto",
+    min_batch: Annotated[
+        str | None,
+        typer.Option(
+            "--min-batch",
+            help="Tokens from which streamed weights are computed on the device: N, "
+            "dense=N,experts=N, or auto (measured). Below it the CPU computes them. [default: 32]",
+        ),
+    ] = None,
+    vram: Annotated[
+        str | None,
+        typer.Option("--vram", help="Device memory for weights and slots, e.g. 12GiB."),
+    ] = None,
+    n_gpu_layers: Annotated[
+        int | None,
+        typer.Option(
+            "--n-gpu-layers",
+            "-ngl",
+            help="Layers whose dense weights are resident, the others stream. [default: what fits]",
+        ),
+    ] = None,
+    expert_cache: Annotated[
+        str, typer.Option("--expert-cache", help="Which slots are replaced: lru, lfu or static.")
+    ] = "lru",
+    prefetch_depth: Annotated[
+        int, typer.Option("--prefetch-depth", help="Weights that copies run ahead.")
+    ] = 4,
+    no_overlap: Annotated[
+        bool, typer.Option("--no-overlap", help="Copy one weight at a time, cache nothing.")
+    ] = False,
+    no_prefetch: Annotated[
+        bool, typer.Option("--no-prefetch", help="Do not guess a batch's experts.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write what ran when (Chrome trace format).")
+    ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option("--draft", "-md", "--model-draft", help="Draft model, resident."),
+    ] = None,
+    draft_max: Annotated[
+        int | None, typer.Option("--draft-max", help="Most tokens drafted each round. [default: 4]")
+    ] = None,
+    no_spec: Annotated[
+        bool, typer.Option("--no-spec", help="Decode token by token, no draft.")
+    ] = False,
+    ctx_size: Annotated[
+        int | None,
+        typer.Option("--ctx-size", "-c", help="Context in tokens; 0: the model's. [default: 4096]"),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", "-t", help="CPU threads of a decode.")
+    ] = None,
+    threads_batch: Annotated[
+        int | None, typer.Option("--threads-batch", "-tb", help="CPU threads of prefill.")
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", "-b", help="Largest decode in tokens.")
+    ] = 2048,
+    ubatch_size: Annotated[
+        int, typer.Option("--ubatch-size", "-ub", help="Tokens computed at once in prefill.")
+    ] = 512,
+    flash_attn: Annotated[
+        str, typer.Option("--flash-attn", "-fa", help="auto, on or off.")
+    ] = "auto",
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the library's log.")
+    ] = False,
+) -> None:
+    """Never called: its signature is what `opens_a_model` adds."""
+
+
+def opens_a_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(make_config, ...)` the flags above.
+
+    It is called with `make_config(model)`, which resolves them; UsageError says what is wrong.
+    """
+    shared = list(inspect.signature(_flags, eval_str=True).parameters.values())
+    signature = inspect.signature(command, eval_str=True)
+    own = list(signature.parameters.values())[1:]
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> None:
+        typed = {p.name: given.pop(p.name) for p in shared}
+        if typed.pop("verbose"):
+            logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(message)s")
+        command(functools.partial(_make_config, typed), **given)
+
+    wrapped.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    del wrapped.__wrapped__  # typer would follow it to the signature without the shared flags
+    wrapped.__annotations__ = {p.name: p.annotation for p in [*own, *shared]}
+    return wrapped
+
+
+def _make_config(typed: dict[str, Any], model: Path | None) -> Any:
+    from specoffload.config import Options, resolve
+
+    values = dict(typed)
+    if values["flash_attn"] not in ("auto", "on", "off"):
+        raise UsageError(f"--flash-attn {values['flash_attn']}: must be auto, on or off")
+    values |= {
+        "spec": not values.pop("no_spec"),
+        "overlap": not values.pop("no_overlap"),
+        "prefetch": not values.pop("no_prefetch"),
+    }
+    return resolve(Options(model=model, **values))

@@ -1,0 +1,53 @@
+"""`specoffload trace`: what a trace file adds up to, for people, and as JSON on the last line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from offload.trace_report import read_report
+from specoffload import report
+
+_SHOWN_LAYERS = 80
+
+
+def show_trace(path: Path) -> None:
+    """Raises OffloadError when the file is not a trace of ours."""
+    found = read_report(path)
+    report.table(
+        str(path),
+        ("", "value"),
+        [
+            ("trace", f"{found.span_s:.3f} s"),
+            ("overlap", f"{found.overlap:.1%}"),
+            ("link utilisation", f"{found.link_utilisation:.1%}"),
+            ("link bandwidth", f"{found.link_bytes_per_s / 1e9:.2f} GB/s"),
+            ("copied", report.bytes_text(found.copied_bytes)),
+            ("copying", f"{found.copy_s:.3f} s"),
+            ("computing", f"{found.compute_s:.3f} s"),
+            ("standing still", f"{found.stalled_s:.3f} s in {len(found.stalls)} waits"),
+        ],
+    )
+    report.table(
+        "why the computation stood still",
+        ("cause", "seconds"),
+        [(cause, f"{seconds:.4f}") for cause, seconds in found.stalled_by_cause().items()],
+    )
+    layers = [(layer, times) for layer, times in found.layers.items() if layer >= 0]
+    if layers:
+        report.table(
+            "per layer",
+            ("layer", "copied", "copy ms", "waited ms"),
+            [
+                (
+                    str(layer),
+                    report.bytes_text(times.copied_bytes),
+                    f"{times.copy_s * 1e3:.2f}",
+                    f"{times.stalled_s * 1e3:.2f}",
+                )
+                for layer, times in layers[:_SHOWN_LAYERS]
+            ],
+        )
+    if found.n_dropped:
+        report.note(f"{found.n_dropped} older events were dropped; the trace keeps the last ones")
+    report.line(json.dumps(found.as_json()))
