@@ -143,6 +143,40 @@ def test_a_guess_takes_nothing_that_a_known_cut_needs() -> None:
     assert schedule.issue(0) == []
 
 
+def test_what_is_cached_and_guessed_outlives_what_is_only_cached() -> None:
+    schedule = schedule_of(3, depth=2)
+    for expert in range(3):
+        run(schedule, [experts(0, 1, expert)])
+    schedule.begin(2)
+    schedule.predict(experts(1, 1, 0))  # the one used longest ago
+    assert schedule.issue(0) == []
+    schedule.need(experts(0, 1, 9))
+    evicted = [c.piece for c in schedule.issue(0) if isinstance(c, Evict)]
+    assert evicted == [(1, 1)]
+
+
+def test_a_guess_for_a_cut_that_is_behind_is_ignored() -> None:
+    schedule = schedule_of(4, depth=2)
+    schedule.begin(3)
+    schedule.issue(2)
+    schedule.predict(experts(1, 1, 0))
+    assert schedule.issue(2) == []
+
+
+def test_no_guess_is_copied_into_an_arena_where_something_needed_waits_for_room() -> None:
+    schedule = schedule_of(4, depth=3)
+    schedule.begin(3)
+    schedule.need(dense(0, 9))
+    schedule.issue(0)
+    schedule.enter(0)
+    schedule.need(whole(1, 1, 3))  # one slot of its only region is in use
+    schedule.predict(experts(2, 2, 0))
+    assert schedule.issue(1) == []
+    schedule.leave(0)
+    copies = [c for c in schedule.issue(1) if isinstance(c, Copy)]
+    assert [c.reason for c in copies] == ["needed"] * 3 + ["predicted"]
+
+
 def test_nearer_cuts_take_slots_from_farther_ones() -> None:
     schedule = schedule_of(2, depth=0)
     run(schedule, [experts(0, 1, 0, 1)])
