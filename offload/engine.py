@@ -27,6 +27,7 @@ from offload.plan import Plan
 from offload.sim import parse_sim
 from offload.streaming import StreamingOptions, plan_streaming, stream_maker
 from offload.text import TextStream
+from offload.tree import Tree
 from offload.weights.counters import StreamCounters
 from offload.weights.memory import AnonymousMemory
 
@@ -47,6 +48,7 @@ class EngineOptions:
     n_ubatch: int = 512
     n_sequences: int = 1
     n_outputs: int = 64
+    n_tree_leaves: int = 0  # leaves that a drafted tree may have (extend_tree)
     n_threads: int = 1
     n_threads_batch: int = 1
     flash_attn: str = "auto"
@@ -94,6 +96,7 @@ class Engine:
         self.n_ctx = self._context.n_ctx
         self.can_rewind = not self._model.is_recurrent
         self._lengths = [0] * options.n_sequences
+        self._tree: Tree | None = None  # between extend_tree and keep_path
 
     # -- opening and closing --------------------------------------------------------------------
 
@@ -135,7 +138,7 @@ class Engine:
             n_ctx=n_ctx,
             n_batch=max(o.n_batch, o.n_outputs),
             n_ubatch=o.n_ubatch,
-            n_sequences=o.n_sequences,
+            n_sequences=o.n_sequences + o.n_tree_leaves,
             n_outputs=o.n_outputs,
             n_threads=o.n_threads,
             n_threads_batch=o.n_threads_batch,
@@ -236,11 +239,54 @@ class Engine:
             at += len(part)
         return out
 
+    def extend_tree(
+        self, sequence: int, tokens: Sequence[int], parents: Sequence[int]
+    ) -> NDArray[np.float32]:
+        """Evaluate a tree behind the sequence in one decode; logits [len(tokens), n_vocab].
+
+        `parents[i]` is an index in `tokens` before i, or -1. Row i sees the sequence and its own
+        ancestors only: each leaf has a sequence of its own, which its ancestors' cells share.
+        `keep_path` must follow. Raises BadRequest for trees that are not, DoesNotFit for too many
+        leaves or rows.
+        """
+        start = self.length(sequence)
+        if self._tree is not None:
+            raise BadRequest("a tree is being verified: keep_path must come first")
+        tree = Tree(tokens, parents, first_sequence=self.options.n_sequences)
+        if tree.n_leaves > self.options.n_tree_leaves or len(tokens) > self.options.n_outputs:
+            raise DoesNotFit(
+                f"a tree of {len(tokens)} tokens and {tree.n_leaves} leaves exceeds "
+                f"{self.options.n_outputs} rows or {self.options.n_tree_leaves} leaves"
+            )
+        self._check(tokens, start, len(tokens), n_positions=1 + max(tree.depths))
+        for leaf in tree.sequences:
+            self._context.copy_sequence(sequence, leaf)
+        positions = [start + depth for depth in tree.depths]
+        self._tree = tree
+        try:
+            return self._decode(tokens, positions, tree.rows, [True] * len(tokens))
+        except BaseException:
+            self.keep_path(sequence, ())
+            raise
+
+    def keep_path(self, sequence: int, path: Sequence[int]) -> None:
+        """After `extend_tree`: keep these nodes, root first, and drop all others."""
+        tree, self._tree = self._tree, None
+        if tree is None:
+            raise BadRequest("keep_path without extend_tree")
+        start = self.length(sequence)
+        leaf = tree.leaf_below(path)
+        if path:
+            self._context.copy_sequence(leaf, sequence, start, start + len(path))
+        for temporary in tree.sequences:
+            self._context.remove(temporary, -1)
+        self._lengths[sequence] = start + len(path)
+
     def _decode(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        sequences: Sequence[int],
+        sequences: Sequence[int] | Sequence[Sequence[int]],
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
         if self.device is None or not self.device.trace:
@@ -296,14 +342,17 @@ class Engine:
             )
         return sequence
 
-    def _check(self, tokens: Sequence[int], start: int, n_logits: int) -> None:
+    def _check(
+        self, tokens: Sequence[int], start: int, n_logits: int, n_positions: int | None = None
+    ) -> None:
         if not len(tokens):
             raise BadRequest("no tokens to evaluate: the prompt is empty")
         if not 0 <= n_logits <= len(tokens):
             raise BadRequest(f"{n_logits} rows of logits were asked of {len(tokens)} tokens")
-        if start + len(tokens) > self.n_ctx:
+        needed = start + (len(tokens) if n_positions is None else n_positions)
+        if needed > self.n_ctx:
             raise DoesNotFit(
-                f"{start + len(tokens)} tokens exceed the context of {self.n_ctx}; "
+                f"{needed} tokens exceed the context of {self.n_ctx}; "
                 "shorten the prompt or raise --ctx-size"
             )
         low, high = min(tokens), max(tokens)

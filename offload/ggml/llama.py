@@ -308,8 +308,9 @@ class Context:
         """Forget positions from `start` on; False when the memory cannot drop a partial tail."""
         return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1))
 
-    def copy_sequence(self, source: int, target: int) -> None:
-        self._lib.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+    def copy_sequence(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
+        """Let `target` share the cells of `source` at positions [start, end); -1: all."""
+        self._lib.llama_memory_seq_cp(self._memory, source, target, start, end)
 
     def last_position(self, sequence: int) -> int:
         """The largest position held for `sequence`, -1 when it is empty."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from offload.device import MinBatch, StreamingDevice
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
+from offload.synth import write_preset
 
 ALWAYS = MinBatch(experts=1, dense=1)
 
@@ -226,3 +227,46 @@ def test_closing_twice_is_harmless(tiny_moe: Path) -> None:
     engine = Engine(tiny_moe, options("sim"))
     engine.close()
     engine.close()
+
+
+def test_a_tree_row_has_the_logits_of_its_own_branch_and_a_kept_path_goes_on(
+    models: Path,
+) -> None:
+    # In f32 another batch means another order of sums and no more.
+    path = write_preset("mistral-large", models / "exact.gguf", size="tiny", seed=4, quant="f32")
+    prompt, tokens, parents = [1, 2, 3], [10, 20, 30, 40, 50], [-1, 0, 0, 1, -1]
+    with Engine(path, options("cpu")) as engine:
+        expected = []
+        for node in range(len(tokens)):
+            branch, at = [], node
+            while at >= 0:
+                branch.append(tokens[at])
+                at = parents[at]
+            engine.rewind(0, 0)
+            expected.append(engine.extend(0, prompt + branch[::-1])[-1])
+        engine.rewind(0, 0)
+        engine.extend(0, [*prompt, 10, 20, 40])
+        after = engine.extend(0, [99])
+    with Engine(path, options("sim", n_tree_leaves=4)) as engine:
+        for _ in range(3):
+            engine.rewind(0, 0)
+            engine.extend(0, prompt)
+            rows = engine.extend_tree(0, tokens, parents)
+            np.testing.assert_allclose(rows, np.stack(expected), atol=1e-3)
+            assert [int(r.argmax()) for r in rows] == [int(r.argmax()) for r in expected]
+            engine.keep_path(0, [0, 1, 3])
+            assert engine.length(0) == 6
+            np.testing.assert_allclose(engine.extend(0, [99]), after, atol=1e-3)
+            engine.rewind(0, 3)
+            engine.extend_tree(0, tokens, parents)
+            engine.keep_path(0, [])
+            assert engine.length(0) == 3
+
+
+def test_a_tree_with_too_many_leaves_is_refused(tiny_dense: Path) -> None:
+    with Engine(tiny_dense, options("cpu", n_tree_leaves=1)) as engine:
+        engine.extend(0, [1])
+        with pytest.raises(DoesNotFit, match="2 leaves"):
+            engine.extend_tree(0, [1, 2], [-1, -1])
+        with pytest.raises(BadRequest, match="keep_path"):
+            engine.keep_path(0, [])
