@@ -1,0 +1,338 @@
+"""The MLA permute switch on a tiny random DeepSeek: same logits, counted, and safe in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import offload.engine
+from offload.device import MinBatch, StreamingDevice
+from offload.engine import Engine, EngineOptions
+from offload.errors import DoesNotFit
+from offload.ggml import mla_rewrite, tensor
+from offload.ggml.lib import library
+from offload.ggml.memory import bytes_at
+from offload.ggml.mla_nodes import graph_of
+from offload.ggml.mla_rewrite import MlaSwitch, use_count
+from offload.ggml.pydevice import Backend, PyDevice
+from offload.mla import Crossover, Form, Kept, choose_crossover, measured_sizes
+from offload.synth import write_preset
+
+N_HEAD, N_LAYERS = 4, 4
+Logits = list[NDArray[np.float32]]
+Open = Callable[..., Engine]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Opens an engine on `sim` whose device has the switch, with the given crossover."""
+
+    def open_engine(path: Path, crossover: Crossover, **changes: Any) -> Engine:
+        class Switched(StreamingDevice):
+            graphs: list[tuple[int, int]]
+
+            def __init__(self, *arguments: Any, **named: Any) -> None:
+                super().__init__(*arguments, **named)
+                supports = super(StreamingDevice, self)._supports_op
+                self.mla = MlaSwitch(self.inner_buft, supports, self.host.holds, crossover)
+                self.graphs = []
+
+            def _graph_compute(self, backend: Backend, graph: int) -> int:
+                copy = self.mla.apply(graph, backend.inner)
+                self.graphs.append((graph, copy))
+                return super()._graph_compute(backend, copy)
+
+        monkeypatch.setattr(offload.engine, "StreamingDevice", Switched)
+        return Engine(path, EngineOptions(device="sim", n_ctx=256, n_threads=1, **changes))
+
+    return open_engine
+
+
+def switch_of(engine: Engine) -> MlaSwitch:
+    switch = engine.device.mla  # type: ignore[union-attr]
+    assert isinstance(switch, MlaSwitch)
+    return switch
+
+
+def evaluate(engine: Engine, sizes: Sequence[int]) -> Logits:
+    """Logits of batches of these sizes, each after the same three tokens."""
+    rows = []
+    for n in sizes:
+        engine.rewind(0, 0)
+        engine.extend(0, [3, 1, 4], n_logits=0)
+        rows.append(engine.extend(0, [(7 * i + n) % engine.n_vocab for i in range(n)]))
+    return rows
+
+
+def largest_difference(some: Logits, others: Logits) -> float:
+    """In standard deviations of the logits."""
+    return max(float(abs(a - b).max() / b.std()) for a, b in zip(some, others, strict=True))
+
+
+@pytest.fixture(scope="module")
+def tiny_float(models: Path) -> Path:
+    """Weights that the CPU multiplies without converting the other factor first, which the two
+    forms therefore sum in another order. All experts are used: a near-tie between two would make
+    much of that."""
+    all_used = {"expert_count": 4, "expert_used_count": 4}
+    ungrouped = {"expert_group_count": 0, "expert_group_used_count": 0}
+    path = models / "tiny_float.gguf"
+    return write_preset("deepseek-v3", path, quant="f32", seed=3, metadata=all_used | ungrouped)
+
+
+class Compared(StreamingDevice):
+    """Computes each value projection both ways, from the same input, and goes on with ggml's."""
+
+    differences: list[tuple[int, float]]  # tokens, largest difference in standard deviations
+
+    def _graph_compute(self, backend: Backend, graph: int) -> int:
+        lib, done = library(), 0
+
+        def run(part: Any) -> None:
+            assert not lib.ggml_backend_graph_compute_async(backend.inner, tensor.address_of(part))
+
+        for site in MlaSwitch(self.inner_buft, super()._supports_op, self.host.holds).sites(graph):
+            run(tensor.view(graph, done, site.product_index))
+            done = site.output_index + 1
+            vectors, product, _ = mla_rewrite.broadcast_nodes(site, Form.COPIED)
+            part, array = graph_of(graph, [tensor.address_of(product)])
+            run(part)
+            assert vectors.data
+            assert len(array) == 1
+            broadcast = floats(tensor.address_of(product))
+            run(tensor.view(graph, site.product_index, done))
+            matrix = floats(site.output)
+            difference = float(abs(broadcast - matrix).max() / matrix.std())
+            self.differences.append((site.form.n_tokens, difference))
+        run(tensor.view(graph, done, len(tensor.node_addresses(graph))))
+        return 0
+
+
+def floats(address: int) -> NDArray[np.float32]:
+    size_bytes = library().ggml_nbytes(address)
+    return bytes_at(tensor.at(address).data, size_bytes).view(np.float32).copy()
+
+
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+@pytest.mark.parametrize("model", ["tiny_moe", "tiny_float"])
+def test_both_forms_of_a_projection_give_the_same_numbers(
+    model: str, flash_attn: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = request.getfixturevalue(model)
+    monkeypatch.setattr(offload.engine, "StreamingDevice", Compared)
+    opened = EngineOptions(
+        device="sim", n_ctx=256, n_threads=1, flash_attn=flash_attn, stream_experts=False
+    )
+    with Engine(path, opened) as engine:
+        assert isinstance(engine.device, Compared)
+        engine.device.differences = []
+        evaluate(engine, range(1, 65))
+        measured = engine.device.differences
+    assert [n for n, _ in measured if n != 3] == [
+        n for n in range(1, 65) if n != 3 for _ in range(N_LAYERS)
+    ]
+    assert max(difference for _, difference in measured) < 1e-5
+
+
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+@pytest.mark.parametrize(
+    ("model", "limit"),
+    [
+        ("tiny_moe", 1e-3),
+        # A difference of 1e-7 may round a value of the half-precision KV cache to its neighbour,
+        # 5e-4 away.
+        ("tiny_float", 5e-3),
+    ],
+)
+def test_1_to_64_tokens_give_the_same_logits_with_the_switch_as_without(
+    opened: Open, model: str, limit: float, flash_attn: str, request: pytest.FixtureRequest
+) -> None:
+    path, sizes = request.getfixturevalue(model), range(1, 65)
+    with opened(path, 0, flash_attn=flash_attn) as engine:
+        without = evaluate(engine, sizes)
+        assert switch_of(engine).counters.replaced == 0
+    runs = []
+    for _ in range(2):
+        with opened(path, 64, flash_attn=flash_attn) as engine:
+            runs.append(evaluate(engine, sizes))
+            counters = switch_of(engine).counters
+            assert counters.replaced == 2 * 64 * N_LAYERS
+            assert 0 < counters.copied < counters.replaced, "both ways through memory occur"
+            assert not counters.kept
+    assert largest_difference(runs[0], without) < limit
+    assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True)), "bit by bit, each time"
+
+
+def test_by_default_as_many_tokens_are_replaced_as_there_are_heads(
+    opened: Open, tiny_moe: Path
+) -> None:
+    with opened(tiny_moe, "heads") as engine:
+        counters = switch_of(engine).counters
+        for n in range(1, N_HEAD + 1):
+            before = counters.replaced
+            engine.extend(0, [5] * n)
+            assert counters.replaced == before + N_LAYERS, f"{n} tokens"
+        assert not counters.kept
+        replaced = counters.replaced
+        for i, n in enumerate((N_HEAD + 1, 20), start=1):
+            engine.extend(0, [5] * n)
+            assert counters.replaced == replaced, f"{n} tokens"
+            assert counters.kept == {Kept.ABOVE_CROSSOVER: i * N_LAYERS}
+
+
+def test_switched_off_ggml_gets_its_own_graph(opened: Open, tiny_moe: Path) -> None:
+    with opened(tiny_moe, 0) as engine:
+        evaluate(engine, (1, 4))
+        assert all(graph == copy for graph, copy in engine.device.graphs)  # type: ignore[union-attr]
+        assert not switch_of(engine).counters.kept
+
+
+def test_writing_over_the_attention_output_would_be_seen(
+    opened: Open, tiny_float: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tiny_float, 0, flash_attn="on") as engine:
+        expected = evaluate(engine, (2, 4))
+    monkeypatch.setattr(mla_rewrite, "decide", lambda site, crossover: Form.DIRECT)
+    with opened(tiny_float, 64, flash_attn="on") as engine:
+        careless = evaluate(engine, (2, 4))
+    assert largest_difference(careless, expected) > 0.01
+
+
+def test_without_room_between_the_nodes_the_copied_form_gives_the_same_logits(
+    opened: Open, tiny_float: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tiny_float, 0) as engine:
+        expected = evaluate(engine, (1, 3, 9))
+    monkeypatch.setattr(mla_rewrite, "decide", lambda site, crossover: Form.COPIED)
+    with opened(tiny_float, 64) as engine:
+        copied = evaluate(engine, (1, 3, 9))
+        assert switch_of(engine).counters.copied == switch_of(engine).counters.replaced > 0
+    assert largest_difference(copied, expected) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "reason"),
+    [("_streamed", True, Kept.STREAMED), ("_supports", False, Kept.UNSUPPORTED)],
+)
+def test_streamed_weights_and_products_the_device_does_not_take_are_left_alone(
+    opened: Open, tiny_moe: Path, name: str, answer: bool, reason: Kept
+) -> None:
+    with opened(tiny_moe, 0) as engine:
+        expected = evaluate(engine, (2,))
+    with opened(tiny_moe, 64) as engine:
+        setattr(switch_of(engine), name, lambda address: answer)
+        left = evaluate(engine, (2,))
+        counters = switch_of(engine).counters
+        assert counters.replaced == 0
+        assert counters.kept == {reason: 2 * N_LAYERS}
+    assert np.array_equal(left[0], expected[0])
+
+
+def test_a_product_that_somebody_else_reads_is_left_alone(opened: Open, tiny_moe: Path) -> None:
+    with opened(tiny_moe, 64, stream_experts=False) as engine:
+        engine.extend(0, [1, 2])
+        switch = switch_of(engine)
+        graph, _ = engine.device.graphs[-1]  # type: ignore[union-attr]
+        sites = switch.sites(graph)
+        assert len(sites) == N_LAYERS
+        assert not any(site.form.shared for site in sites)
+        wanted = tensor.at(sites[1].product)
+        wanted.flags |= 2  # GGML_TENSOR_FLAG_OUTPUT
+        assert [site.form.shared for site in switch.sites(graph)] == [False, True, False, False]
+
+
+def test_uses_are_counted_as_in_the_whole_graph(opened: Open, tiny_moe: Path) -> None:
+    with opened(tiny_moe, 0, stream_experts=False) as engine:
+        engine.extend(0, [1, 2])
+        graph, _ = engine.device.graphs[-1]  # type: ignore[union-attr]
+        nodes = tensor.node_addresses(graph)
+        sources = [tensor.source(node, i) for node in nodes for i in range(10)]
+        last = nodes[-1]
+        counts = {node: use_count(graph, node) for node in nodes if node != last}
+        assert counts == {node: sources.count(node) for node in counts}
+        assert max(counts.values()) > 1
+        assert use_count(graph, 0x1230) == -1
+
+
+def test_a_graph_is_rewritten_once_and_its_cuts_are_found_once(
+    opened: Open, tiny_moe: Path
+) -> None:
+    with opened(tiny_moe, 64, min_batch=MinBatch(experts=1, dense=1)) as engine:
+        device = engine.device
+        assert device is not None
+        engine.extend(0, [1] * 3)
+        engine.extend(0, [1] * 3)
+        walks, copy = device.cuts.n_walks, device.graphs[-1]  # type: ignore[attr-defined]
+        for _ in range(4):
+            engine.extend(0, [1] * 3)
+            assert device.graphs[-1] == copy  # type: ignore[attr-defined]
+        assert device.cuts.n_walks == walks
+        assert engine.counters().cuts > 0
+
+
+def test_streamed_experts_and_the_switch_give_the_bits_of_resident_ones_and_the_switch(
+    opened: Open, tiny_moe: Path
+) -> None:
+    with opened(tiny_moe, 64, stream_experts=False) as engine:
+        resident = evaluate(engine, (1, 3, 30))
+    with opened(tiny_moe, 64, min_batch=MinBatch(experts=1, dense=1)) as engine:
+        streamed = evaluate(engine, (1, 3, 30))
+        assert switch_of(engine).counters.replaced > 0
+        assert engine.counters().cuts > 0
+    assert all(np.array_equal(a, b) for a, b in zip(resident, streamed, strict=True))
+
+
+@pytest.mark.parametrize("flash_attn", ["on", "off"])
+def test_auto_measures_both_forms_once_and_keeps_to_what_it_found(
+    opened: Open, tiny_moe: Path, flash_attn: str
+) -> None:
+    with opened(tiny_moe, 0, flash_attn=flash_attn) as engine:
+        expected = evaluate(engine, (1, 2, 8, 20))
+    with opened(tiny_moe, "auto", flash_attn=flash_attn) as engine:
+        rows = evaluate(engine, (1, 2, 8, 20))
+        switch = switch_of(engine)
+        assert list(switch.measured) == [(64, 32, N_HEAD, 1)]
+        ((crossover, table),) = switch.measured.values()
+        sizes = measured_sizes(N_HEAD)
+        assert tuple(t.n_tokens for t in table) == sizes[: len(table)]
+        assert all(t.matrix_s > 0 and t.broadcast_s > 0 for t in table)
+        assert crossover == choose_crossover(table)
+        evaluations = (3, 1, 3, 2, 3, 8, 3, 20)
+        assert switch.counters.replaced == N_LAYERS * sum(n <= crossover for n in evaluations)
+    assert largest_difference(rows, expected) < 1e-3
+
+
+def test_auto_without_memory_to_measure_says_so_and_takes_the_heads(
+    opened: Open, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise DoesNotFit("7 MiB of device memory could not be had")
+
+    monkeypatch.setattr(mla_rewrite, "measure_crossover", no_memory)
+    with opened(tiny_moe, "auto") as engine:
+        engine.extend(0, [1] * N_HEAD)
+        engine.extend(0, [1] * (N_HEAD + 1))
+        switch = switch_of(engine)
+        assert switch.counters.replaced == N_LAYERS
+        assert len(switch.notes) == 1
+        assert "7 MiB" in switch.notes[0]
+        assert f"taking {N_HEAD}" in switch.notes[0]
+
+
+def test_models_without_latent_attention_have_no_sites(opened: Open, tiny_dense: Path) -> None:
+    with opened(tiny_dense, 64) as engine:
+        evaluate(engine, (1, 3))
+        counters = switch_of(engine).counters
+        assert counters.replaced == 0
+        assert not counters.kept
+
+
+def test_the_real_device_is_asked_not_the_wrapped_one(opened: Open, tiny_moe: Path) -> None:
+    with opened(tiny_moe, 64) as engine:
+        supports = switch_of(engine)._supports
+        assert supports.__func__ is PyDevice._supports_op  # type: ignore[attr-defined]
