@@ -1,8 +1,8 @@
 """What lives where: pure, from the model's header and a budget, before anything is loaded.
 
 The routed experts lie in host memory and stream through slots; everything else is resident on the
-device while it fits. What does not fit of the rest is streamed too, last layers first: the dense
-path. Every choice carries its reason.
+device while it fits. What does not fit of the rest is streamed too, whole layers spread evenly over
+the model: the dense path. Every choice carries its reason.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def make_plan(
     """Decide for a device with `budget_bytes` for weights and slots (None: no limit).
 
     `reserve_bytes` of it go to the KV cache, compute buffers and a draft. `n_gpu_layers` keeps
-    that many first layers' dense weights resident and streams the rest. Raises DoesNotFit when
+    that many layers' dense weights resident and streams the rest. Raises DoesNotFit when
     not even the smallest working set fits.
     """
     reasons: list[str] = []
@@ -99,10 +99,13 @@ def make_plan(
     if experts:
         reasons.append(f"{len(experts)} expert matrices stream: few of them serve each token")
     if dense and n_gpu_layers is not None:
-        reasons.append(f"dense weights from layer {n_gpu_layers} on stream: --n-gpu-layers")
+        n = len({layer_of(e.name) for e in dense})
+        reasons.append(f"dense weights of {n} of {facts.n_layers} layers stream: --n-gpu-layers")
     elif dense:
-        first = min(layer_of(e.name) for e in dense)
-        reasons.append(f"dense weights from layer {first} on stream: they exceed --vram")
+        n = len({layer_of(e.name) for e in dense})
+        reasons.append(
+            f"dense weights of {n} of {facts.n_layers} layers stream: they exceed --vram"
+        )
     streamed = (*dense, *experts)
     left = None if budget_bytes is None else budget_bytes - reserve_bytes - resident
     arenas, why = _arenas(streamed, facts, left)
@@ -121,21 +124,29 @@ def _streamed_dense(
 ) -> list[TensorEntry]:
     candidates = [e for e in entries if _DENSE.match(e.name)]
     if n_gpu_layers is not None:
-        return [e for e in candidates if layer_of(e.name) >= n_gpu_layers]
+        asked = spread(facts.n_layers - n_gpu_layers, facts.n_layers)
+        return [e for e in candidates if layer_of(e.name) in asked]
     if budget_bytes is None:
         return []
-    resident = sum(e.size_bytes for e in entries) - sum(e.size_bytes for e in experts)
+    rest = sum(e.size_bytes for e in entries) - sum(e.size_bytes for e in experts)
     least = _least_bytes(experts, facts)
-    chosen: list[TensorEntry] = []
-    ring = 0
-    for layer in range(facts.n_layers - 1, -1, -1):
+    per_layer: dict[int, int] = defaultdict(int)
+    for e in candidates:
+        per_layer[layer_of(e.name)] += e.size_bytes
+    streaming: frozenset[int] = frozenset()
+    for n in range(facts.n_layers + 1):
+        streaming = spread(n, facts.n_layers)
+        resident = rest - sum(per_layer[layer] for layer in streaming)
+        ring = 2 * max((per_layer[layer] for layer in streaming), default=0)
         if resident + reserve_bytes + least + ring <= budget_bytes:
             break
-        of_layer = [e for e in candidates if layer_of(e.name) == layer]
-        chosen += of_layer
-        resident -= sum(e.size_bytes for e in of_layer)
-        ring = max(ring, 2 * sum(e.size_bytes for e in of_layer))
-    return sorted(chosen, key=lambda e: (layer_of(e.name), e.name))
+    return [e for e in candidates if layer_of(e.name) in streaming]
+
+
+def spread(n: int, n_layers: int) -> frozenset[int]:
+    """`n` of the layers, evenly over the model: the link then works while the others compute."""
+    n = max(0, min(n, n_layers))
+    return frozenset(i for i in range(n_layers) if (i + 1) * n // n_layers > i * n // n_layers)
 
 
 def _least_bytes(experts: Sequence[TensorEntry], facts: ModelFacts) -> int:

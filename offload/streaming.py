@@ -29,7 +29,7 @@ class StreamingOptions:
     n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: what fits
     reserve_bytes: int = 0  # of the budget, for the KV cache, compute buffers and a draft
     overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
-    depth: int = 4  # cuts that copies run ahead
+    depth: int = 8  # cuts that copies run ahead
     prefetch: bool = True  # guess a verification batch's experts from the last one's
     cache: str = "lru"  # lru, lfu or static
     trace: Trace = NO_TRACE

@@ -52,7 +52,7 @@ def _flags(
     ] = "lru",
     prefetch_depth: Annotated[
         int, typer.Option("--prefetch-depth", help="Weights that copies run ahead.")
-    ] = 4,
+    ] = 8,
     no_overlap: Annotated[
         bool, typer.Option("--no-overlap", help="Copy one weight at a time, cache nothing.")
     ] = False,

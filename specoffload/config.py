@@ -37,7 +37,7 @@ class Options:
     vram: str | None = None
     n_gpu_layers: int | None = None
     expert_cache: str = "lru"
-    prefetch_depth: int = 4
+    prefetch_depth: int = 8
     overlap: bool = True
     prefetch: bool = True
     trace: Path | None = None

@@ -32,6 +32,13 @@ _SCALARS: dict[int, Any] = {
 _STRING, _ARRAY = 8, 9
 _MAX_ARRAY = 4096  # longer ones are vocabularies, which nobody reads through here
 
+
+class _InitParams(C.Structure):
+    _fields_ = [("no_alloc", C.c_bool), ("ctx", C.c_void_p)]
+
+
+_INIT = C.CFUNCTYPE(C.c_void_p, C.c_char_p, _InitParams)
+
 Value = str | int | float | bool
 
 
@@ -57,12 +64,9 @@ class Header:
 
 @contextmanager
 def _opened(lib: Library, path: Path) -> Iterator[int]:
-    class InitParams(C.Structure):
-        _fields_ = [("no_alloc", C.c_bool), ("ctx", C.c_void_p)]
-
-    init = C.CFUNCTYPE(C.c_void_p, C.c_char_p, InitParams)(("gguf_init_from_file", lib._handle))
+    init = _INIT(("gguf_init_from_file", lib._handle))
     log.take_errors()
-    context = init(str(path).encode(), InitParams(True, None))
+    context = init(str(path).encode(), _InitParams(True, None))
     if not context:
         reason = "; ".join(log.take_errors()) or "not a GGUF file"
         raise BadModel(f"{path}: cannot be read as GGUF ({reason})")

@@ -57,7 +57,10 @@ class Copier(Protocol):
         """The point that the computation submitted so far ends at."""
 
     def drain(self) -> None:
-        """Return when every copy is done."""
+        """Return when every copy is done. Raises DeviceFailed if one failed."""
+
+    def abandon(self) -> None:
+        """After a failure: return when nothing is under way, and forget what failed."""
 
     def close(self) -> None: ...
 
@@ -150,6 +153,9 @@ class DeviceCopier:
 
     def drain(self) -> None:
         self._lib.ggml_backend_synchronize(self._stream)
+
+    def abandon(self) -> None:
+        self.drain()
 
     def close(self) -> None:
         stream, self._stream = self._stream, None
@@ -262,6 +268,12 @@ class ThreadCopier:
 
     def drain(self) -> None:
         self.wait(self._n_enqueued)
+
+    def abandon(self) -> None:
+        with self._progress:
+            while self._n_done < self._n_enqueued:
+                self._progress.wait()
+        self._failure = None
 
     def close(self) -> None:
         if self._thread.is_alive():

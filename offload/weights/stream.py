@@ -104,6 +104,7 @@ class ScheduledStream:
         self._fence_uses: list[int] = []
         self._fences: list[Any] = []
         self._last_use = 0
+        self._first_use = 1  # of this graph: what was used before is complete
         self._kept: list[Any] = []
         self.counters = StreamCounters()
 
@@ -127,15 +128,18 @@ class ScheduledStream:
         self._kept = []
         self._fence_uses.clear()
         self._fences.clear()
+        self._first_use = self._last_use + 1
         try:
             self._announce(run)
             for step in run.steps:
                 status = self._advance(run, step)
                 if status:
-                    self.schedule.abort()
-                    return status
+                    break
+            else:
+                status = self._submit(run, cut_list.n_nodes)
+            if status:
+                self._recover(run)
             self._kept = run.kept  # the device may still refer to it when this returns
-            status = self._submit(run, cut_list.n_nodes)
             self._count()
             return status
         except BaseException:
@@ -151,7 +155,7 @@ class ScheduledStream:
         self._restore(run)
         self._lib.ggml_backend_synchronize(self._backend.inner)
         self.schedule.abort()
-        self.copier.drain()
+        self.copier.abandon()
 
     def _announce(self, run: _Run) -> None:
         """Tell the schedule what is known and what is guessed before anything runs."""
@@ -181,11 +185,11 @@ class ScheduledStream:
             if status:
                 return status
         entered = self.schedule.enter(step.index)
+        self._last_use = entered.use
         self._enqueue(entered.issued)
         if entered.waits:
             self._wait(step, entered.waits)
         self.counters.cuts += 1
-        self._last_use = entered.use
         run.open_cuts.append(step.index)
         self._point(run, step, entered.slots)
         return 0
@@ -196,12 +200,14 @@ class ScheduledStream:
         copies = [command for command in commands if isinstance(command, Copy)]
         if not copies:
             return
-        for reason, group in itertools.groupby(copies, key=lambda copy: copy.reason):
-            for span in coalesce(group):
+        # One ticket for each cut's pieces: the gate need not wait for up, down and the guesses.
+        for (_, reason), group in itertools.groupby(copies, key=lambda c: (c.cut, c.reason)):
+            of_cut = list(group)
+            for span in coalesce(of_cut):
                 self._copy_span(span, reason)
-        ticket = self.copier.mark()
-        for copy in copies:
-            self._tickets[copy.piece] = ticket
+            ticket = self.copier.mark()
+            for copy in of_cut:
+                self._tickets[copy.piece] = ticket
 
     def _copy_span(self, span: Span, reason: str) -> None:
         source = tensor.at(self._sources[span.weight])
@@ -234,10 +240,10 @@ class ScheduledStream:
 
     def _fence_after(self, use: int | None) -> Any:
         """The first fence of this graph at or behind the use `use`; earlier graphs are complete."""
-        if use is None:
+        if use is None or use < self._first_use:
             return None
-        at = bisect.bisect_left(self._fence_uses, use)
-        return self._fences[at] if at < len(self._fences) and self._fence_uses[0] <= use else None
+        # A slot that is let go of was submitted, so its fence exists.
+        return self._fences[bisect.bisect_left(self._fence_uses, use)]
 
     def _wait(self, step: Step, pieces: Sequence[tuple[int, int]]) -> None:
         tickets = {self._tickets[piece] for piece in pieces if piece in self._tickets}
@@ -258,8 +264,9 @@ class ScheduledStream:
             part = run.cut_list.part(run.done, end)
             status = self._lib.ggml_backend_graph_compute_async(self._backend.inner, part)
             if self._trace:
+                layer = run.steps[run.open_cuts[-1]].layer if run.open_cuts else -1
                 self._trace.add(COMPUTE, f"nodes {run.done}-{end}", start_s,
-                                time.perf_counter())  # fmt: skip
+                                time.perf_counter(), layer=layer)  # fmt: skip
             run.done = end
         self._restore(run)
         if run.open_cuts:

@@ -235,7 +235,7 @@ def test_a_tree_row_has_the_logits_of_its_own_branch_and_a_kept_path_goes_on(
     # In f32 another batch means another order of sums and no more.
     path = write_preset("mistral-large", models / "exact.gguf", size="tiny", seed=4, quant="f32")
     prompt, tokens, parents = [1, 2, 3], [10, 20, 30, 40, 50], [-1, 0, 0, 1, -1]
-    with Engine(path, options("cpu")) as engine:
+    with Engine(path, options("cpu", flash_attn="off")) as engine:
         expected = []
         for node in range(len(tokens)):
             branch, at = [], node
@@ -247,7 +247,7 @@ def test_a_tree_row_has_the_logits_of_its_own_branch_and_a_kept_path_goes_on(
         engine.rewind(0, 0)
         engine.extend(0, [*prompt, 10, 20, 40])
         after = engine.extend(0, [99])
-    with Engine(path, options("sim", n_tree_leaves=4)) as engine:
+    with Engine(path, options("sim", n_tree_leaves=4, flash_attn="off")) as engine:
         for _ in range(3):
             engine.rewind(0, 0)
             engine.extend(0, prompt)
