@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.types import Decision, Draft, Policy, Round, Target
+from specdec.types import Decision, Draft, Policy, Round, Target, Walk
 
 Distribution = Callable[[NDArray[np.float32]], NDArray[np.float64]]
+
+_BATCHED_TAIL = 8  # new tokens of a sequence that may join the others' decode
 
 
 class _Held:
@@ -71,6 +73,61 @@ class ModelDrafter:
                 if not walk.feed(p):
                     break
                 logits = self._step(sequence, token)
+        return self._draft(walk, tokens, probs, rows)
+
+    def learn(self, sequence: int, round_: Round) -> None:
+        pass
+
+    def forget(self, sequence: int) -> None:
+        """The history may be another: what is held is compared from its first token."""
+        held = self._held.get(sequence)
+        if held is not None:
+            held.n_checked = 0
+
+    def propose_many(
+        self, requests: Sequence[tuple[int, Sequence[int], int]], policy: Policy
+    ) -> list[Draft]:
+        """Drafts for several (sequence, history, limit), one decode per token for all of them.
+
+        Greedy only. The number of decodes is the largest `n_steps` of the drafts.
+        """
+        walks: list[Walk] = []
+        parts: list[tuple[int, list[int]]] = []
+        live: list[int] = []
+        for i, (sequence, history, limit) in enumerate(requests):
+            room = self._model.n_ctx - len(history)
+            walk = policy.begin(max(0, min(limit, room + 1)), self.name)
+            walks.append(walk)
+            if walk.wants and room >= 0:
+                live.append(i)
+                new = self._missing(sequence, history)
+                if len(new) > _BATCHED_TAIL:  # a prompt: nobody needs its rows
+                    self._feed(sequence, new[:-1])
+                    new = new[-1:]
+                parts.append((sequence, new))
+        tokens: list[list[int]] = [[] for _ in requests]
+        probs: list[list[float]] = [[] for _ in requests]
+        while live:
+            rows = self._model.extend_batch(parts)
+            for sequence, new in parts:
+                self._held[sequence].tokens += new
+                self.n_rows += len(new)
+            parts, still = [], []
+            for i, logits in zip(live, rows, strict=True):
+                if not tokens[i]:
+                    self._mark(requests[i][0])
+                token, p = self._pick(logits[-1], [])
+                tokens[i].append(token)
+                probs[i].append(p)
+                if walks[i].feed(p):
+                    still.append(i)
+                    parts.append((requests[i][0], [token]))
+            live = still
+        return [self._draft(walk, tokens[i], probs[i], []) for i, walk in enumerate(walks)]
+
+    def _draft(
+        self, walk: Walk, tokens: list[int], probs: list[float], rows: list[NDArray[np.float64]]
+    ) -> Draft:
         n = walk.n_best
         return Draft(
             tuple(tokens[:n]),
@@ -82,29 +139,34 @@ class ModelDrafter:
             len(tokens),
         )
 
-    def learn(self, sequence: int, round_: Round) -> None:
-        pass
-
-    def forget(self, sequence: int) -> None:
-        """The history may be another: what is held is compared from its first token."""
-        held = self._held.get(sequence)
-        if held is not None:
-            held.n_checked = 0
-
-    def _catch_up(self, sequence: int, history: Sequence[int]) -> NDArray[np.float32]:
-        """Make the model hold `history`; logits [n_vocab] after it."""
+    def _missing(self, sequence: int, history: Sequence[int]) -> list[int]:
+        """Cut the model back to what it shares with `history`; the tokens it lacks."""
         held = self._held.setdefault(sequence, _Held())
         n = self._common(held, history)
         if len(held.tokens) > n:
             n = self._cut(sequence, held, n)
-        new = list(history[n:])
-        logits: NDArray[np.float32] = self._model.extend(sequence, new, 1)[0]
-        held.tokens += new
+        return list(history[n:])
+
+    def _feed(self, sequence: int, tokens: list[int]) -> None:
+        self._model.extend(sequence, tokens, 0)
+        self._held[sequence].tokens += tokens
+        self.n_rows += len(tokens)
+
+    def _mark(self, sequence: int) -> None:
+        """All that is held now is history; from here on it is draft."""
+        held = self._held[sequence]
         held.n_checked = len(held.tokens)
-        self.n_rows += len(new)
         if not self._model.can_rewind:
             held.checkpoint = self._model.checkpoint(sequence)
             held.checkpoint_length = len(held.tokens)
+
+    def _catch_up(self, sequence: int, history: Sequence[int]) -> NDArray[np.float32]:
+        """Make the model hold `history`; logits [n_vocab] after it."""
+        new = self._missing(sequence, history)
+        logits: NDArray[np.float32] = self._model.extend(sequence, new, 1)[0]
+        self._held[sequence].tokens += new
+        self.n_rows += len(new)
+        self._mark(sequence)
         return logits
 
     def _common(self, held: _Held, history: Sequence[int]) -> int:

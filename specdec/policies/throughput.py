@@ -179,13 +179,14 @@ class Throughput:
         # lambda = tokens / seconds, both decaying; it starts as plain decoding
         self._tokens = 4.0
         self._n_tokens = 0
+        self._beside = 0  # rows of other sequences in each batch
         self._won = 0.0  # tokens gained over plain decoding in the same time
         self._seconds = 4.0 * self.costs.times[0]
 
     @property
     def rate(self) -> float:
         """lambda: the running estimate of tokens per second, never below plain decoding's."""
-        return max(self._tokens / self._seconds, 1.0 / self.costs.times[0])
+        return max(self._tokens / self._seconds, self._plain_rate)
 
     @property
     def _is_behind(self) -> bool:
@@ -198,7 +199,7 @@ class Throughput:
             known = self._sources[source] = _Source()
         if known.age >= _REBUILD_ROUNDS:
             self._rebuild(known, source)
-        limit = min(limit, self.n_max)
+        limit = min(limit, self.n_max - self._beside)
         is_probe = False
         self._walks.pop(source, None)
         if limit > 0 and (known.onwards[0][0] <= 0.0 or self._is_behind):
@@ -213,8 +214,10 @@ class Throughput:
 
     def _rebuild(self, known: _Source, source: str) -> None:
         step_s = self.costs.draft_step_s if source in self._paid else 0.0
-        times = np.array(self.costs.times)
-        known.rebuild(self.rate * (times - times[0]), self.rate * step_s)
+        beside = self._beside
+        times = np.array(self.costs.times[beside:])
+        price = self.rate * (times - times[0])
+        known.rebuild(price, self.rate * step_s / (1 + beside))
 
     def learn(self, round_: Round) -> None:
         draft = round_.draft
@@ -224,17 +227,43 @@ class Throughput:
             self.calibration.observe(source, p, accepted)
         if walk is not None and walk.limit > 0:
             self._judge(self._sources[source], walk)
+        self.account(
+            round_.n_drafted + 1,
+            draft.n_steps,
+            len(round_.emitted),
+            verify_s=round_.verify_s,
+            draft_s=round_.draft_s,
+        )
+
+    def account(
+        self, n_rows: int, n_steps: int, n_emitted: int, *, verify_s: float, draft_s: float
+    ) -> None:
+        """One decode of `n_rows` rows after `n_steps` draft decodes gave `n_emitted` tokens."""
         if self._refresh:
             had_no_unit = self.costs.is_relative
-            self.costs.observe(round_.n_drafted + 1, round_.verify_s, draft.n_steps, round_.draft_s)
+            self.costs.observe(n_rows, verify_s, n_steps, draft_s)
             if had_no_unit:
                 self._seconds = self._tokens * self.costs.times[0]
         keep = 1.0 - 1.0 / _RATE_ROUNDS
-        took = self.costs.times[round_.n_drafted] + draft.n_steps * self.costs.draft_step_s
-        self._n_tokens += len(round_.emitted)
-        self._won += len(round_.emitted) - took / self.costs.times[0]
-        self._tokens = self._tokens * keep + len(round_.emitted)
+        took = self.costs.times[n_rows - 1] + n_steps * self.costs.draft_step_s
+        self._n_tokens += n_emitted
+        self._won += n_emitted - took * self._plain_rate
+        self._tokens = self._tokens * keep + n_emitted
         self._seconds = self._seconds * keep + took
+
+    def share_batch(self, n_sequences: int) -> None:
+        """From now on each verification has rows of `n_sequences` sequences, one of each at
+        least: prices start at that batch, and one draft decode serves all of them."""
+        if n_sequences - 1 != self._beside:
+            self._beside = n_sequences - 1
+            self._seconds = self._tokens / self._plain_rate
+            for known in self._sources.values():
+                known.age = _REBUILD_ROUNDS
+
+    @property
+    def _plain_rate(self) -> float:
+        """Tokens per second without speculation."""
+        return (1 + self._beside) / self.costs.times[self._beside]
 
     def _judge(self, known: _Source, walk: ThroughputWalk) -> None:
         weight = _PROBE_WEIGHT if walk.is_probe else 1.0
@@ -250,8 +279,8 @@ class Throughput:
         if walk.best > spent and not self._is_behind:
             known.gap, known.wait = _FIRST_GAP, 0  # what found something is followed by another
             return
-        # lambda times T(1) is what a plain round is worth, in tokens.
-        plain = self.rate * self.costs.times[0]
+        # What the time of a plain token is worth.
+        plain = self.rate / self._plain_rate
         share = _PROBE_SHARE_AHEAD if self._won > _AHEAD * self._n_tokens else _PROBE_SHARE
         longest = max(_FIRST_GAP, int(spent / (plain * share)))
         known.wait = known.gap = min(longest, known.gap * 2)

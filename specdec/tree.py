@@ -1,0 +1,242 @@
+"""Tree drafts: several continuations verified in one decode, on by flag.
+
+The draft model offers its top k tokens at the nodes likeliest to be reached; the same rule as for
+several sequences picks the nodes worth their rows (G07). Verification walks down from the root
+while the target's token is among a node's children, which keeps it lossless for any chooser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from specdec.errors import SpecDecError
+from specdec.policies.joint import best_count
+from specdec.policies.throughput import Throughput
+from specdec.types import Chooser, Decision, Draft, End, IsEnd, Round, TreeTarget
+
+SOURCE = "tree"
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Nodes in order of drafting: parents come first, -1 is the root (the last token)."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    probs: tuple[float, ...] = ()  # of the node given its parent, as the draft says
+    reached: tuple[float, ...] = ()  # of the whole path, calibrated
+    n_steps: int = 0
+
+    def cut(self, nodes: Sequence[int]) -> Tree:
+        """The tree of these nodes, which must include their parents."""
+        new = {old: i for i, old in enumerate(sorted(nodes))}
+        new[-1] = -1
+        kept = sorted(nodes)
+        return Tree(
+            tuple(self.tokens[i] for i in kept),
+            tuple(new[self.parents[i]] for i in kept),
+            tuple(self.probs[i] for i in kept),
+            tuple(self.reached[i] for i in kept),
+            self.n_steps,
+        )
+
+
+class TreeDrafter:
+    """Grows trees with a draft model that can evaluate them. `p_split` is the least probability
+    of a second branch (llama.cpp's --spec-draft-p-split)."""
+
+    def __init__(
+        self,
+        model: TreeTarget,
+        policy: Throughput,
+        *,
+        n_branches: int = 3,
+        p_split: float = 0.1,
+        n_max: int = 24,
+        max_depth: int = 12,
+    ) -> None:
+        if not model.can_rewind:
+            raise SpecDecError("tree drafts need a draft whose memory can be cut, not a recurrent")
+        self._model, self._policy = model, policy
+        self._n_branches, self._p_split = n_branches, p_split
+        self._n_max, self._max_depth = n_max, max_depth
+        self._held: dict[int, list[int]] = {}
+
+    def grow(self, sequence: int, history: Sequence[int], limit: int) -> Tree:
+        """A tree of at most `limit` nodes worth verifying."""
+        room = self._model.n_ctx - len(history)
+        depth = min(limit, self._max_depth, room)
+        if depth <= 0:
+            return Tree()
+        tokens: list[int] = []
+        parents: list[int] = []
+        probs: list[float] = []
+        reached: list[float] = []
+        rate, step_s = self._policy.rate, self._policy.costs.draft_step_s
+        row = self._catch_up(sequence, history)
+        frontier = [(-1, row)]
+        n_steps = 1
+        while True:
+            first = len(tokens)
+            for parent, logits in frontier:
+                self._branch(parent, logits, tokens, parents, probs, reached)
+            grown = [i for i in range(first, len(tokens)) if reached[i] > rate * step_s]
+            if not grown or n_steps >= depth or len(tokens) > min(2 * self._n_max, room):
+                break
+            rows = self._model.extend_tree(sequence, tokens, parents)
+            self._model.keep_path(sequence, ())
+            n_steps += 1
+            frontier = [(i, rows[i]) for i in grown]
+        tree = Tree(tuple(tokens), tuple(parents), tuple(probs), tuple(reached), n_steps)
+        return self._worthwhile(tree, limit)
+
+    def _branch(
+        self,
+        parent: int,
+        logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
+        tokens: list[int],
+        parents: list[int],
+        probs: list[float],
+        reached: list[float],
+    ) -> None:
+        p = np.exp(logits - logits.max(), dtype=np.float64)
+        p /= p.sum()
+        best = np.argsort(-p, kind="stable")[: self._n_branches]
+        above = 1.0 if parent < 0 else reached[parent]
+        for rank, token in enumerate(best.tolist()):
+            if rank and p[token] < self._p_split:
+                break
+            tokens.append(token)
+            parents.append(parent)
+            probs.append(float(p[token]))
+            q = self._policy.calibration.probability(f"{SOURCE}-{rank}", float(p[token]))
+            reached.append(above * q)
+
+    def _worthwhile(self, tree: Tree, limit: int) -> Tree:
+        """The likeliest nodes; a child is never likelier than its parent, so parents stay."""
+        order = sorted(range(len(tree.tokens)), key=lambda i: (-tree.reached[i], i))
+        gains = [tree.reached[i] for i in order[: min(limit, self._n_max)]]
+        n = best_count(gains, self._policy.costs.times, 1, self._policy.rate)
+        return tree.cut(order[:n])
+
+    def _catch_up(
+        self, sequence: int, history: Sequence[int]
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        held = self._held.setdefault(sequence, [])
+        n = 0
+        while n < min(len(held), len(history) - 1) and held[n] == history[n]:
+            n += 1
+        if len(held) > n:
+            self._model.rewind(sequence, n)
+        logits = self._model.extend(sequence, list(history[n:]), 1)
+        held[:] = history
+        row: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = logits[0]
+        return row
+
+
+def decode_tree(
+    target: TreeTarget,
+    sequence: int,
+    prompt: Sequence[int],
+    *,
+    drafter: TreeDrafter,
+    policy: Throughput,
+    chooser: Chooser,
+    n_predict: int,
+    is_end: IsEnd,
+    n_cached: int = 0,
+) -> Iterator[Round]:
+    """As `decode`, with trees. A round's draft is the path that was accepted and what the tree
+    held beside it; `n_drafted` counts every node verified. Raises SpecDecError."""
+    if not target.can_rewind:
+        raise SpecDecError("tree drafts need a target whose memory can be cut, not a recurrent one")
+    if not prompt or target.length(sequence) != n_cached or n_cached >= len(prompt):
+        raise SpecDecError(
+            f"{len(prompt)} prompt tokens, {n_cached} cached, {target.length(sequence)} held"
+        )
+    history = list(prompt)
+    if history[n_cached:-1]:
+        target.extend(sequence, history[n_cached:-1], 0)
+    n_left, end = n_predict, ""
+    while not end and n_left > 0 and len(history) <= target.n_ctx:
+        limit = max(0, min(n_left - 1, target.n_ctx - len(history)))
+        began = perf_counter()
+        tree = drafter.grow(sequence, history, limit)
+        drafted = perf_counter()
+        path = _verify(target, sequence, history, tree, chooser, is_end)
+        verified = perf_counter()
+        emitted = tuple(history[len(history) - path.n_emitted :])
+        n_left -= len(emitted)
+        end = "end" if is_end(history[-1]) else "length" if n_left <= 0 else ""
+        end = end or ("context" if len(history) > target.n_ctx else "")
+        draft = Draft(
+            tree.tokens,
+            tree.probs,
+            SOURCE,
+            Decision(len(tree.tokens), "tree"),
+            n_steps=tree.n_steps,
+        )
+        for source, p, accepted in path.evidence:
+            policy.calibration.observe(source, p, accepted)
+        policy.account(
+            1 + len(tree.tokens),
+            tree.n_steps,
+            len(emitted),
+            verify_s=verified - drafted,
+            draft_s=drafted - began,
+        )
+        yield Round(draft, path.n_accepted, emitted, drafted - began, verified - drafted, _end(end))
+
+
+def _end(end: str) -> End:
+    return "end" if end == "end" else "length" if end == "length" else "context" if end else ""
+
+
+@dataclass(slots=True)
+class _Path:
+    n_accepted: int
+    n_emitted: int
+    evidence: list[tuple[str, float, bool]]
+
+
+def _verify(
+    target: TreeTarget,
+    sequence: int,
+    history: list[int],
+    tree: Tree,
+    chooser: Chooser,
+    is_end: IsEnd,
+) -> _Path:
+    """One decode of the last token and the tree; the target keeps the accepted path."""
+    children: dict[int, list[int]] = {}
+    for i, parent in enumerate(tree.parents):
+        children.setdefault(parent, []).append(i)
+    tokens = [history[-1], *tree.tokens]
+    rows = target.extend_tree(sequence, tokens, [-1, *(p + 1 for p in tree.parents)])
+    kept, node, n_emitted = [0], -1, 0
+    evidence: list[tuple[str, float, bool]] = []
+    choose: Callable[..., int] = chooser.choose
+    while True:
+        token = choose(rows[node + 1], history)
+        chooser.accepted(token)
+        history.append(token)
+        n_emitted += 1
+        found = -1
+        for rank, child in enumerate(children.get(node, ())):
+            hit = tree.tokens[child] == token
+            evidence.append((f"{SOURCE}-{rank}", tree.probs[child], hit))
+            found = child if hit else found
+        if found < 0:
+            break
+        node = found
+        if is_end(token):
+            # The end token is the last of the history, which the target never holds.
+            target.keep_path(sequence, kept)
+            return _Path(n_emitted, n_emitted, evidence)
+        kept.append(node + 1)
+    target.keep_path(sequence, kept)
+    return _Path(n_emitted - 1, n_emitted, evidence)

@@ -1,0 +1,249 @@
+"""Several sequences at once, trees, joint decisions, synthetic acceptance and statistics."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.accept import Greedy, MatchAcceptance
+from specdec.decode import decode
+from specdec.decode_batch import Stream, decode_batch
+from specdec.drafters.model import ModelDrafter
+from specdec.errors import BadOption, SpecDecError
+from specdec.fake import FakeTarget
+from specdec.policies.fixed import Fixed
+from specdec.policies.joint import allocate, best_count
+from specdec.policies.throughput import Throughput
+from specdec.profile import CostProfile
+from specdec.stats import SpecStats, reason_kind
+from specdec.synthetic import (
+    SyntheticAcceptance,
+    SyntheticDrafter,
+    check_rates,
+    rates_of_length,
+)
+from specdec.tree import TreeDrafter, decode_tree
+
+# Batches that cost almost nothing more, so that drafts are worth it.
+CHEAP = CostProfile(tuple(1.0 + 0.01 * n for n in range(32)), 0.01)
+
+
+def never(_: int) -> bool:
+    return False
+
+
+def plain(target: FakeTarget, prompt: list[int], n: int, end: int | None = None) -> list[int]:
+    text = list(prompt)
+    while len(text) < len(prompt) + n and len(text) <= target.n_ctx:
+        text.append(target.next_token(text))
+        if text[-1] == end:
+            break
+    return text
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 100),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    recurrent=st.booleans(),
+    agreement=st.floats(0.3, 1),
+    end=st.integers(0, 30),
+)
+def test_sequences_decoded_together_have_their_own_plain_texts(
+    seed: int, lengths: list[int], recurrent: bool, agreement: float, end: int
+) -> None:
+    target = FakeTarget(n_vocab=16, seed=seed, recurrent=recurrent, n_ctx=60)
+    draft = FakeTarget(n_vocab=16, seed=seed, agreement=agreement, recurrent=recurrent, n_ctx=50)
+    prompts = [[s, s + 1, 3] * (1 + 4 * s) for s in range(len(lengths))]
+    streams = [
+        Stream(s, list(prompts[s]), MatchAcceptance(Greedy()), n, lambda t: t == end)
+        for s, n in enumerate(lengths)
+    ]
+    policy = Throughput(CHEAP, refresh=False)
+    for rounds in decode_batch(target, streams, drafter=ModelDrafter(draft), policy=policy):
+        for stream, _ in rounds:
+            assert target.tokens(stream.sequence) == stream.history[:-1]
+    for stream, prompt, n in zip(streams, prompts, lengths, strict=True):
+        assert stream.history == plain(target, prompt, n, end)
+
+
+def test_one_decode_serves_all_sequences() -> None:
+    target, draft = FakeTarget(peak=0.99), FakeTarget(peak=0.99)
+    streams = [Stream(s, [s], MatchAcceptance(Greedy()), 24, never) for s in range(4)]
+    policy = Throughput(CHEAP, refresh=False)
+    rounds = list(decode_batch(target, streams, drafter=ModelDrafter(draft), policy=policy))
+    assert len(target.calls) == len(rounds)
+    assert len(rounds) < 24 / 2
+    assert len(draft.calls) < 4 * 24
+
+
+@given(
+    chains=st.lists(st.lists(st.floats(0.01, 1), max_size=3), min_size=1, max_size=3),
+    steps=st.lists(st.floats(0.01, 1), min_size=12, max_size=12),
+    rate=st.floats(0.1, 3),
+)
+@settings(deadline=None)
+def test_the_joint_choice_is_the_best_of_all_choices(
+    chains: list[list[float]], steps: list[float], rate: float
+) -> None:
+    times = list(itertools.accumulate(steps))
+    falling = [list(itertools.accumulate(c, lambda a, b: a * b)) for c in chains]
+
+    def value(counts: tuple[int, ...]) -> float:
+        won = sum(sum(c[:n]) for c, n in zip(falling, counts, strict=True))
+        n_rows = len(falling) + sum(counts)
+        return won - rate * (times[n_rows - 1] - times[len(falling) - 1])
+
+    best = max(value(c) for c in itertools.product(*[range(len(c) + 1) for c in falling]))
+    assert value(allocate(falling, times, rate)) == pytest.approx(best, abs=1e-9)
+
+
+def test_the_joint_choice_looks_past_a_bump() -> None:
+    times = [1.0, 2.1, 2.2, 2.3, 2.4]
+    assert best_count([0.9, 0.8, 0.7, 0.6], times, 1, 1.0) == 4
+    assert best_count([0.9], times, 1, 1.0) == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 200),
+    n=st.integers(0, 40),
+    agreement=st.floats(0, 1),
+    n_ctx=st.integers(6, 60),
+    end=st.integers(0, 40),
+)
+def test_a_tree_draft_gives_the_plain_text(
+    seed: int, n: int, agreement: float, n_ctx: int, end: int
+) -> None:
+    target = FakeTarget(n_vocab=16, seed=seed, n_ctx=n_ctx)
+    draft = FakeTarget(n_vocab=16, seed=seed, agreement=agreement, n_ctx=50, peak=0.4)
+    policy = Throughput(CHEAP, refresh=False)
+    text = [1, 2, 3]
+    for round_ in decode_tree(
+        target,
+        0,
+        text,
+        drafter=TreeDrafter(draft, policy, p_split=0.01),
+        policy=policy,
+        chooser=Greedy(),
+        n_predict=n,
+        is_end=lambda t: t == end,
+    ):
+        text = [*text, *round_.emitted]
+        assert target.tokens(0) == text[:-1]
+    assert text == plain(target, [1, 2, 3], n, end)
+
+
+def test_a_tree_accepts_what_one_branch_would_have_missed() -> None:
+    target = FakeTarget(n_vocab=8, logits_seed=1, order=2)
+    branching = _mean_length(target, n_branches=4)
+    single = _mean_length(FakeTarget(n_vocab=8, logits_seed=1, order=2), n_branches=1)
+    assert branching > single + 0.2
+
+
+def _mean_length(target: FakeTarget, n_branches: int) -> float:
+    class Noisy(FakeTarget):
+        def logits_after(self, tokens):  # type: ignore[no-untyped-def]
+            rng = np.random.default_rng(list(tokens[-2:]))
+            return super().logits_after(tokens) + rng.normal(0, 2.5, 8).astype(np.float32)
+
+    policy = Throughput(CHEAP, refresh=False)
+    drafter = TreeDrafter(
+        Noisy(n_vocab=8, logits_seed=1, order=2), policy, n_branches=n_branches, p_split=0.02
+    )
+    rounds = list(
+        decode_tree(
+            target,
+            0,
+            [1, 2],
+            drafter=drafter,
+            policy=policy,
+            chooser=Greedy(),
+            n_predict=300,
+            is_end=never,
+        )
+    )
+    return sum(len(r.emitted) for r in rounds) / len(rounds)
+
+
+def test_recurrent_memory_is_refused_trees() -> None:
+    policy = Throughput(CHEAP)
+    with pytest.raises(SpecDecError, match="recurrent"):
+        TreeDrafter(FakeTarget(recurrent=True), policy)
+    rounds = decode_tree(
+        FakeTarget(recurrent=True),
+        0,
+        [1],
+        drafter=TreeDrafter(FakeTarget(), policy),
+        policy=policy,
+        chooser=Greedy(),
+        n_predict=1,
+        is_end=never,
+    )
+    with pytest.raises(SpecDecError, match="recurrent"):
+        next(rounds)
+
+
+def test_synthetic_rates_are_met_whatever_the_models_say() -> None:
+    rates = (0.9, 0.6, 0.2)
+    acceptance = SyntheticAcceptance(rates, np.random.default_rng(1))
+    stats = SpecStats()
+    target = FakeTarget(n_ctx=20_000)
+    for round_ in decode(
+        target,
+        0,
+        [1, 2],
+        drafter=SyntheticDrafter(rates),
+        policy=Fixed(3),
+        chooser=Greedy(),
+        acceptance=acceptance,
+        n_predict=6000,
+        is_end=never,
+    ):
+        stats.add(round_)
+    assert stats.acceptance_per_position == pytest.approx(rates, abs=0.03)
+    assert stats.tokens_per_round == pytest.approx(2.7, abs=0.05)
+
+
+def test_a_synthetic_length_is_the_mean_of_its_rates() -> None:
+    rates = rates_of_length(3.2, 8)
+    assert 1 + sum(rates) == pytest.approx(3.2)
+    assert rates_of_length(9, 8) == pytest.approx((1.0,) * 8)
+    for bad in (0.5, 9.5):
+        with pytest.raises(BadOption, match="must lie in"):
+            rates_of_length(bad, 8)
+    for rates in ((0.5, 0.6), (1.2,), ()):
+        with pytest.raises(BadOption, match="rates"):
+            check_rates(rates)
+
+
+def test_statistics_count_what_happened() -> None:
+    stats = SpecStats()
+    target, draft = FakeTarget(), FakeTarget(agreement=0.7)
+    for round_ in decode(
+        target,
+        0,
+        [1],
+        drafter=ModelDrafter(draft),
+        policy=Fixed(4),
+        chooser=Greedy(),
+        n_predict=200,
+        is_end=never,
+    ):
+        stats.add(round_)
+    data = stats.as_data()
+    assert data["n_tokens"] == 200
+    assert data["draft_n_accepted"] == data["accepted_by_source"]["draft"]
+    assert stats.n_tokens == stats.n_accepted + stats.n_rounds
+    assert data["reasons"] == {"fixed block of #": stats.n_rounds}
+    falling = stats.acceptance_per_position
+    assert list(falling) == sorted(falling, reverse=True)
+    assert f"({stats.n_accepted:5d} accepted / {stats.n_drafted:5d} generated)" in stats.line()
+
+
+def test_reasons_are_grouped_without_their_numbers() -> None:
+    assert reason_kind("P 0.12 against 0.5") == reason_kind("P 0.9 against 0.31")
