@@ -85,7 +85,7 @@ class CostProfile:
     def bumps(self) -> tuple[int, ...]:
         """Batch sizes n whose normalised cost is above that of n - 1: jagged kernels (A21)."""
         c = self.normalised
-        return tuple(i + 1 for i in range(1, len(c)) if c[i] > c[i - 1])
+        return tuple(i + 1 for i in range(1, len(c)) if c[i] > c[i - 1] * (1 + 1e-9))
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from specdec.profile import CostProfile
 
 _STALE_ROUNDS = 8
-_OVERALL = 0.02
-_SINGLE = 0.05
+_OVERALL = 0.05
+_SINGLE = 0.03
 _OUTLIER = 3.0  # a step this much over its expectation was something else (a page fault, a probe)
 
 

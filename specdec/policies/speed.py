@@ -51,10 +51,16 @@ class SpeedWalk(ProductWalk):
 class Speed:
     """`speeds[n-1]` and `draft_speed` in tokens per second; variant "a" or "b"."""
 
-    def __init__(self, speeds: Sequence[float], draft_speed: float, variant: str = "b") -> None:
+    def __init__(
+        self,
+        speeds: Sequence[float],
+        draft_speed: float,
+        variant: str = "b",
+        n_max: int | None = None,
+    ) -> None:
         self.name = f"speed-{variant}"
         self._speeds = tuple(speeds)
-        self.n_max = len(self._speeds)
+        self.n_max = len(self._speeds) if n_max is None else n_max
         self._step = self._speeds[0] / draft_speed
         self._v3b = variant == "b"
 
