@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes as C
 from typing import Any, Protocol
 
-from offload.ggml import abi
+from offload.ggml import abi, tensor
 from offload.ggml.callback import Pending, guard
 from offload.ggml.lib import library
 
@@ -23,15 +23,29 @@ class HostMemory(Protocol):
     def free(self, address: int) -> None: ...
 
 
+class TensorHome(Protocol):
+    """Decides where tensors lie, and fills them itself."""
+
+    def place(self, name: str, size_bytes: int) -> int:
+        """The address of the tensor's data; raises for a tensor that it does not know."""
+
+    def is_filling(self) -> bool:
+        """Whether what libllama writes to tensors is to be left out: the model is being loaded."""
+
+
 class HostBufferType:
     """A buffer type named `name` whose buffers are allocated by `memory`.
 
-    Outlives every model loaded with it: C keeps its address.
+    With a `home`, tensors lie where it says and what libllama loads into them is left to it; the
+    allocated range then only stands for the buffer. Outlives every model loaded with it: C keeps
+    its address.
     """
 
-    def __init__(self, name: str, memory: HostMemory, pending: Pending) -> None:
+    def __init__(
+        self, name: str, memory: HostMemory, pending: Pending, home: TensorHome | None = None
+    ) -> None:
         self._lib = lib = library()
-        self._memory, self._pending = memory, pending
+        self._memory, self._pending, self._home = memory, pending, home
         self._name = C.create_string_buffer(name.encode())
         self._keep: list[Any] = []
         cpu = lib.ggml_backend_cpu_buffer_type()
@@ -40,11 +54,17 @@ class HostBufferType:
         )
         self.address = C.addressof(self.struct)
         self.buffers: dict[int, tuple[int, int]] = {}  # buffer -> (base address, size)
+        self.n_left_out = 0  # tensors that libllama wanted to copy in and its home fills
         name_address = C.addressof(self._name)
         iface = self.struct.iface
         iface.get_name = self._thunk("get_name", None, lambda _: name_address)
         iface.alloc_buffer = self._thunk("alloc_buffer", None, self._on_alloc)
         self._free = self._buffer_thunk("free_buffer", None, self._on_free)
+        if home is not None:
+            self._init = self._buffer_thunk(
+                "init_tensor", abi.GGML_STATUS_ALLOC_FAILED, self._on_init_tensor
+            )
+            self._set = self._buffer_thunk("set_tensor", None, self._on_set_tensor)
 
     def _thunk(self, field: str, on_error: Any, function: Any) -> int:
         entry = abi.PROTOTYPES[f"ggml_backend_buffer_type_i.{field}"]
@@ -66,12 +86,28 @@ class HostBufferType:
         view = abi.ggml_backend_buffer.from_address(buffer)
         view.buft = self.address
         view.iface.free_buffer = self._free
+        if self._home is not None:
+            view.iface.init_tensor, view.iface.set_tensor = self._init, self._set
         self.buffers[buffer] = base, size
         return buffer
 
     def _on_free(self, buffer: int) -> None:
         base, _ = self.buffers.pop(buffer)
         self._memory.free(base)
+
+    def _on_init_tensor(self, _: int, address: int) -> int:
+        assert self._home is not None
+        if not tensor.at(address).view_src:  # a view's data follows from its tensor's
+            size = self._lib.ggml_nbytes(address)
+            tensor.at(address).data = self._home.place(tensor.name_of(address), size)
+        return int(abi.GGML_STATUS_SUCCESS)
+
+    def _on_set_tensor(self, _: int, address: int, data: int, offset: int, size: int) -> None:
+        assert self._home is not None
+        if self._home.is_filling():
+            self.n_left_out += 1
+        else:
+            C.memmove(tensor.at(address).data + offset, data, size)
 
     def holds(self, tensor: int) -> bool:
         """Whether the tensor at address `tensor` lies in one of our buffers."""

@@ -1,0 +1,132 @@
+"""Where streamed weights lie in host memory and which bytes of which file go there: pure.
+
+Direct reads want file offset, address and length aligned alike, and tensors are aligned to 32 bytes
+only. So memory takes over the file's own layout: neighbouring tensors form a run, a run begins
+and ends on page borders of the file, and a tensor's address equals its file offset modulo a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from offload.model import WeightPlace
+
+PAGE_BYTES = 4096
+_GAP_BYTES = 64 << 10  # less than this between two tensors is read along with them
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes [start, stop) of a file and their place in the memory; all three page aligned.
+
+    `end_bytes` is where the last tensor ends: the file must have that much, `stop` may lie behind
+    its end.
+    """
+
+    file: Path
+    start_bytes: int
+    stop_bytes: int
+    end_bytes: int
+    at_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.stop_bytes - self.start_bytes
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where one tensor lies: in which run's file, and from which byte of the memory on."""
+
+    file: Path
+    offset_bytes: int  # in the file
+    at_bytes: int  # in the memory
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The runs in reading order, and each tensor by name."""
+
+    runs: tuple[Run, ...]
+    spots: dict[str, Spot]
+
+    @property
+    def size_bytes(self) -> int:
+        """How much memory the runs take."""
+        return self.runs[-1].at_bytes + self.runs[-1].size_bytes if self.runs else 0
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(spot.size_bytes for spot in self.spots.values())
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One read: `size_bytes` of a file from `start_bytes`, to `at_bytes` of the memory.
+
+    `least_bytes` must come; the rest lies behind the last tensor and perhaps behind the file's end.
+    """
+
+    file: Path
+    start_bytes: int
+    size_bytes: int
+    least_bytes: int
+    at_bytes: int
+
+
+def plan_layout(places: Iterable[WeightPlace]) -> Layout:
+    """Lay out weights in the order of their files and offsets, one run behind the other."""
+    runs: list[Run] = []
+    spots: dict[str, Spot] = {}
+    at = 0
+    for file, of_file in groupby(sorted(places, key=_place_key), key=lambda place: place.file):
+        for group in _neighbours(list(of_file)):
+            start = _down(group[0].entry.offset_bytes)
+            end = max(p.entry.offset_bytes + p.entry.size_bytes for p in group)
+            for p in group:
+                offset = p.entry.offset_bytes
+                spots[p.entry.name] = Spot(file, offset, at + offset - start, p.entry.size_bytes)
+            runs.append(Run(file, start, _up(end), end, at))
+            at += runs[-1].size_bytes
+    return Layout(tuple(runs), spots)
+
+
+def cut_into_chunks(runs: Sequence[Run], chunk_bytes: int) -> tuple[Chunk, ...]:
+    """Cut the runs into reads of `chunk_bytes` (a multiple of a page) or less."""
+    chunks: list[Chunk] = []
+    for run in runs:
+        for start in range(run.start_bytes, run.stop_bytes, chunk_bytes):
+            size = min(chunk_bytes, run.stop_bytes - start)
+            least = min(size, run.end_bytes - start)
+            at = run.at_bytes + start - run.start_bytes
+            chunks.append(Chunk(run.file, start, size, least, at))
+    return tuple(chunks)
+
+
+def _place_key(place: WeightPlace) -> tuple[Path, int]:
+    return place.file, place.entry.offset_bytes
+
+
+def _neighbours(places: list[WeightPlace]) -> list[list[WeightPlace]]:
+    groups = [[places[0]]]
+    for place in places[1:]:
+        last = groups[-1][-1].entry
+        # Runs may not share a page: its bytes would have to lie in two places.
+        gap = place.entry.offset_bytes - _up(last.offset_bytes + last.size_bytes)
+        if gap < _GAP_BYTES:
+            groups[-1].append(place)
+        else:
+            groups.append([place])
+    return groups
+
+
+def _down(n_bytes: int) -> int:
+    return n_bytes // PAGE_BYTES * PAGE_BYTES
+
+
+def _up(n_bytes: int) -> int:
+    return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
