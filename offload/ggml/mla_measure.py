@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from offload.errors import DeviceFailed
@@ -19,14 +20,20 @@ _ALIGNMENT = 4096
 
 
 def measure_crossover(
-    backend: int, buft: int, graph: int, product: int, *, token_major: bool
+    backend: int,
+    buft: int,
+    graph: int,
+    product: int,
+    supports: Callable[[int], bool],
+    *,
+    token_major: bool,
 ) -> tuple[Timing, ...]:
     """Seconds of both forms for 1, 2, 4, ... 2 n_head tokens, the best of a few rounds.
 
     `product` is a node of `graph` that multiplies with the weight in question, which must lie in
     the device's memory; `token_major` says how the attention output lies (ValueProjection). Stops
-    where the broadcast form is hopeless. Takes memory of the device for 2 n_head tokens, and gives
-    it back. Raises DoesNotFit, DeviceFailed.
+    where the broadcast form is hopeless or the device does not take it (`supports` a node). Takes
+    memory of the device for 2 n_head tokens, and gives it back. Raises DoesNotFit, DeviceFailed.
     """
     n_head = int(tensor.at(tensor.source(product, 0)).ne[2])
     sizes = measured_sizes(n_head)
@@ -34,7 +41,11 @@ def measure_crossover(
     try:
         table: list[Timing] = []
         for n in sizes:
-            timing = Timing(n, bench.time_s(bench.matrix(n)), bench.time_s(bench.broadcast(n)))
+            vectors, broadcast = bench.broadcast(n)
+            if not supports(tensor.address_of(broadcast)):
+                break
+            matrix_s = bench.time_s(bench.matrix(n))
+            timing = Timing(n, matrix_s, bench.time_s([vectors, broadcast]))
             table.append(timing)
             if hopeless(timing):
                 break
@@ -80,15 +91,15 @@ class _Bench:
                               tensor.address_of(permuted))  # fmt: skip
         return [whole, attended, product, permuted, output]
 
-    def broadcast(self, n: int) -> list[Any]:
-        """The one node of the broadcast form, and what it reads."""
+    def broadcast(self, n: int) -> tuple[Any, Any]:
+        """What the one node of the broadcast form reads, and that node."""
         vectors = self._tensor((self._kv_lora, 1, self._n_head, n), "NONE", 0)
         if not self._token_major:
             row = int(vectors.nb[1])
             vectors.nb[2], vectors.nb[3] = n * row, row
         product = self._tensor((self._v_dim, 1, self._n_head, n), "MUL_MAT", self._output_offset,
                                self._weight, tensor.address_of(vectors))  # fmt: skip
-        return [vectors, product]
+        return vectors, product
 
     def time_s(self, nodes: list[Any]) -> float:
         """Best seconds of one pass over the nodes, launching amortised over several."""

@@ -196,7 +196,12 @@ class MlaSwitch:
         if shape not in self.measured:
             try:
                 table = measure_crossover(
-                    backend, self._buft, graph, site.product, token_major=site.form.token_major
+                    backend,
+                    self._buft,
+                    graph,
+                    site.product,
+                    self._supports,
+                    token_major=site.form.token_major,
                 )
             except DoesNotFit as e:
                 self.notes.append(f"--mla-crossover auto: {e}; taking {site.form.n_head}, one per "

@@ -28,24 +28,34 @@ Logits = list[NDArray[np.float32]]
 Open = Callable[..., Engine]
 
 
+class Recorded(MlaSwitch):
+    """Remembers which graph was given and which was computed."""
+
+    graphs: list[tuple[int, int]]
+
+    def apply(self, graph: int, backend: int) -> int:
+        copy = super().apply(graph, backend)
+        self.graphs.append((graph, copy))
+        return copy
+
+
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens an engine on `sim` whose device has the switch, with the given crossover."""
 
     def open_engine(path: Path, crossover: Crossover, **changes: Any) -> Engine:
         class Switched(StreamingDevice):
-            graphs: list[tuple[int, int]]
-
             def __init__(self, *arguments: Any, **named: Any) -> None:
                 super().__init__(*arguments, **named)
                 supports = super(StreamingDevice, self)._supports_op
-                self.mla = MlaSwitch(self.inner_buft, supports, self.host.holds, crossover)
-                self.graphs = []
+                self.applies_itself = hasattr(self, "mla")
+                self.mla = Recorded(self.inner_buft, supports, self.host.holds, crossover)
+                self.mla.graphs = []
 
             def _graph_compute(self, backend: Backend, graph: int) -> int:
-                copy = self.mla.apply(graph, backend.inner)
-                self.graphs.append((graph, copy))
-                return super()._graph_compute(backend, copy)
+                if not self.applies_itself:
+                    graph = self.mla.apply(graph, backend.inner)
+                return super()._graph_compute(backend, graph)
 
         monkeypatch.setattr(offload.engine, "StreamingDevice", Switched)
         return Engine(path, EngineOptions(device="sim", n_ctx=256, n_threads=1, **changes))
@@ -53,9 +63,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
     return open_engine
 
 
-def switch_of(engine: Engine) -> MlaSwitch:
+def switch_of(engine: Engine) -> Recorded:
     switch = engine.device.mla  # type: ignore[union-attr]
-    assert isinstance(switch, MlaSwitch)
+    assert isinstance(switch, Recorded)
     return switch
 
 
@@ -188,7 +198,7 @@ def test_by_default_as_many_tokens_are_replaced_as_there_are_heads(
 def test_switched_off_ggml_gets_its_own_graph(opened: Open, tiny_moe: Path) -> None:
     with opened(tiny_moe, 0) as engine:
         evaluate(engine, (1, 4))
-        assert all(graph == copy for graph, copy in engine.device.graphs)  # type: ignore[union-attr]
+        assert all(graph == copy for graph, copy in switch_of(engine).graphs)
         assert not switch_of(engine).counters.kept
 
 
@@ -237,7 +247,7 @@ def test_a_product_that_somebody_else_reads_is_left_alone(opened: Open, tiny_moe
     with opened(tiny_moe, 64, stream_experts=False) as engine:
         engine.extend(0, [1, 2])
         switch = switch_of(engine)
-        graph, _ = engine.device.graphs[-1]  # type: ignore[union-attr]
+        graph, _ = switch_of(engine).graphs[-1]
         sites = switch.sites(graph)
         assert len(sites) == N_LAYERS
         assert not any(site.form.shared for site in sites)
@@ -249,7 +259,7 @@ def test_a_product_that_somebody_else_reads_is_left_alone(opened: Open, tiny_moe
 def test_uses_are_counted_as_in_the_whole_graph(opened: Open, tiny_moe: Path) -> None:
     with opened(tiny_moe, 0, stream_experts=False) as engine:
         engine.extend(0, [1, 2])
-        graph, _ = engine.device.graphs[-1]  # type: ignore[union-attr]
+        graph, _ = switch_of(engine).graphs[-1]
         nodes = tensor.node_addresses(graph)
         sources = [tensor.source(node, i) for node in nodes for i in range(10)]
         last = nodes[-1]
@@ -267,10 +277,10 @@ def test_a_graph_is_rewritten_once_and_its_cuts_are_found_once(
         assert device is not None
         engine.extend(0, [1] * 3)
         engine.extend(0, [1] * 3)
-        walks, copy = device.cuts.n_walks, device.graphs[-1]  # type: ignore[attr-defined]
+        walks, copy = device.cuts.n_walks, switch_of(engine).graphs[-1]
         for _ in range(4):
             engine.extend(0, [1] * 3)
-            assert device.graphs[-1] == copy  # type: ignore[attr-defined]
+            assert switch_of(engine).graphs[-1] == copy
         assert device.cuts.n_walks == walks
         assert engine.counters().cuts > 0
 
@@ -305,6 +315,16 @@ def test_auto_measures_both_forms_once_and_keeps_to_what_it_found(
         evaluations = (3, 1, 3, 2, 3, 8, 3, 20)
         assert switch.counters.replaced == N_LAYERS * sum(n <= crossover for n in evaluations)
     assert largest_difference(rows, expected) < 1e-3
+
+
+def test_auto_measures_nothing_that_the_device_does_not_take(opened: Open, tiny_moe: Path) -> None:
+    with opened(tiny_moe, "auto", stream_experts=False) as engine:
+        switch = switch_of(engine)
+        switch._supports = lambda node: tensor.at(node).ne[3] == 1
+        engine.extend(0, [1])
+        ((crossover, table),) = switch.measured.values()
+        assert [timing.n_tokens for timing in table] == [1]
+        assert crossover <= 1
 
 
 def test_auto_without_memory_to_measure_says_so_and_takes_the_heads(
