@@ -40,12 +40,14 @@ class Arena:
         self.slot_bytes = slot_bytes or int(self._weight.nb[2])
         self._matrices = self.slot_bytes // int(self._weight.nb[2])
         self.n_slots = n_slots
+        self._views: dict[tuple[int, int], Any] = {}
         # Kernels read past the last row: ask the buffer type for the whole arena's size, with its
         # own padding, and clear it once so that what they read there is never NaN.
         whole = self._tensor(n_slots, 0, 0)
         size_bytes = lib.ggml_backend_buft_get_alloc_size(buft, tensor.address_of(whole))
         self.memory = DeviceMemory(buft, size_bytes + 4096, f"{n_slots} slots")
         self.size_bytes = self.memory.size_bytes
+        self.whole = self.slots(0, n_slots)  # all slots as one tensor, for nodes with remapped ids
 
     def _tensor(self, n: int, buffer: int, data: int) -> Any:
         made = tensor.copy_of(tensor.address_of(self._weight))
@@ -56,9 +58,13 @@ class Arena:
         return made
 
     def slots(self, first: int, n: int) -> Any:
-        """Slots [first, first + n) as a tensor; the caller keeps it while a graph refers to it."""
-        assert self.memory.buffer is not None, "the arena is closed"
-        return self._tensor(n, self.memory.buffer, self.memory.base + first * self.slot_bytes)
+        """Slots [first, first + n) as a tensor, which lives as long as the arena."""
+        view = self._views.get((first, n))
+        if view is None:
+            assert self.memory.buffer is not None, "the arena is closed"
+            at = self.memory.base + first * self.slot_bytes
+            view = self._views[first, n] = self._tensor(n, self.memory.buffer, at)
+        return view
 
     def close(self) -> None:
         self.memory.close()

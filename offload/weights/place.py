@@ -193,6 +193,8 @@ class Placer:
     def _place_region(
         self, lane: Lane, need: Need, reason: str, out: list[Command], forced: bool
     ) -> bool:
+        if self.resident(lane, need) is not None:
+            return True  # looking for the cheapest region would find the one it has
         first = self._region(lane, need, forced)
         if first is None:
             return False

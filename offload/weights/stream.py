@@ -57,6 +57,8 @@ class Step:
     first_of_group: bool
     need: Need | None  # known before the graph runs: dense and whole weights
     ids_offset: int = 0
+    ids_view: Any = None  # a tensor at ids_offset of the device's memory for remapped ids
+    missed: bool = True  # whether something had to be copied for it the last time
 
 
 @dataclass(slots=True)
@@ -69,7 +71,8 @@ class _Run:
     open_cuts: list[int] = field(default_factory=list)  # entered, not yet submitted
     patched: list[tuple[int, int, int]] = field(default_factory=list)  # node, source, original
     kept: list[Any] = field(default_factory=list)  # what submitted nodes refer to
-    chosen: dict[int, NDArray[np.int_]] = field(default_factory=dict)  # router ids -> places
+    # router ids -> the choice of every token, and the distinct experts, as plain lists
+    chosen: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
 
 
 class ScheduledStream:
@@ -164,7 +167,7 @@ class ScheduledStream:
         for step in run.steps:
             if step.need is not None:
                 schedule.need(step.need)
-            elif self._prefetch:
+            elif self._prefetch and step.missed:
                 guess = self._routing.predict(step.layer, step.n_tokens)
                 if guess:
                     pieces = tuple((step.weight, expert) for expert in guess)
@@ -186,6 +189,7 @@ class ScheduledStream:
                 return status
         entered = self.schedule.enter(step.index)
         self._last_use = entered.use
+        step.missed = entered.misses > 0 or bool(entered.waits)
         self._enqueue(entered.issued)
         if entered.waits:
             self._wait(step, entered.waits)
@@ -290,8 +294,10 @@ class ScheduledStream:
         elif step.whole:
             target = arena.slots(slots[0], step.n_experts)
         else:
-            target = arena.slots(0, arena.n_slots)
-            remapped = np.asarray(slots, np.int32)[run.chosen[step.cut.ids]]
+            target = arena.whole
+            ids, experts = run.chosen[step.cut.ids]
+            slot_of = dict(zip(experts, slots, strict=True))
+            remapped = np.array([slot_of[expert] for expert in ids], np.int32)
             self._patch(run, step, 2, self._upload(run, step, remapped))
         self._patch(run, step, 0, target)
 
@@ -304,32 +310,40 @@ class ScheduledStream:
         """Read the ids that a layer's router chose, and tell the schedule what its cuts need."""
         start_s = time.perf_counter()
         raw = read_router(step.cut.ids, self._backend.inner, step.n_used, step.n_tokens)
-        used, inverse = np.unique(raw, return_inverse=True)
-        run.chosen[step.cut.ids] = inverse.reshape(raw.shape)
-        experts = used.tolist()
+        ids = raw.ravel().tolist()
+        experts = sorted(set(ids))
+        run.chosen[step.cut.ids] = ids, experts
         for index in step.group:
             other = run.steps[index]
             pieces = tuple((other.weight, expert) for expert in experts)
             self.schedule.need(Need(index, other.arena, pieces))
-        self._routing.observe(step.layer, raw)
+        if any(run.steps[index].missed for index in step.group):
+            self._routing.observe(step.layer, raw)
         self.counters.router_reads += 1
         if self._trace:
             self._trace.add(COMPUTE, "read router ids", start_s, time.perf_counter(),
                             layer=step.layer, experts=len(experts), cause="ids")  # fmt: skip
 
     def _upload(self, run: _Run, step: Step, ids: NDArray[np.int32]) -> Any:
+        view = step.ids_view
+        if view is None:
+            view = step.ids_view = self._ids_like(step)
+        run.kept.append(ids)  # an asynchronous copy may read it until the graph is complete
+        self._lib.ggml_backend_tensor_set_async(
+            self._backend.inner, tensor.address_of(view), ids.ctypes.data, 0, ids.nbytes
+        )
+        return view
+
+    def _ids_like(self, step: Step) -> Any:
+        """A tensor like the router's, contiguous, at the step's place in our memory for ids."""
         memory = self._ids_memory
         assert memory is not None
         assert memory.buffer is not None
         view = tensor.copy_of(step.cut.ids)
         view.buffer, view.data = memory.buffer, memory.base + step.ids_offset
         view.nb[0], view.nb[1] = 4, 4 * step.n_used
-        view.nb[2] = view.nb[3] = ids.nbytes
+        view.nb[2] = view.nb[3] = 4 * step.n_used * step.n_tokens
         view.view_src, view.view_offs, view.extra = None, 0, None
-        run.kept.append(ids)  # an asynchronous copy may read it until the graph is complete
-        self._lib.ggml_backend_tensor_set_async(
-            self._backend.inner, tensor.address_of(view), ids.ctypes.data, 0, ids.nbytes
-        )
         return view
 
     # -- what stays the same between graphs --------------------------------------------------------
@@ -399,6 +413,7 @@ class ScheduledStream:
             if self._ids_memory is not None:
                 self._lib.ggml_backend_synchronize(self._backend.inner)
                 self._ids_memory.close()
+                self._steps.clear()  # their views point into what is gone
             self._ids_memory = DeviceMemory(self._buft, max(offset, 1 << 20), "expert ids")
 
 
