@@ -32,6 +32,7 @@ from specdec.profile import CostProfile
 from specdec.synthetic import SyntheticAcceptance, SyntheticDrafter, check_rates, rates_of_length
 from specdec.types import Chooser, Drafter, Policy
 
+_PRICED = ("throughput", "p-mins", "rational", "speed-a", "speed-b", "costs")
 _BLOCK = 4  # the general-purpose length (B20)
 _LONGEST = 16
 _LEAST_TO_FIT = 8  # points of a curve that three parameters can be fitted to
@@ -47,7 +48,7 @@ def build_policy(
     typed = "--spec-draft-n-max" in options.given
     longest = profile.n_max - 1
     n_max = options.integer("--spec-draft-n-max") if typed else None
-    if n_max is not None and n_max > longest and options.policy not in ("fixed", "p-min", "ratio"):
+    if n_max is not None and n_max > longest and options.policy in _PRICED:
         raise BadOption(
             f"--spec-draft-n-max {n_max}: the profile measured batches up to {profile.n_max}, so "
             f"drafts up to {longest}; measure more or lower it"

@@ -231,7 +231,8 @@ class Throughput:
             round_.n_drafted + 1,
             draft.n_steps,
             len(round_.emitted),
-            verify_s=round_.verify_s,
+            # A replay after a checkpoint is part of what a batch of this size costs.
+            verify_s=round_.verify_s + round_.rollback_s,
             draft_s=round_.draft_s,
         )
 
