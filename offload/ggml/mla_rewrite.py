@@ -121,24 +121,26 @@ class MlaSwitch:
         """The value projections of a graph, in order."""
         nodes = tensor.node_addresses(graph)
         # One is looked for at its last node: few nodes are conts, hundreds are products.
-        outputs = [i for i, node in enumerate(nodes) if tensor.op_of(node) == self._cont]
-        if not outputs:
-            return []
-        places = {node: i for i, node in enumerate(nodes)}
-        found = (self._site(graph, places, i, nodes[i]) for i in outputs)
+        op_of, cont = tensor.op_of, self._cont
+        outputs = [i for i, node in enumerate(nodes) if op_of(node) == cont]
+        found = (self._site(graph, nodes, i) for i in outputs)
         return [site for site in found if site is not None]
 
-    def _site(self, graph: int, places: dict[int, int], index: int, output: int) -> Site | None:
+    def _site(self, graph: int, nodes: list[int], index: int) -> Site | None:
+        output = nodes[index]
         permuted = tensor.source(output, 0)
-        if permuted not in places or tensor.op_of(permuted) != self._permute:
+        if tensor.op_of(permuted) != self._permute:
             return None
         product = tensor.source(permuted, 0)
-        if product not in places or tensor.op_of(product) != self._mul_mat:
+        if tensor.op_of(product) != self._mul_mat:
             return None
         weight, attended = tensor.source(product, 0), tensor.source(product, 1)
         if tensor.op_of(weight) != self._none:
             return None
-        first, middle = places[product], places[permuted]
+        middle = _last(nodes, permuted, index)
+        first = _last(nodes, product, middle)
+        if first < 0:
+            return None  # made in another part of the graph
         asked_for = (tensor.at(product).flags | tensor.at(permuted).flags) & _OUTPUT
         form = ValueProjection(
             weight_ne=_shape(tensor.at(weight).ne),
@@ -146,7 +148,7 @@ class MlaSwitch:
             product=_memory(product),
             permuted=_memory(permuted),
             output=_memory(output),
-            adjacent=first + 2 == index and middle == first + 1,
+            adjacent=first + 2 == index,
             shared=bool(asked_for)
             or use_count(graph, product) != 1
             or use_count(graph, permuted) != 1,
@@ -176,12 +178,10 @@ class MlaSwitch:
         counts = MlaCounters.of(decisions)
         if not tensors:
             return _Rewritten(graph, counts)
-        addresses = [
-            tensor.address_of(placed[i]) if i in placed else node
-            for i, node in enumerate(tensor.node_addresses(graph))
-            if placed.get(i, node) is not None
-        ]
-        copy, nodes_array = graph_of(graph, addresses)
+        addresses = tensor.node_addresses(graph)
+        for index, node in placed.items():
+            addresses[index] = 0 if node is None else tensor.address_of(node)
+        copy, nodes_array = graph_of(graph, [address for address in addresses if address])
         copy.uid = next(_uids) if tensor.uid_of(graph) else 0
         return _Rewritten(graph, counts, copy, nodes_array, tensors)
 
@@ -231,8 +231,15 @@ def broadcast_nodes(site: Site, form: Form) -> Sequence[Any]:
 
 
 def _set_sources(node: Any, *sources: int) -> None:
-    for i in range(len(node.src)):
-        node.src[i] = sources[i] if i < len(sources) else None
+    node.src[:] = sources + (None,) * (len(node.src) - len(sources))
+
+
+def _last(nodes: list[int], node: int, end: int) -> int:
+    """The position of `node` among the first `end` nodes, -1 if it is not there."""
+    at = end - 1
+    while at >= 0 and nodes[at] != node:
+        at -= 1
+    return at
 
 
 def use_count(graph: int, node: int) -> int:
