@@ -1,0 +1,55 @@
+"""The GPU that ggml finds; without one these tests skip and say why."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from on_gpu import Logits, logits_of, options
+
+from offload.device import DeviceChoice, devices
+from offload.ggml.props import has_async_and_events
+from offload.synth import write_preset
+
+
+@pytest.fixture(scope="session")
+def gpu() -> DeviceChoice:
+    """The first GPU. GPU_TESTS=required makes its absence an error: scripts/test-gpu sets it."""
+    found = [device for device in devices() if device.on_gpu]
+    if found:
+        return found[0]
+    reason = "ggml finds no GPU: the installed build has no GPU backend, or there is no driver"
+    if os.environ.get("GPU_TESTS") == "required":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def async_gpu(gpu: DeviceChoice) -> DeviceChoice:
+    """A GPU whose copies run on a stream of their own, ordered by events."""
+    if not has_async_and_events(gpu.address):
+        pytest.skip(f"{gpu.name} has no asynchronous copies or no events")
+    return gpu
+
+
+@pytest.fixture(scope="session")
+def moe(models: Path) -> Path:
+    """A DeepSeek-V3 shape small enough for a Vulkan driver in software."""
+    return write_preset("deepseek-v3", models / "gpu_moe.gguf", size="tiny-vulkan", seed=1)
+
+
+@pytest.fixture(scope="session")
+def dense(models: Path) -> Path:
+    return write_preset("mistral-large", models / "gpu_dense.gguf", size="tiny", seed=2)
+
+
+@pytest.fixture(scope="session")
+def resident_moe(gpu: DeviceChoice, moe: Path) -> Logits:
+    """The whole model in device memory, nothing wrapped: what libllama alone computes."""
+    return logits_of(moe, options(gpu, wrapped=False))
+
+
+@pytest.fixture(scope="session")
+def resident_dense(gpu: DeviceChoice, dense: Path) -> Logits:
+    return logits_of(dense, options(gpu, wrapped=False))

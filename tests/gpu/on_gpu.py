@@ -1,0 +1,128 @@
+"""What the GPU tests share: options of tiny runs, their logits, budgets, and a census of copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from offload.device import DeviceChoice, MinBatch
+from offload.engine import Engine, EngineOptions
+from offload.errors import DoesNotFit
+from offload.model import read_facts
+from offload.plan import make_plan
+from offload.streaming import StreamingOptions
+from offload.weights.copy import DeviceCopier, Transfer
+from offload.weights.stream import ScheduledStream
+
+Logits = NDArray[np.float32]
+
+# One token, a few, more than n_ubatch (several graphs in one decode), and small ones again.
+BATCHES = (1, 5, 24, 3, 12)
+SERIAL = StreamingOptions(overlap=False)
+
+
+def options(
+    gpu: DeviceChoice, streaming: StreamingOptions = SERIAL, **changes: Any
+) -> EngineOptions:
+    """Flash attention off: a software Vulkan driver takes minutes to compile it."""
+    settings: dict[str, Any] = {
+        "min_batch": MinBatch(experts=1, dense=1),
+        "n_ctx": 128,
+        "n_ubatch": 16,
+        "n_outputs": 128,
+        "n_threads": 1,
+        "n_threads_batch": 1,
+        "flash_attn": "off",
+    }
+    return EngineOptions(device=gpu.name, streaming=streaming, **{**settings, **changes})
+
+
+def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> Logits:
+    """Logits of batches of the given sizes in one sequence, then of a batch after a rewind."""
+    engine.rewind(0, 0)
+    rows = [
+        engine.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)]) for n in batches
+    ]
+    engine.rewind(0, 4)
+    return np.concatenate([*rows, engine.extend(0, [7, 8, 9])])
+
+
+def logits_of(path: Path, opened: EngineOptions, batches: Sequence[int] = BATCHES) -> Logits:
+    with Engine(path, opened) as engine:
+        return logits(engine, batches)
+
+
+def assert_same(gpu: DeviceChoice, got: Logits, expected: Logits) -> None:
+    """Bit for bit, but for CUDA, whose kernels differ with the number of experts given."""
+    assert np.isfinite(expected).all()
+    assert expected.std() > 0
+    if gpu.name.startswith("CUDA"):
+        np.testing.assert_allclose(got, expected, atol=1e-2 * float(expected.std()))
+    else:
+        differing = int((got != expected).sum())
+        assert differing == 0, f"{differing} of {got.size} logits differ"
+
+
+def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:
+    """Bytes that leave room for half of what streams, or for the least that works."""
+    facts = read_facts(path)
+    whole = make_plan(facts, budget_bytes=None, n_gpu_layers=streaming.n_gpu_layers)
+    if slots == "half":
+        return whole.resident_bytes + whole.slot_bytes // 2
+    low, high = 0, whole.resident_bytes + whole.slot_bytes
+    while low + 1 < high:
+        middle = (low + high) // 2
+        try:
+            make_plan(facts, budget_bytes=middle, n_gpu_layers=streaming.n_gpu_layers)
+            high = middle
+        except DoesNotFit:
+            low = middle
+    return high
+
+
+def stream_of(engine: Engine) -> ScheduledStream:
+    """The one stream that an engine has opened on its device."""
+    assert engine.device is not None
+    (stream,) = engine.device.streams.values()
+    assert isinstance(stream, ScheduledStream)
+    return stream
+
+
+@dataclass
+class Census:
+    """What a DeviceCopier was asked for."""
+
+    copies: int = 0
+    fenced_copies: int = 0
+    waits: int = 0
+    fences: int = 0
+
+
+def count_orders(patch: pytest.MonkeyPatch) -> Census:
+    """Count every copy and every event, then do as always."""
+    census = Census()
+    copy, wait, fence = DeviceCopier.copy, DeviceCopier.wait, DeviceCopier.fence
+
+    def counted_copy(self: DeviceCopier, transfer: Transfer, after: Any) -> None:
+        census.copies += 1
+        census.fenced_copies += after is not None
+        copy(self, transfer, after)
+
+    def counted_wait(self: DeviceCopier, ticket: int) -> None:
+        census.waits += 1
+        wait(self, ticket)
+
+    def counted_fence(self: DeviceCopier) -> int:
+        census.fences += 1
+        return fence(self)
+
+    patch.setattr(DeviceCopier, "copy", counted_copy)
+    patch.setattr(DeviceCopier, "wait", counted_wait)
+    patch.setattr(DeviceCopier, "fence", counted_fence)
+    return census

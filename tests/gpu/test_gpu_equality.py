@@ -1,0 +1,214 @@
+"""On a real asynchronous device, every switch of streaming gives the bits of the resident model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from on_gpu import (
+    BATCHES,
+    SERIAL,
+    Logits,
+    assert_same,
+    budget,
+    logits,
+    logits_of,
+    options,
+    stream_of,
+)
+
+from offload.device import DeviceChoice, MinBatch
+from offload.engine import Engine, EngineOptions
+from offload.errors import DoesNotFit
+from offload.ggml import abi
+from offload.ggml.lib import library
+from offload.streaming import StreamingOptions
+from offload.weights.predict import Routing
+
+
+@pytest.mark.parametrize("model", ["moe", "dense"])
+def test_the_gpu_computes_what_the_cpu_computes(
+    model: str, gpu: DeviceChoice, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    got = request.getfixturevalue(f"resident_{model}")
+    expected = logits_of(path, replace(options(gpu), device="cpu"))
+    assert_close_but_for_near_ties(got, expected)
+
+
+def assert_close_but_for_near_ties(got: Logits, expected: Logits) -> None:
+    """Other kernels round otherwise, and random routers leave near-ties that this decides."""
+    alike = [np.corrcoef(mine, its)[0, 1] for mine, its in zip(got, expected, strict=True)]
+    assert np.median(alike) > 0.99
+    assert min(alike) > 0.5
+
+
+@pytest.mark.parametrize("model", ["moe", "dense"])
+def test_the_wrapped_gpu_without_streaming_gives_the_bits_of_the_plain_one(
+    model: str, gpu: DeviceChoice, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    with Engine(path, options(gpu, stream_experts=False)) as engine:
+        got = logits(engine)
+        assert engine.device is not None
+        assert engine.device.n_graphs > 0, "the graphs must pass through our device"
+        assert engine.counters().cuts == 0
+    np.testing.assert_array_equal(got, request.getfixturevalue(f"resident_{model}"))
+
+
+def test_the_serial_stream_gives_the_bits_of_the_resident_model(
+    gpu: DeviceChoice, moe: Path, resident_moe: Logits
+) -> None:
+    with Engine(moe, options(gpu, SERIAL)) as engine:
+        assert_same(gpu, logits(engine), resident_moe)
+        n_graphs = len(BATCHES) + 2  # one decode takes two ubatches, and one follows the rewind
+        assert engine.counters().cuts == n_graphs * len(engine.facts.expert_weights)
+
+
+@pytest.mark.parametrize("slots", ["all", "half", "least"])
+@pytest.mark.parametrize("cache", ["lru", "lfu", "static"])
+def test_overlapped_is_resident_for_every_policy_and_slot_count(
+    gpu: DeviceChoice, moe: Path, resident_moe: Logits, cache: str, slots: str
+) -> None:
+    streaming = StreamingOptions(cache=cache)
+    if slots != "all":
+        streaming = replace(streaming, vram_bytes=budget(moe, streaming, slots))
+    with Engine(moe, options(gpu, streaming)) as engine:
+        got = logits(engine)
+        counters = engine.counters()
+        assert engine.device is not None
+        declined = sum(engine.device.declined.values())
+    assert counters.copies > 0
+    assert counters.router_reads > 0
+    if slots == "least":
+        # Batches that may use more experts than there are slots are the CPU's.
+        assert declined > 0
+        assert_close_but_for_near_ties(got, resident_moe)
+    else:
+        assert declined == 0
+        assert_same(gpu, got, resident_moe)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4, 64])
+def test_one_token_at_a_time_through_the_fewest_slots_is_resident(
+    gpu: DeviceChoice, moe: Path, depth: int
+) -> None:
+    ones = (1,) * 6
+    expected = logits_of(moe, options(gpu, stream_experts=False), ones)[:6]
+    streaming = StreamingOptions(depth=depth, n_gpu_layers=99)
+    streaming = replace(streaming, vram_bytes=budget(moe, streaming, "least"))
+    with Engine(moe, options(gpu, streaming)) as engine:
+        assert engine.plan is not None
+        assert all(arena.n_slots == arena.n_used for arena in engine.plan.arenas)
+        got = logits(engine, ones)[:6]
+        assert engine.counters().evictions > 0
+        # 3 tokens after the rewind may use more experts than there are slots; the 6 before may not.
+        assert engine.counters().cuts == 6 * len(engine.facts.expert_weights)
+    assert_same(gpu, got, expected)
+
+
+def test_less_than_the_fewest_slots_is_refused(gpu: DeviceChoice, moe: Path) -> None:
+    least = budget(moe, StreamingOptions(), "least")
+    with pytest.raises(DoesNotFit, match="--vram"):
+        Engine(moe, options(gpu, StreamingOptions(vram_bytes=least - 1)))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4, 64])
+def test_any_look_ahead_is_resident(
+    gpu: DeviceChoice, moe: Path, resident_moe: Logits, depth: int
+) -> None:
+    streaming = StreamingOptions(depth=depth)
+    streaming = replace(streaming, vram_bytes=budget(moe, streaming, "half"))
+    with Engine(moe, options(gpu, streaming)) as engine:
+        assert_same(gpu, logits(engine), resident_moe)
+
+
+def test_guesses_change_the_copies_and_never_the_logits(
+    gpu: DeviceChoice, moe: Path, resident_moe: Logits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(prefetch: bool) -> int:
+        streaming = StreamingOptions(prefetch=prefetch)
+        streaming = replace(streaming, vram_bytes=budget(moe, streaming, "half"))
+        with Engine(moe, options(gpu, streaming)) as engine:
+            assert_same(gpu, logits(engine), resident_moe)
+            return engine.counters().streamed_bytes
+
+    right = Routing.predict
+    n_wrong = 0
+
+    def wrong(self: Routing, layer: int, n_tokens: int) -> list[int]:
+        nonlocal n_wrong
+        guess = set(right(self, layer, n_tokens))
+        n_wrong += bool(guess)
+        return [expert for expert in range(8) if expert not in guess] if guess else []
+
+    honest, silent = run(prefetch=True), run(prefetch=False)
+    monkeypatch.setattr(Routing, "predict", wrong)
+    mistaken = run(prefetch=True)
+    assert n_wrong > 0
+    assert mistaken > silent, "wrong guesses cost copies"
+    assert honest > 0
+
+
+@pytest.mark.parametrize("depth", [0, 4])
+def test_dense_layers_and_experts_stream_together(
+    gpu: DeviceChoice, moe: Path, resident_moe: Logits, depth: int
+) -> None:
+    streaming = StreamingOptions(n_gpu_layers=1, depth=depth)
+    with Engine(moe, options(gpu, streaming)) as engine:
+        assert engine.plan is not None
+        assert {arena.n_experts > 0 for arena in engine.plan.arenas} == {True, False}
+        assert_same(gpu, logits(engine), resident_moe)
+
+
+@pytest.mark.parametrize(
+    "streaming",
+    [
+        StreamingOptions(n_gpu_layers=1, overlap=False),
+        StreamingOptions(n_gpu_layers=1, depth=0),
+        StreamingOptions(n_gpu_layers=1),
+        StreamingOptions(n_gpu_layers=0, depth=64),
+    ],
+    ids=["serial", "depth0", "depth4", "everything"],
+)
+@pytest.mark.parametrize("slots", ["all", "least"])
+def test_a_dense_model_of_which_few_layers_fit_is_resident(
+    gpu: DeviceChoice, dense: Path, resident_dense: Logits, streaming: StreamingOptions, slots: str
+) -> None:
+    if slots == "least":
+        streaming = replace(streaming, vram_bytes=budget(dense, streaming, "least"))
+    with Engine(dense, options(gpu, streaming)) as engine:
+        assert_same(gpu, logits(engine), resident_dense)
+        counters = engine.counters()
+        assert counters.cuts > 0
+        assert counters.router_reads == 0
+        assert engine.plan is not None
+        if slots == "least" and streaming.overlap:
+            assert counters.streamed_bytes > engine.plan.streamed_bytes, "slots are reused"
+
+
+def test_products_below_the_threshold_stay_with_the_cpu(gpu: DeviceChoice, moe: Path) -> None:
+    opened: EngineOptions = options(gpu, StreamingOptions(), min_batch=MinBatch(experts=4, dense=4))
+    with Engine(moe, opened) as engine:
+        engine.extend(0, [1, 2, 3])
+        assert engine.counters().cuts == 0
+        engine.extend(0, [1, 2, 3, 4])
+        assert engine.counters().cuts == len(engine.facts.expert_weights)
+
+
+def test_slots_lie_in_the_memory_of_the_device(gpu: DeviceChoice, moe: Path) -> None:
+    lib = library()
+    with Engine(moe, options(gpu, StreamingOptions(n_gpu_layers=1))) as engine:
+        engine.extend(0, [1, 2, 3])
+        assert engine.device is not None
+        arenas = [arena for arena in stream_of(engine)._arenas if arena is not None]
+        assert len(arenas) > 1
+        for arena in arenas:
+            assert arena.memory.buffer is not None
+            buffer = abi.ggml_backend_buffer.from_address(arena.memory.buffer)
+            assert buffer.buft == engine.device.inner_buft
+            assert not lib.ggml_backend_buffer_is_host(arena.memory.buffer)
+        assert engine.host is not None
+        assert engine.host.buffers, "and what streams through them lies in host memory"

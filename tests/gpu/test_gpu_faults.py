@@ -1,0 +1,116 @@
+"""What goes wrong on the device ends the request, and nothing is left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from on_gpu import Logits, assert_same, budget, logits, options
+
+from offload.device import DeviceChoice
+from offload.engine import Engine
+from offload.errors import DeviceFailed
+from offload.ggml.lib import library
+from offload.streaming import StreamingOptions
+from offload.weights.copy import DeviceCopier
+from offload.weights.stream import ScheduledStream
+
+
+class Broken(Exception):
+    pass
+
+
+def half(moe: Path) -> StreamingOptions:
+    return replace(StreamingOptions(), vram_bytes=budget(moe, StreamingOptions(), "half"))
+
+
+@pytest.mark.parametrize("n_good", [0, 3])
+@pytest.mark.parametrize("entry", ["copy", "mark", "wait", "fence"])
+def test_a_failing_copier_ends_the_request_and_the_next_one_is_served(
+    async_gpu: DeviceChoice,
+    moe: Path,
+    resident_moe: Logits,
+    entry: str,
+    n_good: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = getattr(DeviceCopier, entry)
+    left = n_good
+
+    def fail(self: DeviceCopier, *arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Broken(entry)
+        return right(self, *arguments)
+
+    with Engine(moe, options(async_gpu, half(moe))) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceCopier, entry, fail)
+            with pytest.raises(Broken, match=entry):
+                engine.extend(0, [(13 * i) % engine.n_vocab for i in range(24)])
+        assert engine.length(0) == 0
+        assert_same(async_gpu, logits(engine), resident_moe)
+
+
+@pytest.mark.parametrize("n_good", [0, 4])
+def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
+    async_gpu: DeviceChoice,
+    moe: Path,
+    resident_moe: Logits,
+    n_good: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = ScheduledStream._submit
+    left = n_good
+
+    def fail(self: ScheduledStream, *arguments: Any) -> int:
+        nonlocal left
+        left -= 1
+        return right(self, *arguments) if left >= 0 else -1
+
+    with Engine(moe, options(async_gpu, half(moe))) as engine:
+        first = engine.extend(0, [1, 2, 3])
+        with monkeypatch.context() as patch:
+            patch.setattr(ScheduledStream, "_submit", fail)
+            with pytest.raises(DeviceFailed, match="failed with status"):
+                engine.extend(0, [5, 6, 7, 8])
+        assert engine.length(0) == 3, "what the sequence held before is still there"
+        engine.rewind(0, 0)
+        assert_same(async_gpu, engine.extend(0, [1, 2, 3]), first)
+        assert_same(async_gpu, logits(engine), resident_moe)
+
+
+def test_what_is_taken_from_the_device_is_given_back_when_closed(
+    async_gpu: DeviceChoice, moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lib = library()
+    held: Counter[str] = Counter()
+
+    def count(name: str, change: int, what: str) -> None:
+        right: Callable[..., Any] = getattr(lib, name)
+
+        def counted(*arguments: Any) -> Any:
+            held[what] += change
+            held["calls"] += 1
+            return right(*arguments)
+
+        monkeypatch.setattr(lib, name, counted)
+
+    count("ggml_backend_event_new", 1, "events")
+    count("ggml_backend_event_free", -1, "events")
+    count("ggml_backend_dev_init", 1, "backends")
+    count("ggml_backend_free", -1, "backends")
+    count("ggml_backend_buft_alloc_buffer", 1, "buffers")
+    count("ggml_backend_buffer_free", -1, "buffers")
+    for _ in range(5):
+        with Engine(moe, options(async_gpu, half(moe))) as engine:
+            engine.extend(0, [1, 2, 3, 4])
+            assert held["events"] > 0
+            assert held["backends"] >= 2, "one computes, one copies"
+            assert held["buffers"] > 0
+        assert (held["events"], held["backends"], held["buffers"]) == (0, 0, 0)
