@@ -86,6 +86,13 @@ SIGNATURES: dict[str, Signature] = {
     "ggml_backend_cpu_buffer_type": _sig(P, check=_not_null),
     "ggml_backend_cpu_buffer_from_ptr": _sig(P, P, SIZE, check=_not_null),
     "ggml_backend_cpu_set_n_threads": _sig(None, P, INT),
+    # threads and nodes
+    "ggml_threadpool_params_init": _sig(None, P, INT),
+    "ggml_threadpool_new": _sig(P, P, check=_not_null),
+    "ggml_threadpool_free": _sig(None, P),
+    "ggml_numa_init": _sig(None, INT),
+    "ggml_is_numa": _sig(BOOL),
+    "ggml_cpu_has_llamafile": _sig(INT),
     # tensors and graphs
     "ggml_set_abort_callback": _sig(P, P),
     "ggml_op_name": _sig(STR, INT),
@@ -117,6 +124,7 @@ SIGNATURES: dict[str, Signature] = {
     "gguf_get_tensor_size": _sig(SIZE, P, I64),
     # models
     "llama_backend_init": _sig(None),
+    "llama_print_system_info": _sig(STR),
     "llama_model_free": _sig(None, P),
     "llama_model_get_vocab": _sig(P, P, check=_not_null),
     "llama_model_n_ctx_train": _sig(I32, P),
@@ -149,6 +157,8 @@ SIGNATURES: dict[str, Signature] = {
     "llama_n_ctx_seq": _sig(U32, P),
     "llama_n_batch": _sig(U32, P),
     "llama_set_n_threads": _sig(None, P, I32, I32),
+    "llama_attach_threadpool": _sig(None, P, P, P),
+    "llama_detach_threadpool": _sig(None, P),
     "llama_set_abort_callback": _sig(None, P, P, P),
     "llama_get_memory": _sig(P, P, check=_not_null),
     "llama_memory_clear": _sig(None, P, BOOL),

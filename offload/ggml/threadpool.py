@@ -1,0 +1,86 @@
+"""ggml's thread pools and its view of NUMA: which processor each compute thread runs on.
+
+With OpenMP a pool holds no threads of its own: it carries the masks that libgomp's threads apply to
+themselves at the start of each graph of two threads or more (ggml-cpu.c:ggml_graph_compute).
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import functools
+
+from numa.pinning import Team
+from offload.ggml import abi
+from offload.ggml.lib import library
+from offload.ggml.llama import Context
+
+_NUMA_DISABLED = 0  # enum ggml_numa_strategy: count the nodes, leave affinities alone
+
+
+class ThreadPool:
+    """A pool whose thread i may run on one processor: the i-th set bit of the team's mask."""
+
+    def __init__(self, team: Team) -> None:
+        """Raises NoSuchNode for processors beyond ggml's mask, DeviceFailed without memory."""
+        self._lib = lib = library()
+        mask = team.cpumask()
+        params = abi.ggml_threadpool_params()
+        lib.ggml_threadpool_params_init(C.addressof(params), team.n_threads)
+        for cpu, is_set in enumerate(mask):
+            params.cpumask[cpu] = is_set
+        params.strict_cpu = True
+        self.team = team
+        self.address: int | None = lib.ggml_threadpool_new(C.addressof(params))
+
+    def close(self) -> None:
+        """Free the pool; no context may use it any more. A second call does nothing."""
+        address, self.address = self.address, None
+        if address:
+            self._lib.ggml_threadpool_free(address)
+
+
+def attach(context: Context, decode: ThreadPool, batch: ThreadPool) -> None:
+    """Compute one token with `decode`'s threads and several with `batch`'s."""
+    context.set_threads(decode.team.n_threads, batch.team.n_threads)
+    library().llama_attach_threadpool(context.handle, decode.address, batch.address)
+
+
+def detach(context: Context) -> None:
+    """Leave the context without pools of ours; nothing for a closed one."""
+    if context.handle:
+        library().llama_detach_threadpool(context.handle)
+
+
+@functools.cache
+def count_nodes() -> bool:
+    """Let ggml count the memory nodes; True where it found several and partitions statically.
+
+    Once per process: ggml complains of a second call. Not through llama_numa_init, which leaves the
+    call out for the strategy "disabled" and resets every thread's affinity for all others.
+    """
+    lib = library()
+    lib.ggml_numa_init(_NUMA_DISABLED)
+    return bool(lib.ggml_is_numa())
+
+
+def knows_several_nodes() -> bool:
+    """Whether ggml frees the calling thread's affinity after each graph (it does on NUMA)."""
+    return bool(library().ggml_is_numa())
+
+
+@functools.cache
+def cpu_features() -> dict[str, str]:
+    """What the CPU backend was built with and found: {"AVX512": "1", "OPENMP": "1", ...}."""
+    text: str = library().llama_print_system_info().decode()
+    pairs = (part.split("=", 1) for part in text.replace("CPU :", "").split("|") if "=" in part)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def has_openmp() -> bool:
+    """Whether graphs are computed by libgomp's threads instead of a pool's own."""
+    return cpu_features().get("OPENMP") == "1"
+
+
+def has_llamafile() -> bool:
+    """Whether small quantisations go through llamafile's kernels, which steal rows."""
+    return bool(library().ggml_cpu_has_llamafile())
