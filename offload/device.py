@@ -176,25 +176,32 @@ class StreamingDevice(PyDevice):
     def _supports_op(self, node: int) -> bool:
         op = tensor.op_of(node)
         if op in (self._mul_mat, self._mul_mat_id) and self.host.holds(tensor.source(node, 0)):
-            view = tensor.at(node)
-            if op == self._mul_mat_id:
-                if view.ne[2] < self.min_batch.experts or not self._has_room(node):
-                    return False
-            elif view.ne[1] < self.min_batch.dense:
-                return False
-            if not super()._supports_op(node):
-                kind = self._shape(tensor.source(node, 0), 0)[0]
-                self.declined[f"{self.choice.name} cannot multiply {kind} weights"] += 1
-                return False
-            return True
+            return self._takes(node, experts=op == self._mul_mat_id)
         return super()._supports_op(node)
+
+    def _takes(self, node: int, *, experts: bool) -> bool:
+        """Whether a product with a streamed weight runs here; what stands against it is counted."""
+        view, weight = tensor.at(node), tensor.source(node, 0)
+        n_tokens = view.ne[2] if experts else view.ne[1]
+        if n_tokens < (self.min_batch.experts if experts else self.min_batch.dense):
+            return False
+        if self._arenas:
+            if tensor.at(weight).view_src or self._shape(weight, experts) not in self._arenas:
+                name = tensor.name_of(weight)
+                self.declined[f"{name}: the graph reads it in a layout that has no slots"] += 1
+                return False
+            if experts and not self._has_room(node):
+                return False
+        if not super()._supports_op(node):
+            kind = self._lib.ggml_type_name(tensor.at(weight).type).decode()
+            self.declined[f"{self.choice.name} cannot multiply {kind} weights"] += 1
+            return False
+        return True
 
     def _has_room(self, node: int) -> bool:
         """Whether all experts that the node may use fit the slots at once."""
-        if not self._arenas:
-            return True
         weight, ids = tensor.source(node, 0), tensor.at(tensor.source(node, 2))
-        arena = self._arenas[self._shape(weight, 0)]
+        arena = self._arenas[self._shape(weight, True)]
         wanted = min(arena.n_experts, int(ids.ne[0]) * int(ids.ne[1]))
         if wanted <= arena.n_slots:
             return True
@@ -203,11 +210,12 @@ class StreamingDevice(PyDevice):
         ] += 1
         return False
 
-    def _shape(self, weight: int, matrices: int) -> Shape:
+    def _shape(self, weight: int, experts: bool) -> Shape:
         shape = self._shapes.get(weight)
         if shape is None:
             view = tensor.at(weight)
             kind = self._lib.ggml_type_name(view.type).decode()
+            matrices = 0 if experts else int(view.ne[2])
             shape = self._shapes[weight] = kind, int(view.ne[0]), int(view.ne[1]), matrices
         return shape
 

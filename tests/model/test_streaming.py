@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from offload.device import MinBatch
+from offload.device import MinBatch, StreamingDevice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
+from offload.ggml.lib import op_number
+from offload.ggml.pydevice import PyDevice
+from offload.ggml.tensor import op_of
 from offload.minbatch import measure
 from offload.model import read_facts
 from offload.plan import make_plan
@@ -250,3 +253,27 @@ def test_auto_measures_both_sides(tiny_moe: Path) -> None:
         assert engine.counters().cuts > 0
         assert engine.length(0) == 0
         assert engine.min_batch == MinBatch(7, 7)
+
+
+def test_a_type_the_device_cannot_multiply_goes_to_the_cpu_and_is_said(
+    tiny_moe: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: PyDevice, node: int) -> bool:
+        return op_of(node) != op_number("MUL_MAT_ID")
+
+    monkeypatch.setattr(PyDevice, "_supports_op", refuse)
+    with Engine(tiny_moe, options(StreamingOptions())) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert engine.counters().cuts == 0
+        assert engine.device is not None
+        assert any("cannot multiply q8_0" in why for why in engine.device.declined)
+
+
+def test_a_weight_without_slots_goes_to_the_cpu_and_is_said(
+    tiny_moe: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StreamingDevice, "_shape", lambda *_: ("q8_0", 1, 1, 1))
+    with Engine(tiny_moe, options(StreamingOptions())) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert engine.device is not None
+        assert any("has no slots" in why for why in engine.device.declined)
