@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from specoffload.errors import UsageError
 
@@ -16,7 +17,16 @@ class Environment:
     batch_costs: str | None = None  # GGML_BATCH_COSTS (A02): selects the policy `costs`
     max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD (B13)
     profile_dir: str | None = None  # SPECOFFLOAD_PROFILE_DIR
+    cache_home: str | None = None  # XDG_CACHE_HOME
     verbose: bool = False  # SPECOFFLOAD_VERBOSE
+
+    @property
+    def profile_folder(self) -> Path:
+        """Where profiles are kept; it need not exist."""
+        if self.profile_dir is not None:
+            return Path(self.profile_dir)
+        home = Path(self.cache_home) if self.cache_home else Path.home() / ".cache"
+        return home / "specoffload" / "profiles"
 
 
 def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
@@ -25,6 +35,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         batch_costs=environ.get("GGML_BATCH_COSTS") or None,
         max_look_ahead=_integer(environ, "GGML_MAX_LOOK_AHEAD"),
         profile_dir=environ.get("SPECOFFLOAD_PROFILE_DIR") or None,
+        cache_home=environ.get("XDG_CACHE_HOME") or None,
         verbose=_switch(environ, "SPECOFFLOAD_VERBOSE"),
     )
 

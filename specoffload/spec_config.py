@@ -1,0 +1,131 @@
+"""How drafts are made and decided, resolved once: drafters, policy, where the profile lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from specdec.options import SpecOptions, Value, parse_draft_params
+from specdec.options import resolve as resolve_options
+from specoffload.env import Environment
+from specoffload.errors import UsageError
+
+# Policies that read T(n); the others decide without it.
+PRICED = frozenset({"throughput", "p-mins", "rational", "speed-a", "speed-b", "costs"})
+DRAFT_PARAMS = frozenset(
+    {
+        "--batch-size",
+        "--ubatch-size",
+        "--ctx-size",
+        "--threads",
+        "--threads-batch",
+        "--device",
+        "--flash-attn",
+    }
+)
+NO_DRAFTS = resolve_options({"--spec-type": "none"}, has_draft=False)
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """What a session needs to speculate. `batch_costs` is GGML_BATCH_COSTS where `costs` reads it;
+    `draft_params` is the draft's own command line by llama.cpp's flag names."""
+
+    options: SpecOptions = NO_DRAFTS
+    use_profile: bool = True
+    profile_dir: Path | None = None
+    batch_costs: str | None = None
+    draft_params: Mapping[str, Value] = field(default_factory=dict)
+    record_trace: Path | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def needs_profile(self) -> bool:
+        return self.options.policy in PRICED and self.batch_costs is None
+
+    @property
+    def longest(self) -> int:
+        """The longest draft that a verification batch must have room for."""
+        typed = "--spec-draft-n-max" in self.options.given
+        return self.options.integer("--spec-draft-n-max") if typed else 63
+
+
+def resolve_speculation(
+    given: Mapping[str, Value],
+    *,
+    has_draft: bool,
+    use_profile: bool,
+    draft_params: str | None,
+    record_trace: Path | None,
+    environment: Environment,
+) -> SpecConfig:
+    """Check what was typed against what there is; a flag without effect is an error (C10).
+
+    Without a draft and without --spec nothing drafts. Raises BadOption or UsageError.
+    """
+    given = dict(given)
+    if draft_params is not None and not has_draft:
+        raise UsageError("--draft-params takes no effect without a draft: add --draft DRAFT.gguf")
+    spec = SpecConfig(
+        use_profile=use_profile,
+        profile_dir=environment.profile_folder,
+        record_trace=record_trace,
+        draft_params=_draft_params(draft_params),
+    )
+    if not has_draft and "--spec-type" not in given:
+        inert = [*sorted(given), *(["--record-trace"] if record_trace else [])]
+        if inert:
+            raise UsageError(
+                f"{_typed(inert[0])} has no effect without a draft: add --draft DRAFT.gguf or "
+                "--spec ngram-mod"
+            )
+        return spec
+    from_environment = environment.batch_costs is not None or environment.max_look_ahead is not None
+    reasons: list[str] = []
+    if from_environment and "--spec-policy" in given:
+        from_environment = given["--spec-policy"] == "costs"
+        if not from_environment:
+            reasons.append(
+                f"GGML_BATCH_COSTS and GGML_MAX_LOOK_AHEAD have no effect: "
+                f"--spec-policy {given['--spec-policy']} was asked for"
+            )
+    if from_environment and given.get("--spec-type") != "none":
+        if environment.max_look_ahead is not None and "--spec-look-ahead" not in given:
+            given["--spec-look-ahead"] = environment.max_look_ahead
+        reasons.append(
+            "GGML_BATCH_COSTS or GGML_MAX_LOOK_AHEAD is set: the policy is costs, not throughput"
+        )
+    given, why = _without_profile(given, use_profile, from_environment)
+    options = resolve_options(given, has_draft=has_draft, batch_costs=from_environment)
+    if record_trace is not None and options.drafters == ("none",):
+        raise UsageError("--record-trace takes no effect: nothing drafts with --spec none")
+    costs = environment.batch_costs if options.policy == "costs" else None
+    return replace(spec, options=options, batch_costs=costs, reasons=(*reasons, *why))
+
+
+def _without_profile(
+    given: dict[str, Value], use_profile: bool, from_environment: bool
+) -> tuple[dict[str, Value], tuple[str, ...]]:
+    """--no-profile: blocks of 4, unless another policy was asked for that needs none."""
+    policy = given.get("--spec-policy")
+    if use_profile or from_environment or given.get("--spec-type") == "none":
+        return given, ()
+    if policy is None:
+        why = "--no-profile: nothing is measured, so drafts are fixed blocks of 4"
+        return {**given, "--spec-policy": "fixed"}, (why,)
+    if policy in PRICED:
+        raise UsageError(
+            f"--spec-policy {policy} needs a profile: drop --no-profile, or choose fixed, p-min, "
+            "ratio or bandit"
+        )
+    return given, ()
+
+
+def _draft_params(text: str | None) -> Mapping[str, Value]:
+    return {} if text is None else parse_draft_params(text, DRAFT_PARAMS)
+
+
+def _typed(flag: str) -> str:
+    """The name under which a flag is best known."""
+    return {"--spec-draft-n-max": "--draft-max"}.get(flag, flag)
