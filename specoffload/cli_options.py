@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from specoffload.errors import UsageError
+from specoffload.spec_flags import spec_parameters, take_given
 
 
 def _flags(
@@ -62,12 +63,29 @@ def _flags(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Write what ran when (Chrome trace format).")
     ] = None,
+    mla_crossover: Annotated[
+        str | None,
+        typer.Option(
+            "--mla-crossover",
+            help="Tokens up to which MLA's value product is matrix-vector: auto (measured) or N; "
+            "0 is off. [default: the number of heads]",
+        ),
+    ] = None,
     draft: Annotated[
         Path | None,
         typer.Option("--draft", "-md", "--model-draft", help="Draft model, resident."),
     ] = None,
-    draft_max: Annotated[
-        int | None, typer.Option("--draft-max", help="Most tokens drafted each round. [default: 4]")
+    draft_params: Annotated[
+        str | None,
+        typer.Option("--draft-params", help='The draft\'s own flags, e.g. "-t 2 -c 2048".'),
+    ] = None,
+    no_profile: Annotated[
+        bool,
+        typer.Option("--no-profile", help="Measure nothing at a first start: fixed blocks of 4."),
+    ] = False,
+    record_trace: Annotated[
+        Path | None,
+        typer.Option("--record-trace", help="Write what was drafted and accepted, for simulate."),
     ] = None,
     no_spec: Annotated[
         bool, typer.Option("--no-spec", help="Decode token by token, no draft.")
@@ -104,6 +122,7 @@ def opens_a_model(command: Callable[..., None]) -> Callable[..., None]:
     It is called with `make_config(model)`, which resolves them; UsageError says what is wrong.
     """
     shared = list(inspect.signature(_flags, eval_str=True).parameters.values())
+    shared += spec_parameters()
     signature = inspect.signature(command, eval_str=True)
     own = list(signature.parameters.values())[1:]
 
@@ -128,6 +147,8 @@ def _make_config(typed: dict[str, Any], model: Path | None) -> Any:
         raise UsageError(f"--flash-attn {values['flash_attn']}: must be auto, on or off")
     values |= {
         "spec": not values.pop("no_spec"),
+        "use_profile": not values.pop("no_profile"),
+        "spec_given": take_given(values),
         "overlap": not values.pop("no_overlap"),
         "prefetch": not values.pop("no_prefetch"),
     }

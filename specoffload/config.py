@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
 import psutil
 
 from offload.device import MinBatch
+from offload.mla import Crossover
 from offload.streaming import StreamingOptions
 from offload.trace import NO_TRACE, Trace
 from offload.units import parse_bytes
+from specdec.options import Value
+from specoffload.env import read_environment
 from specoffload.errors import UsageError
+from specoffload.spec_config import SpecConfig, resolve_speculation
 
 DEFAULT_MIN_BATCH = 32  # llama.cpp's GGML_OP_OFFLOAD_MIN_BATCH
 
@@ -33,7 +38,11 @@ class Options:
     threads_batch: int | None = None
     flash_attn: str = "auto"
     spec: bool = True
-    draft_max: int | None = None
+    draft_max: int | None = None  # as spec_given["--spec-draft-n-max"]
+    spec_given: Mapping[str, Value] = field(default_factory=dict)  # specdec.options, as typed
+    draft_params: str | None = None
+    use_profile: bool = True
+    record_trace: Path | None = None
     vram: str | None = None
     n_gpu_layers: int | None = None
     expert_cache: str = "lru"
@@ -41,6 +50,7 @@ class Options:
     overlap: bool = True
     prefetch: bool = True
     trace: Path | None = None
+    mla_crossover: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,10 +67,11 @@ class Config:
     threads: int
     threads_batch: int
     flash_attn: str
-    draft_max: int
+    spec: SpecConfig
     streaming: StreamingOptions
     min_batch_auto: bool
     trace: Path | None
+    mla_crossover: Crossover
     reasons: tuple[str, ...]
 
 
@@ -87,6 +98,17 @@ def parse_min_batch(text: str | None) -> MinBatch:
         else:
             raise UsageError(f"--min-batch {text}: kinds are dense and experts, not {kind.strip()}")
     return MinBatch(**values)
+
+
+def parse_crossover(text: str | None) -> Crossover:
+    """`auto`, or a number of tokens; 0 switches it off. Raises UsageError."""
+    if text is None:
+        return "heads"
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise UsageError(f"--mla-crossover {text}: must be auto or a whole number, 0 for off")
+    return int(text)
 
 
 def _streaming(options: Options) -> StreamingOptions:
@@ -119,6 +141,35 @@ def default_threads() -> tuple[int, str]:
     return n, f"{n} threads: {physical} physical cores, {allowed} allowed to this process"
 
 
+def _may_use_a_draft(options: Options) -> bool:
+    names = options.spec_given.get("--spec-type")
+    return names is None or not {"draft", "draft-simple"}.isdisjoint(str(names).split(","))
+
+
+def _speculation(options: Options, *, has_draft: bool) -> SpecConfig:
+    given = dict(options.spec_given)
+    if options.draft_max is not None:
+        given["--spec-draft-n-max"] = options.draft_max
+    longest = given.get("--spec-draft-n-max", 0)
+    if not isinstance(longest, int) or not 0 <= longest <= 63:
+        raise UsageError(f"--draft-max {longest}: must lie between 0 and 63")
+    if not options.spec:
+        typed = {**given, "--draft-params": options.draft_params,
+                 "--record-trace": options.record_trace}  # fmt: skip
+        inert = [name for name, value in typed.items() if value is not None]
+        if inert:
+            raise UsageError(f"{inert[0]} takes no effect with --no-spec")
+        return SpecConfig()
+    return resolve_speculation(
+        given,
+        has_draft=has_draft,
+        use_profile=options.use_profile,
+        draft_params=options.draft_params,
+        record_trace=options.record_trace,
+        environment=read_environment(),
+    )
+
+
 def resolve(options: Options) -> Config:
     """Fill in what was not said, each choice with its reason. Raises UsageError."""
     reasons: list[str] = []
@@ -126,7 +177,7 @@ def resolve(options: Options) -> Config:
     if model is None:
         model = demo_file("target.gguf")
         reasons.append("no model was given: using the embedded demo pair")
-        if draft is None:
+        if draft is None and _may_use_a_draft(options):
             draft = demo_file("draft.gguf")
     if not options.spec:
         if options.draft is not None:
@@ -141,10 +192,7 @@ def resolve(options: Options) -> Config:
             raise UsageError(f"{name} {value}: must be 1 or more")
     if options.ctx_size is not None and options.ctx_size < 0:
         raise UsageError(f"--ctx-size {options.ctx_size}: must be 0 (the model's) or more")
-    if options.draft_max is not None and not 0 <= options.draft_max <= 63:
-        raise UsageError(f"--draft-max {options.draft_max}: must lie between 0 and 63")
-    if options.draft_max is not None and draft is None:
-        raise UsageError("--draft-max has no effect without a draft: add --draft DRAFT.gguf")
+    spec = _speculation(options, has_draft=draft is not None)
     return Config(
         model=model,
         draft=draft,
@@ -156,9 +204,10 @@ def resolve(options: Options) -> Config:
         threads=threads,
         threads_batch=options.threads_batch or threads,
         flash_attn=options.flash_attn,
-        draft_max=4 if options.draft_max is None else options.draft_max,
+        spec=spec,
         streaming=_streaming(options),
         min_batch_auto=options.min_batch == "auto",
         trace=options.trace,
+        mla_crossover=parse_crossover(options.mla_crossover),
         reasons=tuple(reasons),
     )

@@ -36,6 +36,14 @@ class GenerationStats:
     n_drafted: int = 0
     n_accepted: int = 0
     streamed_bytes: int = 0
+    n_draft_steps: int = 0  # decodes of the draft model
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    rollback_s: float = 0.0
+    acceptance_per_position: tuple[float, ...] = ()  # share accepted at each place of a draft
+    draft_lengths: tuple[tuple[int, int], ...] = ()  # (length, rounds)
+    accepted_by_source: tuple[tuple[str, int], ...] = ()  # (drafter, accepted tokens)
+    decisions: tuple[tuple[str, int], ...] = ()  # (why that length, rounds), most frequent first
 
     @property
     def tokens_per_s(self) -> float:

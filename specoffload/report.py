@@ -76,7 +76,26 @@ def stats_line(stats: GenerationStats) -> str:
             f"acceptance {stats.acceptance_rate:.0%} ({stats.n_accepted} of {stats.n_drafted})"
         )
         parts.append(f"{stats.tokens_per_round:.2f} tokens per round")
+        parts.append(f"draft {stats.draft_s:.2f} s, verify {stats.verify_s:.2f} s")
     else:
-        parts.append("no draft")
+        parts.append("nothing drafted")
     parts.append(f"streamed {bytes_text(stats.streamed_bytes)}")
     return " · ".join(parts)
+
+
+def spec_lines(stats: GenerationStats) -> list[str]:
+    """What speculation did, for --verbose: positions, lengths, drafters, decisions."""
+    lines = []
+    if stats.acceptance_per_position:
+        rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_per_position)
+        lines.append(f"acceptance per position: {rates}")
+    if stats.n_drafted:
+        lengths = ", ".join(f"{n}: {rounds}" for n, rounds in stats.draft_lengths)
+        lines.append(f"rounds per draft length: {lengths}")
+        sources = ", ".join(f"{name}: {n}" for name, n in stats.accepted_by_source)
+        lines.append(f"accepted tokens per drafter: {sources}")
+    lines.append(
+        f"{stats.n_draft_steps} draft steps in {stats.draft_s:.3f} s, {stats.n_rounds} "
+        f"verifications in {stats.verify_s:.3f} s, rollbacks in {stats.rollback_s:.3f} s"
+    )
+    return lines + [f"{rounds} rounds: {why}" for why, rounds in stats.decisions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def run_prompt(config: Config, prompt_text: Callable[[], str], options: Generate
 
     read_facts(config.model)
     prompt = prompt_text()
-    with report.progress(f"loading {config.model.name}") as on_progress:
+    with report.progress(f"opening {config.model.name}") as on_progress:
         session = Session(config, on_progress)
     with session:
         for note in session.notes:
@@ -65,3 +66,6 @@ def run_prompt(config: Config, prompt_text: Callable[[], str], options: Generate
         assert last is not None
         assert last.stats is not None
         report.note(report.stats_line(last.stats))
+        if logging.getLogger().isEnabledFor(logging.DEBUG):
+            for words in report.spec_lines(last.stats):
+                report.note(words)

@@ -16,11 +16,8 @@ from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.sampler import SamplerChain, SamplingOptions
 from offload.minbatch import choose, measure
 from offload.trace import Trace
-from specdec.decode import decode
-from specdec.drafters.model import ModelDrafter
-from specdec.drafters.none import NoDrafter
-from specdec.policies.fixed import Fixed
-from specdec.types import Drafter, Round
+from specdec.stats import SpecStats
+from specdec.types import Round
 from specoffload.chat import render
 from specoffload.config import Config
 from specoffload.generation import (
@@ -30,6 +27,7 @@ from specoffload.generation import (
     ModelCard,
     Piece,
 )
+from specoffload.speculation import TREE_DRAFT_LEAVES, TREE_LEAVES, Speculation
 from specoffload.stopping import StopScanner
 from specoffload.vocabulary import check_same_vocabulary
 
@@ -52,9 +50,11 @@ class Session:
         self._chosen: tuple[str, ...] = ()
         if config.min_batch_auto:
             self._choose_min_batch()
-        self._drafter: Drafter = NoDrafter()
-        if self.draft is not None:
-            self._drafter = ModelDrafter(self.draft, n_vocab=self.target.n_vocab)
+        try:
+            self.speculation = Speculation(config.spec, self.target, self.draft, on_progress)
+        except BaseException:
+            self._closing.close()
+            raise
         self._held: list[int] = []  # tokens in the target's sequence
 
     def _open(self, config: Config, on_progress: Callable[[float], None] | None) -> Engine:
@@ -64,11 +64,13 @@ class Session:
             n_ctx=config.ctx_size,
             n_batch=config.batch_size,
             n_ubatch=config.ubatch_size,
-            n_outputs=max(1 + config.draft_max, 64),
+            n_outputs=max(1 + config.spec.longest, 64),
+            n_tree_leaves=TREE_LEAVES if config.spec.options.tree else 0,
             n_threads=config.threads,
             n_threads_batch=config.threads_batch,
             flash_attn=config.flash_attn,
             streaming=config.streaming,
+            mla_crossover=config.mla_crossover,
         )
         return self._closing.enter_context(Engine(config.model, options, on_progress))
 
@@ -83,8 +85,12 @@ class Session:
             stream_experts=False,
             n_ctx=self.target.n_ctx,
         )
+        if config.spec.options.tree:
+            options = replace(options, n_tree_leaves=TREE_DRAFT_LEAVES, n_outputs=256)
+        options = replace(options, **config.spec.draft_options)
         draft = self._closing.enter_context(Engine(config.draft, options))
-        check_same_vocabulary(self.target, draft)
+        if config.spec.options.text("--spec-replace") is None:
+            check_same_vocabulary(self.target, draft)
         return draft
 
     def _choose_min_batch(self) -> None:
@@ -98,8 +104,13 @@ class Session:
         self._chosen = (why,)
 
     def close(self) -> None:
-        """Free everything, and write the trace that was asked for."""
-        self._closing.close()
+        """Free everything, store the profile, and write the traces that were asked for."""
+        speculation = getattr(self, "speculation", None)
+        try:
+            if speculation is not None:
+                speculation.close()
+        finally:
+            self._closing.close()
         if self.config.trace is not None and isinstance(self.config.streaming.trace, Trace):
             self.config.streaming.trace.write(self.config.trace)
 
@@ -144,12 +155,19 @@ class Session:
         if self.draft is not None:
             lines.append(
                 f"draft: {self.draft.facts.path.name}, {self.draft.model.n_params / 1e6:.1f}M "
-                f"parameters, fixed blocks of {self.config.draft_max} tokens"
+                "parameters"
             )
+            if self.draft.model.size_bytes > self.target.model.size_bytes:
+                lines.append(
+                    f"the draft ({self.draft.model.size_bytes} bytes) is larger than the target "
+                    f"({self.target.model.size_bytes}): are the two files swapped?"
+                )
         else:
-            lines.append("draft: none, every token is decoded alone")
+            lines.append("draft: none")
+        lines += self.speculation.notes
         declined = self.target.device.declined if self.target.device is not None else {}
         lines += [f"left to the CPU: {why}" for why in declined]
+        lines += self.target.device.mla.notes if self.target.device is not None else []
         return (*lines, *self._chosen, *self.config.reasons)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -230,16 +248,13 @@ class Session:
     def _rounds(
         self, tokens: list[int], n_predict: int, options: GenerateOptions, sampler: SamplerChain
     ) -> Iterator[Round]:
-        return decode(
-            self.target,
+        return self.speculation.rounds(
             SEQUENCE,
             tokens,
-            drafter=self._drafter,
-            policy=Fixed(self.config.draft_max),
-            chooser=sampler,
+            sampler,
+            options,
             n_predict=n_predict,
             is_end=(lambda _: False) if options.ignore_eos else self.target.is_end,
-            n_cached=self.target.length(SEQUENCE),
         )
 
     def _reuse(self, tokens: list[int]) -> None:
@@ -270,29 +285,34 @@ class _Tally:
         self._streamed_before = streamed_before
         self._start_s = time.perf_counter()
         self._first_s: float | None = None
-        self._n_tokens = self._n_rounds = self._n_drafted = self._n_accepted = 0
+        self._spec = SpecStats()
 
     def count(self, round_: Round) -> None:
         if self._first_s is None:
             # The first round begins when the prompt has been evaluated.
             self._first_s = time.perf_counter() - round_.draft_s - round_.verify_s
-        self._n_tokens += len(round_.emitted)
-        self._n_rounds += 1
-        self._n_drafted += round_.n_drafted
-        self._n_accepted += round_.n_accepted
+        self._spec.add(round_)
 
     def stats(self, streamed_bytes: int) -> GenerationStats:
         now = time.perf_counter()
         first = now if self._first_s is None else self._first_s
         return GenerationStats(
             n_prompt_tokens=self._n_prompt,
-            n_tokens=self._n_tokens,
+            n_tokens=self._spec.n_tokens,
             prefill_s=first - self._start_s,
             decode_s=now - first,
-            n_rounds=self._n_rounds,
-            n_drafted=self._n_drafted,
-            n_accepted=self._n_accepted,
+            n_rounds=self._spec.n_rounds,
+            n_drafted=self._spec.n_drafted,
+            n_accepted=self._spec.n_accepted,
             streamed_bytes=streamed_bytes - self._streamed_before,
+            n_draft_steps=self._spec.n_draft_steps,
+            draft_s=self._spec.draft_s,
+            verify_s=self._spec.verify_s,
+            rollback_s=self._spec.rollback_s,
+            acceptance_per_position=self._spec.acceptance_per_position,
+            draft_lengths=tuple(sorted(self._spec.lengths.items())),
+            accepted_by_source=tuple(sorted(self._spec.sources.items())),
+            decisions=tuple(self._spec.reasons.most_common()),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from specdec.options import SpecOptions, Value, parse_draft_params
 from specdec.options import resolve as resolve_options
@@ -13,17 +14,16 @@ from specoffload.errors import UsageError
 
 # Policies that read T(n); the others decide without it.
 PRICED = frozenset({"throughput", "p-mins", "rational", "speed-a", "speed-b", "costs"})
-DRAFT_PARAMS = frozenset(
-    {
-        "--batch-size",
-        "--ubatch-size",
-        "--ctx-size",
-        "--threads",
-        "--threads-batch",
-        "--device",
-        "--flash-attn",
-    }
-)
+_ENGINE_NAMES = {
+    "--batch-size": "n_batch",
+    "--ubatch-size": "n_ubatch",
+    "--ctx-size": "n_ctx",
+    "--threads": "n_threads",
+    "--threads-batch": "n_threads_batch",
+    "--device": "device",
+    "--flash-attn": "flash_attn",
+}
+DRAFT_PARAMS = frozenset(_ENGINE_NAMES)
 NO_DRAFTS = resolve_options({"--spec-type": "none"}, has_draft=False)
 
 
@@ -39,6 +39,11 @@ class SpecConfig:
     draft_params: Mapping[str, Value] = field(default_factory=dict)
     record_trace: Path | None = None
     reasons: tuple[str, ...] = ()
+
+    @property
+    def draft_options(self) -> dict[str, Any]:
+        """`draft_params` under the names of EngineOptions."""
+        return {_ENGINE_NAMES[flag]: value for flag, value in self.draft_params.items()}
 
     @property
     def needs_profile(self) -> bool:
