@@ -19,7 +19,9 @@ from offload.ggml.callback import Pending
 from offload.ggml.graph import Cut, CutList, Cuts
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.lib import library, op_number
+from offload.ggml.mla_rewrite import MlaSwitch
 from offload.ggml.pydevice import FAILED, Backend, PyDevice
+from offload.mla import Crossover
 from offload.plan import ArenaPlan, Shape
 from offload.sim import parse_sim
 from offload.trace import CPU, NO_TRACE, Trace
@@ -134,6 +136,7 @@ class StreamingDevice(PyDevice):
         make_stream: MakeStream | None = None,
         vram_bytes: int | None = None,
         trace: Trace = NO_TRACE,
+        mla_crossover: Crossover = "heads",
     ) -> None:
         """`arenas` limit what the device takes; without them there is always room for a slot.
 
@@ -150,6 +153,7 @@ class StreamingDevice(PyDevice):
         self._cpu_since_s: float | None = None  # inside a decode: since when the CPU computes
         self._mul_mat, self._mul_mat_id = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
         self.cuts = Cuts(self._cut_at)
+        self.mla = MlaSwitch(self.inner_buft, super()._supports_op, self.host.holds, mla_crossover)
         self.n_graphs = 0
         self.streams: dict[int, Stream] = {}
 
@@ -248,6 +252,7 @@ class StreamingDevice(PyDevice):
     def _compute(self, backend: Backend, graph: int) -> int:
         if self.pending.first is not None:
             return FAILED  # a callback failed while this decode's graph was built
+        graph = self.mla.apply(graph, backend.inner)
         cut_list = self.cuts.of(graph)
         if not cut_list.cuts:
             return super()._graph_compute(backend, graph)

@@ -22,6 +22,7 @@ from offload.ggml.callback import Pending
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.llama import PARTIAL_STATE, Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.log import opening
+from offload.mla import Crossover
 from offload.model import ModelFacts, read_facts
 from offload.plan import Plan
 from offload.sim import parse_sim
@@ -52,6 +53,7 @@ class EngineOptions:
     n_threads: int = 1
     n_threads_batch: int = 1
     flash_attn: str = "auto"
+    mla_crossover: Crossover = "heads"  # tokens up to which MLA's value product is matrix-vector
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ class Engine:
             make_stream=stream_maker(self.plan, self.choice, o.streaming),
             vram_bytes=parse_sim(o.device).vram_bytes if self.choice.is_sim else None,
             trace=o.streaming.trace,
+            mla_crossover=o.mla_crossover,
         )
         host = self.host.address
         return ModelPlacement(
