@@ -38,7 +38,8 @@ def error(words: str) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Numbers side by side, to standard output; the first column is names."""
-    made = Table(title=title, title_justify="left", title_style="bold")
+    _out.print(f"\n{title}", style="bold", markup=False, soft_wrap=True)
+    made = Table()
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i == 0 else "right")
     for row in rows:
