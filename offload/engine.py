@@ -8,7 +8,7 @@ raises comes out of `extend`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -24,10 +24,12 @@ from offload.ggml.llama import PARTIAL_STATE, Context, ContextOptions, Model, Mo
 from offload.ggml.log import opening
 from offload.mla import Crossover
 from offload.model import ModelFacts, read_facts
+from offload.numa_plan import NumaPlan
 from offload.plan import Plan
 from offload.sim import parse_sim
 from offload.streaming import StreamingOptions, plan_streaming, stream_maker
 from offload.text import TextStream
+from offload.threads import PinnedThreads
 from offload.tree import Tree
 from offload.weights.counters import StreamCounters
 from offload.weights.memory import AnonymousMemory
@@ -53,6 +55,7 @@ class EngineOptions:
     n_threads: int = 1
     n_threads_batch: int = 1
     flash_attn: str = "auto"
+    numa: NumaPlan | None = None  # replaces n_threads and n_threads_batch by its teams
     mla_crossover: Crossover = "heads"  # tokens up to which MLA's value product is matrix-vector
 
 
@@ -91,6 +94,7 @@ class Engine:
                 n_ctx = options.n_ctx or self._model.n_ctx_train
                 self._context = Context(self._model, self._context_options(n_ctx), self._pending)
                 self._closing.callback(self._context.close)
+            self.threads = self._pin_threads()
         except BaseException:
             self.close()
             raise
@@ -147,6 +151,13 @@ class Engine:
             n_threads_batch=o.n_threads_batch,
             flash_attn=o.flash_attn,
         )
+
+    def _pin_threads(self) -> PinnedThreads | None:
+        if self.options.numa is None:
+            return None
+        threads = PinnedThreads(self._context, self.options.numa)
+        self._closing.callback(threads.close)
+        return threads
 
     def close(self) -> None:
         """Free everything; safe to call twice."""
@@ -292,13 +303,14 @@ class Engine:
         sequences: Sequence[int] | Sequence[Sequence[int]],
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
-        if self.device is None or not self.device.trace:
-            return self._context.decode(tokens, positions, sequences, wanted)
-        self.device.decoding(True)
-        try:
-            return self._context.decode(tokens, positions, sequences, wanted)
-        finally:
-            self.device.decoding(False)
+        with self.threads.computing(len(tokens)) if self.threads else nullcontext():
+            if self.device is None or not self.device.trace:
+                return self._context.decode(tokens, positions, sequences, wanted)
+            self.device.decoding(True)
+            try:
+                return self._context.decode(tokens, positions, sequences, wanted)
+            finally:
+                self.device.decoding(False)
 
     def rewind(self, sequence: int, length: int) -> None:
         """Keep the first `length` tokens of the sequence.

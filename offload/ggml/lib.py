@@ -90,6 +90,7 @@ SIGNATURES: dict[str, Signature] = {
     "ggml_threadpool_params_init": _sig(None, P, INT),
     "ggml_threadpool_new": _sig(P, P, check=_not_null),
     "ggml_threadpool_free": _sig(None, P),
+    "ggml_backend_cpu_set_threadpool": _sig(None, P, P),
     "ggml_numa_init": _sig(None, INT),
     "ggml_is_numa": _sig(BOOL),
     "ggml_cpu_has_llamafile": _sig(INT),

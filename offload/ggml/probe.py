@@ -1,6 +1,6 @@
 """How the self-test asks the library and how it says no.
 
-Only the self-test builds graphs by hand, so these functions are not in lib.py's table.
+Only the self-test and threadtrial.py build graphs by hand, so these are not in lib.py's table.
 """
 
 from __future__ import annotations

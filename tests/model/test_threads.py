@@ -1,0 +1,147 @@
+"""Pinned threads and placed pages change no bit, are where they should be, and say what is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from numa.place import Strategy
+from numa.strategy import threads_for
+from numa.topology import Core, Node, Topology, read_topology
+from numa.tune import Candidate
+from offload.engine import Engine, EngineOptions
+from offload.ggml.threadpool import has_openmp
+from offload.numa_plan import NumaPlan, in_mask_order, make_numa_plan
+
+CPUS = tuple(sorted(os.sched_getaffinity(0)))
+PLACING = [Strategy.SINGLE, Strategy.INTERLEAVE, Strategy.ROWS, Strategy.DISTRIBUTE]
+needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two processors")
+
+
+def two_nodes(cpus: Sequence[int] = CPUS) -> Topology:
+    """This machine, told as two nodes of a processor each: pages can only lie on the first."""
+    here = read_topology()
+    gib = 1 << 30
+    return replace(
+        here,
+        nodes=tuple(Node(i, (cpu,), 4 * gib, 4 * gib, (10, 20)) for i, cpu in enumerate(cpus[:2])),
+        cores=tuple(Core((cpu,), i, i) for i, cpu in enumerate(cpus[:2])),
+        allowed_cpus=tuple(cpus[:2]),
+        allowed_nodes=(0, 1),
+        gpus=(),
+        from_kernel=True,
+    )
+
+
+def plan_of(topology: Topology, strategy: Strategy, n_threads: int) -> NumaPlan:
+    node = 0 if strategy is Strategy.SINGLE else None
+    threads = threads_for(topology, Candidate(strategy, n_threads, node))
+    return make_numa_plan(topology, strategy, threads, openmp=has_openmp(), node=node)
+
+
+def logits_of(path: Path, options: EngineOptions) -> NDArray[np.float32]:
+    with Engine(path, options) as engine:
+        rows = [
+            engine.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
+            for n in (1, 2, 9)
+        ]
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("n_threads", [1, 2])
+@needs_two
+def test_every_strategy_and_thread_count_gives_the_same_bits(
+    tiny_moe: Path, device: str, n_threads: int
+) -> None:
+    plain = EngineOptions(device=device, n_ctx=256, n_threads=1, n_threads_batch=1)
+    expected = logits_of(tiny_moe, plain)
+    assert np.isfinite(expected).all()
+    assert expected.std() > 0
+    more = replace(plain, n_threads=n_threads, n_threads_batch=n_threads)
+    assert np.array_equal(logits_of(tiny_moe, more), expected)
+    for strategy in PLACING:
+        numa = plan_of(two_nodes(), strategy, n_threads)
+        assert np.array_equal(logits_of(tiny_moe, replace(plain, numa=numa)), expected), strategy
+
+
+@needs_two
+def test_each_thread_is_found_where_the_plan_has_it(tiny_dense: Path) -> None:
+    before = os.sched_getaffinity(0)
+    numa = plan_of(two_nodes(), Strategy.ROWS, 2)
+    with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+        assert engine.threads is not None
+        assert engine.threads.bound == {"decode": numa.decode.cpus, "batch": numa.batch.cpus}
+        assert engine.threads.notes == []
+        engine.extend(0, [1])
+        engine.threads.check()
+        assert engine.threads.bound["decode"] == numa.decode.cpus
+    assert os.sched_getaffinity(0) == before, "the calling thread is left as it was"
+
+
+def test_a_team_of_one_binds_the_calling_thread_during_the_decode_only(tiny_dense: Path) -> None:
+    before = os.sched_getaffinity(0)
+    cpu = CPUS[-1]
+    topology = two_nodes((cpu, *[c for c in CPUS if c != cpu]))
+    numa = plan_of(topology, Strategy.SINGLE, 1)
+    assert numa.decode.cpus == (cpu,)
+    with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+        assert engine.threads is not None
+        assert engine.threads.bound["decode"] == (cpu,)
+        with engine.threads.computing(1):
+            assert os.sched_getaffinity(0) == {cpu}
+        assert os.sched_getaffinity(0) == before
+
+
+def test_a_processor_that_is_not_there_is_named_and_the_engine_computes(tiny_dense: Path) -> None:
+    gone = max(CPUS) + 300
+    numa = plan_of(two_nodes((CPUS[0], gone)), Strategy.ROWS, 2)
+    plain = EngineOptions(device="cpu", n_ctx=256)
+    expected = logits_of(tiny_dense, plain)
+    assert np.array_equal(logits_of(tiny_dense, replace(plain, numa=numa)), expected)
+    with Engine(tiny_dense, replace(plain, numa=numa)) as engine:
+        assert engine.threads is not None
+        assert any(f"processor {gone}" in note for note in engine.threads.notes)
+
+
+def test_a_processor_beyond_the_mask_leaves_the_threads_alone_and_says_so(tiny_dense: Path) -> None:
+    numa = plan_of(two_nodes((CPUS[0], 600)), Strategy.ROWS, 2)
+    with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+        assert engine.threads is not None
+        assert "600" in engine.threads.notes[0]
+        assert engine.threads.bound == {}
+        assert np.isfinite(engine.extend(0, [1, 2])).all()
+
+
+def test_without_a_plan_there_is_nothing(tiny_dense: Path) -> None:
+    with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64)) as engine:
+        assert engine.threads is None
+
+
+def test_alternating_numbers_are_taken_in_the_order_of_the_mask() -> None:
+    topology = read_topology(Path("/nowhere"))
+    cores = tuple(Core((cpu,), cpu % 2, cpu % 2) for cpu in (0, 2, 4, 1, 3, 5))
+    gib = 1 << 30
+    nodes = (Node(0, (0, 2, 4), gib, gib, (10, 20)), Node(1, (1, 3, 5), gib, gib, (20, 10)))
+    topology = replace(
+        topology,
+        nodes=nodes,
+        cores=cores,
+        allowed_cpus=(0, 1, 2, 3, 4, 5),
+        allowed_nodes=(0, 1),
+        from_kernel=True,
+    )
+    threads = threads_for(topology, Candidate(Strategy.ROWS, 4))
+    plan = make_numa_plan(topology, Strategy.ROWS, threads, openmp=True)
+    assert set(plan.decode.cpus) == set(threads.decode.cpus)
+    assert plan.decode.mask_keeps_order(openmp=True)
+    assert plan.decode.nodes == tuple(cpu % 2 for cpu in plan.decode.cpus)
+    assert any("alternate" in reason for reason in plan.reasons)
+    rotated = in_mask_order(threads.decode, openmp=False)
+    assert rotated.cpus[0] == max(threads.decode.cpus)
