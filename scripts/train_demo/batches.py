@@ -62,5 +62,21 @@ class Stream:
         return [(int(start), int(size)) for start, size in rows]
 
 
+class Replay:
+    """The target's continuations [n, length], in a new random order each time round."""
+
+    def __init__(self, rows: np.ndarray, seed: int) -> None:
+        self.rows, self.rng = rows, np.random.default_rng((SEED, seed))
+        self.order: list[int] = []
+
+    def batch(self, n_tokens: int) -> np.ndarray:
+        """int64 [n_tokens / length, length]: inputs and, shifted by one, labels."""
+        n_rows = n_tokens // self.rows.shape[1]
+        while len(self.order) < n_rows:
+            self.order.extend(self.rng.permutation(len(self.rows)).tolist())
+        chosen, self.order = self.order[:n_rows], self.order[n_rows:]
+        return self.rows[chosen].astype(np.int64)
+
+
 def _cuts(length: int) -> Iterator[int]:
     return iter(range(0, BLOCK, length))

@@ -70,7 +70,10 @@ def _followed(distill_from: float) -> str:
     if distill_from >= 1.0:
         return "trained on the text alone"
     share = 1.0 - distill_from
-    return f"the last {share:.0%} of its training on the target's distribution over the same text"
+    return (
+        f"the last {share:.0%} of its training in turns on the target's distribution over text\n"
+        "  and on the target's own greedy continuations of training text"
+    )
 
 
 def render_card(card: dict[str, Any]) -> str:

@@ -43,14 +43,11 @@ class _LinearDistillation(torch.autograd.Function):
         return grad_hidden.float() * grad_out, grad_weight * grad_out, None, None
 
 
-def distilling_loss(teacher: nn.Module, start: float, dtype: torch.dtype) -> Loss:
-    """Cross entropy with the text before share `start` of the run, with the teacher after it."""
+def distilling_loss(teacher: nn.Module, dtype: torch.dtype) -> Loss:
+    """Cross entropy with the distribution that the teacher gives for the same tokens."""
     teacher.eval()
 
-    def loss(model: nn.Module, tokens: Tensor, labels: Tensor, share: float) -> Tensor:
-        if share < start:
-            entropy: Tensor = model.loss(tokens, labels, dtype)
-            return entropy
+    def loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = teacher.hidden(tokens, dtype).flatten(0, 1).to(dtype)
             head = teacher.head.to(dtype)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from train_demo.batches import Cursor, Replay, Stream
+from train_demo.continuations import N_NEW, make_continuations
 from train_demo.data import load_split, python_version
 from train_demo.distill import distilling_loss
 from train_demo.draft import Draft
@@ -18,9 +20,10 @@ from train_demo.prompts import pick_prompts, write_prompts
 from train_demo.shapes import SEED, DraftShape, TargetShape
 from train_demo.target import Target
 from train_demo.tokenizer import encode_plain, encode_stream, load_tokenizer, train_tokenizer
-from train_demo.train import Plan, pick_device, plain_loss, train
+from train_demo.train import FollowingFeed, Plan, TextFeed, pick_device, plain_loss, train
 
 console = Console()
+NEWLINE = "Ċ"  # as GPT-2's byte alphabet writes it
 
 
 def run_data(arguments: argparse.Namespace) -> None:
@@ -69,8 +72,25 @@ def run_target(arguments: argparse.Namespace) -> None:
         dtype=dtype,
     )
     tokens = np.load(arguments.work / "train.npy")
-    done = train(Target(TargetShape()), tokens, plan, plain_loss(dtype))
+    feed = TextFeed(Stream(tokens, Cursor()), plain_loss(dtype))
+    done = train(Target(TargetShape()), feed, plan)
     console.print(f"target: {done}")
+
+
+def run_continuations(arguments: argparse.Namespace) -> None:
+    """Lets the exported target continue training text; held-out text takes no part."""
+    export_pair(arguments.work, arguments.out)
+    tokenizer = load_tokenizer(arguments.work / "tokenizer.json")
+    newlines = [i for t, i in tokenizer.get_vocab().items() if t.endswith(NEWLINE)]
+    rows = make_continuations(
+        arguments.out / "target.gguf",
+        np.load(arguments.work / "train.npy"),
+        np.array(newlines),
+        arguments.continuations_deadline_s,
+        arguments.threads,
+    )
+    np.save(arguments.work / "continuations.npy", rows)
+    console.print(f"continuations: {len(rows)} of {N_NEW} tokens")
 
 
 def run_draft(arguments: argparse.Namespace) -> None:
@@ -86,13 +106,15 @@ def run_draft(arguments: argparse.Namespace) -> None:
         distill_from=arguments.distill_from,
     )
     tokens = np.load(arguments.work / "train.npy")
-    loss = plain_loss(dtype)
+    feed = TextFeed(Stream(tokens, Cursor()), plain_loss(dtype))
     if arguments.distill_from < 1.0:
         teacher = Target(TargetShape())
         saved = torch.load(arguments.work / "target.pt", map_location="cpu", weights_only=True)
         teacher.load_state_dict(saved["model"])
-        loss = distilling_loss(teacher.to(device), arguments.distill_from, dtype)
-    done = train(Draft(DraftShape()), tokens, plan, loss)
+        replay = Replay(np.load(arguments.work / "continuations.npy"), seed=len(tokens))
+        distilling = distilling_loss(teacher.to(device), dtype)
+        feed = FollowingFeed(feed.stream, feed.loss, arguments.distill_from, distilling, replay)
+    done = train(Draft(DraftShape()), feed, plan)
     console.print(f"draft: {done}")
 
 

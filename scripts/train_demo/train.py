@@ -14,7 +14,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
-from train_demo.batches import Cursor, Stream, sequence_length
+from train_demo.batches import Cursor, Replay, Stream, sequence_length
 from train_demo.muon import make_optimizers
 from train_demo.shapes import SEED
 
@@ -44,11 +44,39 @@ class Plan:
     checkpoint: Path
     device: torch.device
     dtype: torch.dtype
-    # From this share of the run on `loss_of` follows a teacher (1.0: never); kept for the card.
+    # From this share of the run on the feed follows a teacher (1.0: never); kept for the card.
     distill_from: float = 1.0
 
 
-Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor, float], torch.Tensor]
+Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class TextFeed:
+    """Batches of text, at the sequence length of the run's share."""
+
+    stream: Stream
+    loss: Loss
+
+    def next(self, share: float, step: int) -> tuple[np.ndarray, Loss]:
+        return self.stream.batch(BATCH_TOKENS, sequence_length(share)), self.loss
+
+
+@dataclass
+class FollowingFeed(TextFeed):
+    """Text alone before share `start`; then in turns text with the teacher's distribution as the
+    goal, and the teacher's own continuations, which are what a draft has to guess."""
+
+    start: float
+    distilling: Loss
+    replay: Replay
+
+    def next(self, share: float, step: int) -> tuple[np.ndarray, Loss]:
+        if share < self.start:
+            return super().next(share, step)
+        if step % 2:
+            return self.replay.batch(BATCH_TOKENS), self.loss
+        return super().next(share, step)[0], self.distilling
 
 
 def rate(share: float) -> float:
@@ -86,16 +114,14 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[Any]) -> Coun
 
 
 def plain_loss(dtype: torch.dtype) -> Loss:
-    def loss(
-        model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, share: float
-    ) -> torch.Tensor:
+    def loss(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = model.loss(tokens, labels, dtype)
         return result
 
     return loss
 
 
-def train(model: nn.Module, tokens: np.ndarray, plan: Plan, loss_of: Loss) -> Counters:
+def train(model: nn.Module, feed: TextFeed, plan: Plan) -> Counters:
     """Runs until the deadline; Ctrl-C saves and stops, and a second call goes on from there."""
     torch.manual_seed(SEED)
     model.to(plan.device).train()
@@ -103,7 +129,7 @@ def train(model: nn.Module, tokens: np.ndarray, plan: Plan, loss_of: Loss) -> Co
     done = Counters()
     if plan.checkpoint.exists():
         done = load_checkpoint(plan.checkpoint, model, optimizers)
-    stream = Stream(tokens, done.cursor)
+    feed.stream.cursor = done.cursor
     last_save = last_log = last = time.monotonic()
     average = float("nan")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -111,14 +137,14 @@ def train(model: nn.Module, tokens: np.ndarray, plan: Plan, loss_of: Loss) -> Co
         bar = progress.add_task("training", total=plan.deadline_s, completed=done.elapsed_s)
         try:
             while done.elapsed_s < plan.deadline_s:
-                loss = _step(model, optimizers, stream, plan, loss_of, done.elapsed_s)
+                loss = _step(model, optimizers, feed, plan, done)
                 now = time.monotonic()
                 done.step += 1
                 done.n_tokens += BATCH_TOKENS
                 speed = BATCH_TOKENS / (now - last)
                 done.elapsed_s += now - last
                 last = now
-                done.cursor = stream.cursor
+                done.cursor = feed.stream.cursor
                 average = loss if average != average else 0.95 * average + 0.05 * loss
                 note = f"step {done.step}  {done.n_tokens / 1e6:.2f}M tokens  nats {average:.3f}"
                 note += f"  {speed:.0f} tokens/s  {done.elapsed_s:.0f} s"
@@ -136,21 +162,16 @@ def train(model: nn.Module, tokens: np.ndarray, plan: Plan, loss_of: Loss) -> Co
 
 
 def _step(
-    model: nn.Module,
-    optimizers: list[Any],
-    stream: Stream,
-    plan: Plan,
-    loss_of: Loss,
-    elapsed_s: float,
+    model: nn.Module, optimizers: list[Any], feed: TextFeed, plan: Plan, done: Counters
 ) -> float:
-    share = elapsed_s / plan.deadline_s
-    batch = stream.batch(BATCH_TOKENS, sequence_length(share))
+    share = done.elapsed_s / plan.deadline_s
+    batch, loss_of = feed.next(share, done.step)
     rows = max(1, plan.micro_tokens // (batch.shape[1] - 1))
     total = 0.0
     for start in range(0, len(batch), rows):
         part = torch.from_numpy(batch[start : start + rows]).to(plan.device)
         weight = len(part) / len(batch)
-        loss = loss_of(model, part[:, :-1], part[:, 1:].contiguous(), share) * weight
+        loss = loss_of(model, part[:, :-1], part[:, 1:].contiguous()) * weight
         loss.backward()
         total += float(loss.detach())
     factor = rate(share)
