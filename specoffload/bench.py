@@ -37,7 +37,7 @@ def prompts(kind: str = "code") -> list[str]:
 
 def bench_config(config: Config, *, n_predict: int, repetitions: int) -> None:
     """Measure what `config` asks for and print it."""
-    if config.device == "auto" and not _has_gpu():
+    if config.device == "auto" and not has_gpu():
         config = replace(config, device="sim")
         report.note("no GPU here: the wrapped device is measured on sim, the CPU posing as one")
     result: dict[str, Any] = {"machine": machine(), "commit": commit(), "model": config.model.name}
@@ -96,7 +96,7 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     from offload.device import devices
 
     return any(device.on_gpu for device in devices())

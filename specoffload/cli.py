@@ -94,6 +94,9 @@ def bench(
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Measure how well copies hide behind compute.")
     ] = False,
+    policies: Annotated[
+        bool, typer.Option("--policies", help="Compare draft-length policies (code, prose, noise).")
+    ] = False,
 ) -> None:
     """Measure plain, wrapped and speculative decoding; the last line is one JSON object."""
     if overlap:
@@ -101,9 +104,69 @@ def bench(
 
         bench_overlap(repetitions)
         return
+    if policies:
+        from specoffload.bench_policies import bench_policies
+
+        bench_policies(make_config(model), n_predict=n_predict)
+        return
     from specoffload.bench import bench_config
 
     bench_config(make_config(model), n_predict=n_predict, repetitions=repetitions)
+
+
+@app.command()
+@opens_a_model
+def profile(
+    make_config: MakeConfig,
+    model: Model = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="Text to measure on. [default: the demo's]")
+    ] = None,
+    n_max: Annotated[int, typer.Option("--n-max", help="Largest batch, up to 64.")] = 64,
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r")] = 4,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write a plot (.png).")] = None,
+    export_to: Annotated[
+        Path | None,
+        typer.Option("--export", help="Write .json, .jsonl (llama-batched-bench) or costs."),
+    ] = None,
+    import_from: Annotated[
+        Path | None, typer.Option("--import", help="Read one of those instead of measuring.")
+    ] = None,
+) -> None:
+    """Measure T(n), what a decode of n tokens takes, and keep it for the next start."""
+    from specoffload.profile_command import profile_config
+
+    profile_config(
+        make_config(model),
+        text=text,
+        n_max=n_max,
+        repetitions=repetitions,
+        plot=plot,
+        export_to=export_to,
+        import_from=import_from,
+    )
+
+
+@app.command()
+def simulate(
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Costs. [default: the published curves]")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Replay what --record-trace wrote.")
+    ] = None,
+    n_tokens: Annotated[int, typer.Option("--tokens", help="Length of synthetic texts.")] = 2000,
+    draft_share: Annotated[
+        float, typer.Option("--draft-share", help="A draft step in units of T(1), if unmeasured.")
+    ] = 0.05,
+    seed: Annotated[int, typer.Option("--seed", "-s")] = 1,
+) -> None:
+    """Compare the draft-length policies without a model, on profiles and traces."""
+    from specoffload.simulating import simulate_policies
+
+    simulate_policies(
+        profile=profile, trace=trace, n_tokens=n_tokens, draft_share=draft_share, seed=seed
+    )
 
 
 @app.command()

@@ -1,0 +1,89 @@
+"""`specoffload simulate`: every policy on measured curves, without a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from specdec.compare import Score, compare, named_policies, synthetic_traces
+from specdec.errors import BadProfile, SpecDecError
+from specdec.profile import CostProfile
+from specdec.profile_io import load, parse_batch_costs, parse_batched_bench, published_curves
+from specdec.simulate import brute_force_oracle, fixed_oracle, parse_trace, simulate
+from specoffload import report
+from specoffload.errors import UsageError
+
+_ORACLE_LONGEST = 24
+
+
+def simulate_policies(
+    *, profile: Path | None, trace: Path | None, n_tokens: int, draft_share: float, seed: int
+) -> None:
+    """Print a table; the last line is one JSON object. Raises UsageError, BadProfile or
+    SpecDecError for files that cannot be read."""
+    if not 10 <= n_tokens <= 1_000_000:
+        raise UsageError(f"--tokens {n_tokens}: must lie between 10 and 1000000")
+    if not 0 <= draft_share <= 1:
+        raise UsageError(f"--draft-share {draft_share}: must lie between 0 and 1")
+    curves = published_curves() if profile is None else {profile.stem: read_profile(profile)}
+    if trace is not None:
+        _replay(curves, trace, draft_share)
+        return
+    scores = compare(curves, synthetic_traces(n_tokens, seed), draft_share=draft_share)
+    names = ", ".join(curves)
+    report.line(
+        f"{n_tokens} tokens each of code, prose, noise and code/prose in turns; draft "
+        f"probabilities calibrated, over- and under-confident; curves: {names}"
+    )
+    report.table(
+        "tokens per second against the best block per segment in hindsight, and against plain",
+        ("policy", "x oracle, mean", "x oracle, least", "x plain, mean", "x plain, least"),
+        [_row(score) for score in scores],
+    )
+    report.line(json.dumps({"simulated": [asdict(score) for score in scores]}))
+
+
+def _row(s: Score) -> tuple[str, ...]:
+    values = (s.mean_to_oracle, s.least_to_oracle, s.mean_to_plain, s.least_to_plain)
+    return (s.policy, *(f"{v:.3f}" for v in values))
+
+
+def read_profile(path: Path) -> CostProfile:
+    """Our JSON, llama-batched-bench's JSONL or GGML_BATCH_COSTS text. Raises BadProfile."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadProfile(f"--profile {path}: cannot be read as UTF-8 text ({e})") from e
+    if '"speed_tg"' in text:
+        return parse_batched_bench(text)
+    if text.lstrip().startswith(("{", "[")):
+        return load(path).costs
+    line = text.strip()
+    return parse_batch_costs((line.partition("=")[2] or line).strip("\"' "))
+
+
+def _replay(curves: dict[str, CostProfile], file: Path, draft_share: float) -> None:
+    try:
+        trace = parse_trace(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise SpecDecError(f"--trace {file}: cannot be read as UTF-8 text ({e})") from e
+    results = {}
+    for name, curve in curves.items():
+        step_s = curve.draft_step_s or draft_share * curve.step_s[0]
+        costs = replace(curve, draft_step_s=step_s)
+        plain = 1.0 / costs.step_s[0]
+        longest = min(_ORACLE_LONGEST, costs.n_max - 1)
+        rates = {
+            policy: simulate(trace, costs, make(costs)).rate / plain
+            for policy, make in named_policies().items()
+        }
+        rates["(best fixed block in hindsight)"] = fixed_oracle(trace, costs, longest).rate / plain
+        rates["(knows every outcome)"] = brute_force_oracle(trace, costs, longest).rate / plain
+        results[name] = rates
+        report.table(
+            f"{len(trace.p)} recorded tokens on {name}",
+            ("policy", "x plain"),
+            [(p, f"{r:.3f}") for p, r in sorted(rates.items(), key=lambda x: -x[1])],
+        )
+    report.line(json.dumps({"replayed": results, "n_tokens": len(trace.p)}))
