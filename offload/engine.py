@@ -22,6 +22,7 @@ from offload.ggml.callback import Pending
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.llama import PARTIAL_STATE, Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.log import opening
+from offload.ggml.threadpool import has_openmp
 from offload.mla import Crossover
 from offload.model import ModelFacts, read_facts
 from offload.numa_plan import NumaPlan
@@ -81,6 +82,9 @@ class Engine:
         self.options = options = options or EngineOptions()
         self.facts: ModelFacts = read_facts(path)
         self.choice: DeviceChoice = choose_device(options.device)
+        self.numa: NumaPlan | None = None
+        if options.numa is not None:
+            self.numa = options.numa.in_mask_order(openmp=has_openmp())
         self._pending = Pending()
         self._closing = ExitStack()
         self.host: HostBufferType | None = None
@@ -153,11 +157,18 @@ class Engine:
         )
 
     def _pin_threads(self) -> PinnedThreads | None:
-        if self.options.numa is None:
+        if self.numa is None:
             return None
-        threads = PinnedThreads(self._context, self.options.numa)
+        threads = PinnedThreads(self._context, self.numa)
         self._closing.callback(threads.close)
         return threads
+
+    @property
+    def numa_notes(self) -> tuple[str, ...]:
+        """Where threads and pages are, and what could not be had; empty without a NumaPlan."""
+        if self.threads is None:
+            return ()
+        return (self.threads.sentence, *self.threads.notes)
 
     def close(self) -> None:
         """Free everything; safe to call twice."""

@@ -38,33 +38,38 @@ class NumaPlan:
         """The draft's own team, on one node; its weights stay where its loader puts them."""
         return replace(self, strategy=None, decode=self.draft, batch=self.draft, reasons=())
 
+    def in_mask_order(self, *, openmp: bool) -> NumaPlan:
+        """The plan as ggml carries it out: each team in the order in which a mask hands out."""
+        decode, batch, draft = (
+            in_mask_order(team, openmp=openmp) for team in (self.decode, self.batch, self.draft)
+        )
+        reasons = self.reasons
+        if openmp and decode.cpus != self.decode.cpus and self.strategy is Strategy.ROWS:
+            reasons += (
+                "processor numbers are not ascending node by node and ggml hands them out in"
+                " ascending order: threads alternate between nodes, pages follow the threads",
+            )
+        return replace(self, decode=decode, batch=batch, draft=draft, reasons=reasons)
+
 
 def make_numa_plan(
     topology: Topology,
     strategy: Strategy,
     threads: ThreadPlan,
     *,
-    openmp: bool,
     node: int | None = None,
     huge_pages: bool = True,
 ) -> NumaPlan:
-    """The plan that ggml can carry out: each team in the order in which a mask hands out."""
-    teams = [in_mask_order(t, openmp=openmp) for t in (threads.decode, threads.batch)]
-    reasons = list(threads.reasons)
-    if teams[0].cpus != threads.decode.cpus and strategy is not Strategy.DISTRIBUTE:
-        reasons.append(
-            "processor numbers are not ascending node by node and ggml hands them out in ascending"
-            " order: threads alternate between nodes, pages follow the threads"
-        )
+    """The plan for an engine from a thread plan (numa.strategy.threads_for)."""
     return NumaPlan(
         topology,
         strategy,
-        decode=teams[0],
-        batch=teams[1],
-        draft=in_mask_order(threads.draft, openmp=openmp),
+        decode=threads.decode,
+        batch=threads.batch,
+        draft=threads.draft,
         node=node,
         huge_pages=huge_pages,
-        reasons=tuple(dict.fromkeys(reasons)),
+        reasons=threads.reasons,
     )
 
 

@@ -105,6 +105,17 @@ class PinnedThreads:
             pool.close()
         self._pools.clear()
 
+    @property
+    def sentence(self) -> str:
+        """Where the threads are, for the start-up lines."""
+        if not self._pools:
+            return "threads run where the kernel puts them"
+        teams = ", ".join(
+            f"{team.name} {team.n_threads} on {format_list(tuple(sorted(team.cpus)))}"
+            for team in self._teams
+        )
+        return f"threads pinned to processors: {teams}"
+
     def close(self) -> None:
         """Detach and free the pools; a second call does nothing."""
         if self._pools:

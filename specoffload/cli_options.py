@@ -100,6 +100,18 @@ def _flags(
     threads_batch: Annotated[
         int | None, typer.Option("--threads-batch", "-tb", help="CPU threads of prefill.")
     ] = None,
+    numa: Annotated[
+        str,
+        typer.Option(
+            "--numa",
+            help="Where threads and weights go on several memory nodes: auto (tuned, else rows), "
+            "none, single, interleave, rows or distribute.",
+        ),
+    ] = "auto",
+    numa_node: Annotated[
+        int | None,
+        typer.Option("--numa-node", help="Keep threads and weights on this memory node."),
+    ] = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", "-b", help="Largest decode in tokens.")
     ] = 2048,
@@ -140,7 +152,11 @@ def opens_a_model(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _make_config(typed: dict[str, Any], model: Path | None) -> Any:
-    from specoffload.config import Options, resolve
+    from numa.topology import read_topology
+    from specoffload.config import Options
+    from specoffload.env import read_environment
+    from specoffload.numa_choice import resolve_on
+    from specoffload.tuned import load_tuned
 
     values = dict(typed)
     if values["flash_attn"] not in ("auto", "on", "off"):
@@ -152,4 +168,6 @@ def _make_config(typed: dict[str, Any], model: Path | None) -> Any:
         "overlap": not values.pop("no_overlap"),
         "prefetch": not values.pop("no_prefetch"),
     }
-    return resolve(Options(model=model, **values))
+    topology = read_topology()
+    tuned = load_tuned(read_environment().profile_folder, topology)
+    return resolve_on(Options(model=model, **values), topology, tuned)

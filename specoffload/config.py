@@ -12,6 +12,7 @@ import psutil
 
 from offload.device import MinBatch
 from offload.mla import Crossover
+from offload.numa_plan import NumaPlan
 from offload.streaming import StreamingOptions
 from offload.trace import NO_TRACE, Trace
 from offload.units import parse_bytes
@@ -20,6 +21,7 @@ from specoffload.env import read_environment
 from specoffload.errors import UsageError
 from specoffload.spec_config import SpecConfig, resolve_speculation
 
+NUMA_STRATEGIES = ("auto", "none", "single", "interleave", "rows", "distribute")
 DEFAULT_MIN_BATCH = 32  # llama.cpp's GGML_OP_OFFLOAD_MIN_BATCH
 
 
@@ -51,6 +53,8 @@ class Options:
     prefetch: bool = True
     trace: Path | None = None
     mla_crossover: str | None = None
+    numa: str = "auto"
+    numa_node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Config:
     trace: Path | None
     mla_crossover: Crossover
     reasons: tuple[str, ...]
+    numa: NumaPlan | None = None  # specoffload.numa_choice fills it in; None: nothing is pinned
 
 
 def demo_file(name: str) -> Path:
@@ -131,6 +136,16 @@ def _streaming(options: Options) -> StreamingOptions:
         cache=options.expert_cache,
         trace=Trace() if options.trace is not None else NO_TRACE,
     )
+
+
+def _check_numa(options: Options) -> None:
+    if options.numa not in NUMA_STRATEGIES:
+        raise UsageError(f"--numa {options.numa}: must be one of {', '.join(NUMA_STRATEGIES)}")
+    if options.numa_node is not None and options.numa not in ("auto", "single"):
+        raise UsageError(
+            f"--numa-node {options.numa_node} keeps everything on one node and excludes"
+            f" --numa {options.numa}"
+        )
 
 
 def default_threads() -> tuple[int, str]:
@@ -192,6 +207,7 @@ def resolve(options: Options) -> Config:
             raise UsageError(f"{name} {value}: must be 1 or more")
     if options.ctx_size is not None and options.ctx_size < 0:
         raise UsageError(f"--ctx-size {options.ctx_size}: must be 0 (the model's) or more")
+    _check_numa(options)
     spec = _speculation(options, has_draft=draft is not None)
     return Config(
         model=model,

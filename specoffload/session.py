@@ -71,6 +71,7 @@ class Session:
             flash_attn=config.flash_attn,
             streaming=config.streaming,
             mla_crossover=config.mla_crossover,
+            numa=config.numa,
         )
         return self._closing.enter_context(Engine(config.model, options, on_progress))
 
@@ -84,6 +85,10 @@ class Session:
             wrapped=False,
             stream_experts=False,
             n_ctx=self.target.n_ctx,
+            # Threads typed for the draft alone are taken as they are, unpinned.
+            numa=None
+            if config.numa is None or "n_threads" in config.spec.draft_options
+            else config.numa.for_draft(),
         )
         if config.spec.options.tree:
             options = replace(options, n_tree_leaves=TREE_DRAFT_LEAVES, n_outputs=256)
@@ -168,6 +173,7 @@ class Session:
         declined = self.target.device.declined if self.target.device is not None else {}
         lines += [f"left to the CPU: {why}" for why in declined]
         lines += self.target.device.mla.notes if self.target.device is not None else []
+        lines += self.target.numa_notes
         return (*lines, *self._chosen, *self.config.reasons)
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:

@@ -16,7 +16,6 @@ from numa.strategy import threads_for
 from numa.topology import Core, Node, Topology, read_topology
 from numa.tune import Candidate
 from offload.engine import Engine, EngineOptions
-from offload.ggml.threadpool import has_openmp
 from offload.numa_plan import NumaPlan, in_mask_order, make_numa_plan
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
@@ -42,7 +41,7 @@ def two_nodes(cpus: Sequence[int] = CPUS) -> Topology:
 def plan_of(topology: Topology, strategy: Strategy, n_threads: int) -> NumaPlan:
     node = 0 if strategy is Strategy.SINGLE else None
     threads = threads_for(topology, Candidate(strategy, n_threads, node))
-    return make_numa_plan(topology, strategy, threads, openmp=has_openmp(), node=node)
+    return make_numa_plan(topology, strategy, threads, node=node)
 
 
 def logits_of(path: Path, options: EngineOptions) -> NDArray[np.float32]:
@@ -138,7 +137,7 @@ def test_alternating_numbers_are_taken_in_the_order_of_the_mask() -> None:
         from_kernel=True,
     )
     threads = threads_for(topology, Candidate(Strategy.ROWS, 4))
-    plan = make_numa_plan(topology, Strategy.ROWS, threads, openmp=True)
+    plan = make_numa_plan(topology, Strategy.ROWS, threads).in_mask_order(openmp=True)
     assert set(plan.decode.cpus) == set(threads.decode.cpus)
     assert plan.decode.mask_keeps_order(openmp=True)
     assert plan.decode.nodes == tuple(cpu % 2 for cpu in plan.decode.cpus)
