@@ -1,12 +1,14 @@
-"""Huge pages under the streamed weights: asked for before they are read, made afterwards.
+"""Huge pages under the streamed weights, made in the background once everything is read.
 
-A page that is faulted in huge costs no copy; what the kernel had no huge page for at that moment is
-collapsed when everything is read (PEERS 1b: collapsing layer by layer while loading stalls).
+Asking for them before (MADV_HUGEPAGE) makes the reads wait for the kernel to find and clear 2 MiB
+at a time: loading took two to three times as long where memory was fragmented or, in a virtual
+machine, not yet backed (docs/results.md; PEERS 1b tells the same of another engine).
 """
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,45 +16,62 @@ from numa import sys
 from numa.arena import Arena
 from numa.errors import PlacementRefused
 
-_STEP_BYTES = 256 << 20
+_STEP_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class HugePages:
-    """How many bytes lie in huge pages, and what the kernel refused."""
+    """How many bytes lie in huge pages, what the kernel refused, and how long making them took."""
 
     size_bytes: int
     why_not: str
+    seconds: float = 0.0
 
 
-def ask_for_huge_pages(arena: Arena) -> None:
-    """Let the memory be faulted in huge. A refusal shows when `collapse` is refused too."""
-    try:
-        sys.advise(arena.address, arena.mapped_bytes, sys.MADV_HUGEPAGE)
-    except PlacementRefused:
-        return
+class Collapsing:
+    """A thread that makes an arena's pages huge, contents kept; others may use them meanwhile."""
 
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._address, self._mapped_bytes = arena.address, arena.mapped_bytes
+        self._stopping = False
+        self._why_not = ""
+        self._seconds = 0.0
+        self._thread = threading.Thread(target=self._work, name="huge-pages", daemon=True)
+        self._thread.start()
 
-def collapse(arena: Arena, n_threads: int = 2) -> str:
-    """Make huge what is not; what the kernel refused first, or ''. Contents are kept."""
-    if arena.placement is not None:
-        return "; ".join(arena.collapse())
-    pieces = [
-        (start, min(_STEP_BYTES, arena.mapped_bytes - start))
-        for start in range(0, arena.mapped_bytes, _STEP_BYTES)
-    ]
+    def wait(self) -> HugePages:
+        """Until all pages are huge that the kernel makes huge."""
+        self._thread.join()
+        return self.so_far()
 
-    def one(piece: tuple[int, int]) -> str:
-        start, size = piece
-        try:
-            sys.advise(arena.address + start, size, sys.MADV_COLLAPSE)
-        except PlacementRefused as refusal:
-            return str(refusal)
-        return ""
+    def so_far(self) -> HugePages:
+        why_not = "being made" if self._thread.is_alive() else self._why_not
+        return HugePages(huge_bytes_at(self._address), why_not, self._seconds)
 
-    with ThreadPoolExecutor(n_threads) as pool:
-        refused = [answer for answer in pool.map(one, pieces) if answer]
-    return refused[0] if refused else ""
+    def stop(self) -> None:
+        """End early, and wait for that; the arena may be given back afterwards."""
+        self._stopping = True
+        self._thread.join()
+
+    def _work(self) -> None:
+        start = time.perf_counter()
+        if self._arena.placement is not None:
+            self._why_not = "; ".join(self._arena.collapse())
+        else:
+            self._collapse()
+        self._seconds = time.perf_counter() - start
+
+    def _collapse(self) -> None:
+        for start in range(0, self._mapped_bytes, _STEP_BYTES):
+            if self._stopping:
+                return
+            size = min(_STEP_BYTES, self._mapped_bytes - start)
+            try:
+                sys.advise(self._address + start, size, sys.MADV_COLLAPSE)
+            except PlacementRefused as refusal:
+                self._why_not = str(refusal)
+                return
 
 
 def huge_bytes_at(address: int, smaps: Path = Path("/proc/self/smaps")) -> int:

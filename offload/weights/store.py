@@ -25,7 +25,7 @@ from offload.ggml.loading import without_populating
 from offload.ggml.memory import address_of_readable, bytes_at
 from offload.ggml.pinning import Pinner
 from offload.model import ModelFacts, WeightPlace
-from offload.weights.huge import HugePages, ask_for_huge_pages, collapse, huge_bytes_at
+from offload.weights.huge import Collapsing, HugePages
 from offload.weights.layout import PAGE_BYTES, Layout, Run, cut_into_chunks, plan_layout
 from offload.weights.memory import ReservedAddresses, check_room, room_now
 from offload.weights.reading import OpenFile, ReadAhead, ReadCounters, Readers
@@ -51,10 +51,10 @@ class StoreReport:
     kept_in: str  # "memory" or "page cache"
     n_tensors: int
     weight_bytes: int
-    seconds: float  # from the first read to the last byte, huge pages and pinning included
+    seconds: float  # from the first read to the last byte, pinning included
     counters: ReadCounters
     why_not_direct: str
-    huge: HugePages
+    huge: HugePages  # as they are now; without pinning they are made in the background
     why_not_pinned: str
     readahead_bytes: int  # resident weights, brought into the page cache for libllama
     n_left_unpopulated: int  # files that libllama mapped without reading them
@@ -72,8 +72,7 @@ class StoreReport:
         if self.counters.cached_bytes:
             how += f", {self.counters.cached_bytes / 2**30:.1f} GiB from the page cache"
         pinned = "pinned" if not self.why_not_pinned else f"not pinned: {self.why_not_pinned}"
-        huge = f"{self.huge.size_bytes / 2**30:.1f} GiB in huge pages"
-        huge += f" ({self.huge.why_not})" if self.huge.why_not else ""
+        huge = f"huge pages: {self.huge.why_not or f'{self.huge.size_bytes / 2**30:.1f} GiB'}"
         return (
             f"{self.weight_bytes / 2**30:.1f} GiB of streamed weights read at {self.gb_per_s:.1f} "
             f"GB/s ({how}), {huge}, {pinned}"
@@ -96,6 +95,7 @@ class _Held:
     pinner: Pinner | None = None
     readers: Readers | None = None
     ahead: ReadAhead | None = None
+    collapsing: Collapsing | None = None
 
 
 class Store:
@@ -120,6 +120,7 @@ class Store:
         self._placed: set[str] = set()
         self._filling = False
         self._starting = threading.Lock()
+        self._wanted_bytes = 1
         self._n_unpopulated = 0
         self._began_s = 0.0
         self.report: StoreReport | None = None
@@ -185,6 +186,7 @@ class Store:
             if held.readers is not None or held.arena is None:
                 return
             runs = [run for run in self.layout.runs if self._is_wanted(run)]
+            self._wanted_bytes = max(1, sum(run.end_bytes - run.start_bytes for run in runs))
             o = self.options
             target = bytes_at(held.arena.address, self.layout.size_bytes).data
             chunks = cut_into_chunks(runs, o.chunk_bytes)
@@ -198,7 +200,7 @@ class Store:
         readers = self._held.readers
         if self.options.keep_page_cache or not self.layout.runs:
             return 1.0
-        return min(1.0, readers.counters.read_bytes / self.layout.size_bytes) if readers else 0.0
+        return min(1.0, readers.counters.read_bytes / self._wanted_bytes) if readers else 0.0
 
     def watching(self, on_progress: Callable[[float], None] | None) -> Callable[[float], None]:
         """A progress callback for libllama that tells ours instead, and starts the readers."""
@@ -211,31 +213,35 @@ class Store:
         return progress
 
     def finish(self, on_progress: Callable[[float], None] | None = None) -> StoreReport:
-        """Wait for the readers, make pages huge, pin them, and drop the page cache's copies.
+        """Wait for the readers, pin the memory, and drop the page cache's copies.
 
+        Pages are made huge before they are pinned, else in the background from here on.
         `on_progress` gets the fraction of `fraction` meanwhile. Raises BadModel for a file cut
         short, and whatever stopped a reader; the weights are then not usable and the store closed.
         """
         held = self._held
+
+        def tell() -> None:
+            if on_progress is not None:
+                on_progress(self.fraction)
+
         try:
             self.start_reading()
-            tell = (lambda: on_progress(self.fraction)) if on_progress else (lambda: None)
             end_s = held.readers.wait(tell) if held.readers else 0.0
             reading_s = max(0.0, end_s - self._began_s)
             if held.ahead is not None:
                 held.ahead.wait()
             self._drop_resident()
-            huge = self._make_huge()
+            self._make_huge()
             why_not_pinned = self._pin()
+            tell()
         except BaseException:
             self.close()
             raise
         self._filling = False
         seconds = time.perf_counter() - self._began_s if self._began_s else 0.0
-        self.report = self._reported(seconds, reading_s, huge, why_not_pinned)
+        self.report = self._reported(seconds, reading_s, why_not_pinned)
         self._close_files()
-        if on_progress is not None:
-            on_progress(1.0)
         return self.report
 
     def close(self) -> None:
@@ -244,11 +250,11 @@ class Store:
         A buffer's reserved addresses stay until libllama frees the buffer.
         """
         held = self._held
-        for worker in (held.readers, held.ahead):
+        for worker in (held.readers, held.ahead, held.collapsing):
             if worker is not None:
                 worker.stop()
         self._close_files()
-        arena, held.arena = held.arena, None
+        arena, held.arena, held.collapsing = held.arena, None, None
         if arena is not None:
             if held.pinner is not None:
                 held.pinner.unpin(arena.address)
@@ -309,8 +315,6 @@ class Store:
                 f"could not be had ({e}); use --mmap to keep them in the page cache"
             ) from e
         self._held.arena = arena = self._pool.arena(address)
-        if self.options.huge_pages:
-            ask_for_huge_pages(arena)
         if self._on_arena is not None:
             self._on_arena(arena, self.layout)
 
@@ -334,12 +338,21 @@ class Store:
             for file, start, stop in _ranges(self._resident):
                 self._held.files[file].forget(start, stop - start)
 
-    def _make_huge(self) -> HugePages:
-        arena = self._held.arena
-        if arena is None:
-            return HugePages(0, "the page cache keeps the weights" if self.layout.runs else "")
-        why_not = collapse(arena) if self.options.huge_pages else "switched off"
-        return HugePages(huge_bytes_at(arena.address), why_not)
+    def _make_huge(self) -> None:
+        held = self._held
+        if held.arena is not None and self.options.huge_pages:
+            held.collapsing = Collapsing(held.arena)
+            if self.options.pin_for is not None:
+                held.collapsing.wait()  # pinned pages cannot be moved together any more
+
+    def huge_pages(self, *, wait: bool = False) -> HugePages:
+        """How many of the weights lie in huge pages by now; `wait` until all are made."""
+        if self._held.collapsing is not None:
+            made = self._held.collapsing
+            return made.wait() if wait else made.so_far()
+        if self.options.keep_page_cache:
+            return HugePages(0, "none in the page cache")
+        return HugePages(0, "nothing streams" if self.options.huge_pages else "switched off")
 
     def _pin(self) -> str:
         arena = self._held.arena
@@ -351,9 +364,7 @@ class Store:
         result = pinner.pin(arena.address, arena.mapped_bytes)
         return "" if result.ok else result.reason
 
-    def _reported(
-        self, seconds: float, reading_s: float, huge: HugePages, why_not_pinned: str
-    ) -> StoreReport:
+    def _reported(self, seconds: float, reading_s: float, why_not_pinned: str) -> StoreReport:
         held = self._held
         streamed = {run.file for run in self.layout.runs}
         why = [held.files[f].why_not_direct for f in streamed if not held.files[f].is_direct]
@@ -365,7 +376,7 @@ class Store:
             seconds=seconds,
             counters=held.readers.counters if held.readers else ReadCounters(),
             why_not_direct="; ".join(dict.fromkeys(why)),
-            huge=huge,
+            huge=self.huge_pages(),
             why_not_pinned=why_not_pinned,
             readahead_bytes=held.ahead.asked_bytes if held.ahead else 0,
             n_left_unpopulated=self._n_unpopulated,

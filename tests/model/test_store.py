@@ -1,0 +1,414 @@
+"""The store under real models: same bits, one copy, split files, failures while loading."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from numa.arena import Arena, ArenaPool
+from offload.errors import BadModel, DoesNotFit
+from offload.ggml import abi
+from offload.ggml.callback import Pending
+from offload.ggml.gguf import TensorEntry
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.lib import library
+from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
+from offload.ggml.memory import address_of_readable, n_resident_pages
+from offload.model import ModelFacts, read_facts
+from offload.plan import make_plan
+from offload.synth import write_preset
+from offload.weights import store as store_module
+from offload.weights.layout import Layout
+from offload.weights.memory import AnonymousMemory, Room
+from offload.weights.reading import OpenFile, Readers
+from offload.weights.store import Store, StoreOptions
+
+TOKENS = [1, 7, 3, 200, 11]
+ON_CPU = StoreOptions(drop_resident=False)
+
+
+@dataclass
+class Loaded:
+    """A model on the CPU whose experts lie in a buffer type of ours."""
+
+    model: Model
+    pending: Pending
+    host: HostBufferType
+    store: Store | None
+
+    def logits(self) -> NDArray[np.float32]:
+        """[5, n_vocab]"""
+        context = Context(self.model, ContextOptions(n_ctx=64, n_threads=1), self.pending)
+        rows = context.decode(TOKENS, range(5), [0] * 5, [True] * 5)
+        context.close()
+        return rows
+
+    def close(self) -> None:
+        self.model.close()
+
+
+def streamed_of(facts: ModelFacts) -> tuple[TensorEntry, ...]:
+    streamed = make_plan(facts, budget_bytes=None).streamed
+    assert streamed
+    return streamed
+
+
+def load(
+    path: Path,
+    options: StoreOptions | None,
+    store: Store | None = None,
+    patterns: Sequence[str] | None = None,
+) -> Loaded:
+    """With `options`, or a store, by the store; without, libllama copies into plain memory."""
+    facts = read_facts(path)
+    if options is not None and store is None:
+        store = Store(facts, streamed_of(facts), options)
+    pending = Pending()
+    host = HostBufferType("TEST", store or AnonymousMemory(), pending, home=store)
+    patterns = patterns or make_plan(facts, budget_bytes=None).patterns()
+    placement = ModelPlacement(
+        overrides=tuple((pattern, host.address) for pattern in patterns),
+        use_extra_bufts=False,
+        load_mode="mmap",
+    )
+    if store is None:
+        return Loaded(Model(path, placement, pending), pending, host, None)
+    with store.loading(pending):
+        model = Model(path, placement, pending, store.watching(None))
+    try:
+        store.finish()
+    except BaseException:
+        model.close()
+        raise
+    return Loaded(model, pending, host, store)
+
+
+def logits_of(path: Path, options: StoreOptions | None) -> NDArray[np.float32]:
+    loaded = load(path, options)
+    rows = loaded.logits()
+    loaded.close()
+    return rows
+
+
+def cached_pages(path: Path, start: int = 0, stop: int | None = None) -> int:
+    with (
+        path.open("rb") as opened,
+        mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapping,
+    ):
+        stop = len(mapping) if stop is None else stop
+        return n_resident_pages(address_of_readable(mapping) + start, stop - start)
+
+
+def drop(path: Path) -> None:
+    """Take the file out of the page cache, or skip the test."""
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_pages(path):
+        pytest.skip("the page cache of this file system cannot be dropped")
+
+
+@pytest.fixture(scope="module")
+def mid_moe(models: Path) -> Path:
+    """Some 60 MB, nearly all of it experts."""
+    return write_preset(
+        "qwen3-30b-a3b", models / "mid_moe.gguf", size="tiny", seed=4, n_expert=64, n_ff_exp=1024
+    )
+
+
+WAYS = {
+    "direct": ON_CPU,
+    "through the page cache": StoreOptions(drop_resident=False, direct=False),
+    "small pages, one reader": StoreOptions(
+        drop_resident=False, huge_pages=False, n_readers=1, chunk_bytes=4096
+    ),
+    "--mmap": StoreOptions(keep_page_cache=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
+def test_the_store_gives_the_bits_of_what_libllama_loads(
+    tiny_moe: Path, way: str, cold: bool
+) -> None:
+    plain = logits_of(tiny_moe, None)
+    assert np.isfinite(plain).all()
+    assert plain.std() > 0
+    if cold:
+        drop(tiny_moe)
+    assert np.array_equal(logits_of(tiny_moe, WAYS[way]), plain)
+
+
+def test_libllama_neither_reads_nor_copies_streamed_weights(mid_moe: Path) -> None:
+    drop(mid_moe)
+    loaded = load(mid_moe, ON_CPU)
+    store, facts = loaded.store, read_facts(mid_moe)
+    assert store is not None
+    report = store.report
+    assert report is not None
+    n = len(streamed_of(facts))
+    assert (report.n_tensors, loaded.host.n_left_out) == (n, n)
+    assert report.n_left_unpopulated == 1
+    assert report.weight_bytes == sum(e.size_bytes for e in streamed_of(facts))
+    if report.why_not_direct:
+        pytest.skip(report.why_not_direct)
+    assert report.counters.direct_bytes >= report.weight_bytes
+    assert report.counters.buffered_bytes == report.counters.cached_bytes == 0
+    assert report.counters.peak_readers > 1
+    for run in store.layout.runs:
+        stop = min(run.stop_bytes, mid_moe.stat().st_size)
+        pages = -(-run.size_bytes // 4096)
+        # Resident weights share the pages at both ends and the read-ahead behind them.
+        assert cached_pages(mid_moe, run.start_bytes, stop) < max(34, pages // 4)
+    loaded.close()
+
+
+def memory_bytes(key: str) -> int:
+    match = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match
+    return int(match[1]) << 10
+
+
+def test_the_weights_are_held_once_and_given_back(mid_moe: Path) -> None:
+    load(mid_moe, ON_CPU).close()  # what the process keeps after its first model
+    before = memory_bytes("RssAnon")
+    loaded = load(mid_moe, ON_CPU)
+    assert loaded.store is not None
+    assert loaded.store.report is not None
+    loaded.store.huge_pages(wait=True)
+    weights = loaded.store.report.weight_bytes
+    assert weights > 30 << 20
+    held = memory_bytes("RssAnon") - before
+    assert weights * 0.9 < held < weights + (16 << 20)
+    loaded.close()
+    assert loaded.store.arena is None
+    assert memory_bytes("RssAnon") - before < 16 << 20
+
+
+def test_with_mmap_no_memory_of_our_own_is_taken(mid_moe: Path) -> None:
+    load(mid_moe, ON_CPU).close()
+    before = memory_bytes("RssAnon")
+    loaded = load(mid_moe, StoreOptions(keep_page_cache=True))
+    assert memory_bytes("RssAnon") - before < 16 << 20
+    assert loaded.store is not None
+    assert loaded.store.report is not None
+    assert loaded.store.report.kept_in == "page cache"
+    assert loaded.store.report.n_left_unpopulated == 1
+    assert np.isfinite(loaded.logits()).all()
+    loaded.close()
+
+
+def test_huge_pages_are_made_or_the_kernels_reason_is_told(mid_moe: Path) -> None:
+    loaded = load(mid_moe, ON_CPU)
+    assert loaded.store is not None
+    assert loaded.store.report is not None
+    huge = loaded.store.huge_pages(wait=True)
+    assert huge.why_not or huge.size_bytes >= loaded.store.report.weight_bytes * 0.8
+    rows = loaded.logits()
+    loaded.close()
+    assert np.array_equal(rows, logits_of(mid_moe, None))
+
+
+@pytest.fixture(scope="module")
+def split_moe(tiny_moe: Path, models: Path) -> tuple[Path, int]:
+    """The tiny model again, in files of 12 tensors each; the first one, and how many."""
+    reader = gguf.GGUFReader(tiny_moe)
+    architecture = reader.fields["general.architecture"].contents()
+    out = models / "split.gguf"
+    writer = gguf.GGUFWriter(out, architecture, split_max_tensors=12)
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            element = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], element)
+    for t in reader.tensors:
+        writer.add_tensor(t.name, t.data, raw_dtype=t.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(models.glob("split-*.gguf"))
+    return parts[0], len(parts)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_parts_of_a_split_model_are_all_read(
+    tiny_moe: Path, split_moe: tuple[Path, int], way: str
+) -> None:
+    path, n_parts = split_moe
+    loaded = load(path, WAYS[way])
+    assert loaded.store is not None
+    assert loaded.store.report is not None
+    assert loaded.store.report.n_left_unpopulated == n_parts > 1
+    assert len({run.file for run in loaded.store.layout.runs}) > 1
+    assert np.array_equal(loaded.logits(), logits_of(tiny_moe, None))
+    loaded.close()
+
+
+# -- what goes wrong ---------------------------------------------------------------------------
+
+
+def copy_of(path: Path, folder: Path) -> Path:
+    copied = folder / "copy.gguf"
+    copied.write_bytes(path.read_bytes())
+    return copied
+
+
+def nothing_is_left(pool: ArenaPool, n_threads: int) -> bool:
+    return "0 arenas" in repr(pool) and threading.active_count() == n_threads
+
+
+def test_a_file_cut_short_after_its_header_was_read_is_refused_before_loading(
+    tiny_moe: Path, tmp_path: Path
+) -> None:
+    path, pool, n_threads = copy_of(tiny_moe, tmp_path), ArenaPool(), threading.active_count()
+    facts = read_facts(path)
+    store = Store(facts, streamed_of(facts), ON_CPU, pool)
+    os.truncate(path, path.stat().st_size - 100_000)
+    with pytest.raises(BadModel, match="it was cut short"), store.loading(Pending()):
+        pytest.fail("nothing may be loaded")
+    assert nothing_is_left(pool, n_threads)
+
+
+class Cutting(Store):
+    """Somebody cuts the file short once libllama has placed the last tensor."""
+
+    def start_reading(self) -> None:
+        last = self.layout.runs[-1]
+        os.truncate(last.file, last.end_bytes - 10_000)
+        super().start_reading()
+
+
+def test_a_file_cut_short_while_it_is_loaded_is_an_error(tiny_moe: Path, tmp_path: Path) -> None:
+    path, pool, n_threads = copy_of(tiny_moe, tmp_path), ArenaPool(), threading.active_count()
+    facts = read_facts(path)
+    store = Cutting(facts, streamed_of(facts), ON_CPU, pool)
+    with pytest.raises(BadModel, match="cut short while it was being loaded"):
+        load(path, None, store)
+    assert nothing_is_left(pool, n_threads)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_is_raised_while_waiting_stops_the_readers_and_gives_the_memory_back(
+    mid_moe: Path, error: type[BaseException]
+) -> None:
+    pool, n_threads = ArenaPool(), threading.active_count()
+    facts = read_facts(mid_moe)
+    store = Store(facts, streamed_of(facts), ON_CPU, pool)
+    pending = Pending()
+    host = HostBufferType("TEST", store, pending, home=store)
+    patterns = make_plan(facts, budget_bytes=None).patterns()
+    overrides = tuple((pattern, host.address) for pattern in patterns)
+    placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
+    with store.loading(pending):
+        model = Model(mid_moe, placement, pending, store.watching(None))
+
+    def interrupt(_: float) -> None:
+        raise error
+
+    with pytest.raises(error):
+        store.finish(interrupt)
+    model.close()
+    assert nothing_is_left(pool, n_threads)
+    assert host.buffers == {}
+
+
+def test_ctrl_c_while_libllama_loads_ends_the_loading(mid_moe: Path) -> None:
+    pool, n_threads = ArenaPool(), threading.active_count()
+    before = registry_entry()
+    facts = read_facts(mid_moe)
+    store = Store(facts, streamed_of(facts), ON_CPU, pool)
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    pending = Pending()
+    host = HostBufferType("TEST", store, pending, home=store)
+    overrides = ((r"_exps\.weight$", host.address),)
+    placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
+    with pytest.raises(KeyboardInterrupt), store.loading(pending):
+        Model(mid_moe, placement, pending, store.watching(interrupt))
+    assert nothing_is_left(pool, n_threads)
+    assert registry_entry() == before
+
+
+def registry_entry() -> int:
+    lib = library()
+    cpu = lib.ggml_backend_dev_by_type(abi.GGML_BACKEND_DEVICE_TYPE_CPU)
+    registry = abi.ggml_backend_reg.from_address(lib.ggml_backend_dev_backend_reg(cpu))
+    address: int = registry.iface.get_proc_address
+    return address
+
+
+def test_a_failing_reader_ends_the_loading_with_its_error(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(self: Readers, file: OpenFile, *_: object) -> int:
+        raise OSError("the disk is gone")
+
+    pool, n_threads = ArenaPool(), threading.active_count()
+    facts = read_facts(tiny_moe)
+    store = Store(facts, streamed_of(facts), ON_CPU, pool)
+    monkeypatch.setattr(Readers, "_read_some", explode)
+    with pytest.raises(OSError, match="the disk is gone"):
+        load(tiny_moe, None, store)
+    assert nothing_is_left(pool, n_threads)
+
+
+def test_a_tensor_that_was_not_planned_is_refused_by_name(tiny_moe: Path) -> None:
+    pool, n_threads = ArenaPool(), threading.active_count()
+    facts = read_facts(tiny_moe)
+    store = Store(facts, streamed_of(facts)[:1], ON_CPU, pool)
+    with pytest.raises(BadModel, match=r"wants to stream tensor blk\..*not known"):
+        load(tiny_moe, None, store, patterns=[r"_exps\.weight$"])
+    assert nothing_is_left(pool, n_threads)
+
+
+def test_too_little_memory_is_refused_before_anything_is_read(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "room_now", lambda: Room(1 << 20, "free memory"))
+    with pytest.raises(DoesNotFit, match=r"free memory\); use --mmap"):
+        load(tiny_moe, ON_CPU)
+    loaded = load(tiny_moe, StoreOptions(keep_page_cache=True))
+    assert np.isfinite(loaded.logits()).all()
+    loaded.close()
+
+
+def test_pages_can_be_placed_before_anything_is_read(tiny_moe: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def note(arena: Arena, layout: Layout) -> None:
+        seen.append((arena.size_bytes, layout.size_bytes))
+
+    facts = read_facts(tiny_moe)
+    loaded = load(tiny_moe, None, Store(facts, streamed_of(facts), ON_CPU, on_arena=note))
+    assert len(seen) == 1
+    assert seen[0][0] > seen[0][1] > 0
+    loaded.close()
+
+
+def test_progress_rises_to_one(mid_moe: Path) -> None:
+    drop(mid_moe)
+    facts, pending = read_facts(mid_moe), Pending()
+    store = Store(facts, streamed_of(facts), ON_CPU)
+    told: list[float] = []
+    host = HostBufferType("TEST", store, pending, home=store)
+    overrides = ((r"_exps\.weight$", host.address),)
+    placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
+    with store.loading(pending):
+        model = Model(mid_moe, placement, pending, store.watching(told.append))
+    store.finish(told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    assert 0 <= told[0] < 1
+    model.close()
