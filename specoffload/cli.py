@@ -21,6 +21,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+tune_app = typer.Typer(help="Measure this machine and keep what is best.", no_args_is_help=True)
+app.add_typer(tune_app, name="tune")
+
 Model = Annotated[Path | None, typer.Argument(metavar="[MODEL.gguf]", show_default=False)]
 MakeConfig = Callable[[Path | None], Any]
 
@@ -175,6 +178,38 @@ def trace(file: Annotated[Path, typer.Argument(help="What --trace wrote.")]) -> 
     from specoffload.tracing import show_trace
 
     show_trace(file)
+
+
+@app.command()
+def doctor(
+    numa: Annotated[
+        bool, typer.Option("--numa", help="Prove where pages lie, strategy by strategy.")
+    ] = False,
+) -> None:
+    """Say what this machine has and what stands in the way."""
+    from specoffload.doctor import doctor as examine
+    from specoffload.env import read_environment
+
+    examine(read_environment().profile_folder, numa=numa)
+
+
+@tune_app.command("numa")
+def tune_numa(
+    model: Model = None,
+    device: Annotated[str, typer.Option("--device", "-dev", help="As for run.")] = "auto",
+    min_batch: Annotated[str | None, typer.Option("--min-batch", help="As for run.")] = None,
+    vram: Annotated[str | None, typer.Option("--vram", help="As for run.")] = None,
+    time_limit_s: Annotated[
+        float, typer.Option("--time-limit", help="Seconds; what is left out is named.")
+    ] = 600.0,
+) -> None:
+    """Try placements and thread counts on this machine; later starts use the best."""
+    from specoffload.config import Options, resolve
+    from specoffload.env import read_environment
+    from specoffload.tune import tune_numa as tune
+
+    config = resolve(Options(model=model, device=device, min_batch=min_batch, vram=vram))
+    tune(config, read_environment().profile_folder, time_limit_s=time_limit_s)
 
 
 @app.callback(invoke_without_command=True)
