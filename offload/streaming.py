@@ -31,6 +31,7 @@ class StreamingOptions:
     overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
     depth: int = 8  # cuts that copies run ahead
     prefetch: bool = True  # guess a verification batch's experts from the last one's
+    n_guesses: int = 64  # guessed experts under way at most (docs/log.md)
     cache: str = "lru"  # lru, lfu or static
     trace: Trace = NO_TRACE
 
@@ -64,7 +65,7 @@ def stream_maker(plan: Plan, choice: DeviceChoice, options: StreamingOptions) ->
         if not options.overlap or not plan.arenas:
             return SerialStream(buft, backend, copier=_copier(choice, backend, options))
         table = SlotTable({i: arena.n_slots for i, arena in enumerate(plan.arenas)})
-        schedule = Schedule(table, make_keep(options.cache), options.depth)
+        schedule = Schedule(table, make_keep(options.cache), options.depth, options.n_guesses)
         return ScheduledStream(
             buft,
             backend,
