@@ -53,7 +53,7 @@ class Calibration:
     every `half_life` observations of that bin.
     """
 
-    def __init__(self, prior_weight: float = 8.0, half_life: float = 150.0) -> None:
+    def __init__(self, prior_weight: float = 8.0, half_life: float = 400.0) -> None:
         self._prior_weight = prior_weight
         self._keep = 0.5 ** (1.0 / half_life)
         self._sources: dict[str, _Bins] = {}

@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 N_LEVELS = 25  # of P, in equal steps of its logarithm
-_LOWEST = 1e-3
+_LOWEST = 0.02
 LEVEL = math.log(1.0 / _LOWEST) / (N_LEVELS - 1)
 _P = np.exp(-LEVEL * np.arange(N_LEVELS))
 
 # Representative probabilities of one token, and the edges between them.
 CENTRES = np.array(
-    [0.01, 0.05, 0.125, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.78, 0.85, 0.9, 0.94, 0.97, 0.99, 1.0]
+    [0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.78, 0.84, 0.88, 0.92]
+    + [0.945, 0.96, 0.975, 0.985, 0.993, 0.998]
 )
 N_CENTRES = len(CENTRES)
 _EDGES = (CENTRES[1:] + CENTRES[:-1]) / 2

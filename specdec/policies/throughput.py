@@ -21,7 +21,7 @@ from specdec.profile import CostProfile
 from specdec.refresh import LiveCosts
 from specdec.types import Round, Walk
 
-_RATE_ROUNDS = 40.0  # rounds that the estimate of lambda remembers
+_RATE_ROUNDS = 20.0  # rounds that the estimate of lambda remembers
 _GROW = 1.0 / 0.985  # per token, of what is remembered of a drafter's probabilities
 _N_PROBED = 3  # tokens that a probe drafts while they are likely
 _PROBE_WEIGHT = 3.0
@@ -43,7 +43,7 @@ class _Source:
     def __init__(self) -> None:
         # A drafter nobody has seen is hoped to be decent; four tokens outweigh that.
         self.seen = [0.25] * N_CENTRES
-        self.seen[-3:] = [0.5, 0.75, 0.75]
+        self.seen[-5:] = [0.5, 0.5, 0.5, 0.5, 0.25]
         self.scale = 1.0
         self.onwards: list[list[float]] = []
         self.price: list[float] = []
@@ -85,6 +85,7 @@ class ThroughputWalk:
         "product",
         "qs",
         "total",
+        "total_best",
         "wants",
     )
 
@@ -103,6 +104,7 @@ class ThroughputWalk:
         self.best = 0.0
         self.product = 1.0
         self.total = 0.0
+        self.total_best = 0.0  # expected accepted tokens of `n_best`
         self.qs: list[float] = []
         self.wants = limit > 0
 
@@ -116,14 +118,19 @@ class ThroughputWalk:
         if value > self.best:
             self.best = value
             self.n_best = n
+            self.total_best = self.total
         if n >= self.limit:
             self.wants = False
             return False
         self._at += -math.log(q) / LEVEL if q > 0.0 else N_LEVELS
-        level = int(self._at + 0.5)
-        if level > _LAST_LEVEL:
-            level = _LAST_LEVEL
-        self.wants = self.total + self._onwards[n][level] > self.best or (
+        at = self._at
+        row = self._onwards[n]
+        if at < _LAST_LEVEL:
+            level = int(at)
+            onwards = row[level] + (at - level) * (row[level + 1] - row[level])
+        else:
+            onwards = row[_LAST_LEVEL]
+        self.wants = self.total + onwards > self.best or (
             self.is_probe and n < _N_PROBED and self.product > 0.2
         )
         return self.wants
@@ -225,21 +232,33 @@ class Throughput:
         walk = self._walks.pop(source, None)
         for p, accepted in round_.evidence:
             self.calibration.observe(source, p, accepted)
+        expected = float(len(round_.emitted))
         if walk is not None and walk.limit > 0:
             self._judge(self._sources[source], walk)
+            if walk.n_best == round_.n_drafted:
+                expected = 1.0 + walk.total_best
         self.account(
             round_.n_drafted + 1,
             draft.n_steps,
             len(round_.emitted),
+            n_expected=expected,
             # A replay after a checkpoint is part of what a batch of this size costs.
             verify_s=round_.verify_s + round_.rollback_s,
             draft_s=round_.draft_s,
         )
 
     def account(
-        self, n_rows: int, n_steps: int, n_emitted: int, *, verify_s: float, draft_s: float
+        self,
+        n_rows: int,
+        n_steps: int,
+        n_emitted: int,
+        *,
+        verify_s: float,
+        draft_s: float,
+        n_expected: float | None = None,
     ) -> None:
-        """One decode of `n_rows` rows after `n_steps` draft decodes gave `n_emitted` tokens."""
+        """One decode of `n_rows` rows after `n_steps` draft decodes gave `n_emitted` tokens,
+        where `n_expected` were to be expected: less noise for lambda than what came."""
         if self._refresh:
             had_no_unit = self.costs.is_relative
             self.costs.observe(n_rows, verify_s, n_steps, draft_s)
@@ -249,7 +268,7 @@ class Throughput:
         took = self.costs.times[n_rows - 1] + n_steps * self.costs.draft_step_s
         self._n_tokens += n_emitted
         self._won += n_emitted - took * self._plain_rate
-        self._tokens = self._tokens * keep + n_emitted
+        self._tokens = self._tokens * keep + (n_emitted if n_expected is None else n_expected)
         self._seconds = self._seconds * keep + took
 
     def share_batch(self, n_sequences: int) -> None:

@@ -182,7 +182,7 @@ def test_the_policy_takes_at_most_20_microseconds_a_drafted_token() -> None:
 
 
 class _Timed(Throughput):
-    """Counts the processor time spent in `begin` and `learn`, and a feed's by the walk's own loop."""
+    """Counts the processor time spent in `begin`, `feed` and `learn`."""
 
     def __init__(self, profile: CostProfile) -> None:
         super().__init__(profile)
