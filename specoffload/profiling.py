@@ -90,7 +90,8 @@ def quick_plan(
         near = {n for edge in edges for n in (edge - 1, edge) if 1 < n <= n_max}
         chosen = tuple(sorted({*sizes, *near}))
         slope = (many_s - one_s) / (_QUICK_SIZES[-1] - 1)
-        set_s = sum(one_s + slope * (n - 1) for n in chosen) * len(depths)
+        # Each decode that is timed follows one of the same size that is not.
+        set_s = 2 * sum(one_s + slope * (n - 1) for n in chosen) * len(depths)
         n_repeats = max(1, min(4, int(budget_s / set_s) - 1)) if set_s > 0 else 4
         if set_s * (1 + n_repeats) <= budget_s:
             break
