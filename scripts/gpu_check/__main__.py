@@ -1,0 +1,211 @@
+"""`scripts/gpu-check`: measures a GPU and prints tables, then one JSON object on the last line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from compare import equality_of
+from link import measure_link
+from rich.console import Console
+from rich.table import Table
+from steps import Workload, ceilings, measure_peers, measure_ways
+
+from offload.device import DeviceChoice, choose_device, devices
+from offload.model import read_facts
+from offload.synth import plan_preset, write_preset
+from offload.units import parse_bytes
+from specoffload.bench import commit, machine
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+# DeepSeek-V3 with its widths, fewer layers and experts: the experts of 7 layers are 11 GB at q4_K.
+BIG: dict[str, Any] = {
+    "size": "full",
+    "n_layer": 8,
+    "n_expert": 64,
+    "n_vocab": 32000,
+    "quant": "q4_K",
+    "metadata": {"leading_dense_block_count": 1},
+}
+SMALL: dict[str, Any] = {"size": "tiny-vulkan"}
+
+
+@dataclass
+class Report:
+    """What the last line says."""
+
+    device: str
+    machine: dict[str, Any]
+    commit: str | None
+    dry_run: bool
+    link: dict[str, Any] = field(default_factory=dict)
+    equality: list[dict[str, Any]] = field(default_factory=list)
+    gpu_tests: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+    ok: bool = False
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="scripts/gpu-check", description=__doc__)
+    parser.add_argument("--device", default="auto", help="a name ggml knows, e.g. CUDA0")
+    parser.add_argument("--vram", default="6GiB", help="budget for weights and slots")
+    parser.add_argument("--batches", default="4,16,64,512,2048", help="tokens per step")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=0, help="of llama.cpp's CPU part; 0: all")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="later parts are left out")
+    parser.add_argument("--model-dir", type=Path, help="where the model is written and kept")
+    parser.add_argument("--small", action="store_true", help="a tiny model, for slow devices")
+    parser.add_argument("--dry-run-sim", action="store_true", help="--small on the CPU as sim")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    args.small |= args.dry_run_sim
+    if args.small:
+        args.batches, args.repetitions, args.threads = "4,16", 2, 1
+    choice = choose_device("sim:bw=1GB/s" if args.dry_run_sim else args.device)
+    if not choice.wrapped:
+        names = ", ".join(device.name for device in devices())
+        out.print(f"no GPU here (ggml knows {names}): run this where one is, or with --dry-run-sim",
+                  soft_wrap=True)  # fmt: skip
+        return 2
+    report = Report(choice.name, machine(), commit(), args.dry_run_sim)
+    out.print(f"{choice.name}: {choice.description}")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model_dir or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            measure(args, choice, folder, report)
+        except Exception as e:  # what was measured before is still worth its line
+            report.error = f"{type(e).__name__}: {e}"
+            traceback.print_exc()
+    out.print(json.dumps(asdict(report)), soft_wrap=True, markup=False)
+    return 0 if report.ok else 1
+
+
+def measure(args: argparse.Namespace, choice: DeviceChoice, folder: Path, report: Report) -> None:
+    start = time.monotonic()
+
+    def done(part: str) -> float:
+        report.seconds[part] = round(time.monotonic() - start, 1)
+        return float(args.limit_s - report.seconds[part])
+
+    report.link = measure_link(choice, (4 if args.small else 256) << 20)
+    show_link(report.link)
+    done("link")
+    report.equality = [asdict(row) for row in equality_of(choice, folder)]
+    show_equality(report.equality)
+    report.gpu_tests = "left out with --small" if args.small else run_gpu_tests()
+    out.print(f"tests/gpu: {report.gpu_tests}")
+    done("equality")
+    load = workload(args, choice, folder)
+    facts = read_facts(load.path)
+    expert_bytes = sum(e.size_bytes for e in facts.expert_weights)
+    report.model = {"name": load.path.name, "size_bytes": facts.size_bytes,
+                    "expert_bytes": expert_bytes, "vram_bytes": load.vram_bytes}  # fmt: skip
+    out.print(f"{facts.size_bytes / 1e9:.2f} GB, {expert_bytes / 1e9:.2f} of it experts, through "
+              f"{load.vram_bytes / 1e9:.2f} GB")  # fmt: skip
+    done("model")
+    ways, report.model["store"] = measure_ways(load)
+    done("ours")
+    peers = measure_peers(load, lambda: done("peers"))
+    report.steps = ceilings(load, ways, peers, float(report.link["pinned_bytes_per_s"]))
+    show_steps(report.steps)
+    done("peers")
+    passed = all(row["passed"] for row in report.equality)
+    report.ok = passed and "failed" not in report.gpu_tests and all(
+        row["max_difference"] < row["allowed"] for row in report.steps
+    )  # fmt: skip
+
+
+def workload(args: argparse.Namespace, choice: DeviceChoice, folder: Path) -> Workload:
+    """The model that does not fit the budget, written if it is not there."""
+    path = folder / ("small.gguf" if args.small else "big.gguf")
+    shape = SMALL if args.small else BIG
+    if not path.exists():
+        planned = plan_preset("deepseek-v3", **shape)
+        out.print(f"writing {planned.size_bytes / 1e9:.2f} GB")
+        write_preset("deepseek-v3", path, seed=7, **shape)
+    facts = read_facts(path)
+    expert_bytes = sum(e.size_bytes for e in facts.expert_weights)
+    vram_bytes = parse_bytes(args.vram)
+    if args.small:
+        vram_bytes = facts.size_bytes - expert_bytes // 2
+    batches = tuple(int(n) for n in args.batches.split(","))
+    return Workload(path, choice, vram_bytes, batches, args.repetitions,
+                    args.threads or int(machine()["cores"] or 1),
+                    "off" if args.small else "auto")  # fmt: skip
+
+
+def run_gpu_tests() -> str:
+    """tests/gpu in a process of its own; the last line of its output."""
+    if importlib.util.find_spec("pytest") is None:
+        return "left out: pytest is not installed"
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-o", "addopts=",
+               "-o", "filterwarnings=default", "-p", "no:cacheprovider"]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    except subprocess.TimeoutExpired:
+        return "failed: more than 240 s"
+    lines = (done.stdout + done.stderr).strip().splitlines() or ["failed without a word"]
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            out.print(line, markup=False, soft_wrap=True)
+    return lines[-1] if done.returncode == 0 else f"failed: {lines[-1]}"
+
+
+def show_link(link: dict[str, Any]) -> None:
+    table = Table("host memory", "GB/s", title="host to device", title_justify="left")
+    for kind in ("pinned", "pageable"):
+        table.add_row(kind, f"{link[f'{kind}_bytes_per_s'] / 1e9:.2f}")
+    out.print(table)
+    if link["why_not_pinned"]:
+        out.print(f"not pinned: {link['why_not_pinned']}", soft_wrap=True)
+
+
+def show_equality(rows: list[dict[str, Any]]) -> None:
+    table = Table("equality", "model", "equal bits", "worst row's error", "allowed", "",
+                  title_justify="left")  # fmt: skip
+    for row in rows:
+        table.add_row(row["what"], row["model"], f"{row['equal_share']:.1%}",
+                      f"{row['error']:.2e}", f"{row['allowed']:.0e}",
+                      "ok" if row["passed"] else "FAILED")  # fmt: skip
+    out.print(table)
+
+
+def show_steps(rows: list[dict[str, Any]]) -> None:
+    columns = ("tokens", "compute ms", "transfer ms", "serial ms", "overlapped ms", "x ceiling",
+               "llama.cpp ms, all offloaded", "x", "its default ms", "x")  # fmt: skip
+    title = "one step; ceiling = max(compute, transfer)"
+    table = Table(*columns, title=title, title_justify="left")
+
+    def ms(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{seconds * 1e3:.2f}"
+
+    def times(ratio: float | None) -> str:
+        return "-" if ratio is None else f"{ratio:.2f}"
+
+    for row in rows:
+        table.add_row(str(row["n"]), ms(row["compute_s"]), ms(row["transfer_s"]),
+                      ms(row["serial_s"]), ms(row["step_s"]), times(row["ratio"]),
+                      ms(row["offload_s"]), times(row["vs_offload"]),
+                      ms(row["default_s"]), times(row["vs_default"]))  # fmt: skip
+    out.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""scripts/gpu-check from end to end on `sim`, and its verdicts on logits that are wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from offload.device import devices
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "VENV": sys.prefix}
+    return subprocess.run(
+        [ROOT / "scripts" / "gpu-check", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=200,
+    )
+
+
+def test_a_dry_run_on_sim_measures_everything_and_ends_with_json() -> None:
+    done = run("--dry-run-sim")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["ok"]
+    assert report["error"] == ""
+    assert report["device"].startswith("sim")
+    assert report["link"]["pageable_bytes_per_s"] > 0
+    assert len(report["equality"]) == 8
+    assert all(row["equal_share"] == 1.0 for row in report["equality"])
+    assert [row["n"] for row in report["steps"]] == [4, 16]
+    for row in report["steps"]:
+        assert row["max_difference"] == 0.0, "streamed is resident"
+        assert row["streamed_bytes"] > 0
+        assert row["transfer_s"] == pytest.approx(row["streamed_bytes"] / 1e9)
+        ceiling_s = max(row["transfer_s"], row["compute_s"])
+        assert row["ratio"] == pytest.approx(row["step_s"] / ceiling_s)
+        for peer in ("offload", "default"):
+            assert row[f"vs_{peer}"] == pytest.approx(row[f"{peer}_s"] / row["step_s"])
+
+
+@pytest.mark.skipif(any(d.on_gpu for d in devices()), reason="there is a GPU here")
+def test_without_a_gpu_it_says_so() -> None:
+    done = run()
+    assert done.returncode == 2
+    assert "no GPU here" in done.stdout
+
+
+@pytest.fixture(scope="module")
+def compare() -> ModuleType:
+    path = ROOT / "scripts" / "gpu_check" / "compare.py"
+    spec = importlib.util.spec_from_file_location("gpu_check_compare", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows(n: int) -> np.ndarray:
+    return np.random.default_rng(3).normal(size=(n, 50)).astype(np.float32)
+
+
+@pytest.mark.parametrize("n_wrong", [0, 1, 2, 3, 8])
+@pytest.mark.parametrize("ties_allowed", [False, True])
+def test_few_rows_may_be_near_ties_where_that_is_allowed(
+    compare: ModuleType, n_wrong: int, ties_allowed: bool
+) -> None:
+    expected = rows(8)
+    got = expected.copy()
+    got[:n_wrong] += 1
+    verdict = compare.compare("a", "b", got, expected, 1e-2, ties_allowed=ties_allowed)
+    assert verdict.passed == (n_wrong <= (2 if ties_allowed else 0))
+    assert verdict.equal_share == pytest.approx(1 - n_wrong / 8)
+
+
+def test_rows_without_numbers_are_never_equal(compare: ModuleType) -> None:
+    expected = rows(8)
+    broken = expected.copy()
+    broken[5, 7] = np.nan
+    assert not compare.compare("a", "b", broken, expected, 1e-2, ties_allowed=True).passed
+    assert not compare.compare("a", "b", 0 * expected, 0 * expected, 1e-2).passed
