@@ -46,13 +46,18 @@ class Pinner:
         address = lib.ggml_backend_reg_get_proc_address(self._registry, name)
         return prototype(address) if address else None
 
+    @property
+    def can_pin(self) -> bool:
+        """Whether the backend offers it at all."""
+        return self._register is not None and self._unregister is not None
+
     def pin(self, address: int, size_bytes: int) -> PinResult:
         """Page-lock a range. A refusal is a result, not an error: copies work, but slower.
 
         The memory-lock limit is told where it may be the cause; NVIDIA's driver does not count
         against it, so it does not keep us from asking.
         """
-        if self._register is None or self._unregister is None:
+        if not self.can_pin:
             return PinResult(False, f"the {self.backend_name} backend cannot pin memory of ours")
         if self._register(address, size_bytes):
             self._pinned.add(address)

@@ -315,6 +315,8 @@ class Store:
                 f"could not be had ({e}); use --mmap to keep them in the page cache"
             ) from e
         self._held.arena = arena = self._pool.arena(address)
+        if self.options.pin_for is not None:
+            self._held.pinner = Pinner(self.options.pin_for)
         if self._on_arena is not None:
             self._on_arena(arena, self.layout)
 
@@ -342,7 +344,7 @@ class Store:
         held = self._held
         if held.arena is not None and self.options.huge_pages:
             held.collapsing = Collapsing(held.arena)
-            if self.options.pin_for is not None:
+            if held.pinner is not None and held.pinner.can_pin:
                 held.collapsing.wait()  # pinned pages cannot be moved together any more
 
     def huge_pages(self, *, wait: bool = False) -> HugePages:
@@ -358,10 +360,9 @@ class Store:
         arena = self._held.arena
         if arena is None:
             return "pages of --mmap may leave memory" if self.layout.runs else "nothing streams"
-        if self.options.pin_for is None:
+        if self._held.pinner is None:
             return "no device copies from it by itself"
-        self._held.pinner = pinner = Pinner(self.options.pin_for)
-        result = pinner.pin(arena.address, arena.mapped_bytes)
+        result = self._held.pinner.pin(arena.address, arena.mapped_bytes)
         return "" if result.ok else result.reason
 
     def _reported(self, seconds: float, reading_s: float, why_not_pinned: str) -> StoreReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from offload.ggml.callback import Pending
 from offload.ggml.lib import library
 from offload.ggml.loading import without_populating
 from offload.ggml.pinning import Pinner
+from offload.model import read_facts
+from offload.weights.store import Store, StoreOptions
 
 CPU = abi.GGML_BACKEND_DEVICE_TYPE_CPU
 
@@ -89,6 +92,7 @@ def test_a_refusal_names_the_memory_lock_limit_where_that_may_be_why(
 
 
 def test_a_backend_that_cannot_pin_says_so() -> None:
+    assert not Pinner(cpu_device()).can_pin
     result = Pinner(cpu_device()).pin(0x10000, 4096)
     assert (result.ok, result.reason) == (False, "the CPU backend cannot pin memory of ours")
 
@@ -132,3 +136,19 @@ def test_the_registry_is_restored_after_an_exception() -> None:
     with pytest.raises(BadModel, match="inside"):
         fail_inside()
     assert cpu_registry().iface.get_proc_address == before
+
+
+def test_the_store_pins_its_memory_after_the_pages_are_huge_and_unpins_it(tiny_moe: Path) -> None:
+    gpu = FakeGpu(accepts=True)
+    facts = read_facts(tiny_moe)
+    store = Store(facts, facts.expert_weights, StoreOptions(pin_for=gpu.address))
+    with store.loading(Pending()):
+        for entry in facts.expert_weights:
+            store.place(entry.name, entry.size_bytes)
+    report = store.finish()
+    assert report.why_not_pinned == ""
+    assert store.arena is not None
+    assert gpu.pinned == {store.arena.address: store.arena.mapped_bytes}
+    assert report.huge.why_not != "being made"
+    store.close()
+    assert gpu.pinned == {}
