@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +26,7 @@ from offload.ggml.threadpool import has_openmp
 from offload.mla import Crossover
 from offload.model import ModelFacts, read_facts
 from offload.numa_plan import NumaPlan
+from offload.placing import ArenaPlacer
 from offload.plan import Plan
 from offload.sim import parse_sim
 from offload.streaming import StreamingOptions, plan_streaming, stream_maker
@@ -34,6 +35,7 @@ from offload.threads import PinnedThreads
 from offload.tree import Tree
 from offload.weights.counters import StreamCounters
 from offload.weights.memory import AnonymousMemory
+from offload.weights.store import Store, StoreOptions
 
 _HOST_NAME = "SPEC_HOST"
 
@@ -46,6 +48,7 @@ class EngineOptions:
     min_batch: MinBatch = MinBatch()
     stream_experts: bool = True  # off: the whole model is resident on the device
     streaming: StreamingOptions = StreamingOptions()
+    store: StoreOptions = StoreOptions()
     wrapped: bool = True  # off: libllama sees the real device, as for a draft
     n_ctx: int = 4096
     n_batch: int = 2048
@@ -89,12 +92,13 @@ class Engine:
         self._closing = ExitStack()
         self.host: HostBufferType | None = None
         self.plan: Plan | None = None
+        self.store: Store | None = None
+        self.placer: ArenaPlacer | None = None
         self.device: StreamingDevice | None = None
         try:
             placement = self._place()
             with opening(self.facts.path):
-                self._model = Model(self.facts.path, placement, self._pending, on_progress)
-                self._closing.callback(self._model.close)
+                self._load(placement, on_progress)
                 n_ctx = options.n_ctx or self._model.n_ctx_train
                 self._context = Context(self._model, self._context_options(n_ctx), self._pending)
                 self._closing.callback(self._context.close)
@@ -118,7 +122,7 @@ class Engine:
             return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
         o = self.options
         self.plan = plan_streaming(self.facts, self.choice, o.streaming, o.stream_experts)
-        self.host = HostBufferType(_HOST_NAME, AnonymousMemory(), self._pending)
+        self.host = self._host_buffers()
         self.device = StreamingDevice(
             self.choice,
             self.host,
@@ -137,7 +141,33 @@ class Engine:
             n_gpu_layers=999,
             # Repacked weights are not host memory in ggml's layout and cannot be streamed.
             use_extra_bufts=False,
+            # Mapped files let the store read what streams, and libllama only what is resident.
+            load_mode="mmap" if self.store is not None else "auto",
         )
+
+    def _host_buffers(self) -> HostBufferType:
+        o = self.options
+        if self.plan is None or not self.plan.streamed:
+            return HostBufferType(_HOST_NAME, AnonymousMemory(), self._pending)
+        if self.numa is not None:
+            self.placer = ArenaPlacer(self.numa, self.plan.streamed)
+        options = replace(
+            o.store,
+            pin_for=self.choice.address if self.choice.on_gpu else None,
+            drop_resident=self.choice.on_gpu,
+        )
+        self.store = Store(self.facts, self.plan.streamed, options, on_arena=self.placer)
+        return HostBufferType(_HOST_NAME, self.store, self._pending, home=self.store)
+
+    def _load(self, placement: ModelPlacement, on_progress: Callable[[float], None] | None) -> None:
+        if self.store is None:
+            self._model = Model(self.facts.path, placement, self._pending, on_progress)
+            self._closing.callback(self._model.close)
+            return
+        with self.store.loading(self._pending):
+            self._model = Model(self.facts.path, placement, self._pending)
+            self._closing.callback(self._model.close)
+        self.store.finish(on_progress)
 
     def _has_quantised_mla(self) -> bool:
         # llama.cpp 0.3.36 aborts on AMX machines with extra buffers and a quantised k_b (MLA).
@@ -168,7 +198,8 @@ class Engine:
         """Where threads and pages are, and what could not be had; empty without a NumaPlan."""
         if self.threads is None:
             return ()
-        return (self.threads.sentence, *self.threads.notes)
+        placed = self.placer.notes if self.placer is not None else ()
+        return (self.threads.sentence, *self.threads.notes, *placed)
 
     def close(self) -> None:
         """Free everything; safe to call twice."""

@@ -71,6 +71,10 @@ def _flags(
             "0 is off. [default: the number of heads]",
         ),
     ] = None,
+    mmap: Annotated[
+        bool,
+        typer.Option("--mmap", help="Keep streamed weights in the page cache: larger than RAM."),
+    ] = False,
     draft: Annotated[
         Path | None,
         typer.Option("--draft", "-md", "--model-draft", help="Draft model, resident."),

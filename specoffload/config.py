@@ -53,6 +53,7 @@ class Options:
     prefetch: bool = True
     trace: Path | None = None
     mla_crossover: str | None = None
+    mmap: bool = False
     numa: str = "auto"
     numa_node: int | None = None
 
@@ -76,6 +77,7 @@ class Config:
     min_batch_auto: bool
     trace: Path | None
     mla_crossover: Crossover
+    mmap: bool
     reasons: tuple[str, ...]
     numa: NumaPlan | None = None  # specoffload.numa_choice fills it in; None: nothing is pinned
 
@@ -225,5 +227,6 @@ def resolve(options: Options) -> Config:
         min_batch_auto=options.min_batch == "auto",
         trace=options.trace,
         mla_crossover=parse_crossover(options.mla_crossover),
+        mmap=options.mmap,
         reasons=tuple(reasons),
     )

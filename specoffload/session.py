@@ -16,6 +16,7 @@ from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.sampler import SamplerChain, SamplingOptions
 from offload.minbatch import choose, measure
 from offload.trace import Trace
+from offload.weights.store import StoreOptions
 from specdec.stats import SpecStats
 from specdec.types import Round
 from specoffload.chat import render
@@ -71,6 +72,7 @@ class Session:
             flash_attn=config.flash_attn,
             streaming=config.streaming,
             mla_crossover=config.mla_crossover,
+            store=StoreOptions(keep_page_cache=config.mmap),
             numa=config.numa,
         )
         return self._closing.enter_context(Engine(config.model, options, on_progress))
@@ -155,6 +157,8 @@ class Session:
                 f"(dense {n.dense}; --min-batch), below that computed by the CPU"
             )
             lines += plan.reasons
+            if self.target.store is not None and self.target.store.report is not None:
+                lines.append(self.target.store.report.sentence())
         elif facts.n_experts:
             lines.append("experts: computed by the CPU in place; streaming needs a wrapped device")
         if self.draft is not None:
