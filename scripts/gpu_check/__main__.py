@@ -22,6 +22,7 @@ from steps import Workload, ceilings, measure_peers, measure_ways
 
 from offload.device import DeviceChoice, choose_device, devices
 from offload.model import read_facts
+from offload.sim import parse_sim
 from offload.synth import plan_preset, write_preset
 from offload.units import parse_bytes
 from specoffload.bench import commit, machine
@@ -123,7 +124,8 @@ def measure(args: argparse.Namespace, choice: DeviceChoice, folder: Path, report
     ways, report.model["store"] = measure_ways(load)
     done("ours")
     peers = measure_peers(load, lambda: done("peers"))
-    report.steps = ceilings(load, ways, peers, float(report.link["pinned_bytes_per_s"]))
+    link = parse_sim(choice.name).bandwidth_bytes_per_s if choice.is_sim else None
+    report.steps = ceilings(load, ways, peers, link or report.link["pinned_bytes_per_s"])
     show_steps(report.steps)
     done("peers")
     passed = all(row["passed"] for row in report.equality)

@@ -162,8 +162,6 @@ def ceilings(
     resident, serial, overlapped = ways["resident"], ways["serial"], ways["overlapped"]
     rows = []
     for n in load.batches:
-        if load.choice.is_sim:
-            link_bytes_per_s = 1e9
         transfer_s = overlapped.streamed_bytes[n] / link_bytes_per_s
         ceiling_s = max(transfer_s, resident.step_s[n])
         step_s = overlapped.step_s[n]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,10 @@ SERIAL = StreamingOptions(overlap=False)
 def options(
     gpu: DeviceChoice, streaming: StreamingOptions = SERIAL, **changes: Any
 ) -> EngineOptions:
-    """Flash attention off: a software Vulkan driver takes minutes to compile it."""
+    """Flash attention off: a software Vulkan driver takes minutes to compile it.
+
+    The MLA switch is off, too: it rounds otherwise, and has a test of its own.
+    """
     settings: dict[str, Any] = {
         "min_batch": MinBatch(experts=1, dense=1),
         "n_ctx": 128,
@@ -39,6 +42,7 @@ def options(
         "n_threads": 1,
         "n_threads_batch": 1,
         "flash_attn": "off",
+        "mla_crossover": 0,
     }
     return EngineOptions(device=gpu.name, streaming=streaming, **{**settings, **changes})
 
@@ -84,6 +88,12 @@ def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:
         except DoesNotFit:
             low = middle
     return high
+
+
+def half(path: Path, **changes: Any) -> StreamingOptions:
+    """Slots for half of what streams, so that slots are used again within a graph."""
+    streaming = StreamingOptions(**changes)
+    return replace(streaming, vram_bytes=budget(path, streaming, "half"))
 
 
 def stream_of(engine: Engine) -> ScheduledStream:

@@ -13,6 +13,7 @@ from on_gpu import (
     Logits,
     assert_same,
     budget,
+    half,
     logits,
     logits_of,
     options,
@@ -119,9 +120,7 @@ def test_less_than_the_fewest_slots_is_refused(gpu: DeviceChoice, moe: Path) -> 
 def test_any_look_ahead_is_resident(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits, depth: int
 ) -> None:
-    streaming = StreamingOptions(depth=depth)
-    streaming = replace(streaming, vram_bytes=budget(moe, streaming, "half"))
-    with Engine(moe, options(gpu, streaming)) as engine:
+    with Engine(moe, options(gpu, half(moe, depth=depth))) as engine:
         assert_same(gpu, logits(engine), resident_moe)
 
 
@@ -129,9 +128,7 @@ def test_guesses_change_the_copies_and_never_the_logits(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(prefetch: bool) -> int:
-        streaming = StreamingOptions(prefetch=prefetch)
-        streaming = replace(streaming, vram_bytes=budget(moe, streaming, "half"))
-        with Engine(moe, options(gpu, streaming)) as engine:
+        with Engine(moe, options(gpu, half(moe, prefetch=prefetch))) as engine:
             assert_same(gpu, logits(engine), resident_moe)
             return engine.counters().streamed_bytes
 
@@ -187,6 +184,20 @@ def test_a_dense_model_of_which_few_layers_fit_is_resident(
         assert engine.plan is not None
         if slots == "least" and streaming.overlap:
             assert counters.streamed_bytes > engine.plan.streamed_bytes, "slots are reused"
+
+
+def test_the_mla_switch_rounds_otherwise_and_streaming_does_not_change_its_bits(
+    gpu: DeviceChoice, moe: Path, resident_moe: Logits
+) -> None:
+    with Engine(moe, options(gpu, stream_experts=False, mla_crossover=64)) as engine:
+        switched = logits(engine)
+        assert engine.device is not None
+        assert engine.device.mla.counters.replaced > 0, engine.device.mla.counters
+    assert_close_but_for_near_ties(switched, resident_moe)
+    with Engine(moe, options(gpu, half(moe), mla_crossover=64)) as engine:
+        assert_same(gpu, logits(engine), switched)
+        assert engine.device is not None
+        assert engine.device.mla.counters.replaced > 0
 
 
 def test_products_below_the_threshold_stay_with_the_cpu(gpu: DeviceChoice, moe: Path) -> None:

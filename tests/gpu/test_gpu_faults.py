@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from on_gpu import Logits, assert_same, budget, logits, options
+from on_gpu import Logits, assert_same, half, logits, options
 
 from offload.device import DeviceChoice
 from offload.engine import Engine
 from offload.errors import DeviceFailed
 from offload.ggml.lib import library
-from offload.streaming import StreamingOptions
 from offload.weights.copy import DeviceCopier
 from offload.weights.stream import ScheduledStream
 
 
 class Broken(Exception):
     pass
-
-
-def half(moe: Path) -> StreamingOptions:
-    return replace(StreamingOptions(), vram_bytes=budget(moe, StreamingOptions(), "half"))
 
 
 @pytest.mark.parametrize("n_good", [0, 3])

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from on_gpu import Logits, assert_same, budget, count_orders, logits, options
+from on_gpu import Logits, assert_same, budget, count_orders, half, logits, options
 
 from offload.device import DeviceChoice
 from offload.engine import Engine
@@ -21,12 +21,6 @@ from offload.ggml import tensor
 from offload.ggml.lib import library
 from offload.streaming import StreamingOptions
 from offload.weights.copy import DeviceCopier, Transfer
-
-
-def half(moe: Path, **changes: Any) -> StreamingOptions:
-    """Slots for half the experts, so that slots are used again within a graph."""
-    streaming = StreamingOptions(**changes)
-    return replace(streaming, vram_bytes=budget(moe, streaming, "half"))
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
