@@ -122,6 +122,7 @@ def measure(args: argparse.Namespace, choice: DeviceChoice, folder: Path, report
               f"{load.vram_bytes / 1e9:.2f} GB")  # fmt: skip
     done("model")
     ways, report.model["store"] = measure_ways(load)
+    out.print(report.model["store"], soft_wrap=True)
     done("ours")
     peers = measure_peers(load, lambda: done("peers"))
     link = parse_sim(choice.name).bandwidth_bytes_per_s if choice.is_sim else None

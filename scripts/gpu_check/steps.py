@@ -82,10 +82,10 @@ def measure_ways(load: Workload) -> tuple[dict[str, Way], str]:
         )
         with Engine(load.path, options) as engine:
             ways[name] = _time(engine, load)
-            report = getattr(getattr(engine, "store", None), "report", None)
-            sentence = report.sentence() if report and streams else sentence
+            if streams and engine.store is not None and engine.store.report is not None:
+                sentence = engine.store.report.sentence()
             assert streams == (engine.counters().cuts > 0)
-    return ways, sentence or "weights in plain memory, not pinned"
+    return ways, sentence
 
 
 def _time(engine: Engine, load: Workload) -> Way:
