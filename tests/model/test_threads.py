@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from numa.place import Strategy
+from numa.arena import Arena
+from numa.place import PAGE_BYTES, Strategy
 from numa.strategy import threads_for
 from numa.topology import Core, Node, Topology, read_topology
 from numa.tune import Candidate
 from offload.engine import Engine, EngineOptions
-from offload.numa_plan import NumaPlan, in_mask_order, make_numa_plan
+from offload.model import read_facts
+from offload.numa_plan import NumaPlan, in_mask_order, make_numa_plan, weight_of
+from offload.placing import ArenaPlacer
+from offload.weights.layout import plan_layout
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
 PLACING = [Strategy.SINGLE, Strategy.INTERLEAVE, Strategy.ROWS, Strategy.DISTRIBUTE]
@@ -29,7 +33,10 @@ def two_nodes(cpus: Sequence[int] = CPUS) -> Topology:
     gib = 1 << 30
     return replace(
         here,
-        nodes=tuple(Node(i, (cpu,), 4 * gib, 4 * gib, (10, 20)) for i, cpu in enumerate(cpus[:2])),
+        nodes=(
+            Node(0, tuple(cpus[:1]), 4 * gib, 4 * gib, (10, 20)),
+            Node(1, tuple(cpus[1:2]), 4 * gib, 4 * gib, (20, 10)),
+        ),
         cores=tuple(Core((cpu,), i, i) for i, cpu in enumerate(cpus[:2])),
         allowed_cpus=tuple(cpus[:2]),
         allowed_nodes=(0, 1),
@@ -116,6 +123,43 @@ def test_a_processor_beyond_the_mask_leaves_the_threads_alone_and_says_so(tiny_d
         assert "600" in engine.threads.notes[0]
         assert engine.threads.bound == {}
         assert np.isfinite(engine.extend(0, [1, 2])).all()
+
+
+@needs_two
+@pytest.mark.parametrize("strategy", PLACING)
+def test_the_store_s_memory_is_placed_and_refusals_are_said(
+    tiny_moe: Path, strategy: Strategy
+) -> None:
+    """The second node is told, not real: the kernel refuses it, or pages stay on the first."""
+    facts = read_facts(tiny_moe)
+    streamed = facts.expert_weights
+    layout = plan_layout(facts.weights[entry.name] for entry in streamed)
+    placer = ArenaPlacer(plan_of(two_nodes(), strategy, 2), streamed)
+    with Arena(layout.size_bytes + PAGE_BYTES) as arena:
+        placer(arena, layout)
+        assert arena.placement is not None
+        assert arena.placement.strategy is strategy
+        nodes = {node for r in arena.placement.ranges for node in r.nodes}
+        assert nodes == ({0} if strategy is Strategy.SINGLE else {0, 1})
+        assert placer.notes[0].startswith(f"numa {strategy}: streamed weights placed by")
+        # Of an interleave mask the kernel takes the nodes there are, without a word.
+        if strategy in (Strategy.ROWS, Strategy.DISTRIBUTE) and not real_node_1():
+            assert len(placer.notes) > 1, "the missing node must be named"
+
+
+def real_node_1() -> bool:
+    return Path("/sys/devices/system/node/node1").exists()
+
+
+def test_weights_are_told_by_their_rows(tiny_moe: Path) -> None:
+    facts = read_facts(tiny_moe)
+    for entry in facts.expert_weights:
+        weight = weight_of(entry)
+        assert weight.size_bytes == entry.size_bytes
+        assert weight.routed
+        assert (weight.n_rows, weight.n_matrices) == entry.shape[1:3]
+    head = weight_of(facts.weights["output.weight"].entry)
+    assert (head.routed, head.n_matrices) == (False, 1)
 
 
 def test_without_a_plan_there_is_nothing(tiny_dense: Path) -> None:

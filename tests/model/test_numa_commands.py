@@ -1,0 +1,156 @@
+"""`doctor`, `tune numa` and the NUMA flags as commands: what they print, keep and refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from numa.errors import PlacementRefused
+from numa.pinning import plan_threads
+from numa.place import Strategy, locality
+from numa.topology import Core, Node, Topology, read_topology
+from numa.tune import Candidate, from_json
+from specoffload.config import Options, resolve
+from specoffload.doctor import trial_weights, trials
+from specoffload.tune import SIZES, config_for, measurer
+
+ONE_NODE = not read_topology().is_numa
+
+
+def command(*words: str, profiles: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "SPECOFFLOAD_PROFILE_DIR": str(profiles), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "specoffload", *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+
+
+def two_nodes() -> Topology:
+    """Two nodes of four cores, 4 GiB each, in this process's imagination."""
+    gib = 1 << 30
+    return replace(
+        read_topology(),
+        nodes=(
+            Node(0, (0, 1, 2, 3), 4 * gib, 4 * gib, (10, 20)),
+            Node(1, (4, 5, 6, 7), 4 * gib, 4 * gib, (20, 10)),
+        ),
+        cores=tuple(Core((cpu,), cpu // 4, cpu // 4) for cpu in range(8)),
+        allowed_cpus=tuple(range(8)),
+        allowed_nodes=(0, 1),
+        gpus=(),
+        from_kernel=True,
+    )
+
+
+def test_doctor_names_machine_library_and_findings(tmp_path: Path) -> None:
+    done = command("doctor", "--numa", profiles=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("processors:", "memory lock limit:", "huge pages:", "self-test passed", "device"):
+        assert words in done.stdout
+    assert "nothing was measured yet" in done.stdout
+    if ONE_NODE:
+        assert "placement was not tried: one memory node" in done.stdout
+
+
+def test_tune_keeps_numbers_that_the_next_start_uses_and_says(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    done = command("tune", "numa", str(tiny_dense), "--time-limit", "15", profiles=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "chosen:" in done.stdout
+    result = from_json((tmp_path / "numa.json").read_text())
+    assert result.is_for(read_topology())
+    assert result.pairs
+    assert set(result.trials[0].seconds) == set(SIZES)
+    config_words = ("run", str(tiny_dense), "-p", "x", "-n", "1")
+    started = command(*config_words, profiles=tmp_path)
+    assert "measured by `specoffload tune numa`" in started.stderr
+    assert "measured by" in command("doctor", profiles=tmp_path).stdout
+
+
+def test_a_limit_of_nothing_is_refused(tmp_path: Path) -> None:
+    done = command("tune", "numa", "--time-limit", "0", profiles=tmp_path)
+    assert done.returncode == 2
+    assert "--time-limit 0" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--numa-node", "77"), "node 77 does not exist here"),
+        (("--numa", "mirror"), "--numa mirror: must be one of"),
+        (("--numa", "rows", "--numa-node", "0"), "excludes --numa rows"),
+    ],
+)
+def test_bad_flags_are_one_sentence_and_exit_2(
+    flags: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    done = command("run", "x", *flags, profiles=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.skipif(not ONE_NODE, reason="this machine has several memory nodes")
+def test_one_node_says_in_one_line_that_nothing_is_pinned(tiny_dense: Path, tmp_path: Path) -> None:
+    for numa in ("auto", "rows", "none"):
+        done = command("bench", "--help", profiles=tmp_path)
+        assert "--numa" in done.stdout
+        words = ("run", str(tiny_dense), "-p", "x", "-n", "1", "--numa", numa)
+        done = command(*words, profiles=tmp_path)
+        assert done.stderr.count("one memory node:") == 1, done.stderr
+        assert "pinned" not in done.stderr
+
+
+def test_a_measured_candidate_has_both_times_and_one_node_leaves_page_size_alone(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    config = resolve(Options(model=tiny_dense, device="cpu", ctx_size=256, spec=False))
+    topology = replace(read_topology(), nodes=read_topology().nodes[:1])
+    seconds = measurer(config, topology)(Candidate(Strategy.SINGLE, 1))
+    assert set(seconds) == set(SIZES)
+    assert min(seconds.values()) > 0
+    with pytest.raises(PlacementRefused, match="page size"):
+        config_for(config, topology, Candidate(Strategy.SINGLE, 1, huge_pages=False))
+
+
+def test_a_candidate_of_several_nodes_becomes_a_plan(tiny_dense: Path) -> None:
+    config = resolve(Options(model=tiny_dense, device="cpu", spec=False))
+    best = Candidate(Strategy.SINGLE, 2, node=1, huge_pages=False)
+    wanted = config_for(config, two_nodes(), best)
+    assert wanted.numa is not None
+    assert wanted.threads == wanted.numa.decode.n_threads == 2
+    assert set(wanted.numa.decode.nodes) == {1}
+    assert not wanted.numa.huge_pages
+
+
+def test_the_doctor_s_trials_would_be_local_under_rows_only() -> None:
+    topology = two_nodes()
+    weights = trial_weights(topology)
+    assert 0 < weights[0].weight.size_bytes <= topology.node(0).free_bytes // 8
+    made, refused = trials(topology, plan_threads(topology))
+    assert refused == []
+    shares = {placement.strategy: locality(placement, wanted) for placement, wanted in made}
+    assert shares[Strategy.ROWS] > 0.98
+    assert shares[Strategy.DISTRIBUTE] > 0.98
+    assert shares[Strategy.SINGLE] == 1.0
+    assert shares[Strategy.INTERLEAVE] == pytest.approx(0.5, abs=0.02)
+
+
+def test_the_stored_choice_is_plain_json(tiny_dense: Path, tmp_path: Path) -> None:
+    done = command("tune", "numa", str(tiny_dense), "--time-limit", "5", profiles=tmp_path)
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((tmp_path / "numa.json").read_text())
+    assert stored["best"]["n_threads"] >= 1
+    assert any(tiny_dense.name in reason for reason in stored["reasons"])
