@@ -157,6 +157,7 @@ class Engine:
             drop_resident=self.choice.on_gpu,
         )
         self.store = Store(self.facts, self.plan.streamed, options, on_arena=self.placer)
+        self._closing.callback(self.store.close)
         return HostBufferType(_HOST_NAME, self.store, self._pending, home=self.store)
 
     def _load(self, placement: ModelPlacement, on_progress: Callable[[float], None] | None) -> None:
@@ -165,7 +166,8 @@ class Engine:
             self._closing.callback(self._model.close)
             return
         with self.store.loading(self._pending):
-            self._model = Model(self.facts.path, placement, self._pending)
+            watching = self.store.watching(on_progress)
+            self._model = Model(self.facts.path, placement, self._pending, watching)
             self._closing.callback(self._model.close)
         self.store.finish(on_progress)
 

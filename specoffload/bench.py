@@ -40,14 +40,20 @@ def bench_config(config: Config, *, n_predict: int, repetitions: int) -> None:
     if config.device == "auto" and not has_gpu():
         config = replace(config, device="sim")
         report.note("no GPU here: the wrapped device is measured on sim, the CPU posing as one")
-    result: dict[str, Any] = {"machine": machine(), "commit": commit(), "model": config.model.name}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "commit": commit(),
+        "model": config.model.name,
+        "overlap": [],  # filled by --overlap
+        "policies": {},  # filled by --policies
+    }
     texts = prompts()[:N_PROMPTS]
     plain_config = replace(config, device="cpu" if config.device.startswith("sim") else
                            config.device, draft=None)  # fmt: skip
     with report.progress("measuring") as bar:
         plain = _generation(plain_config, texts, n_predict, repetitions)
         bar(0.2)
-        resident = replace(config, draft=None, min_batch=_NEVER)
+        resident = replace(config, draft=None, stream_experts=False)
         wrapped = _generation(resident, texts, n_predict, repetitions)
         bar(0.4)
         result |= {
@@ -62,6 +68,8 @@ def bench_config(config: Config, *, n_predict: int, repetitions: int) -> None:
                 "acceptance_rate": spec.acceptance_rate,
                 "tokens_per_round": spec.tokens_per_round,
             }
+        best = max(result["wrapped_tps"], result.get("spec_tps", 0.0))
+        result["vs"] = {"llama.cpp": best / plain.tokens_per_s}
         bar(0.6)
         result["profile"] = _profile(config, repetitions)
         bar(0.8)

@@ -78,6 +78,7 @@ class Config:
     trace: Path | None
     mla_crossover: Crossover
     mmap: bool
+    stream_experts: bool
     reasons: tuple[str, ...]
     numa: NumaPlan | None = None  # specoffload.numa_choice fills it in; None: nothing is pinned
 
@@ -228,5 +229,6 @@ def resolve(options: Options) -> Config:
         trace=options.trace,
         mla_crossover=parse_crossover(options.mla_crossover),
         mmap=options.mmap,
+        stream_experts=True,
         reasons=tuple(reasons),
     )

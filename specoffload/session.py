@@ -21,6 +21,7 @@ from specdec.stats import SpecStats
 from specdec.types import Round
 from specoffload.chat import render
 from specoffload.config import Config
+from specoffload.env import prepare_native_library
 from specoffload.generation import (
     FinishReason,
     GenerateOptions,
@@ -40,6 +41,7 @@ class Session:
 
     def __init__(self, config: Config, on_progress: Callable[[float], None] | None = None) -> None:
         """Raises OffloadError or SpecDecError when something does not open or fit together."""
+        prepare_native_library()
         self.config = config
         self._closing = ExitStack()
         try:
@@ -72,6 +74,7 @@ class Session:
             flash_attn=config.flash_attn,
             streaming=config.streaming,
             mla_crossover=config.mla_crossover,
+            stream_experts=config.stream_experts,
             store=StoreOptions(keep_page_cache=config.mmap),
             numa=config.numa,
         )
