@@ -1,0 +1,182 @@
+"""The shipped pair is what its card says: loads, tokenises, predicts and agrees as measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEMO = REPOSITORY / "specoffload" / "demo"
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from train_demo.data import is_held_out, load_split, stdlib_root  # noqa: E402
+from train_demo.llama import LlamaModel  # noqa: E402
+from train_demo.prompts import read_prompts  # noqa: E402
+from train_demo.quality import agreement, likelihood  # noqa: E402
+from train_demo.shapes import EOS_ID, N_VOCAB, SPECIAL_TOKENS  # noqa: E402
+
+MAX_PAIR_BYTES = 30_000_000
+# Another CPU rounds differently: a few greedy ties may fall the other way.
+AGREEMENT_TOLERANCE = 0.05
+BITS_TOLERANCE = 0.02
+N_LINES = 300
+N_LOGIT_TOKENS = 96
+
+
+@pytest.fixture(scope="module")
+def card() -> dict[str, Any]:
+    contents: dict[str, Any] = json.loads((DEMO / "card.json").read_text())
+    return contents
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[LlamaModel]:
+    model = LlamaModel(DEMO / "target.gguf")
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def draft() -> Iterator[LlamaModel]:
+    model = LlamaModel(DEMO / "draft.gguf")
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def held_out_lines() -> list[str]:
+    """Lines of this interpreter's own held-out files, whatever its version."""
+    sources = load_split(stdlib_root()).held_out
+    lines = [line for source in sources for line in source.text.splitlines() if line.strip()]
+    if len(lines) < N_LINES:
+        pytest.skip(f"only {len(lines)} held-out lines in {stdlib_root().name}")
+    return lines[:: len(lines) // N_LINES]
+
+
+def test_both_files_ship_and_stay_within_thirty_megabytes(card: dict[str, Any]) -> None:
+    sizes = {name: (DEMO / f"{name}.gguf").stat().st_size for name in ("target", "draft")}
+    assert sizes == card["file_bytes"]
+    assert sum(sizes.values()) <= MAX_PAIR_BYTES
+
+
+def test_both_models_load_with_one_vocabulary(target: LlamaModel, draft: LlamaModel) -> None:
+    assert target.llama.n_vocab() == draft.llama.n_vocab() == N_VOCAB
+    for model in (target, draft):
+        assert model.llama.token_eos() == EOS_ID
+        ids = [
+            model.llama.tokenize(t.encode(), add_bos=False, special=True) for t in SPECIAL_TOKENS
+        ]
+        assert ids == [[i] for i in range(len(SPECIAL_TOKENS))]
+    theirs = draft.llama.metadata["tokenizer.chat_template"]
+    assert target.llama.metadata["tokenizer.chat_template"] == theirs
+    assert "<|im_start|>" in theirs
+
+
+def test_the_target_is_a_routed_deepseek_shape(target: LlamaModel, card: dict[str, Any]) -> None:
+    metadata = target.llama.metadata
+    assert metadata["general.architecture"] == "deepseek2"
+    assert metadata["deepseek2.expert_count"] == "16"
+    assert metadata["deepseek2.expert_used_count"] == "4"
+    assert metadata["deepseek2.leading_dense_block_count"] == "1"
+    assert 8e6 <= card["target"]["parameters"] <= 20e6
+    assert card["draft"]["parameters"] <= 1.5e6
+
+
+def test_tokens_of_held_out_lines_give_the_lines_back(
+    target: LlamaModel, draft: LlamaModel, held_out_lines: list[str]
+) -> None:
+    for line in held_out_lines:
+        ids = target.tokenize(line)
+        assert draft.tokenize(line) == ids
+        assert target.detokenize(ids) == line
+
+
+def test_llama_cpp_cuts_held_out_lines_as_tokenizers_does(
+    target: LlamaModel, held_out_lines: list[str]
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    gguf = pytest.importorskip("gguf")
+    fields = gguf.GGUFReader(str(DEMO / "target.gguf")).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"].contents()]
+    bpe = tokenizers.models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    reference = tokenizers.Tokenizer(bpe)
+    reference.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    different = [x for x in held_out_lines if reference.encode(x).ids != target.tokenize(x)]
+    assert different == []
+
+
+def test_bits_per_byte_are_those_on_the_card(
+    target: LlamaModel, draft: LlamaModel, card: dict[str, Any]
+) -> None:
+    n_measured = 0
+    for entry in card["check_files"]:
+        path = stdlib_root() / entry["path"]
+        if not path.exists():
+            continue
+        text = path.read_text(encoding="utf-8")
+        if hashlib.sha256(text.encode()).hexdigest() != entry["sha256"]:
+            continue
+        n_measured += 1
+        assert is_held_out(entry["path"])
+        for name, model in (("target", target), ("draft", draft)):
+            bits = likelihood(model, text, entry["n_tokens"]).bits_per_byte
+            assert abs(bits - entry[f"{name}_bits_per_byte"]) < BITS_TOLERANCE
+    if n_measured == 0:
+        pytest.skip(f"this Python's library has none of the files as in Python {card['python']}")
+
+
+def test_the_target_predicts_held_out_prompts_better_than_its_draft(
+    target: LlamaModel, draft: LlamaModel, card: dict[str, Any]
+) -> None:
+    texts = [prompt.text for prompt in read_prompts(DEMO / "prompts.json")[::3]]
+    nats = [sum(likelihood(model, text).nats for text in texts) for model in (target, draft)]
+    assert nats[0] < 0.97 * nats[1]
+    assert card["bits_per_byte"]["target"] < card["bits_per_byte"]["draft"]
+
+
+def test_the_draft_agrees_with_the_target_as_often_as_the_card_says(
+    target: LlamaModel, draft: LlamaModel, card: dict[str, Any]
+) -> None:
+    prompts = read_prompts(DEMO / "prompts.json")[: card["agreement"]["check_prompts"]]
+    share = np.mean([agreement(target, draft, prompt.text) for prompt in prompts])
+    assert share >= card["agreement"]["check"] - AGREEMENT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_llama_cpp_computes_the_logits_torch_computes(
+    name: str, models: Path, card: dict[str, Any]
+) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    from gguf import GGMLQuantizationType
+    from train_demo.export import draft_arrays, target_arrays, write_gguf
+    from train_demo.restore import DemoGGUF, torch_model
+
+    read = DemoGGUF(DEMO / f"{name}.gguf")
+    model = torch_model(read)
+    arrays = (target_arrays if name == "target" else draft_arrays)(model.state_dict(), model.shape)
+    path = models / f"{name}-f32.gguf"
+    write_gguf(path, model.shape, arrays, read.vocabulary(), GGMLQuantizationType.F32)
+    opened = LlamaModel(path, exact_cache=True)
+    text = read_prompts(DEMO / "prompts.json")[0].text
+    ids = [EOS_ID, *opened.tokenize(text * 3)][:N_LOGIT_TOKENS]
+    theirs = opened.logits(ids)
+    opened.close()
+    with torch.no_grad():
+        ours = model.logits(torch.tensor([ids]))[0].numpy()
+    assert np.abs(theirs - ours).max() < 1e-2
+    assert card["logit_difference"][name] < 1e-2
+
+
+def test_the_card_and_its_json_say_the_same(card: dict[str, Any]) -> None:
+    from train_demo.card import render_card
+
+    assert (DEMO / "CARD.md").read_text() == render_card(card)
