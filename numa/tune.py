@@ -20,7 +20,7 @@ _FORMAT = 1
 # Measurements closer than this are equal: the simpler candidate, tried first, stays.
 _NOISE = 0.02
 _THREAD_SHARES = (0.75, 0.5)
-_MIN_THREADS = 2
+_MIN_THREADS = 1
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,13 @@ def strategies(topology: Topology, plan: ThreadPlan, size_bytes: int) -> list[Ca
     return found
 
 
-def variations(winner: Candidate) -> list[Candidate]:
+def variations(winner: Candidate, *, with_pages: bool = True) -> list[Candidate]:
     """Fewer threads (decoding often saturates memory before the cores) and small pages."""
     counts = {max(round(winner.n_threads * share), _MIN_THREADS) for share in _THREAD_SHARES}
     fewer = sorted((n for n in counts if n < winner.n_threads), reverse=True)
     found = [Candidate(winner.strategy, n, winner.node, winner.huge_pages) for n in fewer]
+    if not with_pages:
+        return found
     small = Candidate(winner.strategy, winner.n_threads, winner.node, not winner.huge_pages)
     return [*found, small]
 
@@ -170,11 +172,13 @@ def search(
     for a candidate that cannot be placed. Raises NumaError when every candidate was refused.
     """
     first = strategies(topology, plan, size_bytes)
-    n_total = len(first) + len(variations(first[0]))
+    # Page size is part of a placement, and on one node there is none.
+    pages = topology.is_numa
+    n_total = len(first) + len(variations(first[0], with_pages=pages))
     trials = _Search(measure, time_limit_s, progress, clock)
     trials.run(first, n_total)
     if math.isfinite(trials.best().score_s):
-        trials.run(variations(trials.best().candidate), n_total)
+        trials.run(variations(trials.best().candidate, with_pages=pages), n_total)
     best = trials.best()
     if not math.isfinite(best.score_s):
         raise NumaError(f"no candidate could be measured; the first: {best.refusal}")
@@ -189,7 +193,7 @@ def _times(trial: Trial) -> str:
 def _reasons(topology: Topology, trials: _Search, best: Trial) -> tuple[str, ...]:
     reasons: list[str] = []
     if not topology.is_numa:
-        reasons.append("one memory node: only the number of threads and the page size were tried")
+        reasons.append("one memory node: only the number of threads was tried")
     reasons.append(f"chosen: {best.candidate}: {_times(best)}")
     for trial in sorted(trials.trials, key=lambda t: t.score_s):
         if trial is best:

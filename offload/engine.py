@@ -26,7 +26,7 @@ from offload.ggml.threadpool import has_openmp
 from offload.mla import Crossover
 from offload.model import ModelFacts, read_facts
 from offload.numa_plan import NumaPlan
-from offload.placing import ArenaPlacer
+from offload.placing import NOT_OURS, ArenaPlacer
 from offload.plan import Plan
 from offload.sim import parse_sim
 from offload.streaming import StreamingOptions, plan_streaming, stream_maker
@@ -201,6 +201,8 @@ class Engine:
         if self.threads is None:
             return ()
         placed = self.placer.notes if self.placer is not None else ()
+        if self.numa is not None and self.numa.strategy is not None and not placed:
+            placed = (NOT_OURS,)
         return (self.threads.sentence, *self.threads.notes, *placed)
 
     def close(self) -> None:

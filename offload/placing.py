@@ -14,6 +14,10 @@ from offload.numa_plan import NumaPlan, placed_weights, weight_of
 from offload.weights.layout import Layout
 
 _BATCH_TOKENS = 8
+NOT_OURS = (
+    "numa: no weights lie in memory of ours (nothing streams, or --mmap): pages stay where the page"
+    " cache has them"
+)
 
 
 class ArenaPlacer:

@@ -5,6 +5,7 @@ Without a plan (one memory node, or `--numa none`) there is no object of this mo
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from offload.ggml.llama import Context
 from offload.ggml.threadtrial import run_once
 from offload.numa_plan import NumaPlan
 
+_logger = logging.getLogger(__name__)
 _CHECK_EVERY = 1024  # decodes; a check takes well under a millisecond
 
 
@@ -99,6 +101,8 @@ class PinnedThreads:
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:
             self.notes.append(sentence)
+            if self._n_decodes:  # the start-up lines have been read by now
+                _logger.warning(sentence)
 
     def _free_pools(self) -> None:
         for pool in self._pools:

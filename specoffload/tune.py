@@ -88,11 +88,9 @@ def _about(config: Config) -> tuple[str, ...]:
 
 
 def config_for(config: Config, topology: Topology, candidate: Candidate) -> Config:
-    """`config` as the candidate has it, plain: no draft, no profile. Raises PlacementRefused."""
+    """`config` as the candidate has it, plain: no draft, no profile. Raises NoSuchNode."""
     config = replace(config, draft=None, spec=SpecConfig(use_profile=False), trace=None)
     if not topology.is_numa:
-        if not candidate.huge_pages:
-            raise PlacementRefused("page size is not tuned on one memory node")
         n = candidate.n_threads
         return replace(config, threads=n, threads_batch=n, numa=None)
     threads = threads_for(topology, candidate)
@@ -114,6 +112,8 @@ def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mappin
         wanted = config_for(config, topology, candidate)
         try:
             with Session(wanted) as session:
+                if session.target.store is not None:
+                    session.target.store.huge_pages(wait=True)
                 return {n: _decode_s(session.target, n) for n in SIZES}
         except DoesNotFit as error:
             raise PlacementRefused(str(error)) from error

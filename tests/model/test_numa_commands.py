@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from numa.errors import PlacementRefused
 from numa.pinning import plan_threads
 from numa.place import Strategy, locality
 from numa.topology import Core, Node, Topology, read_topology
@@ -113,16 +112,12 @@ def test_one_node_says_in_one_line_that_nothing_is_pinned(tiny_dense: Path, tmp_
         assert "pinned" not in done.stderr
 
 
-def test_a_measured_candidate_has_both_times_and_one_node_leaves_page_size_alone(
-    tiny_dense: Path, tmp_path: Path
-) -> None:
+def test_a_measured_candidate_has_both_times(tiny_dense: Path) -> None:
     config = resolve(Options(model=tiny_dense, device="cpu", ctx_size=256, spec=False))
     topology = replace(read_topology(), nodes=read_topology().nodes[:1])
     seconds = measurer(config, topology)(Candidate(Strategy.SINGLE, 1))
     assert set(seconds) == set(SIZES)
     assert min(seconds.values()) > 0
-    with pytest.raises(PlacementRefused, match="page size"):
-        config_for(config, topology, Candidate(Strategy.SINGLE, 1, huge_pages=False))
 
 
 def test_a_candidate_of_several_nodes_becomes_a_plan(tiny_dense: Path) -> None:

@@ -51,6 +51,39 @@ def plan_of(topology: Topology, strategy: Strategy, n_threads: int) -> NumaPlan:
     return make_numa_plan(topology, strategy, threads, node=node)
 
 
+@pytest.mark.parametrize(
+    ("device", "words"), [("sim", "numa rows: streamed weights placed"), ("cpu", "page cache")]
+)
+@needs_two
+def test_the_start_up_lines_say_where_threads_and_pages_are(
+    tiny_moe: Path, device: str, words: str
+) -> None:
+    numa = plan_of(two_nodes(), Strategy.ROWS, 2)
+    with Engine(tiny_moe, EngineOptions(device=device, n_ctx=64, numa=numa)) as engine:
+        assert engine.numa_notes[0].startswith("threads pinned to processors: decode 2 on")
+        assert any(words in note for note in engine.numa_notes)
+    with Engine(tiny_moe, EngineOptions(device=device, n_ctx=64)) as engine:
+        assert engine.numa_notes == ()
+
+
+@needs_two
+def test_a_processor_lost_while_running_is_noticed_and_logged(
+    tiny_dense: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numa = plan_of(two_nodes(), Strategy.ROWS, 2)
+    monkeypatch.setattr("offload.threads._CHECK_EVERY", 3)
+    with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
+        assert engine.threads is not None
+        engine.extend(0, [1])
+        lost = numa.decode.cpus[1]
+        monkeypatch.setattr("offload.threads._bound_cpus", lambda: {numa.decode.cpus[0]})
+        engine.extend(0, [1])
+        assert engine.threads.notes == [], "only every third decode is checked"
+        engine.extend(0, [1])
+        assert any(f"processor {lost} as planned" in note for note in engine.threads.notes)
+        assert any(f"processor {lost}" in record.getMessage() for record in caplog.records)
+
+
 def logits_of(path: Path, options: EngineOptions) -> NDArray[np.float32]:
     with Engine(path, options) as engine:
         rows = [

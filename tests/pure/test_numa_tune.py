@@ -95,11 +95,13 @@ def test_the_time_limit_leaves_candidates_out_and_names_them(tmp_path: Path) -> 
     assert result.reasons[-1].startswith("not tried within the time limit: single on node 0")
 
 
-def test_one_node_only_varies_threads_and_pages(tmp_path: Path) -> None:
+def test_one_node_only_varies_threads(tmp_path: Path) -> None:
     topology = topology_of("one_node", tmp_path)
     assert strategies(topology, plan_threads(topology), GIB) == [Candidate(Strategy.SINGLE, 2)]
     result = run("one_node", tmp_path, ROWS_WIN)
     assert "one memory node" in result.reasons[0]
+    assert [t.candidate.n_threads for t in result.trials] == [2, 1]
+    assert all(t.candidate.huge_pages for t in result.trials)
 
 
 def test_single_is_left_out_where_the_weights_do_not_fit_one_node(tmp_path: Path) -> None:
@@ -108,9 +110,11 @@ def test_single_is_left_out_where_the_weights_do_not_fit_one_node(tmp_path: Path
     assert names == [Strategy.ROWS, Strategy.INTERLEAVE, Strategy.DISTRIBUTE]
 
 
-def test_variations_never_have_more_threads_nor_fewer_than_two() -> None:
+def test_variations_never_have_more_threads_nor_fewer_than_one() -> None:
     assert [c.n_threads for c in variations(Candidate(Strategy.ROWS, 64))] == [48, 32, 64]
-    assert [c.n_threads for c in variations(Candidate(Strategy.ROWS, 2))] == [2]
+    assert [c.n_threads for c in variations(Candidate(Strategy.ROWS, 2))] == [1, 2]
+    assert [c.n_threads for c in variations(Candidate(Strategy.ROWS, 1))] == [1]
+    assert variations(Candidate(Strategy.ROWS, 1), with_pages=False) == []
 
 
 def test_a_refused_candidate_is_reported_and_passed_over(tmp_path: Path) -> None:
