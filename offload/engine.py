@@ -28,6 +28,7 @@ from offload.model import ModelFacts, read_facts
 from offload.numa_plan import NumaPlan
 from offload.placing import NOT_OURS, ArenaPlacer
 from offload.plan import Plan
+from offload.reserve import context_bytes
 from offload.sim import parse_sim
 from offload.streaming import StreamingOptions, plan_streaming, stream_maker
 from offload.text import TextStream
@@ -121,7 +122,9 @@ class Engine:
             real = (self.choice.address,) if self.choice.on_gpu else ()
             return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
         o = self.options
-        self.plan = plan_streaming(self.facts, self.choice, o.streaming, o.stream_experts)
+        n_ctx = o.n_ctx or self.facts.number("context_length", 4096)
+        wanted = context_bytes(self.facts, n_ctx, o.n_ubatch)
+        self.plan = plan_streaming(self.facts, self.choice, o.streaming, o.stream_experts, wanted)
         self.host = self._host_buffers()
         self.device = StreamingDevice(
             self.choice,

@@ -11,11 +11,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from offload.errors import DoesNotFit
 from offload.ggml.gguf import TensorEntry
 from offload.model import ModelFacts, layer_of
 
+_RING_LAYERS = 2  # layers of experts that the slots hold at least: one computes, one is copied
 MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_exps\.weight$")
 # Products whose weights may stream: read by MUL_MAT alone, at most once a graph.
@@ -24,6 +26,7 @@ _DENSE = re.compile(
     r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp))\.weight$"
 )
 
+NCpuMoe = int | Literal["fit"] | None
 Shape = tuple[str, int, int, int]  # type, row length, rows, matrices (0: experts, a slot is one)
 
 
@@ -82,22 +85,28 @@ def make_plan(
     budget_bytes: int | None,
     reserve_bytes: int = 0,
     n_gpu_layers: int | None = None,
+    n_cpu_moe: NCpuMoe = None,
     stream_experts: bool = True,
 ) -> Plan:
     """Decide for a device with `budget_bytes` for weights and slots (None: no limit).
 
     `reserve_bytes` of it go to the KV cache, compute buffers and a draft. `n_gpu_layers` keeps
-    that many layers' dense weights resident and streams the rest. Raises DoesNotFit when
+    that many layers' dense weights resident and streams the rest. `n_cpu_moe` streams the experts
+    of that many layers only; "fit" of as few as the budget makes necessary, so that below the
+    min-batch threshold the device computes all others. Raises DoesNotFit when
     not even the smallest working set fits.
     """
     reasons: list[str] = []
     entries = [place.entry for place in facts.weights.values()]
-    experts = [e for e in entries if is_experts(e)] if stream_experts else []
+    all_experts = [e for e in entries if is_experts(e)] if stream_experts else []
+    experts, why_experts = _streamed_experts(
+        facts, entries, all_experts, budget_bytes, reserve_bytes, n_cpu_moe
+    )
     rest = sum(e.size_bytes for e in entries) - sum(e.size_bytes for e in experts)
     dense = _streamed_dense(facts, entries, experts, budget_bytes, reserve_bytes, n_gpu_layers)
     resident = rest - sum(e.size_bytes for e in dense)
-    if experts:
-        reasons.append(f"{len(experts)} expert matrices stream: few of them serve each token")
+    if why_experts:
+        reasons.append(why_experts)
     if dense and n_gpu_layers is not None:
         n = len({layer_of(e.name) for e in dense})
         reasons.append(f"dense weights of {n} of {facts.n_layers} layers stream: --n-gpu-layers")
@@ -112,6 +121,39 @@ def make_plan(
     if why:
         reasons.append(why)
     return Plan(streamed, resident, arenas, tuple(reasons))
+
+
+def _streamed_experts(
+    facts: ModelFacts,
+    entries: Sequence[TensorEntry],
+    experts: list[TensorEntry],
+    budget_bytes: int | None,
+    reserve_bytes: int,
+    n_cpu_moe: NCpuMoe,
+) -> tuple[list[TensorEntry], str]:
+    """The experts that stream, and why."""
+    all_stream = f"{len(experts)} expert matrices stream: few of them serve each token"
+    layers = sorted({layer_of(e.name) for e in experts})
+    if not experts or n_cpu_moe is None or (n_cpu_moe == "fit" and budget_bytes is None):
+        return experts, all_stream if experts else ""
+    if n_cpu_moe != "fit":
+        chosen = {layers[i] for i in spread(n_cpu_moe, len(layers))}
+        streamed = [e for e in experts if layer_of(e.name) in chosen]
+        return streamed, f"experts of {len(chosen)} of {len(layers)} layers stream: --n-cpu-moe"
+    assert budget_bytes is not None
+    total = sum(e.size_bytes for e in entries)
+    per_layer = {i: sum(e.size_bytes for e in experts if layer_of(e.name) == i) for i in layers}
+    for n in range(len(layers)):
+        chosen = {layers[i] for i in spread(n, len(layers))}
+        ring = _RING_LAYERS * max((per_layer[i] for i in chosen), default=0)
+        if total - sum(per_layer[i] for i in chosen) + ring + reserve_bytes <= budget_bytes:
+            streamed = [e for e in experts if layer_of(e.name) in chosen]
+            if not streamed:
+                return [], "nothing streams: the whole model fits the device"
+            return streamed, (
+                f"experts of {n} of {len(layers)} layers stream: the others fit the device"
+            )
+    return experts, all_stream
 
 
 def _streamed_dense(

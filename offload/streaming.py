@@ -10,7 +10,7 @@ from offload.ggml.lib import library
 from offload.ggml.props import has_async_and_events, memory_of
 from offload.ggml.pydevice import Backend
 from offload.model import ModelFacts, layer_of
-from offload.plan import MARGIN_BYTES, Plan, make_plan
+from offload.plan import MARGIN_BYTES, NCpuMoe, Plan, make_plan
 from offload.sim import parse_sim
 from offload.trace import NO_TRACE, Trace
 from offload.weights.copy import Copier, DeviceCopier, Link, ThreadCopier
@@ -26,8 +26,9 @@ class StreamingOptions:
     """Switches of the layer scheduler; each has a slow twin it is tested equal to."""
 
     vram_bytes: int | None = None  # None: what is free, less a margin
+    n_cpu_moe: NCpuMoe = None  # layers whose experts stream; None: all; "fit": as few as must
     n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: what fits
-    reserve_bytes: int = 0  # of the budget, for the KV cache, compute buffers and a draft
+    reserve_bytes: int = 0  # of the budget, for others: a draft and its context
     overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
     depth: int = 8  # cuts that copies run ahead
     prefetch: bool = True  # guess a verification batch's experts from the last one's
@@ -37,19 +38,29 @@ class StreamingOptions:
 
 
 def plan_streaming(
-    facts: ModelFacts, choice: DeviceChoice, options: StreamingOptions, stream_experts: bool
+    facts: ModelFacts,
+    choice: DeviceChoice,
+    options: StreamingOptions,
+    stream_experts: bool,
+    context_bytes_wanted: int = 0,
 ) -> Plan:
-    """The plan for this device. Raises DoesNotFit."""
-    budget = options.vram_bytes
+    """The plan for this device. Raises DoesNotFit.
+
+    `--vram` is for weights and slots alone; of what the device has free, `context_bytes_wanted` and
+    `reserve_bytes` are left for the KV cache, the compute buffers and a draft.
+    """
+    budget, reserve = options.vram_bytes, 0
     if budget is None and choice.is_sim:
         budget = parse_sim(choice.name).vram_bytes
     if budget is None and choice.on_gpu:
         budget = max(0, memory_of(choice.address)[0] - MARGIN_BYTES)
+        reserve = options.reserve_bytes + context_bytes_wanted
     return make_plan(
         facts,
         budget_bytes=budget if stream_experts else None,
-        reserve_bytes=options.reserve_bytes,
+        reserve_bytes=reserve,
         n_gpu_layers=options.n_gpu_layers,
+        n_cpu_moe=options.n_cpu_moe,
         stream_experts=stream_experts,
     )
 

@@ -48,6 +48,14 @@ def _flags(
             help="Layers whose dense weights are resident, the others stream. [default: what fits]",
         ),
     ] = None,
+    n_cpu_moe: Annotated[
+        int | None,
+        typer.Option(
+            "--n-cpu-moe",
+            "-ncmoe",
+            help="Layers whose experts lie in host memory and stream. [default: what must]",
+        ),
+    ] = None,
     expert_cache: Annotated[
         str, typer.Option("--expert-cache", help="Which slots are replaced: lru, lfu or static.")
     ] = "lru",

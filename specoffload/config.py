@@ -47,6 +47,7 @@ class Options:
     record_trace: Path | None = None
     vram: str | None = None
     n_gpu_layers: int | None = None
+    n_cpu_moe: int | None = None
     expert_cache: str = "lru"
     prefetch_depth: int = 8
     overlap: bool = True
@@ -130,8 +131,11 @@ def _streaming(options: Options) -> StreamingOptions:
         vram = None if options.vram is None else parse_bytes(options.vram)
     except ValueError as e:
         raise UsageError(f"--vram: {e}") from e
+    if options.n_cpu_moe is not None and options.n_cpu_moe < 0:
+        raise UsageError(f"--n-cpu-moe {options.n_cpu_moe}: must be 0 or more")
     return StreamingOptions(
         vram_bytes=vram,
+        n_cpu_moe="fit" if options.n_cpu_moe is None else options.n_cpu_moe,
         n_gpu_layers=options.n_gpu_layers,
         overlap=options.overlap,
         depth=options.prefetch_depth,

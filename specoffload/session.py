@@ -15,6 +15,9 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.sampler import SamplerChain, SamplingOptions
 from offload.minbatch import choose, measure
+from offload.model import read_facts
+from offload.reserve import context_bytes
+from offload.streaming import StreamingOptions
 from offload.trace import Trace
 from offload.weights.store import StoreOptions
 from specdec.stats import SpecStats
@@ -72,13 +75,20 @@ class Session:
             n_threads=config.threads,
             n_threads_batch=config.threads_batch,
             flash_attn=config.flash_attn,
-            streaming=config.streaming,
+            streaming=self._with_room_for_the_draft(config),
             mla_crossover=config.mla_crossover,
             stream_experts=config.stream_experts,
             store=StoreOptions(keep_page_cache=config.mmap),
             numa=config.numa,
         )
         return self._closing.enter_context(Engine(config.model, options, on_progress))
+
+    def _with_room_for_the_draft(self, config: Config) -> StreamingOptions:
+        if config.draft is None:
+            return config.streaming
+        facts = read_facts(config.draft)
+        context = context_bytes(facts, config.ctx_size or 4096, config.ubatch_size)
+        return replace(config.streaming, reserve_bytes=facts.size_bytes + context)
 
     def _open_draft(self, config: Config) -> Engine | None:
         if config.draft is None:

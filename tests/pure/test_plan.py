@@ -13,6 +13,7 @@ from offload.errors import DoesNotFit
 from offload.ggml.gguf import Header, TensorEntry
 from offload.model import ModelFacts, WeightPlace
 from offload.plan import make_plan, shape_of, spread
+from offload.reserve import context_bytes, kv_bytes
 from offload.units import parse_bytes, parse_rate, parse_seconds
 
 N_LAYERS, N_EXPERTS, N_USED = 6, 8, 2
@@ -123,3 +124,34 @@ def test_rates_and_times_too() -> None:
     for bad in ("2GB/h", "0GB/s", "fast"):
         with pytest.raises(ValueError, match=bad):
             parse_rate(bad)
+
+
+def test_experts_of_as_few_layers_stream_as_the_budget_makes_necessary() -> None:
+    layer = 3 * N_EXPERTS * 4352
+    everything = make_plan(facts(), budget_bytes=DENSE_BYTES + EXPERT_BYTES, n_cpu_moe="fit")
+    assert everything.streamed == ()
+    assert "whole model fits" in everything.reasons[0]
+    streamed = []
+    for missing in range(1, N_LAYERS - 2):
+        budget = DENSE_BYTES + EXPERT_BYTES - missing * layer
+        plan = make_plan(facts(), budget_bytes=budget, n_cpu_moe="fit")
+        assert plan.resident_bytes + plan.slot_bytes <= budget
+        streamed.append(len(plan.streamed) // 3)
+    assert streamed == [3, 4, 5], "two layers' slots are kept for what streams"
+
+
+def test_n_cpu_moe_streams_the_experts_of_that_many_layers() -> None:
+    for n in (0, 2, N_LAYERS):
+        plan = make_plan(facts(), budget_bytes=None, n_cpu_moe=n)
+        assert len(plan.streamed) == 3 * n
+
+
+def test_without_a_budget_fit_streams_them_all() -> None:
+    plan = make_plan(facts(), budget_bytes=None, n_cpu_moe="fit")
+    assert plan.streamed_bytes == EXPERT_BYTES
+
+
+def test_a_context_is_estimated_from_the_header() -> None:
+    model = facts()
+    assert kv_bytes(model, 200) == 2 * kv_bytes(model, 100)
+    assert context_bytes(model, 100, 64) > kv_bytes(model, 100)
