@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from train_demo.card import render_card
+from train_demo.continuations import N_PROMPT
 from train_demo.data import HELD_OUT_EVERY, SourceFile, Split, python_version
 from train_demo.draft import Draft
 from train_demo.export import export_one, load_arrays
@@ -83,6 +84,20 @@ def _run_facts(checkpoint: Path) -> dict[str, Any]:
     }
 
 
+def _continuation_facts(work: Path) -> dict[str, int]:
+    path = work / "continuations.npy"
+    if not path.exists():
+        return {"sequences": 0, "n_new": 0}
+    n_sequences, length = np.load(path, mmap_mode="r").shape
+    return {"sequences": n_sequences, "n_new": length - N_PROMPT}
+
+
+def _notes(work: Path) -> str:
+    """What the person who trained wants on the card beside the numbers, e.g. a changed deadline."""
+    path = work / "notes.txt"
+    return path.read_text().strip() if path.exists() else ""
+
+
 def _machine() -> str:
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -142,6 +157,8 @@ def measure_pair(work: Path, out: Path, split: Split, console: Console) -> None:
         "data": json.loads((work / "data.json").read_text()) | {"held_out_every": HELD_OUT_EVERY},
         "target": _run_facts(work / "target.pt"),
         "draft": _run_facts(work / "draft.pt"),
+        "continuations": _continuation_facts(work),
+        "notes": _notes(work),
         "file_bytes": {n: (out / f"{n}.gguf").stat().st_size for n in ("target", "draft")},
         "tokenizer": {
             "lines": N_LINES,
