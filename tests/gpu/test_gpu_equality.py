@@ -29,6 +29,10 @@ from offload.streaming import StreamingOptions
 from offload.weights.predict import Routing
 
 
+# The first test compiles the shaders, minutes of work for a driver in software.
+pytestmark = pytest.mark.timeout(600)
+
+
 @pytest.mark.parametrize("model", ["moe", "dense"])
 def test_the_gpu_computes_what_the_cpu_computes(
     model: str, gpu: DeviceChoice, request: pytest.FixtureRequest
