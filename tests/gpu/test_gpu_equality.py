@@ -28,7 +28,6 @@ from offload.ggml.lib import library
 from offload.streaming import StreamingOptions
 from offload.weights.predict import Routing
 
-
 # The first test compiles the shaders, minutes of work for a driver in software.
 pytestmark = pytest.mark.timeout(600)
 
