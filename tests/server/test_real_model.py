@@ -19,6 +19,7 @@ SERVE = [
     "-m",
     "specoffload",
     "serve",
+    "--no-profile",  # fixed blocks: what the default policy drafts depends on what it measures
     "--port",
     "0",
     "--ctx-size",
