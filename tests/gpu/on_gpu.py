@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from budgets import budget
 from numpy.typing import NDArray
 
 from offload.device import DeviceChoice, MinBatch
 from offload.engine import Engine, EngineOptions
-from offload.errors import DoesNotFit
-from offload.model import read_facts
-from offload.plan import make_plan
 from offload.streaming import StreamingOptions
 from offload.weights.copy import DeviceCopier, Transfer
 from offload.weights.stream import ScheduledStream
@@ -71,23 +69,6 @@ def assert_same(gpu: DeviceChoice, got: Logits, expected: Logits) -> None:
     else:
         differing = int((got != expected).sum())
         assert differing == 0, f"{differing} of {got.size} logits differ"
-
-
-def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:
-    """Bytes that leave room for half of what streams, or for the least that works."""
-    facts = read_facts(path)
-    whole = make_plan(facts, budget_bytes=None, n_gpu_layers=streaming.n_gpu_layers)
-    if slots == "half":
-        return whole.resident_bytes + whole.slot_bytes // 2
-    low, high = 0, whole.resident_bytes + whole.slot_bytes
-    while low + 1 < high:
-        middle = (low + high) // 2
-        try:
-            make_plan(facts, budget_bytes=middle, n_gpu_layers=streaming.n_gpu_layers)
-            high = middle
-        except DoesNotFit:
-            low = middle
-    return high
 
 
 def half(path: Path, **changes: Any) -> StreamingOptions:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from budgets import budget
 from numpy.typing import NDArray
 
 from offload.device import MinBatch, StreamingDevice
@@ -19,7 +20,6 @@ from offload.ggml.pydevice import PyDevice
 from offload.ggml.tensor import op_of
 from offload.minbatch import measure
 from offload.model import read_facts
-from offload.plan import make_plan
 from offload.streaming import StreamingOptions
 from offload.synth import write_preset
 from offload.weights.copy import ThreadCopier, Transfer
@@ -93,23 +93,6 @@ def test_overlapped_is_serial_for_every_switch_and_slot_count(
         if slots == "least":
             assert engine.device is not None
             assert sum(engine.device.declined.values()) > 0, "large batches must go to the CPU"
-
-
-def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:
-    """A budget that leaves room for half of what streams, or for the least that works."""
-    facts = read_facts(path)
-    whole = make_plan(facts, budget_bytes=None, n_gpu_layers=streaming.n_gpu_layers)
-    if slots == "half":
-        return whole.resident_bytes + whole.slot_bytes // 2
-    low, high = 0, whole.resident_bytes + whole.slot_bytes
-    while low + 1 < high:
-        middle = (low + high) // 2
-        try:
-            make_plan(facts, budget_bytes=middle, n_gpu_layers=streaming.n_gpu_layers)
-            high = middle
-        except DoesNotFit:
-            low = middle
-    return high
 
 
 def test_always_wrong_guesses_cost_bandwidth_and_nothing_else(

@@ -1,0 +1,27 @@
+"""Device memory budgets for tests: how much leaves room for how many slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offload.errors import DoesNotFit
+from offload.model import read_facts
+from offload.plan import make_plan
+from offload.streaming import StreamingOptions
+
+
+def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:
+    """Bytes that leave room for half of what streams, or for the least that works."""
+    facts = read_facts(path)
+    whole = make_plan(facts, budget_bytes=None, n_gpu_layers=streaming.n_gpu_layers)
+    if slots == "half":
+        return whole.resident_bytes + whole.slot_bytes // 2
+    low, high = 0, whole.resident_bytes + whole.slot_bytes
+    while low + 1 < high:
+        middle = (low + high) // 2
+        try:
+            make_plan(facts, budget_bytes=middle, n_gpu_layers=streaming.n_gpu_layers)
+            high = middle
+        except DoesNotFit:
+            low = middle
+    return high
