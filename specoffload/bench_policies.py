@@ -36,7 +36,9 @@ from specoffload.session import Session
 DEFAULT = "throughput"
 PLAIN = "fixed 0"
 _COPY_SHARE = 16.0  # the time a single token's copies take, in units of its computation
-_SLOT_SHARES = (0.15, 0.2, 0.25, 0.35, 0.5)  # of what streams; the least that opens is taken
+# Of what streams. With fewer slots than a layer's experts need, batches are computed by the CPU
+# instead, and nothing would be bound by transfers.
+_SLOT_SHARES = (0.35, 0.5, 0.75)
 _N_FINALISTS = 3
 _REPETITIONS = 3
 
