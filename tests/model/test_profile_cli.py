@@ -1,0 +1,202 @@
+"""The profile on the command line: kept, refused with the reason, imported, exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specoffload.bench import prompts
+from specoffload.config import Options, demo_file, resolve
+from specoffload.generation import GenerateOptions
+from specoffload.session import Session
+
+
+def program(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "specoffload", *map(str, arguments)]
+    environ = {"SPECOFFLOAD_PROFILE_DIR": str(folder), "PATH": "/usr/bin:/bin", "COLUMNS": "500"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ)
+
+
+def profile(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    quick = ("--device", "cpu", "-t", "1", "-r", "1", "--n-max", "8")
+    return program(folder, "profile", *quick, *arguments)
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(data, dict)
+    return data
+
+
+def opened(model: Path | None = None, **changes: object) -> Session:
+    options = Options(model=model, device="cpu", threads=1, ctx_size=1024, **changes)  # type: ignore[arg-type]
+    if model is not None:
+        options = Options(**{**options.__dict__, "draft": demo_file("draft.gguf")})
+    return Session(resolve(options))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path / "profiles"))
+    return tmp_path / "profiles"
+
+
+def test_a_profile_is_measured_stored_exported_and_read_back(folder: Path, tmp_path: Path) -> None:
+    costs, bench = tmp_path / "costs.txt", tmp_path / "bench.jsonl"
+    data = last_json(profile(folder, "--export", costs, "--plot", tmp_path / "plot.png"))
+    steps = data["profile"]
+    assert isinstance(steps, list)
+    assert len(steps) == 8
+    assert min(steps) > 0
+    assert Path(str(data["stored"])).is_file()
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    assert costs.read_text().startswith("GGML_BATCH_COSTS=1,")
+    again = last_json(profile(folder, "--import", costs, "--export", bench))
+    assert again["relative"] is True
+    seconds = [json.loads(line)["t_tg"] for line in bench.read_text().splitlines()]
+    third = last_json(profile(folder, "--import", bench))
+    assert third["profile"] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "empty"),
+        ("GGML_BATCH_COSTS=1,0.9,nan", "entry 3"),
+        ("1,0.9,0", "entry 3"),
+        ("1,much", "entry 2"),
+        ('{"format": 1, "step_s": [1.0', "damaged"),
+        ("[]", "no JSON object"),
+        ('{"speed_tg": "fast"}', "line 1"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_sentence(
+    folder: Path, tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_text(text)
+    done = profile(folder, "--import", path)
+    assert done.returncode == 2, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("specoffload:")]
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_next_start_loads_it_and_keeps_what_it_learnt(folder: Path) -> None:
+    with opened() as session:
+        assert any("measured in" in note for note in session.notes)
+        for text in prompts("code")[:2]:
+            list(session.generate(text, GenerateOptions(n_predict=24, ignore_eos=True)))
+    files = list(folder.glob("*.json"))
+    assert len(files) == 1
+    assert json.loads(files[0].read_text())["calibration"] != {}
+    with opened() as session:
+        assert any("profile of an earlier run" in note for note in session.notes)
+        assert not any("measured in" in note for note in session.notes)
+
+
+def test_the_profile_of_another_model_is_refused_and_measured_anew(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model.gguf"
+    shutil.copy(demo_file("target.gguf"), model)
+    with opened(model):
+        pass
+    raw = bytearray(model.read_bytes())
+    raw[-1] ^= 1
+    model.write_bytes(bytes(raw))
+    with opened(model) as session:
+        notes = " ".join(session.notes)
+    assert "its model is" in notes
+    assert "measured in" in notes
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda text: text[: len(text) // 2], "damaged"),
+        (lambda text: text.replace('"build": "', '"build": "other '), "its build is"),
+        (lambda text: text.replace('"step_s": [', '"step_s": [-1.0,', 1), "entry 1"),
+    ],
+    ids=["truncated", "another build", "hand-edited"],
+)
+def test_a_stored_file_that_does_not_fit_is_refused_and_measured_anew(
+    folder: Path, damage: object, words: str
+) -> None:
+    with opened():
+        pass
+    file = next(folder.glob("*.json"))
+    assert callable(damage)
+    file.write_text(damage(file.read_text()))
+    with opened() as session:
+        notes = " ".join(session.notes)
+    assert words in notes
+    assert "measured in" in notes
+    json.loads(file.read_text())
+
+
+def test_no_profile_measures_nothing_and_says_what_it_does(folder: Path) -> None:
+    with opened(use_profile=False) as session:
+        assert any("fixed blocks of 4" in note for note in session.notes)
+        assert session.speculation.policy.name == "fixed"
+    assert not folder.exists()
+
+
+def test_the_environment_selects_costs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_BATCH_COSTS", "1,0.6,0.5,0.4")
+    monkeypatch.setenv("GGML_MAX_LOOK_AHEAD", "2")
+    with opened() as session:
+        assert session.speculation.policy.name == "costs"
+        assert session.speculation.policy.n_max == 3
+        assert any("the policy is costs" in note for note in session.notes)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--policy", "throughput", "--no-profile"), "needs a profile"),
+        (("--draft-p-min", "0.5"), "p-min"),
+        (("--no-spec", "--policy", "fixed"), "no effect with --no-spec"),
+        (("--spec", "none", "--policy", "fixed"), "nothing drafts"),
+        (("--spec", "ngram-mod", "--draft-params", "-t 1"), "--draft-params"),
+        (("--draft-params", "--mlock"), "--mlock"),
+        (("--draft-max", "64"), "--draft-max 64"),
+    ],
+)
+def test_a_flag_without_effect_is_an_error(
+    folder: Path, flags: tuple[str, ...], words: str
+) -> None:
+    done = program(folder, "run", "x", "--device", "cpu", *flags)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_recorded_trace_is_replayed(folder: Path, tmp_path: Path) -> None:
+    rounds, costs = tmp_path / "rounds.jsonl", tmp_path / "costs.txt"
+    costs.write_text("1,0.6,0.5,0.45,0.4,0.38")
+    flags = ("--policy", "fixed", "--record-trace", rounds, "-n", "24", "-t", "1")
+    done = program(folder, "run", prompts("code")[0], "--device", "cpu", *flags)
+    assert done.returncode == 0, done.stderr
+    replayed = last_json(program(folder, "simulate", "--trace", rounds, "--profile", costs))
+    rates = replayed["replayed"]
+    assert isinstance(rates, dict)
+    found = rates["costs"]
+    assert max(found, key=found.get) == "(knows every outcome)"
+    assert found["throughput"] > 0
+
+
+def test_the_simulator_names_what_it_cannot_read(folder: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"p": 2.0, "accepted": true}\n')
+    done = program(folder, "simulate", "--trace", bad)
+    assert done.returncode == 2
+    assert "entry 1" in done.stderr
