@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ def pytest_report_header() -> str:
     except ImportError:
         return "llama-cpp-python: not installed (tests/pure only)"
     return f"llama-cpp-python: {llama_cpp.__version__}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def profile_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Profiles that sessions measure are kept for the test run, not in the user's cache."""
+    folder = tmp_path_factory.mktemp("profiles")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECOFFLOAD_PROFILE_DIR", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")
