@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -70,7 +70,6 @@ class Checkpoint:
 
     length: int
     state: bytes
-    tokens: tuple[int, ...] = field(repr=False, default=())
 
 
 class Engine:

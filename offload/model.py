@@ -59,12 +59,17 @@ class ModelFacts:
     @cached_property
     def expert_weights(self) -> tuple[TensorEntry, ...]:
         """The routed experts' matrices [n_in, n_out, n_experts], in layer order."""
-        found = [p.entry for name, p in self.weights.items() if _EXPERTS.search(name)]
+        found = [p.entry for p in self.weights.values() if is_experts(p.entry)]
         return tuple(sorted(found, key=lambda entry: (layer_of(entry.name), entry.name)))
 
     @property
     def expert_bytes(self) -> int:
         return sum(entry.size_bytes for entry in self.expert_weights)
+
+
+def is_experts(entry: TensorEntry) -> bool:
+    """Whether it holds a layer's routed experts, [n_in, n_out, n_experts]."""
+    return bool(_EXPERTS.search(entry.name))
 
 
 def layer_of(tensor_name: str) -> int:

@@ -14,7 +14,7 @@ from numa.place import PlacedWeight, Strategy
 from numa.rows import Weight
 from numa.topology import Topology
 from offload.ggml.gguf import TensorEntry
-from offload.plan import is_experts
+from offload.model import is_experts
 from offload.weights.layout import Layout
 
 

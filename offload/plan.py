@@ -15,11 +15,10 @@ from typing import Literal
 
 from offload.errors import DoesNotFit
 from offload.ggml.gguf import TensorEntry
-from offload.model import ModelFacts, layer_of
+from offload.model import ModelFacts, is_experts, layer_of
 
 _RING_LAYERS = 2  # layers of experts that the slots hold at least: one computes, one is copied
 MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target
-_EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_exps\.weight$")
 # Products whose weights may stream: read by MUL_MAT alone, at most once a graph.
 _DENSE = re.compile(
     r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)"
@@ -73,10 +72,6 @@ def shape_of(entry: TensorEntry) -> Shape:
     dims = (*entry.shape, 1, 1, 1)
     matrices = 0 if is_experts(entry) else dims[2]
     return entry.type, dims[0], dims[1], matrices
-
-
-def is_experts(entry: TensorEntry) -> bool:
-    return bool(_EXPERTS.search(entry.name))
 
 
 def make_plan(

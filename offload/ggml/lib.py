@@ -166,7 +166,6 @@ SIGNATURES: dict[str, Signature] = {
     "llama_memory_seq_rm": _sig(BOOL, P, I32, I32, I32),
     "llama_memory_seq_cp": _sig(None, P, I32, I32, I32, I32),
     "llama_memory_seq_keep": _sig(None, P, I32),
-    "llama_memory_seq_pos_max": _sig(I32, P, I32),
     "llama_get_logits_ith": _sig(P, P, I32),
     "llama_synchronize": _sig(None, P),
     "llama_state_seq_get_size_ext": _sig(SIZE, P, I32, U32),

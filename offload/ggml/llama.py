@@ -73,7 +73,7 @@ class Model:
             self.close()
             raise
         if not self.handle:
-            reason = "; ".join(dict.fromkeys(log.take_errors())) or "no reason given"
+            reason = log.take_reason()
             raise BadModel(f"{path}: the library refuses it ({reason})")
         self.vocab: int = lib.llama_model_get_vocab(self.handle)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
@@ -235,7 +235,7 @@ class Context:
             self.close()
             raise
         if not self.handle:
-            reason = "; ".join(dict.fromkeys(log.take_errors())) or "no reason given"
+            reason = log.take_reason()
             raise DoesNotFit(
                 f"no context of {options.n_ctx} tokens could be made ({reason}); lower --ctx-size"
             )
@@ -288,7 +288,7 @@ class Context:
             raise DoesNotFit(
                 f"no room for {n} more tokens in the KV cache of {self.n_ctx}; raise --ctx-size"
             )
-        reason = "; ".join(dict.fromkeys(log.take_errors())) or "no reason given"
+        reason = log.take_reason()
         if status == -1:
             raise BadRequest(f"libllama refuses the batch of {n} tokens ({reason})")
         raise DeviceFailed(f"decoding {n} tokens failed with status {status} ({reason})")
@@ -311,10 +311,6 @@ class Context:
     def copy_sequence(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
         """Let `target` share the cells of `source` at positions [start, end); -1: all."""
         self._lib.llama_memory_seq_cp(self._memory, source, target, start, end)
-
-    def last_position(self, sequence: int) -> int:
-        """The largest position held for `sequence`, -1 when it is empty."""
-        return int(self._lib.llama_memory_seq_pos_max(self._memory, sequence))
 
     def state(self, sequence: int, flags: int) -> bytes:
         size = self._lib.llama_state_seq_get_size_ext(self.handle, sequence, flags)

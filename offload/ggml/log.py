@@ -70,6 +70,11 @@ def stop_in_one_sentence(lib: Any) -> None:
     lib.ggml_set_abort_callback(address)
 
 
+def take_reason() -> str:
+    """Why the last call failed: its error lines as one, each once."""
+    return "; ".join(dict.fromkeys(take_errors())) or "no reason given"
+
+
 def take_errors() -> list[str]:
     """The error lines since the last call, oldest first, without the function that logged them."""
     lines = [line.split(": ", 1)[-1] for line in _errors]

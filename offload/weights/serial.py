@@ -15,7 +15,8 @@ from offload.ggml import tensor
 from offload.ggml.arena import Arena, DeviceMemory
 from offload.ggml.graph import Cut, CutList
 from offload.ggml.lib import library
-from offload.ggml.pydevice import FAILED, Backend
+from offload.ggml.pydevice import Backend
+from offload.ggml.router import ids_like, read_router
 from offload.weights.copy import Copier, Transfer
 from offload.weights.counters import StreamCounters
 
@@ -69,7 +70,9 @@ class SerialStream:
             slots = self._arena(cut.weight, 1, size).slots(0, 1)
             self._copy(slots, 0, weight.data, size)
             return self._run_patched(cut_list, cut, slots, None)
-        used, remapped = read_ids(cut.ids, self._backend.inner)
+        raw = read_router(cut.ids, self._backend.inner)
+        used, inverse = np.unique(raw, return_inverse=True)
+        remapped = np.ascontiguousarray(inverse.reshape(raw.shape), np.int32)
         arena = self._arena(cut.weight, int(weight.ne[2]), int(weight.nb[2]))
         slots = arena.slots(0, len(used))
         for slot, expert in enumerate(used):
@@ -108,7 +111,7 @@ class SerialStream:
             size_bytes = max(1 << 16, 2 * remapped.nbytes)
             self._ids_memory = DeviceMemory(self._buft, size_bytes, "expert ids")
         assert self._ids_memory.buffer is not None
-        view = ids_like(ids, remapped, self._ids_memory.buffer, self._ids_memory.base)
+        view = ids_like(ids, self._ids_memory.buffer, self._ids_memory.base)
         self._lib.ggml_backend_tensor_set(
             tensor.address_of(view), remapped.ctypes.data, 0, remapped.nbytes
         )
@@ -122,35 +125,8 @@ class SerialStream:
             status = self._run(cut_list, cut.index, cut.index + 1)
             # The slots are overwritten by the next cut: nothing may still be reading them.
             self._lib.ggml_backend_synchronize(self._backend.inner)
-        except BaseException:
-            status = FAILED
-            raise
         finally:
             tensor.set_source(cut.node, 0, cut.weight)
             if ids is not None:
                 tensor.set_source(cut.node, 2, cut.ids)
         return status
-
-
-def read_ids(ids: int, backend: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The distinct experts a router chose, and its choice as indices into them [n_tokens, n_used].
-
-    The backend must have finished computing the ids.
-    """
-    view = tensor.at(ids)
-    n_used, n_tokens, stride = int(view.ne[0]), int(view.ne[1]), int(view.nb[1]) // 4
-    raw = np.empty((n_tokens, stride), np.int32)
-    size = ((n_tokens - 1) * stride + n_used) * 4
-    library().ggml_backend_tensor_get(ids, raw.ctypes.data, 0, size)
-    used, inverse = np.unique(raw[:, :n_used], return_inverse=True)
-    return used, np.ascontiguousarray(inverse.reshape(n_tokens, n_used).astype(np.int32))
-
-
-def ids_like(ids: int, values: NDArray[np.int32], buffer: int, data: int) -> Any:
-    """A tensor like the router's, contiguous, for `values` that lie at `data`."""
-    made = tensor.copy_of(ids)
-    made.buffer, made.data = buffer, data
-    made.nb[0], made.nb[1] = 4, values.strides[0]
-    made.nb[2] = made.nb[3] = values.nbytes
-    made.view_src, made.view_offs, made.extra = None, 0, None
-    return made

@@ -30,6 +30,7 @@ from offload.ggml.arena import Arena, DeviceMemory
 from offload.ggml.graph import Cut, CutList
 from offload.ggml.lib import library
 from offload.ggml.pydevice import Backend
+from offload.ggml.router import ids_like, read_router
 from offload.plan import ArenaPlan, Shape
 from offload.trace import COMPUTE, NO_TRACE, Trace
 from offload.weights.coalesce import Span, coalesce
@@ -309,7 +310,7 @@ class ScheduledStream:
     def _read_router(self, run: _Run, step: Step) -> None:
         """Read the ids that a layer's router chose, and tell the schedule what its cuts need."""
         start_s = time.perf_counter()
-        raw = read_router(step.cut.ids, self._backend.inner, step.n_used, step.n_tokens)
+        raw = read_router(step.cut.ids, self._backend.inner)
         ids = raw.ravel().tolist()
         experts = sorted(set(ids))
         run.chosen[step.cut.ids] = ids, experts
@@ -327,23 +328,15 @@ class ScheduledStream:
     def _upload(self, run: _Run, step: Step, ids: NDArray[np.int32]) -> Any:
         view = step.ids_view
         if view is None:
-            view = step.ids_view = self._ids_like(step)
+            memory = self._ids_memory
+            assert memory is not None
+            assert memory.buffer is not None
+            at = memory.base + step.ids_offset
+            view = step.ids_view = ids_like(step.cut.ids, memory.buffer, at)
         run.kept.append(ids)  # an asynchronous copy may read it until the graph is complete
         self._lib.ggml_backend_tensor_set_async(
             self._backend.inner, tensor.address_of(view), ids.ctypes.data, 0, ids.nbytes
         )
-        return view
-
-    def _ids_like(self, step: Step) -> Any:
-        """A tensor like the router's, contiguous, at the step's place in our memory for ids."""
-        memory = self._ids_memory
-        assert memory is not None
-        assert memory.buffer is not None
-        view = tensor.copy_of(step.cut.ids)
-        view.buffer, view.data = memory.buffer, memory.base + step.ids_offset
-        view.nb[0], view.nb[1] = 4, 4 * step.n_used
-        view.nb[2] = view.nb[3] = 4 * step.n_used * step.n_tokens
-        view.view_src, view.view_offs, view.extra = None, 0, None
         return view
 
     # -- what stays the same between graphs --------------------------------------------------------
@@ -415,14 +408,3 @@ class ScheduledStream:
                 self._ids_memory.close()
                 self._steps.clear()  # their views point into what is gone
             self._ids_memory = DeviceMemory(self._buft, max(offset, 1 << 20), "expert ids")
-
-
-def read_router(ids: int, backend: int, n_used: int, n_tokens: int) -> NDArray[np.int32]:
-    """A router's choice [n_tokens, n_used], read back from the device; waits for it."""
-    lib = library()
-    stride = int(tensor.at(ids).nb[1]) // 4
-    raw = np.empty((n_tokens, stride), np.int32)
-    size = ((n_tokens - 1) * stride + n_used) * 4
-    lib.ggml_backend_tensor_get_async(backend, ids, raw.ctypes.data, 0, size)
-    lib.ggml_backend_synchronize(backend)
-    return raw[:, :n_used]
