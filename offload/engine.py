@@ -1,8 +1,7 @@
-"""The engine: a model, its KV cache, and the sequences in it.
+"""The engine: a model file opened on a device, its KV cache, and the sequences in it.
 
-`extend` feeds tokens and returns logits; `rewind` forgets. We call `llama_decode`; during it the
-library calls back into `StreamingDevice` on this thread, several times per token. What a callback
-raises comes out of `extend`.
+We call `llama_decode`; during it the library calls back into `StreamingDevice` on this thread,
+several times per token. What a callback raises comes out of `extend`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.device import DeviceChoice, MinBatch, StreamingDevice, choose_device
-from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.callback import Pending
 from offload.ggml.hostbuffer import HostBufferType
-from offload.ggml.llama import PARTIAL_STATE, Context, ContextOptions, Model, ModelPlacement
+from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.log import opening
 from offload.ggml.threadpool import has_openmp
 from offload.mla import Crossover
@@ -29,11 +27,11 @@ from offload.numa_plan import NumaPlan
 from offload.placing import NOT_OURS, ArenaPlacer
 from offload.plan import Plan
 from offload.reserve import context_bytes
+from offload.sequences import Sequences
 from offload.sim import parse_sim
 from offload.streaming import StreamingOptions, plan_streaming, stream_maker
 from offload.text import TextStream
 from offload.threads import PinnedThreads
-from offload.tree import Tree
 from offload.weights.counters import StreamCounters
 from offload.weights.memory import AnonymousMemory
 from offload.weights.store import Store, StoreOptions
@@ -57,6 +55,8 @@ class EngineOptions:
     n_sequences: int = 1
     n_outputs: int = 64
     n_tree_leaves: int = 0  # leaves that a drafted tree may have (extend_tree)
+    n_rs_seq: int = 0  # tokens that a recurrent memory rolls back by snapshots, where it can
+    device_checkpoints: bool = True  # off: through host memory, as other engines do
     n_threads: int = 1
     n_threads_batch: int = 1
     flash_attn: str = "auto"
@@ -64,15 +64,7 @@ class EngineOptions:
     mla_crossover: Crossover = "heads"  # tokens up to which MLA's value product is matrix-vector
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """The state of a sequence at `length` tokens, for memories that cannot be cut (E01)."""
-
-    length: int
-    state: bytes
-
-
-class Engine:
+class Engine(Sequences):
     """Opens a model file and evaluates tokens. Close it, or use it with `with`."""
 
     def __init__(
@@ -106,11 +98,17 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        self.n_vocab = self._model.n_vocab
-        self.n_ctx = self._context.n_ctx
-        self.can_rewind = not self._model.is_recurrent
-        self._lengths = [0] * options.n_sequences
-        self._tree: Tree | None = None  # between extend_tree and keep_path
+        super().__init__(
+            self._context,
+            self._decode_batch,
+            architecture=self.facts.architecture,
+            is_recurrent=self._model.is_recurrent,
+            n_sequences=options.n_sequences,
+            n_batch=options.n_batch,
+            n_outputs=options.n_outputs,
+            n_tree_leaves=options.n_tree_leaves,
+            device_checkpoints=options.device_checkpoints,
+        )
 
     # -- opening and closing --------------------------------------------------------------------
 
@@ -122,7 +120,7 @@ class Engine:
             return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
         o = self.options
         n_ctx = o.n_ctx or self.facts.number("context_length", 4096)
-        wanted = context_bytes(self.facts, n_ctx, o.n_ubatch)
+        wanted = context_bytes(self.facts, n_ctx, o.n_ubatch, o.n_rs_seq)
         self.plan = plan_streaming(self.facts, self.choice, o.streaming, o.stream_experts, wanted)
         self.host = self._host_buffers()
         self.device = StreamingDevice(
@@ -185,6 +183,7 @@ class Engine:
             n_ubatch=o.n_ubatch,
             n_sequences=o.n_sequences + o.n_tree_leaves,
             n_outputs=o.n_outputs,
+            n_rs_seq=o.n_rs_seq,
             n_threads=o.n_threads,
             n_threads_batch=o.n_threads_batch,
             flash_attn=o.flash_attn,
@@ -219,132 +218,7 @@ class Engine:
     ) -> None:
         self.close()
 
-    # -- sequences -------------------------------------------------------------------------------
-
-    def length(self, sequence: int = 0) -> int:
-        """How many tokens the sequence holds."""
-        return self._lengths[self._known(sequence)]
-
-    def extend(
-        self, sequence: int, tokens: Sequence[int], n_logits: int | None = None
-    ) -> NDArray[np.float32]:
-        """Append tokens; logits [n_logits, n_vocab] after each of the last `n_logits` of them.
-
-        `n_logits` defaults to all. The array is the caller's. After an error the sequence holds
-        what it held before, or nothing if the model is recurrent.
-        Raises BadRequest, DoesNotFit, DeviceFailed.
-        """
-        start = self.length(sequence)
-        n_logits = len(tokens) if n_logits is None else n_logits
-        self._check(tokens, start, n_logits)
-        first_wanted = len(tokens) - n_logits
-        parts: list[NDArray[np.float32]] = []
-        done = 0
-        try:
-            for end in self._chunk_ends(len(tokens), first_wanted):
-                chunk = tokens[done:end]
-                wanted = [i >= first_wanted for i in range(done, end)]
-                positions = range(start + done, start + end)
-                rows = self._decode(chunk, positions, [sequence] * len(chunk), wanted)
-                if len(rows):
-                    parts.append(rows)
-                done = end
-                self._lengths[sequence] = start + done
-        except BaseException:
-            self._undo(sequence, start)
-            raise
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty((0, self.n_vocab), np.float32)
-
-    def _chunk_ends(self, n_tokens: int, first_wanted: int) -> list[int]:
-        """Ends of the decodes: n_batch tokens at most, n_outputs wanted rows at most."""
-        ends, done = [], 0
-        while done < n_tokens:
-            end = min(done + max(self.options.n_batch, self.options.n_outputs), n_tokens)
-            if end - max(done, first_wanted) > self.options.n_outputs:
-                end = max(done, first_wanted) + self.options.n_outputs
-            ends.append(end)
-            done = end
-        return ends
-
-    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[NDArray[np.float32]]:
-        """Append tokens to several sequences in one decode; logits of all rows, per part."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        sequences: list[int] = []
-        starts = {}
-        for sequence, part in parts:
-            start = self.length(sequence)
-            if sequence in starts:
-                raise BadRequest(f"sequence {sequence} appears twice in one batch")
-            self._check(part, start, len(part))
-            starts[sequence] = start
-            tokens += part
-            positions += range(start, start + len(part))
-            sequences += [sequence] * len(part)
-        if len(tokens) > self.options.n_outputs:
-            raise DoesNotFit(
-                f"a batch of {len(tokens)} rows exceeds the largest verification batch of "
-                f"{self.options.n_outputs}; raise --draft-max's room or serve fewer sequences"
-            )
-        try:
-            rows = self._decode(tokens, positions, sequences, [True] * len(tokens))
-        except BaseException:
-            for sequence, start in starts.items():
-                self._undo(sequence, start)
-            raise
-        out, at = [], 0
-        for sequence, part in parts:
-            self._lengths[sequence] = starts[sequence] + len(part)
-            out.append(rows[at : at + len(part)])
-            at += len(part)
-        return out
-
-    def extend_tree(
-        self, sequence: int, tokens: Sequence[int], parents: Sequence[int]
-    ) -> NDArray[np.float32]:
-        """Evaluate a tree behind the sequence in one decode; logits [len(tokens), n_vocab].
-
-        `parents[i]` is an index in `tokens` before i, or -1. Row i sees the sequence and its own
-        ancestors only: each leaf has a sequence of its own, which its ancestors' cells share.
-        `keep_path` must follow. Raises BadRequest for trees that are not, DoesNotFit for too many
-        leaves or rows.
-        """
-        start = self.length(sequence)
-        if self._tree is not None:
-            raise BadRequest("a tree is being verified: keep_path must come first")
-        tree = Tree(tokens, parents, first_sequence=self.options.n_sequences)
-        if tree.n_leaves > self.options.n_tree_leaves or len(tokens) > self.options.n_outputs:
-            raise DoesNotFit(
-                f"a tree of {len(tokens)} tokens and {tree.n_leaves} leaves exceeds "
-                f"{self.options.n_outputs} rows or {self.options.n_tree_leaves} leaves"
-            )
-        self._check(tokens, start, len(tokens), n_positions=1 + max(tree.depths))
-        for leaf in tree.sequences:
-            self._context.copy_sequence(sequence, leaf)
-        positions = [start + depth for depth in tree.depths]
-        self._tree = tree
-        try:
-            return self._decode(tokens, positions, tree.rows, [True] * len(tokens))
-        except BaseException:
-            self.keep_path(sequence, ())
-            raise
-
-    def keep_path(self, sequence: int, path: Sequence[int]) -> None:
-        """After `extend_tree`: keep these nodes, root first, and drop all others."""
-        tree, self._tree = self._tree, None
-        if tree is None:
-            raise BadRequest("keep_path without extend_tree")
-        start = self.length(sequence)
-        leaf = tree.leaf_below(path)
-        if path:
-            self._context.copy_sequence(leaf, sequence, start, start + len(path))
-        for temporary in tree.sequences:
-            self._context.remove(temporary, -1)
-        self._lengths[sequence] = start + len(path)
-
-    def _decode(
+    def _decode_batch(
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
@@ -359,69 +233,6 @@ class Engine:
                 return self._context.decode(tokens, positions, sequences, wanted)
             finally:
                 self.device.decoding(False)
-
-    def rewind(self, sequence: int, length: int) -> None:
-        """Keep the first `length` tokens of the sequence.
-
-        Raises BadRequest for recurrent models unless nothing or everything goes.
-        """
-        held = self.length(sequence)
-        if not 0 <= length <= held:
-            raise BadRequest(f"cannot rewind sequence {sequence} from {held} to {length} tokens")
-        if length < held:
-            if not self._context.remove(sequence, length):
-                raise BadRequest(
-                    f"{self.facts.architecture} models are recurrent: {held} tokens cannot be cut "
-                    f"to {length}; use a checkpoint"
-                )
-            self._lengths[sequence] = length
-
-    def _undo(self, sequence: int, length: int) -> None:
-        """After a failed decode: back to `length`, or to nothing where the memory cannot be cut."""
-        if not self._context.remove(sequence, length):
-            self._context.remove(sequence, 0)
-            length = 0
-        self._lengths[sequence] = length
-
-    def checkpoint(self, sequence: int) -> Checkpoint:
-        """The state of the sequence now: its recurrent parts (E01, PARTIAL_ONLY)."""
-        return Checkpoint(self.length(sequence), self._context.state(sequence, PARTIAL_STATE))
-
-    def restore(self, sequence: int, checkpoint: object) -> None:
-        """Go back to a checkpoint of this sequence.
-
-        The attention cells of later tokens survive a partial restore, so they are removed (E05).
-        """
-        if not isinstance(checkpoint, Checkpoint):
-            raise BadRequest(f"not a checkpoint of this engine: {checkpoint!r}")
-        self._context.set_state(sequence, checkpoint.state, PARTIAL_STATE)
-        self._context.remove(sequence, checkpoint.length)
-        self._lengths[sequence] = checkpoint.length
-
-    def _known(self, sequence: int) -> int:
-        if not 0 <= sequence < self.options.n_sequences:
-            raise BadRequest(
-                f"sequence {sequence} does not exist; the engine has {self.options.n_sequences}"
-            )
-        return sequence
-
-    def _check(
-        self, tokens: Sequence[int], start: int, n_logits: int, n_positions: int | None = None
-    ) -> None:
-        if not len(tokens):
-            raise BadRequest("no tokens to evaluate: the prompt is empty")
-        if not 0 <= n_logits <= len(tokens):
-            raise BadRequest(f"{n_logits} rows of logits were asked of {len(tokens)} tokens")
-        needed = start + (len(tokens) if n_positions is None else n_positions)
-        if needed > self.n_ctx:
-            raise DoesNotFit(
-                f"{needed} tokens exceed the context of {self.n_ctx}; "
-                "shorten the prompt or raise --ctx-size"
-            )
-        low, high = min(tokens), max(tokens)
-        if low < 0 or high >= self.n_vocab:
-            bad = low if low < 0 else high
-            raise BadRequest(f"token {bad} is not in the vocabulary of {self.n_vocab}")
 
     # -- text ------------------------------------------------------------------------------------
 

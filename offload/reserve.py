@@ -33,6 +33,16 @@ def compute_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int) -> int:
     return n_ubatch * (row + scores) * _F32
 
 
-def context_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int) -> int:
+def recurrent_bytes(facts: ModelFacts, n_rs_seq: int) -> int:
+    """The recurrent state of one sequence in f32, its `n_rs_seq` snapshots and a checkpoint, as if
+    every layer had one."""
+    d_state, d_inner = facts.number("ssm.state_size"), facts.number("ssm.inner_size")
+    convolved = d_inner + 2 * facts.number("ssm.group_count") * d_state
+    width = d_state * d_inner + max(0, facts.number("ssm.conv_kernel") - 1) * convolved
+    return (2 + n_rs_seq) * facts.n_layers * width * _F32
+
+
+def context_bytes(facts: ModelFacts, n_ctx: int, n_ubatch: int, n_rs_seq: int = 0) -> int:
     """All of it for one model."""
-    return kv_bytes(facts, n_ctx) + compute_bytes(facts, n_ctx, n_ubatch)
+    state = recurrent_bytes(facts, n_rs_seq)
+    return kv_bytes(facts, n_ctx) + state + compute_bytes(facts, n_ctx, n_ubatch)

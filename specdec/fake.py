@@ -38,8 +38,8 @@ class FakeTarget:
 
     `agreement` below 1 makes that share of contexts keep the text of a fake with agreement 1 and
     the rest differ, as a draft does. `peak` is the probability of the chosen token. With
-    `recurrent` it refuses partial rewinds. Cells are kept as (position, token): a position that
-    is held twice, or left out, raises (E06).
+    `recurrent` it refuses partial rewinds, but for `n_rs_seq` tokens of the last decode. Cells
+    are kept as (position, token): a position that is held twice, or left out, raises (E06).
     """
 
     def __init__(
@@ -52,12 +52,15 @@ class FakeTarget:
         order: int = 3,
         peak: float = 0.7,
         recurrent: bool = False,
+        n_rs_seq: int = 0,
         logits_seed: int | None = None,
         n_batch: int | None = None,
     ) -> None:
         self.n_vocab = n_vocab
         self.n_ctx = n_ctx
         self.can_rewind = not recurrent
+        self.n_rs_seq = n_rs_seq
+        self._snapshots: dict[int, int] = {}
         self.calls: list[int] = []  # rows of each decode
         self._seed, self._order, self._peak = seed, order, peak
         self._agreement = agreement
@@ -133,6 +136,7 @@ class FakeTarget:
             cells.append((len(held), token))
             held.append(token)
             rows[i] = self.logits_after(held)
+        self._snapshots[sequence] = min(len(tokens) - 1, self.n_rs_seq)
         return rows
 
     def extend_batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[NDArray[np.float32]]:
@@ -145,7 +149,8 @@ class FakeTarget:
         held = self.length(sequence)
         if not 0 <= length <= held:
             raise ValueError(f"cannot rewind {held} tokens to {length}")
-        if not self.can_rewind and length not in (0, held):
+        snapshots = self._snapshots.pop(sequence, 0)
+        if not self.can_rewind and length not in (0, held) and held - length > snapshots:
             raise ValueError("a recurrent memory cannot be cut; use a checkpoint")
         del self._cells.setdefault(sequence, [])[length:]
 

@@ -41,6 +41,7 @@ POLICIES = (
     "bandit",
 )
 ACCEPTANCES = ("match", "reject")
+CHECKPOINTS = ("device", "host")
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,14 @@ OPTIONS: tuple[Option, ...] = (
         ("--draft-p-split",), needs=("tree",), least=0, most=1,
     ),
     Option("--spec-accept", "text", "match", "acceptance: " + ", ".join(ACCEPTANCES)),
+    Option(
+        "--spec-rs-snapshots", "int", 8,
+        "recurrent models: drafted tokens that roll back by snapshots (n_rs_seq)", least=0, most=63,
+    ),
+    Option(
+        "--spec-checkpoints", "text", "device",
+        "recurrent models: where checkpoints lie: " + ", ".join(CHECKPOINTS),
+    ),
     *_sizes("ngram-simple", 12, 48),
     *_sizes("ngram-map-k", 12, 48),
     Option(
@@ -271,6 +280,8 @@ def resolve(
     values: dict[str, Value | None] = {o.flag: given.get(o.flag, o.default) for o in OPTIONS}
     if values["--spec-accept"] not in ACCEPTANCES:
         raise BadOption(f"--spec-accept must be one of {', '.join(ACCEPTANCES)}")
+    if values["--spec-checkpoints"] not in CHECKPOINTS:
+        raise BadOption(f"--spec-checkpoints must be one of {', '.join(CHECKPOINTS)}")
     active = {f"spec:{d}" for d in drafters} | {f"policy:{policy}"}
     if values["--spec-tree"] is True:
         active.add("tree")

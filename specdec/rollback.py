@@ -1,8 +1,9 @@
 """Taking back what verification appended and acceptance refused.
 
-Where the memory can be cut, that is one rewind. Recurrent and hybrid memory cannot: a checkpoint
-is taken before verification, restored on partial acceptance, and the accepted prefix replayed
-without asking for logits, so that it is never verified twice (E01, E05; MECHANISMS 8.2).
+Where the memory can be cut, that is one rewind; so it is for a recurrent one with snapshots of the
+last tokens. Other recurrent and hybrid memory cannot: a checkpoint is taken before verification,
+restored on partial acceptance, and the accepted prefix replayed without asking for logits, so that
+it is never verified twice (E01, E05; MECHANISMS 8.2).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Rollback:
         self._target = target
         self._sequence = sequence
         self._length = target.length(sequence)
-        needs_checkpoint = n_drafted > 0 and not target.can_rewind
+        needs_checkpoint = not target.can_rewind and n_drafted > target.n_rs_seq
         self._checkpoint = target.checkpoint(sequence) if needs_checkpoint else None
 
     def keep(self, fed: Sequence[int], n: int) -> None:
@@ -37,10 +38,15 @@ class Rollback:
             target.extend(sequence, fed[:n], 0)
 
     def undo(self) -> None:
-        """Back to where it began, as far as the memory allows; used when a round fails."""
-        if self._target.length(self._sequence) <= self._length:
+        """Back to where it began; used when a round fails.
+
+        A recurrent memory without a checkpoint keeps the first token fed, which was the last of
+        the history: what it holds is history all the same.
+        """
+        target, sequence = self._target, self._sequence
+        if target.length(sequence) <= self._length:
             return
         if self._checkpoint is not None:
-            self._target.restore(self._sequence, self._checkpoint)
-        elif self._target.can_rewind:
-            self._target.rewind(self._sequence, self._length)
+            target.restore(sequence, self._checkpoint)
+        else:
+            target.rewind(sequence, self._length + (0 if target.can_rewind else 1))

@@ -32,6 +32,12 @@ class Target(Protocol):
         """False for recurrent and hybrid memory: no partial removal, use checkpoints (E01)."""
         ...
 
+    @property
+    def n_rs_seq(self) -> int:
+        """Drafted tokens that `rewind` takes off a recurrent memory right after they were
+        verified, from snapshots the decode left (llama.cpp's name); 0: checkpoints only."""
+        ...
+
     def length(self, sequence: int) -> int: ...
 
     def extend(

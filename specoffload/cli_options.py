@@ -106,6 +106,14 @@ def _flags(
         int | None,
         typer.Option("--ctx-size", "-c", help="Context in tokens; 0: the model's. [default: 4096]"),
     ] = None,
+    ctx_checkpoints: Annotated[
+        int,
+        typer.Option(
+            "--ctx-checkpoints",
+            "-ctxcp",
+            help="Prompts of a conversation that a recurrent model can go back to.",
+        ),
+    ] = 32,
     threads: Annotated[
         int | None, typer.Option("--threads", "-t", help="CPU threads of a decode.")
     ] = None,

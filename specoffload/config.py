@@ -55,6 +55,7 @@ class Options:
     trace: Path | None = None
     mla_crossover: str | None = None
     mmap: bool = False
+    ctx_checkpoints: int = 32
     numa: str = "auto"
     numa_node: int | None = None
 
@@ -80,6 +81,7 @@ class Config:
     mla_crossover: Crossover
     mmap: bool
     stream_experts: bool
+    ctx_checkpoints: int
     reasons: tuple[str, ...]
     numa: NumaPlan | None = None  # specoffload.numa_choice fills it in; None: nothing is pinned
 
@@ -215,6 +217,8 @@ def resolve(options: Options) -> Config:
     if options.ctx_size is not None and options.ctx_size < 0:
         raise UsageError(f"--ctx-size {options.ctx_size}: must be 0 (the model's) or more")
     _check_numa(options)
+    if options.ctx_checkpoints < 0:
+        raise UsageError(f"--ctx-checkpoints {options.ctx_checkpoints}: must be 0 or more")
     spec = _speculation(options, has_draft=draft is not None)
     return Config(
         model=model,
@@ -234,5 +238,6 @@ def resolve(options: Options) -> Config:
         mla_crossover=parse_crossover(options.mla_crossover),
         mmap=options.mmap,
         stream_experts=True,
+        ctx_checkpoints=options.ctx_checkpoints,
         reasons=tuple(reasons),
     )

@@ -99,4 +99,6 @@ def spec_lines(stats: GenerationStats) -> list[str]:
         f"{stats.n_draft_steps} draft steps in {stats.draft_s:.3f} s, {stats.n_rounds} "
         f"verifications in {stats.verify_s:.3f} s, rollbacks in {stats.rollback_s:.3f} s"
     )
+    if stats.n_checkpoints:
+        lines.append(f"{stats.n_checkpoints} checkpoints, {stats.n_restores} restored")
     return lines + [f"{rounds} rounds: {why}" for why, rounds in stats.decisions]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
@@ -32,6 +32,7 @@ from specoffload.generation import (
     ModelCard,
     Piece,
 )
+from specoffload.prompt_cache import PromptCache
 from specoffload.speculation import TREE_DRAFT_LEAVES, TREE_LEAVES, Speculation
 from specoffload.stopping import StopScanner
 from specoffload.vocabulary import check_same_vocabulary
@@ -61,7 +62,7 @@ class Session:
         except BaseException:
             self._closing.close()
             raise
-        self._held: list[int] = []  # tokens in the target's sequence
+        self._cache = PromptCache(self.target, SEQUENCE, config.ctx_checkpoints)
 
     def _open(self, config: Config, on_progress: Callable[[float], None] | None) -> Engine:
         options = EngineOptions(
@@ -72,6 +73,8 @@ class Session:
             n_ubatch=config.ubatch_size,
             n_outputs=max(1 + config.spec.longest, 64),
             n_tree_leaves=TREE_LEAVES if config.spec.options.tree else 0,
+            n_rs_seq=config.spec.n_rs_seq(config.ubatch_size),
+            device_checkpoints=config.spec.device_checkpoints,
             n_threads=config.threads,
             n_threads_batch=config.threads_batch,
             flash_attn=config.flash_attn,
@@ -100,6 +103,7 @@ class Session:
             wrapped=False,
             stream_experts=False,
             n_ctx=self.target.n_ctx,
+            n_rs_seq=0,  # it decodes token by token, which leaves no snapshots
             # Threads typed for the draft alone are taken as they are, unpinned.
             numa=None
             if config.numa is None or "n_threads" in config.spec.draft_options
@@ -187,11 +191,30 @@ class Session:
         else:
             lines.append("draft: none")
         lines += self.speculation.notes
+        lines += self._memory_notes()
         declined = self.target.device.declined if self.target.device is not None else {}
         lines += [f"left to the CPU: {why}" for why in declined]
         lines += self.target.device.mla.notes if self.target.device is not None else []
         lines += self.target.numa_notes
         return (*lines, *self._chosen, *self.config.reasons)
+
+    def _memory_notes(self) -> tuple[str, ...]:
+        target, spec = self.target, self.config.spec
+        typed = spec.options.given & {"--spec-rs-snapshots", "--spec-checkpoints"}
+        if target.can_rewind:
+            return tuple(f"{flag} has no effect: this model's memory can be cut" for flag in typed)
+        if not self.speculation.is_on:
+            return ()
+        where = "on the device" if spec.device_checkpoints else "in host memory"
+        if target.n_rs_seq:
+            return (
+                f"recurrent memory: drafts of up to {target.n_rs_seq} tokens are taken back by "
+                f"snapshots (--spec-rs-snapshots), longer ones by checkpoints {where}",
+            )
+        return (
+            f"recurrent memory: rejected drafts are taken back by checkpoints {where}; the library "
+            f"has no snapshots for {target.facts.architecture}",
+        )
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return self.target.tokenize(text, add_special=add_special, parse_special=parse_special)
@@ -242,14 +265,19 @@ class Session:
     ) -> Iterator[Piece]:
         text = self.target.text_stream()
         stops = StopScanner(options.stop)
-        tally = _Tally(len(tokens), self.streamed_bytes())
+        tally = _Tally(self._counts())
         finish: FinishReason = "length"
         with ExitStack() as closing:
             sampler = SamplerChain(self.target.model, _sampling(options))
             closing.callback(sampler.close)
-            self._reuse(tokens)
             history = list(tokens)
-            closing.callback(lambda: self._keep(history))
+            n_cached = self._cache.reuse(tokens)
+            closing.callback(lambda: self._cache.keep(history))
+            for end in self._prefill_ends(n_cached, len(tokens) - 1):
+                self.target.extend(SEQUENCE, tokens[self.target.length(SEQUENCE) : end], 0)
+                yield Piece("")  # here a client that has gone can end it
+            self._cache.mark()
+            tally.evaluated(len(tokens), n_cached)
             rounds = self._rounds(tokens, n_predict, options, sampler)
             for round_ in rounds:
                 tally.count(round_)
@@ -266,7 +294,7 @@ class Session:
                 if finish == "stop":
                     break
             rest = "" if stops.stopped else stops.feed(text.finish()) + stops.finish()
-            yield Piece(rest, (), finish, tally.stats(self.streamed_bytes()))
+            yield Piece(rest, (), finish, tally.stats(self._counts()))
 
     def _rounds(
         self, tokens: list[int], n_predict: int, options: GenerateOptions, sampler: SamplerChain
@@ -280,54 +308,58 @@ class Session:
             is_end=(lambda _: False) if options.ignore_eos else self.target.is_end,
         )
 
-    def _reuse(self, tokens: list[int]) -> None:
-        """Keep what the sequence shares with the new prompt, all but its last token at most."""
-        common = 0
-        for held, wanted in zip(self._held, tokens[:-1], strict=False):
-            if held != wanted:
-                break
-            common += 1
-        if not self.target.can_rewind and common < self.target.length(SEQUENCE):
-            common = 0
-        self.target.rewind(SEQUENCE, common)
+    def _prefill_ends(self, start: int, end: int) -> list[int]:
+        """Where the pieces of a prompt end; all are whole decodes but the last."""
+        n_batch = self.target.options.n_batch
+        return [min(at + n_batch, end) for at in range(start, end, n_batch)]
+
+    def _counts(self) -> _Counts:
+        rollbacks = self.target.rollbacks
+        return _Counts(self.streamed_bytes(), rollbacks.checkpoints, rollbacks.restores)
 
     def forget(self) -> None:
         """Drop what is cached of the conversation: the next prompt is evaluated whole."""
-        self.target.rewind(SEQUENCE, 0)
-        self._held.clear()
+        self._cache.forget()
 
-    def _keep(self, history: list[int]) -> None:
-        self._held = history[: self.target.length(SEQUENCE)]
+
+@dataclass(frozen=True)
+class _Counts:
+    """What the engine has counted since it was opened."""
+
+    streamed_bytes: int
+    checkpoints: int
+    restores: int
 
 
 class _Tally:
     """Adds rounds up to the statistics of a generation."""
 
-    def __init__(self, n_prompt_tokens: int, streamed_before: int) -> None:
-        self._n_prompt = n_prompt_tokens
-        self._streamed_before = streamed_before
-        self._start_s = time.perf_counter()
-        self._first_s: float | None = None
+    def __init__(self, before: _Counts) -> None:
+        self._before = before
+        self._n_prompt = self._n_cached = 0
+        self._start_s = self._first_s = time.perf_counter()
         self._spec = SpecStats()
+        self.count = self._spec.add
 
-    def count(self, round_: Round) -> None:
-        if self._first_s is None:
-            # The first round begins when the prompt has been evaluated.
-            self._first_s = time.perf_counter() - round_.draft_s - round_.verify_s
-        self._spec.add(round_)
+    def evaluated(self, n_prompt_tokens: int, n_cached_tokens: int) -> None:
+        """The prompt has been, but for its last token, which the first round decodes."""
+        self._n_prompt, self._n_cached = n_prompt_tokens, n_cached_tokens
+        self._first_s = time.perf_counter()
 
-    def stats(self, streamed_bytes: int) -> GenerationStats:
-        now = time.perf_counter()
-        first = now if self._first_s is None else self._first_s
+    def stats(self, after: _Counts) -> GenerationStats:
+        now, first, before = time.perf_counter(), self._first_s, self._before
         return GenerationStats(
             n_prompt_tokens=self._n_prompt,
+            n_cached_tokens=self._n_cached,
             n_tokens=self._spec.n_tokens,
             prefill_s=first - self._start_s,
             decode_s=now - first,
             n_rounds=self._spec.n_rounds,
             n_drafted=self._spec.n_drafted,
             n_accepted=self._spec.n_accepted,
-            streamed_bytes=streamed_bytes - self._streamed_before,
+            streamed_bytes=after.streamed_bytes - before.streamed_bytes,
+            n_checkpoints=after.checkpoints - before.checkpoints,
+            n_restores=after.restores - before.restores,
             n_draft_steps=self._spec.n_draft_steps,
             draft_s=self._spec.draft_s,
             verify_s=self._spec.verify_s,

@@ -55,6 +55,16 @@ class SpecConfig:
         typed = "--spec-draft-n-max" in self.options.given
         return self.options.integer("--spec-draft-n-max") if typed else 63
 
+    def n_rs_seq(self, n_ubatch: int) -> int:
+        """Snapshots of recurrent state; all of them must come out of one ubatch."""
+        if self.options.drafters == ("none",):
+            return 0
+        return min(self.options.integer("--spec-rs-snapshots"), self.longest, n_ubatch - 1)
+
+    @property
+    def device_checkpoints(self) -> bool:
+        return self.options.values["--spec-checkpoints"] == "device"
+
 
 def resolve_speculation(
     given: Mapping[str, Value],

@@ -168,6 +168,7 @@ SIGNATURES: dict[str, Signature] = {
     "llama_memory_seq_keep": _sig(None, P, I32),
     "llama_get_logits_ith": _sig(P, P, I32),
     "llama_synchronize": _sig(None, P),
+    "llama_n_rs_seq": _sig(U32, P),
     "llama_state_seq_get_size_ext": _sig(SIZE, P, I32, U32),
     "llama_state_seq_get_data_ext": _sig(SIZE, P, P, SIZE, I32, U32),
     "llama_state_seq_set_data_ext": _sig(SIZE, P, P, SIZE, I32, U32),

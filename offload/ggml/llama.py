@@ -20,6 +20,7 @@ LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 _ABORTED = 2
 PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts only
+ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they are
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ class ContextOptions:
     n_ubatch: int = 512
     n_sequences: int = 1
     n_outputs: int = 64  # rows of one decode whose logits may be asked for
+    n_rs_seq: int = 0  # snapshots of recurrent state; the library clamps it where it has none
     n_threads: int = 1
     n_threads_batch: int = 1
     flash_attn: str = "auto"
@@ -217,6 +219,7 @@ class Context:
         params.n_ctx, params.n_batch = options.n_ctx, options.n_batch
         params.n_ubatch, params.n_seq_max = options.n_ubatch, options.n_sequences
         params.n_outputs_max = params.n_outputs_max_per_seq = options.n_outputs
+        params.n_rs_seq = options.n_rs_seq
         params.n_threads, params.n_threads_batch = options.n_threads, options.n_threads_batch
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
         params.offload_kqv, params.kv_unified = options.offload_kqv, True
@@ -241,9 +244,13 @@ class Context:
             )
         self._memory = lib.llama_get_memory(self.handle)
         self.n_ctx = int(lib.llama_n_ctx(self.handle))
+        self.n_rs_seq = int(lib.llama_n_rs_seq(self.handle))
         self._batch = _Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
-        self._n_vocab = model.n_vocab
-        interrupt.watch(lib, self.handle)
+        self.n_vocab = model.n_vocab
+        # A decode that a signal aborts is redone, which recurrent memory does not allow: there
+        # signals wait for its end.
+        if not model.is_recurrent:
+            interrupt.watch(lib, self.handle)
 
     def close(self) -> None:
         handle, self.handle = self.handle, None
@@ -294,7 +301,7 @@ class Context:
         raise DeviceFailed(f"decoding {n} tokens failed with status {status} ({reason})")
 
     def _logits(self, rows: list[int]) -> NDArray[np.float32]:
-        out = np.empty((len(rows), self._n_vocab), np.float32)
+        out = np.empty((len(rows), self.n_vocab), np.float32)
         if not rows:
             return out
         # Wanted rows lie one after the other in the output buffer, in batch order.

@@ -117,6 +117,7 @@ class Timings(_Answer):
     predicted_per_second: float
     draft_n: int | None = None
     draft_n_accepted: int | None = None
+    speculation: dict[str, Any] | None = None  # ours: where the time of a round goes, and why
 
 
 class ChatMessage(_Answer):
@@ -187,7 +188,7 @@ def usage_of(stats: GenerationStats) -> Usage:
         prompt_tokens=stats.n_prompt_tokens,
         completion_tokens=stats.n_tokens,
         total_tokens=stats.n_prompt_tokens + stats.n_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=0),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=stats.n_cached_tokens),
     )
 
 
@@ -195,12 +196,13 @@ def timings_of(stats: GenerationStats) -> Timings:
     def ratio(a: float, b: float) -> float:
         return a / b if b > 0 else 0.0
 
+    n_evaluated = stats.n_prompt_tokens - stats.n_cached_tokens
     timings = Timings(
-        cache_n=0,
-        prompt_n=stats.n_prompt_tokens,
+        cache_n=stats.n_cached_tokens,
+        prompt_n=n_evaluated,
         prompt_ms=1e3 * stats.prefill_s,
-        prompt_per_token_ms=ratio(1e3 * stats.prefill_s, stats.n_prompt_tokens),
-        prompt_per_second=ratio(stats.n_prompt_tokens, stats.prefill_s),
+        prompt_per_token_ms=ratio(1e3 * stats.prefill_s, n_evaluated),
+        prompt_per_second=ratio(n_evaluated, stats.prefill_s),
         predicted_n=stats.n_tokens,
         predicted_ms=1e3 * stats.decode_s,
         predicted_per_token_ms=ratio(1e3 * stats.decode_s, stats.n_tokens),
@@ -209,7 +211,27 @@ def timings_of(stats: GenerationStats) -> Timings:
     if stats.n_drafted:
         timings.draft_n = stats.n_drafted
         timings.draft_n_accepted = stats.n_accepted
+        timings.speculation = speculation_of(stats)
     return timings
+
+
+def speculation_of(stats: GenerationStats) -> dict[str, Any]:
+    """Milliseconds, tokens and rounds of an answer's drafts, for people who tune them."""
+    return {
+        "rounds": stats.n_rounds,
+        "tokens_per_round": stats.tokens_per_round,
+        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_per_position": list(stats.acceptance_per_position),
+        "draft_steps": stats.n_draft_steps,
+        "draft_ms": 1e3 * stats.draft_s,
+        "verify_ms": 1e3 * stats.verify_s,
+        "rollback_ms": 1e3 * stats.rollback_s,
+        "checkpoints": stats.n_checkpoints,
+        "restores": stats.n_restores,
+        "rounds_per_draft_length": {str(n): rounds for n, rounds in stats.draft_lengths},
+        "accepted_per_drafter": dict(stats.accepted_by_source),
+        "decisions": dict(stats.decisions),
+    }
 
 
 def error_body(problem: Problem) -> dict[str, Any]:

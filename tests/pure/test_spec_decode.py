@@ -71,6 +71,7 @@ def emitted(rounds: list[Round]) -> list[int]:
     block=st.integers(0, 9),
     n=st.integers(0, 40),
     recurrent=st.booleans(),
+    n_rs_seq=st.integers(0, 6),
     draft_recurrent=st.booleans(),
     n_ctx=st.integers(4, 60),
     draft_ctx=st.integers(2, 60),
@@ -81,12 +82,13 @@ def test_the_text_is_that_of_decoding_without_a_draft(
     block: int,
     n: int,
     recurrent: bool,
+    n_rs_seq: int,
     draft_recurrent: bool,
     n_ctx: int,
     draft_ctx: int,
     seed: int,
 ) -> None:
-    target = FakeTarget(n_vocab=16, seed=seed, recurrent=recurrent, n_ctx=n_ctx)
+    target = FakeTarget(n_vocab=16, seed=seed, recurrent=recurrent, n_rs_seq=n_rs_seq, n_ctx=n_ctx)
     draft = FakeTarget(
         n_vocab=16, seed=seed, agreement=agreement, recurrent=draft_recurrent, n_ctx=draft_ctx
     )
@@ -272,3 +274,45 @@ def test_a_prompt_that_does_not_fit_the_memory_is_refused() -> None:
                 is_end=never,
                 n_cached=n_cached,
             )
+
+
+def test_snapshots_spare_a_recurrent_target_checkpoints_and_replays() -> None:
+    def decodes(n_rs_seq: int, block: int) -> tuple[list[int], int]:
+        target = FakeTarget(seed=3, recurrent=True, n_rs_seq=n_rs_seq)
+        draft = FakeTarget(seed=3, agreement=0.6)
+        rounds = run(target, draft, [1, 2, 3], 40, block=block)
+        return emitted(rounds), len(target.calls)
+
+    text, n_replaying = decodes(0, 4)
+    same, n_decodes = decodes(4, 4)
+    assert text == same
+    assert n_decodes < n_replaying
+    # A draft longer than the snapshots reach takes its checkpoint all the same.
+    assert decodes(3, 4) == (text, n_replaying)
+
+
+@pytest.mark.parametrize("n_rs_seq", [0, 4])
+def test_a_round_that_fails_leaves_a_recurrent_target_with_history_only(n_rs_seq: int) -> None:
+    class Failing:
+        def choose(self, logits: object, history: object) -> int:
+            raise KeyboardInterrupt
+
+        def accepted(self, token: int) -> None:
+            raise AssertionError("nothing was chosen")
+
+    target = FakeTarget(recurrent=True, n_rs_seq=n_rs_seq)
+    prompt = [1, 2, 3]
+    rounds = decode(
+        target,
+        0,
+        prompt,
+        drafter=ModelDrafter(FakeTarget()),
+        policy=Fixed(4),
+        chooser=Failing(),
+        n_predict=9,
+        is_end=never,
+    )
+    with pytest.raises(KeyboardInterrupt):
+        next(rounds)
+    held = target.tokens(0)
+    assert held == prompt[: len(held)]

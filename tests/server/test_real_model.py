@@ -106,7 +106,13 @@ def test_the_draft_is_used_and_the_timings_say_so(program: Program) -> None:
     timings = answer.model_extra["timings"]
     assert 0 < timings["draft_n_accepted"] <= timings["draft_n"]
     assert timings["predicted_per_second"] > 0
-    assert timings["prompt_n"] == answer.usage.prompt_tokens > 0
+    n_cached = answer.usage.prompt_tokens_details.cached_tokens
+    assert timings["cache_n"] == n_cached
+    assert timings["prompt_n"] + n_cached == answer.usage.prompt_tokens > 0
+    speculation = timings["speculation"]
+    assert speculation["rounds"] * speculation["tokens_per_round"] == timings["predicted_n"]
+    assert speculation["verify_ms"] > 0
+    assert sum(speculation["accepted_per_drafter"].values()) == timings["draft_n_accepted"]
 
 
 def test_a_chat_is_answered_by_the_models_own_template(program: Program) -> None:

@@ -1,0 +1,305 @@
+"""Sequences of tokens in a context: extended, cut, branched, saved and restored.
+
+The context is libllama's; what is kept here is how long each sequence is and what of it can be
+dropped again. Recurrent and hybrid memories cannot be cut: they roll back by snapshots of the
+last decode (llama.cpp's n_rs_seq) or by checkpoints (MECHANISMS E01).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import BadRequest, DoesNotFit
+from offload.ggml.llama import ON_DEVICE, PARTIAL_STATE, Context
+from offload.tree import Tree
+
+Rows = NDArray[np.float32]
+# (tokens, positions, sequences of each row, whether its logits are wanted) -> logits
+Decode = Callable[
+    [Sequence[int], Sequence[int], Sequence[int] | Sequence[Sequence[int]], Sequence[bool]], Rows
+]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The recurrent state of a sequence at `length` tokens (E01).
+
+    On the device the library keeps one per sequence: `serial` tells whether this is still it.
+    Else `state` holds all of it, and `serial` is 0.
+    """
+
+    length: int
+    state: bytes
+    serial: int = 0
+
+
+@dataclass
+class RollbackCounters:
+    """How rejected tokens were taken back."""
+
+    rewinds: int = 0  # cells cut, or a snapshot of the last decode taken up
+    checkpoints: int = 0
+    restores: int = 0
+    checkpoint_bytes: int = 0  # that went through host memory
+
+
+class Sequences:
+    """`n_sequences` conversations in one context, and temporary ones for trees."""
+
+    def __init__(
+        self,
+        context: Context,
+        decode: Decode,
+        *,
+        architecture: str,
+        is_recurrent: bool,
+        n_sequences: int,
+        n_batch: int,
+        n_outputs: int,
+        n_tree_leaves: int,
+        device_checkpoints: bool,
+    ) -> None:
+        self._context, self._decode = context, decode
+        self._architecture = architecture
+        self._n_sequences, self._n_tree_leaves = n_sequences, n_tree_leaves
+        self._n_outputs = n_outputs
+        self._n_batch = max(n_batch, n_outputs)
+        self._device_checkpoints = device_checkpoints
+        self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx
+        self.can_rewind = not is_recurrent
+        self.n_rs_seq = context.n_rs_seq
+        self.rollbacks = RollbackCounters()
+        self._lengths = [0] * n_sequences
+        # Tokens at the end of a recurrent sequence whose snapshots the last decode wrote. The
+        # library would take up older ones unasked, and they are of another time.
+        self._snapshots = [0] * n_sequences
+        self._serials = [0] * n_sequences
+        self._tree: Tree | None = None  # between extend_tree and keep_path
+
+    def length(self, sequence: int = 0) -> int:
+        """How many tokens the sequence holds. Raises BadRequest for one that does not exist."""
+        if not 0 <= sequence < self._n_sequences:
+            raise BadRequest(
+                f"sequence {sequence} does not exist; the engine has {self._n_sequences}"
+            )
+        return self._lengths[sequence]
+
+    # -- extending -------------------------------------------------------------------------------
+
+    def extend(self, sequence: int, tokens: Sequence[int], n_logits: int | None = None) -> Rows:
+        """Append tokens; logits [n_logits, n_vocab] after each of the last `n_logits` of them.
+
+        `n_logits` defaults to all. The array is the caller's. After an error the sequence holds
+        what it held before, or nothing if the model is recurrent.
+        Raises BadRequest, DoesNotFit, DeviceFailed.
+        """
+        start = self.length(sequence)
+        n_logits = len(tokens) if n_logits is None else n_logits
+        self._check(tokens, start, n_logits)
+        first_wanted = len(tokens) - n_logits
+        parts: list[Rows] = []
+        done = 0
+        try:
+            for end in self._chunk_ends(len(tokens), first_wanted):
+                chunk = tokens[done:end]
+                wanted = [i >= first_wanted for i in range(done, end)]
+                positions = range(start + done, start + end)
+                rows = self._decode(chunk, positions, [sequence] * len(chunk), wanted)
+                if len(rows):
+                    parts.append(rows)
+                self._grown(sequence, start + end, end - done)
+                done = end
+        except BaseException:
+            self._undo(sequence, start)
+            raise
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty((0, self.n_vocab), np.float32)
+
+    def _chunk_ends(self, n_tokens: int, first_wanted: int) -> list[int]:
+        """Ends of the decodes: n_batch tokens at most, n_outputs wanted rows at most."""
+        ends, done = [], 0
+        while done < n_tokens:
+            end = min(done + self._n_batch, n_tokens)
+            if end - max(done, first_wanted) > self._n_outputs:
+                end = max(done, first_wanted) + self._n_outputs
+            ends.append(end)
+            done = end
+        return ends
+
+    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[Rows]:
+        """Append tokens to several sequences in one decode; logits of all rows, per part."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        starts = {}
+        for sequence, part in parts:
+            start = self.length(sequence)
+            if sequence in starts:
+                raise BadRequest(f"sequence {sequence} appears twice in one batch")
+            self._check(part, start, len(part))
+            starts[sequence] = start
+            tokens += part
+            positions += range(start, start + len(part))
+            sequences += [sequence] * len(part)
+        if len(tokens) > self._n_outputs:
+            raise DoesNotFit(
+                f"a batch of {len(tokens)} rows exceeds the largest verification batch of "
+                f"{self._n_outputs}; raise --draft-max's room or serve fewer sequences"
+            )
+        try:
+            rows = self._decode(tokens, positions, sequences, [True] * len(tokens))
+        except BaseException:
+            for sequence, start in starts.items():
+                self._undo(sequence, start)
+            raise
+        out, at = [], 0
+        for sequence, part in parts:
+            self._grown(sequence, starts[sequence] + len(part), len(part))
+            out.append(rows[at : at + len(part)])
+            at += len(part)
+        return out
+
+    def _grown(self, sequence: int, length: int, n_decoded: int) -> None:
+        self._lengths[sequence] = length
+        # The state before the first token of a decode is not among its snapshots.
+        self._snapshots[sequence] = min(n_decoded - 1, self.n_rs_seq)
+
+    def _check(
+        self, tokens: Sequence[int], start: int, n_logits: int, n_positions: int | None = None
+    ) -> None:
+        if not len(tokens):
+            raise BadRequest("no tokens to evaluate: the prompt is empty")
+        if not 0 <= n_logits <= len(tokens):
+            raise BadRequest(f"{n_logits} rows of logits were asked of {len(tokens)} tokens")
+        needed = start + (len(tokens) if n_positions is None else n_positions)
+        if needed > self.n_ctx:
+            raise DoesNotFit(
+                f"{needed} tokens exceed the context of {self.n_ctx}; "
+                "shorten the prompt or raise --ctx-size"
+            )
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.n_vocab:
+            bad = low if low < 0 else high
+            raise BadRequest(f"token {bad} is not in the vocabulary of {self.n_vocab}")
+
+    # -- trees -----------------------------------------------------------------------------------
+
+    def extend_tree(self, sequence: int, tokens: Sequence[int], parents: Sequence[int]) -> Rows:
+        """Evaluate a tree behind the sequence in one decode; logits [len(tokens), n_vocab].
+
+        `parents[i]` is an index in `tokens` before i, or -1. Row i sees the sequence and its own
+        ancestors only: each leaf has a sequence of its own, which its ancestors' cells share.
+        `keep_path` must follow. Raises BadRequest for trees that are not, DoesNotFit for too many
+        leaves or rows.
+        """
+        start = self.length(sequence)
+        if self._tree is not None:
+            raise BadRequest("a tree is being verified: keep_path must come first")
+        if not self.can_rewind:
+            raise BadRequest(f"{self._architecture} models are recurrent: they verify no trees")
+        tree = Tree(tokens, parents, first_sequence=self._n_sequences)
+        if tree.n_leaves > self._n_tree_leaves or len(tokens) > self._n_outputs:
+            raise DoesNotFit(
+                f"a tree of {len(tokens)} tokens and {tree.n_leaves} leaves exceeds "
+                f"{self._n_outputs} rows or {self._n_tree_leaves} leaves"
+            )
+        self._check(tokens, start, len(tokens), n_positions=1 + max(tree.depths))
+        for leaf in tree.sequences:
+            self._context.copy_sequence(sequence, leaf)
+        positions = [start + depth for depth in tree.depths]
+        self._tree = tree
+        try:
+            return self._decode(tokens, positions, tree.rows, [True] * len(tokens))
+        except BaseException:
+            self.keep_path(sequence, ())
+            raise
+
+    def keep_path(self, sequence: int, path: Sequence[int]) -> None:
+        """After `extend_tree`: keep these nodes, root first, and drop all others."""
+        tree, self._tree = self._tree, None
+        if tree is None:
+            raise BadRequest("keep_path without extend_tree")
+        start = self.length(sequence)
+        leaf = tree.leaf_below(path)
+        if path:
+            self._context.copy_sequence(leaf, sequence, start, start + len(path))
+        for temporary in tree.sequences:
+            self._context.remove(temporary, -1)
+        self._lengths[sequence] = start + len(path)
+
+    # -- going back ------------------------------------------------------------------------------
+
+    def can_drop(self, sequence: int, n_tokens: int) -> bool:
+        """Whether `rewind` can take the last `n_tokens` off the sequence as it is now."""
+        held = self.length(sequence)
+        return self.can_rewind or n_tokens in (0, held) or n_tokens <= self._snapshots[sequence]
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Keep the first `length` tokens of the sequence.
+
+        Raises BadRequest for recurrent models, unless `can_drop` says that it works.
+        """
+        held = self.length(sequence)
+        if not 0 <= length <= held:
+            raise BadRequest(f"cannot rewind sequence {sequence} from {held} to {length} tokens")
+        if length == held:
+            return
+        if not (self.can_drop(sequence, held - length) and self._context.remove(sequence, length)):
+            raise BadRequest(
+                f"{self._architecture} models are recurrent: {held} tokens cannot be cut to "
+                f"{length}, only to the last {self._snapshots[sequence]} less; use a checkpoint"
+            )
+        self._lengths[sequence] = length
+        # A snapshot that was taken up stands until the next decode; there is no second step back.
+        self._snapshots[sequence] = 0
+        self.rollbacks.rewinds += 1
+
+    def _undo(self, sequence: int, length: int) -> None:
+        """After a failed decode: back to `length`, or to nothing where the memory cannot be cut."""
+        if not (self.can_rewind and self._context.remove(sequence, length)):
+            self._context.remove(sequence, 0)
+            length = 0
+        self._lengths[sequence] = length
+        self._snapshots[sequence] = 0
+
+    def checkpoint(self, sequence: int, *, lasting: bool = False) -> Checkpoint:
+        """The state of the sequence now: its recurrent parts (E01, PARTIAL_ONLY).
+
+        Unless `lasting`, it stays on the device where that is switched on, and the next one of
+        this sequence invalidates it (LLAMA_STATE_SEQ_FLAGS_ON_DEVICE).
+        """
+        length = self.length(sequence)
+        self.rollbacks.checkpoints += 1
+        if self._device_checkpoints and not lasting and length:
+            self._serials[sequence] += 1
+            state = self._context.state(sequence, PARTIAL_STATE | ON_DEVICE)
+            return Checkpoint(length, state, self._serials[sequence])
+        state = self._context.state(sequence, PARTIAL_STATE)
+        self.rollbacks.checkpoint_bytes += len(state)
+        return Checkpoint(length, state)
+
+    def restore(self, sequence: int, checkpoint: object) -> None:
+        """Go back to a checkpoint of this sequence.
+
+        The attention cells of later tokens survive a partial restore, so they are removed (E05).
+        Raises BadRequest for one that a newer one has replaced.
+        """
+        if not isinstance(checkpoint, Checkpoint):
+            raise BadRequest(f"not a checkpoint of this engine: {checkpoint!r}")
+        self.length(sequence)
+        if checkpoint.serial not in (0, self._serials[sequence]):
+            raise BadRequest(
+                f"checkpoint {checkpoint.serial} of sequence {sequence} was replaced by "
+                f"{self._serials[sequence]}: the device keeps the newest only"
+            )
+        flags = PARTIAL_STATE | ON_DEVICE if checkpoint.serial else PARTIAL_STATE
+        self._context.set_state(sequence, checkpoint.state, flags)
+        self._context.remove(sequence, checkpoint.length)
+        self._lengths[sequence] = checkpoint.length
+        self._snapshots[sequence] = 0
+        self.rollbacks.restores += 1

@@ -1,0 +1,185 @@
+"""Recurrent and hybrid memory: snapshots, checkpoints on the device and off it, edited prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from offload.device import MinBatch
+from offload.engine import Engine, EngineOptions
+from offload.errors import BadRequest
+from offload.synth import write_preset
+from specdec.accept import Greedy
+from specdec.decode import decode
+from specdec.drafters.suffix import SuffixDrafter
+from specdec.policies.fixed import Fixed
+from specoffload.config import Options, resolve
+from specoffload.prompt_cache import PromptCache
+from specoffload.session import Session
+
+PROMPT = [(7 * i + 3) % 64 for i in range(20)]
+NEAR_TIE = 1e-3
+WITH_SNAPSHOTS, WITHOUT = "qwen35moe", "qwen3next"
+
+
+@pytest.fixture(scope="module", params=[WITH_SNAPSHOTS, WITHOUT])
+def hybrid(request: pytest.FixtureRequest, models: Path) -> Path:
+    return write_preset(request.param, models / f"hybrid-{request.param}.gguf", size="tiny", seed=3)
+
+
+@pytest.fixture(scope="module")
+def snapshots(models: Path) -> Iterator[Engine]:
+    path = write_preset(WITH_SNAPSHOTS, models / "snapshots.gguf", size="tiny", seed=4)
+    with Engine(path, EngineOptions(device="cpu", n_ctx=256, n_rs_seq=4)) as engine:
+        yield engine
+
+
+def options(device: str, **changes: object) -> EngineOptions:
+    return EngineOptions(device=device, n_ctx=256, min_batch=MinBatch(1, 1), **changes)  # type: ignore[arg-type]
+
+
+def fresh(engine: Engine, tokens: list[int]) -> NDArray[np.float32]:
+    engine.rewind(0, 0)
+    return engine.extend(0, tokens, 1)[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize("on_device", [True, False], ids=["on device", "in host memory"])
+def test_a_restored_checkpoint_gives_the_bits_of_a_fresh_evaluation(
+    hybrid: Path, device: str, on_device: bool
+) -> None:
+    with Engine(hybrid, options(device, device_checkpoints=on_device)) as engine:
+        wanted = fresh(engine, [*PROMPT, 5, 6, 7])
+        engine.rewind(0, 0)
+        engine.extend(0, PROMPT, 0)
+        checkpoint = engine.checkpoint(0)
+        for rejected in ([5, 6, 9, 9], [8], [5, 1]):
+            engine.extend(0, rejected)
+            engine.restore(0, checkpoint)
+            assert engine.length(0) == len(PROMPT)
+        engine.extend(0, [5, 6], 0)
+        assert np.array_equal(engine.extend(0, [7])[0], wanted)
+        counted = engine.rollbacks
+        assert (counted.checkpoints, counted.restores) == (1, 3)
+        assert (counted.checkpoint_bytes == 0) == on_device
+
+
+def test_a_replaced_checkpoint_on_the_device_is_refused(hybrid: Path) -> None:
+    with Engine(hybrid, options("cpu")) as engine:
+        engine.extend(0, PROMPT, 0)
+        lasting = engine.checkpoint(0, lasting=True)
+        first = engine.checkpoint(0)
+        engine.extend(0, [1], 0)
+        second = engine.checkpoint(0)
+        with pytest.raises(BadRequest, match="checkpoint 1 of sequence 0 was replaced by 2"):
+            engine.restore(0, first)
+        engine.restore(0, second)
+        engine.restore(0, lasting)
+        assert engine.length(0) == len(PROMPT)
+        assert np.array_equal(engine.extend(0, [5])[0], fresh(engine, [*PROMPT, 5]))
+
+
+@pytest.mark.parametrize("n_dropped", [1, 2, 3, 4])
+def test_snapshots_take_back_tokens_of_the_last_decode(snapshots: Engine, n_dropped: int) -> None:
+    assert snapshots.n_rs_seq == 4
+    draft = [5, 6, 7, 8, 9]
+    kept = draft[: len(draft) - n_dropped]
+    wanted = fresh(snapshots, [*PROMPT, *kept, 11])
+    snapshots.rewind(0, 0)
+    snapshots.extend(0, PROMPT, 0)
+    snapshots.extend(0, draft)
+    snapshots.rewind(0, len(PROMPT) + len(kept))
+    assert np.abs(snapshots.extend(0, [11])[0] - wanted).max() <= NEAR_TIE
+
+
+def test_snapshots_of_earlier_decodes_are_refused_though_the_library_takes_them(
+    snapshots: Engine,
+) -> None:
+    snapshots.rewind(0, 0)
+    snapshots.extend(0, [*PROMPT, 1, 2, 3, 4], 0)
+    snapshots.extend(0, [5])  # writes one state: those before it are of another time
+    assert not snapshots.can_drop(0, 1)
+    with pytest.raises(BadRequest, match="recurrent.*checkpoint"):
+        snapshots.rewind(0, len(PROMPT) + 3)
+    snapshots.extend(0, [6, 7, 8])
+    snapshots.rewind(0, len(PROMPT) + 6)
+    with pytest.raises(BadRequest, match="only to the last 0 less"):
+        snapshots.rewind(0, len(PROMPT) + 5)  # the second step back finds nothing
+    snapshots.extend(0, [9])
+
+
+def test_an_architecture_without_snapshots_says_so(models: Path) -> None:
+    path = write_preset(WITHOUT, models / "without.gguf", size="tiny", seed=4)
+    with Engine(path, EngineOptions(device="cpu", n_ctx=256, n_rs_seq=4)) as engine:
+        assert engine.n_rs_seq == 0
+
+
+@pytest.mark.parametrize("n_rs_seq", [0, 2, 8])
+def test_speculation_on_snapshots_writes_the_targets_own_text(models: Path, n_rs_seq: int) -> None:
+    path = write_preset(WITH_SNAPSHOTS, models / "spec.gguf", size="tiny", seed=3)
+    prompt = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 17, 33]
+    with Engine(path, EngineOptions(device="cpu", n_ctx=256, n_rs_seq=n_rs_seq)) as engine:
+        rejected, text = 0, []
+        for round_ in decode(
+            engine,
+            0,
+            prompt,
+            drafter=SuffixDrafter(min_match=1),
+            policy=Fixed(4),
+            chooser=Greedy(),
+            n_predict=24,
+            is_end=lambda _: False,
+        ):
+            rejected += round_.n_drafted - round_.n_accepted
+            text += round_.emitted
+        counted = engine.rollbacks
+        assert rejected > 0
+        assert (counted.checkpoints > 0) == (n_rs_seq < 4)
+        assert (counted.rewinds > 0) == (n_rs_seq >= 4)
+        engine.rewind(0, 0)
+        engine.extend(0, prompt[:-1], 0)
+        for last, token in zip([prompt[-1], *text], text, strict=False):
+            row = engine.extend(0, [last])[0]
+            assert row.max() - row[token] <= NEAR_TIE
+
+
+def test_an_edited_conversation_is_evaluated_from_the_last_prompt_it_shares(hybrid: Path) -> None:
+    with Engine(hybrid, options("cpu")) as engine:
+        cache = PromptCache(engine, 0, n_checkpoints=2)
+
+        def turn(prompt: list[int], answer: list[int]) -> int:
+            n_cached = cache.reuse(prompt)
+            assert n_cached == engine.length(0)
+            engine.extend(0, prompt[n_cached:-1], 0)
+            cache.mark()
+            engine.extend(0, [prompt[-1], *answer[:-1]], 0)
+            cache.keep([*prompt, *answer])
+            return n_cached
+
+        first, second = PROMPT, [*PROMPT, 40, 41, 1, 2, 3]
+        assert turn(first, [40, 41, 42]) == 0
+        assert turn([*first, 40, 41, 42, 1, 2, 3], [7, 8]) == len(first) + 2  # all that is held
+        # The answer was edited: back to the end of the first prompt.
+        assert turn(second, [9, 9]) == len(first) - 1
+        assert turn([*second, 9, 8, 8, 8], [1]) == len(second) + 1
+        # The second prompt has another beginning: nothing is left.
+        assert turn([63, *second], [1]) == 0
+        engine.extend(0, [1])
+        kept = engine.extend(0, [5])[0]
+        assert np.abs(kept - fresh(engine, [63, *second, 1, 5])).max() <= NEAR_TIE
+
+
+def test_a_session_says_how_drafts_are_taken_back(hybrid: Path) -> None:
+    spec: dict[str, object] = {"--spec-type": "suffix", "--spec-policy": "fixed"}
+    for more, words in (
+        ({}, "snapshots" if WITH_SNAPSHOTS in hybrid.name else "has no snapshots"),
+        ({"--spec-rs-snapshots": 0, "--spec-checkpoints": "host"}, "checkpoints in host memory"),
+    ):
+        given = {**spec, **more}
+        opened = Options(model=hybrid, device="cpu", ctx_size=256, threads=1, spec_given=given)  # type: ignore[arg-type]
+        with Session(resolve(opened)) as session:
+            assert any("recurrent memory" in note and words in note for note in session.notes)
