@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from specdec.types import Round
 
 _MAX_REASONS = 32
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 @dataclass(slots=True)
@@ -97,5 +99,4 @@ class SpecStats:
 
 def reason_kind(reason: str) -> str:
     """A reason without its numbers, so that equal kinds are counted together."""
-    words = ("#" if any(c.isdigit() for c in w) else w for w in reason.split())
-    return " ".join(words)
+    return _NUMBER.sub("#", reason)
