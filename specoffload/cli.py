@@ -47,11 +47,25 @@ def run(
     top_p: Annotated[float, typer.Option("--top-p")] = 0.95,
     min_p: Annotated[float, typer.Option("--min-p")] = 0.05,
     repeat_penalty: Annotated[float, typer.Option("--repeat-penalty")] = 1.0,
+    repeat_last_n: Annotated[
+        int, typer.Option("--repeat-last-n", min=-1, help="Tokens penalties look at; -1: all.")
+    ] = 64,
+    frequency_penalty: Annotated[float, typer.Option("--frequency-penalty")] = 0.0,
+    presence_penalty: Annotated[float, typer.Option("--presence-penalty")] = 0.0,
+    grammar: Annotated[
+        str | None, typer.Option("--grammar", help="GBNF that the answer must follow.")
+    ] = None,
+    grammar_file: Annotated[
+        Path | None, typer.Option("--grammar-file", help="File with that grammar.")
+    ] = None,
+    json_schema: Annotated[
+        str | None, typer.Option("--json-schema", "-j", help="JSON schema of the answer.")
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", "-s")] = None,
 ) -> None:
     """Continue a prompt: with the embedded pair, or with MODEL.gguf -p PROMPT."""
     from specoffload.generation import GenerateOptions
-    from specoffload.run import read_prompt, run_prompt, split_model_and_prompt
+    from specoffload.run import read_grammar, read_prompt, run_prompt, split_model_and_prompt
 
     model, words = split_model_and_prompt(model_or_prompt, prompt)
     options = GenerateOptions(
@@ -61,6 +75,11 @@ def run(
         top_p=top_p,
         min_p=min_p,
         repeat_penalty=repeat_penalty,
+        repeat_last_n=repeat_last_n,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        grammar=read_grammar(grammar, grammar_file),
+        json_schema=json_schema,
         seed=seed,
     )
     run_prompt(make_config(model), lambda: read_prompt(words, file), options)

@@ -20,6 +20,11 @@ class GenerateOptions:
     top_p: float = 0.95
     min_p: float = 0.05
     repeat_penalty: float = 1.0
+    repeat_last_n: int = 64  # tokens that the penalties look at; -1: all
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    grammar: str | None = None  # GBNF
+    json_schema: str | None = None  # JSON text; excludes a grammar
     seed: int | None = None
     ignore_eos: bool = False
 

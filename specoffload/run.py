@@ -45,6 +45,18 @@ def read_prompt(words: str | None, file: Path | None) -> str:
     return words
 
 
+def read_grammar(words: str | None, file: Path | None) -> str | None:
+    """The grammar's text, if any. Raises UsageError when it cannot be read."""
+    if words is not None and file is not None:
+        raise UsageError("--grammar and --grammar-file exclude each other")
+    if file is None:
+        return words or None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"--grammar-file {file}: cannot be read as UTF-8 text ({e})") from e
+
+
 def run_prompt(config: Config, prompt_text: Callable[[], str], options: GenerateOptions) -> None:
     """Open, generate, print. The model's errors come before the prompt's."""
     from offload.model import read_facts

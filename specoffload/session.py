@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DoesNotFit
-from offload.ggml.sampler import SamplerChain, SamplingOptions
+from offload.ggml.sampler import SamplerChain
 from offload.minbatch import choose, measure
 from offload.model import read_facts
 from offload.reserve import context_bytes
@@ -33,6 +33,7 @@ from specoffload.generation import (
     Piece,
 )
 from specoffload.prompt_cache import PromptCache
+from specoffload.sampling import sampling_of
 from specoffload.speculation import TREE_DRAFT_LEAVES, TREE_LEAVES, Speculation
 from specoffload.stopping import StopScanner
 from specoffload.vocabulary import check_same_vocabulary
@@ -268,7 +269,7 @@ class Session:
         tally = _Tally(self._counts())
         finish: FinishReason = "length"
         with ExitStack() as closing:
-            sampler = SamplerChain(self.target.model, _sampling(options))
+            sampler = SamplerChain(self.target.model, sampling_of(options))
             closing.callback(sampler.close)
             history = list(tokens)
             n_cached = self._cache.reuse(tokens)
@@ -369,14 +370,3 @@ class _Tally:
             accepted_by_source=tuple(sorted(self._spec.sources.items())),
             decisions=tuple(self._spec.reasons.most_common()),
         )
-
-
-def _sampling(options: GenerateOptions) -> SamplingOptions:
-    return SamplingOptions(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repeat_penalty=options.repeat_penalty,
-        seed=0xFFFFFFFF if options.seed is None else options.seed,
-    )

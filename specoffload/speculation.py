@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from offload.engine import Engine
+from offload.ggml.sampler import SamplerChain
 from specdec.accept import Acceptance
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.calibration import Calibration
@@ -26,7 +27,7 @@ from specdec.profile import CostProfile
 from specdec.profile_io import parse_batch_costs
 from specdec.reject import RejectionAcceptance, Sampler
 from specdec.tree import TreeDrafter, decode_tree
-from specdec.types import Chooser, Drafter, IsEnd, Policy, Round
+from specdec.types import Drafter, IsEnd, Policy, Round
 from specoffload.generation import GenerateOptions
 from specoffload.profile_store import key_of, load_stored, profile_path, store
 from specoffload.profiling import measure_quickly
@@ -158,7 +159,7 @@ class Speculation:
         self,
         sequence: int,
         prompt: Sequence[int],
-        chooser: Chooser,
+        chooser: SamplerChain,
         request: GenerateOptions,
         *,
         n_predict: int,
@@ -194,17 +195,13 @@ class Speculation:
             )
         return self._watched(found)
 
-    def _acceptance(self, chooser: Chooser, request: GenerateOptions) -> Acceptance | None:
+    def _acceptance(self, chooser: SamplerChain, request: GenerateOptions) -> Acceptance | None:
         options = self._config.options
         if not self.is_on:
             return None
         if options.values["--spec-accept"] == "reject":
-            if request.repeat_penalty != 1.0:
-                raise BadOption(
-                    "--spec-accept reject cannot name probabilities under repeat_penalty "
-                    f"{request.repeat_penalty}; use --spec-accept match"
-                )
-            return RejectionAcceptance(*self._sampling.begin(request))
+            self._sampling.begin(request)
+            return RejectionAcceptance(chooser, np.random.default_rng(request.seed))
         return build_acceptance(options, chooser, np.random.default_rng(request.seed))
 
     def _watched(self, rounds: Iterator[Round]) -> Iterator[Round]:
@@ -251,24 +248,15 @@ class Speculation:
 
 
 class _RequestSampling:
-    """The sampling of the request in hand, for rejection sampling: target and draft alike."""
+    """How the draft samples for the request in hand, for rejection sampling."""
 
     def __init__(self) -> None:
         self._sampler = Sampler(1.0)
 
-    def begin(self, request: GenerateOptions) -> tuple[Sampler, np.random.Generator]:
-        rng = np.random.default_rng(request.seed)
-        target = Sampler(
-            request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            min_p=request.min_p,
-            rng=rng,
-        )
+    def begin(self, request: GenerateOptions) -> None:
         # A greedy request accepts the argmax only; its drafts are sampled sharply all the same,
         # so that what the draft says of a token stays a probability.
         self._sampler = Sampler(request.temperature or 0.3)
-        return target, rng
 
     def draft_probabilities(
         self, logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]]

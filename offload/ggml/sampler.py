@@ -28,8 +28,15 @@ class SamplingOptions:
     min_p: float = 0.05
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     seed: int = 0xFFFFFFFF  # libllama draws one
-    grammar: str | None = None
+    grammar: str | None = None  # GBNF, from its rule root
+
+    @property
+    def has_penalties(self) -> bool:
+        penalties = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty)
+        return self.repeat_last_n != 0 and penalties != (1.0, 0.0, 0.0)
 
 
 class _TokenData(C.Structure):
@@ -45,85 +52,154 @@ class _TokenArray(C.Structure):
     ]
 
 
+_TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
+
+
 class SamplerChain:
-    """Chooses tokens for one sequence; `choose` is followed by `accepted` for what was kept."""
+    """Chooses tokens for one sequence; `choose` is followed by `accepted` for what was kept.
+
+    Penalties, then the grammar's mask, then what narrows (top-k, top-p, min-p, temperature), then
+    the draw: llama.cpp's order with the grammar first.
+    """
 
     def __init__(self, model: Model, options: SamplingOptions) -> None:
         """Raises BadRequest when the grammar does not parse."""
-        self._lib = lib = library()
+        self._lib = library()
         self._options = options
-        self._chain: int | None = lib.llama_sampler_chain_init(
-            lib.llama_sampler_chain_default_params()
-        )
+        self._owned: list[int] = []
+        self._penalties = self._grammar = self._narrow = self._draw = 0
         try:
             self._build(model, options)
         except BaseException:
             self.close()
             raise
-        self._row = np.zeros(
-            model.n_vocab, np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
-        )
+        self._row = np.zeros(model.n_vocab, _TOKEN)
+        self._one = np.zeros(1, _TOKEN)
         self._ids = np.arange(model.n_vocab, dtype=np.int32)
 
     def _build(self, model: Model, o: SamplingOptions) -> None:
         lib = self._lib
-        if o.grammar is not None:
-            grammar = self._grammar(model, o.grammar)
-            lib.llama_sampler_chain_add(self._chain, grammar)
-        if o.repeat_penalty != 1.0:
-            penalties = lib.llama_sampler_init_penalties(
-                model.n_vocab, o.repeat_last_n, o.repeat_penalty, 0.0, 0.0
+        if o.has_penalties:
+            self._penalties = self._own(
+                lib.llama_sampler_init_penalties(
+                    model.n_vocab,
+                    o.repeat_last_n,
+                    o.repeat_penalty,
+                    o.frequency_penalty,
+                    o.presence_penalty,
+                )
             )
-            lib.llama_sampler_chain_add(self._chain, penalties)
+        if o.grammar is not None:
+            grammar = lib.llama_sampler_init_grammar(model.vocab, o.grammar.encode(), b"root")
+            if not grammar:
+                raise BadRequest("the grammar does not parse; it needs a rule named root (GBNF)")
+            self._grammar = self._own(grammar)
         if o.temperature <= 0:
-            lib.llama_sampler_chain_add(self._chain, lib.llama_sampler_init_greedy())
             return
+        self._narrow = self._own(
+            lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        )
         for sampler in (
             lib.llama_sampler_init_top_k(o.top_k),
             lib.llama_sampler_init_top_p(o.top_p, 1),
             lib.llama_sampler_init_min_p(o.min_p, 1),
             lib.llama_sampler_init_temp(o.temperature),
-            lib.llama_sampler_init_dist(o.seed & 0xFFFFFFFF),
         ):
-            lib.llama_sampler_chain_add(self._chain, sampler)
+            lib.llama_sampler_chain_add(self._narrow, sampler)  # which owns it from now on
+        self._draw = self._own(lib.llama_sampler_init_dist(o.seed & 0xFFFFFFFF))
 
-    def _grammar(self, model: Model, text: str) -> int:
-        grammar: int | None = self._lib.llama_sampler_init_grammar(
-            model.vocab, text.encode(), b"root"
-        )
-        if not grammar:
-            raise BadRequest("the grammar does not parse; it needs a rule named root (GBNF)")
-        return grammar
+    def _own(self, sampler: int) -> int:
+        self._owned.append(sampler)
+        return sampler
 
     @property
     def is_plain_greedy(self) -> bool:
         """Whether `choose` is the argmax of the logits whatever came before."""
-        o = self._options
-        return o.temperature <= 0 and o.repeat_penalty == 1.0 and o.grammar is None
+        return not (self._draw or self._penalties or self._grammar)
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
         """The token this chain samples from logits [n_vocab]; the chain's state is unchanged
-        but for its random numbers. What came before it knows from `accepted`."""
+        but for its random numbers. What came before it knows from `accepted`.
+
+        Raises BadRequest when the grammar leaves no token.
+        """
         if self.is_plain_greedy:
             return int(np.argmax(logits))
-        row = self._row
-        row["id"], row["logit"], row["p"] = self._ids, logits, 0.0
-        array = _TokenArray(row.ctypes.data, len(row), -1, False)
-        self._lib.llama_sampler_apply(self._chain, C.addressof(array))
-        if array.selected < 0 or array.size == 0:
-            raise BadRequest("the sampler chain left no token to choose; relax the grammar")
+        array = self._penalised(logits)
+        if not self._draw:
+            return self._most_likely(array)
+        self._narrowed(array)
+        self._lib.llama_sampler_apply(self._draw, C.addressof(array))
         # A sampler may have pointed the array elsewhere, so read through it.
         return int(_TokenData.from_address(array.data + 12 * array.selected).id)
 
+    def probabilities(
+        self, logits: NDArray[np.float32], history: Sequence[int]
+    ) -> NDArray[np.float64]:
+        """What `choose` draws from, [n_vocab], summing to 1; a greedy chain is certain.
+
+        Raises BadRequest when the grammar leaves no token.
+        """
+        out = np.zeros(len(self._ids))
+        if not self._draw:
+            out[self.choose(logits, history)] = 1.0
+            return out
+        array = self._penalised(logits)
+        self._narrowed(array)
+        memory = (C.c_char * (_TOKEN.itemsize * array.size)).from_address(array.data)
+        left = np.frombuffer(memory, _TOKEN)
+        p = np.exp(left["logit"].astype(np.float64) - left["logit"].max())
+        out[left["id"]] = p / p.sum()
+        return out
+
+    def _penalised(self, logits: NDArray[np.float32]) -> _TokenArray:
+        row = self._row
+        row["id"], row["logit"], row["p"] = self._ids, logits, 0.0
+        array = _TokenArray(row.ctypes.data, len(row), -1, False)
+        if self._penalties:
+            self._lib.llama_sampler_apply(self._penalties, C.addressof(array))
+        return array
+
+    def _most_likely(self, array: _TokenArray) -> int:
+        """A mask does not change which of the allowed tokens is the greatest, so the greatest of
+        all is tried alone first: masking a large vocabulary takes milliseconds."""
+        best = int(self._row["logit"].argmax())
+        if not self._grammar:
+            return best
+        self._one[0] = self._row[best]
+        one = _TokenArray(self._one.ctypes.data, 1, -1, False)
+        self._lib.llama_sampler_apply(self._grammar, C.addressof(one))
+        if self._one[0]["logit"] == -np.inf:
+            self._masked(array)
+            best = int(self._row["logit"].argmax())
+        return best
+
+    def _narrowed(self, array: _TokenArray) -> None:
+        if self._grammar:
+            self._masked(array)
+        self._lib.llama_sampler_apply(self._narrow, C.addressof(array))
+
+    def _masked(self, array: _TokenArray) -> None:
+        self._lib.llama_sampler_apply(self._grammar, C.addressof(array))
+        # Accepting a token that the grammar refuses would abort the process.
+        if self._row["logit"].max() == -np.inf:
+            raise BadRequest(
+                "the grammar leaves no token of this model's vocabulary to go on with; relax it"
+            )
+
     def accepted(self, token: int) -> None:
         """Tell penalties and grammar which token was kept."""
-        if not self.is_plain_greedy:
-            self._lib.llama_sampler_accept(self._chain, token)
+        for sampler in (self._penalties, self._grammar):
+            if sampler:
+                self._lib.llama_sampler_accept(sampler, token)
 
     def reset(self) -> None:
-        self._lib.llama_sampler_reset(self._chain)
+        """Forget what was accepted, and start the random numbers anew."""
+        for sampler in self._owned:
+            self._lib.llama_sampler_reset(sampler)
 
     def close(self) -> None:
-        chain, self._chain = self._chain, None
-        if chain:
-            self._lib.llama_sampler_free(chain)
+        owned, self._owned = self._owned, []
+        self._penalties = self._grammar = self._narrow = self._draw = 0
+        for sampler in owned:
+            self._lib.llama_sampler_free(sampler)

@@ -7,6 +7,7 @@ refused by name unless it has the value that means "off" (REFUSED); an unknown o
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -48,12 +49,9 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "dry_multiplier": (0, 0.0),
     "dynatemp_range": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "grammar": ("",),
     "id_slot": (-1,),
-    "json_schema": ({},),
     "logit_bias": ({}, []),
     "logprobs": (False,),
     "lora": ([],),
@@ -63,11 +61,9 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "n_probs": (0,),
     "prediction": (),
-    "presence_penalty": (0, 0.0),
     "reasoning_effort": (),
     "reasoning_format": ("none",),
     "repetition_penalty": (1, 1.0),
-    "response_format": ({"type": "text"},),
     "return_progress": (False,),
     "samplers": (),
     "stop_token_ids": ([],),
@@ -82,6 +78,17 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "xtc_probability": (0, 0.0),
 }
 
+_PASSED_ON = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repeat_penalty",
+    "repeat_last_n",
+    "frequency_penalty",
+    "presence_penalty",
+    "ignore_eos",
+)
 _ROLES = ("system", "developer", "user", "assistant")
 _N_SEEDS = 2**32 - 1  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "random"
 
@@ -106,10 +113,9 @@ def generate_options(request: GenerationRequest, defaults: GenerateOptions) -> G
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options has no effect without stream: true")
     changes: dict[str, Any] = {
-        name: value
-        for name in ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "ignore_eos")
-        if (value := getattr(request, name)) is not None
+        name: value for name in _PASSED_ON if (value := getattr(request, name)) is not None
     }
+    changes |= _structure(request)
     if request.stop is not None:
         changes["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     if request.seed is not None and request.seed != -1:
@@ -118,6 +124,40 @@ def generate_options(request: GenerationRequest, defaults: GenerateOptions) -> G
     if n_predict is not None:
         changes["n_predict"] = None if n_predict == -1 else n_predict
     return replace(defaults, **changes)
+
+
+def _structure(request: GenerationRequest) -> dict[str, Any]:
+    """What the answer must look like: at most one of grammar, json_schema and response_format."""
+    found: dict[str, Any] = {}
+    if request.grammar:
+        found["grammar"] = ("grammar", request.grammar)
+    if request.json_schema:
+        found["json_schema"] = ("json_schema", json.dumps(request.json_schema))
+    schema = _schema_of(request.response_format or {"type": "text"})
+    if schema is not None:
+        found["response_format"] = ("json_schema", json.dumps(schema))
+    if len(found) > 1:
+        raise BadRequest(f"{' and '.join(found)} exclude each other: send one of them")
+    return dict(found.values())
+
+
+def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
+    """OpenAI's response_format, and llama-server's `schema` beside json_object."""
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        schema = response_format.get("schema", {"type": "object"})
+    elif kind == "json_schema":
+        named = response_format.get("json_schema")
+        schema = named.get("schema") if isinstance(named, dict) else None
+    else:
+        raise BadRequest(
+            f"response_format: type {kind!r} is not one of text, json_object, json_schema"
+        )
+    if not isinstance(schema, dict):
+        raise BadRequest("response_format: it needs json_schema.schema, a JSON object")
+    return schema
 
 
 def _n_predict(request: GenerationRequest) -> int | None:

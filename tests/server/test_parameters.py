@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -63,3 +64,38 @@ def test_a_parameter_nobody_knows_is_refused_by_its_name(name: str) -> None:
         return
     with pytest.raises(BadRequest, match=f"unknown parameter {name}"):
         _options(**{name: 1})
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json_schema": SCHEMA},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
+    ],
+)
+def test_every_way_to_send_a_schema_means_the_same(fields: dict[str, Any]) -> None:
+    got = _options(**fields)
+    assert got.json_schema is not None
+    assert json.loads(got.json_schema) == SCHEMA
+    assert got.grammar is None
+
+
+def test_penalties_and_grammar_reach_the_generator() -> None:
+    got = _options(
+        grammar='root ::= "a"', presence_penalty=0.5, frequency_penalty=-0.5, repeat_last_n=-1
+    )
+    assert got.grammar == 'root ::= "a"'
+    assert (got.presence_penalty, got.frequency_penalty, got.repeat_last_n) == (0.5, -0.5, -1)
+
+
+def test_an_empty_grammar_and_a_text_format_ask_for_nothing() -> None:
+    assert _options(grammar="", json_schema={}, response_format={"type": "text"}) == DEFAULTS

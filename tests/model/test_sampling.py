@@ -1,0 +1,191 @@
+"""Sampler chains of libllama: what they draw from, penalties, grammars, and drafts under them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from offload.errors import BadRequest
+from offload.ggml.sampler import SamplerChain, SamplingOptions
+from specdec.reject import Sampler
+from specoffload.config import Options, resolve
+from specoffload.generation import GenerateOptions, GenerationStats
+from specoffload.session import Session
+
+PROMPT = "def fibonacci(n):\n"
+ROW_SEED = 5
+FIXED: dict[str, object] = {"--spec-policy": "fixed", "--spec-draft-n-max": 4}
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "on": {"type": "boolean"}},
+        "required": ["n", "on"],
+    }
+)
+
+
+def opened(**spec: object) -> Session:
+    given = {**FIXED, **spec}
+    return Session(resolve(Options(device="cpu", threads=1, ctx_size=512, spec_given=given)))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def matching() -> Iterator[Session]:
+    with opened() as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def rejecting() -> Iterator[Session]:
+    with opened(**{"--spec-accept": "reject"}) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Session]:
+    with Session(resolve(Options(device="cpu", threads=1, ctx_size=512, spec=False))) as session:
+        yield session
+
+
+def row_of(session: Session) -> NDArray[np.float32]:
+    rng = np.random.default_rng(ROW_SEED)
+    return rng.normal(0, 2, session.target.n_vocab).astype(np.float32)
+
+
+def write(session: Session, **options: object) -> tuple[str, list[int], GenerationStats]:
+    session.forget()
+    pieces = list(session.generate(PROMPT, GenerateOptions(**options)))  # type: ignore[arg-type]
+    stats = pieces[-1].stats
+    assert stats is not None
+    return "".join(p.text for p in pieces), [t for p in pieces for t in p.tokens], stats
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(0.5, 40, 0.95, 0.05), (1.0, 0, 1.0, 0.0), (1.5, 7, 1.0, 0.0), (0.8, 0, 0.5, 0.0),
+     (1.0, 0, 1.0, 0.2), (0.0, 40, 0.95, 0.05)],
+)  # fmt: skip
+def test_a_chain_names_the_distribution_that_our_own_sampler_computes(
+    plain: Session, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    row = row_of(plain)
+    options = SamplingOptions(temperature, top_k, top_p, min_p, seed=1)
+    with closing(SamplerChain(plain.target.model, options)) as chain:
+        p = chain.probabilities(row, ())
+    ours = Sampler(temperature, top_k=top_k, top_p=top_p, min_p=min_p).probabilities(row)
+    assert p.sum() == pytest.approx(1.0)
+    assert np.abs(p - ours).max() < 1e-5
+
+
+def test_a_chain_draws_what_it_names(plain: Session) -> None:
+    row = row_of(plain)
+    options = SamplingOptions(1.0, 8, 1.0, 0.0, repeat_penalty=1.3, presence_penalty=0.4, seed=3)
+    n = 20_000
+    with closing(SamplerChain(plain.target.model, options)) as chain:
+        for token in np.argsort(-row)[:3].tolist() * 2:
+            chain.accepted(token)
+        p = chain.probabilities(row, ())
+        drawn = np.bincount([chain.choose(row, ()) for _ in range(n)], minlength=len(row))
+    assert (drawn[p == 0.0] == 0).all()
+    kept = p > 0
+    chi_square = float((((drawn - n * p) ** 2)[kept] / (n * p)[kept]).sum())
+    assert chi_square < 24.3  # 7 degrees of freedom, 0.1 %
+
+
+def test_penalties_lower_what_was_accepted_as_llama_cpp_does(plain: Session) -> None:
+    row = row_of(plain)
+    token = int(row.argmax())
+    options = SamplingOptions(
+        1.0, 0, 1.0, 0.0, repeat_penalty=1.5, frequency_penalty=0.25, presence_penalty=0.5
+    )
+    with closing(SamplerChain(plain.target.model, options)) as chain:
+        chain.accepted(token)
+        chain.accepted(token)
+        p = chain.probabilities(row, ())
+    changed = row.astype(np.float64)
+    changed[token] = changed[token] / 1.5 - 2 * 0.25 - 0.5
+    wanted = np.exp(changed - changed.max())
+    assert np.abs(p - wanted / wanted.sum()).max() < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["plain", "matching", "rejecting"])
+def test_a_grammar_holds_with_and_without_drafts(
+    request: pytest.FixtureRequest, name: str, temperature: float
+) -> None:
+    session = request.getfixturevalue(name)
+    text, _, stats = write(
+        session,
+        grammar='root ::= " " [a-z]+ " = " [0-9] [0-9]? "\\n"',
+        n_predict=60,
+        temperature=temperature,
+        seed=11,
+    )
+    # A model of bytes and words may go on with letters until its tokens are spent.
+    assert re.fullmatch(r" [a-z]+( = ?[0-9]{0,2}\n?)?", text)
+    assert (stats.n_drafted > 0) == (name != "plain")
+
+
+def test_a_grammar_that_ends_inside_a_draft_ends_the_answer_there(
+    plain: Session, matching: Session
+) -> None:
+    grammar = 'root ::= "    return n" "\\n"?'
+    wanted = write(plain, grammar=grammar, n_predict=60)
+    got = write(matching, grammar=grammar, n_predict=60)
+    assert got[:2] == wanted[:2]
+    assert got[0].rstrip("\n") == "    return n"
+    assert got[2].n_tokens < 60
+    assert got[2].n_drafted > 0
+
+
+@pytest.mark.parametrize("name", ["matching", "rejecting"])
+def test_a_json_schema_gives_json(request: pytest.FixtureRequest, name: str) -> None:
+    session = request.getfixturevalue(name)
+    text, _, _ = write(session, json_schema=SCHEMA, n_predict=300, temperature=0.7, seed=4)
+    answer = json.loads(text)
+    assert isinstance(answer["n"], int)
+    assert isinstance(answer["on"], bool)
+
+
+@pytest.mark.parametrize("options", [
+    {"repeat_penalty": 1.3},
+    {"frequency_penalty": 0.7, "repeat_last_n": -1},
+    {"presence_penalty": 1.0, "temperature": 0.8, "seed": 5},
+    {"temperature": 1.0, "top_k": 5, "seed": 9},
+])  # fmt: skip
+def test_penalties_and_a_seed_give_the_text_of_plain_decoding(
+    plain: Session, matching: Session, options: dict[str, object]
+) -> None:
+    wanted = write(plain, n_predict=24, **options)
+    got = write(matching, n_predict=24, **options)
+    assert got[1] == wanted[1]
+    assert got[2].n_drafted > 0
+
+
+def test_rejection_sampling_keeps_to_penalties(rejecting: Session, plain: Session) -> None:
+    greedy = {"n_predict": 24, "repeat_penalty": 1.3}
+    assert write(rejecting, **greedy)[1] == write(plain, **greedy)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"grammar": "root ::= ("}, "does not parse"),
+        ({"grammar": 'noroot ::= "a"'}, "does not parse"),
+        ({"json_schema": "{"}, "cannot be made a grammar"),
+        ({"json_schema": "[]"}, "no JSON object"),
+        ({"json_schema": '{"type": "nonsense"}'}, "cannot be made a grammar"),
+        ({"json_schema": "{}", "grammar": 'root ::= "a"'}, "exclude each other"),
+    ],
+)
+def test_bad_grammars_and_schemas_are_one_sentence(
+    plain: Session, options: dict[str, str], words: str
+) -> None:
+    with pytest.raises(BadRequest, match=words):
+        write(plain, n_predict=4, **options)
