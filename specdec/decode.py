@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from time import perf_counter
 
 from specdec.accept import Acceptance, MatchAcceptance, Verdict
-from specdec.errors import SpecDecError
 from specdec.rollback import Rollback
-from specdec.types import Chooser, Draft, Drafter, End, IsEnd, Policy, Round, Target
+from specdec.rounds import check_start, play_rounds
+from specdec.types import Chooser, Draft, Drafter, IsEnd, Policy, Round, Target
 
 
 def decode(
@@ -36,26 +36,11 @@ def decode(
     round. Raises SpecDecError for an empty prompt or a sequence of another length, before any
     round; what the target raises passes through with the round undone.
     """
-    _check(target, sequence, prompt, n_cached)
+    check_start(target, sequence, prompt, n_cached)
     accept = acceptance or MatchAcceptance(chooser)
     return _rounds(
         target, sequence, list(prompt), drafter, policy, accept, n_predict, is_end, n_cached
     )
-
-
-def _check(target: Target, sequence: int, prompt: Sequence[int], n_cached: int) -> None:
-    if not prompt:
-        raise SpecDecError("the prompt is empty: decoding starts from at least one token")
-    if not 0 <= n_cached < len(prompt):
-        raise SpecDecError(
-            f"{n_cached} of {len(prompt)} prompt tokens are cached; the last must be evaluated "
-            "anew, so rewind the target by one"
-        )
-    held = target.length(sequence)
-    if held != n_cached:
-        raise SpecDecError(
-            f"sequence {sequence} holds {held} tokens where {n_cached} are said to be cached"
-        )
 
 
 def _rounds(
@@ -73,29 +58,25 @@ def _rounds(
     if tail:
         target.extend(sequence, tail, 0)
     drafter.forget(sequence)
-    n_left = n_predict
-    end: End = ""
-    while not end and n_left > 0 and len(history) <= target.n_ctx:
-        # A round of m drafts feeds m + 1 tokens and may emit m + 1.
-        limit = max(0, min(n_left - 1, target.n_ctx - len(history), policy.n_max))
+
+    def play(limit: int) -> Round:
         began = perf_counter()
         draft = drafter.propose(sequence, history, policy, limit)
         drafted = perf_counter()
         verdict, verified = _verify(target, sequence, history, draft, accept, is_end)
-        n_left -= len(verdict.emitted)
-        end = _end(target, history, n_left, is_end)
         round_ = Round(
             draft,
             verdict.n_accepted,
             tuple(verdict.emitted),
             drafted - began,
             verified - drafted,
-            end,
-            perf_counter() - verified,
+            rollback_s=perf_counter() - verified,
         )
         policy.learn(round_)
         drafter.learn(sequence, round_)
-        yield round_
+        return round_
+
+    yield from play_rounds(target, history, n_predict, is_end, policy.n_max, play)
 
 
 def _verify(
@@ -119,11 +100,3 @@ def _verify(
     verified = perf_counter()
     rollback.keep(fed, len(verdict.emitted))
     return verdict, verified
-
-
-def _end(target: Target, history: list[int], n_left: int, is_end: IsEnd) -> End:
-    if is_end(history[-1]):
-        return "end"
-    if n_left <= 0:
-        return "length"
-    return "context" if len(history) > target.n_ctx else ""

@@ -12,10 +12,10 @@ from time import perf_counter
 
 from specdec.accept import Acceptance
 from specdec.drafters.model import ModelDrafter
-from specdec.errors import SpecDecError
 from specdec.policies.joint import allocate
 from specdec.policies.throughput import Throughput
 from specdec.rollback import Rollback
+from specdec.rounds import check_start, end_of
 from specdec.types import Decision, Draft, End, IsEnd, Round, Target
 
 
@@ -65,12 +65,7 @@ def decode_batch(
 
 
 def _prefill(target: Target, stream: Stream) -> None:
-    held = target.length(stream.sequence)
-    if not stream.history or held != stream.n_cached or held >= len(stream.history):
-        raise SpecDecError(
-            f"sequence {stream.sequence} has {len(stream.history)} prompt tokens, "
-            f"{stream.n_cached} cached, and holds {held}"
-        )
+    check_start(target, stream.sequence, stream.history, stream.n_cached)
     tail = stream.history[stream.n_cached : -1]
     if tail:
         target.extend(stream.sequence, tail, 0)
@@ -139,16 +134,8 @@ def _verify(
         verdict = verdicts[i]
         rollbacks[i].keep(feds[i], len(verdict.emitted))
         stream.n_left -= len(verdict.emitted)
-        stream.end = _end(target, stream)
+        stream.end = end_of(target, stream.history, stream.n_left, stream.is_end)
         emitted = tuple(verdict.emitted)
         round_ = Round(drafts[i], verdict.n_accepted, emitted, draft_s, verify_s, stream.end)
         out.append((stream, round_))
     return out
-
-
-def _end(target: Target, stream: Stream) -> End:
-    if stream.is_end(stream.history[-1]):
-        return "end"
-    if stream.n_left <= 0:
-        return "length"
-    return "context" if len(stream.history) > target.n_ctx else ""

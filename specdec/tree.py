@@ -16,7 +16,8 @@ import numpy as np
 from specdec.errors import SpecDecError
 from specdec.policies.joint import best_count
 from specdec.policies.throughput import Throughput
-from specdec.types import Chooser, Decision, Draft, End, IsEnd, Round, TreeTarget
+from specdec.rounds import check_start, play_rounds
+from specdec.types import Chooser, Decision, Draft, IsEnd, Round, TreeTarget
 
 SOURCE = "tree"
 
@@ -154,46 +155,32 @@ def decode_tree(
     held beside it; `n_drafted` counts every node verified. Raises SpecDecError."""
     if not target.can_rewind:
         raise SpecDecError("tree drafts need a target whose memory can be cut, not a recurrent one")
-    if not prompt or target.length(sequence) != n_cached or n_cached >= len(prompt):
-        raise SpecDecError(
-            f"{len(prompt)} prompt tokens, {n_cached} cached, {target.length(sequence)} held"
-        )
+    check_start(target, sequence, prompt, n_cached)
     history = list(prompt)
     if history[n_cached:-1]:
         target.extend(sequence, history[n_cached:-1], 0)
-    n_left, end = n_predict, ""
-    while not end and n_left > 0 and len(history) <= target.n_ctx:
-        limit = max(0, min(n_left - 1, target.n_ctx - len(history)))
+
+    def play(limit: int) -> Round:
         began = perf_counter()
         tree = drafter.grow(sequence, history, limit)
         drafted = perf_counter()
         path = _verify(target, sequence, history, tree, chooser, is_end)
         verified = perf_counter()
-        emitted = tuple(history[len(history) - path.n_emitted :])
-        n_left -= len(emitted)
-        end = "end" if is_end(history[-1]) else "length" if n_left <= 0 else ""
-        end = end or ("context" if len(history) > target.n_ctx else "")
-        draft = Draft(
-            tree.tokens,
-            tree.probs,
-            SOURCE,
-            Decision(len(tree.tokens), "tree"),
-            n_steps=tree.n_steps,
-        )
         for source, p, accepted in path.evidence:
             policy.calibration.observe(source, p, accepted)
         policy.account(
             1 + len(tree.tokens),
             tree.n_steps,
-            len(emitted),
+            path.n_emitted,
             verify_s=verified - drafted,
             draft_s=drafted - began,
         )
-        yield Round(draft, path.n_accepted, emitted, drafted - began, verified - drafted, _end(end))
+        decision = Decision(len(tree.tokens), "tree")
+        draft = Draft(tree.tokens, tree.probs, SOURCE, decision, n_steps=tree.n_steps)
+        emitted = tuple(history[len(history) - path.n_emitted :])
+        return Round(draft, path.n_accepted, emitted, drafted - began, verified - drafted)
 
-
-def _end(end: str) -> End:
-    return "end" if end == "end" else "length" if end == "length" else "context" if end else ""
+    yield from play_rounds(target, history, n_predict, is_end, policy.n_max, play)
 
 
 @dataclass(slots=True)
