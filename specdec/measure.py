@@ -12,7 +12,6 @@ from time import perf_counter
 
 from specdec.errors import BadProfile
 from specdec.profile import CostProfile, ProfileKey
-from specdec.rollback import Rollback
 from specdec.types import Target
 
 Progress = Callable[[float], None]
@@ -76,11 +75,13 @@ def _measure_depth(
     target.rewind(sequence, 0)
     if depth:
         target.extend(sequence, text[:depth], 0)
+    # More than a verification is taken back here: snapshots of the last decode do not reach.
+    recurrent = depth and not target.can_rewind
+    checkpoint = target.checkpoint(sequence) if recurrent else None
     sums = [0.0] * len(sizes)
     for repeat in range(n_repeats + 1):
         for i, n in enumerate(sizes):
             at = depth + (repeat * 7) % max(1, len(text) - depth - n + 1)
-            rollback = Rollback(target, sequence, n if depth else 0)
             lead, fed = text[at : at + n], text[at + n : at + 2 * n]
             if len(fed) < n or depth + 2 * n > target.n_ctx:
                 lead, fed = text[:0], lead
@@ -91,10 +92,10 @@ def _measure_depth(
             began = clock()
             target.extend(sequence, fed)
             took = clock() - began
-            if depth:
-                rollback.keep([*lead, *fed], 0)
-            else:  # an empty memory needs no checkpoint
-                target.rewind(sequence, 0)
+            if checkpoint is None:
+                target.rewind(sequence, depth)
+            else:
+                target.restore(sequence, checkpoint)
             if repeat:
                 sums[i] += took
     target.rewind(sequence, 0)

@@ -85,6 +85,12 @@ class Speculation:
         if options.tree:
             assert draft is not None
             assert isinstance(self.policy, Throughput)
+            for engine in (target, draft):
+                if not engine.can_rewind:
+                    raise BadOption(
+                        f"--spec-tree needs memory that can be cut; {engine.facts.path.name} "
+                        f"({engine.facts.architecture}) is recurrent: leave --spec-tree out"
+                    )
             self._tree = TreeDrafter(
                 draft, self.policy, p_split=options.number("--spec-draft-p-split")
             )

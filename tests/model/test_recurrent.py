@@ -16,6 +16,7 @@ from offload.synth import write_preset
 from specdec.accept import Greedy
 from specdec.decode import decode
 from specdec.drafters.suffix import SuffixDrafter
+from specdec.errors import BadOption
 from specdec.policies.fixed import Fixed
 from specoffload.config import Options, resolve
 from specoffload.prompt_cache import PromptCache
@@ -183,3 +184,16 @@ def test_a_session_says_how_drafts_are_taken_back(hybrid: Path) -> None:
         opened = Options(model=hybrid, device="cpu", ctx_size=256, threads=1, spec_given=given)  # type: ignore[arg-type]
         with Session(resolve(opened)) as session:
             assert any("recurrent memory" in note and words in note for note in session.notes)
+
+
+def test_trees_on_a_recurrent_model_are_refused_when_it_is_opened(hybrid: Path) -> None:
+    opened = Options(
+        model=hybrid,
+        draft=hybrid,
+        device="cpu",
+        ctx_size=256,
+        threads=1,
+        spec_given={"--spec-tree": True},
+    )
+    with pytest.raises(BadOption, match=r"--spec-tree needs memory that can be cut.*recurrent"):
+        Session(resolve(opened))

@@ -33,7 +33,7 @@ class Clocked(FakeTarget):
     """A target on which n tokens take 2 + n/10 seconds, the first `n_cold` decodes thrice that."""
 
     def __init__(self, n_cold: int = 0, recurrent: bool = False) -> None:
-        super().__init__(n_ctx=256, recurrent=recurrent)
+        super().__init__(n_ctx=256, recurrent=recurrent, n_rs_seq=8)
         self.now = 0.0
         self.n_cold = n_cold
 

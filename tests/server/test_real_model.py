@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -113,6 +114,26 @@ def test_the_draft_is_used_and_the_timings_say_so(program: Program) -> None:
     assert speculation["rounds"] * speculation["tokens_per_round"] == timings["predicted_n"]
     assert speculation["verify_ms"] > 0
     assert sum(speculation["accepted_per_drafter"].values()) == timings["draft_n_accepted"]
+
+
+def test_a_json_schema_is_followed_through_drafts(program: Program) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "on": {"type": "boolean"}},
+        "required": ["n", "on"],
+    }
+    with program.client() as client:
+        answer = client.chat.completions.create(
+            model="any",
+            messages=[{"role": "user", "content": "A number and a switch."}],
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+            max_tokens=200,
+        )
+    assert answer.choices[0].finish_reason == "stop"
+    found = json.loads(answer.choices[0].message.content)
+    assert isinstance(found["n"], int)
+    assert isinstance(found["on"], bool)
+    assert answer.model_extra["timings"]["draft_n"] > 0
 
 
 def test_a_chat_is_answered_by_the_models_own_template(program: Program) -> None:
