@@ -1,195 +1,212 @@
 """Speculation on real files: every drafter and acceptance writes what the target alone would.
 
-The target is an f32 copy of the embedded one, on which batches of different sizes agree to 1e-3
-(8-bit weights round activations too, which makes a batch's size show in the logits).
+Each generation is judged four ways: every token is plain decoding's for its prefix (with the same
+random number, where one is drawn), the logits that each verification begins with are those of a
+fresh evaluation, no position of the memory has two cells, and drafts were made and rejected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from lossless_parts import (
+    FIXED,
+    GREEDY,
+    N_PREDICT,
+    NEAR_TIE,
+    SAMPLED,
+    Judge,
+    Run,
+    generate,
+    open_session,
+)
 
-from offload.engine import Engine, EngineOptions
-from offload.synth import write_preset
-from specdec.accept import Greedy
-from specdec.decode import decode
-from specdec.drafters.suffix import SuffixDrafter
-from specdec.policies.fixed import Fixed
+from specdec.errors import BadOption
+from specdec.options import POLICIES
 from specoffload.bench import prompts
-from specoffload.config import Options, demo_file, resolve
-from specoffload.generation import GenerateOptions, GenerationStats
-from specoffload.session import SEQUENCE, Session
+from specoffload.session import SEQUENCE
 
-N_PREDICT = 24
-NEAR_TIE = 1e-3
-FIXED = {"--spec-policy": "fixed", "--spec-draft-n-max": 4}
+pytestmark = pytest.mark.usefixtures("batches_are_cheap")
 
+# How far the logits of a prefix may differ between batches of one and of several: the KV cache is
+# in f16, where a last bit may fall either way. Logits of a wrong prefix are further away by far.
+BATCH_NOISE = 0.02
 
-@pytest.fixture(autouse=True)
-def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def exact(models: Path) -> Path:
-    import llama_cpp.llama_cpp as native
-
-    path = models / "policies-f32.gguf"
-    params = native.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize = native.LLAMA_FTYPE_ALL_F32, True
-    source = str(demo_file("target.gguf")).encode()
-    assert native.llama_model_quantize(source, str(path).encode(), params) == 0
-    return path
-
-
-@pytest.fixture(scope="module")
-def judge(exact: Path) -> Iterator[Engine]:
-    with Engine(exact, EngineOptions(device="cpu", n_ctx=1024)) as engine:
-        yield engine
-
-
-def session(exact: Path, spec: dict[str, object], device: str = "cpu", **more: object) -> Session:
-    drafters = spec.get("--spec-type", "draft")
-    draft = demo_file("draft.gguf") if "draft" in str(drafters) else None
-    options = Options(
-        model=exact, draft=draft, device=device, ctx_size=1024, threads=1, spec_given=spec, **more
-    )  # type: ignore[arg-type]
-    return Session(resolve(options))
-
-
-def generate(
-    opened: Session, prompt: str | list[int], **options: object
-) -> tuple[list[int], GenerationStats]:
-    wanted = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True, **options)  # type: ignore[arg-type]
-    pieces = list(opened.generate(prompt, wanted))
-    stats = pieces[-1].stats
-    assert stats is not None
-    return [t for piece in pieces for t in piece.tokens], stats
-
-
-def assert_chosen_by_the_target(judge: Engine, prompt: list[int], tokens: list[int]) -> None:
-    judge.rewind(SEQUENCE, 0)
-    judge.extend(SEQUENCE, prompt[:-1], n_logits=0)
-    for last, token in zip([prompt[-1], *tokens], tokens, strict=False):
-        row = judge.extend(SEQUENCE, [last])[0]
-        assert row.max() - row[token] <= NEAR_TIE, f"token {token}, argmax {int(row.argmax())}"
-
-
-SPECS = {
-    "draft, fixed": FIXED,
+DRAFTERS: dict[str, dict[str, object]] = {
+    "draft": FIXED,
     "draft, throughput": {},
-    "draft, p-min": {"--spec-policy": "p-min", "--spec-draft-p-min": 0.3},
-    "draft, rejection": {**FIXED, "--spec-accept": "reject"},
-    "draft, tree": {"--spec-tree": True},
-    "suffix": {**FIXED, "--spec-type": "suffix"},
-    "ngram-simple": {**FIXED, "--spec-type": "ngram-simple", "--spec-ngram-simple-size-n": 2},
-    "ngram-map-k": {**FIXED, "--spec-type": "ngram-map-k", "--spec-ngram-map-k-size-n": 2},
+    "suffix": {**FIXED, "--spec-type": "suffix", "--spec-suffix-min-match": 1},
+    "ngram-simple": {**FIXED, "--spec-type": "ngram-simple", "--spec-ngram-simple-size-n": 1},
+    "ngram-map-k": {**FIXED, "--spec-type": "ngram-map-k", "--spec-ngram-map-k-size-n": 1},
     "ngram-map-k4v": {
         **FIXED,
         "--spec-type": "ngram-map-k4v",
-        "--spec-ngram-map-k4v-size-n": 2,
+        "--spec-ngram-map-k4v-size-n": 1,
         "--spec-ngram-map-k4v-min-hits": 1,
     },
-    "ngram-mod": {**FIXED, "--spec-type": "ngram-mod", "--spec-ngram-mod-n-match": 2},
+    "ngram-mod": {**FIXED, "--spec-type": "ngram-mod", "--spec-ngram-mod-n-match": 1},
     "ngram-cache": {**FIXED, "--spec-type": "ngram-cache"},
+    "n-grams alone": {**FIXED, "--spec-type": "ngram-mod,suffix,ngram-cache"},
     "chain": {**FIXED, "--spec-type": "suffix,ngram-cache,draft"},
 }
+STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
-@pytest.mark.parametrize("name", SPECS)
-def test_every_drafter_and_acceptance_writes_the_targets_own_text(
-    exact: Path, judge: Engine, name: str, streamed: bool
+def texts() -> list[str]:
+    """Each twice, so that n-grams find something."""
+    return [text + text for text in (*prompts("code")[:2], prompts("prose")[0])]
+
+
+def assert_drafts_were_judged(runs: list[Run]) -> None:
+    assert all(len(run.tokens) == N_PREDICT for run in runs)
+    assert sum(run.stats.n_drafted for run in runs) > 0
+    assert sum(run.n_rejected for run in runs) > 0
+    assert sum(run.stats.n_accepted for run in runs) > 0
+
+
+@STREAMED
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_match_writes_the_targets_own_text_greedy_and_sampled(
+    exact: Path, judge: Judge, name: str, streamed: bool
 ) -> None:
-    device, more = ("sim", {"min_batch": "1"}) if streamed else ("cpu", {})
-    drafted = 0
-    with session(exact, dict(SPECS[name]), device, **more) as opened:
-        for text in (*prompts("code")[:2], prompts("prose")[0]):
-            # The text twice, so that n-grams find something.
-            prompt = opened.tokenize(text + text, add_special=True, parse_special=True)
-            opened.forget()
-            tokens, stats = generate(opened, prompt)
-            assert len(tokens) == N_PREDICT
-            assert_chosen_by_the_target(judge, prompt, tokens)
-            drafted += stats.n_drafted
+    with open_session(exact, DRAFTERS[name], streamed=streamed) as opened:
+        runs = []
+        for request in (GREEDY, SAMPLED):
+            for text in texts():
+                opened.forget()
+                runs.append(run := generate(opened, text, request))
+                judge.check(run, request)
+                assert judge.distance(run) < BATCH_NOISE
         copied = opened.target.counters().streamed_bytes
+    assert_drafts_were_judged(runs[:3])
+    assert sum(run.n_rejected for run in runs[3:]) > 0
     assert (copied > 0) == streamed
-    if name not in ("draft, throughput", "draft, tree"):  # those may rightly decline
-        assert drafted > 0
 
 
-def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
-    exact: Path, judge: Engine
+@STREAMED
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_rejection_sampling_writes_what_the_target_could_and_greedy_what_it_would(
+    exact: Path, judge: Judge, name: str, streamed: bool
 ) -> None:
-    with session(exact, dict(FIXED)) as opened:
+    spec = {**DRAFTERS[name], "--spec-accept": "reject"}
+    with open_session(exact, spec, streamed=streamed) as opened:
+        runs = []
+        for text in texts():
+            opened.forget()
+            runs.append(greedy := generate(opened, text, GREEDY))
+            judge.check(greedy, GREEDY)
+            opened.forget()
+            sampled = generate(opened, text, SAMPLED)
+            judge.check_support(sampled, SAMPLED)
+            assert max(judge.distance(greedy), judge.distance(sampled)) < BATCH_NOISE
+        copied = opened.target.counters().streamed_bytes
+    assert_drafts_were_judged(runs)
+    assert (copied > 0) == streamed
+
+
+@STREAMED
+@pytest.mark.parametrize("request_name", ["greedy", "sampled"])
+def test_branching_trees_write_the_targets_own_text(
+    exact: Path, judge: Judge, request_name: str, streamed: bool
+) -> None:
+    request = {"greedy": GREEDY, "sampled": SAMPLED}[request_name]
+    spec: dict[str, object] = {"--spec-tree": True, "--spec-draft-p-split": 0.05}
+    with open_session(exact, spec, streamed=streamed) as opened:
+        runs = []
+        for text in texts():
+            opened.forget()
+            runs.append(run := generate(opened, text, request))
+            judge.check(run, request)
+            assert judge.distance(run) < BATCH_NOISE
+        copied = opened.target.counters().streamed_bytes
+    assert_drafts_were_judged(runs)
+    assert sum(run.n_branching for run in runs) > 0
+    assert (copied > 0) == streamed
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_writes_the_targets_own_text(exact: Path, judge: Judge, policy: str) -> None:
+    spec: dict[str, object] = {"--spec-policy": policy}
+    if policy == "p-min":
+        spec["--spec-draft-p-min"] = 0.3
+    with open_session(exact, spec) as opened:
+        runs = []
+        for text in texts():
+            opened.forget()
+            runs.append(run := generate(opened, text, GREEDY))
+            judge.check(run, GREEDY)
+    assert_drafts_were_judged(runs)
+
+
+def test_a_session_that_drafts_nothing_passes_the_same_judge_and_gives_the_same_tokens(
+    exact: Path, judge: Judge
+) -> None:
+    with (
+        open_session(exact, {"--spec-type": "none"}) as plain,
+        open_session(exact, FIXED) as drafting,
+    ):
+        for request in (GREEDY, SAMPLED):
+            for text in texts():
+                plain.forget()
+                drafting.forget()
+                alone, drafted = generate(plain, text, request), generate(drafting, text, request)
+                assert alone.stats.n_drafted == 0 < drafted.stats.n_drafted
+                n_ties = judge.check(alone, request) + judge.check(drafted, request)
+                assert n_ties or alone.tokens == drafted.tokens
+
+
+def test_the_judge_refuses_a_token_that_is_not_the_targets(exact: Path, judge: Judge) -> None:
+    with open_session(exact, {"--spec-type": "none"}) as plain:
+        for request in (GREEDY, SAMPLED):
+            plain.forget()
+            run = generate(plain, texts()[0], request)
+            assert judge.check(run, request) == 0
+            run.tokens[7] = int(np.argsort(judge.rows(run.prompt, run.tokens)[7])[-30])
+            with pytest.raises(AssertionError, match="token 7 is"):
+                judge.check(run, request)
+            # What was evaluated is now another text's, which shows in the logits, too.
+            assert judge.distance(run) > 10 * BATCH_NOISE
+
+
+@STREAMED
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
+    exact: Path, judge: Judge, tree: bool, streamed: bool
+) -> None:
+    spec = {"--spec-tree": True} if tree else FIXED
+    with open_session(exact, spec, streamed=streamed) as opened:
         history: list[int] = []
         rejected = 0
-        for text in prompts("code")[:3]:
+        for turn, text in enumerate(prompts("code")[:3]):
             history += opened.tokenize(text, add_special=not history, parse_special=True)
-            tokens, stats = generate(opened, history)
-            history += tokens
-            rejected += stats.n_drafted - stats.n_accepted
+            run = generate(opened, history, GREEDY if turn % 2 else SAMPLED)
+            assert (run.stats.n_cached_tokens > 0) == (turn > 0)
+            history += run.tokens
+            rejected += run.n_rejected
         engine = opened.target
         assert engine.length(SEQUENCE) == len(history) - 1
         kept = engine.extend(SEQUENCE, history[-1:])[0]
     assert rejected > 0
-    judge.rewind(SEQUENCE, 0)
-    fresh = judge.extend(SEQUENCE, history, n_logits=1)[0]
+    fresh_engine = judge.engine
+    fresh_engine.rewind(SEQUENCE, 0)
+    fresh = fresh_engine.extend(SEQUENCE, history, n_logits=1)[0]
     # The same prefix in batches of one and at once: how far the kernels themselves differ.
-    judge.rewind(SEQUENCE, 0)
+    fresh_engine.rewind(SEQUENCE, 0)
     for token in history:
-        single = judge.extend(SEQUENCE, [token])[0]
+        single = fresh_engine.extend(SEQUENCE, [token])[0]
     noise = float(np.abs(single - fresh).max())
-    assert noise < 0.02
+    assert noise < BATCH_NOISE
     assert min(np.abs(kept - fresh).max(), np.abs(kept - single).max()) <= NEAR_TIE + 2 * noise
 
 
-def test_a_recurrent_target_is_rolled_back_by_checkpoints(models: Path) -> None:
-    path = write_preset("qwen3next", models / "recurrent.gguf", size="tiny", seed=3)
-    with Engine(path, EngineOptions(device="cpu", n_ctx=512)) as engine:
-        assert not engine.can_rewind
-        prompt = [5, 9, 17, 33, 5, 9, 17, 33, 5, 9, 17, 33]
-        plain, _ = recurrent_rounds(engine, prompt, 0)
-        spec, judged = recurrent_rounds(engine, prompt, 4)
-        engine.rewind(SEQUENCE, 0)
-        engine.extend(SEQUENCE, prompt[:-1], n_logits=0)
-        for last, token in zip([prompt[-1], *spec], spec, strict=False):
-            row = engine.extend(SEQUENCE, [last])[0]
-            assert row.max() - row[token] <= NEAR_TIE
-    assert len(spec) == len(plain) == 20
-    assert judged["rejected"] > 0
-
-
-def recurrent_rounds(
-    engine: Engine, prompt: list[int], n_draft: int
-) -> tuple[list[int], dict[str, int]]:
-    engine.rewind(SEQUENCE, 0)
-    out: list[int] = []
-    judged = {"accepted": 0, "rejected": 0}
-    for round_ in decode(
-        engine,
-        SEQUENCE,
-        prompt,
-        drafter=SuffixDrafter(min_match=1),
-        policy=Fixed(n_draft),
-        chooser=Greedy(),
-        n_predict=20,
-        is_end=lambda _: False,
-    ):
-        out += round_.emitted
-        judged["accepted"] += round_.n_accepted
-        judged["rejected"] += round_.n_drafted - round_.n_accepted
-        assert engine.length(SEQUENCE) == len(prompt) + len(out) - 1
-    return out, judged
-
-
 def test_statistics_add_up(exact: Path) -> None:
-    with session(exact, dict(FIXED)) as opened:
-        tokens, stats = generate(opened, prompts("code")[0])
-    assert stats.n_tokens == len(tokens) == N_PREDICT
+    with open_session(exact, FIXED) as opened:
+        run = generate(opened, prompts("code")[0], GREEDY)
+    stats = run.stats
+    assert stats.n_tokens == len(run.tokens) == N_PREDICT
     assert sum(rounds for _, rounds in stats.draft_lengths) == stats.n_rounds
     assert sum(n * rounds for n, rounds in stats.draft_lengths) == stats.n_drafted
     assert sum(n for _, n in stats.accepted_by_source) == stats.n_accepted
@@ -199,12 +216,31 @@ def test_statistics_add_up(exact: Path) -> None:
     assert stats.draft_s > 0
 
 
-def test_the_same_seed_repeats_rejection_sampling(exact: Path) -> None:
-    spec = {**FIXED, "--spec-type": "suffix", "--spec-accept": "reject"}
-    with session(exact, spec) as opened:
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "suffix",
+        pytest.param(
+            "draft",
+            marks=pytest.mark.xfail(
+                strict=True, reason="the draft model's own draws are not seeded by the request"
+            ),
+        ),
+    ],
+)
+def test_the_same_seed_repeats_rejection_sampling(exact: Path, drafter: str) -> None:
+    spec = {**FIXED, "--spec-type": drafter, "--spec-accept": "reject"}
+    with open_session(exact, spec) as opened:
         runs = []
         for seed in (1, 1, 2):
             opened.forget()
-            runs.append(generate(opened, prompts("code")[0], temperature=1.0, seed=seed)[0])
+            request = replace(GREEDY, temperature=1.0, seed=seed)
+            runs.append(generate(opened, prompts("code")[0], request).tokens)
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
+
+
+@pytest.mark.xfail(strict=True, reason="--spec-accept reject is ignored by --spec-tree")
+def test_trees_with_rejection_sampling_are_refused(exact: Path) -> None:
+    with pytest.raises(BadOption, match="--spec-accept"):
+        open_session(exact, {"--spec-tree": True, "--spec-accept": "reject"})

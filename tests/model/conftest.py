@@ -1,0 +1,31 @@
+"""The exact target and its judge, opened once for all tests of losslessness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lossless_parts import N_CTX, Judge, cheap_batches, write_f32
+
+from offload.engine import Engine, EngineOptions
+
+
+@pytest.fixture(scope="session")
+def exact(models: Path) -> Path:
+    """The embedded target with its weights in f32."""
+    return write_f32(models / "target-f32.gguf")
+
+
+@pytest.fixture(scope="session")
+def judge(exact: Path) -> Iterator[Judge]:
+    """The plain target, that says what is to be chosen for each prefix."""
+    with Engine(exact, EngineOptions(device="cpu", n_ctx=N_CTX)) as engine:
+        yield Judge(engine)
+
+
+@pytest.fixture
+def batches_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies that ask for a profile get one by which every draft pays."""
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    monkeypatch.setattr("specoffload.speculation.measure_quickly", cheap_batches)

@@ -1,0 +1,265 @@
+"""What the tests of losslessness share: an exact target, a judge, and a count of memory cells.
+
+The target is an f32 copy of the embedded one, on which batches of different sizes agree to 1e-3
+(8-bit weights round activations too, which makes a batch's size show in the logits).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.engine import Engine
+from offload.ggml.sampler import SamplerChain
+from specdec.profile import CostProfile
+from specoffload.config import Options, demo_file, resolve
+from specoffload.generation import GenerateOptions, GenerationStats
+from specoffload.sampling import sampling_of
+from specoffload.session import SEQUENCE, Session
+
+N_CTX = 1024
+N_PREDICT = 24
+NEAR_TIE = 1e-3  # kernels differ by batch size
+_STATE_MAGIC = 0xAF143CD8
+_CANDIDATES = 64  # looked at for a near tie
+
+GREEDY = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
+SAMPLED = GenerateOptions(
+    n_predict=N_PREDICT,
+    ignore_eos=True,
+    temperature=0.8,
+    top_k=20,
+    repeat_penalty=1.1,
+    frequency_penalty=0.1,
+    seed=11,
+)
+FIXED: dict[str, object] = {"--spec-policy": "fixed", "--spec-draft-n-max": 4}
+
+
+def write_f32(path: Path) -> Path:
+    """The embedded target with its weights in f32."""
+    import llama_cpp.llama_cpp as native
+
+    params = native.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = native.LLAMA_FTYPE_ALL_F32, True
+    source = str(demo_file("target.gguf")).encode()
+    assert native.llama_model_quantize(source, str(path).encode(), params) == 0
+    return path
+
+
+def cheap_batches(*_: object) -> tuple[CostProfile, str]:
+    """Instead of a measurement: batches that cost no more than one token, so that policies draft.
+
+    The seconds are far above the real ones: what is learnt from rounds makes the batches that
+    were drafted cheaper still.
+    """
+    return CostProfile(tuple(1.0 + 1e-4 * n for n in range(64)), draft_step_s=1e-6), "as told"
+
+
+def open_session(
+    model: Path, spec: dict[str, object], *, streamed: bool = False, **more: object
+) -> Session:
+    """A session that drafts by `spec`, with the embedded draft model where it names it."""
+    drafts = "draft" in str(spec.get("--spec-type", "draft"))
+    draft = demo_file("draft.gguf") if drafts else None
+    device, min_batch = ("sim", "1") if streamed else ("cpu", None)
+    changes: dict[str, object] = {"draft": draft, "ctx_size": N_CTX, "min_batch": min_batch} | more
+    # One thread: on a busy machine, threads that wait for each other spin.
+    options = Options(model=model, device=device, threads=1, spec_given=dict(spec), **changes)  # type: ignore[arg-type]
+    return Session(resolve(options))
+
+
+# -- memory cells ---------------------------------------------------------------------------------
+
+
+def cell_positions(engine: Engine, sequence: int = SEQUENCE) -> list[int]:
+    """The position of every attention cell of a sequence, read from its serialised state.
+
+    The state begins (llama-context.cpp, llama-kv-cache.cpp: state_write) with a magic number and
+    the sequence, the number of streams and the number of cells; then follow each cell's position,
+    how many sequences are listed and which. For models with rotary sections two coordinates stand
+    before the latter. Only the asked sequence is listed, so that exactly one reading makes sense.
+    """
+    state = engine._context.state(sequence, 0)
+    magic, owner_said, n_streams, n_cells = struct.unpack_from("<IiII", state)
+    assert (magic, owner_said, n_streams) == (_STATE_MAGIC, sequence, 1)
+    for layout in ("<iIi", "<iI8xi"):
+        size = struct.calcsize(layout)
+        cells = [struct.unpack_from(layout, state, 16 + size * i) for i in range(n_cells)]
+        if all((n, owner) == (1, sequence) for _, n, owner in cells):
+            return [position for position, _, _ in cells]
+    raise AssertionError(f"{n_cells} cells whose layout is unknown")
+
+
+def assert_each_position_once(engine: Engine, sequence: int = SEQUENCE) -> None:
+    """E06: restored checkpoints must not leave cells of what was rejected."""
+    found = sorted(cell_positions(engine, sequence))
+    twice = sorted({a for a, b in zip(found, found[1:], strict=False) if a == b})
+    assert not twice, f"positions {twice} have several cells"
+    assert found == list(range(engine.length(sequence)))
+
+
+# -- the target's own choice ----------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What one generation wrote, and the target's first row of each of its verifications."""
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str
+    stats: GenerationStats
+    first_rows: list[tuple[int, NDArray[np.float32]]] = field(default_factory=list)
+    n_branching: int = 0  # verified trees in which a node has two children
+
+    @property
+    def n_rejected(self) -> int:
+        return self.stats.n_drafted - self.stats.n_accepted
+
+
+class _Watch:
+    """Stands before `extend` and `extend_tree` of an engine while a session generates."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.rows: list[tuple[int, NDArray[np.float32]]] = []
+        self.n_branching = 0
+
+    def __enter__(self) -> _Watch:
+        engine = self._engine
+        extend, extend_tree = engine.extend, engine.extend_tree
+
+        def watched(
+            sequence: int, tokens: Sequence[int], n_logits: int | None = None
+        ) -> NDArray[np.float32]:
+            length = engine.length(sequence)
+            rows = extend(sequence, tokens, n_logits)
+            if len(rows) == len(tokens):
+                self.rows.append((length + 1, rows[0].copy()))
+            return rows
+
+        def watched_tree(
+            sequence: int, tokens: Sequence[int], parents: Sequence[int]
+        ) -> NDArray[np.float32]:
+            length = engine.length(sequence)
+            rows = extend_tree(sequence, tokens, parents)
+            self.rows.append((length + 1, rows[0].copy()))
+            self.n_branching += len(set(parents)) < len(parents)
+            return rows
+
+        engine.extend, engine.extend_tree = watched, watched_tree  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._engine.extend, self._engine.extend_tree
+
+
+def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOptions) -> Run:
+    """One generation, with the cells of target and draft counted after every round."""
+    tokens = (
+        opened.tokenize(prompt, add_special=True, parse_special=True)
+        if isinstance(prompt, str)
+        else list(prompt)
+    )
+    out: list[int] = []
+    text = ""
+    with _Watch(opened.target) as watch:
+        for piece in opened.generate(tokens, request):
+            out += piece.tokens
+            text += piece.text
+            assert_each_position_once(opened.target)
+            if opened.draft is not None:
+                assert_each_position_once(opened.draft)
+    assert piece.stats is not None
+    return Run(tokens, out, text, piece.stats, watch.rows, watch.n_branching)
+
+
+class Judge:
+    """The target alone, one token at a time: its logits after each prefix of an answer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[NDArray[np.float32]]] = {}
+
+    def rows(self, prompt: Sequence[int], tokens: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Logits from which each of `tokens` was to be chosen."""
+        key = (tuple(prompt), tuple(tokens))
+        if key not in self._known:
+            engine = self.engine
+            engine.rewind(SEQUENCE, 0)
+            if len(prompt) > 1:
+                engine.extend(SEQUENCE, prompt[:-1], n_logits=0)
+            fed = [prompt[-1], *tokens[:-1]]
+            self._known[key] = [engine.extend(SEQUENCE, [token])[0] for token in fed]
+        return self._known[key]
+
+    def check(self, run: Run, request: GenerateOptions) -> int:
+        """Every token is what plain decoding chooses for its prefix, with the random number that
+        is its turn. Returns how many were near ties, which may fall either way."""
+        rows = self.rows(run.prompt, run.tokens)
+        chain = self._chain(request)
+        n_ties = 0
+        for i, (row, token) in enumerate(zip(rows, run.tokens, strict=True)):
+            chosen = chain.choose(row, ())
+            if chosen != token:
+                assert self._is_near_tie(request, rows, run.tokens, i), (
+                    f"token {i} is {token}, plain decoding chooses {chosen}"
+                )
+                n_ties += 1
+            chain.accepted(token)
+        chain.close()
+        return n_ties
+
+    def check_support(self, run: Run, request: GenerateOptions) -> None:
+        """Every token is one that the request's sampler could have drawn."""
+        chain = self._chain(request)
+        for row, token in zip(self.rows(run.prompt, run.tokens), run.tokens, strict=True):
+            if chain.probabilities(row, ())[token] == 0.0:
+                # The last candidate of top-k or min-p, by a hair.
+                nearly = row.copy()
+                nearly[token] += NEAR_TIE
+                assert chain.probabilities(nearly, ())[token] > 0.0
+            chain.accepted(token)
+        chain.close()
+
+    def distance(self, run: Run) -> float:
+        """How far the rows of verifications are from plain decoding's: what was rejected before
+        them would show."""
+        rows = self.rows(run.prompt, run.tokens)
+        start = len(run.prompt)
+        found = [np.abs(row - rows[n - start]).max() for n, row in run.first_rows]
+        return float(max(found))
+
+    def _chain(self, request: GenerateOptions) -> SamplerChain:
+        return SamplerChain(self.engine.model, sampling_of(request))
+
+    def _is_near_tie(
+        self,
+        request: GenerateOptions,
+        rows: Sequence[NDArray[np.float32]],
+        tokens: Sequence[int],
+        i: int,
+    ) -> bool:
+        """Whether logits that differ by NEAR_TIE between two tokens make plain decoding choose
+        `tokens[i]`: those before each candidate are raised against those behind it, which moves
+        the border between them as far as it goes."""
+        order = np.argsort(-rows[i], kind="stable")[:_CANDIDATES]
+        for n in range(1, len(order)):
+            shift = np.full(len(rows[i]), -NEAR_TIE / 2, np.float32)
+            shift[order[:n]] = NEAR_TIE / 2
+            for row in (rows[i] + shift, rows[i] - shift):
+                chain = self._chain(request)
+                for before, token in zip(rows[:i], tokens, strict=False):
+                    chain.choose(before, ())
+                    chain.accepted(token)
+                chosen = chain.choose(row, ())
+                chain.close()
+                if chosen == tokens[i]:
+                    return True
+        return False
