@@ -68,7 +68,7 @@ def _rounds(
             draft,
             verdict.n_accepted,
             tuple(verdict.emitted),
-            drafted - began,
+            drafted - began - draft.catch_up_s,
             verified - drafted,
             rollback_s=perf_counter() - verified,
         )

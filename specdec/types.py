@@ -137,11 +137,13 @@ class Draft:
     dropped: tuple[tuple[int, float], ...] = ()
     rows: tuple[NDArray[np.float64], ...] = ()
     n_steps: int = 0  # decodes of a draft model spent on it
+    catch_up_s: float = 0.0  # evaluating a prompt that the draft model had not seen: no step
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One draft-verify-accept cycle. Times in seconds.
+    """One draft-verify-accept cycle. Times in seconds; `draft_s` is without the draft's
+    `catch_up_s`, which comes once per prompt and is no price of a draft.
 
     `emitted` are the tokens gained, accepted drafts first; `end` says why no round follows:
     "end" (an end token, the last of `emitted`), "length" (n_predict), "context" (target full).

@@ -1,5 +1,9 @@
 """A small model as drafter, greedy or sampled, over any `Target`.
 
+Sampled drafts are for rejection sampling, which is exact only if a kept token is distributed as
+the draft model says. So the policy is fed what can be known before a token is drawn, the greatest
+probability of its row, and a token that was drawn is verified whatever follows it.
+
 Its KV cache is kept for what was accepted and rolled back to what was kept (B16), so a round
 decodes one or two new tokens and then one per drafted token; the last drafted is never decoded.
 """
@@ -7,6 +11,7 @@ decodes one or two new tokens and then one per drafted token; the last drafted i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +26,10 @@ _BATCHED_TAIL = 8  # new tokens of a sequence that may join the others' decode
 class _Held:
     """What the draft model's memory of one sequence holds."""
 
-    __slots__ = ("checkpoint", "checkpoint_length", "n_checked", "tokens")
+    __slots__ = ("catch_up_s", "checkpoint", "checkpoint_length", "n_checked", "tokens")
 
     def __init__(self) -> None:
+        self.catch_up_s = 0.0  # of the draft in hand
         self.tokens: list[int] = []
         self.n_checked = 0  # of them, known to equal the history
         self.checkpoint: object = None
@@ -61,19 +67,48 @@ class ModelDrafter:
             return Draft((), (), self.name, Decision(0, "the draft's context is full"))
         # The last drafted token is not decoded, so room + 1 fit.
         walk = policy.begin(min(limit, room + 1), self.name)
+        if not walk.wants:
+            return Draft((), (), self.name, Decision(0, walk.reason))
+        logits = self._catch_up(sequence, history)
+        if self._distribution is not None:
+            return self._sampled(sequence, walk, logits, self._distribution)
+        tokens: list[int] = []
+        probs: list[float] = []
+        while True:
+            token, p = self._most_likely(logits)
+            tokens.append(token)
+            probs.append(p)
+            if not walk.feed(p):
+                break
+            logits = self._step(sequence, token)
+        return self._draft(walk, tokens, probs, self._held[sequence].catch_up_s)
+
+    def _sampled(
+        self, sequence: int, walk: Walk, logits: NDArray[np.float32], distribution: Distribution
+    ) -> Draft:
         tokens: list[int] = []
         probs: list[float] = []
         rows: list[NDArray[np.float64]] = []
-        if walk.wants:
-            logits = self._catch_up(sequence, history)
-            while True:
-                token, p = self._pick(logits, rows)
-                tokens.append(token)
-                probs.append(p)
-                if not walk.feed(p):
-                    break
-                logits = self._step(sequence, token)
-        return self._draft(walk, tokens, probs, rows)
+        n_steps = 1
+        while True:
+            q = distribution(logits[: self._n_vocab])
+            p = float(q.max())
+            goes_on = walk.feed(p)
+            if not goes_on and walk.n_best <= len(tokens):
+                break  # not worth drawing, decided before it was
+            token = int(np.searchsorted(np.cumsum(q), self._rng.random() * q.sum(), side="right"))
+            tokens.append(min(token, len(q) - 1))
+            probs.append(p)
+            rows.append(q)
+            if not goes_on:
+                break
+            logits = self._step(sequence, tokens[-1])
+            n_steps += 1
+        decision = Decision(len(tokens), walk.reason)
+        caught_up = self._held[sequence].catch_up_s
+        return Draft(
+            tuple(tokens), tuple(probs), self.name, decision, (), tuple(rows), n_steps, caught_up
+        )
 
     def learn(self, sequence: int, round_: Round) -> None:
         pass
@@ -100,11 +135,7 @@ class ModelDrafter:
             walks.append(walk)
             if walk.wants and room >= 0:
                 live.append(i)
-                new = self._missing(sequence, history)
-                if len(new) > _BATCHED_TAIL:  # a prompt: nobody needs its rows
-                    self._feed(sequence, new[:-1])
-                    new = new[-1:]
-                parts.append((sequence, new))
+                parts.append((sequence, self._tail(sequence, history)))
         tokens: list[list[int]] = [[] for _ in requests]
         probs: list[list[float]] = [[] for _ in requests]
         while live:
@@ -116,18 +147,20 @@ class ModelDrafter:
             for i, logits in zip(live, rows, strict=True):
                 if not tokens[i]:
                     self._mark(requests[i][0])
-                token, p = self._pick(logits[-1], [])
+                token, p = self._most_likely(logits[-1])
                 tokens[i].append(token)
                 probs[i].append(p)
                 if walks[i].feed(p):
                     still.append(i)
                     parts.append((requests[i][0], [token]))
             live = still
-        return [self._draft(walk, tokens[i], probs[i], []) for i, walk in enumerate(walks)]
+        caught_up = [self._held[s].catch_up_s if tokens[i] else 0.0
+                     for i, (s, _, _) in enumerate(requests)]  # fmt: skip
+        return [
+            self._draft(walk, tokens[i], probs[i], caught_up[i]) for i, walk in enumerate(walks)
+        ]
 
-    def _draft(
-        self, walk: Walk, tokens: list[int], probs: list[float], rows: list[NDArray[np.float64]]
-    ) -> Draft:
+    def _draft(self, walk: Walk, tokens: list[int], probs: list[float], catch_up_s: float) -> Draft:
         n = walk.n_best
         return Draft(
             tuple(tokens[:n]),
@@ -135,22 +168,37 @@ class ModelDrafter:
             self.name,
             Decision(n, walk.reason),
             tuple(zip(tokens[n:], probs[n:], strict=True)),
-            tuple(rows[:n]),
-            len(tokens),
+            n_steps=len(tokens),
+            catch_up_s=catch_up_s,
         )
 
     def _missing(self, sequence: int, history: Sequence[int]) -> list[int]:
         """Cut the model back to what it shares with `history`; the tokens it lacks."""
         held = self._held.setdefault(sequence, _Held())
+        if self._model.length(sequence) < len(held.tokens):
+            # A decode failed, and with it went what a recurrent memory held.
+            self._model.rewind(sequence, 0)
+            held.tokens, held.n_checked = [], 0
+            held.checkpoint, held.checkpoint_length = None, -1
         n = self._common(held, history)
         if len(held.tokens) > n:
             n = self._cut(sequence, held, n)
         return list(history[n:])
 
-    def _feed(self, sequence: int, tokens: list[int]) -> None:
-        self._model.extend(sequence, tokens, 0)
-        self._held[sequence].tokens += tokens
-        self.n_rows += len(tokens)
+    def _tail(self, sequence: int, history: Sequence[int]) -> list[int]:
+        """The last tokens the model lacks, few enough for a step; the others are evaluated here,
+        and the time that takes is set apart, for it comes once per prompt."""
+        new = self._missing(sequence, history)
+        held = self._held[sequence]
+        held.catch_up_s = 0.0
+        if len(new) > _BATCHED_TAIL:
+            began = perf_counter()
+            self._model.extend(sequence, new[:-1], 0)
+            held.tokens += new[:-1]
+            self.n_rows += len(new) - 1
+            held.catch_up_s = perf_counter() - began
+            new = new[-1:]
+        return new
 
     def _mark(self, sequence: int) -> None:
         """All that is held now is history; from here on it is draft."""
@@ -162,7 +210,7 @@ class ModelDrafter:
 
     def _catch_up(self, sequence: int, history: Sequence[int]) -> NDArray[np.float32]:
         """Make the model hold `history`; logits [n_vocab] after it."""
-        new = self._missing(sequence, history)
+        new = self._tail(sequence, history)
         logits: NDArray[np.float32] = self._model.extend(sequence, new, 1)[0]
         self._held[sequence].tokens += new
         self.n_rows += len(new)
@@ -197,16 +245,8 @@ class ModelDrafter:
         self.n_rows += 1
         return logits
 
-    def _pick(
-        self, logits: NDArray[np.float32], rows: list[NDArray[np.float64]]
-    ) -> tuple[int, float]:
+    def _most_likely(self, logits: NDArray[np.float32]) -> tuple[int, float]:
         row = logits[: self._n_vocab]
-        if self._distribution is None:
-            token = int(row.argmax())
-            # p of the most likely token: its own exponential is 1.
-            return token, float(1.0 / np.exp(row - row[token]).sum(dtype=np.float64))
-        q = self._distribution(row)
-        rows.append(q)
-        token = int(np.searchsorted(np.cumsum(q), self._rng.random() * q.sum(), side="right"))
-        token = min(token, len(q) - 1)
-        return token, float(q[token])
+        token = int(row.argmax())
+        # p of the most likely token: its own exponential is 1.
+        return token, float(1.0 / np.exp(row - row[token]).sum(dtype=np.float64))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from scipy.stats import chi2
@@ -11,12 +14,17 @@ from specdec.decode import decode
 from specdec.drafters.model import ModelDrafter
 from specdec.errors import SpecDecError
 from specdec.fake import FakeTarget
+from specdec.policies.costs import Costs
 from specdec.policies.fixed import Fixed
+from specdec.policies.p_min import PMin
+from specdec.policies.throughput import Throughput
+from specdec.profile import CostProfile
 from specdec.reject import RejectionAcceptance, Sampler, residual, sample
-from specdec.types import Decision, Draft
+from specdec.types import Decision, Draft, Policy
 
 N_DRAWS = 100_000
 N_VOCAB = 6
+N_TEXTS = 6_000
 CHAINS = {
     "t0.5": {"temperature": 0.5},
     "t1": {"temperature": 1.0},
@@ -87,29 +95,49 @@ def test_the_first_two_tokens_are_distributed_as_without_a_draft(chain: str, met
     check(second, p[1])
 
 
-def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop() -> None:
+def jagged() -> CostProfile:
+    """Batches of 2 and 3 cost more than they bring, one of 4 is cheap: a look-ahead regrets."""
+    return CostProfile((1.0, 1.9, 2.6, 1.3, 2.4), draft_step_s=0.05)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "fixed": lambda: Fixed(3),
+    "p-min": lambda: PMin(n_max=3, p_min=0.5),
+    "throughput": lambda: Throughput(jagged(), refresh=False),
+    "costs": lambda: Costs((1.0, 0.3, 0.9, 0.2), look_ahead=3),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(policy: str) -> None:
     rng = np.random.default_rng(3)
     sampler = Sampler(0.9, rng=rng)
     draft_sampler = Sampler(1.3)
     pairs = np.zeros((4, 4))
-    target = FakeTarget(n_vocab=4, logits_seed=5, order=1, n_ctx=20_000)
-    draft = FakeTarget(n_vocab=4, logits_seed=6, order=1, n_ctx=20_000)
+    target = FakeTarget(n_vocab=4, logits_seed=5, order=1)
+    draft = FakeTarget(n_vocab=4, logits_seed=6, order=1)
     drafter = ModelDrafter(draft, distribution=draft_sampler.probabilities, rng=rng)
-    text = [0]
-    for round_ in decode(
-        target,
-        0,
-        [0],
-        drafter=drafter,
-        policy=Fixed(3),
-        chooser=sampler,
-        acceptance=RejectionAcceptance(sampler, rng),
-        n_predict=3000,
-        is_end=never,
-    ):
-        text += round_.emitted
-    for a, b in zip(text, text[1:], strict=False):
-        pairs[a, b] += 1
+    deciding = POLICIES[policy]()
+    lengths = Counter[int]()
+    for _ in range(N_TEXTS):
+        target.rewind(0, 0)
+        text = [0]
+        for round_ in decode(
+            target,
+            0,
+            [0],
+            drafter=drafter,
+            policy=deciding,
+            chooser=sampler,
+            acceptance=RejectionAcceptance(sampler, rng),
+            n_predict=5,
+            is_end=never,
+        ):
+            text += round_.emitted
+            lengths[round_.n_drafted] += 1
+        for a, b in zip(text, text[1:], strict=False):
+            pairs[a, b] += 1
+    assert sum(rounds for n, rounds in lengths.items() if n) > N_TEXTS / 2
     for a in range(4):
         check(pairs[a], sampler.probabilities(target.logits_after([a])))
 
