@@ -7,9 +7,10 @@ The target is an f32 copy of the embedded one, on which batches of different siz
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 from offload.engine import Engine
 from offload.ggml.sampler import SamplerChain
 from specdec.profile import CostProfile
+from specdec.types import Round
 from specoffload.config import Options, demo_file, resolve
-from specoffload.generation import GenerateOptions, GenerationStats
+from specoffload.generation import FinishReason, GenerateOptions, GenerationStats
 from specoffload.sampling import sampling_of
 from specoffload.session import SEQUENCE, Session
 
@@ -82,13 +84,14 @@ def cell_positions(engine: Engine, sequence: int = SEQUENCE) -> list[int]:
 
     The state begins (llama-context.cpp, llama-kv-cache.cpp: state_write) with a magic number and
     the sequence, the number of streams and the number of cells; then follow each cell's position,
-    how many sequences are listed and which. For models with rotary sections two coordinates stand
-    before the latter. Only the asked sequence is listed, so that exactly one reading makes sense.
+    how many sequences are listed and which. For models with rotary sections two coordinates and a
+    token stand before the latter. Only the asked sequence is listed, so that exactly one reading
+    makes sense.
     """
     state = engine._context.state(sequence, 0)
     magic, owner_said, n_streams, n_cells = struct.unpack_from("<IiII", state)
     assert (magic, owner_said, n_streams) == (_STATE_MAGIC, sequence, 1)
-    for layout in ("<iIi", "<iI8xi"):
+    for layout in ("<iIi", "<iI12xi"):
         size = struct.calcsize(layout)
         cells = [struct.unpack_from(layout, state, 16 + size * i) for i in range(n_cells)]
         if all((n, owner) == (1, sequence) for _, n, owner in cells):
@@ -101,7 +104,11 @@ def assert_each_position_once(engine: Engine, sequence: int = SEQUENCE) -> None:
     found = sorted(cell_positions(engine, sequence))
     twice = sorted({a for a, b in zip(found, found[1:], strict=False) if a == b})
     assert not twice, f"positions {twice} have several cells"
-    assert found == list(range(engine.length(sequence)))
+    wanted = set(range(engine.length(sequence)))
+    wrong = sorted(wanted ^ set(found))
+    assert not wrong, (
+        f"{len(wanted)} tokens are held, and positions {wrong} are missing or too many"
+    )
 
 
 # -- the target's own choice ----------------------------------------------------------------------
@@ -114,7 +121,9 @@ class Run:
     prompt: list[int]
     tokens: list[int]
     text: str
+    finish_reason: FinishReason
     stats: GenerationStats
+    rounds: list[Round]
     first_rows: list[tuple[int, NDArray[np.float32]]] = field(default_factory=list)
     n_branching: int = 0  # verified trees in which a node has two children
 
@@ -124,15 +133,16 @@ class Run:
 
 
 class _Watch:
-    """Stands before `extend` and `extend_tree` of an engine while a session generates."""
+    """Stands before a session's rounds, and its target's `extend` and `extend_tree`."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, opened: Session) -> None:
+        self._engine, self._speculation = opened.target, opened.speculation
+        self.rounds: list[Round] = []
         self.rows: list[tuple[int, NDArray[np.float32]]] = []
         self.n_branching = 0
 
     def __enter__(self) -> _Watch:
-        engine = self._engine
+        engine, rounds = self._engine, self._speculation.rounds
         extend, extend_tree = engine.extend, engine.extend_tree
 
         def watched(
@@ -153,11 +163,17 @@ class _Watch:
             self.n_branching += len(set(parents)) < len(parents)
             return rows
 
+        def watched_rounds(*args: Any, **named: Any) -> Iterator[Round]:
+            for round_ in rounds(*args, **named):
+                self.rounds.append(round_)
+                yield round_
+
         engine.extend, engine.extend_tree = watched, watched_tree  # type: ignore[method-assign]
+        self._speculation.rounds = watched_rounds  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._engine.extend, self._engine.extend_tree
+        del self._engine.extend, self._engine.extend_tree, self._speculation.rounds
 
 
 def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOptions) -> Run:
@@ -167,17 +183,26 @@ def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOpti
         if isinstance(prompt, str)
         else list(prompt)
     )
-    out: list[int] = []
     text = ""
-    with _Watch(opened.target) as watch:
+    with _Watch(opened) as watch:
         for piece in opened.generate(tokens, request):
-            out += piece.tokens
             text += piece.text
             assert_each_position_once(opened.target)
             if opened.draft is not None:
                 assert_each_position_once(opened.draft)
     assert piece.stats is not None
-    return Run(tokens, out, text, piece.stats, watch.rows, watch.n_branching)
+    assert piece.finish_reason is not None
+    out = [token for round_ in watch.rounds for token in round_.emitted]
+    return Run(
+        tokens,
+        out,
+        text,
+        piece.finish_reason,
+        piece.stats,
+        watch.rounds,
+        watch.rows,
+        watch.n_branching,
+    )
 
 
 class Judge:
