@@ -4,6 +4,10 @@ A trace is positional: at token i of the text the drafter proposes with probabil
 if accepted[i]. After a wrong token the drafter is on another text; the policy is then shown the
 probabilities that follow in the trace, which decide nothing but what it sees. Oracles know the
 accepted lengths and say how far a policy is from what was possible.
+
+Of a recorded text some tokens are unknown, since nobody drafted them. There the drafter has
+nothing to offer, and how often a policy would have asked is counted: a replay of a policy that
+drafts longer than the recording one says too little for it.
 """
 
 from __future__ import annotations
@@ -24,11 +28,15 @@ _OWN, _OTHER = 1, 0  # tokens of simulated drafts: right and wrong
 
 @dataclass(frozen=True)
 class Trace:
-    """p[i] and accepted[i] for every position of a text; `segments` are (start, name)."""
+    """p[i] and accepted[i] for every position of a text; `segments` are (start, name).
+
+    `unknown` are positions that nobody drafted when the trace was recorded: p 0, not accepted.
+    """
 
     p: tuple[float, ...]
     accepted: tuple[bool, ...]
     segments: tuple[tuple[int, str], ...] = ((0, "text"),)
+    unknown: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Raises SpecDecError when the two do not fit or a p is no probability."""
@@ -39,6 +47,9 @@ class Trace:
         bad = next((i for i, p in enumerate(self.p) if not 0.0 <= p <= 1.0), None)
         if bad is not None:
             raise SpecDecError(f"entry {bad + 1} of the trace has p {self.p[bad]}")
+        wrong = next((i for i in sorted(self.unknown) if self.accepted[i]), None)
+        if wrong is not None:
+            raise SpecDecError(f"entry {wrong + 1} of the trace is unknown and accepted")
 
     def runs(self) -> NDArray[np.int64]:
         """How many drafted tokens in a row are right from each position."""
@@ -58,6 +69,7 @@ class Simulated:
     n_drafted: int
     n_accepted: int
     n_steps: int
+    n_unknown: int = 0  # tokens asked for that the trace does not know
 
     @property
     def rate(self) -> float:
@@ -71,9 +83,10 @@ def simulate(
     """Decode the trace with `policy`; drafting costs `profile.draft_step_s` a step."""
     n, at = len(trace.p), 0
     time = 0.0
-    rounds = drafted = accepted = steps = 0
+    rounds = drafted = accepted = steps = unknown = 0
     while at < n:
-        draft = _draft(trace, at, policy, source)
+        draft, asked_unknown = _draft(trace, at, policy, source)
+        unknown += asked_unknown
         m = len(draft.tokens)
         n_accepted = 0
         while n_accepted < m and trace.accepted[at + n_accepted]:
@@ -88,22 +101,23 @@ def simulate(
         drafted += m
         accepted += n_accepted
         steps += draft.n_steps
-    return Simulated(at, time, rounds, drafted, accepted, steps)
+    return Simulated(at, time, rounds, drafted, accepted, steps, unknown)
 
 
-def _draft(trace: Trace, at: int, policy: Policy, source: str) -> Draft:
+def _draft(trace: Trace, at: int, policy: Policy, source: str) -> tuple[Draft, bool]:
+    """The draft, and whether an unknown token cut it short."""
     limit = min(policy.n_max, len(trace.p) - at - 1)
     walk = policy.begin(limit, source)
     fed = 0
     wants = walk.wants
-    while wants:
+    while wants and at + fed not in trace.unknown:
         wants = walk.feed(trace.p[at + fed])
         fed += 1
     m = walk.n_best
     tokens = (_OWN,) * m
     dropped = ((_OWN, trace.p[at + m]),) if fed > m else ()
     probs = trace.p[at : at + m]
-    return Draft(tokens, probs, source, Decision(m, ""), dropped, (), fed)
+    return Draft(tokens, probs, source, Decision(m, ""), dropped, (), fed), wants
 
 
 def _emitted(trace: Trace, at: int, n_accepted: int) -> tuple[int, ...]:
@@ -217,26 +231,33 @@ def _draw(rng: np.random.Generator, kind: str, n: int) -> NDArray[np.float64]:
 
 
 def parse_trace(text: str) -> Trace:
-    """JSONL, one {"p": .., "accepted": ..} per token, optionally with "segment".
+    """JSONL, one {"p": .., "accepted": ..} per token, optionally with "segment"; both null where
+    nobody drafted the token.
 
     Raises SpecDecError naming the line.
     """
     p: list[float] = []
     accepted: list[bool] = []
     segments: list[tuple[int, str]] = []
+    unknown: set[int] = set()
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-            p.append(float(record["p"]))
+            if record["p"] is None and record["accepted"] is None:
+                unknown.add(len(p))
+            p.append(0.0 if record["p"] is None else float(record["p"]))
             accepted.append(bool(record["accepted"]))
+            if record["p"] is None and accepted[-1]:
+                raise ValueError("accepted without a p")
             name = str(record.get("segment", "text"))
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as e:
             raise SpecDecError(f"line {number} of the trace is no record of one: {e!r}") from e
         if not segments or segments[-1][1] != name:
             segments.append((len(p) - 1, name))
-    return Trace(tuple(p), tuple(accepted), tuple(segments) or ((0, "text"),))
+    names = tuple(segments) or ((0, "text"),)
+    return Trace(tuple(p), tuple(accepted), names, frozenset(unknown))
 
 
 def format_trace(trace: Trace) -> str:
@@ -245,5 +266,7 @@ def format_trace(trace: Trace) -> str:
     name, lines = "text", []
     for i, (p, accepted) in enumerate(zip(trace.p, trace.accepted, strict=True)):
         name = names.get(i, name)
-        lines.append(json.dumps({"p": p, "accepted": accepted, "segment": name}))
+        known = i not in trace.unknown
+        record = {"p": p if known else None, "accepted": accepted if known else None}
+        lines.append(json.dumps({**record, "segment": name}))
     return "\n".join(lines) + "\n"

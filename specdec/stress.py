@@ -100,8 +100,8 @@ def stress_trace(rng: np.random.Generator, saying: str, n: int, period: int) -> 
     """A text whose chance of acceptance is constant, or takes turns every `period` tokens."""
     length = period or n
     if saying == "calibrated":
-        kinds = [("code", "noise"), ("code", "prose"), ("prose", "noise")][int(rng.integers(3))]
-        kinds = kinds if period else kinds[:1]
+        pair = [("code", "noise"), ("code", "prose"), ("prose", "noise")][int(rng.integers(3))]
+        kinds = pair if period else pair[:1]
         return synthetic_trace(n, seed=int(rng.integers(1 << 30)), kinds=kinds, segment=length)
     chances = rng.choice(_TRUE, 2, replace=False)
     values = rng.uniform(0.05, 1.0, 2)

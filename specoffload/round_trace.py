@@ -1,7 +1,8 @@
-"""Recording rounds for the simulator: (draft p, accepted) of every drafted token that was judged.
+"""Recording rounds for the simulator: (draft p, accepted) of every token of the text.
 
-A token that nobody drafted (the target's own after a full acceptance, rounds without a draft)
-leaves no record, so a trace says most where drafts are long: record with `--policy fixed`.
+A token that nobody drafted (the target's own after a full acceptance, rounds without a draft) is
+recorded as unknown, p null. A trace knows most where drafts were long, whatever came of them:
+record with `--spec-policy fixed --spec-draft-n-max 16`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ class RoundTrace:
         self._write([])
 
     def add(self, round_: Round) -> None:
+        source = round_.draft.source
         for p, accepted in round_.evidence:
-            record = {"p": min(1.0, p), "accepted": accepted, "segment": round_.draft.source}
+            record = {"p": min(1.0, p), "accepted": accepted, "segment": source}
             self._lines.append(json.dumps(record))
+        for _ in range(len(round_.emitted) - len(round_.evidence)):
+            self._lines.append(json.dumps({"p": None, "accepted": None, "segment": source}))
 
     def write(self) -> None:
         self._write(self._lines)

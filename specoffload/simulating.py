@@ -10,7 +10,7 @@ from specdec.compare import Score, compare, named_policies, synthetic_traces
 from specdec.errors import BadProfile, SpecDecError
 from specdec.profile import CostProfile
 from specdec.profile_io import load, parse_batch_costs, parse_batched_bench, published_curves
-from specdec.simulate import brute_force_oracle, fixed_oracle, parse_trace, simulate
+from specdec.simulate import Trace, brute_force_oracle, fixed_oracle, parse_trace, simulate
 from specoffload import report
 from specoffload.errors import UsageError
 
@@ -68,22 +68,37 @@ def _replay(curves: dict[str, CostProfile], file: Path, draft_share: float) -> N
         trace = parse_trace(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as e:
         raise SpecDecError(f"--trace {file}: cannot be read as UTF-8 text ({e})") from e
-    results = {}
+    _say_unknown(trace)
+    results: dict[str, dict[str, float]] = {}
+    asked: dict[str, dict[str, int]] = {}
     for name, curve in curves.items():
         step_s = curve.draft_step_s or draft_share * curve.step_s[0]
         costs = replace(curve, draft_step_s=step_s)
         plain = 1.0 / costs.step_s[0]
         longest = min(_ORACLE_LONGEST, costs.n_max - 1)
-        rates = {
-            policy: simulate(trace, costs, make(costs)).rate / plain
-            for policy, make in named_policies().items()
-        }
+        runs = {p: simulate(trace, costs, make(costs)) for p, make in named_policies().items()}
+        rates = {policy: run.rate / plain for policy, run in runs.items()}
+        asked[name] = {policy: run.n_unknown for policy, run in runs.items()}
         rates["(best fixed block in hindsight)"] = fixed_oracle(trace, costs, longest).rate / plain
         rates["(knows every outcome)"] = brute_force_oracle(trace, costs, longest).rate / plain
         results[name] = rates
         report.table(
             f"{len(trace.p)} recorded tokens on {name}",
-            ("policy", "x plain"),
-            [(p, f"{r:.3f}") for p, r in sorted(rates.items(), key=lambda x: -x[1])],
+            ("policy", "x plain", "drafts cut short"),
+            [
+                (p, f"{r:.3f}", str(asked[name].get(p, "")))
+                for p, r in sorted(rates.items(), key=lambda x: -x[1])
+            ],
         )
-    report.line(json.dumps({"replayed": results, "n_tokens": len(trace.p)}))
+    found = {"n_tokens": len(trace.p), "n_unknown": len(trace.unknown), "n_cut_short": asked}
+    report.line(json.dumps({"replayed": results, **found}))
+
+
+def _say_unknown(trace: Trace) -> None:
+    """What a replay cannot tell, since the recording policy did not ask."""
+    if trace.unknown:
+        report.line(
+            f"{len(trace.unknown)} of {len(trace.p)} tokens are unknown: nobody drafted them when "
+            "this was recorded. Drafts are cut short there, so policies that draft longer look "
+            "worse than they are; record with --spec-policy fixed --spec-draft-n-max 16"
+        )

@@ -7,6 +7,7 @@ paid drafter has brought lately. llama.cpp takes the first that is not empty (PE
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from specdec.drafters.offer import nothing
 from specdec.types import Draft, Drafter, Policy, Round, Walk
@@ -75,7 +76,16 @@ class ChainDrafter:
         self._since_paid = 0
         before = mine if self._paid_gain is None else self._paid_gain
         self._paid_gain = before + _MEMORY * (mine - before)
-        return draft if mine >= gain else best
+        if draft.tokens and mine >= gain:
+            return draft
+        if not best.tokens:
+            return draft
+        # The model's steps were spent on this round, whoever's tokens it verifies.
+        return replace(
+            best,
+            n_steps=best.n_steps + draft.n_steps,
+            catch_up_s=best.catch_up_s + draft.catch_up_s,
+        )
 
     def learn(self, sequence: int, round_: Round) -> None:
         for drafter in (*self._free, *((self._paid,) if self._paid is not None else ())):
