@@ -42,9 +42,10 @@ class SpecStats:
         self.draft_s += round_.draft_s
         self.verify_s += round_.verify_s
         self.rollback_s += round_.rollback_s
-        while len(self.per_position) < n:
+        n_positions = round_.n_positions
+        while len(self.per_position) < n_positions:
             self.per_position.append([0, 0])
-        for i in range(n):
+        for i in range(n_positions):
             self.per_position[i][0] += 1
             self.per_position[i][1] += i < round_.n_accepted
         self.lengths[n] += 1

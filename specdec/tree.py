@@ -7,12 +7,13 @@ while the target's token is among a node's children, which keeps it lossless for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
+from specdec.drafters.model import BATCHED_TAIL
 from specdec.errors import SpecDecError
 from specdec.policies.joint import best_count
 from specdec.policies.throughput import Throughput
@@ -31,6 +32,7 @@ class Tree:
     probs: tuple[float, ...] = ()  # of the node given its parent, as the draft says
     reached: tuple[float, ...] = ()  # of the whole path, calibrated
     n_steps: int = 0
+    catch_up_s: float = 0.0  # as Draft's
 
     def cut(self, nodes: Sequence[int]) -> Tree:
         """The tree of these nodes, which must include their parents."""
@@ -43,12 +45,14 @@ class Tree:
             tuple(self.probs[i] for i in kept),
             tuple(self.reached[i] for i in kept),
             self.n_steps,
+            self.catch_up_s,
         )
 
 
 class TreeDrafter:
     """Grows trees with a draft model that can evaluate them. `p_split` is the least probability
-    of a second branch (llama.cpp's --spec-draft-p-split)."""
+    of a second branch (llama.cpp's --spec-draft-p-split); `n_vocab` cuts off padding that the
+    target's vocabulary does not have."""
 
     def __init__(
         self,
@@ -59,13 +63,16 @@ class TreeDrafter:
         p_split: float = 0.1,
         n_max: int = 24,
         max_depth: int = 12,
+        n_vocab: int | None = None,
     ) -> None:
         if not model.can_rewind:
             raise SpecDecError("tree drafts need a draft whose memory can be cut, not a recurrent")
         self._model, self._policy = model, policy
         self._n_branches, self._p_split = n_branches, p_split
         self._n_max, self._max_depth = n_max, max_depth
+        self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
         self._held: dict[int, list[int]] = {}
+        self._catch_up_s = 0.0
 
     def grow(self, sequence: int, history: Sequence[int], limit: int) -> Tree:
         """A tree of at most `limit` nodes worth verifying."""
@@ -92,7 +99,9 @@ class TreeDrafter:
             self._model.keep_path(sequence, ())
             n_steps += 1
             frontier = [(i, rows[i]) for i in grown]
-        tree = Tree(tuple(tokens), tuple(parents), tuple(probs), tuple(reached), n_steps)
+        tree = Tree(
+            tuple(tokens), tuple(parents), tuple(probs), tuple(reached), n_steps, self._catch_up_s
+        )
         return self._worthwhile(tree, limit)
 
     def _branch(
@@ -104,6 +113,7 @@ class TreeDrafter:
         probs: list[float],
         reached: list[float],
     ) -> None:
+        logits = logits[: self._n_vocab]
         p = np.exp(logits - logits.max(), dtype=np.float64)
         p /= p.sum()
         best = np.argsort(-p, kind="stable")[: self._n_branches]
@@ -131,10 +141,19 @@ class TreeDrafter:
         n = 0
         while n < min(len(held), len(history) - 1) and held[n] == history[n]:
             n += 1
-        if len(held) > n:
+        if self._model.length(sequence) > n:
             self._model.rewind(sequence, n)
-        logits = self._model.extend(sequence, list(history[n:]), 1)
-        held[:] = history
+        del held[n:]
+        new = list(history[n:])
+        self._catch_up_s = 0.0
+        if len(new) > BATCHED_TAIL:
+            began = perf_counter()
+            self._model.extend(sequence, new[:-1], 0)
+            held += new[:-1]
+            self._catch_up_s = perf_counter() - began
+            new = new[-1:]
+        logits = self._model.extend(sequence, new, 1)
+        held += new
         row: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = logits[0]
         return row
 
@@ -166,6 +185,7 @@ def decode_tree(
         drafted = perf_counter()
         path = _verify(target, sequence, history, tree, chooser, is_end)
         verified = perf_counter()
+        draft_s = drafted - began - tree.catch_up_s
         for source, p, accepted in path.evidence:
             policy.calibration.observe(source, p, accepted)
         policy.account(
@@ -173,12 +193,19 @@ def decode_tree(
             tree.n_steps,
             path.n_emitted,
             verify_s=verified - drafted,
-            draft_s=drafted - began,
+            draft_s=draft_s,
         )
-        decision = Decision(len(tree.tokens), "tree")
-        draft = Draft(tree.tokens, tree.probs, SOURCE, decision, n_steps=tree.n_steps)
+        draft = Draft(
+            tree.tokens,
+            tree.probs,
+            SOURCE,
+            Decision(len(tree.tokens), "tree"),
+            n_steps=tree.n_steps,
+            parents=tree.parents,
+            catch_up_s=tree.catch_up_s,
+        )
         emitted = tuple(history[len(history) - path.n_emitted :])
-        return Round(draft, path.n_accepted, emitted, drafted - began, verified - drafted)
+        return Round(draft, path.n_accepted, emitted, draft_s, verified - drafted)
 
     yield from play_rounds(target, history, n_predict, is_end, policy.n_max, play)
 
@@ -198,17 +225,36 @@ def _verify(
     chooser: Chooser,
     is_end: IsEnd,
 ) -> _Path:
-    """One decode of the last token and the tree; the target keeps the accepted path."""
+    """One decode of the last token and the tree; the target keeps the accepted path, or after an
+    exception nothing of it."""
+    n_history = len(history)
+    tokens = [history[-1], *tree.tokens]
+    rows = target.extend_tree(sequence, tokens, [-1, *(p + 1 for p in tree.parents)])
+    try:
+        path, kept = _descend(rows, history, tree, chooser, is_end)
+    except BaseException:
+        del history[n_history:]
+        target.keep_path(sequence, ())
+        raise
+    target.keep_path(sequence, kept)
+    return path
+
+
+def _descend(
+    rows: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
+    history: list[int],
+    tree: Tree,
+    chooser: Chooser,
+    is_end: IsEnd,
+) -> tuple[_Path, list[int]]:
+    """Follow the target's own tokens down the tree; what that gave, and the rows to keep."""
     children: dict[int, list[int]] = {}
     for i, parent in enumerate(tree.parents):
         children.setdefault(parent, []).append(i)
-    tokens = [history[-1], *tree.tokens]
-    rows = target.extend_tree(sequence, tokens, [-1, *(p + 1 for p in tree.parents)])
     kept, node, n_emitted = [0], -1, 0
     evidence: list[tuple[str, float, bool]] = []
-    choose: Callable[..., int] = chooser.choose
     while True:
-        token = choose(rows[node + 1], history)
+        token = chooser.choose(rows[node + 1], history)
         chooser.accepted(token)
         history.append(token)
         n_emitted += 1
@@ -218,12 +264,9 @@ def _verify(
             evidence.append((f"{SOURCE}-{rank}", tree.probs[child], hit))
             found = child if hit else found
         if found < 0:
-            break
+            return _Path(n_emitted - 1, n_emitted, evidence), kept
         node = found
         if is_end(token):
             # The end token is the last of the history, which the target never holds.
-            target.keep_path(sequence, kept)
-            return _Path(n_emitted, n_emitted, evidence)
+            return _Path(n_emitted, n_emitted, evidence), kept
         kept.append(node + 1)
-    target.keep_path(sequence, kept)
-    return _Path(n_emitted - 1, n_emitted, evidence)

@@ -137,6 +137,7 @@ class Draft:
     dropped: tuple[tuple[int, float], ...] = ()
     rows: tuple[NDArray[np.float64], ...] = ()
     n_steps: int = 0  # decodes of a draft model spent on it
+    parents: tuple[int, ...] = ()  # of a tree: the index of each token's parent, -1 at the root
     catch_up_s: float = 0.0  # evaluating a prompt that the draft model had not seen: no step
 
 
@@ -162,12 +163,26 @@ class Round:
         return len(self.draft.tokens)
 
     @property
+    def n_positions(self) -> int:
+        """How many tokens ahead were drafted: all of a chain, the depth of a tree."""
+        parents = self.draft.parents
+        if not parents:
+            return len(self.draft.tokens)
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return max(depths)
+
+    @property
     def evidence(self) -> tuple[tuple[float, bool], ...]:
         """(draft p, accepted) of every drafted token whose prefix the target confirmed.
 
-        Includes the first dropped token where the target's own next token answers for it.
+        Includes the first dropped token where the target's own next token answers for it. Empty
+        for trees, whose siblings are judged together.
         """
         draft, n = self.draft, self.n_accepted
+        if draft.parents:
+            return ()
         pairs = [(p, True) for p in draft.probs[:n]]
         if n < len(draft.tokens):
             if len(self.emitted) > n:  # else an end token was accepted and the rest never judged

@@ -21,6 +21,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.errors import BadOption
+from specdec.options import SpecOptions
 from specdec.policies.fixed import Fixed
 from specdec.policies.throughput import Throughput
 from specdec.profile import CostProfile
@@ -67,6 +68,7 @@ class Speculation:
         self._target = target
         self._n_rounds = 0
         options = config.options
+        check_together(options, config.record_trace)
         self.is_on = options.drafters != ("none",) and (
             draft is not None or "draft" not in options.drafters
         )
@@ -92,7 +94,10 @@ class Speculation:
                         f"({engine.facts.architecture}) is recurrent: leave --spec-tree out"
                     )
             self._tree = TreeDrafter(
-                draft, self.policy, p_split=options.number("--spec-draft-p-split")
+                draft,
+                self.policy,
+                p_split=options.number("--spec-draft-p-split"),
+                n_vocab=target.n_vocab,
             )
 
     # -- parts ----------------------------------------------------------------------------------
@@ -103,7 +108,8 @@ class Speculation:
         config = self._config
         if config.batch_costs is not None:
             costs = parse_batch_costs(config.batch_costs)
-            return _Profile(costs, Calibration(), None, ("profile: GGML_BATCH_COSTS",))
+            notes = ("profile: GGML_BATCH_COSTS", *_warned(costs))
+            return _Profile(costs, Calibration(), None, notes)
         if not config.needs_profile:
             return _Profile(_UNPRICED, Calibration(), None, ())
         assert config.profile_dir is not None
@@ -126,7 +132,7 @@ class Speculation:
             drafter = ModelDrafter(
                 draft,
                 distribution=self._sampling.draft_probabilities,
-                rng=np.random.default_rng(),
+                rng=self._sampling.rng,
                 n_vocab=self._target.n_vocab,
             )
         else:
@@ -206,8 +212,7 @@ class Speculation:
         if not self.is_on:
             return None
         if options.values["--spec-accept"] == "reject":
-            self._sampling.begin(request)
-            return RejectionAcceptance(chooser, np.random.default_rng(request.seed))
+            return RejectionAcceptance(chooser, self._sampling.begin(request))
         return build_acceptance(options, chooser, np.random.default_rng(request.seed))
 
     def _watched(self, rounds: Iterator[Round]) -> Iterator[Round]:
@@ -258,16 +263,40 @@ class _RequestSampling:
 
     def __init__(self) -> None:
         self._sampler = Sampler(1.0)
+        self.rng = np.random.default_rng()
 
-    def begin(self, request: GenerateOptions) -> None:
+    def begin(self, request: GenerateOptions) -> np.random.Generator:
+        """The random numbers of the request, from its seed: for drafting and for judging."""
+        self.rng.bit_generator.state = np.random.default_rng(request.seed).bit_generator.state
         # A greedy request accepts the argmax only; its drafts are sampled sharply all the same,
         # so that what the draft says of a token stays a probability.
         self._sampler = Sampler(request.temperature or 0.3)
+        return self.rng
 
     def draft_probabilities(
         self, logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         return self._sampler.probabilities(logits)
+
+
+def check_together(options: SpecOptions, record_trace: Path | None) -> None:
+    """Raises BadOption for flags that exclude each other."""
+    rejects = options.values["--spec-accept"] == "reject"
+    excluded = {
+        "--spec-accept reject": options.tree and rejects,
+        "--spec-replace": options.tree and options.text("--spec-replace") is not None,
+        "--record-trace": options.tree and record_trace is not None,
+    }
+    for flag, both in excluded.items():
+        if both:
+            raise BadOption(f"{flag} takes no effect with --spec-tree: leave one of them out")
+    if rejects and options.drafters == ("synthetic",):
+        raise BadOption("--spec-accept reject takes no effect with --spec-type synthetic")
+    if rejects and "--spec-draft-n-min" in options.given:
+        raise BadOption(
+            "--spec-draft-n-min takes no effect with --spec-accept reject: a token that was drawn "
+            "has to be verified, or the answer's distribution would change"
+        )
 
 
 def replace_pairs(text: str) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from specdec.types import Decision, Draft, Policy, Round, Target, Walk
 
 Distribution = Callable[[NDArray[np.float32]], NDArray[np.float64]]
 
-_BATCHED_TAIL = 8  # new tokens of a sequence that may join the others' decode
+BATCHED_TAIL = 8  # new tokens of a sequence that may join the others' decode
 
 
 class _Held:
@@ -104,10 +104,14 @@ class ModelDrafter:
                 break
             logits = self._step(sequence, tokens[-1])
             n_steps += 1
-        decision = Decision(len(tokens), walk.reason)
-        caught_up = self._held[sequence].catch_up_s
         return Draft(
-            tuple(tokens), tuple(probs), self.name, decision, (), tuple(rows), n_steps, caught_up
+            tuple(tokens),
+            tuple(probs),
+            self.name,
+            Decision(len(tokens), walk.reason),
+            rows=tuple(rows),
+            n_steps=n_steps,
+            catch_up_s=self._held[sequence].catch_up_s,
         )
 
     def learn(self, sequence: int, round_: Round) -> None:
@@ -191,7 +195,7 @@ class ModelDrafter:
         new = self._missing(sequence, history)
         held = self._held[sequence]
         held.catch_up_s = 0.0
-        if len(new) > _BATCHED_TAIL:
+        if len(new) > BATCHED_TAIL:
             began = perf_counter()
             self._model.extend(sequence, new[:-1], 0)
             held.tokens += new[:-1]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain, SamplingOptions
+from specdec.errors import BadOption
 from specdec.reject import Sampler
 from specoffload.config import Options, resolve
 from specoffload.generation import GenerateOptions, GenerationStats
@@ -189,3 +190,25 @@ def test_bad_grammars_and_schemas_are_one_sentence(
 ) -> None:
     with pytest.raises(BadRequest, match=words):
         write(plain, n_predict=4, **options)
+
+
+def test_a_seed_repeats_rejection_sampling_with_a_draft_model(rejecting: Session) -> None:
+    texts = [write(rejecting, n_predict=32, temperature=1.0, seed=seed)[1] for seed in (42, 42, 43)]
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"--spec-accept": "reject", "--spec-draft-n-min": 2, "--spec-policy": "p-min"}, "n-min"),
+        ({"--spec-tree": True, "--spec-accept": "reject", "--spec-policy": "throughput"}, "reject"),
+        ({"--spec-tree": True, "--spec-replace": "a=b", "--spec-policy": "throughput"}, "replace"),
+    ],
+)
+def test_flags_that_exclude_each_other_are_refused_when_a_session_opens(
+    spec: dict[str, object], words: str
+) -> None:
+    given = {**({} if "--spec-tree" in spec else FIXED), **spec}
+    with pytest.raises(BadOption, match=f"--spec-.*{words}.* takes no effect with"):
+        Session(resolve(Options(device="cpu", threads=1, ctx_size=512, spec_given=given)))  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from specdec.synthetic import (
     rates_of_length,
 )
 from specdec.tree import TreeDrafter, decode_tree
+from specdec.types import Decision, Draft, Round
 
 # Batches that cost almost nothing more, so that drafts are worth it.
 CHEAP = CostProfile(tuple(1.0 + 0.01 * n for n in range(32)), 0.01)
@@ -168,6 +170,88 @@ def _mean_length(target: FakeTarget, n_branches: int) -> float:
         )
     )
     return sum(len(r.emitted) for r in rounds) / len(rounds)
+
+
+def test_a_tree_whose_judging_fails_leaves_target_draft_and_policy_usable() -> None:
+    class Failing(Greedy):
+        n_left = 5
+
+        def choose(self, logits, history):  # type: ignore[no-untyped-def]
+            self.n_left -= 1
+            if not self.n_left:
+                raise KeyboardInterrupt
+            return super().choose(logits, history)
+
+    target = FakeTarget(seed=4)
+    policy = Throughput(CHEAP, refresh=False)
+    drafter = TreeDrafter(FakeTarget(seed=4, peak=0.4), policy)
+    text = [1, 2, 3]
+
+    def go_on(chooser: Greedy, n: int) -> None:
+        for round_ in decode_tree(
+            target,
+            0,
+            list(text),
+            drafter=drafter,
+            policy=policy,
+            chooser=chooser,
+            n_predict=n,
+            is_end=never,
+            n_cached=target.length(0),
+        ):
+            text.extend(round_.emitted)
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(Failing(), 40)
+    assert target.tokens(0) == text[:-1]
+    go_on(Greedy(), 40)
+    assert len(text) == 43
+    assert text == plain(target, [1, 2, 3], 40)
+
+
+def test_a_tree_counts_positions_by_depth_and_is_no_evidence_of_a_chain() -> None:
+    draft = Draft(
+        (7, 8, 9, 5), (0.6, 0.3, 0.9, 0.4), "tree", Decision(4, "tree"), parents=(-1, -1, 1, 2)
+    )
+    round_ = Round(draft, 2, (8, 9, 3), 0.0, 0.0)
+    assert round_.evidence == ()
+    stats = SpecStats()
+    stats.add(round_)
+    assert stats.acceptance_per_position == (1.0, 1.0, 0.0)
+    assert stats.n_drafted == 4
+
+
+def test_the_prompt_that_a_draft_has_to_read_is_no_draft_step() -> None:
+    class Slow(FakeTarget):
+        def extend(self, sequence, tokens, n_logits=None):  # type: ignore[no-untyped-def]
+            time.sleep(0.002 * len(tokens))
+            return super().extend(sequence, tokens, n_logits)
+
+    prompt = [1, 2, 3] * 20
+    policy = Throughput(CHEAP, refresh=False)
+    chain = decode(
+        FakeTarget(),
+        0,
+        prompt,
+        drafter=ModelDrafter(Slow()),
+        policy=Fixed(2),
+        chooser=Greedy(),
+        n_predict=3,
+        is_end=never,
+    )
+    tree = decode_tree(
+        FakeTarget(),
+        0,
+        prompt,
+        drafter=TreeDrafter(Slow(), policy),
+        policy=policy,
+        chooser=Greedy(),
+        n_predict=3,
+        is_end=never,
+    )
+    for first in (next(chain), next(tree)):
+        assert first.draft.catch_up_s > 0.1
+        assert first.draft_s < first.draft.catch_up_s / 2
 
 
 def test_recurrent_memory_is_refused_trees() -> None:
