@@ -30,19 +30,6 @@ def held_out() -> list[str]:
     return [row["text"] for row in rows][:50]
 
 
-@pytest.fixture(scope="module")
-def exact(models: Path) -> Path:
-    """The embedded target with its weights in f32."""
-    import llama_cpp.llama_cpp as native
-
-    path = models / "target-f32.gguf"
-    params = native.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize = native.LLAMA_FTYPE_ALL_F32, True
-    source = str(demo_file("target.gguf")).encode()
-    assert native.llama_model_quantize(source, str(path).encode(), params) == 0
-    return path
-
-
 def session(device: str, **changes: object) -> Session:
     # One thread: on a busy machine, threads that wait for each other spin.
     # Without a profile blocks are fixed; what the default drafts depends on what it measures.

@@ -19,6 +19,7 @@ from lossless_parts import (
     SAMPLED,
     assert_each_position_once,
     cell_positions,
+    distance_from_fresh,
     generate,
     open_session,
 )
@@ -158,8 +159,9 @@ class Compared(MatchAcceptance):
     def __call__(
         self, draft: Draft, logits: NDArray[np.float32], history: list[int], is_end: IsEnd
     ) -> Verdict:
-        wanted = self._models.afresh(history)
-        self.distances.append(float(np.abs(logits[0] - wanted).max()))
+        models = self._models
+        found = distance_from_fresh(models.fresh, history, len(models.prompt) - 1, logits[0])
+        self.distances.append(found)
         return super().__call__(draft, logits, history, is_end)
 
 
@@ -357,4 +359,4 @@ def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
     assert rejected > 0
     assert (copied > 0) == streamed
     with Engine(path, EngineOptions(device="cpu", n_ctx=256)) as fresh:
-        assert np.abs(kept - fresh.extend(0, history, 1)[0]).max() < NOISE
+        assert distance_from_fresh(fresh, history, 1, kept) < NOISE

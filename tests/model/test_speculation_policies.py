@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from lossless_parts import (
+    BATCH_NOISE,
     FIXED,
     GREEDY,
     N_PREDICT,
-    NEAR_TIE,
     SAMPLED,
     Judge,
     Run,
+    distance_from_fresh,
     generate,
     open_session,
 )
@@ -30,10 +31,6 @@ from specoffload.bench import prompts
 from specoffload.session import SEQUENCE
 
 pytestmark = pytest.mark.usefixtures("batches_are_cheap")
-
-# How far the logits of a prefix may differ between batches of one and of several: the KV cache is
-# in f16, where a last bit may fall either way. Logits of a wrong prefix are further away by far.
-BATCH_NOISE = 0.02
 
 DRAFTERS: dict[str, dict[str, object]] = {
     "draft": FIXED,
@@ -73,16 +70,18 @@ def test_match_writes_the_targets_own_text_greedy_and_sampled(
     exact: Path, judge: Judge, name: str, streamed: bool
 ) -> None:
     with open_session(exact, DRAFTERS[name], streamed=streamed) as opened:
-        runs = []
+        runs: list[Run] = []
         for request in (GREEDY, SAMPLED):
-            for text in texts():
+            of_request = []
+            for text in texts()[int(streamed) :]:
                 opened.forget()
-                runs.append(run := generate(opened, text, request))
+                of_request.append(run := generate(opened, text, request))
                 judge.check(run, request)
                 assert judge.distance(run) < BATCH_NOISE
+            assert sum(run.n_rejected for run in of_request) > 0
+            runs += of_request
         copied = opened.target.counters().streamed_bytes
-    assert_drafts_were_judged(runs[:3])
-    assert sum(run.n_rejected for run in runs[3:]) > 0
+    assert_drafts_were_judged(runs)
     assert (copied > 0) == streamed
 
 
@@ -94,7 +93,7 @@ def test_rejection_sampling_writes_what_the_target_could_and_greedy_what_it_woul
     spec = {**DRAFTERS[name], "--spec-accept": "reject"}
     with open_session(exact, spec, streamed=streamed) as opened:
         runs = []
-        for text in texts():
+        for text in texts()[int(streamed) :]:
             opened.forget()
             runs.append(greedy := generate(opened, text, GREEDY))
             judge.check(greedy, GREEDY)
@@ -168,6 +167,7 @@ def test_the_judge_refuses_a_token_that_is_not_the_targets(exact: Path, judge: J
             with pytest.raises(AssertionError, match="token 7 is"):
                 judge.check(run, request)
             # What was evaluated is now another text's, which shows in the logits, too.
+            run.first_rows = run.first_rows[8:10]
             assert judge.distance(run) > 10 * BATCH_NOISE
 
 
@@ -190,16 +190,7 @@ def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
         assert engine.length(SEQUENCE) == len(history) - 1
         kept = engine.extend(SEQUENCE, history[-1:])[0]
     assert rejected > 0
-    fresh_engine = judge.engine
-    fresh_engine.rewind(SEQUENCE, 0)
-    fresh = fresh_engine.extend(SEQUENCE, history, n_logits=1)[0]
-    # The same prefix in batches of one and at once: how far the kernels themselves differ.
-    fresh_engine.rewind(SEQUENCE, 0)
-    for token in history:
-        single = fresh_engine.extend(SEQUENCE, [token])[0]
-    noise = float(np.abs(single - fresh).max())
-    assert noise < BATCH_NOISE
-    assert min(np.abs(kept - fresh).max(), np.abs(kept - single).max()) <= NEAR_TIE + 2 * noise
+    assert distance_from_fresh(judge.engine, history, 1, kept) < BATCH_NOISE
 
 
 def test_statistics_add_up(exact: Path) -> None:
@@ -216,18 +207,7 @@ def test_statistics_add_up(exact: Path) -> None:
     assert stats.draft_s > 0
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        "suffix",
-        pytest.param(
-            "draft",
-            marks=pytest.mark.xfail(
-                strict=True, reason="the draft model's own draws are not seeded by the request"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("drafter", ["suffix", "draft"])
 def test_the_same_seed_repeats_rejection_sampling(exact: Path, drafter: str) -> None:
     spec = {**FIXED, "--spec-type": drafter, "--spec-accept": "reject"}
     with open_session(exact, spec) as opened:
@@ -240,7 +220,6 @@ def test_the_same_seed_repeats_rejection_sampling(exact: Path, drafter: str) -> 
     assert runs[0] != runs[2]
 
 
-@pytest.mark.xfail(strict=True, reason="--spec-accept reject is ignored by --spec-tree")
 def test_trees_with_rejection_sampling_are_refused(exact: Path) -> None:
     with pytest.raises(BadOption, match="--spec-accept"):
         open_session(exact, {"--spec-tree": True, "--spec-accept": "reject"})

@@ -1,0 +1,207 @@
+"""Where a text ends inside a draft: the limit, the context, stop sequences, grammars, end tokens.
+
+Each text is exactly plain decoding's up to its end, and the conversation goes on from it as from a
+fresh evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from lossless_parts import (
+    BATCH_NOISE,
+    FIXED,
+    GREEDY,
+    SAMPLED,
+    Judge,
+    Run,
+    assert_each_position_once,
+    cheap_batches,
+    generate,
+    open_session,
+)
+
+from specoffload.bench import prompts
+from specoffload.generation import GenerateOptions
+from specoffload.session import SEQUENCE, Session
+
+SPECS: dict[str, dict[str, object]] = {
+    "chain": {**FIXED, "--spec-draft-n-max": 8},
+    "reject": {**FIXED, "--spec-draft-n-max": 8, "--spec-accept": "reject"},
+    "tree": {"--spec-tree": True, "--spec-draft-p-split": 0.05},
+    "n-grams": {**FIXED, "--spec-type": "suffix", "--spec-suffix-min-match": 1},
+}
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def spec(request: pytest.FixtureRequest) -> dict[str, object]:
+    return SPECS[request.param]
+
+
+@pytest.fixture(scope="module")
+def opened(
+    exact: Path, spec: dict[str, object], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Session]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path_factory.mktemp("ends")))
+        patch.setattr("specoffload.speculation.measure_quickly", cheap_batches)
+        with open_session(exact, spec) as session:
+            yield session
+
+
+@pytest.fixture(scope="module")
+def whole(opened: Session, judge: Judge) -> Run:
+    """The text of which the tests cut off parts; some of its rounds accept several tokens."""
+    opened.forget()
+    run = generate(opened, prompts("code")[0] * 2, replace(GREEDY, n_predict=48))
+    judge.check(run, GREEDY)
+    return run
+
+
+def accepted_round(run: Run) -> tuple[int, int]:
+    """(where it begins in the tokens, how many it accepted) of the longest accepted draft."""
+    starts, at = [], 0
+    for round_ in run.rounds:
+        starts.append((round_.n_accepted, at))
+        at += len(round_.emitted)
+    n, start = max(starts)
+    assert n >= 2
+    return start, n
+
+
+def assert_goes_on(opened: Session, judge: Judge, run: Run) -> None:
+    """The next turn is what plain decoding would write, from logits of a fresh evaluation."""
+    assert_each_position_once(opened.target)
+    more = opened.tokenize("\n\ndef next_one(", add_special=False, parse_special=False)
+    request = replace(GREEDY, n_predict=8)
+    after = generate(opened, [*run.prompt, *run.tokens, *more], request)
+    assert after.stats.n_cached_tokens >= len(run.prompt)
+    judge.check(after, request)
+    assert judge.distance(after) < BATCH_NOISE
+
+
+def test_n_predict_inside_a_draft_ends_exactly_there(
+    opened: Session, judge: Judge, whole: Run
+) -> None:
+    start, n = accepted_round(whole)
+    for n_predict in sorted({1, start + 1, start + n // 2, start + n}):
+        opened.forget()
+        request = replace(GREEDY, n_predict=n_predict)
+        run = generate(opened, whole.prompt, request)
+        assert len(run.tokens) == run.stats.n_tokens == n_predict
+        assert run.finish_reason == "length"
+        judge.check(run, request)
+        assert_goes_on(opened, judge, run)
+
+
+@pytest.mark.parametrize("room", [1, 2, 3, 7, 20])
+def test_a_draft_never_passes_the_end_of_the_context(
+    exact: Path,
+    judge: Judge,
+    spec: dict[str, object],
+    opened: Session,
+    room: int,
+    batches_are_cheap: None,
+) -> None:
+    n_ctx = 256
+    prompt = opened.tokenize(prompts("code")[0] * 8, add_special=True, parse_special=True)
+    prompt = prompt[: n_ctx - room]
+    assert len(prompt) == n_ctx - room
+    with open_session(exact, spec, ctx_size=n_ctx) as short:
+        assert short.target.n_ctx == n_ctx
+        run = generate(short, prompt, replace(GREEDY, n_predict=None))
+    # The last token is chosen, but needs no room.
+    assert len(run.tokens) in (room, room + 1)
+    assert run.finish_reason == "length"
+    judge.check(run, GREEDY)
+    assert judge.distance(run) < BATCH_NOISE
+    if room == 20:
+        assert run.stats.n_drafted > 0
+
+
+def test_a_stop_sequence_inside_a_draft_ends_the_text_before_it(
+    opened: Session, judge: Judge, whole: Run
+) -> None:
+    start, n = accepted_round(whole)
+    before = opened.target.detokenize(whole.tokens[:start])
+    inside = opened.target.detokenize(whole.tokens[: start + n])[len(before) :]
+    # A part of the draft's text, from the middle of one token to the middle of a later one.
+    stop = inside[1:-1] or inside
+    opened.forget()
+    request = replace(GREEDY, n_predict=48, stop=(stop,))
+    run = generate(opened, whole.prompt, request)
+    assert run.finish_reason == "stop"
+    assert run.text == whole.text[: whole.text.index(stop)]
+    judge.check(run, request)
+    assert_goes_on(opened, judge, run)
+
+
+def test_an_end_token_inside_a_draft_ends_the_text_with_it(
+    opened: Session, judge: Judge, whole: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepted tokens that the text has only once are made end tokens, one after the other."""
+    ends, at = [], 0
+    for round_ in whole.rounds:
+        ends += [t for t in round_.emitted[: round_.n_accepted] if whole.tokens.index(t) >= at]
+        at += len(round_.emitted)
+    ends = ends[:4]
+    n_inside = 0
+    for end in ends:
+        monkeypatch.setattr(opened.target, "is_end", lambda token, end=end: token == end)
+        opened.forget()
+        request = replace(GREEDY, n_predict=48, ignore_eos=False)
+        run = generate(opened, whole.prompt, request)
+        assert run.finish_reason == "stop"
+        assert run.tokens == whole.tokens[: whole.tokens.index(end) + 1]
+        assert run.text == opened.target.detokenize(run.tokens[:-1])
+        last = run.rounds[-1]
+        n_inside += last.n_accepted == len(last.emitted)
+        monkeypatch.undo()
+        assert_goes_on(opened, judge, run)
+    assert n_inside > 0
+
+
+@pytest.mark.parametrize("request_name", ["greedy", "sampled"])
+def test_the_end_of_a_grammar_inside_a_draft_ends_the_text(
+    opened: Session, judge: Judge, whole: Run, request_name: str, spec: dict[str, object]
+) -> None:
+    """A grammar that allows the text itself, and ends in the middle of an accepted draft."""
+    start, n = accepted_round(whole)
+    n_characters = len(opened.target.detokenize(whole.tokens[: start + n - 1]))
+    base = {"greedy": GREEDY, "sampled": SAMPLED}[request_name]
+    request: GenerateOptions = replace(
+        base, n_predict=300, ignore_eos=False, grammar=f"root ::= [^\\x00]{{{n_characters}}}"
+    )
+    opened.forget()
+    run = generate(opened, whole.prompt, request)
+    assert run.finish_reason == "stop"
+    assert len(run.text) == n_characters
+    assert opened.target.is_end(run.tokens[-1])
+    if request_name == "greedy":
+        assert run.text == whole.text[:n_characters]
+        assert run.n_rejected > 0  # what was drafted beyond the end
+    if request_name == "greedy" or spec.get("--spec-accept") != "reject":
+        judge.check(run, request)
+    else:
+        judge.check_support(run, request)
+    assert opened.target.length(SEQUENCE) == len(run.prompt) + len(run.tokens) - 1
+    assert_goes_on(opened, judge, run)
+
+
+def test_closing_inside_a_text_leaves_memory_to_go_on_from(
+    opened: Session, judge: Judge, whole: Run
+) -> None:
+    opened.forget()
+    pieces = opened.generate(whole.prompt, replace(GREEDY, n_predict=48))
+    seen: list[int] = []
+    for piece in pieces:
+        seen += piece.tokens
+        if len(seen) > 10:
+            break
+    pieces.close()  # type: ignore[attr-defined]
+    assert seen == whole.tokens[: len(seen)]
+    assert opened.target.length(SEQUENCE) == len(whole.prompt) + len(seen) - 1
+    assert_goes_on(opened, judge, replace(whole, tokens=seen))

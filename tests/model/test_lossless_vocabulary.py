@@ -1,0 +1,144 @@
+"""A draft whose vocabulary differs from the target's (C14), with two real files.
+
+The second vocabulary is the embedded draft's with its ids in another order, its special tokens
+under other names and, for the harder case, half of its merges gone, so that it cuts text
+differently. The text must be the target's own, and drafts must be of use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
+from lossless_parts import (
+    BATCH_NOISE,
+    FIXED,
+    GREEDY,
+    SAMPLED,
+    Judge,
+    Run,
+    generate,
+    open_session,
+)
+
+from specdec.errors import VocabularyMismatch
+from specoffload.bench import prompts
+from specoffload.config import demo_file
+
+RENAMED = {"<|endoftext|>": "<eos>", "<|im_start|>": "<turn>", "<|im_end|>": "</turn>"}
+REPLACE = ",".join(f"{ours}={theirs}" for ours, theirs in RENAMED.items())
+_TOKENS, _TYPES, _MERGES = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "merges"))
+
+
+def rewrite(path: Path, *, merges: float) -> Path:
+    """The embedded draft with another vocabulary, and the first share `merges` of its merges."""
+    reader = GGUFReader(demo_file("draft.gguf"))
+    values = {name: field.contents() for name, field in reader.fields.items()}
+    n = len(values[_TOKENS])
+    order = np.random.default_rng(1).permutation(n)  # new id -> old id
+    new_id = np.argsort(order)
+    values[_TOKENS] = [RENAMED.get(t, t) for t in (values[_TOKENS][i] for i in order)]
+    values[_TYPES] = [values[_TYPES][i] for i in order]
+    values[_MERGES] = values[_MERGES][: int(merges * len(values[_MERGES]))]
+    for name in values:
+        if name.endswith("_token_id"):
+            values[name] = int(new_id[values[name]])
+    writer = GGUFWriter(path, values["general.architecture"])
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        inner = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
+        writer.add_key_value(name, values[name], field.types[0], inner)
+    for tensor in reader.tensors:
+        data = tensor.data
+        if tensor.name in ("token_embd.weight", "output.weight"):
+            data = np.ascontiguousarray(data[order])
+        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def permuted(models: Path) -> Path:
+    return rewrite(models / "draft-permuted.gguf", merges=1.0)
+
+
+@pytest.fixture(scope="module")
+def coarser(models: Path) -> Path:
+    return rewrite(models / "draft-fewer-merges.gguf", merges=0.5)
+
+
+def texts() -> list[str]:
+    """With special tokens in them, which only the replacement pairs translate."""
+    plain = [*prompts("code")[:2], prompts("prose")[0] + "\n# Größe, naïve, 日本語"]
+    return [f"<|im_start|>user\n{plain[0]}<|im_end|>\n<|im_start|>assistant\n", *plain]
+
+
+def runs_of(exact: Path, judge: Judge, draft: Path, spec: dict[str, object]) -> list[Run]:
+    runs = []
+    with open_session(exact, spec, draft=draft) as opened:
+        for request in (GREEDY, SAMPLED):
+            for text in texts():
+                opened.forget()
+                runs.append(run := generate(opened, text, request))
+                if spec.get("--spec-accept") != "reject" or request is GREEDY:
+                    judge.check(run, request)
+                else:
+                    judge.check_support(run, request)
+                assert judge.distance(run) < BATCH_NOISE
+    return runs
+
+
+def accepted(runs: list[Run]) -> int:
+    return sum(run.stats.n_accepted for run in runs)
+
+
+def test_another_order_of_ids_is_translated_without_loss(
+    exact: Path, judge: Judge, permuted: Path
+) -> None:
+    same = runs_of(exact, judge, demo_file("draft.gguf"), FIXED)
+    other = runs_of(exact, judge, permuted, {**FIXED, "--spec-replace": REPLACE})
+    assert sum(run.n_rejected for run in other) > 0
+    assert accepted(other) >= 0.9 * accepted(same) > 0
+
+
+def test_text_cut_differently_is_translated_too(exact: Path, judge: Judge, coarser: Path) -> None:
+    runs = runs_of(exact, judge, coarser, {**FIXED, "--spec-replace": REPLACE})
+    assert accepted(runs) > 0
+    assert sum(run.n_rejected for run in runs) > 0
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
+def test_translated_drafts_go_with_chains_and_streaming(
+    exact: Path, judge: Judge, permuted: Path, streamed: bool
+) -> None:
+    spec = {**FIXED, "--spec-replace": REPLACE, "--spec-type": "suffix,draft"}
+    with open_session(exact, spec, draft=permuted, streamed=streamed) as opened:
+        runs = []
+        for text in texts():
+            opened.forget()
+            runs.append(run := generate(opened, text, GREEDY))
+            judge.check(run, GREEDY)
+    by_draft = sum(
+        n for run in runs for source, n in run.stats.accepted_by_source if source == "draft"
+    )
+    assert by_draft > 0
+
+
+def test_translated_drafts_go_with_rejection_sampling(
+    exact: Path, judge: Judge, permuted: Path
+) -> None:
+    spec = {**FIXED, "--spec-replace": REPLACE, "--spec-accept": "reject"}
+    runs = runs_of(exact, judge, permuted, spec)
+    assert accepted(runs) > 0
+    assert sum(run.n_rejected for run in runs) > 0
+
+
+def test_without_replacement_another_vocabulary_is_refused(exact: Path, permuted: Path) -> None:
+    with pytest.raises(VocabularyMismatch, match="bos token"):
+        open_session(exact, FIXED, draft=permuted)
