@@ -76,10 +76,12 @@ class ChainDrafter:
         self._since_paid = 0
         before = mine if self._paid_gain is None else self._paid_gain
         self._paid_gain = before + _MEMORY * (mine - before)
-        if draft.tokens and mine >= gain:
-            return draft
         if not best.tokens:
             return draft
+        if draft.tokens and mine >= gain:
+            # Chosen for what it drew, so its tokens are no longer distributed as its rows say:
+            # rejection sampling takes them as certain, which is exact whatever was proposed.
+            return replace(draft, rows=())
         # The model's steps were spent on this round, whoever's tokens it verifies.
         return replace(
             best,

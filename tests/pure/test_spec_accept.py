@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +11,9 @@ from scipy.stats import chi2
 
 from specdec.accept import MatchAcceptance
 from specdec.decode import decode
+from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
+from specdec.drafters.offer import offer
 from specdec.errors import SpecDecError
 from specdec.fake import FakeTarget
 from specdec.policies.costs import Costs
@@ -20,7 +22,7 @@ from specdec.policies.p_min import PMin
 from specdec.policies.throughput import Throughput
 from specdec.profile import CostProfile
 from specdec.reject import RejectionAcceptance, Sampler, residual, sample
-from specdec.types import Decision, Draft, Policy
+from specdec.types import Decision, Draft, Policy, Round
 
 N_DRAWS = 100_000
 N_VOCAB = 6
@@ -108,6 +110,21 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
+class Habitual:
+    """Offers the token that the draft's own best chance is compared with."""
+
+    name = "habit"
+
+    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        return offer(self.name, [2, 2, 2], [0.6, 0.6, 0.6], policy, limit)
+
+    def learn(self, sequence: int, round_: Round) -> None:
+        pass
+
+    def forget(self, sequence: int) -> None:
+        pass
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(policy: str) -> None:
     rng = np.random.default_rng(3)
@@ -140,6 +157,28 @@ def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(policy: s
     assert sum(rounds for n, rounds in lengths.items() if n) > N_TEXTS / 2
     for a in range(4):
         check(pairs[a], sampler.probabilities(target.logits_after([a])))
+
+
+def test_a_chain_that_prefers_some_draws_keeps_the_distribution() -> None:
+    rng = np.random.default_rng(3)
+    sampler = Sampler(0.9)
+    target = FakeTarget(n_vocab=4, logits_seed=5, order=1)
+    model = ModelDrafter(
+        FakeTarget(n_vocab=4, logits_seed=6, order=1),
+        distribution=Sampler(1.3).probabilities,
+        rng=rng,
+    )
+    acceptance = RejectionAcceptance(sampler, rng)
+    first = np.zeros(4)
+    sources = Counter[str]()
+    for _ in range(4 * N_TEXTS):
+        # After token 2 the model's draft is worth more than the habit's if it drew a 0.
+        draft = ChainDrafter([Habitual()], model).propose(0, [2], Fixed(3), 3)
+        sources[draft.source] += 1
+        rows = np.array([target.logits_after([t]) for t in (2, *draft.tokens)])
+        first[acceptance(draft, rows, [2], never).emitted[0]] += 1
+    assert min(sources["habit"], sources["draft"]) > N_TEXTS / 2
+    check(first, sampler.probabilities(target.logits_after([2])))
 
 
 def test_rejection_accepts_a_draft_that_is_the_target_itself() -> None:
