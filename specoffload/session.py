@@ -166,6 +166,9 @@ class Session:
         """The start-up lines: what is active, what is not, and why."""
         choice, facts = self.target.choice, self.target.facts
         lines = [f"device {choice.name}: {choice.description} ({choice.reason})"]
+        if self.config.ctx_size and self.target.n_ctx != self.config.ctx_size:
+            lines.append(f"--ctx-size {self.config.ctx_size}: the library makes it "
+                         f"{self.target.n_ctx} tokens")  # fmt: skip
         plan = self.target.plan
         if plan is not None and plan.streamed:
             n = self.target.min_batch
