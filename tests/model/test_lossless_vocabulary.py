@@ -142,3 +142,23 @@ def test_translated_drafts_go_with_rejection_sampling(
 def test_without_replacement_another_vocabulary_is_refused(exact: Path, permuted: Path) -> None:
     with pytest.raises(VocabularyMismatch, match="bos token"):
         open_session(exact, FIXED, draft=permuted)
+
+
+def test_special_tokens_reach_the_draft_as_its_own(
+    exact: Path, permuted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_session(exact, {**FIXED, "--spec-replace": REPLACE}, draft=permuted) as opened:
+        draft = opened.draft
+        assert draft is not None
+        extend, read = draft.extend, list[int]()
+
+        def watched(sequence: int, tokens: list[int], n_logits: int | None = None) -> object:
+            read.extend(tokens)
+            return extend(sequence, tokens, n_logits)
+
+        monkeypatch.setattr(draft, "extend", watched)
+        run = generate(opened, texts()[0], GREEDY)
+        ours = [opened.target.token_text(token) for token in run.prompt]
+        theirs = [draft.token_text(token) for token in read[: len(run.prompt)]]
+    assert set(RENAMED) & set(ours) == {"<|im_start|>", "<|im_end|>"}
+    assert theirs == [RENAMED.get(text, text) for text in ours]
