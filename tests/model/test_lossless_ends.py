@@ -205,3 +205,17 @@ def test_closing_inside_a_text_leaves_memory_to_go_on_from(
     assert seen == whole.tokens[: len(seen)]
     assert opened.target.length(SEQUENCE) == len(whole.prompt) + len(seen) - 1
     assert_goes_on(opened, judge, replace(whole, tokens=seen))
+
+
+@pytest.mark.xfail(strict=True, reason="a round that shows no text yields no piece")
+def test_pieces_hold_every_token_also_of_rounds_that_end_inside_a_character(
+    opened: Session, whole: Run
+) -> None:
+    """Hiragana are three bytes, each a token of this vocabulary."""
+    opened.forget()
+    request = replace(SAMPLED, n_predict=20, grammar="root ::= [ぁ-ん]{20}")
+    pieces = list(opened.generate(whole.prompt, request))
+    stats = pieces[-1].stats
+    assert stats is not None
+    assert stats.n_tokens == 20
+    assert sum(len(piece.tokens) for piece in pieces) == 20
