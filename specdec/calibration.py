@@ -2,6 +2,10 @@
 
 Binned Beta counts with decay, one set per drafter. The prior of a probability is itself, so an
 unseen drafter is taken at its word. No peer has this (PEERS 7.1, 3).
+
+The bins are slow. A text that turns from one that the drafter guesses well into another is
+followed by a filter over a hidden regime, by how much log-odds of acceptance are off just now. It
+changes without notice, to one of the regimes that were met before.
 """
 
 from __future__ import annotations
@@ -11,6 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.errors import BadProfile
+
+# Regimes, as factors of the odds of acceptance; the middle one is none.
+_OFFSETS = (-4.5, -2.7, -1.5, -0.7, 0.0, 0.7, 1.5, 2.7, 4.5)
+_ODDS = tuple(math.exp(x) for x in _OFFSETS)
+_N_REGIMES = len(_ODDS)
+_OFTEN = tuple(0.6 if x == 0.0 else 0.05 for x in _OFFSETS)
+_CHANGE = 1.0 / 150.0  # chance per token of the text that the regime changes
+_MET = 0.01  # per observation, of what is remembered of the regimes met
+_UNLIKELY = 0.02
+_LEAST, _MOST = 0.002, 0.998  # nothing is certain
 
 # Finer towards 1, where long drafts are decided.
 EDGES = (
@@ -37,13 +51,17 @@ class ReliabilityPoint:
 
 
 class _Bins:
-    __slots__ = ("accepted", "shift", "sum_p", "total")
+    __slots__ = ("accepted", "elapsed", "n_observed", "now", "often", "shift", "sum_p", "total")
 
     def __init__(self) -> None:
         self.total = [0.0] * N_BINS
         self.accepted = [0.0] * N_BINS
         self.sum_p = [0.0] * N_BINS
         self.shift = 0.0  # log-odds by which the drafter as a whole is off, the bins' prior
+        self.now = list(_OFTEN)  # chance of each regime
+        self.often = list(_OFTEN)  # as they were met
+        self.elapsed = 0  # tokens of the text since `now`
+        self.n_observed = 0  # and observations since `often`
 
 
 class Calibration:
@@ -60,13 +78,36 @@ class Calibration:
 
     def probability(self, source: str, p: float) -> float:
         """The calibrated probability that a token drafted with `p` is accepted."""
+        q = self.usual(source, p)
+        return sum(w * q * odds / (1.0 - q + q * odds) for w, odds in self.regimes(source))
+
+    def usual(self, source: str, p: float) -> float:
+        """The same whatever the regime is: as the bins have it."""
         bins = self._sources.get(source)
         if bins is None:
-            return p
+            return min(_MOST, max(_LEAST, p))
         i = bin_of(p)
-        prior = shifted(p, bins.shift)
+        prior = shifted(p, bins.shift) if bins.shift else p
         w = self._prior_weight
-        return (bins.accepted[i] + w * prior) / (bins.total[i] + w)
+        q = (bins.accepted[i] + w * prior) / (bins.total[i] + w)
+        return _MOST if q > _MOST else q if q > _LEAST else _LEAST
+
+    def regimes(self, source: str) -> list[tuple[float, float]]:
+        """(chance, factor of the odds) of the regimes that may be now; chances sum to 1."""
+        bins = self._sources.get(source)
+        if bins is None:
+            return [(1.0, 1.0)]
+        if bins.elapsed:
+            _elapse(bins)
+        likely = [(w, o) for w, o in zip(bins.now, _ODDS, strict=True) if w > _UNLIKELY]
+        total = sum([w for w, _ in likely])
+        return [(w / total, o) for w, o in likely] if len(likely) > 1 else [(1.0, likely[0][1])]
+
+    def elapse(self, source: str, n_tokens: int) -> None:
+        """The text went on by `n_tokens`: the regime may have changed, observed or not."""
+        bins = self._sources.get(source)
+        if bins is not None:
+            bins.elapsed += n_tokens
 
     def observe(self, source: str, p: float, accepted: bool) -> None:
         """One drafted token whose prefix was confirmed."""
@@ -74,11 +115,24 @@ class Calibration:
         i = bin_of(p)
         k = self._keep
         prior = shifted(p, bins.shift)
+        self._observe_regime(bins, self.usual(source, p), accepted)
         bins.total[i] = bins.total[i] * k + 1.0
         bins.accepted[i] = bins.accepted[i] * k + accepted
         bins.sum_p[i] = bins.sum_p[i] * k + p
         # One step of logistic regression on the intercept: bins without evidence follow it.
         bins.shift = min(6.0, max(-6.0, bins.shift + 0.1 * (accepted - prior)))
+
+    def _observe_regime(self, bins: _Bins, q: float, accepted: bool) -> None:
+        if bins.elapsed:
+            _elapse(bins)
+        not_q = 1.0 - q
+        if accepted:
+            now = [w * o / (not_q + q * o) for w, o in zip(bins.now, _ODDS, strict=True)]
+        else:
+            now = [w / (not_q + q * o) for w, o in zip(bins.now, _ODDS, strict=True)]
+        total = sum(now)
+        bins.now = [w / total for w in now]
+        bins.n_observed += 1
 
     def reliability(self, source: str) -> tuple[ReliabilityPoint, ...]:
         """The bins that have evidence, by rising p."""
@@ -98,7 +152,14 @@ class Calibration:
     def as_data(self) -> dict[str, Any]:
         """Plain data for JSON; `from_data` reads it."""
         return {
-            name: {"total": b.total, "accepted": b.accepted, "sum_p": b.sum_p, "shift": b.shift}
+            name: {
+                "total": b.total,
+                "accepted": b.accepted,
+                "sum_p": b.sum_p,
+                "shift": b.shift,
+                "regimes": b.now,
+                "often": b.often,
+            }
             for name, b in self._sources.items()
         }
 
@@ -114,6 +175,8 @@ class Calibration:
                 lists = [[float(v) for v in stored[k]] for k in ("total", "accepted", "sum_p")]
                 bins.total, bins.accepted, bins.sum_p = lists
                 bins.shift = float(stored["shift"])
+                bins.now = _chances(stored.get("regimes", _OFTEN))
+                bins.often = _chances(stored.get("often", _OFTEN))
             except (KeyError, TypeError, ValueError) as e:
                 raise BadProfile(f"its calibration of {name} is damaged: {e!r}") from e
             for total, accepted in zip(bins.total, bins.accepted, strict=False):
@@ -123,6 +186,30 @@ class Calibration:
                 raise BadProfile(f"its calibration of {name} has not {N_BINS} bins")
             calibration._sources[name] = bins
         return calibration
+
+
+def _chances(stored: Any) -> list[float]:
+    """Raises ValueError unless these are chances of the regimes."""
+    chances = [float(v) for v in stored]
+    if len(chances) != _N_REGIMES or not all(0.0 <= v <= 1.0 for v in chances):
+        raise ValueError(f"{len(chances)} chances of {_N_REGIMES} regimes")
+    if abs(sum(chances) - 1.0) > 1e-6:
+        raise ValueError(f"chances of regimes sum to {sum(chances)}")
+    return chances
+
+
+def _elapse(bins: _Bins) -> None:
+    if bins.n_observed:
+        met = 1.0 - (1.0 - _MET) ** bins.n_observed
+        bins.n_observed = 0
+        bins.often = [
+            o + met * (0.95 * w + 0.05 * p - o)
+            for o, w, p in zip(bins.often, bins.now, _OFTEN, strict=True)
+        ]
+    if bins.elapsed:
+        stay = (1.0 - _CHANGE) ** bins.elapsed
+        bins.now = [o + stay * (w - o) for o, w in zip(bins.often, bins.now, strict=True)]
+        bins.elapsed = 0
 
 
 def shifted(p: float, shift: float) -> float:

@@ -9,6 +9,7 @@ crossed when what lies behind it is worth the way.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,3 +67,15 @@ def _moves(weights: NDArray[np.float64]) -> NDArray[np.float64]:
     flat = np.bincount(_FLAT_LOW, low, size)
     flat += np.bincount(_FLAT_LOW + 1, high, size)
     return np.asarray(flat.reshape(N_LEVELS, N_LEVELS), np.float64)
+
+
+def moved(
+    weights: NDArray[np.float64], regimes: Sequence[tuple[float, float]]
+) -> NDArray[np.float64]:
+    """`weights` [N_CENTRES] when the odds have other factors: (chance, factor) each."""
+    q = sum((w * CENTRES * o / (1.0 - CENTRES + CENTRES * o) for w, o in regimes), np.zeros(1))
+    below = np.clip(np.searchsorted(CENTRES, q, side="right") - 1, 0, N_CENTRES - 2)
+    part = np.clip((q - CENTRES[below]) / (CENTRES[below + 1] - CENTRES[below]), 0.0, 1.0)
+    out = np.bincount(below, weights * (1.0 - part), N_CENTRES)
+    out += np.bincount(below + 1, weights * part, N_CENTRES)
+    return np.asarray(out, np.float64)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.calibration import Calibration
-from specdec.policies.horizon import CENTRE_OF, LEVEL, N_CENTRES, N_LEVELS, drafting_on
+from specdec.policies.horizon import CENTRE_OF, LEVEL, N_CENTRES, N_LEVELS, drafting_on, moved
 from specdec.profile import CostProfile
 from specdec.refresh import LiveCosts
 from specdec.types import Round, Walk
@@ -32,13 +32,30 @@ _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
 _REBUILD_ROUNDS = 16
 _LOSS_TOKENS, _LOSS_SHARE = 1.0, 0.003  # what speculation may lose before it must prove itself
 
+_LOSS_MORE = 0.0015
+_TRUST_TOKENS = 2.0  # what an unseen drafter may cost; each token judged adds one
+_MOVED = 0.3  # of the log-odds of a drafter, before its drafting is thought over
+
 _LAST_LEVEL = N_LEVELS - 1
 
 
 class _Source:
     """What is known of one drafter: the probabilities it offers, and what they are worth."""
 
-    __slots__ = ("age", "gap", "onwards", "price", "scale", "seen", "step", "wait")
+    __slots__ = (
+        "age",
+        "gap",
+        "n_judged",
+        "offset",
+        "onwards",
+        "price",
+        "rate",
+        "regimes",
+        "scale",
+        "seen",
+        "step",
+        "wait",
+    )
 
     def __init__(self) -> None:
         # A drafter nobody has seen is hoped to be decent; four tokens outweigh that.
@@ -51,6 +68,9 @@ class _Source:
         self.age = _REBUILD_ROUNDS
         self.gap = _FIRST_GAP
         self.wait = 0
+        self.n_judged = 0
+        self.regimes: list[tuple[float, float]] = [(1.0, 1.0)]
+        self.offset = 0.0
 
     def see(self, q: float, weight: float) -> None:
         # Later observations weigh more, instead of all earlier ones less.
@@ -60,10 +80,19 @@ class _Source:
     def rebuild(self, price: NDArray[np.float64], step: float) -> None:
         weights = np.array(self.seen) / self.scale
         self.seen, self.scale = weights.tolist(), 1.0
-        self.onwards = drafting_on(price, step, weights / weights.sum()).tolist()
+        weights = moved(weights / weights.sum(), self.regimes)
+        self.onwards = drafting_on(price, step, weights).tolist()
+        self.offset = offset_of(self.regimes)
         self.price = price.tolist()
         self.step = step
         self.age = 0
+
+
+def offset_of(regimes: list[tuple[float, float]]) -> float:
+    """The mean log-odds by which a drafter is off now."""
+    return (
+        math.log(sum([w * o for w, o in regimes])) if len(regimes) > 1 else math.log(regimes[0][1])
+    )
 
 
 class ThroughputWalk:
@@ -71,12 +100,14 @@ class ThroughputWalk:
     what is still to be drafted and verified counts."""
 
     __slots__ = (
-        "_at",
         "_calibration",
         "_known",
         "_name",
+        "_odds",
         "_onwards",
         "_price",
+        "_products",
+        "_regimes",
         "best",
         "is_probe",
         "limit",
@@ -98,7 +129,9 @@ class ThroughputWalk:
         self._calibration = calibration
         self._price = known.price
         self._onwards = known.onwards
-        self._at = 0.0  # -log P in levels
+        self._regimes = [o for _, o in known.regimes]
+        self._products = [w for w, _ in known.regimes]
+        self._odds = self._regimes[0] if len(self._regimes) == 1 else 0.0
         self.is_probe = is_probe
         self.n = self.n_best = 0
         self.best = 0.0
@@ -109,10 +142,19 @@ class ThroughputWalk:
         self.wants = limit > 0
 
     def feed(self, p: float) -> bool:
-        q = self._calibration.probability(self._name, p)
+        q = self._calibration.usual(self._name, p)
         self.qs.append(q)
-        self.product *= q
-        self.total += self.product
+        not_q = 1.0 - q
+        if self._odds:
+            self.product *= q * self._odds / (not_q + q * self._odds)
+            product = self.product
+        else:
+            self._products = products = [
+                x * q * o / (not_q + q * o)
+                for x, o in zip(self._products, self._regimes, strict=True)
+            ]
+            self.product = product = sum(products)
+        self.total += product
         self.n = n = self.n + 1
         value = self.total - self._price[n]
         if value > self.best:
@@ -122,8 +164,7 @@ class ThroughputWalk:
         if n >= self.limit:
             self.wants = False
             return False
-        self._at += -math.log(q) / LEVEL if q > 0.0 else N_LEVELS
-        at = self._at
+        at = -math.log(product) / LEVEL
         row = self._onwards[n]
         if at < _LAST_LEVEL:
             level = int(at)
@@ -198,26 +239,45 @@ class Throughput:
     @property
     def _is_behind(self) -> bool:
         """Whether speculation has so far lost more tokens than it is allowed to."""
-        return self._won < -(_LOSS_TOKENS + _LOSS_SHARE * self._n_tokens)
+        return self._budget < 0.0
+
+    @property
+    def _budget(self) -> float:
+        """Tokens that speculation may still lose before it must prove itself."""
+        return self._won + _LOSS_TOKENS + _LOSS_SHARE * self._n_tokens
 
     def begin(self, limit: int, source: str) -> Walk:
         known = self._sources.get(source)
         if known is None:
             known = self._sources[source] = _Source()
-        if known.age >= _REBUILD_ROUNDS:
-            self._rebuild(known, source)
+        if known.wait & 7 == 0 or known.step == 0.0:  # what is not asked changes slowly
+            known.regimes = self.calibration.regimes(source)
+            moved_by = abs(offset_of(known.regimes) - known.offset)
+            if known.age >= _REBUILD_ROUNDS or moved_by > _MOVED:
+                self._rebuild(known, source)
         limit = min(limit, self.n_max - self._beside)
         is_probe = False
         self._walks.pop(source, None)
         if limit > 0 and (known.onwards[0][0] <= 0.0 or self._is_behind):
             if known.step > 0.0 and known.wait > 0:
                 known.wait -= 1
-                known.age += 1
                 return _Off(self._why_off(known))
             is_probe = True
-        walk = ThroughputWalk(limit, source, known, self.calibration, is_probe)
+        walk = ThroughputWalk(
+            self._affordable(limit, known), source, known, self.calibration, is_probe
+        )
         self._walks[source] = walk
         return walk
+
+    def _affordable(self, limit: int, known: _Source) -> int:
+        """The longest draft to risk on what has been seen of a drafter; a probe's at least."""
+        price, step, budget = known.price, known.step, _TRUST_TOKENS + known.n_judged
+        if limit <= _N_PROBED or price[limit] + limit * step <= budget:
+            return limit
+        n = limit
+        while n > _N_PROBED and price[n] + n * step > budget:
+            n -= 1
+        return n
 
     def _rebuild(self, known: _Source, source: str) -> None:
         step_s = self.costs.draft_step_s if source in self._paid else 0.0
@@ -230,11 +290,17 @@ class Throughput:
         draft = round_.draft
         source = draft.source
         walk = self._walks.pop(source, None)
-        for p, accepted in round_.evidence:
+        evidence = round_.evidence
+        for p, accepted in evidence:
             self.calibration.observe(source, p, accepted)
+        self.calibration.elapse(source, len(round_.emitted))
         expected = float(len(round_.emitted))
         if walk is not None and walk.limit > 0:
-            self._judge(self._sources[source], walk)
+            known = self._sources[source]
+            known.n_judged += len(evidence)
+            took = self._took(round_.n_drafted + 1, draft.n_steps)
+            has_gained = len(round_.emitted) > took * self._plain_rate
+            self._judge(known, walk, has_gained)
             if walk.n_best == round_.n_drafted:
                 expected = 1.0 + walk.total_best
         self.account(
@@ -265,7 +331,7 @@ class Throughput:
             if had_no_unit:
                 self._seconds = self._tokens * self.costs.times[0]
         keep = 1.0 - 1.0 / _RATE_ROUNDS
-        took = self.costs.times[n_rows - 1] + n_steps * self.costs.draft_step_s
+        took = self._took(n_rows, n_steps)
         self._n_tokens += n_emitted
         self._won += n_emitted - took * self._plain_rate
         self._tokens = self._tokens * keep + (n_emitted if n_expected is None else n_expected)
@@ -285,7 +351,10 @@ class Throughput:
         """Tokens per second without speculation."""
         return (1 + self._beside) / self.costs.times[self._beside]
 
-    def _judge(self, known: _Source, walk: ThroughputWalk) -> None:
+    def _took(self, n_rows: int, n_steps: int) -> float:
+        return self.costs.times[n_rows - 1] + n_steps * self.costs.draft_step_s
+
+    def _judge(self, known: _Source, walk: ThroughputWalk, has_gained: bool) -> None:
         weight = _PROBE_WEIGHT if walk.is_probe else 1.0
         for q in walk.qs:
             known.see(q, weight)
@@ -296,7 +365,10 @@ class Throughput:
             return
         known.age = _REBUILD_ROUNDS  # what a probe saw counts at once
         spent = walk.n * known.step
-        if walk.best > spent and not self._is_behind:
+        # A probe that did gain is followed even from behind, up to where it could do harm.
+        if (has_gained and self._budget > -_LOSS_TOKENS - _LOSS_MORE * self._n_tokens) or (
+            walk.best > spent and not self._is_behind
+        ):
             known.gap, known.wait = _FIRST_GAP, 0  # what found something is followed by another
             return
         # What the time of a plain token is worth.
