@@ -293,8 +293,7 @@ class Session:
                         break
                     shown += stops.feed(text.feed(token))
                 finish = "stop" if stops.stopped else finish
-                if shown:
-                    yield Piece(shown, round_.emitted)
+                yield Piece(shown, round_.emitted)
                 if finish == "stop":
                     break
             rest = "" if stops.stopped else stops.feed(text.finish()) + stops.finish()

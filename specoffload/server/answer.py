@@ -149,7 +149,7 @@ class StreamedAnswer(TicketResponse):
     async def _write_piece(self, piece: Piece, write: Callable[[bytes], Awaitable[None]]) -> None:
         if piece.text:
             await write(server_sent(self._shape.delta(piece.text)))
-        elif piece.finish_reason is None:
+        elif piece.finish_reason is None and not piece.tokens:
             await write(KEEP_ALIVE)  # a part of the prompt was evaluated
         if piece.finish_reason is not None and piece.stats is not None:
             await write(server_sent(self._shape.ending(piece.finish_reason, piece.stats)))

@@ -207,7 +207,6 @@ def test_closing_inside_a_text_leaves_memory_to_go_on_from(
     assert_goes_on(opened, judge, replace(whole, tokens=seen))
 
 
-@pytest.mark.xfail(strict=True, reason="a round that shows no text yields no piece")
 def test_pieces_hold_every_token_also_of_rounds_that_end_inside_a_character(
     opened: Session, whole: Run
 ) -> None:
