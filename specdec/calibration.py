@@ -36,6 +36,16 @@ _GRID = 1000
 _BIN_OF = tuple(sum(1 for e in EDGES if i / _GRID >= e) for i in range(_GRID + 1))
 
 
+_LOGIT = tuple(
+    math.log(q / (1.0 - q)) for q in (min(0.998, max(0.002, i / _GRID)) for i in range(_GRID + 1))
+)
+_TILT = 0.02
+
+
+def _at(p: float) -> int:
+    return _GRID if p >= 1.0 else int(p * _GRID) if p > 0.0 else 0
+
+
 def bin_of(p: float) -> int:
     """The bin of a probability; anything outside [0, 1] counts as the nearer end."""
     return _BIN_OF[min(_GRID, max(0, int(p * _GRID)))]
@@ -51,13 +61,14 @@ class ReliabilityPoint:
 
 
 class _Bins:
-    __slots__ = ("accepted", "elapsed", "n_observed", "now", "often", "shift", "sum_p", "total")
+    __slots__ = ("accepted", "elapsed", "n_observed", "now", "often", "shift", "slope", "sum_p", "total")
 
     def __init__(self) -> None:
         self.total = [0.0] * N_BINS
         self.accepted = [0.0] * N_BINS
         self.sum_p = [0.0] * N_BINS
         self.shift = 0.0  # log-odds by which the drafter as a whole is off, the bins' prior
+        self.slope = 1.0  # and by which its log-odds are to be multiplied
         self.now = list(_OFTEN)  # chance of each regime
         self.often = list(_OFTEN)  # as they were met
         self.elapsed = 0  # tokens of the text since `now`
@@ -87,7 +98,7 @@ class Calibration:
         if bins is None:
             return min(_MOST, max(_LEAST, p))
         i = bin_of(p)
-        prior = shifted(p, bins.shift) if bins.shift else p
+        prior = 1.0 / (1.0 + math.exp(-bins.shift - bins.slope * _LOGIT[_at(p)]))
         w = self._prior_weight
         q = (bins.accepted[i] + w * prior) / (bins.total[i] + w)
         return _MOST if q > _MOST else q if q > _LEAST else _LEAST
@@ -112,15 +123,19 @@ class Calibration:
     def observe(self, source: str, p: float, accepted: bool) -> None:
         """One drafted token whose prefix was confirmed."""
         bins = self._sources.setdefault(source, _Bins())
-        i = bin_of(p)
+        at = _at(p)
+        i = _BIN_OF[at]
         k = self._keep
-        prior = shifted(p, bins.shift)
+        logit = _LOGIT[at]
+        prior = 1.0 / (1.0 + math.exp(-bins.shift - bins.slope * logit))
         self._observe_regime(bins, self.usual(source, p), accepted)
         bins.total[i] = bins.total[i] * k + 1.0
         bins.accepted[i] = bins.accepted[i] * k + accepted
         bins.sum_p[i] = bins.sum_p[i] * k + p
-        # One step of logistic regression on the intercept: bins without evidence follow it.
-        bins.shift = min(6.0, max(-6.0, bins.shift + 0.1 * (accepted - prior)))
+        # One step of logistic regression: bins without evidence follow it.
+        error = accepted - prior
+        bins.shift = min(6.0, max(-6.0, bins.shift + 0.1 * error))
+        bins.slope = min(2.0, max(0.0, bins.slope + _TILT * error * logit))
 
     def _observe_regime(self, bins: _Bins, q: float, accepted: bool) -> None:
         if bins.elapsed:
@@ -157,6 +172,7 @@ class Calibration:
                 "accepted": b.accepted,
                 "sum_p": b.sum_p,
                 "shift": b.shift,
+                "slope": b.slope,
                 "regimes": b.now,
                 "often": b.often,
             }
@@ -175,6 +191,7 @@ class Calibration:
                 lists = [[float(v) for v in stored[k]] for k in ("total", "accepted", "sum_p")]
                 bins.total, bins.accepted, bins.sum_p = lists
                 bins.shift = float(stored["shift"])
+                bins.slope = float(stored.get("slope", 1.0))
                 bins.now = _chances(stored.get("regimes", _OFTEN))
                 bins.often = _chances(stored.get("often", _OFTEN))
             except (KeyError, TypeError, ValueError) as e:
@@ -182,7 +199,7 @@ class Calibration:
             for total, accepted in zip(bins.total, bins.accepted, strict=False):
                 if not 0 <= accepted <= total < math.inf:
                     raise BadProfile(f"its calibration of {name} accepts {accepted} of {total}")
-            if {len(v) for v in lists} != {N_BINS} or not math.isfinite(bins.shift):
+            if {len(v) for v in lists} != {N_BINS} or not math.isfinite(bins.shift + bins.slope):
                 raise BadProfile(f"its calibration of {name} has not {N_BINS} bins")
             calibration._sources[name] = bins
         return calibration

@@ -33,7 +33,7 @@ _REBUILD_ROUNDS = 16
 _LOSS_TOKENS, _LOSS_SHARE = 1.0, 0.003  # what speculation may lose before it must prove itself
 
 _LOSS_MORE = 0.0015
-_TRUST_TOKENS = 2.0  # what an unseen drafter may cost; each token judged adds one
+_TRUST_TOKENS = 5.0  # what an unseen drafter may cost; each token judged adds one
 _MOVED = 0.3  # of the log-odds of a drafter, before its drafting is thought over
 
 _LAST_LEVEL = N_LEVELS - 1
