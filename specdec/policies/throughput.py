@@ -24,16 +24,17 @@ from specdec.types import Round, Walk
 _RATE_ROUNDS = 20.0  # rounds that the estimate of lambda remembers
 _GROW = 1.0 / 0.985  # per token, of what is remembered of a drafter's probabilities
 _N_PROBED = 3  # tokens that a probe drafts while they are likely
+_DEAR_STEP = 0.15  # of a plain token: from here on a probe is one token
 _PROBE_WEIGHT = 3.0
 _FIRST_GAP = 4  # rounds before the first probe of a drafter that stopped to pay
 _PROBE_SHARE = 0.004  # of the time that probing may take in the end
 # Once speculation has won this share of the tokens, text that changes is worth more probing.
 _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
 _REBUILD_ROUNDS = 16
-_LOSS_TOKENS, _LOSS_SHARE = 1.0, 0.003  # what speculation may lose before it must prove itself
+_LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # what speculation may lose before it must prove itself
 
 _LOSS_MORE = 0.0015
-_TRUST_TOKENS = 5.0  # what an unseen drafter may cost; each token judged adds one
+_TRUST_TOKENS = 3.0  # what an unseen drafter may cost; each token judged adds one
 _MOVED = 0.3  # of the log-odds of a drafter, before its drafting is thought over
 
 _LAST_LEVEL = N_LEVELS - 1
@@ -103,6 +104,7 @@ class ThroughputWalk:
         "_calibration",
         "_known",
         "_name",
+        "_n_probed",
         "_odds",
         "_onwards",
         "_price",
@@ -131,6 +133,7 @@ class ThroughputWalk:
         self._onwards = known.onwards
         self._regimes = [o for _, o in known.regimes]
         self._products = [w for w, _ in known.regimes]
+        self._n_probed = 1 if known.step > _DEAR_STEP else _N_PROBED
         self._odds = self._regimes[0] if len(self._regimes) == 1 else 0.0
         self.is_probe = is_probe
         self.n = self.n_best = 0
@@ -172,7 +175,7 @@ class ThroughputWalk:
         else:
             onwards = row[_LAST_LEVEL]
         self.wants = self.total + onwards > self.best or (
-            self.is_probe and n < _N_PROBED and self.product > 0.2
+            self.is_probe and n < self._n_probed and self.product > 0.2
         )
         return self.wants
 
