@@ -23,6 +23,8 @@ _N_REGIMES = len(_ODDS)
 _OFTEN = tuple(0.6 if x == 0.0 else 0.05 for x in _OFFSETS)
 _CHANGE = 1.0 / 150.0  # chance per token of the text that the regime changes
 _MET = 0.01  # per observation, of what is remembered of the regimes met
+_DRIFT_TOKENS = 4  # of the text, before that chance is applied
+_MET_OBSERVED = 16  # observations, before they are added to what was met
 _UNLIKELY = 0.02
 _LEAST, _MOST = 0.002, 0.998  # nothing is certain
 
@@ -40,10 +42,6 @@ _LOGIT = tuple(
     math.log(q / (1.0 - q)) for q in (min(0.998, max(0.002, i / _GRID)) for i in range(_GRID + 1))
 )
 _TILT = 0.02
-
-
-def _at(p: float) -> int:
-    return _GRID if p >= 1.0 else int(p * _GRID) if p > 0.0 else 0
 
 
 def bin_of(p: float) -> int:
@@ -107,8 +105,9 @@ class Calibration:
         bins = self._sources.get(source)
         if bins is None:
             return min(_MOST, max(_LEAST, p))
-        i = bin_of(p)
-        prior = 1.0 / (1.0 + math.exp(-bins.shift - bins.slope * _LOGIT[_at(p)]))
+        at = _GRID if p >= 1.0 else int(p * _GRID) if p > 0.0 else 0
+        i = _BIN_OF[at]
+        prior = 1.0 / (1.0 + math.exp(-bins.shift - bins.slope * _LOGIT[at]))
         w = self._prior_weight
         q = (bins.accepted[i] + w * prior) / (bins.total[i] + w)
         return _MOST if q > _MOST else q if q > _LEAST else _LEAST
@@ -118,7 +117,7 @@ class Calibration:
         bins = self._sources.get(source)
         if bins is None:
             return [(1.0, 1.0)]
-        if bins.elapsed:
+        if bins.elapsed >= _DRIFT_TOKENS:
             _elapse(bins)
         likely = [(w, o) for w, o in zip(bins.now, _ODDS, strict=True) if w > _UNLIKELY]
         total = sum([w for w, _ in likely])
@@ -132,13 +131,17 @@ class Calibration:
 
     def observe(self, source: str, p: float, accepted: bool) -> None:
         """One drafted token whose prefix was confirmed."""
-        bins = self._sources.setdefault(source, _Bins())
-        at = _at(p)
+        bins = self._sources.get(source)
+        if bins is None:
+            bins = self._sources[source] = _Bins()
+        at = _GRID if p >= 1.0 else int(p * _GRID) if p > 0.0 else 0
         i = _BIN_OF[at]
         k = self._keep
         logit = _LOGIT[at]
         prior = 1.0 / (1.0 + math.exp(-bins.shift - bins.slope * logit))
-        self._observe_regime(bins, self.usual(source, p), accepted)
+        w = self._prior_weight
+        q = (bins.accepted[i] + w * prior) / (bins.total[i] + w)
+        _observe_regime(bins, _MOST if q > _MOST else q if q > _LEAST else _LEAST, accepted)
         bins.total[i] = bins.total[i] * k + 1.0
         bins.accepted[i] = bins.accepted[i] * k + accepted
         bins.sum_p[i] = bins.sum_p[i] * k + p
@@ -146,18 +149,6 @@ class Calibration:
         error = accepted - prior
         bins.shift = min(6.0, max(-6.0, bins.shift + 0.1 * error))
         bins.slope = min(2.0, max(0.0, bins.slope + _TILT * error * logit))
-
-    def _observe_regime(self, bins: _Bins, q: float, accepted: bool) -> None:
-        if bins.elapsed:
-            _elapse(bins)
-        not_q = 1.0 - q
-        if accepted:
-            now = [w * o / (not_q + q * o) for w, o in zip(bins.now, _ODDS, strict=True)]
-        else:
-            now = [w / (not_q + q * o) for w, o in zip(bins.now, _ODDS, strict=True)]
-        total = sum(now)
-        bins.now = [w / total for w in now]
-        bins.n_observed += 1
 
     def reliability(self, source: str) -> tuple[ReliabilityPoint, ...]:
         """The bins that have evidence, by rising p."""
@@ -225,8 +216,22 @@ def _chances(stored: Any) -> list[float]:
     return chances
 
 
+def _observe_regime(bins: _Bins, q: float, accepted: bool) -> None:
+    if bins.elapsed >= _DRIFT_TOKENS:
+        _elapse(bins)
+    # The odds of acceptance under a regime are q's times its factor; each chance follows Bayes.
+    not_q = 1.0 - q
+    if accepted:
+        now = [w * o / (not_q + q * o) for w, o in zip(bins.now, _ODDS, strict=True)]
+    else:
+        now = [w / (not_q + q * o) for w, o in zip(bins.now, _ODDS, strict=True)]
+    scale = 1.0 / sum(now)
+    bins.now = [w * scale for w in now]
+    bins.n_observed += 1
+
+
 def _elapse(bins: _Bins) -> None:
-    if bins.n_observed:
+    if bins.n_observed >= _MET_OBSERVED:
         met = 1.0 - (1.0 - _MET) ** bins.n_observed
         bins.n_observed = 0
         bins.often = [

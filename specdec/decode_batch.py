@@ -54,6 +54,7 @@ def decode_batch(
         for _, round_ in rounds:
             for p, accepted in round_.evidence:
                 policy.calibration.observe(round_.draft.source, p, accepted)
+            policy.calibration.elapse(round_.draft.source, len(round_.emitted))
         policy.account(
             sum(1 + r.n_drafted for _, r in rounds),
             n_steps,

@@ -21,6 +21,7 @@ from specdec.rounds import check_start, play_rounds
 from specdec.types import Chooser, Decision, Draft, IsEnd, Round, TreeTarget
 
 SOURCE = "tree"
+FIRST = "draft"  # the likeliest child of a node is what a chain would draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Tree:
     reached: tuple[float, ...] = ()  # of the whole path, calibrated
     n_steps: int = 0
     catch_up_s: float = 0.0  # as Draft's
+    reason: str = "no room for a draft"
 
     def cut(self, nodes: Sequence[int]) -> Tree:
         """The tree of these nodes, which must include their parents."""
@@ -46,6 +48,7 @@ class Tree:
             tuple(self.reached[i] for i in kept),
             self.n_steps,
             self.catch_up_s,
+            f"{len(kept)} of {len(self.tokens)} nodes pay; along the likeliest: {self.reason}",
         )
 
 
@@ -75,11 +78,16 @@ class TreeDrafter:
         self._catch_up_s = 0.0
 
     def grow(self, sequence: int, history: Sequence[int], limit: int) -> Tree:
-        """A tree of at most `limit` nodes worth verifying."""
+        """A tree of at most `limit` nodes worth verifying.
+
+        How deep it goes is decided along the likeliest path, as for a chain; so is whether the
+        draft is asked at all.
+        """
         room = self._model.n_ctx - len(history)
         depth = min(limit, self._max_depth, room)
-        if depth <= 0:
-            return Tree()
+        walk = self._policy.begin(max(0, depth), FIRST)
+        if not walk.wants:
+            return Tree(reason=walk.reason)
         tokens: list[int] = []
         parents: list[int] = []
         probs: list[float] = []
@@ -92,15 +100,29 @@ class TreeDrafter:
             first = len(tokens)
             for parent, logits in frontier:
                 self._branch(parent, logits, tokens, parents, probs, reached)
+            # The first child of the first node grown is the end of the likeliest path.
+            if not walk.feed(probs[first]):
+                break
             grown = [i for i in range(first, len(tokens)) if reached[i] > rate * step_s]
-            if not grown or n_steps >= depth or len(tokens) > min(2 * self._n_max, room):
+            if (
+                not grown
+                or grown[0] != first
+                or n_steps >= depth
+                or len(tokens) > min(2 * self._n_max, room)
+            ):
                 break
             rows = self._model.extend_tree(sequence, tokens, parents)
             self._model.keep_path(sequence, ())
             n_steps += 1
             frontier = [(i, rows[i]) for i in grown]
         tree = Tree(
-            tuple(tokens), tuple(parents), tuple(probs), tuple(reached), n_steps, self._catch_up_s
+            tuple(tokens),
+            tuple(parents),
+            tuple(probs),
+            tuple(reached),
+            n_steps,
+            self._catch_up_s,
+            walk.reason,
         )
         return self._worthwhile(tree, limit)
 
@@ -124,7 +146,7 @@ class TreeDrafter:
             tokens.append(token)
             parents.append(parent)
             probs.append(float(p[token]))
-            q = self._policy.calibration.probability(f"{SOURCE}-{rank}", float(p[token]))
+            q = self._policy.calibration.probability(source_of(rank), float(p[token]))
             reached.append(above * q)
 
     def _worthwhile(self, tree: Tree, limit: int) -> Tree:
@@ -186,28 +208,41 @@ def decode_tree(
         path = _verify(target, sequence, history, tree, chooser, is_end)
         verified = perf_counter()
         draft_s = drafted - began - tree.catch_up_s
-        for source, p, accepted in path.evidence:
-            policy.calibration.observe(source, p, accepted)
-        policy.account(
-            1 + len(tree.tokens),
-            tree.n_steps,
-            path.n_emitted,
-            verify_s=verified - drafted,
-            draft_s=draft_s,
-        )
         draft = Draft(
             tree.tokens,
             tree.probs,
             SOURCE,
-            Decision(len(tree.tokens), "tree"),
+            Decision(len(tree.tokens), tree.reason),
             n_steps=tree.n_steps,
             parents=tree.parents,
             catch_up_s=tree.catch_up_s,
         )
         emitted = tuple(history[len(history) - path.n_emitted :])
-        return Round(draft, path.n_accepted, emitted, draft_s, verified - drafted)
+        round_ = Round(draft, path.n_accepted, emitted, draft_s, verified - drafted)
+        _learn(policy, round_, path)
+        return round_
 
     yield from play_rounds(target, history, n_predict, is_end, policy.n_max, play)
+
+
+def source_of(rank: int) -> str:
+    """Under which name the calibration knows a node's child of this rank."""
+    return f"{SOURCE}-{rank}" if rank else FIRST
+
+
+def _learn(policy: Throughput, round_: Round, path: _Path) -> None:
+    for source, p, accepted in path.evidence:
+        policy.calibration.observe(source, p, accepted)
+    for source in policy.calibration.sources:
+        policy.calibration.elapse(source, path.n_emitted)
+    policy.settle(FIRST, round_, len(path.evidence))
+    policy.account(
+        1 + round_.n_drafted,
+        round_.draft.n_steps,
+        path.n_emitted,
+        verify_s=round_.verify_s,
+        draft_s=round_.draft_s,
+    )
 
 
 @dataclass(slots=True)
@@ -261,7 +296,7 @@ def _descend(
         found = -1
         for rank, child in enumerate(children.get(node, ())):
             hit = tree.tokens[child] == token
-            evidence.append((f"{SOURCE}-{rank}", tree.probs[child], hit))
+            evidence.append((source_of(rank), tree.probs[child], hit))
             found = child if hit else found
         if found < 0:
             return _Path(n_emitted - 1, n_emitted, evidence), kept

@@ -39,6 +39,13 @@ _ROW = np.repeat(np.arange(N_LEVELS), N_CENTRES)
 _FLAT_LOW = _ROW * N_LEVELS + _BELOW.ravel()
 
 
+def longest_of_use(price: NDArray[np.float64], step: float) -> int:
+    """The longest draft that could pay if all its tokens were certain: beyond it each further
+    token costs more than the one it may bring."""
+    at_best = np.arange(len(price)) * (1.0 - step) - price
+    return int(at_best.argmax())
+
+
 def drafting_on(
     price: NDArray[np.float64], step: float, weights: NDArray[np.float64]
 ) -> NDArray[np.float64]:
@@ -53,9 +60,11 @@ def drafting_on(
     move = _moves(weights)
     now = _P * float(weights @ CENTRES) - step
     value = np.full(N_LEVELS, -price[limit])
+    stopping = (-price).tolist()
     for n in range(limit - 1, -1, -1):
-        out[n] = move @ value + now
-        value = np.maximum(out[n], -price[n])
+        row = np.dot(move, value, out=out[n])
+        row += now
+        np.maximum(row, stopping[n], out=value)
     return out
 
 

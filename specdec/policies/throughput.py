@@ -16,7 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.calibration import Calibration
-from specdec.policies.horizon import CENTRE_OF, LEVEL, N_CENTRES, N_LEVELS, drafting_on, moved
+from specdec.policies.horizon import (
+    CENTRE_OF,
+    LEVEL,
+    N_CENTRES,
+    N_LEVELS,
+    drafting_on,
+    longest_of_use,
+    moved,
+)
 from specdec.profile import CostProfile
 from specdec.refresh import LiveCosts
 from specdec.types import Round, Walk
@@ -31,6 +39,8 @@ _PROBE_SHARE = 0.004  # of the time that probing may take in the end
 # Once speculation has won this share of the tokens, text that changes is worth more probing.
 _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
 _REBUILD_ROUNDS = 16
+_PROBE_AGES = 4  # rounds that a probe in vain counts for
+_IDLE_ROUNDS = 31  # a drafter that is not asked is thought over when none of these bits is left
 _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # what speculation may lose before it must prove itself
 
 _LOSS_MORE = 0.0015
@@ -47,6 +57,7 @@ class _Source:
         "age",
         "gap",
         "n_judged",
+        "off",
         "offset",
         "onwards",
         "price",
@@ -70,6 +81,7 @@ class _Source:
         self.gap = _FIRST_GAP
         self.wait = 0
         self.n_judged = 0
+        self.off: _Off | None = None  # what it was last told while it is not asked
         self.regimes: list[tuple[float, float]] = [(1.0, 1.0)]
         self.offset = 0.0
 
@@ -82,6 +94,7 @@ class _Source:
         weights = np.array(self.seen) / self.scale
         self.seen, self.scale = weights.tolist(), 1.0
         weights = moved(weights / weights.sum(), self.regimes)
+        price = price[: 1 + max(_N_PROBED, longest_of_use(price, step))]
         self.onwards = drafting_on(price, step, weights).tolist()
         self.offset = offset_of(self.regimes)
         self.price = price.tolist()
@@ -253,18 +266,22 @@ class Throughput:
         known = self._sources.get(source)
         if known is None:
             known = self._sources[source] = _Source()
-        if known.wait & 7 == 0 or known.step == 0.0:  # what is not asked changes slowly
-            known.regimes = self.calibration.regimes(source)
-            moved_by = abs(offset_of(known.regimes) - known.offset)
-            if known.age >= _REBUILD_ROUNDS or moved_by > _MOVED:
-                self._rebuild(known, source)
-        limit = min(limit, self.n_max - self._beside)
+        if known.wait & _IDLE_ROUNDS and known.off is not None:
+            known.wait -= 1
+            return known.off
+        known.regimes = self.calibration.regimes(source)
+        moved_by = abs(offset_of(known.regimes) - known.offset)
+        if known.age >= _REBUILD_ROUNDS or moved_by > _MOVED:
+            self._rebuild(known, source)
+        limit = min(limit, len(known.price) - 1)
         is_probe = False
         self._walks.pop(source, None)
+        known.off = None
         if limit > 0 and (known.onwards[0][0] <= 0.0 or self._is_behind):
             if known.step > 0.0 and known.wait > 0:
                 known.wait -= 1
-                return _Off(self._why_off(known))
+                known.off = _Off(self._why_off(known))
+                return known.off
             is_probe = True
         walk = ThroughputWalk(
             self._affordable(limit, known), source, known, self.calibration, is_probe
@@ -293,17 +310,17 @@ class Throughput:
         draft = round_.draft
         source = draft.source
         walk = self._walks.pop(source, None)
+        if walk is None and not draft.tokens and not draft.dropped:
+            self.calibration.elapse(source, len(round_.emitted))
+            self.account(1, 0, len(round_.emitted), verify_s=round_.verify_s, draft_s=0.0)
+            return
         evidence = round_.evidence
         for p, accepted in evidence:
             self.calibration.observe(source, p, accepted)
         self.calibration.elapse(source, len(round_.emitted))
         expected = float(len(round_.emitted))
         if walk is not None and walk.limit > 0:
-            known = self._sources[source]
-            known.n_judged += len(evidence)
-            took = self._took(round_.n_drafted + 1, draft.n_steps)
-            has_gained = len(round_.emitted) > took * self._plain_rate
-            self._judge(known, walk, has_gained)
+            self._settle(source, walk, round_, len(evidence))
             if walk.n_best == round_.n_drafted:
                 expected = 1.0 + walk.total_best
         self.account(
@@ -315,6 +332,22 @@ class Throughput:
             verify_s=round_.verify_s + round_.rollback_s,
             draft_s=round_.draft_s,
         )
+
+    def settle(self, source: str, round_: Round, n_judged: int) -> None:
+        """Of a round that is no chain (a tree): what the walk begun for `source` saw was worth.
+        `observe`, `elapse` and `account` are the caller's."""
+        walk = self._walks.pop(source, None)
+        if walk is not None and walk.limit > 0:
+            self._settle(source, walk, round_, n_judged)
+
+    def _settle(self, source: str, walk: ThroughputWalk, round_: Round, n_judged: int) -> None:
+        known = self._sources[source]
+        known.n_judged += n_judged
+        took = self._took(round_.n_drafted + 1, round_.draft.n_steps)
+        has_gained = len(round_.emitted) > took * self._plain_rate
+        # A prompt that the draft model had to read first is part of what asking it took.
+        spent = walk.n * known.step + self.rate * round_.draft.catch_up_s
+        self._judge(known, walk, spent, has_gained)
 
     def account(
         self,
@@ -357,22 +390,22 @@ class Throughput:
     def _took(self, n_rows: int, n_steps: int) -> float:
         return self.costs.times[n_rows - 1] + n_steps * self.costs.draft_step_s
 
-    def _judge(self, known: _Source, walk: ThroughputWalk, has_gained: bool) -> None:
+    def _judge(self, known: _Source, walk: ThroughputWalk, spent: float, has_gained: bool) -> None:
         weight = _PROBE_WEIGHT if walk.is_probe else 1.0
         for q in walk.qs:
             known.see(q, weight)
-        known.age += 1
         if not walk.is_probe:
+            known.age += 1
             known.gap = _FIRST_GAP
             known.wait = 0
             return
-        known.age = _REBUILD_ROUNDS  # what a probe saw counts at once
-        spent = walk.n * known.step
+        known.age += _PROBE_AGES
         # A probe that did gain is followed even from behind, up to where it could do harm.
         if (has_gained and self._budget > -_LOSS_TOKENS - _LOSS_MORE * self._n_tokens) or (
-            walk.best > spent and not self._is_behind
+            walk.best > walk.n * known.step and not self._is_behind
         ):
             known.gap, known.wait = _FIRST_GAP, 0  # what found something is followed by another
+            known.age = _REBUILD_ROUNDS
             return
         # What the time of a plain token is worth.
         plain = self.rate / self._plain_rate
@@ -384,5 +417,5 @@ class Throughput:
         times = self.costs.times
         return (
             f"off: T(2)/T(1) is {times[1] / times[0]:.2f}, drafting would gain "
-            f"{known.onwards[0][0]:+.2f} tokens; asked again in {known.wait} rounds"
+            f"{known.onwards[0][0]:+.2f} tokens; asked again now and then"
         )

@@ -209,6 +209,25 @@ def test_a_tree_whose_judging_fails_leaves_target_draft_and_policy_usable() -> N
     assert text == plain(target, [1, 2, 3], 40)
 
 
+def test_trees_that_do_not_pay_are_hardly_asked_for() -> None:
+    dear = CostProfile((1.0, 2.0, 3.0, 4.0, 5.0), draft_step_s=0.1)
+    policy = Throughput(dear, refresh=False)
+    draft = FakeTarget(seed=9)  # writes another text than the target
+    rounds = decode_tree(
+        FakeTarget(seed=4),
+        0,
+        [1, 2, 3],
+        drafter=TreeDrafter(draft, policy),
+        policy=policy,
+        chooser=Greedy(),
+        n_predict=600,
+        is_end=never,
+    )
+    idle = [r.draft.decision.reason for r in rounds if not r.draft.n_steps]
+    assert len(idle) > 500
+    assert any(reason.startswith("off: ") for reason in idle)
+
+
 def test_a_tree_counts_positions_by_depth_and_is_no_evidence_of_a_chain() -> None:
     draft = Draft(
         (7, 8, 9, 5), (0.6, 0.3, 0.9, 0.4), "tree", Decision(4, "tree"), parents=(-1, -1, 1, 2)
