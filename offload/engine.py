@@ -107,7 +107,10 @@ class Engine(Sequences):
             n_batch=options.n_batch,
             n_outputs=options.n_outputs,
             n_tree_leaves=options.n_tree_leaves,
-            device_checkpoints=options.device_checkpoints,
+            # The library aborts where a state has several ranges of cells, as sliding windows do.
+            device_checkpoints=options.device_checkpoints
+            and self._model.is_recurrent
+            and not self.facts.number("attention.sliding_window"),
         )
 
     # -- opening and closing --------------------------------------------------------------------
@@ -274,11 +277,16 @@ class Engine(Sequences):
         if self.device is None or value == self.device.min_batch:
             return
         self.device.min_batch = value
-        if self.can_rewind and self.length(0) + 3 <= self.n_ctx:
-            start = self.length(0)
-            for n in (2, 1):
-                self.extend(0, [0] * n, n_logits=0)
+        start = self.length(0)
+        if start + 3 > self.n_ctx:
+            return
+        checkpoint = None if self.can_rewind or not start else self.checkpoint(0, lasting=True)
+        for n in (2, 1):
+            self.extend(0, [0] * n, n_logits=0)
+            if checkpoint is None:
                 self.rewind(0, start)
+            else:
+                self.restore(0, checkpoint)
 
     def counters(self) -> StreamCounters:
         """What the copy path did since the engine was opened; all zero where nothing streams."""

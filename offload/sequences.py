@@ -35,6 +35,7 @@ class Checkpoint:
     length: int
     state: bytes
     serial: int = 0
+    n_cuts: int = 0  # of the sequence until then: a later one may have taken the attention's cells
 
 
 @dataclass
@@ -78,6 +79,9 @@ class Sequences:
         # library would take up older ones unasked, and they are of another time.
         self._snapshots = [0] * n_sequences
         self._serials = [0] * n_sequences
+        self._n_cuts = [0] * n_sequences
+        # (number of a cut, length it left), both rising: the shortest length since any cut
+        self._cuts: list[list[tuple[int, int]]] = [[] for _ in range(n_sequences)]
         self._tree: Tree | None = None  # between extend_tree and keep_path
 
     def length(self, sequence: int = 0) -> int:
@@ -254,18 +258,30 @@ class Sequences:
                 f"{self._architecture} models are recurrent: {held} tokens cannot be cut to "
                 f"{length}, only to the last {self._snapshots[sequence]} less; use a checkpoint"
             )
-        self._lengths[sequence] = length
         # A snapshot that was taken up stands until the next decode; there is no second step back.
-        self._snapshots[sequence] = 0
+        self._was_cut(sequence, length)
         self.rollbacks.rewinds += 1
+
+    def _was_cut(self, sequence: int, length: int) -> None:
+        self._lengths[sequence] = length
+        self._snapshots[sequence] = 0
+        self._n_cuts[sequence] += 1
+        cuts = self._cuts[sequence]
+        while cuts and cuts[-1][1] >= length:
+            cuts.pop()
+        cuts.append((self._n_cuts[sequence], length))
+
+    def _shortest_since(self, sequence: int, n_cuts: int) -> int:
+        """The shortest the sequence has been since its cut number `n_cuts`."""
+        lengths = (length for number, length in self._cuts[sequence] if number > n_cuts)
+        return next(lengths, self._lengths[sequence])
 
     def _undo(self, sequence: int, length: int) -> None:
         """After a failed decode: back to `length`, or to nothing where the memory cannot be cut."""
         if not (self.can_rewind and self._context.remove(sequence, length)):
             self._context.remove(sequence, 0)
             length = 0
-        self._lengths[sequence] = length
-        self._snapshots[sequence] = 0
+        self._was_cut(sequence, length)
 
     def checkpoint(self, sequence: int, *, lasting: bool = False) -> Checkpoint:
         """The state of the sequence now: its recurrent parts (E01, PARTIAL_ONLY).
@@ -278,16 +294,17 @@ class Sequences:
         if self._device_checkpoints and not lasting and length:
             self._serials[sequence] += 1
             state = self._context.state(sequence, PARTIAL_STATE | ON_DEVICE)
-            return Checkpoint(length, state, self._serials[sequence])
+            return Checkpoint(length, state, self._serials[sequence], self._n_cuts[sequence])
         state = self._context.state(sequence, PARTIAL_STATE)
         self.rollbacks.checkpoint_bytes += len(state)
-        return Checkpoint(length, state)
+        return Checkpoint(length, state, 0, self._n_cuts[sequence])
 
     def restore(self, sequence: int, checkpoint: object) -> None:
         """Go back to a checkpoint of this sequence.
 
         The attention cells of later tokens survive a partial restore, so they are removed (E05).
-        Raises BadRequest for one that a newer one has replaced.
+        Raises BadRequest for one that a newer one has replaced, or whose cells are gone since the
+        sequence was shorter in between.
         """
         if not isinstance(checkpoint, Checkpoint):
             raise BadRequest(f"not a checkpoint of this engine: {checkpoint!r}")
@@ -297,9 +314,14 @@ class Sequences:
                 f"checkpoint {checkpoint.serial} of sequence {sequence} was replaced by "
                 f"{self._serials[sequence]}: the device keeps the newest only"
             )
+        shortest = self._shortest_since(sequence, checkpoint.n_cuts)
+        if shortest < checkpoint.length:
+            raise BadRequest(
+                f"the checkpoint at {checkpoint.length} tokens of sequence {sequence} is void: the "
+                f"sequence was cut to {shortest} since"
+            )
         flags = PARTIAL_STATE | ON_DEVICE if checkpoint.serial else PARTIAL_STATE
         self._context.set_state(sequence, checkpoint.state, flags)
         self._context.remove(sequence, checkpoint.length)
-        self._lengths[sequence] = checkpoint.length
-        self._snapshots[sequence] = 0
+        self._was_cut(sequence, checkpoint.length)
         self.rollbacks.restores += 1

@@ -33,6 +33,7 @@ class PromptCache:
             common += 1
         while self._checkpoints and self._checkpoints[-1].length > common:
             self._checkpoints.pop()
+        self._held = []  # until it is known what is left
         if target.can_drop(sequence, target.length(sequence) - common):
             target.rewind(sequence, common)
         elif self._checkpoints:
@@ -40,7 +41,7 @@ class PromptCache:
         else:
             target.rewind(sequence, 0)
         n_held = target.length(sequence)
-        del self._held[n_held:]
+        self._held = list(tokens[:n_held])
         return n_held
 
     def mark(self) -> None:

@@ -64,6 +64,7 @@ class Session:
             self._closing.close()
             raise
         self._cache = PromptCache(self.target, SEQUENCE, config.ctx_checkpoints)
+        self._n_generations = 0
 
     def _open(self, config: Config, on_progress: Callable[[float], None] | None) -> Engine:
         options = EngineOptions(
@@ -272,14 +273,17 @@ class Session:
         tally = _Tally(self._counts())
         finish: FinishReason = "length"
         with ExitStack() as closing:
-            sampler = SamplerChain(self.target.model, sampling_of(options))
+            sampler = SamplerChain(self.target.model, sampling_of(options, self.target.n_ctx))
             closing.callback(sampler.close)
             history = list(tokens)
+            self._n_generations += 1
+            mine = self._n_generations
             n_cached = self._cache.reuse(tokens)
-            closing.callback(lambda: self._cache.keep(history))
+            closing.callback(lambda: self._keep(mine, history))
             for end in self._prefill_ends(n_cached, len(tokens) - 1):
                 self.target.extend(SEQUENCE, tokens[self.target.length(SEQUENCE) : end], 0)
                 yield Piece("")  # here a client that has gone can end it
+                self._check_current(mine)
             self._cache.mark()
             tally.evaluated(len(tokens), n_cached)
             rounds = self._rounds(tokens, n_predict, options, sampler)
@@ -294,6 +298,7 @@ class Session:
                     shown += stops.feed(text.feed(token))
                 finish = "stop" if stops.stopped else finish
                 yield Piece(shown, round_.emitted)
+                self._check_current(mine)
                 if finish == "stop":
                     break
             rest = "" if stops.stopped else stops.feed(text.finish()) + stops.finish()
@@ -310,6 +315,14 @@ class Session:
             n_predict=n_predict,
             is_end=(lambda _: False) if options.ignore_eos else self.target.is_end,
         )
+
+    def _keep(self, generation: int, history: list[int]) -> None:
+        if generation == self._n_generations:
+            self._cache.keep(history)
+
+    def _check_current(self, generation: int) -> None:
+        if generation != self._n_generations:
+            raise BadRequest("another generation was started before this one had ended")
 
     def _prefill_ends(self, start: int, end: int) -> list[int]:
         """Where the pieces of a prompt end; all are whole decodes but the last."""

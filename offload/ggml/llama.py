@@ -323,6 +323,9 @@ class Context:
         size = self._lib.llama_state_seq_get_size_ext(self.handle, sequence, flags)
         buffer = C.create_string_buffer(size)
         written = self._lib.llama_state_seq_get_data_ext(self.handle, buffer, size, sequence, flags)
+        if not written:
+            reason = log.take_reason()
+            raise DeviceFailed(f"the state of sequence {sequence} could not be saved ({reason})")
         return buffer.raw[:written]
 
     def set_state(self, sequence: int, state: bytes, flags: int) -> None:

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.errors import BadRequest
+from offload.errors import BadRequest, DeviceFailed
+from offload.ggml import log
+from offload.ggml.gbnf import check_grammar
 from offload.ggml.lib import library
 from offload.ggml.llama import Model
 
@@ -52,6 +54,7 @@ class _TokenArray(C.Structure):
     ]
 
 
+_LEAST_TEMPERATURE = 1e-4  # below it is greedy: dividing logits by less overflows
 _TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 
 
@@ -90,11 +93,16 @@ class SamplerChain:
                 )
             )
         if o.grammar is not None:
+            check_grammar(o.grammar)
+            log.take_errors()
             grammar = lib.llama_sampler_init_grammar(model.vocab, o.grammar.encode(), b"root")
             if not grammar:
-                raise BadRequest("the grammar does not parse; it needs a rule named root (GBNF)")
+                raise BadRequest(
+                    "the grammar does not parse; GBNF needs a rule named root "
+                    f"({log.take_reason()})"
+                )
             self._grammar = self._own(grammar)
-        if o.temperature <= 0:
+        if o.temperature < _LEAST_TEMPERATURE:
             return
         self._narrow = self._own(
             lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
@@ -149,7 +157,10 @@ class SamplerChain:
         memory = (C.c_char * (_TOKEN.itemsize * array.size)).from_address(array.data)
         left = np.frombuffer(memory, _TOKEN)
         p = np.exp(left["logit"].astype(np.float64) - left["logit"].max())
-        out[left["id"]] = p / p.sum()
+        total = p.sum()
+        if not np.isfinite(total):
+            raise DeviceFailed("the model's logits are not numbers: nothing can be sampled")
+        out[left["id"]] = p / total
         return out
 
     def _penalised(self, logits: NDArray[np.float32]) -> _TokenArray:
@@ -164,15 +175,16 @@ class SamplerChain:
         """A mask does not change which of the allowed tokens is the greatest, so the greatest of
         all is tried alone first: masking a large vocabulary takes milliseconds."""
         best = int(self._row["logit"].argmax())
-        if not self._grammar:
-            return best
-        self._one[0] = self._row[best]
-        one = _TokenArray(self._one.ctypes.data, 1, -1, False)
-        self._lib.llama_sampler_apply(self._grammar, C.addressof(one))
-        if self._one[0]["logit"] == -np.inf:
+        if self._grammar and not self._allows(best):
             self._masked(array)
             best = int(self._row["logit"].argmax())
         return best
+
+    def _allows(self, token: int) -> bool:
+        self._one[0] = token, 0.0, 0.0
+        one = _TokenArray(self._one.ctypes.data, 1, -1, False)
+        self._lib.llama_sampler_apply(self._grammar, C.addressof(one))
+        return bool(self._one[0]["logit"] != -np.inf)
 
     def _narrowed(self, array: _TokenArray) -> None:
         if self._grammar:
@@ -188,7 +200,12 @@ class SamplerChain:
             )
 
     def accepted(self, token: int) -> None:
-        """Tell penalties and grammar which token was kept."""
+        """Tell penalties and grammar which token was kept.
+
+        Raises BadRequest for one that the grammar refuses: libllama would abort the process.
+        """
+        if self._grammar and not self._allows(token):
+            raise BadRequest(f"token {token} was chosen, and the grammar refuses it")
         for sampler in (self._penalties, self._grammar):
             if sampler:
                 self._lib.llama_sampler_accept(sampler, token)

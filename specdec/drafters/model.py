@@ -179,8 +179,8 @@ class ModelDrafter:
     def _missing(self, sequence: int, history: Sequence[int]) -> list[int]:
         """Cut the model back to what it shares with `history`; the tokens it lacks."""
         held = self._held.setdefault(sequence, _Held())
-        if self._model.length(sequence) < len(held.tokens):
-            # A decode failed, and with it went what a recurrent memory held.
+        if self._model.length(sequence) != len(held.tokens):
+            # A decode failed: what a recurrent memory held went with it, or it was not noted here.
             self._model.rewind(sequence, 0)
             held.tokens, held.n_checked = [], 0
             held.checkpoint, held.checkpoint_length = None, -1

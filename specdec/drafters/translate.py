@@ -79,7 +79,14 @@ class TranslatedDrafter:
         tokens = self._target.tokenize(text)[:limit] if text else []
         probs = self._probabilities(tokens, ends, theirs.probs)
         decision = Decision(len(tokens), f"{theirs.decision.reason}; translated")
-        return Draft(tuple(tokens), probs, self.name, decision, n_steps=theirs.n_steps)
+        return Draft(
+            tuple(tokens),
+            probs,
+            self.name,
+            decision,
+            n_steps=theirs.n_steps,
+            catch_up_s=theirs.catch_up_s,
+        )
 
     def _probabilities(
         self, tokens: Sequence[int], ends: Sequence[int], probs: Sequence[float]

@@ -299,7 +299,7 @@ class Judge:
         return worst
 
     def _chain(self, request: GenerateOptions) -> SamplerChain:
-        return SamplerChain(self.engine.model, sampling_of(request))
+        return SamplerChain(self.engine.model, sampling_of(request, 512))
 
     def _is_near_tie(self, request: GenerateOptions, run: Run, i: int) -> bool:
         """Whether plain decoding may as well choose token i: from the logits of another batch size,

@@ -84,6 +84,31 @@ def test_a_replaced_checkpoint_on_the_device_is_refused(hybrid: Path) -> None:
         assert np.array_equal(engine.extend(0, [5])[0], fresh(engine, [*PROMPT, 5]))
 
 
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_checkpoint_whose_cells_are_gone_is_refused(hybrid: Path, lasting: bool) -> None:
+    with Engine(hybrid, options("cpu")) as engine:
+        engine.extend(0, PROMPT, 0)
+        checkpoint = engine.checkpoint(0, lasting=lasting)
+        engine.extend(0, [1, 2], 0)
+        engine.restore(0, checkpoint)  # the cells below it were never touched
+        engine.rewind(0, 0)
+        engine.extend(0, PROMPT[::-1] + PROMPT, 0)
+        with pytest.raises(BadRequest, match="is void: the sequence was cut to 0 since"):
+            engine.restore(0, checkpoint)
+
+
+def test_a_new_threshold_holds_at_once_on_a_recurrent_model(hybrid: Path) -> None:
+    with Engine(hybrid, options("sim")) as engine:
+        engine.extend(0, PROMPT, 0)
+        engine.extend(0, [1, 2, 3, 4], 0)
+        engine.min_batch = MinBatch(1000, 1000)
+        before = engine.counters().streamed_bytes
+        row = engine.extend(0, [5, 6, 7, 8])[-1]
+        assert engine.counters().streamed_bytes == before
+        wanted = fresh(engine, [*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8])
+        assert np.abs(row - wanted).max() <= NEAR_TIE
+
+
 @pytest.mark.parametrize("n_dropped", [1, 2, 3, 4])
 def test_snapshots_take_back_tokens_of_the_last_decode(snapshots: Engine, n_dropped: int) -> None:
     assert snapshots.n_rs_seq == 4

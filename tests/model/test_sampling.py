@@ -169,6 +169,42 @@ def test_penalties_and_a_seed_give_the_text_of_plain_decoding(
     assert got[2].n_drafted > 0
 
 
+def test_all_tokens_count_where_repeat_last_n_says_so(plain: Session) -> None:
+    def text(last_n: int) -> list[int]:
+        return write(plain, n_predict=60, repeat_penalty=1.8, repeat_last_n=last_n)[1]
+
+    assert text(-1) == text(512)
+    assert text(2**32 + 4) == text(512)
+    assert text(-1) != text(0)
+
+
+def test_a_temperature_near_zero_is_greedy_also_under_a_grammar(
+    plain: Session, rejecting: Session
+) -> None:
+    for session in (plain, rejecting):
+        grammar = "root ::= [a-z \\n]+"
+        cold = write(session, n_predict=16, temperature=1e-39, grammar=grammar)
+        assert cold[1] == write(session, n_predict=16, temperature=0.0, grammar=grammar)[1]
+
+
+def test_a_token_that_the_grammar_refuses_is_an_error_and_no_abort(plain: Session) -> None:
+    options = SamplingOptions(grammar='root ::= "a" "b"')
+    with closing(SamplerChain(plain.target.model, options)) as chain:
+        wrong = plain.tokenize("zebra", add_special=False, parse_special=False)[0]
+        with pytest.raises(BadRequest, match="the grammar refuses it"):
+            chain.accepted(wrong)
+
+
+def test_a_generation_that_another_one_overtook_ends_with_a_sentence(plain: Session) -> None:
+    plain.forget()
+    first = plain.generate(PROMPT, GenerateOptions(n_predict=20))
+    next(first)
+    wanted = write(plain, n_predict=20)[1]
+    with pytest.raises(BadRequest, match="another generation was started"):
+        list(first)
+    assert write(plain, n_predict=20)[1] == wanted
+
+
 def test_rejection_sampling_keeps_to_penalties(rejecting: Session, plain: Session) -> None:
     greedy = {"n_predict": 24, "repeat_penalty": 1.3}
     assert write(rejecting, **greedy)[1] == write(plain, **greedy)[1]
@@ -179,14 +215,27 @@ def test_rejection_sampling_keeps_to_penalties(rejecting: Session, plain: Sessio
     [
         ({"grammar": "root ::= ("}, "does not parse"),
         ({"grammar": 'noroot ::= "a"'}, "does not parse"),
-        ({"json_schema": "{"}, "cannot be made a grammar"),
+        ({"grammar": "root ::= other"}, "does not parse"),
+        ({"grammar": "root ::= " + "(" * 200_000 + '"a"' + ")" * 200_000}, "256|262144|brackets"),
+        ({"grammar": "root ::= " + "(" * 65 + '"a"' + ")" * 65}, "nests 65 brackets"),
+        ({"grammar": 'root ::= "a"{1,100000}'}, "repeats 100000 times"),
+        ({"grammar": 'root ::= "\udc80"'}, "no valid text"),
+        ({"json_schema": "{"}, "is no JSON"),
+        ({"json_schema": '{"type": "string", "maxLength": 65535}'}, "maxLength is 65535"),
+        ({"json_schema": '{"type": "array", "minItems": 3, "maxItems": 1}'}, "over its maxItems"),
+        ({"json_schema": '{"type": "string", "minLength": -5}'}, "minLength is -5"),
+        ({"json_schema": '{"properties": {"a": 5}}'}, "cannot be made a grammar"),
+        ({"json_schema": '{"type": "string", "pattern": "^*a$"}'}, "cannot be made a grammar"),
         ({"json_schema": "[]"}, "no JSON object"),
         ({"json_schema": '{"type": "nonsense"}'}, "cannot be made a grammar"),
         ({"json_schema": "{}", "grammar": 'root ::= "a"'}, "exclude each other"),
+        ({"temperature": 1e39}, "temperature 1e.39: must be a number up to 1000"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"repeat_penalty": 0.0}, "repeat_penalty 0.0: must be over 0"),
     ],
 )
-def test_bad_grammars_and_schemas_are_one_sentence(
-    plain: Session, options: dict[str, str], words: str
+def test_bad_sampling_parameters_are_one_sentence(
+    plain: Session, options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(BadRequest, match=words):
         write(plain, n_predict=4, **options)
