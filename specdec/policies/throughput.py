@@ -38,8 +38,8 @@ _FIRST_GAP = 4  # rounds before the first probe of a drafter that stopped to pay
 _PROBE_SHARE = 0.004  # of the time that probing may take in the end
 # Once speculation has won this share of the tokens, text that changes is worth more probing.
 _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
-_REBUILD_ROUNDS = 16
-_PROBE_AGES = 4  # rounds that a probe in vain counts for
+_REBUILD_ROUNDS = 24
+_PROBE_AGES = 6  # rounds that a probe in vain counts for
 _IDLE_ROUNDS = 31  # a drafter that is not asked is thought over when none of these bits is left
 _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # what speculation may lose before it must prove itself
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from time import thread_time
 
@@ -170,15 +171,28 @@ def test_a_damaged_trace_is_refused_with_its_place(text: str, message: str) -> N
         parse_trace(text)
 
 
-def test_the_policy_takes_at_most_20_microseconds_a_drafted_token() -> None:
+@pytest.mark.parametrize("kind", ["code", "prose"])
+def test_deciding_a_drafted_token_takes_no_longer_than_400_steps_of_a_python_loop(
+    kind: str, record_property: Callable[[str, object], None]
+) -> None:
+    """On the machine of docs/results.md such a loop takes 20 microseconds, which is the limit."""
     profile = with_draft(CURVES["deepseek-r1-0528-q4_x"], 0.05)
-    text = synthetic_trace(3000, seed=1, kinds=("code",))
-    best = math.inf
+    text = synthetic_trace(3000, seed=1, kinds=(kind,))
+    best, unit = math.inf, math.inf
     for _ in range(4):  # the least of a few: other processes share the machine
         timed = _Timed(profile)
         run = simulate(text, profile, timed)
         best = min(best, timed.seconds / run.n_steps)
-    assert best <= 20e-6, f"{best * 1e6:.1f} microseconds"
+        unit = min(unit, *(_loop_s(400) for _ in range(20)))
+    record_property("microseconds", best * 1e6)
+    assert best <= unit, f"{best * 1e6:.1f} of {unit * 1e6:.1f} microseconds"
+
+
+def _loop_s(n: int) -> float:
+    began, total = thread_time(), 0
+    for i in range(n):
+        total += i * i % 7
+    return thread_time() - began
 
 
 class _Timed(Throughput):
