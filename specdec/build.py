@@ -50,8 +50,8 @@ def build_policy(
     n_max = options.integer("--spec-draft-n-max") if typed else None
     if n_max is not None and n_max > longest and options.policy in _PRICED:
         raise BadOption(
-            f"--spec-draft-n-max {n_max}: the profile measured batches up to {profile.n_max}, so "
-            f"drafts up to {longest}; measure more or lower it"
+            f"--spec-draft-n-max {n_max}: the profile has batches up to {profile.n_max}, so "
+            f"drafts up to {longest}; lower it, or give a profile of more (specoffload profile)"
         )
     if options.policy == "throughput":
         return Throughput(profile, calibration, n_max=n_max)
@@ -85,17 +85,23 @@ def build_drafter(
     options: SpecOptions,
     model: Drafter | None = None,
     tokenize: Callable[[str], Sequence[int]] | None = None,
+    n_vocab: int | None = None,
 ) -> Drafter:
     """The drafter, a chain where several are named. `model` drafts with the draft model
-    (`ModelDrafter`, perhaps translated); `tokenize` reads the corpus of `suffix`.
+    (`ModelDrafter`, perhaps translated); `tokenize` reads the corpus of `suffix`; lookup caches
+    must be of a vocabulary of `n_vocab`.
 
-    Raises BadOption for files that cannot be read.
+    Raises BadOption for files that cannot be read or are another model's.
     """
     if options.drafters == ("none",):
         return NoDrafter()
     if options.drafters == ("synthetic",):
         return SyntheticDrafter(synthetic_rates(options))
-    free = [_free(options, name, tokenize) for name in options.drafters if name != "draft"]
+    free = [
+        _lookup(options, n_vocab) if name == "ngram-cache" else _free(options, name, tokenize)
+        for name in options.drafters
+        if name != "draft"
+    ]
     paid = model if "draft" in options.drafters else None
     if "draft" in options.drafters and paid is None:
         raise BadOption("--spec-type draft needs a draft model")
@@ -115,18 +121,18 @@ def _free(o: SpecOptions, name: str, tokenize: Callable[[str], Sequence[int]] | 
     if name == "ngram-mod":
         sizes = [o.integer(f"{flag}-{part}") for part in ("n-match", "n-min", "n-max")]
         return NgramMod(*sizes)
-    if name == "ngram-cache":
-        return _lookup(o)
     return SuffixDrafter(min_match=o.integer(f"{flag}-min-match"), corpus=_corpus(o, tokenize))
 
 
-def _lookup(options: SpecOptions) -> NgramCache:
+def _lookup(options: SpecOptions, n_vocab: int | None) -> NgramCache:
     static = options.text("--lookup-cache-static")
     dynamic = options.text("--lookup-cache-dynamic")
     exists = dynamic is not None and Path(dynamic).exists()  # it is written at the end
+    if dynamic is not None and not Path(dynamic).absolute().parent.is_dir():
+        raise BadOption(f"--lookup-cache-dynamic {dynamic}: its folder does not exist")
     return NgramCache(
-        static=LookupCache.load(Path(static)) if static else None,
-        dynamic=LookupCache.load(Path(dynamic)) if dynamic and exists else None,
+        static=LookupCache.load(Path(static), n_vocab) if static else None,
+        dynamic=LookupCache.load(Path(dynamic), n_vocab) if dynamic and exists else None,
     )
 
 

@@ -42,6 +42,7 @@ _LOGIT = tuple(
     math.log(q / (1.0 - q)) for q in (min(0.998, max(0.002, i / _GRID)) for i in range(_GRID + 1))
 )
 _TILT = 0.02
+_MOST_SHIFT, _MOST_SLOPE = 6.0, 2.0
 
 
 def bin_of(p: float) -> int:
@@ -147,8 +148,8 @@ class Calibration:
         bins.sum_p[i] = bins.sum_p[i] * k + p
         # One step of logistic regression: bins without evidence follow it.
         error = accepted - prior
-        bins.shift = min(6.0, max(-6.0, bins.shift + 0.1 * error))
-        bins.slope = min(2.0, max(0.0, bins.slope + _TILT * error * logit))
+        bins.shift = min(_MOST_SHIFT, max(-_MOST_SHIFT, bins.shift + 0.1 * error))
+        bins.slope = min(_MOST_SLOPE, max(0.0, bins.slope + _TILT * error * logit))
 
     def reliability(self, source: str) -> tuple[ReliabilityPoint, ...]:
         """The bins that have evidence, by rising p."""
@@ -200,8 +201,15 @@ class Calibration:
             for total, accepted in zip(bins.total, bins.accepted, strict=False):
                 if not 0 <= accepted <= total < math.inf:
                     raise BadProfile(f"its calibration of {name} accepts {accepted} of {total}")
-            if {len(v) for v in lists} != {N_BINS} or not math.isfinite(bins.shift + bins.slope):
+            if {len(v) for v in lists} != {N_BINS}:
                 raise BadProfile(f"its calibration of {name} has not {N_BINS} bins")
+            if not all(map(math.isfinite, bins.sum_p)):
+                raise BadProfile(f"its calibration of {name} sums p to something not finite")
+            if not (abs(bins.shift) <= _MOST_SHIFT and 0.0 <= bins.slope <= _MOST_SLOPE):
+                raise BadProfile(
+                    f"its calibration of {name} has shift {bins.shift} and slope {bins.slope}; at "
+                    f"most {_MOST_SHIFT} and {_MOST_SLOPE} are learnt"
+                )
             calibration._sources[name] = bins
         return calibration
 

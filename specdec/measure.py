@@ -59,7 +59,8 @@ def measure(
     step_s = tuple(
         sum(column) / len(depths) for column in zip(*(s for _, s in depths), strict=True)
     )
-    draft_s = 0.0 if draft is None else _measure_step(draft, sequence, text, options, clock)
+    n_steps = min(16, options.n_max)
+    draft_s = 0.0 if draft is None else measure_step(draft, sequence, text, n_steps, clock)
     return CostProfile(step_s, draft_s, key or ProfileKey(), depths=tuple(depths))
 
 
@@ -102,15 +103,15 @@ def _measure_depth(
     return [s / n_repeats for s in sums]
 
 
-def _measure_step(
+def measure_step(
     draft: Target,
     sequence: int,
     text: Sequence[int],
-    options: MeasureOptions,
-    clock: Callable[[], float],
+    n_steps: int,
+    clock: Callable[[], float] = perf_counter,
 ) -> float:
     """The mean time of one token of the draft; as many steps are warm-up and dropped."""
-    n = min(16, options.n_max, draft.n_ctx // 2)
+    n = min(n_steps, draft.n_ctx // 2)
     draft.rewind(sequence, 0)
     took = 0.0
     for i in range(2 * n):

@@ -301,7 +301,7 @@ def resolve(
 def _drafters(text: Value | None, has_draft: bool) -> tuple[str, ...]:
     if text is None:
         return ("draft",) if has_draft else ("ngram-mod", "suffix")
-    names = tuple(DRAFTER_ALIASES.get(n, n) for n in str(text).split(","))
+    names = tuple(DRAFTER_ALIASES.get(n.strip(), n.strip()) for n in str(text).split(","))
     for name in names:
         if name not in DRAFTERS:
             raise BadOption(f"--spec-type {name!r} is unknown; there are {', '.join(DRAFTERS)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
@@ -51,11 +52,11 @@ def load(path: Path, key: ProfileKey | None = None) -> StoredProfile:
     except (OSError, UnicodeDecodeError) as e:
         raise BadProfile(f"the profile {path} cannot be read: {e}") from e
     except json.JSONDecodeError as e:
-        raise BadProfile(f"the profile {path} is damaged: {e}; delete it to measure anew") from e
+        raise BadProfile(f"the profile {path} is damaged: {e}") from e
     try:
         stored = _parse(data)
     except BadProfile as e:
-        raise BadProfile(f"the profile {path} is damaged: {e}; delete it to measure anew") from e
+        raise BadProfile(f"the profile {path} is damaged: {e}") from e
     if key is not None and (difference := stored.costs.key.difference(key)) is not None:
         raise BadProfile(f"the profile {path} is of another run: {difference}; measuring anew")
     return stored
@@ -80,9 +81,15 @@ def _parse(data: Any) -> StoredProfile:
         _numbers([data.get("draft_step_s")], "draft_step_s")[0],
         ProfileKey(**key),
         data.get("relative") is True,
-        tuple((int(d.get("depth", 0)), _numbers(d.get("step_s"), "step_s")) for d in depths),
+        tuple((_depth(d.get("depth")), _numbers(d.get("step_s"), "step_s")) for d in depths),
     )
     return StoredProfile(costs, Calibration.from_data(data.get("calibration", {})))
+
+
+def _depth(value: Any) -> int:
+    if type(value) is int and value >= 0:
+        return int(value)
+    raise BadProfile(f"a depth is {value!r}, not a number of tokens")
 
 
 def _numbers(values: Any, what: str) -> tuple[float, ...]:
@@ -105,7 +112,10 @@ def parse_batch_costs(text: str) -> CostProfile:
             raise BadProfile(
                 f"entry {i + 1} of GGML_BATCH_COSTS is {part.strip()!r}, not a number"
             ) from None
-    return CostProfile.from_normalised(costs)
+    try:
+        return CostProfile.from_normalised(costs)
+    except BadProfile as e:
+        raise BadProfile(f"GGML_BATCH_COSTS={text}: {e}") from e
 
 
 def format_batch_costs(profile: CostProfile) -> str:
@@ -129,7 +139,7 @@ def parse_batched_bench(text: str) -> CostProfile:
         except (json.JSONDecodeError, KeyError, TypeError, ValueError) as e:
             raise BadProfile(f"line {number} of the bench is no record of it: {e!r}") from e
         if n_steps != 0:  # a record of prefill alone times no step
-            if not speed > 0:
+            if not 0 < speed < math.inf:
                 raise BadProfile(f"line {number}: speed_tg is {speed}; it must be above 0")
             times[n].append(n / speed)
     if not times or sorted(times) != list(range(1, len(times) + 1)):

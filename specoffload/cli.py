@@ -65,7 +65,13 @@ def run(
 ) -> None:
     """Continue a prompt: with the embedded pair, or with MODEL.gguf -p PROMPT."""
     from specoffload.generation import GenerateOptions
-    from specoffload.run import read_grammar, read_prompt, run_prompt, split_model_and_prompt
+    from specoffload.run import (
+        read_grammar,
+        read_prompt,
+        read_seed,
+        run_prompt,
+        split_model_and_prompt,
+    )
 
     model, words = split_model_and_prompt(model_or_prompt, prompt)
     options = GenerateOptions(
@@ -80,7 +86,7 @@ def run(
         presence_penalty=presence_penalty,
         grammar=read_grammar(grammar, grammar_file),
         json_schema=json_schema,
-        seed=seed,
+        seed=read_seed(seed),
     )
     run_prompt(make_config(model), lambda: read_prompt(words, file), options)
 

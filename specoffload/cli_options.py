@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specoffload.env import LLAMA_ARGS
 from specoffload.errors import UsageError
 from specoffload.spec_flags import spec_parameters, take_given
 
@@ -85,11 +86,46 @@ def _flags(
     ] = False,
     draft: Annotated[
         Path | None,
-        typer.Option("--draft", "-md", "--model-draft", help="Draft model, resident."),
+        typer.Option(
+            "--draft", "-md", "--model-draft", "--spec-draft-model", help="Draft model, resident."
+        ),
     ] = None,
     draft_params: Annotated[
         str | None,
         typer.Option("--draft-params", help='The draft\'s own flags, e.g. "-t 2 -c 2048".'),
+    ] = None,
+    threads_draft: Annotated[
+        int | None,
+        typer.Option("--threads-draft", "-td", "--spec-draft-threads", help="The draft's."),
+    ] = None,
+    threads_batch_draft: Annotated[
+        int | None,
+        typer.Option("--threads-batch-draft", "-tbd", "--spec-draft-threads-batch", hidden=True),
+    ] = None,
+    ctx_size_draft: Annotated[
+        int | None, typer.Option("--ctx-size-draft", "-cd", hidden=True)
+    ] = None,
+    device_draft: Annotated[
+        str | None,
+        typer.Option("--device-draft", "-devd", "--spec-draft-device", hidden=True),
+    ] = None,
+    draft_ngl: Annotated[
+        str | None,
+        typer.Option("--spec-draft-ngl", "-ngld", "--gpu-layers-draft", hidden=True),
+    ] = None,
+    draft_type_k: Annotated[
+        str | None,
+        typer.Option("--spec-draft-type-k", "-ctkd", "--cache-type-k-draft", hidden=True),
+    ] = None,
+    draft_type_v: Annotated[
+        str | None,
+        typer.Option("--spec-draft-type-v", "-ctvd", "--cache-type-v-draft", hidden=True),
+    ] = None,
+    draft_hf: Annotated[
+        str | None, typer.Option("--spec-draft-hf", "-hfd", "--hf-repo-draft", hidden=True)
+    ] = None,
+    draft_override: Annotated[
+        str | None, typer.Option("--spec-draft-override", "-otd", hidden=True)
     ] = None,
     no_profile: Annotated[
         bool,
@@ -157,6 +193,9 @@ def opens_a_model(command: Callable[..., None]) -> Callable[..., None]:
     shared += spec_parameters()
     signature = inspect.signature(command, eval_str=True)
     own = list(signature.parameters.values())[1:]
+    for parameter in (*own, *shared):
+        for info in getattr(parameter.annotation, "__metadata__", ()):
+            info.envvar = LLAMA_ARGS.get(parameter.name)
 
     @functools.wraps(command)
     def wrapped(**given: Any) -> None:
@@ -171,6 +210,27 @@ def opens_a_model(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+def _merge_draft_flags(values: dict[str, Any]) -> None:
+    """llama.cpp's flags of the draft into --draft-params; UsageError for those without effect."""
+    for name in ("draft_type_k", "draft_type_v", "draft_ngl", "draft_hf", "draft_override"):
+        if values.pop(name) is not None:
+            raise UsageError(
+                f"--spec-{name.replace('_', '-')}: the draft lies on the device whole, with a KV "
+                "cache in f16, from a file that --draft names; leave this flag out"
+            )
+    parts = [values["draft_params"] or ""]
+    for name, flag in (
+        ("threads_draft", "-t"),
+        ("threads_batch_draft", "-tb"),
+        ("ctx_size_draft", "-c"),
+        ("device_draft", "-dev"),
+    ):
+        value = values.pop(name)
+        if value is not None:
+            parts.append(f"{flag} {value}")
+    values["draft_params"] = " ".join(filter(None, parts)) or None
+
+
 def _make_config(typed: dict[str, Any], model: Path | None) -> Any:
     from numa.topology import read_topology
     from specoffload.config import Options
@@ -179,6 +239,7 @@ def _make_config(typed: dict[str, Any], model: Path | None) -> Any:
     from specoffload.tuned import load_tuned
 
     values = dict(typed)
+    _merge_draft_flags(values)
     if values["flash_attn"] not in ("auto", "on", "off"):
         raise UsageError(f"--flash-attn {values['flash_attn']}: must be auto, on or off")
     values |= {

@@ -207,6 +207,9 @@ def resolve(options: Options) -> Config:
         if options.draft is not None:
             raise UsageError("--draft and --no-spec exclude each other")
         draft = None
+    unread = read_environment().unread
+    if unread:
+        reasons.append(f"set in the environment and not read here: {', '.join(unread)}")
     threads = options.threads
     if threads is None:
         threads, why = default_threads()

@@ -9,6 +9,31 @@ from pathlib import Path
 
 from specoffload.errors import UsageError
 
+# llama.cpp's variables that mean the same here, by the name of the parameter they are for; typer
+# reads them, and what is typed wins.
+LLAMA_ARGS = {
+    "ctx_size": "LLAMA_ARG_CTX_SIZE",
+    "threads": "LLAMA_ARG_THREADS",
+    "batch_size": "LLAMA_ARG_BATCH",
+    "ubatch_size": "LLAMA_ARG_UBATCH",
+    "n_gpu_layers": "LLAMA_ARG_N_GPU_LAYERS",
+    "n_cpu_moe": "LLAMA_ARG_N_CPU_MOE",
+    "flash_attn": "LLAMA_ARG_FLASH_ATTN",
+    "device": "LLAMA_ARG_DEVICE",
+    "ctx_checkpoints": "LLAMA_ARG_CTX_CHECKPOINTS",
+    "draft": "LLAMA_ARG_SPEC_DRAFT_MODEL",
+    "spec_type": "LLAMA_ARG_SPEC_TYPE",
+    "spec_draft_n_max": "LLAMA_ARG_SPEC_DRAFT_N_MAX",
+    "spec_draft_n_min": "LLAMA_ARG_SPEC_DRAFT_N_MIN",
+    "spec_draft_p_min": "LLAMA_ARG_SPEC_DRAFT_P_MIN",
+    "spec_draft_p_split": "LLAMA_ARG_SPEC_DRAFT_P_SPLIT",
+    "spec_synth_len": "LLAMA_ARG_SPEC_SYNTH_LEN",
+    "spec_synth_rates": "LLAMA_ARG_SPEC_SYNTH_RATES",
+    "host": "LLAMA_ARG_HOST",
+    "port": "LLAMA_ARG_PORT",
+    "api_key": "LLAMA_API_KEY",
+}
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -19,6 +44,7 @@ class Environment:
     profile_dir: str | None = None  # SPECOFFLOAD_PROFILE_DIR
     cache_home: str | None = None  # XDG_CACHE_HOME
     verbose: bool = False  # SPECOFFLOAD_VERBOSE
+    unread: tuple[str, ...] = ()  # LLAMA_ARG_* that are set and mean nothing here
 
     @property
     def profile_folder(self) -> Path:
@@ -37,6 +63,11 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         profile_dir=environ.get("SPECOFFLOAD_PROFILE_DIR") or None,
         cache_home=environ.get("XDG_CACHE_HOME") or None,
         verbose=_switch(environ, "SPECOFFLOAD_VERBOSE"),
+        unread=tuple(
+            name
+            for name in sorted(environ)
+            if name.startswith("LLAMA_ARG_") and name not in LLAMA_ARGS.values()
+        ),
     )
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from specdec.calibration import Calibration
-from specdec.errors import SpecDecError
 from specdec.plot import plot_profile, plot_reliability
 from specdec.profile import CostProfile
 from specdec.profile_io import StoredProfile
@@ -22,10 +21,11 @@ from specoffload.profile_store import (
     profile_path,
     store,
 )
-from specoffload.profiling import N_MAX, full_options, real_text, run_measure
+from specoffload.profiling import N_MAX, draft_step_s, full_options, real_text, run_measure
 from specoffload.session import Session
 from specoffload.spec_config import SpecConfig
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 31, 32, 33, 40, 48, 56, 64)
 
 
@@ -47,6 +47,8 @@ def profile_config(
         raise UsageError(f"--n-max {n_max}: must lie between 1 and {N_MAX}")
     if repetitions < 1:
         raise UsageError(f"--repetitions {repetitions}: must be 1 or more")
+    if plot is not None and plot.suffix not in PLOT_SUFFIXES:
+        raise UsageError(f"--plot {plot}: must end in {' or '.join(PLOT_SUFFIXES)}")
     if import_from is not None and text is not None:
         raise UsageError("--text takes no effect with --import: nothing is measured")
     # The session measures nothing of its own: it is opened for its engines.
@@ -64,6 +66,7 @@ def profile_config(
         if import_from is not None:
             found = import_profile(import_from, key)
             report.note(f"imported {import_from}: {found.costs.n_max} batch sizes")
+            found = _with_draft_step(session, found, before)
         else:
             found = _measured(session, text, n_max, repetitions, before)
     failed = store(path, found.costs, found.calibration)
@@ -95,6 +98,21 @@ def _measured(
     return StoredProfile(costs, Calibration() if before is None else before.calibration)
 
 
+def _with_draft_step(
+    session: Session, found: StoredProfile, before: StoredProfile | None
+) -> StoredProfile:
+    """Other tools' profiles know no draft: its step is what was stored, else measured now."""
+    costs = found.costs
+    if costs.draft_step_s or costs.relative or session.draft is None:
+        return found
+    if before is not None and before.costs.draft_step_s:
+        step_s, how = before.costs.draft_step_s, "as stored before"
+    else:
+        step_s, how = draft_step_s(session.draft, real_text(session.draft)), "measured now"
+    report.note(f"one draft step: {step_s * 1e3:.2f} ms, {how}")
+    return replace(found, costs=replace(costs, draft_step_s=step_s))
+
+
 def _show(costs: CostProfile) -> None:
     unit = 1.0 if costs.relative else 1e3
     rows = [
@@ -120,8 +138,6 @@ def _show(costs: CostProfile) -> None:
 
 
 def _plot(path: Path, found: StoredProfile) -> None:
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise SpecDecError(f"--plot {path}: must end in .png, .svg or .pdf")
     plot_profile(found.costs, path)
     report.note(f"plotted {path}")
     if found.calibration.sources:

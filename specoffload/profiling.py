@@ -16,7 +16,7 @@ from pathlib import Path
 from offload.engine import Engine
 from offload.errors import BadRequest
 from specdec.errors import BadProfile
-from specdec.measure import MeasureOptions, measure
+from specdec.measure import MeasureOptions, measure, measure_step
 from specdec.profile import CostProfile, ProfileKey
 from specoffload.config import demo_file
 from specoffload.errors import UsageError
@@ -73,12 +73,18 @@ def full_options(n_max: int, n_repeats: int, n_text: int, n_ctx: int) -> Measure
 
 
 def quick_plan(
-    one_s: float, many_s: float, edges: Sequence[int], n_room: int, budget_s: float = BUDGET_S
+    one_s: float,
+    many_s: float,
+    edges: Sequence[int],
+    n_room: int,
+    budget_s: float = BUDGET_S,
+    longest: int = 0,
 ) -> Planned:
     """The most telling measurement within `budget_s`, given T(1) and T(33) roughly.
 
-    `edges` are batch sizes from which another way of computing is chosen (--min-batch). Where
-    even the least one takes longer, it is made all the same: pure function.
+    `longest` is a batch size that is measured whatever it takes; `edges` are sizes from which
+    another way of computing is chosen (--min-batch). Where even the least plan takes longer than
+    the budget, it is made all the same: pure function.
     """
     for sizes, depths in (
         (_QUICK_SIZES, _QUICK_DEPTHS),
@@ -86,9 +92,9 @@ def quick_plan(
         (_FEWER_SIZES, _QUICK_DEPTHS[:1]),
         (_FEWEST_SIZES, _QUICK_DEPTHS[:1]),
     ):
-        n_max = sizes[-1]
+        n_max = max(sizes[-1], longest)
         near = {n for edge in edges for n in (edge - 1, edge) if 1 < n <= n_max}
-        chosen = tuple(sorted({*sizes, *near}))
+        chosen = tuple(sorted({*sizes, *near, n_max}))
         slope = (many_s - one_s) / (_QUICK_SIZES[-1] - 1)
         # Each decode that is timed follows one of the same size that is not.
         set_s = 2 * sum(one_s + slope * (n - 1) for n in chosen) * len(depths)
@@ -109,8 +115,10 @@ def measure_quickly(
     key: ProfileKey,
     on_progress: Progress | None = None,
     budget_s: float = BUDGET_S,
+    longest: int = 0,
 ) -> tuple[CostProfile, str]:
-    """The profile of a first start, and what was measured. Raises BadProfile."""
+    """The profile of a first start, up to batches of `longest` at least, and what was measured.
+    Raises BadProfile."""
     text = real_text(target)
     room = min(len(text), target.n_ctx)
     if room <= _FEWEST_SIZES[-1]:
@@ -119,7 +127,7 @@ def measure_quickly(
     many = min(_QUICK_SIZES[-1], room)
     many_s = _once(target, text[:many])
     edges = () if target.plan is None else (target.min_batch.experts, target.min_batch.dense)
-    planned = quick_plan(one_s, many_s, edges, room, budget_s)
+    planned = quick_plan(one_s, many_s, edges, room, budget_s, longest)
     options = planned.options
     if options.n_max > room:
         sizes = tuple(n for n in options.sizes if n <= room)
@@ -138,6 +146,11 @@ def _once(target: Engine, tokens: Sequence[int]) -> float:
         took = time.perf_counter() - began
         target.rewind(SEQUENCE, 0)
     return took
+
+
+def draft_step_s(draft: Engine, text: Sequence[int]) -> float:
+    """The time of one token of an idle draft."""
+    return measure_step(draft, SEQUENCE, text, 16)
 
 
 def run_measure(

@@ -22,13 +22,20 @@ def split_model_and_prompt(
     """
     if argument is None:
         return None, prompt
-    if argument.endswith(".gguf") or Path(argument).exists():
+    if argument.endswith(".gguf") or _exists(argument):
         return Path(argument), prompt
     if prompt is not None:
         raise UsageError(
             f"{argument!r} is not a .gguf file, and -p gives a prompt too: which one is meant?"
         )
     return None, argument
+
+
+def _exists(argument: str) -> bool:
+    try:
+        return Path(argument).exists()
+    except (OSError, ValueError):  # too long for a name, or with a NUL: it is text
+        return False
 
 
 def read_prompt(words: str | None, file: Path | None) -> str:
@@ -43,6 +50,15 @@ def read_prompt(words: str | None, file: Path | None) -> str:
     if not words:
         raise UsageError('the prompt is empty: specoffload run "def fibonacci(n):", or -p TEXT')
     return words
+
+
+def read_seed(seed: int | None) -> int | None:
+    """-1 is random, as in llama.cpp. Raises UsageError for other negatives."""
+    if seed is None or seed == -1:
+        return None
+    if not 0 <= seed < 2**32 - 1:
+        raise UsageError(f"--seed {seed}: must lie between 0 and {2**32 - 2}, or be -1 (random)")
+    return seed
 
 
 def read_grammar(words: str | None, file: Path | None) -> str | None:

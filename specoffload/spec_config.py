@@ -88,15 +88,19 @@ def resolve_speculation(
         record_trace=record_trace,
         draft_params=_draft_params(draft_params),
     )
+    from_environment = environment.batch_costs is not None or environment.max_look_ahead is not None
     if not has_draft and "--spec-type" not in given:
         inert = [*sorted(given), *(["--record-trace"] if record_trace else [])]
+        inert += [] if use_profile else ["--no-profile"]
         if inert:
             raise UsageError(
                 f"{_typed(inert[0])} has no effect without a draft: add --draft DRAFT.gguf or "
                 "--spec ngram-mod"
             )
+        if from_environment:
+            unused = "GGML_BATCH_COSTS and GGML_MAX_LOOK_AHEAD have no effect: nothing drafts"
+            return replace(spec, reasons=(unused,))
         return spec
-    from_environment = environment.batch_costs is not None or environment.max_look_ahead is not None
     reasons: list[str] = []
     if from_environment and "--spec-policy" in given:
         from_environment = given["--spec-policy"] == "costs"

@@ -83,7 +83,7 @@ class Speculation:
         self.policy = build_policy(options, self._profile.costs, self._profile.calibration)
         self._sampling = _RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
-        self.drafter = build_drafter(options, model, self._tokenize)
+        self.drafter = build_drafter(options, model, self._tokenize, target.n_vocab)
         if options.tree:
             assert draft is not None
             assert isinstance(self.policy, Throughput)
@@ -116,10 +116,15 @@ class Speculation:
         key = key_of(self._target, draft)
         path = profile_path(config.profile_dir, self._target, draft, key)
         stored, why = load_stored(path, key)
+        typed = "--spec-draft-n-max" in config.options.given
+        longest = 1 + config.longest if typed else 0
+        if stored is not None and stored.costs.n_max < longest:
+            why = f"the stored profile ends at batches of {stored.costs.n_max}"
+            stored = None
         if stored is not None:
             notes = (f"profile: {why}", *_warned(stored.costs))
             return _Profile(stored.costs, stored.calibration, path, notes)
-        costs, how = measure_quickly(self._target, draft, key, on_progress)
+        costs, how = measure_quickly(self._target, draft, key, on_progress, longest=longest)
         failed = store(path, costs, None)
         notes = (f"profile: {why}; {how} (--no-profile to skip)", *_warned(costs))
         if failed is not None:
@@ -158,7 +163,9 @@ class Speculation:
             return (*self._config.reasons, "every token is decoded alone")
         names = ", ".join(options.drafters)
         line = f"speculation: drafts by {names}, lengths by {self.policy.name}"
-        if not isinstance(self.policy, Throughput):
+        if self.policy.n_max < 1:
+            line += "; the profile has one batch size only, which leaves no room to draft"
+        elif not isinstance(self.policy, Throughput):
             line += f" (at most {self.policy.n_max})"
         return (line, *self._profile.notes, *self._config.reasons)
 

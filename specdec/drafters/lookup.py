@@ -17,6 +17,7 @@ from specdec.types import Draft, Policy, Round
 
 MAX_SIZE = 4
 _NO_TOKEN = -1
+_HEAD_BYTES = 20
 
 Key = tuple[int, ...]
 Counts = dict[Key, dict[int, int]]
@@ -63,8 +64,9 @@ class LookupCache:
         os.replace(new, path)
 
     @classmethod
-    def load(cls, path: Path) -> LookupCache:
-        """Raises BadOption when the file cannot be read or is damaged."""
+    def load(cls, path: Path, n_vocab: int | None = None) -> LookupCache:
+        """Raises BadOption when the file cannot be read, is damaged, or holds tokens beyond a
+        vocabulary of `n_vocab`: it is another model's."""
         try:
             data = path.read_bytes()
         except OSError as e:
@@ -75,17 +77,29 @@ class LookupCache:
                 cache.counts[key] = followers
         except (struct.error, ValueError) as e:
             raise BadOption(f"the lookup cache {path} is damaged: {e}; delete it") from e
+        used = {t for key, followers in cache.counts.items() for t in (*key, *followers)}
+        if n_vocab is not None and used and max(used) >= n_vocab:
+            raise BadOption(
+                f"the lookup cache {path} is another model's: it holds token {max(used)}, and the "
+                f"vocabulary has {n_vocab}"
+            )
         return cache
 
 
 def _records(data: bytes) -> Iterator[tuple[Key, dict[int, int]]]:
     at = 0
     while at < len(data):
+        if at + _HEAD_BYTES > len(data):
+            raise ValueError(f"it ends inside the record at byte {at}")
         *padded, n = struct.unpack_from("<4ii", data, at)
-        at += 20
+        at += _HEAD_BYTES
         key = tuple(t for t in padded if t != _NO_TOKEN)
         if not key or n <= 0 or any(t < 0 for t in key):
-            raise ValueError(f"the record at byte {at - 20} has context {padded} and {n} tokens")
+            raise ValueError(
+                f"the record at byte {at - _HEAD_BYTES} has context {padded} and {n} tokens"
+            )
+        if at + 8 * n > len(data):
+            raise ValueError(f"it ends inside the record at byte {at - _HEAD_BYTES}")
         flat = struct.unpack_from(f"<{2 * n}i", data, at)
         at += 8 * n
         followers = dict(zip(flat[::2], flat[1::2], strict=True))
@@ -110,14 +124,19 @@ class NgramCache:
         self._static = static
         self.dynamic = dynamic if dynamic is not None else LookupCache()
         self._own: dict[int, LookupCache] = {}
-        self._n_indexed: dict[int, int] = {}
+        self._indexed: dict[int, list[int]] = {}
+        self._stale: set[int] = set()  # sequences whose history may be another
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
         own = self._own.setdefault(sequence, LookupCache())
-        start = self._n_indexed.get(sequence, 0)
+        indexed = self._indexed.setdefault(sequence, [])
+        if sequence in self._stale:
+            self._stale.discard(sequence)
+            own, indexed = self._compared(sequence, own, indexed, history)
+        start = len(indexed)
         own.add(history, start)
         self.dynamic.add(history, start)
-        self._n_indexed[sequence] = len(history)
+        indexed += history[start:]
         context = list(history[-MAX_SIZE:])
         tokens: list[int] = []
         probs: list[float] = []
@@ -132,6 +151,18 @@ class NgramCache:
             return nothing(self.name, "no context is known")
         return offer(self.name, tokens, probs, policy, limit)
 
+    def _compared(
+        self, sequence: int, own: LookupCache, indexed: list[int], history: Sequence[int]
+    ) -> tuple[LookupCache, list[int]]:
+        """A conversation that goes on is counted once. What the file has counted of one that was
+        changed stays counted: those tokens did follow each other."""
+        common = len(os.path.commonprefix([indexed, list(history)]))
+        if common < len(indexed):
+            own = self._own[sequence] = LookupCache()
+            own.add(history[:common], 0)
+            del indexed[common:]
+        return own, indexed
+
     def _next(self, own: LookupCache, context: Sequence[int]) -> tuple[int, float] | None:
         found = own.best(context, 1)
         if found is None and self.dynamic.counts:
@@ -144,5 +175,4 @@ class NgramCache:
         pass
 
     def forget(self, sequence: int) -> None:
-        self._own.pop(sequence, None)
-        self._n_indexed.pop(sequence, None)
+        self._stale.add(sequence)

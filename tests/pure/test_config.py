@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from offload.device import MinBatch
-from specoffload.config import Options, parse_min_batch, resolve
+from specoffload.cli_options import opens_a_model
+from specoffload.config import Config, Options, parse_min_batch, resolve
 from specoffload.env import read_environment
 from specoffload.errors import UsageError
+from specoffload.run import read_seed, split_model_and_prompt
 
 
 @pytest.mark.parametrize(
@@ -83,3 +88,72 @@ def test_a_bad_environment_variable_is_named(environ: dict[str, str]) -> None:
 def test_unset_variables_are_unset() -> None:
     read = read_environment({})
     assert (read.batch_costs, read.max_look_ahead, read.verbose) == (None, None, False)
+
+
+def test_llama_cpps_variables_stand_for_their_flags_and_others_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = {}
+
+    @opens_a_model
+    def command(make_config: Callable[[Path | None], Config]) -> None:
+        seen["config"] = make_config(None)
+
+    app = typer.Typer()
+    app.command()(command)
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "300")
+    monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_N_MAX", "5")
+    monkeypatch.setenv("LLAMA_ARG_POOLING", "mean")
+    done = CliRunner().invoke(app, ["-t", "1"])
+    assert done.exception is None
+    config = seen["config"]
+    assert config.ctx_size == 300
+    assert config.spec.longest == 5
+    assert any("not read here: LLAMA_ARG_POOLING" in reason for reason in config.reasons)
+    assert CliRunner().invoke(app, ["-c", "400"]).exception is None
+    assert seen["config"].ctx_size == 400
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["-td", "3", "-cd", "100"], {"n_threads": 3, "n_ctx": 100}),
+        (["-devd", "cpu", "--draft-params", "-tb 2"], {"n_threads_batch": 2, "device": "cpu"}),
+    ],
+)
+def test_llama_cpps_flags_of_the_draft_are_its_parameters(
+    words: list[str], options: dict[str, object]
+) -> None:
+    seen = {}
+
+    @opens_a_model
+    def command(make_config: Callable[[Path | None], Config]) -> None:
+        seen["config"] = make_config(None)
+
+    app = typer.Typer()
+    app.command()(command)
+    assert CliRunner().invoke(app, words).exception is None
+    assert seen["config"].spec.draft_options == options
+    for refused in ("-ngld", "-hfd", "-ctkd"):
+        done = CliRunner().invoke(app, [refused, "5"])
+        assert isinstance(done.exception, UsageError)
+
+
+def test_a_prompt_that_is_no_file_name_is_a_prompt() -> None:
+    for text in ("x" * 5000, "a\0b"):
+        assert split_model_and_prompt(text, None) == (None, text)
+
+
+@pytest.mark.parametrize(("typed", "seed"), [(None, None), (-1, None), (0, 0), (42, 42)])
+def test_a_seed_of_minus_one_is_random(typed: int | None, seed: int | None) -> None:
+    assert read_seed(typed) == seed
+
+
+def test_other_negative_seeds_are_refused() -> None:
+    with pytest.raises(UsageError, match="--seed -7"):
+        read_seed(-7)
+
+
+def test_no_profile_without_a_drafter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--no-profile has no effect"):
+        resolve(Options(model=tmp_path / "m.gguf", use_profile=False))

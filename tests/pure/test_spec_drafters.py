@@ -241,10 +241,34 @@ def test_a_damaged_lookup_cache_is_refused(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for cut in (3, 21, len(whole) - 1):
         path.write_bytes(whole[:cut])
-        with pytest.raises(BadOption, match="damaged"):
+        with pytest.raises(BadOption, match=r"damaged: it ends inside the record at byte \d+"):
             LookupCache.load(path)
+    path.write_bytes(whole)
+    LookupCache.load(path, n_vocab=5)
+    with pytest.raises(BadOption, match="another model's: it holds token 4.* has 4"):
+        LookupCache.load(path, n_vocab=4)
     with pytest.raises(BadOption, match="cannot be read"):
         LookupCache.load(tmp_path / "none.bin")
+
+
+def test_the_lookup_cache_counts_a_conversation_once_whatever_its_turns() -> None:
+    drafter = NgramCache(4)
+    history: list[int] = []
+    for turn in range(5):
+        history += [1, 2, 3, 4, 90 + turn]
+        drafter.forget(0)
+        drafter.propose(0, history, Fixed(2), 2)
+        drafter.propose(0, [*history, 7], Fixed(2), 2)
+        history.append(7)
+    assert drafter.dynamic.counts[1, 2, 3] == {4: 5}
+    once = LookupCache()
+    once.add(history, 0)
+    assert drafter.dynamic.counts == once.counts
+    # A conversation that was edited is looked up as it is now.
+    drafter.forget(0)
+    edited = [*history[:6], 50, 51, 52, 50, 51]
+    fresh = NgramCache(4).propose(0, edited, Fixed(2), 2).tokens
+    assert drafter.propose(0, edited, Fixed(2), 2).tokens == fresh
 
 
 class Proposes:

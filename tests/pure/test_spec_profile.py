@@ -25,6 +25,7 @@ from specdec.profile_io import (
     save,
 )
 from specdec.refresh import LiveCosts
+from specoffload.profiling import quick_plan
 
 KEY = ProfileKey("m", "d", "p", "8", "CUDA0", "0.3.36")
 
@@ -144,7 +145,9 @@ def test_batch_costs_are_read_and_written_as_the_environment_has_them() -> None:
     ],
 )
 def test_bad_batch_costs_are_refused_with_the_position(text: str, message: str) -> None:
-    with pytest.raises(BadProfile, match=message):
+    with pytest.raises(
+        BadProfile, match=f"(GGML_BATCH_COSTS.*{message})|({message}.*GGML_BATCH_COSTS)"
+    ):
         parse_batch_costs(text)
 
 
@@ -177,7 +180,8 @@ def test_batched_bench_records_are_read_with_the_warm_up_dropped() -> None:
 def test_bad_bench_records_are_refused() -> None:
     good = '{"tg": 1, "pl": 1, "speed_tg": 5}\n'
     for text in ("", "{broken", good + '{"pl": 2}', '{"tg": 1, "pl": 2, "speed_tg": 5}',
-                 '{"tg": 1, "pl": 1, "speed_tg": 0}'):  # fmt: skip
+                 '{"tg": 1, "pl": 1, "speed_tg": 0}',
+                 '{"tg": 1, "pl": 1, "speed_tg": Infinity}'):  # fmt: skip
         with pytest.raises(BadProfile):
             parse_batched_bench(text)
 
@@ -235,3 +239,40 @@ def test_bins_cover_all_probabilities_and_what_rounding_makes_of_them() -> None:
     bins = [bin_of(p) for p in np.linspace(-0.01, 1.01, 500)]
     assert bins == sorted(bins)
     assert bin_of(1.0) == max(bins)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depths": [{"depth": "x", "step_s": [1.0]}]}, "a depth is 'x'"),
+        ({"shift": 1e308}, "shift 1e"),
+        ({"slope": 9.0}, "slope 9"),
+        ({"sum_p": math.nan}, "not finite"),
+    ],
+)
+def test_a_profile_edited_by_hand_is_refused_before_it_is_used(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    calibration = Calibration()
+    calibration.observe("draft", 0.7, True)
+    path = tmp_path / "p.json"
+    save(path, CostProfile((1.0, 1.5)), calibration)
+    data = json.loads(path.read_text(encoding="utf-8"))
+    bins = data["calibration"]["draft"]
+    for name, value in changes.items():
+        if name == "depths":
+            data[name] = value
+        elif name == "sum_p":
+            bins[name][0] = value
+        else:
+            bins[name] = value
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(BadProfile, match=f"damaged.*{message}"):
+        load(path)
+
+
+def test_a_first_start_measures_as_far_as_the_longest_draft_asks() -> None:
+    for one_s in (1e-4, 10.0):  # with time to spare, and without
+        planned = quick_plan(one_s, 2 * one_s, (), 1000, longest=41)
+        assert planned.options.n_max == 41
+        assert 41 in planned.options.sizes
