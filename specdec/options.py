@@ -152,7 +152,7 @@ OPTIONS: tuple[Option, ...] = (
 DRAFT_PARAMS: tuple[Option, ...] = (
     Option("--batch-size", "int", None, "logical batch", ("-b",), least=1),
     Option("--ubatch-size", "int", None, "physical batch", ("-ub",), least=1),
-    Option("--ctx-size", "int", None, "context", ("-c",), least=1),
+    Option("--ctx-size", "int", None, "context, 0: the draft's own", ("-c",), least=0),
     Option("--threads", "int", None, "threads", ("-t",), least=1),
     Option("--threads-batch", "int", None, "threads of batches", ("-tb",), least=1),
     Option("--gpu-layers", "int", None, "layers on the GPU", ("-ngl", "--n-gpu-layers"), least=0),
@@ -201,8 +201,11 @@ class SpecOptions:
         return self.values["--spec-tree"] is True
 
 
-def parse_words(words: Sequence[str], table: Sequence[Option] = OPTIONS) -> dict[str, Value]:
-    """Flags and values of a command line, by full flag name. Raises BadOption."""
+def parse_words(
+    words: Sequence[str], table: Sequence[Option] = OPTIONS, named: Sequence[str] = ()
+) -> dict[str, Value]:
+    """Flags and values of a command line, by full flag name. Raises BadOption, which names those
+    that there are: `named`, or all of the table."""
     by_name = {name: o for o in table for name in (o.flag, *o.aliases)}
     out: dict[str, Value] = {}
     at = 0
@@ -210,7 +213,7 @@ def parse_words(words: Sequence[str], table: Sequence[Option] = OPTIONS) -> dict
         name, equals, inline = words[at].partition("=")
         option = by_name.get(name)
         if option is None:
-            known = ", ".join(o.flag for o in table)
+            known = ", ".join(named or [o.flag for o in table])
             raise BadOption(f"{words[at]!r} is no option here; there are {known}")
         at += 1
         if option.kind == "flag":
@@ -251,7 +254,10 @@ def parse_draft_params(text: str, supported: frozenset[str]) -> dict[str, Value]
         words = shlex.split(text)
     except ValueError as e:
         raise BadOption(f"--draft-params {text!r}: {e}") from e
-    given = parse_words(words, DRAFT_PARAMS)
+    try:
+        given = parse_words(words, DRAFT_PARAMS, sorted(supported))
+    except BadOption as e:
+        raise BadOption(f"--draft-params: {e}") from e
     for flag in given:
         if flag not in supported:
             raise BadOption(

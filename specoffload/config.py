@@ -203,6 +203,8 @@ def resolve(options: Options) -> Config:
         reasons.append("no model was given: using the embedded demo pair")
         if draft is None and _may_use_a_draft(options):
             draft = demo_file("draft.gguf")
+    if draft is not None and str(draft).isdecimal() and not draft.exists():
+        raise UsageError(f"--draft {draft}: no such file; the longest draft is --draft-max {draft}")
     if not options.spec:
         if options.draft is not None:
             raise UsageError("--draft and --no-spec exclude each other")

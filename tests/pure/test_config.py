@@ -157,3 +157,8 @@ def test_other_negative_seeds_are_refused() -> None:
 def test_no_profile_without_a_drafter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--no-profile has no effect"):
         resolve(Options(model=tmp_path / "m.gguf", use_profile=False))
+
+
+def test_a_number_as_draft_is_answered_with_the_flag_that_was_meant(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--draft 8: no such file; .* --draft-max 8"):
+        resolve(Options(draft=Path("8")))

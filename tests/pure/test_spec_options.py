@@ -169,3 +169,9 @@ def test_synthetic_acceptance_is_built_from_either_flag() -> None:
     for bad in ("", "--spec-synth-len 2 --spec-synth-rates 0.5", "--spec-synth-rates 0.5,x"):
         with pytest.raises(BadOption):
             build_drafter(options(f"--spec synthetic {bad}"))
+
+
+def test_an_unknown_flag_of_the_draft_is_answered_with_those_that_work() -> None:
+    with pytest.raises(BadOption, match=r"^--draft-params: '--bogus' .* there are --threads$"):
+        parse_draft_params("--bogus 3", frozenset({"--threads"}))
+    assert parse_draft_params("-c 0", frozenset({"--ctx-size"})) == {"--ctx-size": 0}
