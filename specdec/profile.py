@@ -84,8 +84,12 @@ class CostProfile:
     @property
     def bumps(self) -> tuple[int, ...]:
         """Batch sizes n whose normalised cost is above that of n - 1: jagged kernels (A21)."""
+        return self.rises(1e-9)
+
+    def rises(self, tolerance: float) -> tuple[int, ...]:
+        """Batch sizes n whose normalised cost is above that of n - 1 by more than `tolerance`."""
         c = self.normalised
-        return tuple(i + 1 for i in range(1, len(c)) if c[i] > c[i - 1] * (1 + 1e-9))
+        return tuple(i + 1 for i in range(1, len(c)) if c[i] > c[i - 1] * (1 + tolerance))
 
     @property
     def warnings(self) -> tuple[str, ...]:

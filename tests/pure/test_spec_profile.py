@@ -163,6 +163,7 @@ def test_the_bumps_of_the_published_curves_are_the_documented_ones() -> None:
     assert curves["glm-4.6-rpc"].bumps == (2, 33, 41, 49)
     assert curves["deepseek-r1-0528-numa"].bumps == (16, 28, 31, 36, 41, 48, 54, 60)
     assert curves["deepseek-v3-0324-pp-sweep"].bumps == (2,)
+    assert curves["glm-4.6-rpc"].rises(0.05) == (49,)
 
 
 def test_batched_bench_records_are_read_with_the_warm_up_dropped() -> None:
