@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec.drafters.kept import Kept
 from specdec.drafters.offer import match_probability, nothing, offer
 from specdec.types import Draft, Policy, Round
 
@@ -41,10 +42,10 @@ class NgramMapK:
 
     def __init__(self, size_n: int = 12, size_m: int = 48, min_hits: int = 1) -> None:
         self._n, self._m, self._min_hits = size_n, size_m, min_hits
-        self._histories: dict[int, _History] = {}
+        self._histories = Kept(_History)
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        known = self._histories.setdefault(sequence, _History())
+        known = self._histories.of(sequence, history)
         self._index(known, history)
         key = tuple(history[-self._n :])
         entry = known.entries.get(key)
@@ -80,7 +81,7 @@ class NgramMapK:
             entry.n_accepted = max(1, round_.n_accepted)
 
     def forget(self, sequence: int) -> None:
-        self._histories.pop(sequence, None)
+        self._histories.forget(sequence)
 
 
 class NgramMapK4V:
@@ -88,10 +89,10 @@ class NgramMapK4V:
 
     def __init__(self, size_n: int = 8, size_m: int = 8, min_hits: int = 2) -> None:
         self._n, self._m, self._min_hits = size_n, size_m, min_hits
-        self._histories: dict[int, _History] = {}
+        self._histories = Kept(_History)
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        known = self._histories.setdefault(sequence, _History())
+        known = self._histories.of(sequence, history)
         self._index(known, history)
         values = known.values.get(tuple(history[-self._n :]))
         if not values:
@@ -120,4 +121,4 @@ class NgramMapK4V:
         pass
 
     def forget(self, sequence: int) -> None:
-        self._histories.pop(sequence, None)
+        self._histories.forget(sequence)

@@ -7,9 +7,11 @@ verification is the check. Streaks of poor drafts, or a table that is too full, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from specdec.drafters.kept import Kept
 from specdec.drafters.offer import match_probability, nothing, offer
 from specdec.types import Draft, Policy, Round
 
@@ -18,6 +20,11 @@ _MULTIPLIER = 6364136223846793005  # of Knuth's 64-bit LCG, as in llama.cpp
 _MASK = (1 << 64) - 1
 _POOR, _POOR_STREAK = 0.25, 5
 _FULLEST = 0.25
+
+
+@dataclass(slots=True)
+class _Indexed:
+    n_tokens: int = 0
 
 
 class NgramMod:
@@ -34,7 +41,8 @@ class NgramMod:
         self._n, self._n_min, self._n_max = n_match, n_min, n_max
         self._slots = np.full(n_slots, _EMPTY, np.int32)
         self._n_used = 0
-        self._n_indexed: dict[int, int] = {}
+        self._indexed = Kept(_Indexed)
+        self._was_reset = False
         self._n_poor = 0
 
     def _slot(self, tokens: Sequence[int]) -> int:
@@ -62,19 +70,21 @@ class NgramMod:
 
     def _index(self, sequence: int, history: Sequence[int]) -> None:
         n, slots = self._n, self._slots
-        for i in range(max(self._n_indexed.get(sequence, 0), n), len(history)):
+        indexed = self._indexed.of(sequence, history)
+        for i in range(max(indexed.n_tokens, n), len(history)):
             slot = self._slot(history[i - n : i])
             self._n_used += slots[slot] == _EMPTY
             slots[slot] = history[i]
-        self._n_indexed[sequence] = len(history)
+        indexed.n_tokens = len(history)
         if self._n_used > _FULLEST * len(slots):
             self.reset()
 
     def reset(self) -> None:
-        """Forget every n-gram of every sequence."""
+        """Forget every n-gram of every sequence. Histories are added again at their next turn."""
         self._slots.fill(_EMPTY)
         self._n_used = 0
         self._n_poor = 0
+        self._was_reset = True
 
     def learn(self, sequence: int, round_: Round) -> None:
         if round_.draft.source != self.name or not round_.n_drafted:
@@ -85,5 +95,8 @@ class NgramMod:
             self.reset()
 
     def forget(self, sequence: int) -> None:
-        """The table stays; the new history is added to it."""
-        self._n_indexed.pop(sequence, None)
+        """The table stays; what is new in the next history is added to it."""
+        self._indexed.forget(sequence)
+        if self._was_reset:
+            self._indexed.clear()
+            self._was_reset = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.drafters.kept import Kept
 from specdec.drafters.offer import match_probability, nothing, offer
 from specdec.types import Draft, Policy, Round
 
@@ -88,10 +89,11 @@ class SuffixAutomaton:
 
 
 class _Match:
-    __slots__ = ("automaton", "length", "n_fed", "state")
+    __slots__ = ("automaton", "found", "length", "n_fed", "state")
 
     def __init__(self) -> None:
         self.automaton = SuffixAutomaton()
+        self.found = (0, -1)  # length and end of the longest suffix that occurred before
         self.n_fed = 0
         self.state = 0  # in the corpus
         self.length = 0
@@ -110,17 +112,16 @@ class SuffixDrafter:
         for text in corpus:
             for token in (*text, _SEPARATOR):
                 self._corpus.extend(token)
-        self._matches: dict[int, _Match] = {}
+        self._matches = Kept(_Match)
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        match = self._matches.setdefault(sequence, _Match())
-        found = (0, -1)
+        match = self._matches.of(sequence, history)
         for token in history[match.n_fed :]:
             match.automaton.extend(token)
-            found = match.automaton.repeated()
+            match.found = match.automaton.repeated()
             match.state, match.length = self._corpus.step(match.state, match.length, token)
         match.n_fed = len(history)
-        length, text, end = found[0], match.automaton.text, found[1]
+        (length, end), text = match.found, match.automaton.text
         if match.length > length:
             length, text, end = match.length, self._corpus.text, self._corpus.end(match.state)
         if length < self._min_match:
@@ -133,7 +134,7 @@ class SuffixDrafter:
         pass
 
     def forget(self, sequence: int) -> None:
-        self._matches.pop(sequence, None)
+        self._matches.forget(sequence)
 
 
 def _until_separator(text: Sequence[int], start: int, n: int) -> list[int]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from specdec.accept import Greedy
 from specdec.decode import decode
 from specdec.drafters.chain import ChainDrafter
+from specdec.drafters.kept import Kept
 from specdec.drafters.lookup import LookupCache, NgramCache
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_map import NgramMapK, NgramMapK4V
@@ -269,6 +270,55 @@ def test_the_lookup_cache_counts_a_conversation_once_whatever_its_turns() -> Non
     edited = [*history[:6], 50, 51, 52, 50, 51]
     fresh = NgramCache(4).propose(0, edited, Fixed(2), 2).tokens
     assert drafter.propose(0, edited, Fixed(2), 2).tokens == fresh
+
+
+INDEXING: dict[str, Callable[[], Drafter]] = {
+    "suffix": SuffixDrafter,
+    "ngram-map-k": lambda: NgramMapK(2, 8, 1),
+    "ngram-map-k4v": lambda: NgramMapK4V(2, 2, 1),
+    "ngram-mod": lambda: NgramMod(2, n_slots=1 << 12),
+    "ngram-cache": NgramCache,
+}
+
+
+@pytest.mark.parametrize("name", INDEXING)
+@given(
+    turns=st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=6),
+    cut=st.integers(0, 30),
+)
+@settings(max_examples=60, deadline=None)
+def test_turns_are_drafted_like_one_long_text(name: str, turns: list[list[int]], cut: int) -> None:
+    """What is kept of earlier turns proposes what a drafter that sees all of it at once does."""
+    kept = INDEXING[name]()
+    history: list[int] = []
+    for turn in turns:
+        history += turn
+        kept.forget(0)
+        kept.propose(0, history, Fixed(4), 4)
+    proposed = kept.propose(0, history, Fixed(4), 4).tokens
+    assert proposed == INDEXING[name]().propose(0, history, Fixed(4), 4).tokens
+    edited = [*history[:cut], 2, *history[cut:]]
+    kept.forget(0)
+    proposed = kept.propose(0, edited, Fixed(4), 4).tokens
+    if name not in ("ngram-mod", "ngram-cache"):  # whose tables hold all texts on purpose
+        assert proposed == INDEXING[name]().propose(0, edited, Fixed(4), 4).tokens
+
+
+def test_a_turn_indexes_only_what_is_new_until_the_history_is_another() -> None:
+    made: list[int] = []
+    kept = Kept(lambda: made.append(0) or made)  # type: ignore[func-returns-value]
+    kept.of(0, [1, 2, 3])
+    kept.forget(0)
+    assert kept.of(0, [1, 2, 3, 4]) is kept.get(0)
+    assert len(made) == 1
+    kept.forget(0)
+    kept.of(0, [1, 2, 9, 4, 5])
+    assert len(made) == 2
+    kept.forget(0)
+    kept.of(0, [1, 2])
+    assert len(made) == 3
+    kept.clear()
+    assert kept.get(0) is None
 
 
 class Proposes:
