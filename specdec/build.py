@@ -17,7 +17,7 @@ from specdec.drafters.ngram_mod import NgramMod
 from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.suffix import SuffixDrafter
-from specdec.errors import BadOption
+from specdec.errors import BadOption, BadProfile
 from specdec.options import SpecOptions
 from specdec.policies.bandit import Bandit
 from specdec.policies.costs import Costs
@@ -25,7 +25,7 @@ from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.policies.p_mins import PMins
 from specdec.policies.ratio import Ratio
-from specdec.policies.rational import N_FUDGED, PUBLISHED, Rational, fit
+from specdec.policies.rational import N_FUDGED, Rational, fit
 from specdec.policies.speed import Speed
 from specdec.policies.throughput import Throughput
 from specdec.profile import CostProfile
@@ -35,7 +35,6 @@ from specdec.types import Chooser, Drafter, Policy
 _PRICED = ("throughput", "p-mins", "rational", "speed-a", "speed-b", "costs")
 _BLOCK = 4  # the general-purpose length (B20)
 _LONGEST = 16
-_LEAST_TO_FIT = 8  # points of a curve that three parameters can be fitted to
 
 
 def build_policy(
@@ -43,7 +42,8 @@ def build_policy(
 ) -> Policy:
     """The policy over a profile, `--spec-draft-n-max` applied where given.
 
-    Raises BadOption when the longest draft exceeds what the profile measured.
+    Raises BadOption when the longest draft exceeds what the profile measured, BadProfile when the
+    policy cannot be built on it.
     """
     typed = "--spec-draft-n-max" in options.given
     longest = profile.n_max - 1
@@ -72,8 +72,12 @@ def _of_the_documents(options: SpecOptions, profile: CostProfile, n_max: int) ->
     if options.policy == "p-mins":
         return PMins(costs, n_max)
     if options.policy == "rational":
-        tail = costs[N_FUDGED:]
-        return Rational(fit(tail) if len(tail) >= _LEAST_TO_FIT else PUBLISHED, n_max)
+        try:
+            return Rational(fit(costs[N_FUDGED:]), n_max)
+        except BadProfile as e:
+            raise BadProfile(
+                f"--spec-policy rational: {e}; choose throughput, or p-mins, which needs no curve"
+            ) from e
     if options.policy == "costs":
         return Costs(costs, options.integer("--spec-look-ahead"), n_max)
     # v3 needs the draft's speed; a draft that was not measured is taken as a twentieth of T(1).

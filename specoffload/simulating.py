@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from specdec.compare import Score, compare, named_policies, synthetic_traces
+from specdec.compare import Make, Score, applicable, compare, named_policies, synthetic_traces
 from specdec.errors import BadProfile, SpecDecError
 from specdec.profile import CostProfile
 from specdec.profile_io import load, parse_batch_costs, parse_batched_bench, published_curves
@@ -27,10 +28,14 @@ def simulate_policies(
     if not 0 <= draft_share <= 1:
         raise UsageError(f"--draft-share {draft_share}: must lie between 0 and 1")
     curves = published_curves() if profile is None else {profile.stem: read_profile(profile)}
+    makes, left_out = applicable(named_policies(), curves.values())
+    for policy, why in left_out.items():
+        report.note(f"{policy} is left out: {why}")
     if trace is not None:
-        _replay(curves, trace, draft_share)
+        _replay(curves, makes, trace, draft_share)
         return
-    scores = compare(curves, synthetic_traces(n_tokens, seed), draft_share=draft_share)
+    texts = synthetic_traces(n_tokens, seed)
+    scores = compare(curves, texts, draft_share=draft_share, policies=makes)
     names = ", ".join(curves)
     report.line(
         f"{n_tokens} tokens each of code, prose, noise and code/prose in turns; draft "
@@ -63,7 +68,9 @@ def read_profile(path: Path) -> CostProfile:
     return parse_batch_costs((line.partition("=")[2] or line).strip("\"' "))
 
 
-def _replay(curves: dict[str, CostProfile], file: Path, draft_share: float) -> None:
+def _replay(
+    curves: dict[str, CostProfile], makes: Mapping[str, Make], file: Path, draft_share: float
+) -> None:
     try:
         trace = parse_trace(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as e:
@@ -76,7 +83,7 @@ def _replay(curves: dict[str, CostProfile], file: Path, draft_share: float) -> N
         costs = replace(curve, draft_step_s=step_s)
         plain = 1.0 / costs.step_s[0]
         longest = min(_ORACLE_LONGEST, costs.n_max - 1)
-        runs = {p: simulate(trace, costs, make(costs)) for p, make in named_policies().items()}
+        runs = {p: simulate(trace, costs, make(costs)) for p, make in makes.items()}
         rates = {policy: run.rate / plain for policy, run in runs.items()}
         asked[name] = {policy: run.n_unknown for policy, run in runs.items()}
         rates["(best fixed block in hindsight)"] = fixed_oracle(trace, costs, longest).rate / plain

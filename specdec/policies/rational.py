@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.errors import BadProfile
 from specdec.policies.p_mins import RECALIBRATION_POWER, ThresholdWalk
 from specdec.types import Round
 
@@ -19,6 +21,7 @@ _START: dict[Family, tuple[float, float, float]] = {
     "power": (0.5, 0.5, 0.2),
     "rational": (0.5, 1.0, 0.2),
 }
+LEAST_TO_FIT = 8  # points that three parameters can be fitted to
 N_FUDGED = 3  # the first entries are above 1 and follow no curve: 1.0 stands for them
 
 
@@ -56,7 +59,10 @@ def curve(
 
 
 def fit(y: Sequence[float], family: Family = "rational") -> Fit:
-    """Least squares over y[0], y[1], ...: normalised costs from the fourth on."""
+    """Least squares over y[0], y[1], ...: normalised costs from the fourth on.
+
+    Raises BadProfile for costs that no curve of the family follows.
+    """
     from scipy.optimize import curve_fit
 
     x = np.arange(len(y), dtype=np.float64)
@@ -65,7 +71,20 @@ def fit(y: Sequence[float], family: Family = "rational") -> Fit:
     def f(x: NDArray[np.float64], a: float, b: float, c: float) -> NDArray[np.float64]:
         return curve(family, x, a, b, c)
 
-    (a, b, c), _ = curve_fit(f, x, data, p0=_START[family], maxfev=20_000)
+    if len(y) < LEAST_TO_FIT:
+        raise BadProfile(
+            f"{len(y)} batch sizes from {N_FUDGED + 1} on are too few to fit a curve to; "
+            f"{LEAST_TO_FIT} are needed"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a covariance that is not asked for
+        try:
+            (a, b, c), _ = curve_fit(f, x, data, p0=_START[family], maxfev=20_000)
+        except RuntimeError as e:
+            raise BadProfile(f"no {family} curve follows these costs") from e
+    # Elsewhere a pole lies between or beside the batch sizes, or the curve does not fall.
+    if not (np.isfinite((a, b, c)).all() and a >= 0 and b > 0):
+        raise BadProfile(f"no falling {family} curve follows these costs (b = {b:.3g})")
     rmse = float(np.sqrt(np.mean((curve(family, x, a, b, c) - data) ** 2)))
     return Fit(family, float(a), float(b), float(c), rmse)
 
