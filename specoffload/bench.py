@@ -11,7 +11,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -50,19 +51,20 @@ def bench_config(config: Config, *, n_predict: int, repetitions: int) -> None:
     texts = prompts()[:N_PROMPTS]
     plain_config = replace(config, device="cpu" if config.device.startswith("sim") else
                            config.device, draft=None)  # fmt: skip
+    paths = {"plain": plain_config, "wrapped": replace(config, draft=None, stream_experts=False)}
+    if config.draft is not None:
+        paths["spec"] = config
+    result["in_turns"] = _fit_together(config, len(paths))
     with report.progress("measuring") as bar:
-        plain = _generation(plain_config, texts, n_predict, repetitions)
-        bar(0.2)
-        resident = replace(config, draft=None, stream_experts=False)
-        wrapped = _generation(resident, texts, n_predict, repetitions)
-        bar(0.4)
+        done = _generations(paths, texts, n_predict, repetitions, in_turns=result["in_turns"])
+        bar(0.6)
+        plain, wrapped, spec = done["plain"], done["wrapped"], done.get("spec")
         result |= {
             "plain_tps": plain.tokens_per_s,
             "wrapped_tps": wrapped.tokens_per_s,
             "wrapped_ratio": plain.decode_s / wrapped.decode_s,
         }
-        if config.draft is not None:
-            spec = _generation(config, texts, n_predict, repetitions)
+        if spec is not None:
             result |= {
                 "spec_tps": spec.tokens_per_s,
                 "acceptance_rate": spec.acceptance_rate,
@@ -70,7 +72,6 @@ def bench_config(config: Config, *, n_predict: int, repetitions: int) -> None:
             }
         best = max(result["wrapped_tps"], result.get("spec_tps", 0.0))
         result["vs"] = {"llama.cpp": best / plain.tokens_per_s}
-        bar(0.6)
         result["profile"] = _profile(config, repetitions)
         bar(0.8)
         result["min_batch"], result["counters"] = _both_sides(config, repetitions)
@@ -110,20 +111,47 @@ def has_gpu() -> bool:
     return any(device.on_gpu for device in devices())
 
 
-def _generation(
-    config: Config, texts: Sequence[str], n_predict: int, repetitions: int
-) -> GenerationStats:
-    """All prompts once per repetition; the repetition of median decode time."""
+def _fit_together(config: Config, n_paths: int) -> bool:
+    """Whether all paths can be open at once, so that repetitions take turns: no GPU's memory to
+    share, and copies of the weights in a quarter of the free memory."""
+    on_cpu = config.device == "cpu" or config.device.startswith("sim")
+    size_bytes = n_paths * config.model.stat().st_size
+    return on_cpu and 4 * size_bytes < psutil.virtual_memory().available
+
+
+def _generations(
+    paths: Mapping[str, Config],
+    texts: Sequence[str],
+    n_predict: int,
+    repetitions: int,
+    *,
+    in_turns: bool,
+) -> dict[str, GenerationStats]:
+    """All prompts once per repetition on every path; the repetition of median decode time.
+
+    Paths that take turns share what a busy machine does to them.
+    """
+    groups = [list(paths)] if in_turns else [[name] for name in paths]
+    found: dict[str, GenerationStats] = {}
+    for group in groups:
+        totals: dict[str, list[GenerationStats]] = {name: [] for name in group}
+        with ExitStack() as stack:
+            sessions = {name: stack.enter_context(Session(paths[name])) for name in group}
+            for _ in range(repetitions + 1):
+                for name, session in sessions.items():
+                    totals[name].append(_total(session, texts, n_predict))
+        for name, all_stats in totals.items():
+            measured = sorted(all_stats[1:], key=lambda stats: stats.decode_s)
+            found[name] = measured[len(measured) // 2]
+    return found
+
+
+def _total(session: Session, texts: Sequence[str], n_predict: int) -> GenerationStats:
     options = GenerateOptions(n_predict=n_predict, ignore_eos=True)
-    totals: list[GenerationStats] = []
-    with Session(config) as session:
-        for _ in range(repetitions + 1):
-            done = [_last_stats(session, text, options) for text in texts]
-            names = ("n_prompt_tokens", "n_tokens", "prefill_s", "decode_s", "n_rounds",
-                     "n_drafted", "n_accepted", "streamed_bytes")  # fmt: skip
-            totals.append(GenerationStats(**{n: sum(getattr(s, n) for s in done) for n in names}))
-    measured = sorted(totals[1:], key=lambda stats: stats.decode_s)
-    return measured[len(measured) // 2]
+    done = [_last_stats(session, text, options) for text in texts]
+    names = ("n_prompt_tokens", "n_tokens", "prefill_s", "decode_s", "n_rounds",
+             "n_drafted", "n_accepted", "streamed_bytes")  # fmt: skip
+    return GenerationStats(**{n: sum(getattr(s, n) for s in done) for n in names})
 
 
 def _last_stats(session: Session, text: str, options: GenerateOptions) -> GenerationStats:
