@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from specdec.types import Round
@@ -98,6 +99,7 @@ class SpecStats:
         }
 
 
+@lru_cache(maxsize=256)
 def reason_kind(reason: str) -> str:
     """A reason without its numbers, so that equal kinds are counted together."""
     return _NUMBER.sub("#", reason)
