@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
@@ -14,6 +13,7 @@ from typing import Any
 from specdec.calibration import Calibration
 from specdec.errors import BadProfile
 from specdec.profile import CostProfile, ProfileKey
+from specdec.whole_file import whole_file
 
 _FORMAT = 1
 
@@ -37,9 +37,8 @@ def save(path: Path, costs: CostProfile, calibration: Calibration | None = None)
         "depths": [{"depth": d, "step_s": list(s)} for d, s in costs.depths],
         "calibration": (calibration or Calibration()).as_data(),
     }
-    new = path.with_suffix(path.suffix + ".new")
-    new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, path)
+    with whole_file(path) as f:
+        f.write((json.dumps(data, indent=1) + "\n").encode())
 
 
 def load(path: Path, key: ProfileKey | None = None) -> StoredProfile:

@@ -14,6 +14,7 @@ from pathlib import Path
 from specdec.drafters.offer import nothing, offer
 from specdec.errors import BadOption
 from specdec.types import Draft, Policy, Round
+from specdec.whole_file import whole_file
 
 MAX_SIZE = 4
 _NO_TOKEN = -1
@@ -54,14 +55,12 @@ class LookupCache:
 
     def save(self, path: Path) -> None:
         """Write llama.cpp's lookup cache format, whole or not at all."""
-        new = path.with_suffix(path.suffix + ".new")
-        with new.open("wb") as f:
+        with whole_file(path) as f:
             for key, followers in self.counts.items():
                 padded = (*key, *[_NO_TOKEN] * (MAX_SIZE - len(key)))
                 f.write(struct.pack("<4ii", *padded, len(followers)))
                 for token, count in followers.items():
                     f.write(struct.pack("<ii", token, count))
-        os.replace(new, path)
 
     @classmethod
     def load(cls, path: Path, n_vocab: int | None = None) -> LookupCache:

@@ -1,0 +1,25 @@
+"""Files that are there whole or not at all, whoever else writes them at the same time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that becomes `path` when the block ends well, and is gone when it does not.
+
+    Raises OSError. The name beside it has the process's number: two servers share profiles.
+    """
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        with beside.open("wb") as f:
+            yield f
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
