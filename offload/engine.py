@@ -104,7 +104,6 @@ class Engine(Sequences):
             architecture=self.facts.architecture,
             is_recurrent=self._model.is_recurrent,
             n_sequences=options.n_sequences,
-            n_batch=options.n_batch,
             n_outputs=options.n_outputs,
             n_tree_leaves=options.n_tree_leaves,
             # The library aborts where a state has several ranges of cells, as sliding windows do.

@@ -59,7 +59,6 @@ class Sequences:
         architecture: str,
         is_recurrent: bool,
         n_sequences: int,
-        n_batch: int,
         n_outputs: int,
         n_tree_leaves: int,
         device_checkpoints: bool,
@@ -68,7 +67,7 @@ class Sequences:
         self._architecture = architecture
         self._n_sequences, self._n_tree_leaves = n_sequences, n_tree_leaves
         self._n_outputs = n_outputs
-        self._n_batch = max(n_batch, n_outputs)
+        self._n_batch = context.n_batch
         self._device_checkpoints = device_checkpoints
         self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx
         self.can_rewind = not is_recurrent

@@ -288,16 +288,19 @@ class Session:
             tally.evaluated(len(tokens), n_cached)
             rounds = self._rounds(tokens, n_predict, options, sampler)
             for round_ in rounds:
-                tally.count(round_)
-                history += round_.emitted
-                shown = ""
+                history += round_.emitted  # what the target holds, past a stop sequence too
+                shown, n_kept = "", 0
                 for token in round_.emitted:
+                    n_kept += 1
                     if self.target.is_end(token) and not options.ignore_eos:
                         finish = "stop"
                         break
                     shown += stops.feed(text.feed(token))
-                finish = "stop" if stops.stopped else finish
-                yield Piece(shown, round_.emitted)
+                    if stops.stopped:
+                        finish = "stop"
+                        break
+                tally.count(round_, n_kept)
+                yield Piece(shown, round_.emitted[:n_kept])
                 self._check_current(mine)
                 if finish == "stop":
                     break
@@ -355,19 +358,24 @@ class _Tally:
         self._n_prompt = self._n_cached = 0
         self._start_s = self._first_s = time.perf_counter()
         self._spec = SpecStats()
-        self.count = self._spec.add
+        self._n_tokens = 0
 
     def evaluated(self, n_prompt_tokens: int, n_cached_tokens: int) -> None:
         """The prompt has been, but for its last token, which the first round decodes."""
         self._n_prompt, self._n_cached = n_prompt_tokens, n_cached_tokens
         self._first_s = time.perf_counter()
 
+    def count(self, round_: Round, n_kept: int) -> None:
+        """A round, of whose tokens the answer has the first `n_kept`."""
+        self._spec.add(round_)
+        self._n_tokens += n_kept
+
     def stats(self, after: _Counts) -> GenerationStats:
         now, first, before = time.perf_counter(), self._first_s, self._before
         return GenerationStats(
             n_prompt_tokens=self._n_prompt,
             n_cached_tokens=self._n_cached,
-            n_tokens=self._spec.n_tokens,
+            n_tokens=self._n_tokens,
             prefill_s=first - self._start_s,
             decode_s=now - first,
             n_rounds=self._spec.n_rounds,

@@ -17,6 +17,7 @@ from offload.ggml.callback import Pending, guard
 from offload.ggml.lib import library
 
 LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
+_CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 _ABORTED = 2
 PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts only
@@ -216,7 +217,9 @@ class Context:
         self._lib = lib = library()
         self._model, self._pending = model, pending
         params = lib.llama_context_default_params()
-        params.n_ctx, params.n_batch = options.n_ctx, options.n_batch
+        # The library rounds n_ctx up to this, but caps n_batch by what it was given.
+        params.n_ctx = -(-options.n_ctx // _CTX_PADDING) * _CTX_PADDING
+        params.n_batch = options.n_batch
         params.n_ubatch, params.n_seq_max = options.n_ubatch, options.n_sequences
         params.n_outputs_max = params.n_outputs_max_per_seq = options.n_outputs
         params.n_rs_seq = options.n_rs_seq
@@ -245,6 +248,7 @@ class Context:
         self._memory = lib.llama_get_memory(self.handle)
         self.n_ctx = int(lib.llama_n_ctx(self.handle))
         self.n_rs_seq = int(lib.llama_n_rs_seq(self.handle))
+        self.n_batch = int(lib.llama_n_batch(self.handle))
         self._batch = _Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
         self.n_vocab = model.n_vocab
         # A decode that a signal aborts is redone, which recurrent memory does not allow: there

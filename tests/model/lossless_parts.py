@@ -154,6 +154,7 @@ class Run:
     rounds: list[Round]
     first_rows: list[tuple[int, NDArray[np.float32]]] = field(default_factory=list)
     n_branching: int = 0  # verified trees in which a node has two children
+    answer: list[int] = field(default_factory=list)  # of the pieces: no token after a stop sequence
 
     @property
     def n_rejected(self) -> int:
@@ -212,9 +213,11 @@ def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOpti
         else list(prompt)
     )
     text = ""
+    answer: list[int] = []
     with _Watch(opened) as watch:
         for piece in opened.generate(tokens, request):
             text += piece.text
+            answer += piece.tokens
             assert_each_position_once(opened.target)
             if opened.draft is not None:
                 assert_each_position_once(opened.draft)
@@ -230,6 +233,7 @@ def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOpti
         watch.rounds,
         watch.rows,
         watch.n_branching,
+        answer,
     )
 
 

@@ -70,6 +70,21 @@ def test_a_prompt_longer_than_the_context() -> None:
     assert_one_sentence(run_program("-c", "256", "-p", "word " * 400), "--ctx-size", "256")
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("-c", "8", "--spec-policy", "fixed", "--draft-max", "32", "-n", "60"),
+        ("-c", "100", "--no-spec", "-p", "word " * 70, "-n", "3"),
+        ("--draft-params", "-c 3", "-p", "word " * 40, "-n", "3", "--spec-policy", "fixed"),
+    ],
+)
+def test_contexts_that_the_library_rounds_up_hold_batches_of_all_their_tokens(
+    more: tuple[str, ...],
+) -> None:
+    done = run_program("-t", "1", *more) if "-p" in more else run_program("-t", "1", "hi", *more)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_draft_whose_vocabulary_does_not_fit(tiny_moe: Path) -> None:
     done = run_program("-md", tiny_moe, "-p", "x")
     assert_one_sentence(done, tiny_moe.name, "draft")

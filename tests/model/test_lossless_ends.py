@@ -135,6 +135,10 @@ def test_a_stop_sequence_inside_a_draft_ends_the_text_before_it(
     run = generate(opened, whole.prompt, request)
     assert run.finish_reason == "stop"
     assert run.text == whole.text[: whole.text.index(stop)]
+    # As many tokens as plain decoding would have needed to see the stop sequence.
+    seen = [stop in opened.target.detokenize(whole.tokens[:n]) for n in range(len(whole.tokens))]
+    assert run.answer == whole.tokens[: seen.index(True)]
+    assert run.stats.n_tokens == len(run.answer) <= len(run.tokens)
     judge.check(run, request)
     assert_goes_on(opened, judge, run)
 
