@@ -18,7 +18,7 @@ from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import BadOption, BadProfile
-from specdec.options import SpecOptions
+from specdec.options import LONGEST, MOST_DRAFTED, SpecOptions
 from specdec.policies.bandit import Bandit
 from specdec.policies.costs import Costs
 from specdec.policies.fixed import Fixed
@@ -34,7 +34,6 @@ from specdec.types import Chooser, Drafter, Policy
 
 _PRICED = ("throughput", "p-mins", "rational", "speed-a", "speed-b", "costs")
 _BLOCK = 4  # the general-purpose length (B20)
-_LONGEST = 16
 
 
 def build_policy(
@@ -46,7 +45,7 @@ def build_policy(
     policy cannot be built on it.
     """
     typed = "--spec-draft-n-max" in options.given
-    longest = profile.n_max - 1
+    longest = min(profile.n_max - 1, MOST_DRAFTED)
     n_max = options.integer("--spec-draft-n-max") if typed else None
     if n_max is not None and n_max > longest and options.policy in _PRICED:
         raise BadOption(
@@ -54,14 +53,14 @@ def build_policy(
             f"drafts up to {longest}; lower it, or give a profile of more (specoffload profile)"
         )
     if options.policy == "throughput":
-        return Throughput(profile, calibration, n_max=n_max)
+        return Throughput(profile, calibration, n_max=longest if n_max is None else n_max)
     if options.policy == "p-min":
         n_min = options.integer("--spec-draft-n-min")
         p_min = options.number("--spec-draft-p-min")
-        return PMin(_LONGEST if n_max is None else n_max, p_min, n_min)
+        return PMin(LONGEST if n_max is None else n_max, p_min, n_min)
     block = {"fixed": Fixed, "ratio": Ratio, "bandit": Bandit}.get(options.policy)
     if block is not None:
-        default = _BLOCK if options.policy == "fixed" else _LONGEST
+        default = _BLOCK if options.policy == "fixed" else LONGEST
         policy: Policy = block(default if n_max is None else n_max)
         return policy
     return _of_the_documents(options, profile, longest if n_max is None else n_max)
@@ -131,13 +130,17 @@ def _free(o: SpecOptions, name: str, tokenize: Callable[[str], Sequence[int]] | 
 def _lookup(options: SpecOptions, n_vocab: int | None) -> NgramCache:
     static = options.text("--lookup-cache-static")
     dynamic = options.text("--lookup-cache-dynamic")
-    exists = dynamic is not None and Path(dynamic).exists()  # it is written at the end
     if dynamic is not None and not Path(dynamic).absolute().parent.is_dir():
         raise BadOption(f"--lookup-cache-dynamic {dynamic}: its folder does not exist")
     return NgramCache(
         static=LookupCache.load(Path(static), n_vocab) if static else None,
-        dynamic=LookupCache.load(Path(dynamic), n_vocab) if dynamic and exists else None,
+        dynamic=_dynamic(Path(dynamic), n_vocab) if dynamic else None,
     )
+
+
+def _dynamic(path: Path, n_vocab: int | None) -> LookupCache:
+    """What is in the file, which is written at the end."""
+    return LookupCache.load(path, n_vocab) if path.exists() else LookupCache()
 
 
 def _corpus(
@@ -172,7 +175,7 @@ def synthetic_rates(options: SpecOptions) -> tuple[float, ...]:
         raise BadOption("--spec-type synthetic needs --spec-synth-rates or --spec-synth-len")
     if rates is None:
         typed = "--spec-draft-n-max" in options.given
-        n_max = options.integer("--spec-draft-n-max") if typed else _LONGEST
+        n_max = options.integer("--spec-draft-n-max") if typed else LONGEST
         return rates_of_length(options.number("--spec-synth-len"), n_max)
     try:
         return check_rates([float(r) for r in rates.split(",")])

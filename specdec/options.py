@@ -27,7 +27,8 @@ DRAFTERS = (
     "suffix",
     "synthetic",
 )
-DRAFTER_ALIASES = {"draft-simple": "draft"}
+# llama.cpp's names: its example of ngram-cache is called lookup.
+DRAFTER_ALIASES = {"draft-simple": "draft", "lookup": "ngram-cache"}
 POLICIES = (
     "throughput",
     "fixed",
@@ -40,7 +41,10 @@ POLICIES = (
     "ratio",
     "bandit",
 )
+MOST_DRAFTED = 63  # a verification batch holds one token more
+LONGEST = 16  # llama.cpp's --draft-max; throughput has the profile's
 ACCEPTANCES = ("match", "reject")
+SWITCH = ("auto", "on", "off")
 CHECKPOINTS = ("device", "host")
 
 
@@ -57,6 +61,7 @@ class Option:
     needs: tuple[str, ...] = ()
     least: float | None = None
     most: float | None = None
+    choices: tuple[str, ...] = ()
 
 
 def _sizes(drafter: str, n: int, m: int) -> tuple[Option, ...]:
@@ -140,7 +145,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "--spec-synth-len", "float", None, "mean accepted length, own token included",
-        needs=("spec:synthetic",), least=1,
+        needs=("spec:synthetic",), least=1, most=64,
     ),
     Option(
         "--spec-synth-rates", "text", None, "rates of the first 1, 2, ... tokens being accepted",
@@ -158,7 +163,7 @@ DRAFT_PARAMS: tuple[Option, ...] = (
     Option("--gpu-layers", "int", None, "layers on the GPU", ("-ngl", "--n-gpu-layers"), least=0),
     Option("--device", "text", None, "device", ("-dev",)),
     Option("--seed", "int", None, "seed", ("-s",)),
-    Option("--flash-attn", "text", None, "flash attention", ("-fa",)),
+    Option("--flash-attn", "text", None, "flash attention", ("-fa",), choices=SWITCH),
     Option("--cache-type-k", "text", None, "type of K", ("-ctk",)),
     Option("--cache-type-v", "text", None, "type of V", ("-ctv",)),
     Option("--split-mode", "text", None, "split over devices", ("-sm",)),
@@ -232,17 +237,26 @@ def parse_words(
 
 def _value(option: Option, name: str, text: str) -> Value:
     if option.kind == "text":
+        if option.choices and text not in option.choices:
+            raise BadOption(f"{name} is {text!r}; it must be one of {', '.join(option.choices)}")
         return text
     try:
         value = int(text) if option.kind == "int" else float(text)
     except ValueError:
         what = "a whole number" if option.kind == "int" else "a number"
         raise BadOption(f"{name} is {text!r}; it must be {what}") from None
+    check_bounds(option, name, value)
+    return value
+
+
+def check_bounds(option: Option, name: str, value: Value) -> None:
+    """Raises BadOption for a number out of the option's range, or that is none (NaN)."""
+    if isinstance(value, str | bool):
+        return
     low, high = option.least, option.most
     if not ((low is None or value >= low) and (high is None or value <= high)):
         between = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise BadOption(f"{name} is {text}; it must be {between}")
-    return value
+        raise BadOption(f"{name} is {value}; it must be {between}")
 
 
 def parse_draft_params(text: str, supported: frozenset[str]) -> dict[str, Value]:
@@ -276,9 +290,10 @@ def resolve(
     environment gives GGML_BATCH_COSTS) makes `costs` the policy. Raises BadOption.
     """
     known = {o.flag: o for o in OPTIONS}
-    for flag in given:
+    for flag, value in given.items():
         if flag not in known:
             raise BadOption(f"{flag} is no option of speculation")
+        check_bounds(known[flag], flag, value)
     drafters = _drafters(given.get("--spec-type"), has_draft)
     policy = str(given.get("--spec-policy", "costs" if batch_costs else "throughput"))
     if policy not in POLICIES:
@@ -288,26 +303,66 @@ def resolve(
         raise BadOption(f"--spec-accept must be one of {', '.join(ACCEPTANCES)}")
     if values["--spec-checkpoints"] not in CHECKPOINTS:
         raise BadOption(f"--spec-checkpoints must be one of {', '.join(CHECKPOINTS)}")
-    active = {f"spec:{d}" for d in drafters} | {f"policy:{policy}"}
-    if values["--spec-tree"] is True:
-        active.add("tree")
-        if policy != "throughput" or drafters != ("draft",):
-            raise BadOption("--spec-tree needs the draft model alone and --spec-policy throughput")
-    for flag in given:
-        needs = known[flag].needs
-        if needs and not active & set(needs):
-            raise BadOption(f"{flag} takes no effect: it needs {' or '.join(map(_words, needs))}")
-    if drafters == ("none",):
-        inert = sorted(f for f in given if f != "--spec-type")
-        if inert:
-            raise BadOption(f"{inert[0]} takes no effect: nothing drafts with --spec-type none")
+    if values["--spec-tree"] is True and (policy != "throughput" or drafters != ("draft",)):
+        raise BadOption("--spec-tree needs the draft model alone and --spec-policy throughput")
+    for flag, why in _inert(given, drafters, policy).items():
+        raise BadOption(f"{flag} takes no effect: {why}")
+    _check_ranges(values, drafters, policy)
     return SpecOptions(drafters, policy, values, frozenset(given))
+
+
+def inert_flags(
+    given: Mapping[str, Value], *, has_draft: bool, batch_costs: bool = False
+) -> dict[str, str]:
+    """Those of `given` that cannot take effect among the others, and why not.
+
+    Raises BadOption for drafters that `resolve` refuses.
+    """
+    policy = str(given.get("--spec-policy", "costs" if batch_costs else "throughput"))
+    return _inert(given, _drafters(given.get("--spec-type"), has_draft), policy)
+
+
+def _inert(given: Mapping[str, Value], drafters: tuple[str, ...], policy: str) -> dict[str, str]:
+    active = {f"spec:{d}" for d in drafters} | {f"policy:{policy}"}
+    active |= {"tree"} if given.get("--spec-tree") is True else set()
+    out: dict[str, str] = {}
+    for option in OPTIONS:
+        if option.flag not in given:
+            continue
+        if option.needs and not active & set(option.needs):
+            out[option.flag] = f"it needs {' or '.join(map(_words, option.needs))}"
+        elif drafters == ("none",) and option.flag != "--spec-type":
+            out[option.flag] = "nothing drafts with --spec-type none"
+    return out
+
+
+def _check_ranges(
+    values: Mapping[str, Value | None], drafters: tuple[str, ...], policy: str
+) -> None:
+    """Raises BadOption where no draft is long enough and short enough at once."""
+    pairs = []
+    if policy == "p-min":
+        pairs.append(("--spec-draft-n-min", "--spec-draft-n-max"))
+    if "ngram-mod" in drafters:
+        pairs.append(("--spec-ngram-mod-n-min", "--spec-ngram-mod-n-max"))
+    for least, most in pairs:
+        low, high = values[least], values[most]
+        high = LONGEST if high is None else high
+        assert isinstance(low, int)
+        assert isinstance(high, int)
+        if low > max(high, 0) and high != 0:
+            raise BadOption(f"{least} {low} is above {most} {high}: no draft could be verified")
+
+
+def drafter_names(text: str) -> tuple[str, ...]:
+    """The names in `--spec-type`, aliases replaced."""
+    return tuple(DRAFTER_ALIASES.get(n.strip(), n.strip()) for n in text.split(","))
 
 
 def _drafters(text: Value | None, has_draft: bool) -> tuple[str, ...]:
     if text is None:
         return ("draft",) if has_draft else ("ngram-mod", "suffix")
-    names = tuple(DRAFTER_ALIASES.get(n.strip(), n.strip()) for n in str(text).split(","))
+    names = drafter_names(str(text))
     for name in names:
         if name not in DRAFTERS:
             raise BadOption(f"--spec-type {name!r} is unknown; there are {', '.join(DRAFTERS)}")

@@ -5,11 +5,13 @@ n = 1 + drafted tokens. Everything about speculation that depends on the machine
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 from specdec.errors import BadProfile
+
+# Of times and costs in any unit. Beyond, quotients of two of them are no numbers.
+_LEAST, _MOST = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class CostProfile:
     def __post_init__(self) -> None:
         """Raises BadProfile naming the first entry that is not a time."""
         check_positive(self.step_s, "T(n)")
-        if not (math.isfinite(self.draft_step_s) and self.draft_step_s >= 0):
+        if not 0 <= self.draft_step_s < _MOST:
             raise BadProfile(f"the draft step takes {self.draft_step_s} s, which is no time")
         for depth, steps in self.depths:
             check_positive(steps, f"T(n) at depth {depth}")
@@ -124,5 +126,7 @@ def check_positive(values: Sequence[float], what: str) -> None:
         raise BadProfile(f"{what} has no entries; at least batch size 1 is needed")
     for i, value in enumerate(values):
         good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (good and math.isfinite(value) and value > 0):
-            raise BadProfile(f"entry {i + 1} of {what} is {value!r}; it must be a number above 0")
+        if not (good and _LEAST < value < _MOST):
+            raise BadProfile(
+                f"entry {i + 1} of {what} is {value!r:.40}; it must be a number above 0"
+            )

@@ -15,6 +15,7 @@ from specdec.errors import BadProfile
 from specdec.profile import CostProfile, ProfileKey
 from specdec.whole_file import whole_file
 
+_MOST = 1e300  # floats, and integers that become floats
 _FORMAT = 1
 
 
@@ -50,14 +51,14 @@ def load(path: Path, key: ProfileKey | None = None) -> StoredProfile:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as e:
         raise BadProfile(f"the profile {path} cannot be read: {e}") from e
-    except json.JSONDecodeError as e:
+    except (ValueError, RecursionError) as e:
         raise BadProfile(f"the profile {path} is damaged: {e}") from e
     try:
         stored = _parse(data)
     except BadProfile as e:
         raise BadProfile(f"the profile {path} is damaged: {e}") from e
     if key is not None and (difference := stored.costs.key.difference(key)) is not None:
-        raise BadProfile(f"the profile {path} is of another run: {difference}; measuring anew")
+        raise BadProfile(f"the profile {path} is of another run: {difference}")
     return stored
 
 
@@ -97,6 +98,8 @@ def _numbers(values: Any, what: str) -> tuple[float, ...]:
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise BadProfile(f"entry {i + 1} of {what} is {value!r}, not a number")
+        if not -_MOST < value < _MOST:
+            raise BadProfile(f"entry {i + 1} of {what} is {value!r:.40}, which is no time")
     return tuple(float(v) for v in values)
 
 
@@ -135,8 +138,8 @@ def parse_batched_bench(text: str) -> CostProfile:
         try:
             record = json.loads(line)
             n, n_steps, speed = int(record["pl"]), int(record["tg"]), float(record["speed_tg"])
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as e:
-            raise BadProfile(f"line {number} of the bench is no record of it: {e!r}") from e
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as e:
+            raise BadProfile(f"line {number} of the bench is no record of it: {e!r:.200}") from e
         if n_steps != 0:  # a record of prefill alone times no step
             if not 0 < speed < math.inf:
                 raise BadProfile(f"line {number}: speed_tg is {speed}; it must be above 0")

@@ -58,6 +58,14 @@ class Trace:
             runs[i] = runs[i + 1] + 1 if self.accepted[i] else 0
         return runs[:-1]
 
+    def room(self) -> list[int]:
+        """How many tokens can be drafted from each position: none that is unknown, and the last
+        is the target's own."""
+        room = [0] * len(self.p)
+        for i in range(len(self.p) - 2, -1, -1):
+            room[i] = 0 if i in self.unknown else room[i + 1] + 1
+        return room
+
 
 @dataclass(frozen=True)
 class Simulated:
@@ -131,33 +139,46 @@ def _emitted(trace: Trace, at: int, n_accepted: int) -> tuple[int, ...]:
 
 def constant_rate(trace: Trace, profile: CostProfile, m: int, start: int, stop: int) -> float:
     """Tokens per unit of time of always drafting m in positions start..stop."""
-    runs = trace.runs()
-    cost = profile.time(1 + m) + m * profile.draft_step_s
-    at, time = start, 0.0
-    while at < stop:
-        at += min(m, int(runs[at])) + 1
-        time += cost
+    cost = _round_costs(profile, m)
+    at, _, _, time = _play_constant(trace.runs().tolist(), trace.room(), cost, m, start, stop)
     return (at - start) / time
+
+
+def _round_costs(profile: CostProfile, n_max: int) -> list[float]:
+    """What drafting and verifying 0, 1, ... n_max tokens takes."""
+    return [profile.time(1 + m) + m * profile.draft_step_s for m in range(n_max + 1)]
+
+
+def _play_constant(
+    runs: Sequence[int], room: Sequence[int], cost: Sequence[float], m: int, at: int, stop: int
+) -> tuple[int, int, int, float]:
+    """Blocks of m from `at` to `stop`: where they end, rounds, drafted tokens, time."""
+    n_rounds, n_drafted, time = 0, 0, 0.0
+    while at < stop:
+        drafted = min(m, room[at])
+        at += min(drafted, runs[at]) + 1
+        time += cost[drafted]
+        n_drafted += drafted
+        n_rounds += 1
+    return at, n_rounds, n_drafted, time
 
 
 def fixed_oracle(trace: Trace, profile: CostProfile, n_max: int) -> Simulated:
     """The best constant draft length of each segment, chosen in hindsight."""
-    runs = trace.runs()
+    runs, room, cost = trace.runs().tolist(), trace.room(), _round_costs(profile, n_max)
     bounds = [s for s, _ in trace.segments] + [len(trace.p)]
     at, time, rounds, drafted = 0, 0.0, 0, 0
     for stop in bounds[1:]:
+        if at >= stop:
+            continue  # a block of the segment before passed all of this one
         options = []
         for m in range(n_max + 1):
-            cost = profile.time(1 + m) + m * profile.draft_step_s
-            end, n = at, 0
-            while end < stop:
-                end += min(m, int(runs[end])) + 1
-                n += 1
-            options.append(((end - at) / (n * cost), m, end, n, n * cost))
-        _, m, at, n, took = max(options)
+            end, n_rounds, n_drafted, took = _play_constant(runs, room, cost, m, at, stop)
+            options.append(((end - at) / took, m, end, n_rounds, n_drafted, took))
+        _, _, at, n_rounds, n_drafted, took = max(options)
         time += took
-        rounds += n
-        drafted += m * n
+        rounds += n_rounds
+        drafted += n_drafted
     n_tokens = min(at, len(trace.p))
     return Simulated(n_tokens, time, rounds, drafted, n_tokens - rounds, drafted)
 
@@ -166,7 +187,7 @@ def brute_force_oracle(trace: Trace, profile: CostProfile, n_max: int) -> Simula
     """The least time to decode the trace for one who knows every outcome: shortest path."""
     runs = trace.runs()
     n = len(trace.p)
-    cost = [profile.time(1 + m) + m * profile.draft_step_s for m in range(n_max + 1)]
+    cost = _round_costs(profile, n_max)
     least = [0.0] * (n + n_max + 2)
     choice = [0] * n
     for at in range(n - 1, -1, -1):
@@ -247,17 +268,34 @@ def parse_trace(text: str) -> Trace:
             record = json.loads(line)
             if record["p"] is None and record["accepted"] is None:
                 unknown.add(len(p))
-            p.append(0.0 if record["p"] is None else float(record["p"]))
-            accepted.append(bool(record["accepted"]))
-            if record["p"] is None and accepted[-1]:
-                raise ValueError("accepted without a p")
+            p.append(_probability(record["p"]))
+            accepted.append(_outcome(record["accepted"]))
+            if (record["p"] is None) != (record["accepted"] is None):
+                raise ValueError("p and accepted are null together or not at all")
             name = str(record.get("segment", "text"))
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError) as e:
-            raise SpecDecError(f"line {number} of the trace is no record of one: {e!r}") from e
+        except (KeyError, TypeError, ValueError, RecursionError) as e:
+            why = str(e) if isinstance(e, ValueError) else repr(e)
+            message = f"line {number} of the trace is no record of one: {why:.200}"
+            raise SpecDecError(message) from e
         if not segments or segments[-1][1] != name:
             segments.append((len(p) - 1, name))
     names = tuple(segments) or ((0, "text"),)
     return Trace(tuple(p), tuple(accepted), names, frozenset(unknown))
+
+
+def _probability(value: object) -> float:
+    if value is None:
+        return 0.0
+    # A sum of probabilities may be above 1 by its last bits.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1.000001:
+        raise ValueError(f"p is {value!r:.40}, no probability")
+    return min(1.0, float(value))
+
+
+def _outcome(value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return value is True
+    raise ValueError(f"accepted is {value!r:.40}; it must be true, false or null")
 
 
 def format_trace(trace: Trace) -> str:

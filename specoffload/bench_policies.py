@@ -99,6 +99,8 @@ def adversarial_prompts(n_prompts: int = 3, n_bytes: int = 120) -> Kinds:
 
 def bench_policies(config: Config, *, n_predict: int) -> None:
     """Measure and print; the last line is one JSON object. Raises UsageError without a draft."""
+    if not config.spec.use_profile:
+        raise UsageError("bench --policies measures T(n) itself: leave --no-profile out")
     if config.draft is None or config.spec.options.policy != DEFAULT:
         raise UsageError("bench --policies needs a draft model and the default policy")
     result: dict[str, Any] = {"machine": machine(), "commit": commit(), "model": config.model.name}

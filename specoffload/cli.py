@@ -150,8 +150,12 @@ def profile(
     text: Annotated[
         Path | None, typer.Option("--text", help="Text to measure on. [default: the demo's]")
     ] = None,
-    n_max: Annotated[int, typer.Option("--n-max", help="Largest batch, up to 64.")] = 64,
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r")] = 4,
+    n_max: Annotated[
+        int | None, typer.Option("--n-max", help="Largest batch, up to 64. [default: 64]")
+    ] = None,
+    repetitions: Annotated[
+        int | None, typer.Option("--repetitions", "-r", help="Timed sets. [default: 4]")
+    ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a plot (.png).")] = None,
     export_to: Annotated[
         Path | None,
@@ -183,11 +187,15 @@ def simulate(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Replay what --record-trace wrote.")
     ] = None,
-    n_tokens: Annotated[int, typer.Option("--tokens", help="Length of synthetic texts.")] = 2000,
+    n_tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Length of synthetic texts. [default: 2000]")
+    ] = None,
     draft_share: Annotated[
         float, typer.Option("--draft-share", help="A draft step in units of T(1), if unmeasured.")
     ] = 0.05,
-    seed: Annotated[int, typer.Option("--seed", "-s")] = 1,
+    seed: Annotated[
+        int | None, typer.Option("--seed", "-s", help="Of the texts. [default: 1]")
+    ] = None,
 ) -> None:
     """Compare the draft-length policies without a model, on profiles and traces."""
     from specoffload.simulating import simulate_policies

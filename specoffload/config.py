@@ -16,8 +16,8 @@ from offload.numa_plan import NumaPlan
 from offload.streaming import StreamingOptions
 from offload.trace import NO_TRACE, Trace
 from offload.units import parse_bytes
-from specdec.options import Value
-from specoffload.env import read_environment
+from specdec.options import MOST_DRAFTED, Value, drafter_names
+from specoffload.env import LLAMA_DRAFT, read_environment
 from specoffload.errors import UsageError
 from specoffload.spec_config import SpecConfig, resolve_speculation
 
@@ -166,8 +166,8 @@ def default_threads() -> tuple[int, str]:
 
 
 def _may_use_a_draft(options: Options) -> bool:
-    names = options.spec_given.get("--spec-type")
-    return names is None or not {"draft", "draft-simple"}.isdisjoint(str(names).split(","))
+    names = options.spec_given.get("--spec-type", read_environment().spec.get("--spec-type"))
+    return names is None or "draft" in drafter_names(str(names))
 
 
 def _speculation(options: Options, *, has_draft: bool) -> SpecConfig:
@@ -175,11 +175,12 @@ def _speculation(options: Options, *, has_draft: bool) -> SpecConfig:
     if options.draft_max is not None:
         given["--spec-draft-n-max"] = options.draft_max
     longest = given.get("--spec-draft-n-max", 0)
-    if not isinstance(longest, int) or not 0 <= longest <= 63:
-        raise UsageError(f"--draft-max {longest}: must lie between 0 and 63")
+    if not isinstance(longest, int) or not 0 <= longest <= MOST_DRAFTED:
+        raise UsageError(f"--draft-max {longest}: must lie between 0 and {MOST_DRAFTED}")
     if not options.spec:
         typed = {**given, "--draft-params": options.draft_params,
-                 "--record-trace": options.record_trace}  # fmt: skip
+                 "--record-trace": options.record_trace,
+                 "--no-profile": None if options.use_profile else True}  # fmt: skip
         inert = [name for name, value in typed.items() if value is not None]
         if inert:
             raise UsageError(f"{inert[0]} takes no effect with --no-spec")
@@ -197,21 +198,27 @@ def _speculation(options: Options, *, has_draft: bool) -> SpecConfig:
 def resolve(options: Options) -> Config:
     """Fill in what was not said, each choice with its reason. Raises UsageError."""
     reasons: list[str] = []
+    environment = read_environment()
     model, draft = options.model, options.draft
     if model is None:
         model = demo_file("target.gguf")
         reasons.append("no model was given: using the embedded demo pair")
-        if draft is None and _may_use_a_draft(options):
+        if draft is None and environment.draft is None and _may_use_a_draft(options):
             draft = demo_file("draft.gguf")
+    if draft is None and environment.draft is not None and options.spec:
+        if _may_use_a_draft(options):
+            draft = Path(environment.draft)
+        else:
+            reasons.append(f"{LLAMA_DRAFT} has no effect: --spec names no draft model")
     if draft is not None and str(draft).isdecimal() and not draft.exists():
         raise UsageError(f"--draft {draft}: no such file; the longest draft is --draft-max {draft}")
     if not options.spec:
         if options.draft is not None:
             raise UsageError("--draft and --no-spec exclude each other")
         draft = None
-    unread = read_environment().unread
-    if unread:
-        reasons.append(f"set in the environment and not read here: {', '.join(unread)}")
+    if environment.unread:
+        unread = ", ".join(environment.unread)
+        reasons.append(f"set in the environment and not read here: {unread}")
     threads = options.threads
     if threads is None:
         threads, why = default_threads()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from specoffload.errors import UsageError
 
 # llama.cpp's variables that mean the same here, by the name of the parameter they are for; typer
-# reads them, and what is typed wins.
+# reads them, and what is typed wins. Those of speculation are read here, because one that takes no
+# effect in a run is noted where a typed flag would be an error.
 LLAMA_ARGS = {
     "ctx_size": "LLAMA_ARG_CTX_SIZE",
     "threads": "LLAMA_ARG_THREADS",
@@ -21,18 +22,21 @@ LLAMA_ARGS = {
     "flash_attn": "LLAMA_ARG_FLASH_ATTN",
     "device": "LLAMA_ARG_DEVICE",
     "ctx_checkpoints": "LLAMA_ARG_CTX_CHECKPOINTS",
-    "draft": "LLAMA_ARG_SPEC_DRAFT_MODEL",
-    "spec_type": "LLAMA_ARG_SPEC_TYPE",
-    "spec_draft_n_max": "LLAMA_ARG_SPEC_DRAFT_N_MAX",
-    "spec_draft_n_min": "LLAMA_ARG_SPEC_DRAFT_N_MIN",
-    "spec_draft_p_min": "LLAMA_ARG_SPEC_DRAFT_P_MIN",
-    "spec_draft_p_split": "LLAMA_ARG_SPEC_DRAFT_P_SPLIT",
-    "spec_synth_len": "LLAMA_ARG_SPEC_SYNTH_LEN",
-    "spec_synth_rates": "LLAMA_ARG_SPEC_SYNTH_RATES",
     "host": "LLAMA_ARG_HOST",
     "port": "LLAMA_ARG_PORT",
     "api_key": "LLAMA_API_KEY",
 }
+LLAMA_DRAFT = "LLAMA_ARG_SPEC_DRAFT_MODEL"
+LLAMA_SPEC_ARGS = {
+    "--spec-type": "LLAMA_ARG_SPEC_TYPE",
+    "--spec-draft-n-max": "LLAMA_ARG_SPEC_DRAFT_N_MAX",
+    "--spec-draft-n-min": "LLAMA_ARG_SPEC_DRAFT_N_MIN",
+    "--spec-draft-p-min": "LLAMA_ARG_SPEC_DRAFT_P_MIN",
+    "--spec-draft-p-split": "LLAMA_ARG_SPEC_DRAFT_P_SPLIT",
+    "--spec-synth-len": "LLAMA_ARG_SPEC_SYNTH_LEN",
+    "--spec-synth-rates": "LLAMA_ARG_SPEC_SYNTH_RATES",
+}
+_READ = frozenset({*LLAMA_ARGS.values(), *LLAMA_SPEC_ARGS.values(), LLAMA_DRAFT})
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Environment:
     profile_dir: str | None = None  # SPECOFFLOAD_PROFILE_DIR
     cache_home: str | None = None  # XDG_CACHE_HOME
     verbose: bool = False  # SPECOFFLOAD_VERBOSE
+    draft: str | None = None  # LLAMA_ARG_SPEC_DRAFT_MODEL
+    spec: Mapping[str, str] = field(default_factory=dict)  # LLAMA_SPEC_ARGS that are set, by flag
     unread: tuple[str, ...] = ()  # LLAMA_ARG_* that are set and mean nothing here
 
     @property
@@ -63,10 +69,10 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         profile_dir=environ.get("SPECOFFLOAD_PROFILE_DIR") or None,
         cache_home=environ.get("XDG_CACHE_HOME") or None,
         verbose=_switch(environ, "SPECOFFLOAD_VERBOSE"),
+        draft=environ.get(LLAMA_DRAFT) or None,
+        spec={flag: environ[name] for flag, name in LLAMA_SPEC_ARGS.items() if environ.get(name)},
         unread=tuple(
-            name
-            for name in sorted(environ)
-            if name.startswith("LLAMA_ARG_") and name not in LLAMA_ARGS.values()
+            name for name in sorted(environ) if name.startswith("LLAMA_ARG_") and name not in _READ
         ),
     )
 

@@ -12,6 +12,7 @@ from specdec.profile import CostProfile
 from specdec.profile_io import StoredProfile
 from specoffload import report
 from specoffload.config import Config
+from specoffload.env import read_environment
 from specoffload.errors import UsageError
 from specoffload.profile_store import (
     export_profile,
@@ -25,6 +26,7 @@ from specoffload.profiling import N_MAX, draft_step_s, full_options, real_text, 
 from specoffload.session import Session
 from specoffload.spec_config import SpecConfig
 
+_REPETITIONS = 4
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 31, 32, 33, 40, 48, 56, 64)
 
@@ -33,8 +35,8 @@ def profile_config(
     config: Config,
     *,
     text: Path | None,
-    n_max: int,
-    repetitions: int,
+    n_max: int | None,
+    repetitions: int | None,
     plot: Path | None,
     export_to: Path | None,
     import_from: Path | None,
@@ -43,14 +45,17 @@ def profile_config(
 
     The last line is one JSON object. Raises UsageError or BadProfile.
     """
+    _check_typed(config)
+    if import_from is not None:
+        _check_import(text=text, n_max=n_max, repetitions=repetitions)
+    n_max = N_MAX if n_max is None else n_max
+    repetitions = _REPETITIONS if repetitions is None else repetitions
     if not 1 <= n_max <= N_MAX:
         raise UsageError(f"--n-max {n_max}: must lie between 1 and {N_MAX}")
     if repetitions < 1:
         raise UsageError(f"--repetitions {repetitions}: must be 1 or more")
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise UsageError(f"--plot {plot}: must end in {' or '.join(PLOT_SUFFIXES)}")
-    if import_from is not None and text is not None:
-        raise UsageError("--text takes no effect with --import: nothing is measured")
     # The session measures nothing of its own: it is opened for its engines.
     quiet = replace(config, spec=SpecConfig(draft_params=config.spec.draft_params))
     with report.progress(f"opening {config.model.name}") as on_progress:
@@ -111,6 +116,27 @@ def _with_draft_step(
         step_s, how = draft_step_s(session.draft, real_text(session.draft)), "measured now"
     report.note(f"one draft step: {step_s * 1e3:.2f} ms, {how}")
     return replace(found, costs=replace(costs, draft_step_s=step_s))
+
+
+def _check_typed(config: Config) -> None:
+    """Raises UsageError for flags of speculation that change nothing about a measurement."""
+    spec = config.spec
+    typed = sorted(spec.options.given - {"--spec-type"} - set(read_environment().spec))
+    if spec.profile_dir is None:
+        typed.insert(0, "--no-spec")
+    elif not spec.use_profile:
+        typed.insert(0, "--no-profile")
+    if spec.record_trace is not None:
+        typed.append("--record-trace")
+    if typed:
+        raise UsageError(f"{typed[0]} takes no effect with profile, which only measures")
+
+
+def _check_import(**measuring: object) -> None:
+    inert = [name for name, value in measuring.items() if value is not None]
+    if inert:
+        flag = inert[0].replace("_", "-")
+        raise UsageError(f"--{flag} takes no effect with --import: nothing is measured")
 
 
 def _show(costs: CostProfile) -> None:

@@ -102,7 +102,7 @@ def load_stored(path: Path, key: ProfileKey) -> tuple[StoredProfile | None, str]
     try:
         return load(path, key), f"profile of an earlier run: {path}"
     except BadProfile as e:
-        return None, str(e)
+        return None, f"{e}; it is not used"
 
 
 def store(path: Path, costs: CostProfile, calibration: Calibration | None) -> str | None:

@@ -15,14 +15,27 @@ from specdec.simulate import Trace, brute_force_oracle, fixed_oracle, parse_trac
 from specoffload import report
 from specoffload.errors import UsageError
 
+_N_TOKENS = 2000
 _ORACLE_LONGEST = 24
 
 
 def simulate_policies(
-    *, profile: Path | None, trace: Path | None, n_tokens: int, draft_share: float, seed: int
+    *,
+    profile: Path | None,
+    trace: Path | None,
+    n_tokens: int | None,
+    draft_share: float,
+    seed: int | None,
 ) -> None:
     """Print a table; the last line is one JSON object. Raises UsageError, BadProfile or
     SpecDecError for files that cannot be read."""
+    for flag, typed in (("--tokens", n_tokens), ("--seed", seed)):
+        if trace is not None and typed is not None:
+            raise UsageError(f"{flag} takes no effect with --trace, whose tokens are replayed")
+    n_tokens = _N_TOKENS if n_tokens is None else n_tokens
+    seed = 1 if seed is None else seed
+    if seed < 0:
+        raise UsageError(f"--seed {seed}: must be 0 or more")
     if not 10 <= n_tokens <= 1_000_000:
         raise UsageError(f"--tokens {n_tokens}: must lie between 10 and 1000000")
     if not 0 <= draft_share <= 1:

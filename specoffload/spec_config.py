@@ -7,9 +7,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.options import SpecOptions, Value, parse_draft_params
+from specdec.errors import BadOption
+from specdec.options import (
+    MOST_DRAFTED,
+    SpecOptions,
+    Value,
+    inert_flags,
+    parse_draft_params,
+    parse_words,
+)
 from specdec.options import resolve as resolve_options
-from specoffload.env import Environment
+from specoffload.env import LLAMA_SPEC_ARGS, Environment
 from specoffload.errors import UsageError
 
 # Policies that read T(n); the others decide without it.
@@ -53,7 +61,7 @@ class SpecConfig:
     def longest(self) -> int:
         """The longest draft that a verification batch must have room for."""
         typed = "--spec-draft-n-max" in self.options.given
-        return self.options.integer("--spec-draft-n-max") if typed else 63
+        return self.options.integer("--spec-draft-n-max") if typed else MOST_DRAFTED
 
     def n_rs_seq(self, n_ubatch: int) -> int:
         """Snapshots of recurrent state; all of them must come out of one ubatch."""
@@ -79,7 +87,7 @@ def resolve_speculation(
 
     Without a draft and without --spec nothing drafts. Raises BadOption or UsageError.
     """
-    given = dict(given)
+    given, inherited = _with_environment(given, environment, has_draft=has_draft)
     if draft_params is not None and not has_draft:
         raise UsageError("--draft-params takes no effect without a draft: add --draft DRAFT.gguf")
     spec = SpecConfig(
@@ -99,9 +107,9 @@ def resolve_speculation(
             )
         if from_environment:
             unused = "GGML_BATCH_COSTS and GGML_MAX_LOOK_AHEAD have no effect: nothing drafts"
-            return replace(spec, reasons=(unused,))
-        return spec
-    reasons: list[str] = []
+            return replace(spec, reasons=(*inherited, unused))
+        return replace(spec, reasons=inherited)
+    reasons = list(inherited)
     if from_environment and "--spec-policy" in given:
         from_environment = given["--spec-policy"] == "costs"
         if not from_environment:
@@ -115,7 +123,8 @@ def resolve_speculation(
         reasons.append(
             "GGML_BATCH_COSTS or GGML_MAX_LOOK_AHEAD is set: the policy is costs, not throughput"
         )
-    given, why = _without_profile(given, use_profile, from_environment)
+    measured = use_profile or (from_environment and environment.batch_costs is not None)
+    given, why = _without_profile(given, measured, from_environment)
     options = resolve_options(given, has_draft=has_draft, batch_costs=from_environment)
     if record_trace is not None and options.drafters == ("none",):
         raise UsageError("--record-trace takes no effect: nothing drafts with --spec none")
@@ -123,13 +132,50 @@ def resolve_speculation(
     return replace(spec, options=options, batch_costs=costs, reasons=(*reasons, *why))
 
 
+def _with_environment(
+    given: Mapping[str, Value], environment: Environment, *, has_draft: bool
+) -> tuple[dict[str, Value], tuple[str, ...]]:
+    """`given` and what llama.cpp's variables say beside it; one that takes no effect is noted.
+
+    Raises UsageError naming the variable whose value is none.
+    """
+    out = dict(given)
+    for flag, text in environment.spec.items():
+        if flag not in given:
+            try:
+                out |= parse_words([f"{flag}={text}"])
+            except BadOption as e:
+                raise UsageError(f"{LLAMA_SPEC_ARGS[flag]}={text}: {e}") from e
+    mine = [flag for flag in out if flag not in given]
+    if not has_draft and "--spec-type" not in out:
+        inert = dict.fromkeys(mine, "nothing drafts")
+    else:
+        try:
+            inert = inert_flags(out, has_draft=has_draft)
+        except BadOption as e:
+            if "--spec-type" in given:
+                raise
+            name = LLAMA_SPEC_ARGS["--spec-type"]
+            raise UsageError(f"{name}={environment.spec['--spec-type']}: {e}") from e
+    dropped = [flag for flag in mine if flag in inert]
+    kept = {flag: value for flag, value in out.items() if flag not in dropped}
+    return kept, tuple(f"{LLAMA_SPEC_ARGS[f]} has no effect: {inert[f]}" for f in dropped)
+
+
 def _without_profile(
     given: dict[str, Value], use_profile: bool, from_environment: bool
 ) -> tuple[dict[str, Value], tuple[str, ...]]:
     """--no-profile: blocks of 4, unless another policy was asked for that needs none."""
     policy = given.get("--spec-policy")
-    if use_profile or from_environment or given.get("--spec-type") == "none":
+    if use_profile:
         return given, ()
+    if given.get("--spec-type") == "none":
+        raise UsageError("--no-profile takes no effect: nothing drafts with --spec none")
+    if from_environment:
+        raise UsageError(
+            "--no-profile and GGML_MAX_LOOK_AHEAD exclude each other: it selects the policy costs, "
+            "which needs a profile (or GGML_BATCH_COSTS); unset it, or choose a --spec-policy"
+        )
     if policy is None:
         why = "--no-profile: nothing is measured, so drafts are fixed blocks of 4"
         return {**given, "--spec-policy": "fixed"}, (why,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,6 @@ _TYPES: dict[str, Any] = {"int": int, "float": float, "text": str, "flag": bool}
 # --draft names the draft model here, as it does in most programs.
 _TAKEN = frozenset({"--draft", "--draft-n"})
 _MORE = {"--spec-policy": ("--policy",)}
-_SYNONYMS = {"lookup": "ngram-cache"}
 
 
 def spec_parameters() -> list[inspect.Parameter]:
@@ -29,16 +27,7 @@ def take_given(typed: dict[str, Any]) -> dict[str, Value]:
         value = typed.pop(_name(option), None)
         if value is not None and value is not False:
             given[option.flag] = value
-    return with_synonyms(given)
-
-
-def with_synonyms(given: Mapping[str, Value]) -> dict[str, Value]:
-    """`lookup` is what llama.cpp's example is called; its drafter here is ngram-cache."""
-    out = dict(given)
-    names = out.get("--spec-type")
-    if isinstance(names, str):
-        out["--spec-type"] = ",".join(_SYNONYMS.get(n, n) for n in names.split(","))
-    return out
+    return given
 
 
 def _parameter(option: Option) -> inspect.Parameter:

@@ -258,7 +258,9 @@ class Speculation:
         path = options.text("--lookup-cache-dynamic")
         drafters = [self.drafter, *getattr(self.drafter, "_free", ())]
         for drafter in drafters:
-            if path is not None and isinstance(drafter, NgramCache):
+            if path is None or not isinstance(drafter, NgramCache):
+                continue
+            if drafter.dynamic is not None:
                 try:
                     drafter.dynamic.save(Path(path))
                 except OSError as e:
@@ -277,7 +279,7 @@ class _RequestSampling:
         self.rng.bit_generator.state = np.random.default_rng(request.seed).bit_generator.state
         # A greedy request accepts the argmax only; its drafts are sampled sharply all the same,
         # so that what the draft says of a token stays a probability.
-        self._sampler = Sampler(request.temperature or 0.3)
+        self._sampler = Sampler(request.temperature if request.temperature > 0 else 0.3)
         return self.rng
 
     def draft_probabilities(

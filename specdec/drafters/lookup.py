@@ -19,6 +19,8 @@ from specdec.whole_file import whole_file
 MAX_SIZE = 4
 _NO_TOKEN = -1
 _HEAD_BYTES = 20
+_MOST_COUNTED = 2**31 - 1  # the file's counts are 32 bit
+_MOST_CONTEXTS = 1 << 20  # of a dynamic cache: about 250 MB, 4 contexts a token
 
 Key = tuple[int, ...]
 Counts = dict[Key, dict[int, int]]
@@ -53,6 +55,13 @@ class LookupCache:
                 return token, (count + 0.5 * (size - 1)) / (total + 1.0 + 0.5 * (size - 1))
         return None
 
+    def trim(self, n_most: int = _MOST_CONTEXTS) -> None:
+        """Forget rare and old contexts where there are more than `n_most`."""
+        if len(self.counts) <= n_most:
+            return
+        common = [(k, f) for k, f in self.counts.items() if sum(f.values()) > 1]
+        self.counts = dict(common[-(n_most // 2) :])
+
     def save(self, path: Path) -> None:
         """Write llama.cpp's lookup cache format, whole or not at all."""
         with whole_file(path) as f:
@@ -60,7 +69,7 @@ class LookupCache:
                 padded = (*key, *[_NO_TOKEN] * (MAX_SIZE - len(key)))
                 f.write(struct.pack("<4ii", *padded, len(followers)))
                 for token, count in followers.items():
-                    f.write(struct.pack("<ii", token, count))
+                    f.write(struct.pack("<ii", token, min(count, _MOST_COUNTED)))
 
     @classmethod
     def load(cls, path: Path, n_vocab: int | None = None) -> LookupCache:
@@ -121,7 +130,7 @@ class NgramCache:
     ) -> None:
         self._n_draft = n_draft
         self._static = static
-        self.dynamic = dynamic if dynamic is not None else LookupCache()
+        self.dynamic = dynamic  # outlives conversations, for its file
         self._own: dict[int, LookupCache] = {}
         self._indexed: dict[int, list[int]] = {}
         self._stale: set[int] = set()  # sequences whose history may be another
@@ -134,7 +143,9 @@ class NgramCache:
             own, indexed = self._compared(sequence, own, indexed, history)
         start = len(indexed)
         own.add(history, start)
-        self.dynamic.add(history, start)
+        if self.dynamic is not None:
+            self.dynamic.add(history, start)
+            self.dynamic.trim()
         indexed += history[start:]
         context = list(history[-MAX_SIZE:])
         tokens: list[int] = []
@@ -164,7 +175,7 @@ class NgramCache:
 
     def _next(self, own: LookupCache, context: Sequence[int]) -> tuple[int, float] | None:
         found = own.best(context, 1)
-        if found is None and self.dynamic.counts:
+        if found is None and self.dynamic is not None:
             found = self.dynamic.best(context, 2)
         if found is None and self._static is not None:
             found = self._static.best(context, 2)

@@ -23,8 +23,8 @@ def program(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess
 
 
 def profile(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    quick = ("--device", "cpu", "-t", "1", "-r", "1", "--n-max", "8")
-    return program(folder, "profile", *quick, *arguments)
+    quick = () if "--import" in arguments else ("-r", "1", "--n-max", "8")
+    return program(folder, "profile", "--device", "cpu", "-t", "1", *quick, *arguments)
 
 
 def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
@@ -169,12 +169,34 @@ def test_the_environment_selects_costs(folder: Path, monkeypatch: pytest.MonkeyP
         (("--spec", "ngram-mod", "--draft-params", "-t 1"), "--draft-params"),
         (("--draft-params", "--mlock"), "--mlock"),
         (("--draft-max", "64"), "--draft-max 64"),
+        (("--draft-params", "-fa maybe"), "-fa is 'maybe'"),
+        (("--policy", "p-min", "--draft-p-min", "7"), "must be between 0 and 1"),
     ],
 )
 def test_a_flag_without_effect_is_an_error(
     folder: Path, flags: tuple[str, ...], words: str
 ) -> None:
     done = program(folder, "run", "x", "--device", "cpu", *flags)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--no-spec",), "--no-spec takes no effect with profile"),
+        (("--no-profile",), "--no-profile takes no effect with profile"),
+        (("--policy", "fixed"), "--spec-policy takes no effect with profile"),
+        (("--record-trace", "t.jsonl"), "--record-trace takes no effect with profile"),
+        (("--import", "x.txt", "--n-max", "7"), "--n-max takes no effect with --import"),
+        (("--import", "x.txt", "-r", "7"), "--repetitions takes no effect with --import"),
+    ],
+)
+def test_flags_that_change_nothing_about_a_measurement_are_refused(
+    folder: Path, flags: tuple[str, ...], words: str
+) -> None:
+    done = program(folder, "profile", "--device", "cpu", *flags)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -199,4 +221,4 @@ def test_the_simulator_names_what_it_cannot_read(folder: Path, tmp_path: Path) -
     bad.write_text('{"p": 2.0, "accepted": true}\n')
     done = program(folder, "simulate", "--trace", bad)
     assert done.returncode == 2
-    assert "entry 1" in done.stderr
+    assert "line 1" in done.stderr

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from offload.device import MinBatch
+from specdec.errors import BadOption
 from specoffload.cli_options import opens_a_model
 from specoffload.config import Config, Options, parse_min_batch, resolve
 from specoffload.env import read_environment
@@ -162,3 +164,62 @@ def test_no_profile_without_a_drafter_is_refused(tmp_path: Path) -> None:
 def test_a_number_as_draft_is_answered_with_the_flag_that_was_meant(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--draft 8: no such file; .* --draft-max 8"):
         resolve(Options(draft=Path("8")))
+
+
+def test_a_variable_of_speculation_without_effect_is_noted_and_a_flag_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_P_MIN", "0.5")
+    config = resolve(Options())
+    assert config.spec.options.number("--spec-draft-p-min") == 0.75
+    assert any("LLAMA_ARG_SPEC_DRAFT_P_MIN has no effect" in r for r in config.spec.reasons)
+    used = resolve(Options(spec_given={"--spec-policy": "p-min"}))
+    assert used.spec.options.number("--spec-draft-p-min") == 0.5
+    assert not used.spec.reasons
+    typed = resolve(Options(spec_given={"--spec-policy": "p-min", "--spec-draft-p-min": 0.25}))
+    assert typed.spec.options.number("--spec-draft-p-min") == 0.25
+    assert resolve(Options(spec=False)).spec.options.drafters == ("none",)
+    with pytest.raises(BadOption, match="--spec-draft-p-min takes no effect"):
+        resolve(Options(spec_given={"--spec-draft-p-min": 0.25}))
+    monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_P_MIN", "much")
+    with pytest.raises(UsageError, match="LLAMA_ARG_SPEC_DRAFT_P_MIN=much"):
+        resolve(Options())
+
+
+def test_the_draft_model_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_MODEL", str(tmp_path / "d.gguf"))
+    assert resolve(Options()).draft == tmp_path / "d.gguf"
+    assert resolve(Options(spec=False)).draft is None
+    other = resolve(Options(spec_given={"--spec-type": "ngram-mod"}))
+    assert other.draft is None
+    assert any("LLAMA_ARG_SPEC_DRAFT_MODEL has no effect" in r for r in other.reasons)
+    monkeypatch.setenv("LLAMA_ARG_SPEC_TYPE", "suffix")
+    with pytest.raises(UsageError, match="LLAMA_ARG_SPEC_TYPE=suffix"):
+        resolve(Options(draft=tmp_path / "typed.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"spec": False, "use_profile": False}, "--no-profile takes no effect"),
+        (
+            {"spec_given": {"--spec-type": "none"}, "use_profile": False},
+            "--no-profile takes no effect",
+        ),
+    ],
+)
+def test_no_profile_where_nothing_drafts_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        resolve(Options(**changes))
+
+
+def test_no_profile_and_a_look_ahead_of_the_environment_exclude_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GGML_MAX_LOOK_AHEAD", "4")
+    with pytest.raises(UsageError, match="--no-profile and GGML_MAX_LOOK_AHEAD"):
+        resolve(Options(use_profile=False))
+    monkeypatch.setenv("GGML_BATCH_COSTS", "1,0.6,0.5")
+    assert resolve(Options(use_profile=False)).spec.options.policy == "costs"

@@ -253,7 +253,8 @@ def test_a_damaged_lookup_cache_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_lookup_cache_counts_a_conversation_once_whatever_its_turns() -> None:
-    drafter = NgramCache(4)
+    drafter = NgramCache(4, dynamic=LookupCache())
+    assert drafter.dynamic is not None
     history: list[int] = []
     for turn in range(5):
         history += [1, 2, 3, 4, 90 + turn]
@@ -300,7 +301,7 @@ def test_turns_are_drafted_like_one_long_text(name: str, turns: list[list[int]],
     edited = [*history[:cut], 2, *history[cut:]]
     kept.forget(0)
     proposed = kept.propose(0, edited, Fixed(4), 4).tokens
-    if name not in ("ngram-mod", "ngram-cache"):  # whose tables hold all texts on purpose
+    if name != "ngram-mod":  # whose table holds all texts on purpose
         assert proposed == INDEXING[name]().propose(0, edited, Fixed(4), 4).tokens
 
 
@@ -384,3 +385,30 @@ def _pieces(text: str) -> list[str]:
         out.append(piece)
         at += len(piece)
     return out
+
+
+def test_counts_at_the_end_of_their_range_are_written(tmp_path: Path) -> None:
+    cache = LookupCache()
+    cache.counts[1, 2] = {3: 2**31 - 1}
+    cache.add([1, 2, 3], 2)
+    cache.save(tmp_path / "c.bin")
+    assert LookupCache.load(tmp_path / "c.bin").counts[1, 2] == {3: 2**31 - 1}
+
+
+def test_a_dynamic_cache_forgets_what_is_rare_first() -> None:
+    cache = LookupCache()
+    cache.add([1, 2, 1, 2, 1, 2], 0)
+    kept = {k for k, f in cache.counts.items() if sum(f.values()) > 1}
+    cache.add(list(range(10, 60)), 0)
+    cache.trim(1000)
+    assert len(cache.counts) > 100
+    cache.trim(100)
+    assert set(cache.counts) == kept
+
+
+def test_without_a_file_nothing_is_kept_of_earlier_conversations() -> None:
+    drafter = NgramCache()
+    drafter.propose(0, [1, 2, 3, 4, 1, 2, 3], Fixed(2), 2)
+    drafter.forget(0)
+    assert drafter.dynamic is None
+    assert drafter.propose(0, [9, 1, 2, 3], Fixed(2), 2).tokens == ()

@@ -19,11 +19,13 @@ from specdec.options import (
     OPTIONS,
     POLICIES,
     SpecOptions,
+    inert_flags,
     parse_draft_params,
     parse_words,
     resolve,
 )
 from specdec.policies.fixed import Fixed
+from specdec.profile import CostProfile
 from specdec.profile_io import published_curves
 from specdec.synthetic import SyntheticAcceptance
 
@@ -175,3 +177,58 @@ def test_an_unknown_flag_of_the_draft_is_answered_with_those_that_work() -> None
     with pytest.raises(BadOption, match=r"^--draft-params: '--bogus' .* there are --threads$"):
         parse_draft_params("--bogus 3", frozenset({"--threads"}))
     assert parse_draft_params("-c 0", frozenset({"--ctx-size"})) == {"--ctx-size": 0}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--spec-draft-p-min", 7.0),
+        ("--spec-draft-p-min", float("nan")),
+        ("--spec-draft-n-min", -3),
+        ("--spec-ngram-simple-size-n", 0),
+        ("--spec-ngram-map-k-size-m", -1),
+        ("--spec-ngram-mod-n-match", 0),
+        ("--spec-suffix-min-match", -1),
+        ("--spec-rs-snapshots", 1000),
+        ("--spec-look-ahead", -3),
+        ("--spec-draft-p-split", 5.0),
+    ],
+)
+def test_numbers_out_of_range_are_refused_wherever_they_come_from(flag: str, value: float) -> None:
+    with pytest.raises(BadOption, match=f"{flag} is {value}; it must be"):
+        resolve({flag: value}, has_draft=False)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"--spec-policy": "p-min", "--spec-draft-n-min": 20},
+        {"--spec-policy": "p-min", "--spec-draft-n-min": 20, "--spec-draft-n-max": 4},
+        {"--spec-type": "ngram-mod", "--spec-ngram-mod-n-min": 100, "--spec-ngram-mod-n-max": 10},
+    ],
+)
+def test_a_least_length_above_the_longest_is_refused(given: dict[str, int | str]) -> None:
+    with pytest.raises(BadOption, match="no draft could be verified"):
+        resolve(given, has_draft=False)
+
+
+def test_lists_of_drafters_may_have_blanks_and_aliases() -> None:
+    given = {"--spec-type": "ngram-mod, lookup , draft-simple"}
+    assert resolve(given, has_draft=True).drafters == ("ngram-mod", "ngram-cache", "draft")
+
+
+def test_drafts_are_no_longer_than_a_verification_batch_has_room_for() -> None:
+    long = CostProfile(tuple(1.0 + 0.01 * n for n in range(200)), 0.01)
+    for policy in ("throughput", "p-mins", "speed-a", "costs"):
+        assert build_policy(resolve({"--spec-policy": policy}, has_draft=True), long).n_max == 63
+
+
+def test_flags_that_are_inert_are_named_with_the_reason() -> None:
+    given = {"--spec-draft-p-min": 0.5, "--spec-draft-n-max": 8, "--spec-draft-p-split": 0.2}
+    assert set(inert_flags(given, has_draft=True)) == {
+        "--spec-draft-p-min",
+        "--spec-draft-p-split",
+    }
+    assert not inert_flags({**given, "--spec-policy": "p-min"}, has_draft=True).keys() & {
+        "--spec-draft-p-min"
+    }

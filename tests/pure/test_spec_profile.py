@@ -277,3 +277,31 @@ def test_a_first_start_measures_as_far_as_the_longest_draft_asks() -> None:
         planned = quick_plan(one_s, 2 * one_s, (), 1000, longest=41)
         assert planned.options.n_max == 41
         assert 41 in planned.options.sizes
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [("1" + "0" * 399, "no time"), ("5e-324", "above 0"), ("1e200", "above 0"), ("NaN", "no time")],
+)
+def test_entries_that_are_no_times_are_refused_with_their_position(
+    tmp_path: Path, entry: str, words: str
+) -> None:
+    path = tmp_path / "p.json"
+    save(path, CostProfile((1.0, 1.25), key=KEY))
+    path.write_text(path.read_text().replace("1.25", entry))
+    with pytest.raises(BadProfile, match=f"entry 2 .*{words}"):
+        load(path, KEY)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, "{", ""])
+def test_text_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(text)
+    with pytest.raises(BadProfile, match="is damaged"):
+        load(path, KEY)
+
+
+@pytest.mark.parametrize("speed", ["1" + "0" * 399, "[" * 100_000, '"fast"', "NaN"])
+def test_bench_records_that_are_none_are_refused_with_the_line(speed: str) -> None:
+    with pytest.raises(BadProfile, match="line 1"):
+        parse_batched_bench('{"pl": 1, "tg": 1, "speed_tg": ' + speed + "}")

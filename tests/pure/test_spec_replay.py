@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specdec.drafters.chain import ChainDrafter
 from specdec.errors import SpecDecError
 from specdec.policies.fixed import Fixed
 from specdec.policies.throughput import Throughput
 from specdec.profile import CostProfile
-from specdec.simulate import Trace, format_trace, parse_trace, simulate
+from specdec.simulate import Trace, fixed_oracle, format_trace, parse_trace, simulate
 from specdec.types import Decision, Draft, Policy, Round
 from specoffload.round_trace import RoundTrace
 from specoffload.simulating import simulate_policies
@@ -123,10 +125,53 @@ def test_simulate_says_how_much_of_a_trace_is_unknown(
     file, costs = tmp_path / "t.jsonl", tmp_path / "costs.txt"
     file.write_text(format_trace(trace), encoding="utf-8")
     costs.write_text(",".join(f"{1 / n:.4f}" for n in range(1, 9)), encoding="utf-8")
-    simulate_policies(profile=costs, trace=file, n_tokens=100, draft_share=0.05, seed=1)
+    simulate_policies(profile=costs, trace=file, n_tokens=None, draft_share=0.05, seed=None)
     out = capsys.readouterr().out
     assert "9 of 27 tokens are unknown" in out
     assert "--spec-draft-n-max 16" in out
     last = json.loads(out.splitlines()[-1])
     assert last["n_unknown"] == 9
     assert last["n_cut_short"]["costs"]["fixed-8"] == 8
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"p": 0.5, "accepted": "false"}',
+        '{"p": 0.5, "accepted": [0]}',
+        '{"p": "0.5", "accepted": true}',
+        '{"p": 0.5, "accepted": null}',
+        '{"p": null, "accepted": false}',
+        '{"p": true, "accepted": true}',
+        '{"p": 1' + "0" * 399 + ', "accepted": true}',
+        "[" * 100_000,
+    ],
+)
+def test_a_trace_line_that_means_nothing_is_named(line: str) -> None:
+    good = '{"p": 0.5, "accepted": true}'
+    with pytest.raises(SpecDecError, match="line 2 of the trace"):
+        parse_trace(f"{good}\n{line}\n")
+
+
+@given(
+    st.lists(st.sampled_from(["right", "wrong", "unknown"]), min_size=1, max_size=60),
+    st.lists(st.integers(0, 59), max_size=4),
+    st.floats(0.0, 0.3),
+)
+@settings(max_examples=100, deadline=None)
+def test_no_fixed_block_beats_the_best_one_in_hindsight_on_one_segment(
+    tokens: list[str], cuts: list[int], step: float
+) -> None:
+    """Unknown tokens end drafts for the oracle as they do for policies."""
+    p = tuple(0.0 if t == "unknown" else 0.5 for t in tokens)
+    accepted = tuple(t == "right" for t in tokens)
+    unknown = frozenset(i for i, t in enumerate(tokens) if t == "unknown")
+    profile = CostProfile(tuple(1.0 + 0.1 * n for n in range(12)), step)
+    whole = Trace(p, accepted, unknown=unknown)
+    best = fixed_oracle(whole, profile, 11)
+    for m in range(12):
+        assert simulate(whole, profile, Fixed(m)).rate <= best.rate * (1 + 1e-9)
+    assert best.n_tokens == len(tokens)
+    starts = sorted({0, *(c for c in cuts if c < len(tokens))})
+    parts = Trace(p, accepted, tuple((s, str(s)) for s in starts), unknown)
+    assert fixed_oracle(parts, profile, 11).n_tokens == len(tokens)  # also segments of one token

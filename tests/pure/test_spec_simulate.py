@@ -163,7 +163,7 @@ def test_traces_are_written_and_read_back() -> None:
         ("", "0 probabilities"),
         ('{"p": 0.5}', "line 1"),
         ('{"p": 0.5, "accepted": true}\nnonsense', "line 2"),
-        ('{"p": 1.5, "accepted": true}', "entry 1"),
+        ('{"p": 1.5, "accepted": true}', "line 1"),
     ],
 )
 def test_a_damaged_trace_is_refused_with_its_place(text: str, message: str) -> None:
