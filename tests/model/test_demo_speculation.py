@@ -33,7 +33,8 @@ def held_out() -> list[str]:
 def session(device: str, **changes: object) -> Session:
     # One thread: on a busy machine, threads that wait for each other spin.
     # Without a profile blocks are fixed; what the default drafts depends on what it measures.
-    changes = {"use_profile": False} | changes
+    if changes.get("spec", True):
+        changes = {"use_profile": False} | changes
     options = Options(device=device, ctx_size=1024, threads=1, **changes)  # type: ignore[arg-type]
     return Session(resolve(options))
 
