@@ -178,14 +178,22 @@ def test_deciding_a_drafted_token_takes_no_longer_than_400_steps_of_a_python_loo
     """On the machine of docs/results.md such a loop takes 20 microseconds, which is the limit."""
     profile = with_draft(CURVES["deepseek-r1-0528-q4_x"], 0.05)
     text = synthetic_trace(3000, seed=1, kinds=(kind,))
-    best, unit = math.inf, math.inf
-    for _ in range(4):  # the least of a few: other processes share the machine
+    ratio = math.inf
+    for _ in range(6):  # the least of a few: other processes share the machine
         timed = _Timed(profile)
         run = simulate(text, profile, timed)
-        best = min(best, timed.seconds / run.n_steps)
-        unit = min(unit, *(_loop_s(400) for _ in range(20)))
-    record_property("microseconds", best * 1e6)
-    assert best <= unit, f"{best * 1e6:.1f} of {unit * 1e6:.1f} microseconds"
+        step_s = (timed.seconds - timed.n_timed * _clock_s()) / run.n_steps
+        ratio = min(ratio, step_s / (timed.loops_s / timed.n_loops))
+        record_property("microseconds", step_s * 1e6)
+    assert ratio <= 1.0
+
+
+def _clock_s() -> float:
+    """What reading the clock takes: a tenth of what is to be measured."""
+    began = thread_time()
+    for _ in range(100):
+        thread_time()
+    return (thread_time() - began) / 101
 
 
 def _loop_s(n: int) -> float:
@@ -196,16 +204,19 @@ def _loop_s(n: int) -> float:
 
 
 class _Timed(Throughput):
-    """Counts the processor time spent in `begin`, `feed` and `learn`."""
+    """Counts the processor time spent in `begin`, `feed` and `learn`, and, in between, of the
+    loop: what a busy machine does to the one it does to the other."""
 
     def __init__(self, profile: CostProfile) -> None:
         super().__init__(profile)
-        self.seconds = 0.0
+        self.seconds = self.loops_s = 0.0
+        self.n_rounds = self.n_loops = self.n_timed = 0
 
     def begin(self, limit: int, source: str):  # type: ignore[no-untyped-def]
         began = thread_time()
         walk = super().begin(limit, source)
         self.seconds += thread_time() - began
+        self.n_timed += 1
         timed = self
 
         class Timed:
@@ -216,6 +227,7 @@ class _Timed(Throughput):
                 began = thread_time()
                 wants = walk.feed(p)
                 timed.seconds += thread_time() - began
+                timed.n_timed += 1
                 return wants
 
         return Timed()
@@ -224,3 +236,8 @@ class _Timed(Throughput):
         began = thread_time()
         super().learn(round_)
         self.seconds += thread_time() - began
+        self.n_rounds += 1
+        self.n_timed += 1
+        if self.n_rounds % 4 == 0:
+            self.loops_s += _loop_s(400)
+            self.n_loops += 1
