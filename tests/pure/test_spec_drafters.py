@@ -412,3 +412,12 @@ def test_without_a_file_nothing_is_kept_of_earlier_conversations() -> None:
     drafter.forget(0)
     assert drafter.dynamic is None
     assert drafter.propose(0, [9, 1, 2, 3], Fixed(2), 2).tokens == ()
+
+
+def test_a_translated_history_that_was_edited_is_read_anew() -> None:
+    drafter = TranslatedDrafter(SuffixDrafter(), words(0), words(3))
+    first = [1, 2, 3, 4, 5, 1, 2]
+    assert drafter.propose(0, first, Fixed(2), 2).tokens == (3, 4)
+    drafter.forget(0)
+    edited = [1, 2, 7, 8, 5, 1, 2]
+    assert drafter.propose(0, edited, Fixed(2), 2).tokens == (7, 8)

@@ -162,3 +162,17 @@ def test_the_bandit_finds_the_arm_with_the_most_tokens_per_second() -> None:
         chosen.append(m)
         policy.learn(outcome(m, min(m, 3), 1.0 + 0.1 * m))
     assert max(set(chosen[200:]), key=chosen[200:].count) == 3
+
+
+def test_the_bandit_forgets_what_was_true_long_ago() -> None:
+    """Drafts of 4 pay at first and never again: it ends up drafting nothing nearly always."""
+    bandit = Bandit(4, arms=(0, 4), seed=1)
+    lengths = []
+    for i in range(1500):
+        n = bandit.begin(8, "draft").limit
+        n_accepted = n if i < 1000 else 0
+        draft = Draft((1,) * n, (0.9,) * n, "draft", Decision(n, ""))
+        bandit.learn(Round(draft, n_accepted, (1,) * (n_accepted + 1), 0.1 * n, 1.0))
+        lengths.append(n)
+    assert sum(lengths[900:1000]) > 4 * 80
+    assert sum(lengths[1200:]) < 4 * 60

@@ -305,3 +305,12 @@ def test_text_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
 def test_bench_records_that_are_none_are_refused_with_the_line(speed: str) -> None:
     with pytest.raises(BadProfile, match="line 1"):
         parse_batched_bench('{"pl": 1, "tg": 1, "speed_tg": ' + speed + "}")
+
+
+def test_a_batch_size_that_got_slower_alone_is_priced_alone() -> None:
+    live = LiveCosts(CostProfile((1.0, 1.2, 1.4, 1.6)), 4)
+    for _ in range(400):
+        live.observe(1, 1.0, 0, 0.0)
+        live.observe(4, 3.2, 0, 0.0)
+    assert live.times[0] == pytest.approx(1.0, rel=0.05)
+    assert live.times[3] == pytest.approx(3.2, rel=0.05)
