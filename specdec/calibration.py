@@ -130,6 +130,11 @@ class Calibration:
         if bins is not None:
             bins.elapsed += n_tokens
 
+    def elapse_all(self, n_tokens: int) -> None:
+        """As `elapse`, for every source: the text goes on for those that drafted nothing too."""
+        for bins in self._sources.values():
+            bins.elapsed += n_tokens
+
     def observe(self, source: str, p: float, accepted: bool) -> None:
         """One drafted token whose prefix was confirmed."""
         bins = self._sources.get(source)
@@ -196,8 +201,8 @@ class Calibration:
                 bins.slope = float(stored.get("slope", 1.0))
                 bins.now = _chances(stored.get("regimes", _OFTEN))
                 bins.often = _chances(stored.get("often", _OFTEN))
-            except (KeyError, TypeError, ValueError) as e:
-                raise BadProfile(f"its calibration of {name} is damaged: {e!r}") from e
+            except (KeyError, TypeError, ValueError, OverflowError) as e:
+                raise BadProfile(f"its calibration of {name} is damaged: {e!r:.200}") from e
             for total, accepted in zip(bins.total, bins.accepted, strict=False):
                 if not 0 <= accepted <= total < math.inf:
                     raise BadProfile(f"its calibration of {name} accepts {accepted} of {total}")

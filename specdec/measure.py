@@ -31,6 +31,7 @@ def measure(
     options: MeasureOptions,
     *,
     draft: Target | None = None,
+    draft_text: Sequence[int] | None = None,
     key: ProfileKey | None = None,
     sequence: int = 0,
     clock: Callable[[], float] = perf_counter,
@@ -39,7 +40,9 @@ def measure(
     """The profile of `target` on `text`, whose sequence is left empty.
 
     Each depth runs one whole set of sizes as warm-up, which is dropped, and then `n_repeats`
-    sets. Raises BadProfile when the text or the context is too short for depth + n_max tokens.
+    sets. `draft_text` is for a draft of another vocabulary.
+
+    Raises BadProfile when the text or the context is too short for depth + n_max tokens.
     """
     sizes = options.sizes or tuple(range(1, options.n_max + 1))
     deepest = max(options.depths) + options.n_max
@@ -60,7 +63,8 @@ def measure(
         sum(column) / len(depths) for column in zip(*(s for _, s in depths), strict=True)
     )
     n_steps = min(16, options.n_max)
-    draft_s = 0.0 if draft is None else measure_step(draft, sequence, text, n_steps, clock)
+    theirs = text if draft_text is None else draft_text
+    draft_s = 0.0 if draft is None else measure_step(draft, sequence, theirs, n_steps, clock)
     return CostProfile(step_s, draft_s, key or ProfileKey(), depths=tuple(depths))
 
 
@@ -111,12 +115,12 @@ def measure_step(
     clock: Callable[[], float] = perf_counter,
 ) -> float:
     """The mean time of one token of the draft; as many steps are warm-up and dropped."""
-    n = min(n_steps, draft.n_ctx // 2)
+    n = max(1, min(n_steps, draft.n_ctx // 2, len(text) // 2))
     draft.rewind(sequence, 0)
     took = 0.0
     for i in range(2 * n):
         began = clock()
-        draft.extend(sequence, text[i : i + 1], 1)
+        draft.extend(sequence, [text[i % len(text)]], 1)
         if i >= n:
             took += clock() - began
     draft.rewind(sequence, 0)

@@ -2,10 +2,12 @@
 
 A round of n tokens tells something about every batch size (a longer context, a warmer machine)
 and more about n. So there is one factor for all sizes and one for each, both decaying averages.
+What the factors of the sizes in use share moves to the common one.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from specdec.profile import CostProfile
@@ -13,6 +15,9 @@ from specdec.profile import CostProfile
 _STALE_ROUNDS = 8
 _OVERALL = 0.05
 _SINGLE = 0.03
+_COMMON = 0.15  # of what sizes in use share, moved at each refresh
+_FADE = 0.9  # of how much a size is in use, at each refresh
+_UNUSED = 0.02
 _OUTLIER = 3.0  # a step this much over its expectation was something else (a page fault, a probe)
 
 
@@ -29,6 +34,7 @@ class LiveCosts:
         self._scaled = not profile.relative
         self.times = list(self._base)
         self._n_stale = 0
+        self._in_use: dict[int, float] = {}  # size -> recent rounds of it
 
     @property
     def is_relative(self) -> bool:
@@ -53,6 +59,7 @@ class LiveCosts:
             ratio = _OUTLIER
         self._overall *= 1.0 + _OVERALL * (ratio - 1.0)
         self._single[n - 1] *= 1.0 + _SINGLE * (ratio - 1.0)
+        self._in_use[n] = self._in_use.get(n, 0.0) + 1.0
         if n_draft_steps:
             step = draft_s / n_draft_steps
             rate = _SINGLE if self._draft_s > 0 else 1.0
@@ -61,7 +68,20 @@ class LiveCosts:
         if self._n_stale >= _STALE_ROUNDS:
             self._refresh()
 
+    def _share_common(self) -> None:
+        """What the sizes in use have in common is the machine's: the others get it as well."""
+        uses, single = self._in_use, self._single
+        total = sum(uses.values())
+        if not total:
+            return
+        common = sum(w * math.log(single[n - 1]) for n, w in uses.items()) / total
+        for n, w in uses.items():
+            single[n - 1] *= math.exp(-_COMMON * common * min(1.0, w))
+        self._overall *= math.exp(_COMMON * common)
+        self._in_use = {n: _FADE * w for n, w in uses.items() if w > _UNUSED}
+
     def _refresh(self) -> None:
+        self._share_common()
         overall = self._overall
         self.times = [b * s * overall for b, s in zip(self._base, self._single, strict=True)]
         self._n_stale = 0

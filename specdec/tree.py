@@ -32,6 +32,7 @@ class Tree:
     parents: tuple[int, ...] = ()
     probs: tuple[float, ...] = ()  # of the node given its parent, as the draft says
     reached: tuple[float, ...] = ()  # of the whole path, calibrated
+    ranks: tuple[int, ...] = ()  # among the children of the node's parent, as the draft says
     n_steps: int = 0
     catch_up_s: float = 0.0  # as Draft's
     reason: str = "no room for a draft"
@@ -46,6 +47,7 @@ class Tree:
             tuple(new[self.parents[i]] for i in kept),
             tuple(self.probs[i] for i in kept),
             tuple(self.reached[i] for i in kept),
+            tuple(self.ranks[i] for i in kept),
             self.n_steps,
             self.catch_up_s,
             f"{len(kept)} of {len(self.tokens)} nodes pay; along the likeliest: {self.reason}",
@@ -120,6 +122,8 @@ class TreeDrafter:
             tuple(parents),
             tuple(probs),
             tuple(reached),
+            # Siblings are drafted in order of rank, one after the other.
+            tuple(parents[:i].count(parent) for i, parent in enumerate(parents)),
             n_steps,
             self._catch_up_s,
             walk.reason,
@@ -294,9 +298,9 @@ def _descend(
         history.append(token)
         n_emitted += 1
         found = -1
-        for rank, child in enumerate(children.get(node, ())):
+        for child in children.get(node, ()):
             hit = tree.tokens[child] == token
-            evidence.append((source_of(rank), tree.probs[child], hit))
+            evidence.append((source_of(tree.ranks[child]), tree.probs[child], hit))
             found = child if hit else found
         if found < 0:
             return _Path(n_emitted - 1, n_emitted, evidence), kept

@@ -139,6 +139,17 @@ class Draft:
     n_steps: int = 0  # decodes of a draft model spent on it
     parents: tuple[int, ...] = ()  # of a tree: the index of each token's parent, -1 at the root
     catch_up_s: float = 0.0  # evaluating a prompt that the draft model had not seen: no step
+    others: tuple[Draft, ...] = ()  # of a chain's other drafters: evidence, though not verified
+
+    def judged_by(self, emitted: Sequence[int]) -> tuple[tuple[float, bool], ...]:
+        """(p, right) of the tokens, kept or dropped, that `emitted` answers for."""
+        pairs = []
+        drafted = (*zip(self.tokens, self.probs, strict=True), *self.dropped)
+        for (token, p), answer in zip(drafted, emitted, strict=False):
+            pairs.append((p, token == answer))
+            if token != answer:
+                break
+        return tuple(pairs)
 
 
 @dataclass(frozen=True, slots=True)

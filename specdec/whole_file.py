@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import BinaryIO
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file that becomes `path` when the block ends well, and is gone when it does not.
 
-    Raises OSError. The name beside it has the process's number: two servers share profiles.
+    Raises OSError. The name beside it is nobody else's: servers share profiles.
     """
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(6)}.new")
     try:
         with beside.open("wb") as f:
             yield f

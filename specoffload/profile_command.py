@@ -24,7 +24,7 @@ from specoffload.profile_store import (
 )
 from specoffload.profiling import N_MAX, draft_step_s, full_options, real_text, run_measure
 from specoffload.session import Session
-from specoffload.spec_config import SpecConfig
+from specoffload.spec_config import NO_DRAFTS, SpecConfig
 
 _REPETITIONS = 4
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -57,9 +57,11 @@ def profile_config(
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise UsageError(f"--plot {plot}: must end in {' or '.join(PLOT_SUFFIXES)}")
     # The session measures nothing of its own: it is opened for its engines.
-    quiet = replace(config, spec=SpecConfig(draft_params=config.spec.draft_params))
+    values = {**NO_DRAFTS.values, "--spec-replace": config.spec.options.text("--spec-replace")}
+    quiet = SpecConfig(replace(NO_DRAFTS, values=values), draft_params=config.spec.draft_params)
+    quiet_config = replace(config, spec=quiet)
     with report.progress(f"opening {config.model.name}") as on_progress:
-        session = Session(quiet, on_progress)
+        session = Session(quiet_config, on_progress)
     with session:
         key = key_of(session.target, session.draft)
         folder = config.spec.profile_dir
@@ -121,7 +123,9 @@ def _with_draft_step(
 def _check_typed(config: Config) -> None:
     """Raises UsageError for flags of speculation that change nothing about a measurement."""
     spec = config.spec
-    typed = sorted(spec.options.given - {"--spec-type"} - set(read_environment().spec))
+    typed = sorted(
+        spec.options.given - {"--spec-type", "--spec-replace"} - set(read_environment().spec)
+    )
     if spec.profile_dir is None:
         typed.insert(0, "--no-spec")
     elif not spec.use_profile:

@@ -77,6 +77,8 @@ def key_of(target: Engine, draft: Engine | None) -> ProfileKey:
         ]
     if draft is not None:
         device += f" draft {draft.choice.name}"
+        d = draft.options
+        parts.append(f"draft threads {d.n_threads}/{d.n_threads_batch} ubatch {d.n_ubatch}")
     return ProfileKey(
         model=model_hash(target.facts),
         draft="" if draft is None else model_hash(draft.facts),

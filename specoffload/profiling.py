@@ -175,4 +175,5 @@ def run_measure(
 
     if not 0 < options.n_max <= target.options.n_outputs:
         raise BadRequest(f"batches of {options.n_max} exceed {target.options.n_outputs} rows")
-    return measure(target, text, options, draft=draft, key=key, clock=clock)
+    theirs = None if draft is None else real_text(draft)
+    return measure(target, text, options, draft=draft, draft_text=theirs, key=key, clock=clock)

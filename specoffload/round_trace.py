@@ -26,10 +26,10 @@ class RoundTrace:
     def add(self, round_: Round) -> None:
         source = round_.draft.source
         for p, accepted in round_.evidence:
-            record = {"p": min(1.0, p), "accepted": accepted, "segment": source}
+            record = {"p": min(1.0, p), "accepted": accepted, "source": source}
             self._lines.append(json.dumps(record))
         for _ in range(len(round_.emitted) - len(round_.evidence)):
-            self._lines.append(json.dumps({"p": None, "accepted": None, "segment": source}))
+            self._lines.append(json.dumps({"p": None, "accepted": None, "source": source}))
 
     def write(self) -> None:
         self._write(self._lines)

@@ -33,6 +33,15 @@ class _Watched:
     def learn(self, round_: Round) -> None:
         self._policy.learn(round_)
 
+    @property
+    def gain(self) -> float:
+        return 0.0 if self.walk is None else self.walk.gain
+
+    @property
+    def spent(self) -> float:
+        """0 for policies that do not price a draft's steps."""
+        return getattr(self.walk, "spent", 0.0)
+
 
 class ChainDrafter:
     """`free` drafters cost nothing to ask; `paid`, if any, spends draft steps."""
@@ -46,47 +55,54 @@ class ChainDrafter:
         self._since_paid = 0
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        drafts: list[Draft] = []
         best, gain = nothing(self.name, "no drafter has a proposal"), 0.0
         for drafter in self._free:
             watched = _Watched(policy)
             draft = drafter.propose(sequence, history, watched, limit)
-            if draft.tokens and watched.walk is not None and watched.walk.gain > gain:
-                best, gain = draft, watched.walk.gain
-        if self._paid is None:
-            return best
-        self._since_paid += 1
-        asked = self._paid_gain is None or self._since_paid >= _PROBE_ROUNDS
-        if best.tokens and not asked and gain >= (self._paid_gain or 0.0):
-            return best
-        return self._better(self._paid, best, gain, sequence, history, policy, limit)
+            drafts.append(draft)
+            if draft.tokens and watched.gain > gain:
+                best, gain = draft, watched.gain
+        if self._paid is not None:
+            self._since_paid += 1
+            asked = self._paid_gain is None or self._since_paid >= _PROBE_ROUNDS
+            if not best.tokens or asked or gain < (self._paid_gain or 0.0):
+                paid, won = self._asked(self._paid, gain, sequence, history, policy, limit)
+                drafts.append(paid)
+                best = self._better(best, paid, won=won)
+        others = tuple(d for d in drafts if d.source != best.source and (d.tokens or d.dropped))
+        return replace(best, others=others) if others else best
 
-    def _better(
+    def _asked(
         self,
         paid: Drafter,
-        best: Draft,
         gain: float,
         sequence: int,
         history: Sequence[int],
         policy: Policy,
         limit: int,
-    ) -> Draft:
+    ) -> tuple[Draft, bool]:
+        """The paid drafter's proposal, and whether it is worth more than `gain`."""
         watched = _Watched(policy)
         draft = paid.propose(sequence, history, watched, limit)
-        mine = watched.walk.gain if watched.walk is not None else 0.0
         self._since_paid = 0
-        before = mine if self._paid_gain is None else self._paid_gain
-        self._paid_gain = before + _MEMORY * (mine - before)
+        # Whether to ask it again depends on what its steps took, too; which draft to verify, now
+        # that both are there, does not.
+        net = watched.gain - watched.spent
+        before = net if self._paid_gain is None else self._paid_gain
+        self._paid_gain = before + _MEMORY * (net - before)
+        return draft, bool(draft.tokens) and watched.gain >= gain
+
+    def _better(self, best: Draft, paid: Draft, *, won: bool) -> Draft:
         if not best.tokens:
-            return draft
-        if draft.tokens and mine >= gain:
+            return paid
+        if won:
             # Chosen for what it drew, so its tokens are no longer distributed as its rows say:
             # rejection sampling takes them as certain, which is exact whatever was proposed.
-            return replace(draft, rows=())
+            return replace(paid, rows=())
         # The model's steps were spent on this round, whoever's tokens it verifies.
         return replace(
-            best,
-            n_steps=best.n_steps + draft.n_steps,
-            catch_up_s=best.catch_up_s + draft.catch_up_s,
+            best, n_steps=best.n_steps + paid.n_steps, catch_up_s=best.catch_up_s + paid.catch_up_s
         )
 
     def learn(self, sequence: int, round_: Round) -> None:

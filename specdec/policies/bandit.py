@@ -26,21 +26,25 @@ class Bandit:
         self._tokens = [0.0] * len(self._arms)
         self._seconds = [0.0] * len(self._arms)
         self._random = random.Random(seed)
-        self._arm = 0
+        self._arm: int | None = None  # of the round in play, one for all drafters of a chain
 
     def begin(self, limit: int, source: str) -> FixedWalk:
-        self._arm = self._choose()
+        if self._arm is None:
+            self._arm = self._choose(sum(a <= limit for a in self._arms))
         return FixedWalk(min(limit, self._arms[self._arm]))
 
-    def _choose(self) -> int:
-        untried = [i for i, s in enumerate(self._seconds) if s == 0.0]
+    def _choose(self, n_arms: int) -> int:
+        """One of the first `n_arms`, those there is room for."""
+        untried = [i for i, s in enumerate(self._seconds[:n_arms]) if s == 0.0]
         if untried:
             return untried[0]
         if self._random.random() < _EPSILON:
-            return self._random.randrange(len(self._arms))
-        return max(range(len(self._arms)), key=lambda i: self._tokens[i] / self._seconds[i])
+            return self._random.randrange(n_arms)
+        return max(range(n_arms), key=lambda i: self._tokens[i] / self._seconds[i])
 
     def learn(self, round_: Round) -> None:
-        i = self._arm
+        self._arm = None
+        # What was played: a drafter may have had less to propose than the arm asked for.
+        i = sum(a <= round_.n_drafted for a in self._arms) - 1
         self._tokens[i] = self._tokens[i] * _KEEP + len(round_.emitted)
         self._seconds[i] = self._seconds[i] * _KEEP + round_.draft_s + round_.verify_s

@@ -11,6 +11,7 @@ hopeless one costs next to nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from specdec.policies.horizon import (
 )
 from specdec.profile import CostProfile
 from specdec.refresh import LiveCosts
-from specdec.types import Round, Walk
+from specdec.types import Draft, Round, Walk
 
 _RATE_ROUNDS = 20.0  # rounds that the estimate of lambda remembers
 _GROW = 1.0 / 0.985  # per token, of what is remembered of a drafter's probabilities
@@ -180,7 +181,7 @@ class ThroughputWalk:
         if n >= self.limit:
             self.wants = False
             return False
-        at = -math.log(product) / LEVEL
+        at = -math.log(product) / LEVEL if product > 0.0 else _LAST_LEVEL
         row = self._onwards[n]
         if at < _LAST_LEVEL:
             level = int(at)
@@ -195,6 +196,11 @@ class ThroughputWalk:
     @property
     def gain(self) -> float:
         return self.best
+
+    @property
+    def spent(self) -> float:
+        """What drafting has taken so far, in tokens."""
+        return self.n * self._known.step
 
     @property
     def reason(self) -> str:
@@ -310,14 +316,16 @@ class Throughput:
         draft = round_.draft
         source = draft.source
         walk = self._walks.pop(source, None)
+        if draft.others:
+            self._overhear(draft.others, round_.emitted)
         if walk is None and not draft.tokens and not draft.dropped:
-            self.calibration.elapse(source, len(round_.emitted))
+            self.calibration.elapse_all(len(round_.emitted))
             self.account(1, 0, len(round_.emitted), verify_s=round_.verify_s, draft_s=0.0)
             return
         evidence = round_.evidence
         for p, accepted in evidence:
             self.calibration.observe(source, p, accepted)
-        self.calibration.elapse(source, len(round_.emitted))
+        self.calibration.elapse_all(len(round_.emitted))
         expected = float(len(round_.emitted))
         if walk is not None and walk.limit > 0:
             self._settle(source, walk, round_, len(evidence))
@@ -332,6 +340,17 @@ class Throughput:
             verify_s=round_.verify_s + round_.rollback_s,
             draft_s=round_.draft_s,
         )
+
+    def _overhear(self, others: Sequence[Draft], emitted: Sequence[int]) -> None:
+        """What drafters that were not chosen would have had accepted. Without it, one that was
+        poor once would never be chosen again."""
+        for draft in others:
+            for p, right in draft.judged_by(emitted):
+                self.calibration.observe(draft.source, p, right)
+            walk = self._walks.pop(draft.source, None)
+            if walk is not None and walk.limit > 0:
+                known = self._sources[draft.source]
+                self._judge(known, walk, walk.n * known.step, False)
 
     def settle(self, source: str, round_: Round, n_judged: int) -> None:
         """Of a round that is no chain (a tree): what the walk begun for `source` saw was worth.

@@ -9,16 +9,12 @@ import pytest
 from specdec.whole_file import whole_file
 
 
-def test_writers_at_the_same_time_leave_one_of_their_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writers_at_the_same_time_leave_one_of_their_files(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     with whole_file(path) as f:
         f.write(b"a" * 10)
-        with monkeypatch.context() as other:
-            other.setattr("os.getpid", lambda: 1)
-            with whole_file(path) as g:
-                g.write(b"b" * 20)
+        with whole_file(path) as g:
+            g.write(b"b" * 20)
         assert path.read_bytes() == b"b" * 20
         f.write(b"a" * 10)
     assert path.read_bytes() == b"a" * 20
