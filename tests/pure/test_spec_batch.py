@@ -27,7 +27,7 @@ from specdec.synthetic import (
     check_rates,
     rates_of_length,
 )
-from specdec.tree import TreeDrafter, decode_tree
+from specdec.tree import Tree, TreeDrafter, decode_tree
 from specdec.types import Decision, Draft, Round
 
 # Batches that cost almost nothing more, so that drafts are worth it.
@@ -350,3 +350,9 @@ def test_statistics_count_what_happened() -> None:
 
 def test_reasons_are_grouped_without_their_numbers() -> None:
     assert reason_kind("P 0.12 against 0.5") == reason_kind("P 0.9 against 0.31")
+
+
+def test_a_tree_that_lost_its_likeliest_child_knows_the_rank_of_the_next() -> None:
+    tree = Tree((7, 8, 9), (-1, -1, 1), (0.6, 0.3, 0.5), (0.2, 0.4, 0.3), (0, 1, 0))
+    assert tree.cut([1, 2]).ranks == (1, 0)
+    assert tree.cut([1, 2]).parents == (-1, 0)

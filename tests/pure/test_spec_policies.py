@@ -176,3 +176,24 @@ def test_the_bandit_forgets_what_was_true_long_ago() -> None:
         lengths.append(n)
     assert sum(lengths[900:1000]) > 4 * 80
     assert sum(lengths[1200:]) < 4 * 60
+
+
+def test_the_bandit_credits_what_was_played() -> None:
+    bandit = Bandit(4, arms=(0, 2, 4), seed=1)
+
+    def play(limit: int, n_drafted: int, n_accepted: int) -> None:
+        bandit.begin(limit, "draft")
+        draft = Draft((1,) * n_drafted, (0.9,) * n_drafted, "draft", Decision(n_drafted, ""))
+        bandit.learn(Round(draft, n_accepted, (1,) * (n_accepted + 1), 0.0, 1.0))
+
+    for n in (0, 2, 4):
+        play(8, n, n)
+    for _ in range(60):
+        play(0, 0, 0)  # a drafter without a proposal
+    lengths = [bandit.begin(8, "draft").limit for _ in range(3)]
+    assert len(set(lengths)) == 1  # one arm a round, however many drafters ask
+    played = []
+    for _ in range(50):
+        played.append(bandit.begin(8, "draft").limit)
+        play(8, played[-1], played[-1])
+    assert played.count(4) > 35

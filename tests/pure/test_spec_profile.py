@@ -314,3 +314,50 @@ def test_a_batch_size_that_got_slower_alone_is_priced_alone() -> None:
         live.observe(4, 3.2, 0, 0.0)
     assert live.times[0] == pytest.approx(1.0, rel=0.05)
     assert live.times[3] == pytest.approx(3.2, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+def test_a_machine_of_another_speed_keeps_the_ratios_of_sizes_that_are_not_used(
+    factor: float,
+) -> None:
+    costs = CostProfile((1.0, 1.35, 1.7, 2.05), 0.1)
+    for _ in range(3):  # what one run stores, the next loads
+        live = LiveCosts(costs, 4)
+        for _ in range(400):
+            live.observe(1, factor, 0, 0.0)
+        costs = live.profile()
+    assert costs.step_s[0] == pytest.approx(factor, rel=0.02)
+    assert costs.step_s[3] / costs.step_s[0] == pytest.approx(2.05, rel=0.02)
+
+
+def test_a_first_decode_that_was_slow_does_not_stay_in_a_profile_without_seconds() -> None:
+    live = LiveCosts(CostProfile.from_normalised((1.0, 0.6, 0.5)), 3)
+    live.observe(1, 0.05, 0, 0.0)
+    for _ in range(300):
+        live.observe(1, 0.01, 0, 0.0)
+    stored = live.profile()
+    assert stored.step_s[0] == pytest.approx(0.01, rel=0.02)
+    assert stored.step_s[1] / stored.step_s[0] == pytest.approx(1.2, rel=0.02)
+
+
+def test_the_draft_is_timed_on_its_own_tokens_however_few() -> None:
+    target, draft = Clocked(), Clocked()
+    options = MeasureOptions(n_max=8, n_repeats=1, depths=(0,))
+    text = [i % 60 for i in range(8)]
+    fed: list[int] = []
+    extend = draft.extend
+    draft.extend = lambda s, t, n=None: (fed.extend(t), extend(s, t, n))[1]  # type: ignore[method-assign]
+    clock = lambda: target.now + draft.now  # noqa: E731
+    found = measure(target, text, options, draft=draft, draft_text=[5, 6], clock=clock)
+    assert found.draft_step_s == pytest.approx(2.1)
+    assert set(fed) <= {5, 6}
+
+
+def test_a_calibration_edited_into_numbers_that_are_none_is_refused(tmp_path: Path) -> None:
+    calibration = Calibration()
+    calibration.observe("draft", 0.5, True)
+    data = calibration.as_data()
+    for entry in ("shift", "slope"):
+        edited = {"draft": {**data["draft"], entry: 10**400}}
+        with pytest.raises(BadProfile, match="calibration of draft is damaged"):
+            Calibration.from_data(edited)

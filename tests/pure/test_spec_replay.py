@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.drafters.chain import ChainDrafter
+from specdec.drafters.offer import offer
 from specdec.errors import SpecDecError
 from specdec.policies.fixed import Fixed
 from specdec.policies.throughput import Throughput
@@ -175,3 +176,47 @@ def test_no_fixed_block_beats_the_best_one_in_hindsight_on_one_segment(
     starts = sorted({0, *(c for c in cuts if c < len(tokens))})
     parts = Trace(p, accepted, tuple((s, str(s)) for s in starts), unknown)
     assert fixed_oracle(parts, profile, 11).n_tokens == len(tokens)  # also segments of one token
+
+
+class Offers(Proposes):
+    """As the drafters by n-grams: what the policy leaves is kept as dropped."""
+
+    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        return offer(self.name, self._tokens, [self._p] * len(self._tokens), policy, limit)
+
+
+@pytest.mark.parametrize("paid", [False, True])
+def test_a_drafter_that_was_poor_once_is_chosen_again_when_it_is_good(paid: bool) -> None:
+    """Its unchosen proposals are compared with the text, whoever is chosen."""
+    good, poor = Offers("a", [1] * 4, 0.9, 0), Offers("b", [2] * 4, 0.9, 0)
+    chain = ChainDrafter([good], poor) if paid else ChainDrafter([good, poor])
+    policy = Throughput(CostProfile(tuple(1.0 + 0.2 * n for n in range(8)), 0.01), refresh=False)
+    for _ in range(300):
+        policy.calibration.observe("a", 0.9, False)
+    chosen = []
+    for _ in range(600):
+        draft = chain.propose(0, [0], policy, 6)
+        n = len(draft.tokens) if draft.source == "a" else 0
+        policy.learn(Round(draft, n, (1,) * (n + 1), 0.0, 1.0))
+        chosen.append(draft.source == "a" and n > 0)
+    assert not any(chosen[:5])
+    assert sum(chosen[-50:]) >= 45
+
+
+def test_a_chain_does_not_ask_a_model_whose_steps_cost_more_than_they_bring() -> None:
+    free, model = Proposes("a", [1] * 3, 0.9, 0), Proposes("draft", [1] * 6, 0.9, 1)
+    chain = ChainDrafter([free], model)
+    policy = Throughput(CostProfile(tuple(1.0 + 0.02 * n for n in range(9)), 0.5), refresh=False)
+    n_asked = 0
+    for _ in range(400):
+        draft = chain.propose(0, [0], policy, 8)
+        n_asked += draft.n_steps > 0
+        n = len(draft.tokens)
+        policy.learn(Round(draft, n, (1,) * (n + 1), 0.5 * draft.n_steps, 1.0 + 0.02 * n))
+    assert 0 < n_asked < 60
+
+
+def test_rounds_of_several_drafters_are_one_text(tmp_path: Path) -> None:
+    rounds = [a_round([0.9], 1), replace(a_round([0.8], 1), draft=Draft((1,), (0.8,), "suffix",
+              Decision(1, "")))] * 3  # fmt: skip
+    assert recorded(tmp_path, rounds).segments == ((0, "text"),)
