@@ -16,7 +16,7 @@ from specdec.policies.joint import allocate
 from specdec.policies.throughput import Throughput
 from specdec.rollback import Rollback
 from specdec.rounds import check_start, end_of
-from specdec.types import Decision, Draft, End, IsEnd, Round, Target
+from specdec.types import Decision, Draft, End, IsEnd, Round, Target, Walk
 
 
 @dataclass(slots=True)
@@ -47,19 +47,20 @@ def decode_batch(
     while active := [s for s in streams if not s.end and s.n_left > 0]:
         policy.share_batch(len(active))
         began = perf_counter()
-        drafts = _drafts(target, active, drafter, policy)
+        drafts, walks = _drafts(target, active, drafter, policy)
         drafted = perf_counter()
         rounds = _verify(target, active, drafts, drafted - began)
         n_steps = max(draft.n_steps for draft in drafts)
-        for _, round_ in rounds:
+        for (_, round_), walk in zip(rounds, walks, strict=True):
             for p, accepted in round_.evidence:
                 policy.calibration.observe(round_.draft.source, p, accepted)
             policy.calibration.elapse(round_.draft.source, len(round_.emitted))
+            policy.settle(round_.draft.source, round_, len(round_.evidence), walk)
         policy.account(
             sum(1 + r.n_drafted for _, r in rounds),
             n_steps,
             sum(len(r.emitted) for _, r in rounds),
-            verify_s=rounds[0][1].verify_s,
+            verify_s=rounds[0][1].verify_s + rounds[0][1].rollback_s,
             draft_s=drafted - began,
         )
         yield rounds
@@ -76,16 +77,17 @@ def _prefill(target: Target, stream: Stream) -> None:
 
 def _drafts(
     target: Target, active: Sequence[Stream], drafter: ModelDrafter, policy: Throughput
-) -> list[Draft]:
-    """Drafts cut to what pays over all streams."""
+) -> tuple[list[Draft], list[Walk]]:
+    """Drafts cut to what pays over all streams, and how the policy came to them."""
     requests = [
         (s.sequence, s.history, max(0, min(s.n_left - 1, target.n_ctx - len(s.history))))
         for s in active
     ]
-    drafts = drafter.propose_many(requests, policy)
+    pairs = drafter.propose_many(requests, policy)
+    drafts, walks = [draft for draft, _ in pairs], [walk for _, walk in pairs]
     chains = [_reached(draft, policy) for draft in drafts]
     counts = allocate(chains, policy.costs.times, policy.rate)
-    return [_cut(draft, n) for draft, n in zip(drafts, counts, strict=True)]
+    return [_cut(draft, n) for draft, n in zip(drafts, counts, strict=True)], walks
 
 
 def _reached(draft: Draft, policy: Throughput) -> list[float]:
@@ -130,13 +132,23 @@ def _verify(
             rollback.undo()
         raise
     verify_s = perf_counter() - began
+    for fed, verdict, rollback in zip(feds, verdicts, rollbacks, strict=True):
+        rollback.keep(fed, len(verdict.emitted))
+    rollback_s = perf_counter() - began - verify_s
     out = []
     for i, stream in enumerate(active):
         verdict = verdicts[i]
-        rollbacks[i].keep(feds[i], len(verdict.emitted))
         stream.n_left -= len(verdict.emitted)
         stream.end = end_of(target, stream.history, stream.n_left, stream.is_end)
         emitted = tuple(verdict.emitted)
-        round_ = Round(drafts[i], verdict.n_accepted, emitted, draft_s, verify_s, stream.end)
+        round_ = Round(
+            drafts[i],
+            verdict.n_accepted,
+            emitted,
+            draft_s,
+            verify_s,
+            stream.end,
+            rollback_s=rollback_s,
+        )
         out.append((stream, round_))
     return out

@@ -45,6 +45,13 @@ class LiveCosts:
     def draft_step_s(self) -> float:
         return self._draft_s
 
+    def reach(self, n_max: int) -> None:
+        """Know batches of up to `n_max` rows, as the profile goes on."""
+        more = [self._profile.time(n) for n in range(len(self._base) + 1, n_max + 1)]
+        self._base += more
+        self._single += [1.0] * len(more)
+        self.times += [t * self._overall for t in more]
+
     def observe(self, n: int, verify_s: float, n_draft_steps: int, draft_s: float) -> None:
         """A verification of n rows took `verify_s`, and its drafting `draft_s`."""
         if n > len(self._base) or verify_s <= 0:

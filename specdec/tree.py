@@ -77,6 +77,7 @@ class TreeDrafter:
         self._n_max, self._max_depth = n_max, max_depth
         self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
         self._held: dict[int, list[int]] = {}
+        self._n_checked: dict[int, int] = {}  # of those, known to be the history's
         self._catch_up_s = 0.0
 
     def grow(self, sequence: int, history: Sequence[int], limit: int) -> Tree:
@@ -164,8 +165,9 @@ class TreeDrafter:
         self, sequence: int, history: Sequence[int]
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
         held = self._held.setdefault(sequence, [])
-        n = 0
-        while n < min(len(held), len(history) - 1) and held[n] == history[n]:
+        most = min(len(held), len(history) - 1)
+        n = min(self._n_checked.get(sequence, 0), most)
+        while n < most and held[n] == history[n]:
             n += 1
         if self._model.length(sequence) > n:
             self._model.rewind(sequence, n)
@@ -180,8 +182,13 @@ class TreeDrafter:
             new = new[-1:]
         logits = self._model.extend(sequence, new, 1)
         held += new
+        self._n_checked[sequence] = len(held)
         row: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = logits[0]
         return row
+
+    def forget(self, sequence: int) -> None:
+        """The history may be another: what is held is compared from its first token."""
+        self._n_checked.pop(sequence, None)
 
 
 def decode_tree(
@@ -201,6 +208,7 @@ def decode_tree(
     if not target.can_rewind:
         raise SpecDecError("tree drafts need a target whose memory can be cut, not a recurrent one")
     check_start(target, sequence, prompt, n_cached)
+    drafter.forget(sequence)
     history = list(prompt)
     if history[n_cached:-1]:
         target.extend(sequence, history[n_cached:-1], 0)

@@ -125,8 +125,9 @@ class ModelDrafter:
 
     def propose_many(
         self, requests: Sequence[tuple[int, Sequence[int], int]], policy: Policy
-    ) -> list[Draft]:
-        """Drafts for several (sequence, history, limit), one decode per token for all of them.
+    ) -> list[tuple[Draft, Walk]]:
+        """Drafts for several (sequence, history, limit), one decode per token for all of them,
+        and the policy's walk of each.
 
         Greedy only. The number of decodes is the largest `n_steps` of the drafts.
         """
@@ -161,7 +162,8 @@ class ModelDrafter:
         caught_up = [self._held[s].catch_up_s if tokens[i] else 0.0
                      for i, (s, _, _) in enumerate(requests)]  # fmt: skip
         return [
-            self._draft(walk, tokens[i], probs[i], caught_up[i]) for i, walk in enumerate(walks)
+            (self._draft(walk, tokens[i], probs[i], caught_up[i]), walk)
+            for i, walk in enumerate(walks)
         ]
 
     def _draft(self, walk: Walk, tokens: list[int], probs: list[float], catch_up_s: float) -> Draft:

@@ -352,18 +352,24 @@ class Throughput:
                 known = self._sources[draft.source]
                 self._judge(known, walk, walk.n * known.step, False)
 
-    def settle(self, source: str, round_: Round, n_judged: int) -> None:
-        """Of a round that is no chain (a tree): what the walk begun for `source` saw was worth.
-        `observe`, `elapse` and `account` are the caller's."""
-        walk = self._walks.pop(source, None)
+    def settle(self, source: str, round_: Round, n_judged: int, walk: Walk | None = None) -> None:
+        """Of a tree, or one sequence of several: what the walk begun for `source`, or this
+        `walk` of it, saw was worth. `observe`, `elapse` and `account` are the caller's."""
+        begun = self._walks.pop(source, None)
+        if walk is None:
+            walk = begun
+        if not isinstance(walk, ThroughputWalk):
+            return
         if walk is not None and walk.limit > 0:
             self._settle(source, walk, round_, n_judged)
 
     def _settle(self, source: str, walk: ThroughputWalk, round_: Round, n_judged: int) -> None:
         known = self._sources[source]
         known.n_judged += n_judged
-        took = self._took(round_.n_drafted + 1, round_.draft.n_steps)
-        has_gained = len(round_.emitted) > took * self._plain_rate
+        beside, times = self._beside, self.costs.times
+        steps_s = round_.draft.n_steps * self.costs.draft_step_s / (1 + beside)
+        extra_s = times[beside + round_.n_drafted] - times[beside] + steps_s
+        has_gained = len(round_.emitted) - 1 > extra_s * self._plain_rate
         # A prompt that the draft model had to read first is part of what asking it took.
         spent = walk.n * known.step + self.rate * round_.draft.catch_up_s
         self._judge(known, walk, spent, has_gained)
@@ -397,6 +403,7 @@ class Throughput:
         least: prices start at that batch, and one draft decode serves all of them."""
         if n_sequences - 1 != self._beside:
             self._beside = n_sequences - 1
+            self.costs.reach(self.n_max + n_sequences)
             self._seconds = self._tokens / self._plain_rate
             for known in self._sources.values():
                 known.age = _REBUILD_ROUNDS

@@ -356,3 +356,38 @@ def test_a_tree_that_lost_its_likeliest_child_knows_the_rank_of_the_next() -> No
     tree = Tree((7, 8, 9), (-1, -1, 1), (0.6, 0.3, 0.5), (0.2, 0.4, 0.3), (0, 1, 0))
     assert tree.cut([1, 2]).ranks == (1, 0)
     assert tree.cut([1, 2]).parents == (-1, 0)
+
+
+def played_together(
+    n_streams: int, profile: CostProfile, n_max: int | None, agreement: float
+) -> tuple[float, int, int]:
+    """Tokens per time over plain decoding of the same batch; rounds; draft decodes."""
+    target = FakeTarget(n_ctx=4096)
+    draft = ModelDrafter(FakeTarget(n_ctx=4096, agreement=agreement, peak=0.7))
+    policy = Throughput(profile, n_max=n_max, refresh=False)
+    streams = [
+        Stream(s, [1 + s, 2, 3], MatchAcceptance(Greedy()), 300, never) for s in range(n_streams)
+    ]
+    time, n_tokens, n_rounds, n_steps = 0.0, 0, 0, 0
+    for rounds in decode_batch(target, streams, drafter=draft, policy=policy):
+        steps = max(r.draft.n_steps for _, r in rounds)
+        time += profile.time(sum(1 + r.n_drafted for _, r in rounds))
+        time += steps * profile.draft_step_s
+        n_tokens += sum(len(r.emitted) for _, r in rounds)
+        n_rounds, n_steps = n_rounds + 1, n_steps + steps
+    return n_tokens / time * profile.time(n_streams) / n_streams, n_rounds, n_steps
+
+
+@pytest.mark.parametrize("n_streams", [1, 2, 4])
+def test_a_hopeless_draft_is_hardly_asked_by_several_sequences(n_streams: int) -> None:
+    dear = CostProfile(tuple(1.0 + 0.5 * n for n in range(64)), 0.5)
+    rate, n_rounds, n_steps = played_together(n_streams, dear, None, 0.02)
+    assert n_steps < 0.1 * n_rounds
+    assert rate > 0.97
+
+
+def test_more_sequences_than_the_profile_has_batch_sizes_are_decoded() -> None:
+    short = CostProfile(tuple(1.0 + 0.1 * n for n in range(4)), 0.01)
+    assert played_together(5, short, None, 1.0)[0] > 0.95
+    long = CostProfile(tuple(1.0 + 0.1 * n for n in range(64)), 0.01)
+    assert played_together(6, long, 4, 1.0)[0] > 1.2
