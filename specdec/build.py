@@ -18,7 +18,7 @@ from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import BadOption, BadProfile
-from specdec.options import LONGEST, MOST_DRAFTED, SpecOptions
+from specdec.options import LONGEST, MOST_DRAFTED, PRICED, SpecOptions
 from specdec.policies.bandit import Bandit
 from specdec.policies.costs import Costs
 from specdec.policies.fixed import Fixed
@@ -32,7 +32,6 @@ from specdec.profile import CostProfile
 from specdec.synthetic import SyntheticAcceptance, SyntheticDrafter, check_rates, rates_of_length
 from specdec.types import Chooser, Drafter, Policy
 
-_PRICED = ("throughput", "p-mins", "rational", "speed-a", "speed-b", "costs")
 _BLOCK = 4  # the general-purpose length (B20)
 
 
@@ -47,7 +46,7 @@ def build_policy(
     typed = "--spec-draft-n-max" in options.given
     longest = min(profile.n_max - 1, MOST_DRAFTED)
     n_max = options.integer("--spec-draft-n-max") if typed else None
-    if n_max is not None and n_max > longest and options.policy in _PRICED:
+    if n_max is not None and n_max > longest and options.policy in PRICED:
         raise BadOption(
             f"--spec-draft-n-max {n_max}: the profile has batches up to {profile.n_max}, so "
             f"drafts up to {longest}; lower it, or give a profile of more (specoffload profile)"

@@ -39,7 +39,7 @@ _BIN_OF = tuple(sum(1 for e in EDGES if i / _GRID >= e) for i in range(_GRID + 1
 
 
 _LOGIT = tuple(
-    math.log(q / (1.0 - q)) for q in (min(0.998, max(0.002, i / _GRID)) for i in range(_GRID + 1))
+    math.log(q / (1.0 - q)) for q in (min(_MOST, max(_LEAST, i / _GRID)) for i in range(_GRID + 1))
 )
 _TILT = 0.02
 _MOST_SHIFT, _MOST_SLOPE = 6.0, 2.0
@@ -255,11 +255,3 @@ def _elapse(bins: _Bins) -> None:
         stay = (1.0 - _CHANGE) ** bins.elapsed
         bins.now = [o + stay * (w - o) for o, w in zip(bins.often, bins.now, strict=True)]
         bins.elapsed = 0
-
-
-def shifted(p: float, shift: float) -> float:
-    """`p` with its log-odds moved by `shift`."""
-    if shift == 0.0:
-        return p
-    odds = math.exp(shift)
-    return p * odds / (1.0 - p + p * odds)

@@ -41,6 +41,8 @@ POLICIES = (
     "ratio",
     "bandit",
 )
+# Policies that read T(n); the others decide without it.
+PRICED = frozenset({"throughput", "p-mins", "rational", "speed-a", "speed-b", "costs"})
 MOST_DRAFTED = 63  # a verification batch holds one token more
 LONGEST = 16  # llama.cpp's --draft-max; throughput has the profile's
 ACCEPTANCES = ("match", "reject")
@@ -311,14 +313,12 @@ def resolve(
     return SpecOptions(drafters, policy, values, frozenset(given))
 
 
-def inert_flags(
-    given: Mapping[str, Value], *, has_draft: bool, batch_costs: bool = False
-) -> dict[str, str]:
+def inert_flags(given: Mapping[str, Value], *, has_draft: bool) -> dict[str, str]:
     """Those of `given` that cannot take effect among the others, and why not.
 
     Raises BadOption for drafters that `resolve` refuses.
     """
-    policy = str(given.get("--spec-policy", "costs" if batch_costs else "throughput"))
+    policy = str(given.get("--spec-policy", "throughput"))
     return _inert(given, _drafters(given.get("--spec-type"), has_draft), policy)
 
 
@@ -350,7 +350,7 @@ def _check_ranges(
         high = LONGEST if high is None else high
         assert isinstance(low, int)
         assert isinstance(high, int)
-        if low > max(high, 0) and high != 0:
+        if 0 < high < low:
             raise BadOption(f"{least} {low} is above {most} {high}: no draft could be verified")
 
 

@@ -245,8 +245,7 @@ def source_of(rank: int) -> str:
 def _learn(policy: Throughput, round_: Round, path: _Path) -> None:
     for source, p, accepted in path.evidence:
         policy.calibration.observe(source, p, accepted)
-    for source in policy.calibration.sources:
-        policy.calibration.elapse(source, path.n_emitted)
+    policy.calibration.elapse_all(path.n_emitted)
     policy.settle(FIRST, round_, len(path.evidence))
     policy.account(
         1 + round_.n_drafted,

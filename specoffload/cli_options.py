@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specdec.options import SWITCH
 from specoffload.env import LLAMA_ARGS
 from specoffload.errors import UsageError
 from specoffload.spec_flags import spec_parameters, take_given
@@ -240,7 +241,7 @@ def _make_config(typed: dict[str, Any], model: Path | None) -> Any:
 
     values = dict(typed)
     _merge_draft_flags(values)
-    if values["flash_attn"] not in ("auto", "on", "off"):
+    if values["flash_attn"] not in SWITCH:
         raise UsageError(f"--flash-attn {values['flash_attn']}: must be auto, on or off")
     values |= {
         "spec": not values.pop("no_spec"),

@@ -17,7 +17,7 @@ from offload.streaming import StreamingOptions
 from offload.trace import NO_TRACE, Trace
 from offload.units import parse_bytes
 from specdec.options import MOST_DRAFTED, Value, drafter_names
-from specoffload.env import LLAMA_DRAFT, read_environment
+from specoffload.env import LLAMA_DRAFT, Environment, read_environment
 from specoffload.errors import UsageError
 from specoffload.spec_config import SpecConfig, resolve_speculation
 
@@ -165,12 +165,12 @@ def default_threads() -> tuple[int, str]:
     return n, f"{n} threads: {physical} physical cores, {allowed} allowed to this process"
 
 
-def _may_use_a_draft(options: Options) -> bool:
-    names = options.spec_given.get("--spec-type", read_environment().spec.get("--spec-type"))
+def _may_use_a_draft(options: Options, environment: Environment) -> bool:
+    names = options.spec_given.get("--spec-type", environment.spec.get("--spec-type"))
     return names is None or "draft" in drafter_names(str(names))
 
 
-def _speculation(options: Options, *, has_draft: bool) -> SpecConfig:
+def _speculation(options: Options, environment: Environment, *, has_draft: bool) -> SpecConfig:
     given = dict(options.spec_given)
     if options.draft_max is not None:
         given["--spec-draft-n-max"] = options.draft_max
@@ -191,7 +191,7 @@ def _speculation(options: Options, *, has_draft: bool) -> SpecConfig:
         use_profile=options.use_profile,
         draft_params=options.draft_params,
         record_trace=options.record_trace,
-        environment=read_environment(),
+        environment=environment,
     )
 
 
@@ -203,10 +203,10 @@ def resolve(options: Options) -> Config:
     if model is None:
         model = demo_file("target.gguf")
         reasons.append("no model was given: using the embedded demo pair")
-        if draft is None and environment.draft is None and _may_use_a_draft(options):
+        if draft is None and environment.draft is None and _may_use_a_draft(options, environment):
             draft = demo_file("draft.gguf")
     if draft is None and environment.draft is not None and options.spec:
-        if _may_use_a_draft(options):
+        if _may_use_a_draft(options, environment):
             draft = Path(environment.draft)
         else:
             reasons.append(f"{LLAMA_DRAFT} has no effect: --spec names no draft model")
@@ -231,7 +231,7 @@ def resolve(options: Options) -> Config:
     _check_numa(options)
     if options.ctx_checkpoints < 0:
         raise UsageError(f"--ctx-checkpoints {options.ctx_checkpoints}: must be 0 or more")
-    spec = _speculation(options, has_draft=draft is not None)
+    spec = _speculation(options, environment, has_draft=draft is not None)
     return Config(
         model=model,
         draft=draft,

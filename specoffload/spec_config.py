@@ -10,6 +10,7 @@ from typing import Any
 from specdec.errors import BadOption
 from specdec.options import (
     MOST_DRAFTED,
+    PRICED,
     SpecOptions,
     Value,
     inert_flags,
@@ -20,8 +21,6 @@ from specdec.options import resolve as resolve_options
 from specoffload.env import LLAMA_SPEC_ARGS, Environment
 from specoffload.errors import UsageError
 
-# Policies that read T(n); the others decide without it.
-PRICED = frozenset({"throughput", "p-mins", "rational", "speed-a", "speed-b", "costs"})
 _ENGINE_NAMES = {
     "--batch-size": "n_batch",
     "--ubatch-size": "n_ubatch",

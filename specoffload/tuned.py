@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from numa.errors import BadTopology
 from numa.topology import Topology
 from numa.tune import TuneResult, from_json, to_json
+from specdec.whole_file import whole_file
 from specoffload.errors import UsageError
 
 FILE_NAME = "numa.json"
@@ -48,11 +48,10 @@ def load_tuned(folder: Path, topology: Topology) -> Tuned:
 def save_tuned(folder: Path, result: TuneResult) -> Path:
     """Write it at once or not at all. Raises UsageError for a folder that cannot be written."""
     path = folder / FILE_NAME
-    part = path.with_suffix(".part")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        part.write_text(to_json(result), encoding="utf-8")
-        os.replace(part, path)
+        with whole_file(path) as f:
+            f.write(to_json(result).encode())
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written ({error.strerror}); SPECOFFLOAD_PROFILE_DIR names another"

@@ -62,7 +62,6 @@ class _Source:
         "offset",
         "onwards",
         "price",
-        "rate",
         "regimes",
         "scale",
         "seen",
@@ -356,11 +355,8 @@ class Throughput:
         """Of a tree, or one sequence of several: what the walk begun for `source`, or this
         `walk` of it, saw was worth. `observe`, `elapse` and `account` are the caller's."""
         begun = self._walks.pop(source, None)
-        if walk is None:
-            walk = begun
-        if not isinstance(walk, ThroughputWalk):
-            return
-        if walk is not None and walk.limit > 0:
+        walk = begun if walk is None else walk
+        if isinstance(walk, ThroughputWalk) and walk.limit > 0:
             self._settle(source, walk, round_, n_judged)
 
     def _settle(self, source: str, walk: ThroughputWalk, round_: Round, n_judged: int) -> None:

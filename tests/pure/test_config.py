@@ -92,10 +92,9 @@ def test_unset_variables_are_unset() -> None:
     assert (read.batch_costs, read.max_look_ahead, read.verbose) == (None, None, False)
 
 
-def test_llama_cpps_variables_stand_for_their_flags_and_others_are_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen = {}
+def program() -> tuple[typer.Typer, dict[str, Config]]:
+    """A command line that opens a model, and where the configuration of its last run goes."""
+    seen: dict[str, Config] = {}
 
     @opens_a_model
     def command(make_config: Callable[[Path | None], Config]) -> None:
@@ -103,6 +102,13 @@ def test_llama_cpps_variables_stand_for_their_flags_and_others_are_named(
 
     app = typer.Typer()
     app.command()(command)
+    return app, seen
+
+
+def test_llama_cpps_variables_stand_for_their_flags_and_others_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    app, seen = program()
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "300")
     monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_N_MAX", "5")
     monkeypatch.setenv("LLAMA_ARG_POOLING", "mean")
@@ -126,14 +132,7 @@ def test_llama_cpps_variables_stand_for_their_flags_and_others_are_named(
 def test_llama_cpps_flags_of_the_draft_are_its_parameters(
     words: list[str], options: dict[str, object]
 ) -> None:
-    seen = {}
-
-    @opens_a_model
-    def command(make_config: Callable[[Path | None], Config]) -> None:
-        seen["config"] = make_config(None)
-
-    app = typer.Typer()
-    app.command()(command)
+    app, seen = program()
     assert CliRunner().invoke(app, words).exception is None
     assert seen["config"].spec.draft_options == options
     for refused in ("-ngld", "-hfd", "-ctkd"):
