@@ -14,19 +14,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from offload.errors import DeviceUnavailable
-from offload.ggml import abi, tensor
-from offload.ggml.callback import Pending
+from offload.ggml import tensor
 from offload.ggml.graph import Cut, CutList, Cuts
 from offload.ggml.hostbuffer import HostBufferType
-from offload.ggml.lib import library, op_number
+from offload.ggml.library import abi
+from offload.ggml.library.callback import Pending
+from offload.ggml.library.lib import library, op_number
 from offload.ggml.mla_rewrite import MlaSwitch
 from offload.ggml.pydevice import FAILED, Backend, PyDevice
-from offload.mla import Crossover
-from offload.plan import ArenaPlan, Shape
-from offload.sim import parse_sim
+from offload.mla.decision import Crossover
+from offload.plan.placement import ArenaPlan, Shape
+from offload.plan.sim import parse_sim
+from offload.streaming.counters import StreamCounters
+from offload.streaming.serial import SerialStream
 from offload.trace import CPU, NO_TRACE, Trace
-from offload.weights.counters import StreamCounters
-from offload.weights.serial import SerialStream
 
 _CPU = abi.GGML_BACKEND_DEVICE_TYPE_CPU
 _GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
@@ -72,7 +73,7 @@ def choose_device(wanted: str) -> DeviceChoice:
     """The device for `--device auto|NAME|cpu|sim`.
 
     `auto` takes the first real GPU, wrapped, else the plain CPU; `cpu` is libllama untouched;
-    `sim` wraps the CPU device as if it were a GPU, `sim:...` with limits (offload/sim.py).
+    `sim` wraps the CPU device as if it were a GPU, `sim:...` with limits (offload/plan/sim.py).
     """
     known = devices()
     cpu = next(d for d in known if not d.on_gpu)

@@ -16,25 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.device import DeviceChoice, MinBatch, StreamingDevice, choose_device
-from offload.ggml.callback import Pending
 from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.library.callback import Pending
+from offload.ggml.library.log import opening
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
-from offload.ggml.log import opening
 from offload.ggml.threadpool import has_openmp
-from offload.mla import Crossover
+from offload.mla.decision import Crossover
 from offload.model import ModelFacts, read_facts
-from offload.numa_plan import NumaPlan
-from offload.placing import NOT_OURS, ArenaPlacer
-from offload.plan import Plan
-from offload.reserve import context_bytes
+from offload.nodes.numa_plan import NumaPlan
+from offload.nodes.placing import NOT_OURS, ArenaPlacer
+from offload.nodes.threads import PinnedThreads
+from offload.plan.placement import Plan
+from offload.plan.reserve import context_bytes
+from offload.plan.sim import parse_sim
 from offload.sequences import Sequences
-from offload.sim import parse_sim
-from offload.streaming import StreamingOptions, plan_streaming, stream_maker
+from offload.store.memory import AnonymousMemory
+from offload.store.store import Store, StoreOptions
+from offload.streaming.counters import StreamCounters
+from offload.streaming.options import StreamingOptions, plan_streaming, stream_maker
 from offload.text import TextStream
-from offload.threads import PinnedThreads
-from offload.weights.counters import StreamCounters
-from offload.weights.memory import AnonymousMemory
-from offload.weights.store import Store, StoreOptions
 
 _HOST_NAME = "SPEC_HOST"
 

@@ -3,7 +3,7 @@
 `decode` is the loop; a `Target` is what it runs on; drafters propose, policies decide how long.
 """
 
-from specdec.decode import decode
+from specdec.decoding.decode import decode
 from specdec.types import Chooser, Decision, Draft, Drafter, Policy, Round, Target
 
 __all__ = ["Chooser", "Decision", "Draft", "Drafter", "Policy", "Round", "Target", "decode"]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from specdec.accept import Acceptance, MatchAcceptance
-from specdec.calibration import Calibration
+from specdec.costs.calibration import Calibration
+from specdec.costs.profile import CostProfile
+from specdec.decoding.accept import Acceptance, MatchAcceptance
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.lookup import LookupCache, NgramCache
 from specdec.drafters.model import ModelDrafter
@@ -28,8 +29,12 @@ from specdec.policies.ratio import Ratio
 from specdec.policies.rational import N_FUDGED, Rational, fit
 from specdec.policies.speed import Speed
 from specdec.policies.throughput import Throughput
-from specdec.profile import CostProfile
-from specdec.synthetic import SyntheticAcceptance, SyntheticDrafter, check_rates, rates_of_length
+from specdec.simulation.synthetic import (
+    SyntheticAcceptance,
+    SyntheticDrafter,
+    check_rates,
+    rates_of_length,
+)
 from specdec.types import Chooser, Drafter, Policy
 
 _BLOCK = 4  # the general-purpose length (B20)

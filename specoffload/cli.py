@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from specoffload import __version__, report
-from specoffload.cli_options import opens_a_model
+from specoffload.config.shared_flags import opens_a_model
 from specoffload.errors import KNOWN, meaning_of
 
 app = typer.Typer(
@@ -64,14 +64,14 @@ def run(
     seed: Annotated[int | None, typer.Option("--seed", "-s")] = None,
 ) -> None:
     """Continue a prompt: with the embedded pair, or with MODEL.gguf -p PROMPT."""
-    from specoffload.generation import GenerateOptions
-    from specoffload.run import (
+    from specoffload.commands.run import (
         read_grammar,
         read_prompt,
         read_seed,
         run_prompt,
         split_model_and_prompt,
     )
+    from specoffload.session.generation import GenerateOptions
 
     model, words = split_model_and_prompt(model_or_prompt, prompt)
     options = GenerateOptions(
@@ -106,7 +106,7 @@ def serve(
     ] = 16,
 ) -> None:
     """Serve the OpenAI API on a socket."""
-    from specoffload.serving import serve_config
+    from specoffload.commands.serve import serve_config
 
     config = make_config(model)
     serve_config(config, host=host, port=port, api_key=api_key, max_queue=max_queue)
@@ -128,16 +128,16 @@ def bench(
 ) -> None:
     """Measure plain, wrapped and speculative decoding; the last line is one JSON object."""
     if overlap:
-        from specoffload.bench_overlap import bench_overlap
+        from specoffload.commands.bench_overlap import bench_overlap
 
         bench_overlap(repetitions)
         return
     if policies:
-        from specoffload.bench_policies import bench_policies
+        from specoffload.commands.bench_policies import bench_policies
 
         bench_policies(make_config(model), n_predict=n_predict)
         return
-    from specoffload.bench import bench_config
+    from specoffload.commands.bench import bench_config
 
     bench_config(make_config(model), n_predict=n_predict, repetitions=repetitions)
 
@@ -166,7 +166,7 @@ def profile(
     ] = None,
 ) -> None:
     """Measure T(n), what a decode of n tokens takes, and keep it for the next start."""
-    from specoffload.profile_command import profile_config
+    from specoffload.commands.profile import profile_config
 
     profile_config(
         make_config(model),
@@ -198,7 +198,7 @@ def simulate(
     ] = None,
 ) -> None:
     """Compare the draft-length policies without a model, on profiles and traces."""
-    from specoffload.simulating import simulate_policies
+    from specoffload.commands.simulate import simulate_policies
 
     simulate_policies(
         profile=profile, trace=trace, n_tokens=n_tokens, draft_share=draft_share, seed=seed
@@ -208,7 +208,7 @@ def simulate(
 @app.command()
 def trace(file: Annotated[Path, typer.Argument(help="What --trace wrote.")]) -> None:
     """Read a trace: overlap, link utilisation, stalls and their causes."""
-    from specoffload.tracing import show_trace
+    from specoffload.commands.trace import show_trace
 
     show_trace(file)
 
@@ -220,8 +220,8 @@ def doctor(
     ] = False,
 ) -> None:
     """Say what this machine has and what stands in the way."""
-    from specoffload.doctor import doctor as examine
-    from specoffload.env import read_environment
+    from specoffload.commands.doctor import doctor as examine
+    from specoffload.config.environment import read_environment
 
     examine(read_environment().profile_folder, numa=numa)
 
@@ -237,9 +237,9 @@ def tune_numa(
     ] = 600.0,
 ) -> None:
     """Try placements and thread counts on this machine; later starts use the best."""
-    from specoffload.config import Options, resolve
-    from specoffload.env import read_environment
-    from specoffload.tune import tune_numa as tune
+    from specoffload.commands.tune import tune_numa as tune
+    from specoffload.config.environment import read_environment
+    from specoffload.config.resolution import Options, resolve
 
     config = resolve(Options(model=model, device=device, min_batch=min_batch, vram=vram))
     tune(config, read_environment().profile_folder, time_limit_s=time_limit_s)

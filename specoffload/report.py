@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from specoffload.generation import GenerationStats
+from specoffload.session.generation import GenerationStats
 
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from offload.errors import DoesNotFit
 from offload.model import read_facts
-from offload.plan import make_plan
-from offload.streaming import StreamingOptions
+from offload.plan.placement import make_plan
+from offload.streaming.options import StreamingOptions
 
 
 def budget(path: Path, streaming: StreamingOptions, slots: str) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from offload.errors import DoesNotFit
 from offload.ggml import tensor
-from offload.ggml.lib import library
+from offload.ggml.library.lib import library
 
 
 class DeviceMemory:

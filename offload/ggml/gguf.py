@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import BadModel
-from offload.ggml import log
-from offload.ggml.lib import Library, library
+from offload.ggml.library import log
+from offload.ggml.library.lib import Library, library
 
 _SCALARS: dict[int, Any] = {
     0: C.c_uint8,

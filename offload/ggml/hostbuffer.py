@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes as C
 from typing import Any, Protocol
 
-from offload.ggml import abi, tensor
-from offload.ggml.callback import Pending, guard
-from offload.ggml.lib import library
+from offload.ggml import tensor
+from offload.ggml.library import abi
+from offload.ggml.library.callback import Pending, guard
+from offload.ggml.library.lib import library
 
 
 class HostMemory(Protocol):

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit
-from offload.ggml import interrupt, log
-from offload.ggml.callback import Pending, guard
-from offload.ggml.lib import library
+from offload.ggml.library import interrupt, log
+from offload.ggml.library.callback import Pending, guard
+from offload.ggml.library.lib import library
 
 LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 _CTX_PADDING = 256

@@ -9,9 +9,9 @@ from typing import Any
 from offload.errors import DeviceFailed
 from offload.ggml import tensor
 from offload.ggml.arena import DeviceMemory
-from offload.ggml.lib import library, op_number
+from offload.ggml.library.lib import library, op_number
 from offload.ggml.mla_nodes import graph_of, node_like
-from offload.mla import Shape, Timing, hopeless, measured_sizes, strides
+from offload.mla.decision import Shape, Timing, hopeless, measured_sizes, strides
 
 _REPEATS = 4  # products per timed graph, so that launching it weighs less
 _ROUNDS = 3

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from offload.ggml import tensor
-from offload.mla import Shape
+from offload.mla.decision import Shape
 
 
 def node_like(address: int, ne: Shape, nb: Shape) -> Any:

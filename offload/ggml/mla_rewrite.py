@@ -1,4 +1,4 @@
-"""Replaces value projections in a graph by their broadcast form (offload/mla.py decides which).
+"""Replaces value projections in a graph by their broadcast form (offload/mla decides which).
 
 The graph that ggml hands over is not touched: a copy of its list of nodes gets other nodes, which
 are tensors of ours with the addresses of the old results. So the graph stays one computation, and
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import DoesNotFit
-from offload.ggml import abi, tensor
-from offload.ggml.lib import op_number
+from offload.ggml import tensor
+from offload.ggml.library import abi
+from offload.ggml.library.lib import op_number
 from offload.ggml.mla_measure import measure_crossover
 from offload.ggml.mla_nodes import graph_of, node_like
-from offload.mla import (
+from offload.mla.decision import (
     Crossover,
     Form,
     Kept,

@@ -10,8 +10,8 @@ import resource
 from dataclasses import dataclass
 from typing import Any
 
-from offload.ggml import abi
-from offload.ggml.lib import library
+from offload.ggml.library import abi
+from offload.ggml.library.lib import library
 
 _REGISTER = b"ggml_backend_register_host_buffer"
 _UNREGISTER = b"ggml_backend_unregister_host_buffer"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes as C
 
-from offload.ggml import abi
-from offload.ggml.lib import library
+from offload.ggml.library import abi
+from offload.ggml.library.lib import library
 
 
 def has_async_and_events(device: int) -> bool:

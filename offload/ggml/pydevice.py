@@ -16,9 +16,9 @@ import ctypes as C
 from collections.abc import Callable
 from typing import Any
 
-from offload.ggml import abi
-from offload.ggml.callback import Pending, guard
-from offload.ggml.lib import library
+from offload.ggml.library import abi
+from offload.ggml.library.callback import Pending, guard
+from offload.ggml.library.lib import library
 
 GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
 FAILED = abi.GGML_STATUS_FAILED

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.ggml import tensor
-from offload.ggml.lib import library
+from offload.ggml.library.lib import library
 
 
 def read_router(ids: int, backend: int) -> NDArray[np.int32]:

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DeviceFailed
-from offload.ggml import log
 from offload.ggml.gbnf import check_grammar
-from offload.ggml.lib import library
+from offload.ggml.library import log
+from offload.ggml.library.lib import library
 from offload.ggml.llama import Model
 
 

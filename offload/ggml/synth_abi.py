@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.errors import BadModel, DeviceFailed
-from offload.ggml import abi, log
-from offload.ggml.callback import Pending, guard
 from offload.ggml.hostbuffer import HostBufferType
-from offload.ggml.lib import library
+from offload.ggml.library import abi, log
+from offload.ggml.library.callback import Pending, guard
+from offload.ggml.library.lib import library
 
 _NO_ACCESS = 0  # PROT_NONE: addresses only, so terabytes cost nothing
 _SET_TENSOR_DATA = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p)

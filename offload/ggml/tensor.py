@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as C
 from typing import Any
 
-from offload.ggml import abi
+from offload.ggml.library import abi
 
 TENSOR = abi.ggml_tensor
 GRAPH = abi.ggml_cgraph
@@ -33,7 +33,7 @@ def set_source(address: int, index: int, value: int) -> None:
 
 
 def at(address: int) -> Any:
-    """The tensor at `address` as a structure of offload/ggml/abi.py."""
+    """The tensor at `address` as a structure of offload/ggml/library/abi.py."""
     return TENSOR.from_address(address)
 
 

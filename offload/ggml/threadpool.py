@@ -10,8 +10,8 @@ import ctypes as C
 import functools
 
 from numa.pinning import Team
-from offload.ggml import abi
-from offload.ggml.lib import library
+from offload.ggml.library import abi
+from offload.ggml.library.lib import library
 from offload.ggml.llama import Context
 
 _NUMA_DISABLED = 0  # enum ggml_numa_strategy: count the nodes, leave affinities alone

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes as C
 
 from offload.errors import DeviceFailed
-from offload.ggml import abi
-from offload.ggml.lib import library
-from offload.ggml.probe import Functions
+from offload.ggml.library import abi
+from offload.ggml.library.lib import library
+from offload.ggml.library.selftest_functions import Functions
 from offload.ggml.threadpool import ThreadPool
 
 _F32 = 0

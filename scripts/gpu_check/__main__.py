@@ -22,10 +22,10 @@ from steps import Workload, ceilings, measure_peers, measure_ways
 
 from offload.device import DeviceChoice, choose_device, devices
 from offload.model import read_facts
-from offload.sim import parse_sim
+from offload.plan.sim import parse_sim
 from offload.synth import plan_preset, write_preset
 from offload.units import parse_bytes
-from specoffload.bench import commit, machine
+from specoffload.commands.bench import commit, machine
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 

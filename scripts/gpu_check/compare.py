@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from offload.device import DeviceChoice, MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.model import read_facts
-from offload.plan import make_plan
-from offload.streaming import StreamingOptions
+from offload.plan.placement import make_plan
+from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset
 
 Logits = NDArray[np.float32]

@@ -6,11 +6,12 @@ import time
 from typing import Any
 
 from offload.device import DeviceChoice
-from offload.ggml import abi, tensor
+from offload.ggml import tensor
 from offload.ggml.arena import DeviceMemory
-from offload.ggml.lib import library
+from offload.ggml.library import abi
+from offload.ggml.library.lib import library
 from offload.ggml.pinning import Pinner
-from offload.weights.memory import AnonymousMemory
+from offload.store.memory import AnonymousMemory
 
 _REPETITIONS = 7
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from offload.device import DeviceChoice, MinBatch
 from offload.engine import Engine, EngineOptions
-from offload.streaming import StreamingOptions
+from offload.streaming.options import StreamingOptions
 
 PREFIX = 16  # tokens that stand before every step
 ALLOWED = 1.0  # |a - b| / |b| of a step's logits: near-ties of routers; unrelated rows have 1.4

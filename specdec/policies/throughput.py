@@ -16,7 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.calibration import Calibration
+from specdec.costs.calibration import Calibration
+from specdec.costs.profile import CostProfile
+from specdec.costs.refresh import LiveCosts
 from specdec.policies.horizon import (
     CENTRE_OF,
     LEVEL,
@@ -26,8 +28,6 @@ from specdec.policies.horizon import (
     longest_of_use,
     moved,
 )
-from specdec.profile import CostProfile
-from specdec.refresh import LiveCosts
 from specdec.types import Draft, Round, Walk
 
 _RATE_ROUNDS = 20.0  # rounds that the estimate of lambda remembers

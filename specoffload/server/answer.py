@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from specoffload.generation import FinishReason, GenerationStats, Piece
 from specoffload.server.client import RequestFailed, Ticket
 from specoffload.server.messages import Finished, Problem, Prompt, Tokens
 from specoffload.server.shapes import Shape
@@ -20,6 +19,7 @@ from specoffload.server.wire import (
     server_sent,
     server_sent_error,
 )
+from specoffload.session.generation import FinishReason, GenerationStats, Piece
 
 # A refused prompt and a failed prefill should get their HTTP status, so a stream's header waits
 # for the first piece; but proxies and clients must not time out in a prefill of minutes.

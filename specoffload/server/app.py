@@ -14,7 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from specoffload.errors import KNOWN
-from specoffload.generation import GenerateOptions, ModelCard
 from specoffload.server.answer import (
     SingleAnswer,
     StreamedAnswer,
@@ -45,6 +44,7 @@ from specoffload.server.wire import (
     TemplateRequest,
     TokenizeRequest,
 )
+from specoffload.session.generation import GenerateOptions, ModelCard
 
 MAX_BODY_BYTES = 32 * 2**20
 

@@ -20,7 +20,6 @@ from enum import Enum
 
 from offload.errors import DeviceFailed
 from specoffload.errors import UsageError
-from specoffload.generation import ModelCard
 from specoffload.server.child import Child
 from specoffload.server.engine_process import Factory
 from specoffload.server.messages import (
@@ -37,6 +36,7 @@ from specoffload.server.messages import (
     Submit,
 )
 from specoffload.server.restart import RestartPolicy, describe_exit
+from specoffload.session.generation import ModelCard
 
 _CLOSE_PATIENCE_S = 5.0
 _LOADING_RETRY_AFTER_S = 5

@@ -18,7 +18,6 @@ from collections.abc import Generator as PyGenerator
 from multiprocessing.connection import Connection
 
 from offload.errors import BadRequest, DoesNotFit
-from specoffload.generation import Generator, Piece
 from specoffload.server.messages import (
     Cancel,
     ChatJob,
@@ -39,6 +38,7 @@ from specoffload.server.messages import (
     Tokens,
     problem_of,
 )
+from specoffload.session.generation import Generator, Piece
 
 Factory = Callable[[], Generator]
 """Makes the generator; must be picklable, since the process is spawned, not forked."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specoffload.errors import meaning_of
-from specoffload.generation import GenerateOptions, ModelCard, Piece
+from specoffload.session.generation import GenerateOptions, ModelCard, Piece
 
 # ---- API process -> engine process
 

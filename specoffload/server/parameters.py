@@ -15,13 +15,13 @@ from typing import Any
 from pydantic import BaseModel
 
 from offload.errors import BadRequest
-from specoffload.generation import GenerateOptions
 from specoffload.server.wire import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     Message,
 )
+from specoffload.session.generation import GenerateOptions
 
 # Bookkeeping of OpenAI's platform and hints about speed: the answer is the same without them.
 INERT = frozenset(

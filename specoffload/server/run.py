@@ -16,10 +16,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from specoffload.errors import UsageError
-from specoffload.generation import GenerateOptions
 from specoffload.server.app import create_app
 from specoffload.server.client import EngineClient
 from specoffload.server.engine_process import Factory
+from specoffload.session.generation import GenerateOptions
 
 _BACKLOG = 2048
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from typing import Protocol
 
-from specoffload.generation import FinishReason, GenerationStats
 from specoffload.server.wire import (
     ChatChoice,
     ChatChunk,
@@ -18,6 +17,7 @@ from specoffload.server.wire import (
     timings_of,
     usage_of,
 )
+from specoffload.session.generation import FinishReason, GenerationStats
 
 
 class Shape(Protocol):

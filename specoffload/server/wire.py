@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from specoffload.generation import FinishReason, GenerationStats
 from specoffload.server.messages import Problem
+from specoffload.session.generation import FinishReason, GenerationStats
 
 # ---- requests
 

@@ -14,7 +14,8 @@ import llama_cpp.llama_cpp
 import pytest
 
 from offload.errors import LibraryMismatch
-from offload.ggml import abi, probe, selftest
+from offload.ggml.library import abi, selftest
+from offload.ggml.library import selftest_functions as probe
 
 INSTALLED = llama_cpp.__version__
 LOADED = SimpleNamespace(structs=llama_cpp.llama_cpp)

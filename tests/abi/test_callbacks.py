@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from offload.ggml import abi
-from offload.ggml.callback import Pending, guard
 from offload.ggml.hostbuffer import HostBufferType
-from offload.ggml.lib import library
+from offload.ggml.library import abi
+from offload.ggml.library.callback import Pending, guard
+from offload.ggml.library.lib import library
 from offload.ggml.pydevice import FAILED, PyDevice
 
 _CPU = 0

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from offload.errors import BadModel
-from offload.ggml import abi
-from offload.ggml.callback import Pending
-from offload.ggml.lib import library
-from offload.ggml.loading import without_populating
+from offload.ggml.library import abi
+from offload.ggml.library.callback import Pending
+from offload.ggml.library.lib import library
+from offload.ggml.library.unpopulated import without_populating
 from offload.ggml.pinning import Pinner
 from offload.model import read_facts
-from offload.weights.store import Store, StoreOptions
+from offload.store.store import Store, StoreOptions
 
 CPU = abi.GGML_BACKEND_DEVICE_TYPE_CPU
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from offload.device import DeviceChoice, MinBatch
 from offload.engine import Engine, EngineOptions
-from offload.streaming import StreamingOptions
-from offload.weights.copy import DeviceCopier, Transfer
-from offload.weights.stream import ScheduledStream
+from offload.streaming.copy import DeviceCopier, Transfer
+from offload.streaming.options import StreamingOptions
+from offload.streaming.scheduled import ScheduledStream
 
 Logits = NDArray[np.float32]
 

@@ -23,10 +23,10 @@ from on_gpu import (
 from offload.device import DeviceChoice, MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
-from offload.ggml import abi
-from offload.ggml.lib import library
-from offload.streaming import StreamingOptions
-from offload.weights.predict import Routing
+from offload.ggml.library import abi
+from offload.ggml.library.lib import library
+from offload.schedule.predict import Routing
+from offload.streaming.options import StreamingOptions
 
 # The first test compiles the shaders, minutes of work for a driver in software.
 pytestmark = pytest.mark.timeout(600)

@@ -13,9 +13,9 @@ from on_gpu import Logits, assert_same, half, logits, options
 from offload.device import DeviceChoice
 from offload.engine import Engine
 from offload.errors import DeviceFailed
-from offload.ggml.lib import library
-from offload.weights.copy import DeviceCopier
-from offload.weights.stream import ScheduledStream
+from offload.ggml.library.lib import library
+from offload.streaming.copy import DeviceCopier
+from offload.streaming.scheduled import ScheduledStream
 
 
 class Broken(Exception):

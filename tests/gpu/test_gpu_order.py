@@ -18,9 +18,9 @@ from on_gpu import Logits, assert_same, budget, count_orders, half, logits, opti
 from offload.device import DeviceChoice
 from offload.engine import Engine
 from offload.ggml import tensor
-from offload.ggml.lib import library
-from offload.streaming import StreamingOptions
-from offload.weights.copy import DeviceCopier, Transfer
+from offload.ggml.library.lib import library
+from offload.streaming.copy import DeviceCopier, Transfer
+from offload.streaming.options import StreamingOptions
 
 
 @pytest.mark.parametrize("prefetch", [True, False])

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine
 from offload.ggml.sampler import SamplerChain
-from specdec.profile import CostProfile
+from specdec.costs.profile import CostProfile
 from specdec.types import Round
-from specoffload.config import Options, demo_file, resolve
-from specoffload.generation import FinishReason, GenerateOptions, GenerationStats
-from specoffload.sampling import sampling_of
-from specoffload.session import SEQUENCE, Session
+from specoffload.config.resolution import Options, demo_file, resolve
+from specoffload.session.generation import FinishReason, GenerateOptions, GenerationStats
+from specoffload.session.sampling import sampling_of
+from specoffload.session.session import SEQUENCE, Session
 
 N_CTX = 1024
 N_PREDICT = 24

@@ -17,9 +17,9 @@ import pytest
 from numpy.typing import NDArray
 
 from offload.device import MinBatch
-from specoffload.config import Options, demo_file, resolve
-from specoffload.generation import GenerateOptions
-from specoffload.session import SEQUENCE, Session
+from specoffload.config.resolution import Options, demo_file, resolve
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import SEQUENCE, Session
 
 N_PREDICT = 32
 NEAR_TIE = 1e-3  # kernels differ by batch size

@@ -24,9 +24,9 @@ from lossless_parts import (
     open_session,
 )
 
-from specoffload.bench import prompts
-from specoffload.generation import GenerateOptions
-from specoffload.session import SEQUENCE, Session
+from specoffload.commands.bench import prompts
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import SEQUENCE, Session
 
 SPECS: dict[str, dict[str, object]] = {
     "chain": {**FIXED, "--spec-draft-n-max": 8},
@@ -47,7 +47,7 @@ def opened(
 ) -> Iterator[Session]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path_factory.mktemp("ends")))
-        patch.setattr("specoffload.speculation.measure_quickly", cheap_batches)
+        patch.setattr("specoffload.session.speculation.measure_quickly", cheap_batches)
         with open_session(exact, spec) as session:
             yield session
 

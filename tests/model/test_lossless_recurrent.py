@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from offload.engine import Engine, EngineOptions
 from offload.ggml.llama import PARTIAL_STATE
 from offload.synth import Shape, plan_shape, write, write_preset
-from specdec.accept import Greedy, MatchAcceptance, Verdict
-from specdec.decode import decode
+from specdec.decoding.accept import Greedy, MatchAcceptance, Verdict
+from specdec.decoding.decode import decode
+from specdec.decoding.reject import Sampler
 from specdec.drafters.lookup import NgramCache
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_map import NgramMapK, NgramMapK4V
@@ -37,7 +38,6 @@ from specdec.drafters.ngram_mod import NgramMod
 from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.policies.fixed import Fixed
-from specdec.reject import Sampler
 from specdec.types import Chooser, Decision, Draft, Drafter, IsEnd, Policy, Round
 
 N_DRAFT = 4

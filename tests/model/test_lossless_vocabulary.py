@@ -24,8 +24,8 @@ from lossless_parts import (
 )
 
 from specdec.errors import VocabularyMismatch
-from specoffload.bench import prompts
-from specoffload.config import demo_file
+from specoffload.commands.bench import prompts
+from specoffload.config.resolution import demo_file
 
 RENAMED = {"<|endoftext|>": "<eos>", "<|im_start|>": "<turn>", "<|im_end|>": "</turn>"}
 REPLACE = ",".join(f"{ours}={theirs}" for ours, theirs in RENAMED.items())

@@ -15,12 +15,12 @@ from offload.device import MinBatch, StreamingDevice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.ggml import mla_rewrite, tensor
-from offload.ggml.lib import library
+from offload.ggml.library.lib import library
 from offload.ggml.memory import bytes_at
 from offload.ggml.mla_nodes import graph_of
 from offload.ggml.mla_rewrite import MlaSwitch, use_count
 from offload.ggml.pydevice import Backend, PyDevice
-from offload.mla import Crossover, Form, Kept, choose_crossover, measured_sizes
+from offload.mla.decision import Crossover, Form, Kept, choose_crossover, measured_sizes
 from offload.synth import write_preset
 
 N_HEAD, N_LAYERS = 4, 4

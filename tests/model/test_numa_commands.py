@@ -15,9 +15,9 @@ from numa.pinning import plan_threads
 from numa.place import Strategy, locality
 from numa.topology import Core, Node, Topology, read_topology
 from numa.tune import Candidate, from_json
-from specoffload.config import Options, resolve
-from specoffload.doctor import trial_weights, trials
-from specoffload.tune import SIZES, config_for, measurer
+from specoffload.commands.doctor import trial_weights, trials
+from specoffload.commands.tune import SIZES, config_for, measurer
+from specoffload.config.resolution import Options, resolve
 
 ONE_NODE = not read_topology().is_numa
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from specoffload.bench import prompts
-from specoffload.config import Options, demo_file, resolve
-from specoffload.generation import GenerateOptions
-from specoffload.session import Session
+from specoffload.commands.bench import prompts
+from specoffload.config.resolution import Options, demo_file, resolve
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
 
 
 def program(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -13,14 +13,14 @@ from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
 from offload.synth import write_preset
-from specdec.accept import Greedy
-from specdec.decode import decode
+from specdec.decoding.accept import Greedy
+from specdec.decoding.decode import decode
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import BadOption
 from specdec.policies.fixed import Fixed
-from specoffload.config import Options, resolve
-from specoffload.prompt_cache import PromptCache
-from specoffload.session import Session
+from specoffload.config.resolution import Options, resolve
+from specoffload.session.prompt_cache import PromptCache
+from specoffload.session.session import Session
 
 PROMPT = [(7 * i + 3) % 64 for i in range(20)]
 NEAR_TIE = 1e-3

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain, SamplingOptions
+from specdec.decoding.reject import Sampler
 from specdec.errors import BadOption
-from specdec.reject import Sampler
-from specoffload.config import Options, resolve
-from specoffload.generation import GenerateOptions, GenerationStats
-from specoffload.session import Session
+from specoffload.config.resolution import Options, resolve
+from specoffload.session.generation import GenerateOptions, GenerationStats
+from specoffload.session.session import Session
 
 PROMPT = "def fibonacci(n):\n"
 ROW_SEED = 5

@@ -27,8 +27,8 @@ from lossless_parts import (
 
 from specdec.errors import BadOption
 from specdec.options import POLICIES
-from specoffload.bench import prompts
-from specoffload.session import SEQUENCE
+from specoffload.commands.bench import prompts
+from specoffload.session.session import SEQUENCE
 
 pytestmark = pytest.mark.usefixtures("batches_are_cheap")
 

@@ -17,21 +17,21 @@ from numpy.typing import NDArray
 
 from numa.arena import Arena, ArenaPool
 from offload.errors import BadModel, DoesNotFit
-from offload.ggml import abi
-from offload.ggml.callback import Pending
 from offload.ggml.gguf import TensorEntry
 from offload.ggml.hostbuffer import HostBufferType
-from offload.ggml.lib import library
+from offload.ggml.library import abi
+from offload.ggml.library.callback import Pending
+from offload.ggml.library.lib import library
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import address_of_readable, n_resident_pages
 from offload.model import ModelFacts, read_facts
-from offload.plan import make_plan
+from offload.plan.placement import make_plan
+from offload.store import store as store_module
+from offload.store.layout import Layout
+from offload.store.memory import AnonymousMemory, Room
+from offload.store.reading import OpenFile, Readers
+from offload.store.store import Store, StoreOptions
 from offload.synth import write_preset
-from offload.weights import store as store_module
-from offload.weights.layout import Layout
-from offload.weights.memory import AnonymousMemory, Room
-from offload.weights.reading import OpenFile, Readers
-from offload.weights.store import Store, StoreOptions
 
 TOKENS = [1, 7, 3, 200, 11]
 ON_CPU = StoreOptions(drop_resident=False)

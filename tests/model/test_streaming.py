@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from offload.device import MinBatch, StreamingDevice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
-from offload.ggml.lib import op_number
+from offload.ggml.library.lib import op_number
 from offload.ggml.pydevice import PyDevice
 from offload.ggml.tensor import op_of
-from offload.minbatch import measure
 from offload.model import read_facts
-from offload.streaming import StreamingOptions
+from offload.plan.min_batch import measure
+from offload.schedule.predict import Routing
+from offload.streaming.copy import ThreadCopier, Transfer
+from offload.streaming.options import StreamingOptions
+from offload.streaming.scheduled import ScheduledStream
 from offload.synth import write_preset
-from offload.weights.copy import ThreadCopier, Transfer
-from offload.weights.predict import Routing
-from offload.weights.stream import ScheduledStream
 
 BATCHES = (1, 5, 40, 3, 12, 2, 70, 4)
 SERIAL = StreamingOptions(overlap=False)

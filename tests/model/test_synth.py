@@ -18,7 +18,7 @@ from gguf import GGUFReader
 from numpy.typing import NDArray
 
 from offload.errors import BadModel, BadRequest
-from offload.ggml.lib import library
+from offload.ggml.library.lib import library
 from offload.synth import plan_preset, plan_shape, write, write_preset
 from offload.synth.describe import read_description
 from offload.synth.presets import PRESETS

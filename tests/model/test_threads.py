@@ -18,9 +18,9 @@ from numa.topology import Core, Node, Topology, read_topology
 from numa.tune import Candidate
 from offload.engine import Engine, EngineOptions
 from offload.model import read_facts
-from offload.numa_plan import NumaPlan, in_mask_order, make_numa_plan, weight_of
-from offload.placing import ArenaPlacer
-from offload.weights.layout import plan_layout
+from offload.nodes.numa_plan import NumaPlan, in_mask_order, make_numa_plan, weight_of
+from offload.nodes.placing import ArenaPlacer
+from offload.store.layout import plan_layout
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
 PLACING = [Strategy.SINGLE, Strategy.INTERLEAVE, Strategy.ROWS, Strategy.DISTRIBUTE]
@@ -71,12 +71,12 @@ def test_a_processor_lost_while_running_is_noticed_and_logged(
     tiny_dense: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
-    monkeypatch.setattr("offload.threads._CHECK_EVERY", 3)
+    monkeypatch.setattr("offload.nodes.threads._CHECK_EVERY", 3)
     with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
         assert engine.threads is not None
         engine.extend(0, [1])
         lost = numa.decode.cpus[1]
-        monkeypatch.setattr("offload.threads._bound_cpus", lambda: {numa.decode.cpus[0]})
+        monkeypatch.setattr("offload.nodes.threads._bound_cpus", lambda: {numa.decode.cpus[0]})
         engine.extend(0, [1])
         assert engine.threads.notes == [], "only every third decode is checked"
         engine.extend(0, [1])

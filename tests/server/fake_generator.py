@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import BadModel, BadRequest
-from specoffload.generation import (
+from specoffload.session.generation import (
     FinishReason,
     GenerateOptions,
     GenerationStats,
     ModelCard,
     Piece,
 )
-from specoffload.stopping import StopScanner
+from specoffload.session.stopping import StopScanner
 
 # Combining marks, a joined emoji and U+2028: a piece is one code point, so pieces split them all.
 TAIL = " — nai\u0308ve 日本語 👩‍👩‍👧 a\u2028b\r\nc é"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import BadRequest
-from specoffload.generation import GenerateOptions
 from specoffload.server.parameters import INERT, REFUSED, generate_options
 from specoffload.server.wire import ChatRequest, CompletionRequest
+from specoffload.session.generation import GenerateOptions
 
 DEFAULTS = GenerateOptions(temperature=0.75, n_predict=9)
 

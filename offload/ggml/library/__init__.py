@@ -1,0 +1,1 @@
+"""The installed library: its structures, symbols, callbacks, log and self-test."""

@@ -1,0 +1,84 @@
+"""Ctrl-C during a decode, without a Python call per graph node.
+
+While C computes, Python cannot run its signal handlers, so KeyboardInterrupt would wait for the end
+of the decode. ggml asks an abort callback after each node; a Python one costs a microsecond a node.
+Instead CPython's own C-level handler writes the signal's number to the wake-up file descriptor:
+ours is a memory file mapped at a fixed address, and the abort callback is libc's `strlen` of that
+memory, zero until a signal came. Only the main thread can install it; elsewhere decodes run to
+their end. A signal whose handler returns, such as a changed window size, aborts a decode as well:
+it is redone.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from offload.ggml.library.callback import Pending
+
+_PAGE = mmap.PAGESIZE
+
+
+class _Flag:
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("specoffload-interrupt")
+        os.ftruncate(self.fd, _PAGE)
+        os.set_blocking(self.fd, False)  # required of a wake-up descriptor
+        self.memory = mmap.mmap(self.fd, _PAGE)
+        self.address = C.addressof(C.c_char.from_buffer(self.memory))
+        self.strlen = C.cast(C.CDLL(None).strlen, C.c_void_p).value
+
+    def clear(self) -> None:
+        if self.memory[0]:
+            self.memory[:64] = bytes(64)
+        os.lseek(self.fd, 0, os.SEEK_SET)
+
+
+_flag: _Flag | None = None
+
+
+def watch(lib: Any, context: int) -> None:
+    """Let signals abort the decodes of `context` (on backends that compute on the CPU)."""
+    global _flag
+    if _flag is None:
+        _flag = _Flag()
+    lib.llama_set_abort_callback(context, _flag.strlen, _flag.address)
+
+
+@contextmanager
+def during_decode(pending: Pending) -> Iterator[None]:
+    """Route signals to the abort flag for the time of one decode.
+
+    Python's own handler must not raise meanwhile: it may run at the entry of a callback, before the
+    guard's `try`, and the exception would be lost in C. What it raises is kept in `pending`.
+    """
+    if _flag is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):  # ignored, or not Python's: nothing would write to the descriptor
+        yield
+        return
+
+    def deferred(number: int, frame: FrameType | None) -> None:
+        try:
+            handler(number, frame)
+        except BaseException as e:
+            pending.keep(e)
+
+    _flag.clear()
+    signal.signal(signal.SIGINT, deferred)
+    previous = signal.set_wakeup_fd(_flag.fd, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        signal.signal(signal.SIGINT, handler)
+        _flag.clear()

@@ -1,0 +1,82 @@
+"""libllama's log, kept instead of printed: its last error lines explain why a load failed."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from offload.ggml.library.callback import Pending, guard
+
+_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
+_CONTINUE = 5
+_logger = logging.getLogger("offload.llama")
+_logger.addHandler(logging.NullHandler())  # silent unless the program configures logging
+_errors: collections.deque[str] = collections.deque(maxlen=8)
+_last_level = logging.INFO
+pending = Pending()  # a Ctrl-C that arrived while a line was being logged
+_opening: str | None = None  # the model file that is being opened
+_kept: list[Any] = []  # C keeps a pointer to the callback for the life of the process
+
+
+def _on_line(level: int, text: bytes | None, _: Any) -> None:
+    global _last_level
+    line = (text or b"").decode("utf-8", "replace").rstrip("\n")
+    number = _last_level if level == _CONTINUE else _LEVELS.get(level, logging.INFO)
+    _last_level = number
+    if number >= logging.ERROR and line.strip():
+        _errors.append(line.strip())
+    _logger.log(number, "%s", line)
+
+
+def capture(lib: Any) -> None:
+    """Route the library's log into the logger `offload.llama` and keep the last error lines."""
+    callback, _ = guard(lib.structs.llama_log_callback, pending, None, _on_line)
+    _kept.append(callback)
+    lib.llama_log_set(callback, None)
+
+
+@contextmanager
+def opening(path: Path) -> Iterator[None]:
+    """For the time a model file is being opened: its name goes into the last words."""
+    global _opening
+    _opening = str(path)
+    try:
+        yield
+    finally:
+        _opening = None
+
+
+def stop_in_one_sentence(lib: Any) -> None:
+    """An assertion inside ggml ends the process: with its message and our exit code, no backtrace.
+
+    While a model is being opened the file is to blame, so the code is that of bad input.
+    """
+
+    def on_abort(message: bytes | None) -> None:
+        words = (message or b"").decode("utf-8", "replace").rsplit("/", 1)[-1]
+        where = f"cannot open {_opening}, " if _opening else ""
+        os.write(2, f"specoffload: {where}the library stopped at an assertion: {words}\n".encode())
+        os._exit(2 if _opening else 1)
+
+    prototype = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+    thunk, address = guard(prototype, pending, None, on_abort)
+    _kept.append(thunk)
+    lib.ggml_set_abort_callback(address)
+
+
+def take_reason() -> str:
+    """Why the last call failed: its error lines as one, each once."""
+    return "; ".join(dict.fromkeys(take_errors())) or "no reason given"
+
+
+def take_errors() -> list[str]:
+    """The error lines since the last call, oldest first, without the function that logged them."""
+    lines = [line.split(": ", 1)[-1] for line in _errors]
+    _errors.clear()
+    return lines

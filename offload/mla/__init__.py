@@ -1,0 +1,1 @@
+"""The permute switch of multi-head latent attention."""

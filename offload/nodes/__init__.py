@@ -1,0 +1,1 @@
+"""Memory nodes: the threads of an engine and the pages of its store."""

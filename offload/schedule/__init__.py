@@ -1,0 +1,1 @@
+"""Which streamed piece is copied when, and over what: pure."""

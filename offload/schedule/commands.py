@@ -1,0 +1,69 @@
+"""What the schedule is told, and what it answers: small frozen tuples."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from offload.schedule.slots import Piece
+
+NEEDED, AHEAD, PREDICTED = "needed", "ahead", "predicted"
+
+
+class Need(NamedTuple):
+    """The pieces that a cut uses, of one arena; they may repeat.
+
+    `contiguous`: the pieces are experts 0..n-1 of one weight and must lie in slots [r*n, (r+1)*n)
+    for some r, in order, so that the router's ids hold without a remap.
+    """
+
+    cut: int
+    arena: int
+    pieces: tuple[Piece, ...]
+    contiguous: bool = False
+
+
+class Evict(NamedTuple):
+    """The slot's piece is gone; nothing to execute."""
+
+    arena: int
+    slot: int
+    piece: Piece
+
+
+class Copy(NamedTuple):
+    """Copy the piece into the slot, after the use that is numbered `after` has finished."""
+
+    arena: int
+    slot: int
+    piece: Piece
+    cut: int
+    reason: str  # NEEDED: the computation stands before the cut; AHEAD of it; PREDICTED
+    after: int | None  # None: nobody has ever read the slot
+
+
+Command = Evict | Copy
+
+
+class Entered(NamedTuple):
+    """A cut may run: the Wait and Compute commands of DESIGN section 4 in one."""
+
+    slots: tuple[int, ...]  # in the order of the need's pieces
+    waits: tuple[Piece, ...]  # order the computation behind the copies of these first
+    issued: tuple[Command, ...]  # enqueue these before that
+    hits: int  # pieces that were there before the need was known, cached or guessed
+    misses: int  # pieces that were copied because of the need
+    use: int  # number of this use of the slots; grows by one with each cut
+
+
+class Counters:
+    """What a schedule did since it was made."""
+
+    __slots__ = ("copies", "evictions", "hits", "misses", "prefetched_used", "prefetched_wasted")
+
+    def __init__(self) -> None:
+        self.hits = self.misses = self.evictions = 0
+        self.prefetched_used = self.prefetched_wasted = 0  # pieces copied AHEAD or PREDICTED
+        self.copies = {NEEDED: 0, AHEAD: 0, PREDICTED: 0}
+
+    def __repr__(self) -> str:
+        return f"<Counters {', '.join(f'{name}={getattr(self, name)}' for name in self.__slots__)}>"

@@ -1,0 +1,177 @@
+"""Which cached pieces are worth keeping: replacement policies, and the queue they order.
+
+A policy gives each piece a rank; the lowest goes first. A rank may change only when the piece is
+touched, and only upwards, so that a queue can be kept sorted lazily: `VictimQueue` looks at a rank
+again only when its piece has come to the front.
+"""
+
+from __future__ import annotations
+
+import difflib
+import heapq
+import math
+from collections.abc import Callable, Collection, Container, Mapping
+from typing import Protocol
+
+from offload.errors import OffloadError
+from offload.schedule.slots import LOADING, READY, ArenaSlots, Piece
+
+NEVER = -math.inf  # the rank of a piece that was copied but never used
+
+
+class Keep(Protocol):
+    """A replacement policy over pieces, whatever arena they are in."""
+
+    def touched(self, pieces: Collection[Piece], now: int) -> None:
+        """A cut uses the pieces; `now` grows by one with each cut."""
+
+    def rank(self, piece: Piece) -> float:
+        """The piece with the lowest rank goes first."""
+
+
+class Lru:
+    """Keep what was used last."""
+
+    def __init__(self) -> None:
+        self._last: dict[Piece, int] = {}
+
+    def touched(self, pieces: Collection[Piece], now: int) -> None:
+        last = self._last
+        for piece in pieces:
+            last[piece] = now
+
+    def rank(self, piece: Piece) -> float:
+        return self._last.get(piece, NEVER)
+
+
+class Lfu:
+    """Keep what is used often, counting a use half after every `half_life` cuts.
+
+    All counts decay alike, so instead of shrinking the old ones each new use weighs more; the rank
+    is the base-2 logarithm of the weighted count, which cannot overflow.
+    """
+
+    def __init__(self, half_life: float = 4096.0) -> None:
+        if half_life <= 0:
+            raise OffloadError(f"the half-life of lfu must be over 0 cuts, not {half_life}")
+        self._half_life = half_life
+        self._rank: dict[Piece, float] = {}
+
+    def touched(self, pieces: Collection[Piece], now: int) -> None:
+        rank, new, log2 = self._rank, now / self._half_life, math.log2
+        for piece in pieces:
+            old = rank.get(piece)
+            rank[piece] = new if old is None else new + log2(1.0 + 2.0 ** min(old - new, 1000.0))
+
+    def rank(self, piece: Piece) -> float:
+        return self._rank.get(piece, NEVER)
+
+
+class Static:
+    """Keep what was popular when it was measured; among equals what was used last."""
+
+    def __init__(self, popularity: Mapping[Piece, int]) -> None:
+        """`popularity`: uses of each piece in a measured run; a piece that is not in it has 0."""
+        self._popularity = popularity
+        self._last: dict[Piece, int] = {}
+
+    def touched(self, pieces: Collection[Piece], now: int) -> None:
+        last = self._last
+        for piece in pieces:
+            last[piece] = now
+
+    def rank(self, piece: Piece) -> float:
+        # Below one, so that it decides between equal counts only.
+        recency = 1.0 - 1.0 / (1.0 + self._last.get(piece, 0))
+        return self._popularity.get(piece, 0) + recency
+
+
+KEEPS: dict[str, Callable[[Mapping[Piece, int]], Keep]] = {
+    "lru": lambda popularity: Lru(),
+    "lfu": lambda popularity: Lfu(),
+    "static": Static,
+}
+
+
+def make_keep(name: str, popularity: Mapping[Piece, int] | None = None) -> Keep:
+    """The policy of that name. Raises OffloadError for a name that is not in KEEPS."""
+    if name not in KEEPS:
+        near = difflib.get_close_matches(name, KEEPS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(KEEPS)}"
+        raise OffloadError(f"no replacement policy is called {name!r}: {hint}")
+    return KEEPS[name](popularity or {})
+
+
+class VictimQueue:
+    """The plainly cached pieces of one arena, the one to lose first in front.
+
+    Plain means: nobody uses it, no known need wants it, no live guess names it. Entries that turn
+    out not to be plain are dropped when they reach the front; whoever makes a slot plain again
+    offers it again. So a hit costs the queue nothing.
+    """
+
+    __slots__ = ("_heap", "_keep", "_slots", "_version", "dropped", "queued")
+
+    def __init__(self, slots: ArenaSlots, keep: Keep) -> None:
+        self._slots, self._keep = slots, keep
+        self._heap: list[tuple[float, int, int]] = []  # rank, slot, version
+        self._version = [0] * slots.n_slots  # counts the pieces a slot has held
+        self.queued = [False] * slots.n_slots
+        self.dropped: list[int] = []  # slots to offer again when a new graph begins
+
+    def renew(self, slot: int) -> None:
+        """The slot has been given to another piece, which is not plain yet."""
+        self._version[slot] += 1
+        self.queued[slot] = False
+        self.dropped.append(slot)
+
+    def offer(self, slot: int) -> None:
+        """The slot may be plain now."""
+        piece = self._slots.piece[slot]
+        if piece is not None and not self.queued[slot]:
+            self.queued[slot] = True
+            heapq.heappush(self._heap, (self._keep.rank(piece), slot, self._version[slot]))
+
+    def offer_dropped(self) -> None:
+        """Nothing is wanted any more: every slot may be plain."""
+        dropped, self.dropped = self.dropped, []
+        for slot in dropped:
+            self.offer(slot)
+        if len(self._heap) > 4 * self._slots.n_slots:  # entries of pieces evicted out of turn
+            self._heap = [e for e in self._heap if e[2] == self._version[e[1]]]
+            heapq.heapify(self._heap)
+
+    def take(
+        self,
+        wanted: Container[Piece],
+        live: Container[Piece] = (),
+        pinned: Container[Piece] = (),
+    ) -> int | None:
+        """Remove and return the first slot whose piece is in none of the three; None if none."""
+        heap, slots = self._heap, self._slots
+        while heap:
+            rank, slot, version = heap[0]
+            if version != self._version[slot]:
+                heapq.heappop(heap)
+                continue
+            piece = slots.piece[slot]
+            state = slots.state[slot]
+            if (
+                piece is None
+                or (state != READY and state != LOADING)
+                or piece in wanted
+                or piece in live
+                or piece in pinned
+            ):
+                heapq.heappop(heap)
+                self.queued[slot] = False
+                self.dropped.append(slot)
+                continue
+            now = self._keep.rank(piece)
+            if now != rank:
+                heapq.heapreplace(heap, (now, slot, version))
+                continue
+            heapq.heappop(heap)
+            self.queued[slot] = False
+            return slot
+        return None

@@ -1,0 +1,330 @@
+"""When each streamed piece is copied, and over what: a pure, deterministic planner.
+
+What happens around it
+----------------------
+A graph computes its *cuts*, the nodes that use a streamed weight, in order 0..n-1. Copies go into
+one queue in order. For every graph the executor calls
+
+    begin(n_cuts)           then need() for what is known and predict() for what is guessed
+    per cut: issue(cut)     commands to enqueue before the cut is reached
+             need(...)      for the cuts of a layer whose router's ids have just been read
+             enter(cut)     where the pieces are, and which copies to wait for
+             leave(cut)     once the cut is submitted and a fence is behind it
+
+Rules
+-----
+1. Needed pieces are copied in cut order, at most `depth` cuts ahead; guesses only behind them, and
+   no more than `guess_limit` at a time, since a copy in an in-order queue delays all that follow.
+2. Slots are taken as offload/schedule/victims.py says; a slot in use never.
+3. What cannot be placed stays pending, and is tried again when something has been left. `enter`
+   places what is still missing, over anything that is not in use: nothing waits for ever.
+4. Weights that are known from the start come round in every graph, and would flush each other out
+   of a small cache just before their next use. So all but a few slots keep *pinned* ones, spread
+   evenly over the graph so that the link copies the others while these compute.
+5. With `wrap`, the last cuts of a graph already fetch the first ones of the next, if the graph
+   before began with the same.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from offload.schedule.commands import (
+    AHEAD,
+    NEEDED,
+    PREDICTED,
+    Command,
+    Copy,
+    Counters,
+    Entered,
+    Evict,
+    Need,
+)
+from offload.schedule.keep import Keep
+from offload.schedule.slots import IN_USE, LOADING, READY, Piece, SlotTable
+from offload.schedule.victims import Lane, Placer, add, discard
+
+__all__ = ["Command", "Copy", "Counters", "Entered", "Evict", "Need", "Schedule"]
+
+_RING = 4  # slots of an arena through which pieces stream past the pinned ones, at most
+_WRAP_CUTS = 8  # cuts of the next graph that may be fetched early, at most
+
+
+class Schedule:
+    """Plans one graph after another over a slot table. Not to be shared between threads."""
+
+    def __init__(
+        self, table: SlotTable, keep: Keep, depth: int, guess_limit: int = 16, *, wrap: bool = False
+    ) -> None:
+        """`depth`: cuts to copy ahead; 0 copies nothing before `enter`, the serial twin."""
+        if depth < 0 or guess_limit < 0:
+            raise ValueError(f"depth {depth} and guess_limit {guess_limit} must not be negative")
+        self.table, self.depth, self.guess_limit, self.wrap = table, depth, guess_limit, wrap
+        self.counters = Counters()
+        self._keep = keep
+        self._lanes = {arena: Lane(arena, slots, keep) for arena, slots in table.arenas.items()}
+        self._placer = Placer(self.counters)
+        self._n_cuts = self._at = self._use = 0
+        self._needs: dict[int, Need] = {}  # known, by cut
+        self._guesses: dict[int, Need] = {}  # of cuts that are not known
+        self._open: dict[int, tuple[Lane, list[int]]] = {}  # entered, not left: slots
+        self._known: list[Need] = []  # what was known before anything of this graph ran
+        self._before: list[Need] = []  # the same of the graph before
+        self._planned = False  # whether this graph has started
+
+    # -- what is known ---------------------------------------------------------------------------
+
+    def begin(self, n_cuts: int) -> None:
+        """A new graph; what is cached stays. Raises RuntimeError if a cut is still open."""
+        if self._open:
+            raise RuntimeError(f"cuts {sorted(self._open)} were entered and not left: abort first")
+        self._n_cuts, self._at, self._planned = n_cuts, 0, False
+        self._before, self._known = self._known, []
+        self._forget_graph()
+
+    def _forget_graph(self) -> None:
+        self._needs.clear()
+        self._guesses.clear()
+        self._placer.wanted.clear()
+        self._placer.in_flight.clear()
+        for lane in self._lanes.values():
+            lane.clear()
+
+    def need(self, need: Need) -> None:
+        """What a cut uses has become known. Raises ValueError for a cut that cannot have it."""
+        cut = need.cut
+        if not self._at <= cut < self._n_cuts or cut in self._needs:
+            raise ValueError(
+                f"cut {cut} is known already, or not in {self._at}..{self._n_cuts - 1}"
+            )
+        lane = self._lanes[need.arena]
+        self._needs[cut] = need
+        if cut in self._guesses:
+            self._expire(lane, self._guesses.pop(cut))
+        if not self._planned:
+            self._known.append(need)
+        elif lane.pinned and not need.contiguous and len(need.pieces) > 1:
+            lane.unpin()  # the pinned would leave too few slots for experts
+        where, wanted = lane.slots.where, self._placer.wanted
+        there = not need.contiguous
+        for piece in need.pieces:
+            cuts = wanted.get(piece)
+            if cuts is None:
+                wanted[piece] = [cut]
+            else:
+                insort(cuts, cut)
+            if piece not in where:
+                there = False
+        if not there:
+            add(lane.pending, cut)
+            lane.changed()
+
+    def predict(self, guess: Need) -> None:
+        """A guess, the likeliest pieces first. Ignored once the cut is known or behind."""
+        cut = guess.cut
+        if cut in self._needs or cut in self._guesses or cut < self._at or guess.contiguous:
+            return
+        self._guesses[cut] = guess
+        add(self._lanes[guess.arena].guesses, cut)
+
+    def _expire(self, lane: Lane, guess: Need) -> None:
+        """The truth about a cut is known: what was guessed for it is plainly cached now."""
+        discard(lane.guesses, guess.cut)
+        for piece in guess.pieces:
+            if lane.live.get(piece) == guess.cut:
+                del lane.live[piece]
+                self._placer.in_flight.discard(piece)
+                lane.queue.offer(lane.slots.where[piece])
+        lane.changed()
+
+    # -- copies ahead ----------------------------------------------------------------------------
+
+    def issue(self, at: int) -> list[Command]:
+        """Everything that may be enqueued now that the computation stands before cut `at`."""
+        self._at = max(self._at, at)
+        out: list[Command] = []
+        if not self._planned:
+            self._plan()
+        if not self.depth:
+            return out
+        horizon = at + self.depth
+        while (found := self._next_needed(horizon)) is not None:
+            need = self._needs[found.pending[0]]
+            reason = AHEAD if need.cut > at else NEEDED
+            if self._placer.place(found, need, reason, out):
+                discard(found.pending, need.cut)
+            else:
+                found.stuck = True
+        while (found := self._next_guessed(horizon)) is not None:
+            self._issue_guess(found, self._guesses[found.guesses[0]], out)
+        return out
+
+    def _next_needed(self, horizon: int) -> Lane | None:
+        best, found = horizon + 1, None
+        for lane in self._lanes.values():
+            pending = lane.pending
+            while pending and pending[0] < self._at:  # passed over; `enter` would place it
+                del pending[0]
+            if pending and not lane.stuck and pending[0] < best:
+                best, found = pending[0], lane
+        return found
+
+    def _next_guessed(self, horizon: int) -> Lane | None:
+        if len(self._placer.in_flight) >= self.guess_limit:
+            return None
+        best, found = horizon + 1, None
+        for lane in self._lanes.values():
+            if lane.guesses and not (lane.stuck or lane.guessing_stuck) and lane.guesses[0] < best:
+                best, found = lane.guesses[0], lane
+        return found
+
+    def _issue_guess(self, lane: Lane, guess: Need, out: list[Command]) -> None:
+        """Copy what is guessed for one cut, as far as the limit and plain victims allow."""
+        for piece in guess.pieces:
+            if piece in lane.slots.where:
+                lane.live.setdefault(piece, guess.cut)
+            elif len(self._placer.in_flight) >= self.guess_limit:
+                return
+            elif not self._placer.place_guess(lane, piece, guess.cut, out):
+                lane.guessing_stuck = True
+                return
+        discard(lane.guesses, guess.cut)
+
+    def _plan(self) -> None:
+        """Before the first cut: pin, and guess how the next graph begins."""
+        self._planned = True
+        for lane in self._lanes.values():
+            lane.pinned = _pinned(
+                [need for need in self._known if need.arena == lane.arena],
+                lane.slots.n_slots,
+                1 + min(max(1, self.depth), _RING - 1),
+            )
+        if not self.wrap:
+            return
+        for old, new in zip(self._before, self._known, strict=False):
+            if old != new or new.cut >= min(self.depth, _WRAP_CUTS):
+                break
+            if len(new.pieces) == 1:
+                self.predict(new._replace(cut=self._n_cuts + new.cut))
+
+    # -- one cut ---------------------------------------------------------------------------------
+
+    def ready(self, cut: int) -> bool:
+        """Whether the cut could be entered without a copy or a wait."""
+        need = self._needs.get(cut)
+        if need is None:
+            return False
+        lane = self._lanes[need.arena]
+        slots, state = self._placer.resident(lane, need), lane.slots.state
+        return slots is not None and all(state[slot] in (READY, IN_USE) for slot in slots)
+
+    def enter(self, cut: int) -> Entered:
+        """Make all the cut's pieces resident and mark them in use, until `leave`.
+
+        Raises DoesNotFit, and changes nothing, if the arena is too small for the need beside the
+        cuts that are entered and not left; ValueError if the cut's need is not known.
+        """
+        need = self._needs.get(cut)
+        if need is None or cut in self._open:
+            raise ValueError(f"cut {cut} is entered already, or its need is not known")
+        if not self._planned:
+            self._plan()
+        lane, placer = self._lanes[need.arena], self._placer
+        issued: list[Command] = []
+        slots = placer.resident(lane, need)
+        if slots is None:
+            placer.require_room(lane, need)
+            placer.place(lane, need, NEEDED, issued, forced=True)
+            slots = placer.resident(lane, need)
+            assert slots is not None, f"{need} was placed and is not there"
+        self._at = max(self._at, cut)
+        discard(lane.pending, cut)
+        self._use += 1
+        waits, misses = self._take(lane, need, slots)
+        lane.slots.acquire(slots, self._use)
+        self._keep.touched(need.pieces, self._use)
+        self._open[cut] = lane, slots
+        hits = len(slots) - misses
+        self.counters.hits += hits
+        self.counters.misses += misses
+        return Entered(tuple(slots), tuple(waits), tuple(issued), hits, misses, self._use)
+
+    def _take(self, lane: Lane, need: Need, slots: list[int]) -> tuple[list[Piece], int]:
+        """The need is met: order it behind its copies; (pieces to wait for, misses)."""
+        waits: list[Piece] = []
+        misses, cut = 0, need.cut
+        state, fresh, wanted = lane.slots.state, lane.fresh, self._placer.wanted
+        for piece, slot in zip(need.pieces, slots, strict=True):
+            if state[slot] == LOADING:
+                lane.slots.landed(slot)
+                self._placer.in_flight.discard(piece)
+                waits.append(piece)
+            why = fresh[slot]
+            if why is not None:
+                fresh[slot] = None
+                misses += why != PREDICTED
+                self.counters.prefetched_used += why != NEEDED
+            cuts = wanted[piece]
+            if len(cuts) == 1:
+                del wanted[piece]
+            else:
+                cuts.remove(cut)
+        return waits, misses
+
+    def leave(self, cut: int) -> None:
+        """The cut is submitted. Raises ValueError if it was not entered."""
+        if cut not in self._open:
+            raise ValueError(f"cut {cut} was not entered, or left already")
+        lane, slots = self._open.pop(cut)
+        lane.slots.release(slots)
+        queued, offer = lane.queue.queued, lane.queue.offer
+        for slot in slots:
+            if not queued[slot]:
+                offer(slot)
+        lane.changed()
+
+    def abort(self) -> None:
+        """A step failed: forget what its copies and cuts leave in doubt, keep what is READY.
+
+        Copies may still be on their way; whoever executes them drains the queue.
+        """
+        for lane in self._lanes.values():
+            before = list(lane.slots.piece)
+            for slot in lane.slots.abort():
+                piece = before[slot]
+                assert piece is not None
+                self._placer.forget(lane, slot, piece)
+        self._open.clear()
+        self._known, self._n_cuts = [], 0
+        self._forget_graph()
+
+    def check(self) -> None:
+        """Raise AssertionError if table and plan disagree."""
+        self.table.check()
+        for lane in self._lanes.values():
+            assert lane.live.keys() <= lane.slots.where.keys(), "a guess is live and not there"
+            assert lane.pending == sorted(set(lane.pending)), lane.pending
+            in_use = {slot for open_lane, slots in self._open.values() if open_lane is lane
+                      for slot in slots}  # fmt: skip
+            assert lane.slots.counts[IN_USE] == len(in_use), "a slot is in use by no open cut"
+
+
+def _pinned(known: list[Need], n_slots: int, ring: int) -> frozenset[Piece]:
+    """What to keep of needs that recur, when not all fit: every so many of them, first ones first.
+
+    `ring` is how many of them stream past. Only for dense or whole weights, of one size, that are
+    used once: where some are used more often, the farthest next use is the better rule.
+    """
+    units = list(dict.fromkeys(need.pieces for need in known))
+    n = len(units)
+    size = len(units[0]) if units else 0
+    if n < len(known) or any(
+        len(need.pieces) != size or (size > 1 and not need.contiguous) for need in known
+    ):
+        return frozenset()
+    capacity = n_slots // size if size else n
+    n_pinned = capacity - ring
+    if n <= capacity or n_pinned <= 0:
+        return frozenset()
+    kept = [u for i, u in enumerate(units) if -(-i * n_pinned // n) != -(-(i + 1) * n_pinned // n)]
+    return frozenset(piece for unit in kept for piece in unit)

@@ -1,0 +1,341 @@
+"""Where a piece is copied to, and what has to go for it. Pure; used by the schedule alone.
+
+A slot is taken, in this order: free; plainly cached, as the Keep policy says; guessed, the farthest
+first; needed at a cut farther than the one served, the farthest first; and, when the computation
+stands before the cut and cannot go on otherwise (`forced`), anything that is not in use. A guess
+may take the first two, and guesses farther than itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from offload.errors import DoesNotFit
+from offload.schedule.commands import NEEDED, PREDICTED, Command, Copy, Counters, Evict, Need
+from offload.schedule.keep import Keep, VictimQueue
+from offload.schedule.slots import FREE, IN_USE, LOADING, READY, ArenaSlots, Piece
+
+_FAR = 1 << 60
+
+
+class Lane:
+    """What is planned for one arena."""
+
+    __slots__ = ("arena", "fresh", "guesses", "guessing_stuck", "live", "pending", "pinned",
+                 "queue", "slots", "stuck")  # fmt: skip
+
+    def __init__(self, arena: int, slots: ArenaSlots, keep: Keep) -> None:
+        self.arena, self.slots = arena, slots
+        self.queue = VictimQueue(slots, keep)
+        self.fresh: list[str | None] = [None] * slots.n_slots  # why copied, until first used
+        self.clear()
+
+    def clear(self) -> None:
+        """A new graph: nothing is known, everything there is plainly cached."""
+        self.pending: list[int] = []  # cuts that need something not placed yet, in order
+        self.guesses: list[int] = []  # cuts with a guess not placed yet, in order
+        self.live: dict[Piece, int] = {}  # guessed and there -> the cut it is guessed for
+        self.pinned: frozenset[Piece] = frozenset()
+        self.queue.offer_dropped()
+        self.changed()
+
+    def changed(self) -> None:
+        """Something may fit now that did not before."""
+        self.stuck = self.guessing_stuck = False
+
+    def unpin(self) -> None:
+        self.pinned = frozenset()
+        self.queue.offer_dropped()
+
+
+class Placer:
+    """Gives slots to pieces. Shares what is wanted and guessed with the schedule."""
+
+    def __init__(self, counters: Counters) -> None:
+        self.counters = counters
+        self.wanted: dict[Piece, list[int]] = {}  # cuts that need it and are not entered, in order
+        self.in_flight: set[Piece] = set()  # guesses whose copy no computation has waited for
+
+    def resident(self, lane: Lane, need: Need) -> list[int] | None:
+        """The need's slots in order, whatever their state; None if not all is in place."""
+        slots, pieces = lane.slots, need.pieces
+        if need.contiguous:
+            n = len(pieces)
+            first = slots.where.get(pieces[0])
+            if first is None or first % n or slots.piece[first : first + n] != list(pieces):
+                return None
+            return list(range(first, first + n))
+        try:
+            return [slots.where[piece] for piece in pieces]
+        except KeyError:
+            return None
+
+    def place(
+        self, lane: Lane, need: Need, reason: str, out: list[Command], *, forced: bool = False
+    ) -> bool:
+        """Append the commands that bring the need's pieces in; whether all are there now."""
+        if need.contiguous:
+            return self._place_region(lane, need, reason, out, forced)
+        where = lane.slots.where
+        missing = [piece for piece in dict.fromkeys(need.pieces) if piece not in where]
+        slots = self._make_room(lane, len(missing), need, out, forced)
+        self._copy_all(lane, _pairs(missing[: len(slots)], slots), need.cut, reason, out)
+        return len(slots) == len(missing)
+
+    def place_guess(self, lane: Lane, piece: Piece, cut: int, out: list[Command]) -> bool:
+        """Append the commands for one guessed piece; False if nothing may go for it."""
+        slot = next(reversed(lane.slots.free), None)
+        if slot is None:
+            slot = lane.queue.take(self.wanted, lane.live, lane.pinned)
+        if slot is None:
+            slot = self._farther_guess(lane, cut)
+        if slot is None:
+            return False
+        if lane.slots.state[slot] != FREE:
+            self._evict(lane, slot, out)
+        lane.live[piece] = cut
+        self.in_flight.add(piece)
+        self._copy_all(lane, [(piece, slot)], cut, PREDICTED, out)
+        return True
+
+    def require_room(self, lane: Lane, need: Need) -> None:
+        """Raise DoesNotFit if not even forcing could bring the need's pieces in."""
+        slots, pieces = lane.slots, need.pieces
+        busy = slots.counts[IN_USE]
+        if need.contiguous:
+            if self._region(lane, need, forced=True) is None:
+                raise DoesNotFit(
+                    f"cut {need.cut} needs {len(pieces)} slots of arena {lane.arena} in a row, but "
+                    f"it has {slots.n_slots}, {busy} of them in use; raise --vram"
+                )
+            return
+        own = set(pieces)
+        there = own & slots.where.keys()
+        shared = sum(1 for piece in there if slots.users[slots.where[piece]])
+        if len(own) + busy - shared > slots.n_slots:
+            raise DoesNotFit(
+                f"cut {need.cut} needs {len(own)} slots of arena {lane.arena}, but it has "
+                f"{slots.n_slots}, {busy - shared} of them in use; raise --vram"
+            )
+
+    # -- victims ---------------------------------------------------------------------------------
+
+    def _make_room(
+        self, lane: Lane, n: int, need: Need, out: list[Command], forced: bool
+    ) -> list[int]:
+        """Up to `n` free slots, in order, after evicting what has to go for them."""
+        got = list(islice(reversed(lane.slots.free), n))
+        take, wanted = lane.queue.take, self.wanted
+        while len(got) < n:
+            slot = take(wanted, lane.live, lane.pinned)
+            if slot is None:
+                break
+            self._evict(lane, slot, out)
+            got.append(slot)
+        if len(got) < n:
+            for slot in self._costly_victims(lane, n - len(got), need, forced):
+                self._evict(lane, slot, out)
+                got.append(slot)
+        return sorted(got)
+
+    def _farther_guess(self, lane: Lane, cut: int) -> int | None:
+        """The slot of what is guessed for the farthest cut beyond `cut`."""
+        slots = lane.slots
+        farther = [
+            (guessed_for, slots.where[piece])
+            for piece, guessed_for in lane.live.items()
+            if guessed_for > cut
+            and piece not in self.wanted
+            and piece not in lane.pinned
+            and slots.state[slots.where[piece]] != IN_USE
+        ]
+        return max(farther)[1] if farther else None
+
+    def _costly_victims(self, lane: Lane, n: int, need: Need, forced: bool) -> list[int]:
+        """Up to `n` slots of pieces that are expected to be used, the least harmful first."""
+        slots, wanted, live = lane.slots, self.wanted, lane.live
+        own = set(need.pieces)
+        ranked: list[tuple[int, int, int]] = []
+        for piece, slot in slots.where.items():
+            if slots.state[slot] not in (LOADING, READY) or piece in own:
+                continue
+            cuts = wanted.get(piece)
+            if cuts is None and piece in live and piece not in lane.pinned:
+                ranked.append((0, -live[piece], slot))
+            elif cuts is not None and cuts[0] > need.cut and piece not in lane.pinned:
+                ranked.append((1, -cuts[0], slot))
+            elif forced:
+                ranked.append((2, -cuts[0] if cuts else -_FAR, slot))
+        ranked.sort()
+        return [slot for _, _, slot in ranked[:n]]
+
+    def _evict(self, lane: Lane, slot: int, out: list[Command]) -> None:
+        piece = lane.slots.evict(slot)
+        self.forget(lane, slot, piece)
+        self.counters.evictions += 1
+        for cut in self.wanted.get(piece, ()):
+            add(lane.pending, cut)
+        out.append(Evict(lane.arena, slot, piece))
+
+    def forget(self, lane: Lane, slot: int, piece: Piece) -> None:
+        """The piece that was in the slot is there no more."""
+        if lane.fresh[slot] is not None:
+            if lane.fresh[slot] != NEEDED:
+                self.counters.prefetched_wasted += 1
+            lane.fresh[slot] = None
+        lane.live.pop(piece, None)
+        self.in_flight.discard(piece)
+
+    # -- whole weights ---------------------------------------------------------------------------
+
+    def _place_region(
+        self, lane: Lane, need: Need, reason: str, out: list[Command], forced: bool
+    ) -> bool:
+        if self.resident(lane, need) is not None:
+            return True  # looking for the cheapest region would find the one it has
+        first = self._region(lane, need, forced)
+        if first is None:
+            return False
+        slots = lane.slots
+        for slot, piece in enumerate(need.pieces, first):
+            elsewhere = slots.where.get(piece)
+            if elsewhere is not None and elsewhere != slot:
+                self._evict(lane, elsewhere, out)
+        missing: list[tuple[Piece, int]] = []
+        for slot, piece in enumerate(need.pieces, first):
+            there = slots.piece[slot]
+            if there == piece:
+                continue
+            if there is not None:
+                self._evict(lane, slot, out)
+            missing.append((piece, slot))
+        self._copy_all(lane, missing, need.cut, reason, out)
+        return True
+
+    def _region(self, lane: Lane, need: Need, forced: bool) -> int | None:
+        """The first slot of the region that costs least; None if none can be had."""
+        n = len(need.pieces)
+        regions: Iterable[int] = range(0, lane.slots.n_slots - n + 1, n)
+        anchors = self._anchors(lane, need, forced)
+        if anchors:
+            regions = anchors & set(regions) if len(anchors) == 1 else ()
+        best: tuple[int, ...] | None = None
+        for first in regions:
+            cost = self._region_cost(lane, need, first, forced)
+            if cost is not None and (best is None or cost < best):
+                best = cost
+        return None if best is None else best[-1]
+
+    def _anchors(self, lane: Lane, need: Need, forced: bool) -> set[int]:
+        """Where the region has to begin for those of the need's pieces that may not move."""
+        slots, anchors = lane.slots, set()
+        for i, piece in enumerate(need.pieces):
+            slot = slots.where.get(piece)
+            if slot is not None and (
+                slots.state[slot] == IN_USE or (not forced and self.wanted[piece][0] < need.cut)
+            ):
+                anchors.add(slot - i)
+        return anchors
+
+    def _region_cost(
+        self, lane: Lane, need: Need, first: int, forced: bool
+    ) -> tuple[int, ...] | None:
+        """Pieces lost that are wanted, that are guessed, copies, last use, and `first` itself."""
+        slots, wanted, own = lane.slots, self.wanted, set(need.pieces)
+        n_wanted = n_guessed = n_copies = last_use = 0
+        for slot, piece in enumerate(need.pieces, first):
+            there = slots.piece[slot]
+            if there == piece:
+                continue
+            n_copies += 1
+            if there is None:
+                continue
+            if slots.state[slot] == IN_USE:
+                return None
+            if there not in own:
+                cuts = wanted.get(there)
+                if not forced and (there in lane.pinned or (cuts and cuts[0] <= need.cut)):
+                    return None
+                n_wanted += cuts is not None or there in lane.pinned
+                n_guessed += there in lane.live
+            last_use = max(last_use, slots.last_use[slot])
+        return n_wanted, n_guessed, n_copies, last_use, first
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    def _copy_all(
+        self,
+        lane: Lane,
+        pairs: Sequence[tuple[Piece, int]],
+        cut: int,
+        reason: str,
+        out: list[Command],
+    ) -> None:
+        slots, fresh, renew = lane.slots, lane.fresh, lane.queue.renew
+        for piece, slot in pairs:
+            slots.reserve(slot, piece)
+        for piece, slot in pairs:
+            slots.load(slot)
+            fresh[slot] = reason
+            renew(slot)
+            out.append(Copy(lane.arena, slot, piece, cut, reason, slots.last_use[slot] or None))
+        self.counters.copies[reason] += len(pairs)
+
+
+def add(cuts: list[int], cut: int) -> None:
+    """Insert into a sorted list that holds each cut once."""
+    at = bisect_left(cuts, cut)
+    if at == len(cuts) or cuts[at] != cut:
+        cuts.insert(at, cut)
+
+
+def discard(cuts: list[int], cut: int) -> None:
+    """Remove from a sorted list, if it is there."""
+    at = bisect_left(cuts, cut)
+    if at < len(cuts) and cuts[at] == cut:
+        del cuts[at]
+
+
+def _pairs(pieces: Sequence[Piece], slots: Sequence[int]) -> list[tuple[Piece, int]]:
+    """Give each piece a slot so that neighbouring experts get neighbouring slots where they can.
+
+    The longest run of neighbouring experts goes to the shortest run of slots that holds it.
+    """
+    if len(pieces) < 2:
+        return list(zip(pieces, slots, strict=True))
+    want = _runs([weight << 32 | expert for weight, expert in sorted(pieces)])
+    have = _runs(slots)
+    pairs: list[tuple[int, int]] = []
+    want.sort(key=lambda run: -run[1])
+    while want and want[0][1] > 1:
+        first, n = want.pop(0)
+        run = min((r for r in have if r[1] >= n), key=_length, default=None)
+        if run is None:
+            run = max(have, key=_length)
+            insort(want, (first + run[1], n - run[1]), key=lambda r: -r[1])
+            n = run[1]
+        have.remove(run)
+        pairs += [(first + i, run[0] + i) for i in range(n)]
+        if run[1] > n:
+            have.append((run[0] + n, run[1] - n))
+    have.sort(key=_length)
+    left = [first + i for first, n in have for i in range(n)]
+    pairs += zip((first for first, _ in want), left, strict=True)
+    return [((piece >> 32, piece & 0xFFFFFFFF), slot) for piece, slot in sorted(pairs)]
+
+
+def _length(run: tuple[int, int]) -> int:
+    return run[1]
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, length) of each run of consecutive numbers; `numbers` ascend."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][0] + runs[-1][1] == number:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((number, 1))
+    return runs

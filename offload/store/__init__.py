@@ -1,0 +1,1 @@
+"""Host memory that holds streamed weights, and how the file's bytes come into it."""

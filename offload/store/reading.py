@@ -1,0 +1,251 @@
+"""Parallel reads of file chunks into memory of ours, past the page cache where that is possible.
+
+Chunks that the page cache holds already are copied from there; the others are read directly
+(O_DIRECT). Where the file system refuses that, reads go through the cache. What is left in the
+cache is dropped. Reader threads share one list of work; the first failure stops them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from offload.errors import BadModel
+from offload.ggml.memory import address_of_readable, n_resident_pages
+from offload.store.layout import PAGE_BYTES, Chunk
+
+_POLL_S = 0.05
+_READAHEAD_BYTES = 128 << 10  # the kernel brings no more per call than a device's read-ahead size
+
+
+class Target(Protocol):
+    """Memory to read into: `target[a:b]` is a writable view of it."""
+
+    def __getitem__(self, key: slice, /) -> memoryview: ...
+
+
+@dataclass
+class ReadCounters:
+    """What the readers did. `peak_readers` is how many were reading at the same time."""
+
+    direct_bytes: int = 0
+    cached_bytes: int = 0  # were in the page cache already
+    buffered_bytes: int = 0  # through the page cache, for want of direct reads
+    reads: int = 0
+    peak_readers: int = 0
+
+    @property
+    def read_bytes(self) -> int:
+        return self.direct_bytes + self.cached_bytes + self.buffered_bytes
+
+
+class OpenFile:
+    """A model file opened twice: through the page cache, and past it where that works."""
+
+    def __init__(self, path: Path, *, direct: bool = True) -> None:
+        """Raises BadModel."""
+        self.path = path
+        self.why_not_direct = "" if direct else "switched off"
+        self.direct = -1
+        try:
+            self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._mapping = mmap.mmap(self.buffered, 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as e:
+            raise BadModel(f"{path}: cannot be read ({e})") from e
+        self._address = address_of_readable(self._mapping)
+        # Of other people's files the kernel does not tell what is cached.
+        self._tells = os.access(path, os.W_OK)
+        if direct:
+            try:
+                self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            except OSError as e:
+                self.give_up_direct(e)
+
+    def give_up_direct(self, error: OSError) -> None:
+        """Read through the page cache from here on. The descriptor stays: others may be in it."""
+        self.why_not_direct = f"the file system of {self.path} refuses O_DIRECT ({error.strerror})"
+
+    @property
+    def is_direct(self) -> bool:
+        return not self.why_not_direct
+
+    def is_cached(self, start_bytes: int, size_bytes: int) -> bool:
+        """Whether all of a range that begins on a page is in the page cache, as far as known.
+
+        Asking with a read that may not wait would start read-ahead of what is not.
+        """
+        size_bytes = min(size_bytes, len(self._mapping) - start_bytes)
+        if not self._tells or size_bytes <= 0:
+            return False
+        n_pages = -(-size_bytes // PAGE_BYTES)
+        try:
+            return n_resident_pages(self._address + start_bytes, size_bytes) == n_pages
+        except OSError:
+            return False
+
+    def forget(self, start_bytes: int, size_bytes: int) -> None:
+        """Drop a range from the page cache; pages that somebody has mapped stay."""
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self.buffered, start_bytes, size_bytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        for descriptor in (self.buffered, self.direct):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.buffered = self.direct = -1
+        self._mapping.close()
+
+
+class Readers:
+    """Threads that carry out chunks in order. Use: start, wait, close; or stop, close."""
+
+    def __init__(
+        self, files: Iterable[OpenFile], chunks: Sequence[Chunk], target: Target, n_threads: int
+    ) -> None:
+        self.counters = ReadCounters()
+        self._files = {file.path: file for file in files}
+        self._chunks = iter(chunks)
+        self._target = target
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._n_reading = 0
+        self._error: BaseException | None = None
+        self._finished_s = 0.0
+        self._threads = [
+            threading.Thread(target=self._work, name=f"weights-{i}", daemon=True)
+            for i in range(min(n_threads, max(1, len(chunks))))
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ask the threads to end after the read they are in, and wait for that."""
+        self._stopping = True
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def wait(self, on_poll: Callable[[], object] = lambda: None) -> float:
+        """Until everything is read; the moment (time.perf_counter) of the last byte.
+
+        Raises what a reader raised. `on_poll` is called on this thread about 20 times a second;
+        whatever it raises, Ctrl-C among it, stops the readers first.
+        """
+        try:
+            for thread in self._threads:
+                while thread.is_alive():
+                    thread.join(_POLL_S)
+                    on_poll()
+        except BaseException:
+            self.stop()
+            raise
+        if self._error is not None:
+            raise self._error
+        return self._finished_s
+
+    # -- on the reader threads -------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (chunk := self._next()) is not None:
+            try:
+                self._read(self._files[chunk.file], chunk)
+            except BaseException as e:
+                with self._lock:
+                    self._error = self._error or e
+                self._stopping = True
+            with self._lock:
+                self._n_reading -= 1
+                self._finished_s = time.perf_counter()
+
+    def _next(self) -> Chunk | None:
+        with self._lock:
+            chunk = None if self._stopping else next(self._chunks, None)
+            if chunk is not None:
+                self._n_reading += 1
+                self.counters.reads += 1
+                self.counters.peak_readers = max(self.counters.peak_readers, self._n_reading)
+            return chunk
+
+    def _read(self, file: OpenFile, chunk: Chunk) -> None:
+        view = self._target[chunk.at_bytes : chunk.at_bytes + chunk.size_bytes]
+        is_cached = file.is_cached(chunk.start_bytes, chunk.least_bytes)
+        done = 0
+        while done < chunk.least_bytes:
+            if self._stopping:
+                return
+            n = self._read_some(file, chunk.start_bytes + done, view[done:], is_cached)
+            if n == 0:
+                size_bytes = os.fstat(file.buffered).st_size
+                raise BadModel(
+                    f"{file.path}: the file ends at byte {size_bytes} but weights "
+                    f"reach to byte {chunk.start_bytes + chunk.least_bytes}; it was cut short "
+                    "while it was being loaded"
+                )
+            done += n
+        # Whatever of these bytes was in the page cache, before or because of us, is a second copy.
+        file.forget(chunk.start_bytes, chunk.size_bytes)
+
+    def _read_some(
+        self, file: OpenFile, start_bytes: int, view: memoryview, is_cached: bool
+    ) -> int:
+        # After a short read the rest may not begin on a page, which direct reads want.
+        if file.is_direct and not is_cached and start_bytes % PAGE_BYTES == 0:
+            try:
+                n = os.preadv(file.direct, [view], start_bytes)
+            except OSError as e:
+                file.give_up_direct(e)
+            else:
+                self._count("direct_bytes", n)
+                return n
+        try:
+            n = os.preadv(file.buffered, [view], start_bytes)
+        except OSError as e:
+            raise BadModel(f"{file.path}: reading failed at byte {start_bytes} ({e})") from e
+        self._count("cached_bytes" if is_cached else "buffered_bytes", n)
+        return n
+
+    def _count(self, what: str, n_bytes: int) -> None:
+        with self._lock:
+            setattr(self.counters, what, getattr(self.counters, what) + n_bytes)
+
+
+class ReadAhead:
+    """A thread that has the kernel bring file ranges into the page cache, for libllama to find."""
+
+    def __init__(self, ranges: Sequence[tuple[OpenFile, int, int]]) -> None:
+        """`ranges` are (file, start, stop) in bytes, in the order in which they are wanted."""
+        self._ranges = ranges
+        self._stopping = False
+        self.asked_bytes = 0
+        self._thread = threading.Thread(target=self._work, name="read-ahead", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End early, and wait for that."""
+        self._stopping = True
+        self.wait()
+
+    def wait(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        for file, start, stop in self._ranges:
+            for at in range(start, stop, _READAHEAD_BYTES):
+                if self._stopping:
+                    return
+                size = min(_READAHEAD_BYTES, stop - at)
+                with contextlib.suppress(OSError):
+                    os.posix_fadvise(file.buffered, at, size, os.POSIX_FADV_WILLNEED)
+                self.asked_bytes += size

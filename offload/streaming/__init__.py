@@ -1,0 +1,1 @@
+"""Executes the schedule: copy engines, and graphs run between their cuts."""

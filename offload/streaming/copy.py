@@ -1,0 +1,315 @@
+"""Copy engines: one in-order queue of copies from host memory into slots, beside the computation.
+
+`DeviceCopier` uses a second stream of the device and events both ways: the double buffer on CUDA,
+Vulkan and every backend with `async` and `events`. `ThreadCopier` does the same with a thread where
+the backend has no events, and can be held to the bandwidth of a link that one does not have.
+
+A *ticket* is a point in the copy queue; waiting for it orders the computation after every copy up
+to it. A *fence* is a point in the computation; a copy given a fence starts after it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from offload.errors import DeviceFailed
+from offload.ggml import tensor
+from offload.ggml.library.lib import library
+from offload.trace import COPY, NO_TRACE, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """`size_bytes` from host address `source` to `offset` of a slot tensor."""
+
+    target: Any  # a tensor structure, kept alive until the copy is done
+    offset_bytes: int
+    source: int
+    size_bytes: int
+    name: str = ""
+    args: Mapping[str, int | str] = field(default_factory=dict)  # for the trace
+
+
+class Copier(Protocol):
+    """What the executor needs of a copy engine."""
+
+    stalled_s: float  # time the host waited for copies
+    tickets_survive: bool  # whether tickets of earlier graphs may still be waited for
+
+    def begin(self) -> None:
+        """A new graph: everything submitted for the one before is complete."""
+
+    def copy(self, transfer: Transfer, after: Any) -> None:
+        """Enqueue a copy; `after` is a fence or None."""
+
+    def mark(self) -> Any:
+        """A ticket for everything enqueued so far."""
+
+    def wait(self, ticket: Any) -> None:
+        """Order the computation after the ticket. Raises DeviceFailed if a copy failed."""
+
+    def fence(self) -> Any:
+        """The point that the computation submitted so far ends at."""
+
+    def drain(self) -> None:
+        """Return when every copy is done. Raises DeviceFailed if one failed."""
+
+    def abandon(self) -> None:
+        """After a failure: return when nothing is under way, and forget what failed."""
+
+    def close(self) -> None: ...
+
+
+class Events:
+    """Events of one device, taken within a graph and given back at the next one's begin."""
+
+    def __init__(self, device: int) -> None:
+        self._lib, self._device = library(), device
+        self._free: list[int] = []
+        self._taken: list[int] = []
+
+    def take(self) -> int:
+        if self._free:
+            event = self._free.pop()
+        else:
+            made = self._lib.ggml_backend_event_new(self._device)
+            if not made:
+                raise DeviceFailed("the device refused to make another event")
+            event = int(made)
+        self._taken.append(event)
+        return event
+
+    def recycle(self) -> None:
+        # Synchronising is free for an event that has passed, and lets Vulkan reuse its parts.
+        for event in self._taken:
+            self._lib.ggml_backend_event_synchronize(event)
+        self._free += self._taken
+        self._taken.clear()
+
+    def close(self) -> None:
+        self.recycle()
+        for event in self._free:
+            self._lib.ggml_backend_event_free(event)
+        self._free.clear()
+
+
+class DeviceCopier:
+    """Copies on a second stream of the device; nothing here blocks the host."""
+
+    tickets_survive = False  # their events are used again
+
+    def __init__(self, device: int, compute: int, trace: Trace = NO_TRACE) -> None:
+        """`compute` is the inner backend that computes."""
+        self._lib = lib = library()
+        self._compute = compute
+        self._stream: int | None = lib.ggml_backend_dev_init(device, None)
+        self._events = Events(device)
+        self._watcher = _Watcher(trace) if trace else None
+        self._unmarked: list[tuple[Transfer, float]] = []
+        self._kept: list[Any] = []  # structures that enqueued copies refer to
+        self.stalled_s = 0.0
+
+    def begin(self) -> None:
+        if self._watcher is not None:
+            self._watcher.drain()
+        self._events.recycle()
+        self._kept.clear()
+
+    def copy(self, transfer: Transfer, after: Any) -> None:
+        lib = self._lib
+        if after is not None:
+            lib.ggml_backend_event_wait(self._stream, after)
+        self._kept.append(transfer.target)
+        if self._watcher is not None:
+            self._unmarked.append((transfer, time.perf_counter()))
+        lib.ggml_backend_tensor_set_async(
+            self._stream,
+            tensor.address_of(transfer.target),
+            transfer.source,
+            transfer.offset_bytes,
+            transfer.size_bytes,
+        )
+
+    def mark(self) -> int:
+        event = self._events.take()
+        self._lib.ggml_backend_event_record(event, self._stream)
+        if self._watcher is not None:
+            self._watcher.watch(event, self._unmarked)
+            self._unmarked = []
+        return event
+
+    def wait(self, ticket: int) -> None:
+        self._lib.ggml_backend_event_wait(self._compute, ticket)
+
+    def fence(self) -> int:
+        event = self._events.take()
+        self._lib.ggml_backend_event_record(event, self._compute)
+        return event
+
+    def drain(self) -> None:
+        self._lib.ggml_backend_synchronize(self._stream)
+
+    def abandon(self) -> None:
+        self.drain()
+
+    def close(self) -> None:
+        stream, self._stream = self._stream, None
+        if self._watcher is not None:
+            self._watcher.close()
+        if stream:
+            self._lib.ggml_backend_synchronize(stream)
+            self._events.close()
+            self._lib.ggml_backend_free(stream)
+
+
+class _Watcher:
+    """Waits for copies' events on a thread of its own, to say in the trace when they were done.
+
+    A device does not tell when a copy began: it is taken to begin when it was asked for or the one
+    before it was done, whichever is later; copies under one event share its time by their bytes.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._lib, self._trace = library(), trace
+        self._queue: queue.Queue[tuple[int, list[tuple[Transfer, float]]] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="copy trace", daemon=True)
+        self._thread.start()
+
+    def watch(self, event: int, copies: list[tuple[Transfer, float]]) -> None:
+        self._queue.put((event, copies))
+
+    def drain(self) -> None:
+        self._queue.join()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        free_s = 0.0
+        while (item := self._queue.get()) is not None:
+            event, copies = item
+            self._lib.ggml_backend_event_synchronize(event)
+            end_s = time.perf_counter()
+            start_s = max([free_s, *(asked_s for _, asked_s in copies[:1])])
+            per_byte_s = (end_s - start_s) / max(1, sum(t.size_bytes for t, _ in copies))
+            for transfer, _ in copies:
+                done_s = start_s + per_byte_s * transfer.size_bytes
+                self._trace.add(
+                    COPY, transfer.name, start_s, done_s, bytes=transfer.size_bytes,
+                    **transfer.args,
+                )  # fmt: skip
+                start_s = done_s
+            free_s = end_s
+            self._queue.task_done()
+
+
+@dataclass(frozen=True)
+class Link:
+    """A host-to-device link: what `sim:bw=,latency=` asks for. None: as fast as memory."""
+
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+
+    def duration_s(self, size_bytes: int) -> float:
+        if self.bandwidth_bytes_per_s is None:
+            return self.latency_s
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+class ThreadCopier:
+    """Copies on a thread, in order, no faster than `link` allows.
+
+    The computation is synchronous here (it has ended when the call returns), so fences are no
+    more than None and waiting blocks the host.
+    """
+
+    tickets_survive = True
+
+    def __init__(self, link: Link | None = None, trace: Trace = NO_TRACE) -> None:
+        self._lib = library()
+        self._link = link or Link()
+        self._trace = trace
+        self._queue: queue.SimpleQueue[tuple[Transfer, float] | None] = queue.SimpleQueue()
+        self._n_enqueued = self._n_done = 0
+        self._progress = threading.Condition()
+        self._failure: BaseException | None = None
+        self._link_free_s = 0.0
+        self.stalled_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="copy engine", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        self._raise_failure()
+
+    def copy(self, transfer: Transfer, after: Any) -> None:
+        self._n_enqueued += 1
+        self._queue.put((transfer, time.perf_counter()))
+
+    def mark(self) -> int:
+        return self._n_enqueued
+
+    def wait(self, ticket: int) -> None:
+        if self._n_done < ticket:
+            start = time.perf_counter()
+            with self._progress:
+                while self._n_done < ticket and self._failure is None:
+                    self._progress.wait()
+            self.stalled_s += time.perf_counter() - start
+        self._raise_failure()
+
+    def fence(self) -> None:
+        return None
+
+    def drain(self) -> None:
+        self.wait(self._n_enqueued)
+
+    def abandon(self) -> None:
+        with self._progress:
+            while self._n_done < self._n_enqueued:
+                self._progress.wait()
+        self._failure = None
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise DeviceFailed(f"copying weights failed: {failure}") from failure
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            transfer, enqueued_s = item
+            start_s = max(self._link_free_s, enqueued_s)
+            self._link_free_s = start_s + self._link.duration_s(transfer.size_bytes)
+            try:
+                self._copy(transfer)
+            except BaseException as e:
+                self._failure = e
+            if self._trace:
+                self._trace.add(
+                    COPY, transfer.name, start_s, time.perf_counter(),
+                    bytes=transfer.size_bytes, **transfer.args,
+                )  # fmt: skip
+            with self._progress:
+                self._n_done += 1
+                self._progress.notify_all()
+
+    def _copy(self, transfer: Transfer) -> None:
+        self._lib.ggml_backend_tensor_set(
+            tensor.address_of(transfer.target),
+            transfer.source,
+            transfer.offset_bytes,
+            transfer.size_bytes,
+        )
+        left_s = self._link_free_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)

@@ -1,0 +1,101 @@
+"""How weights stream: the options, and the parts that a plan and a device call for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.device import DeviceChoice, MakeStream, Stream
+from offload.errors import BadRequest
+from offload.ggml.library.lib import library
+from offload.ggml.props import has_async_and_events, memory_of
+from offload.ggml.pydevice import Backend
+from offload.model import ModelFacts, layer_of
+from offload.plan.placement import MARGIN_BYTES, NCpuMoe, Plan, make_plan
+from offload.plan.sim import parse_sim
+from offload.schedule.keep import make_keep
+from offload.schedule.schedule import Schedule
+from offload.schedule.slots import SlotTable
+from offload.streaming.copy import Copier, DeviceCopier, Link, ThreadCopier
+from offload.streaming.scheduled import ScheduledStream
+from offload.streaming.serial import SerialStream
+from offload.trace import NO_TRACE, Trace
+
+
+@dataclass(frozen=True)
+class StreamingOptions:
+    """Switches of the layer scheduler; each has a slow twin it is tested equal to."""
+
+    vram_bytes: int | None = None  # None: what is free, less a margin
+    n_cpu_moe: NCpuMoe = None  # layers whose experts stream; None: all; "fit": as few as must
+    n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: what fits
+    reserve_bytes: int = 0  # of the budget, for others: a draft and its context
+    overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
+    depth: int = 8  # cuts that copies run ahead
+    prefetch: bool = True  # guess a verification batch's experts from the last one's
+    n_guesses: int = 64  # guessed experts under way at most (docs/log.md)
+    cache: str = "lru"  # lru, lfu or static
+    trace: Trace = NO_TRACE
+
+
+def plan_streaming(
+    facts: ModelFacts,
+    choice: DeviceChoice,
+    options: StreamingOptions,
+    stream_experts: bool,
+    context_bytes_wanted: int = 0,
+) -> Plan:
+    """The plan for this device. Raises DoesNotFit.
+
+    `--vram` is for weights and slots alone; of what the device has free, `context_bytes_wanted` and
+    `reserve_bytes` are left for the KV cache, the compute buffers and a draft.
+    """
+    budget, reserve = options.vram_bytes, 0
+    if budget is None and choice.is_sim:
+        budget = parse_sim(choice.name).vram_bytes
+    if budget is None and choice.on_gpu:
+        budget = max(0, memory_of(choice.address)[0] - MARGIN_BYTES)
+        reserve = options.reserve_bytes + context_bytes_wanted
+    return make_plan(
+        facts,
+        budget_bytes=budget if stream_experts else None,
+        reserve_bytes=reserve,
+        n_gpu_layers=options.n_gpu_layers,
+        n_cpu_moe=options.n_cpu_moe,
+        stream_experts=stream_experts,
+    )
+
+
+def stream_maker(plan: Plan, choice: DeviceChoice, options: StreamingOptions) -> MakeStream:
+    """What makes the stream of each backend that libllama opens on the device."""
+    if options.depth < 0:
+        raise BadRequest(f"--prefetch-depth {options.depth}: must be 0 or more")
+    layers = {entry.name: layer_of(entry.name) for entry in plan.streamed}
+    buft = library().ggml_backend_dev_buffer_type(choice.address)
+
+    def make(backend: Backend) -> Stream:
+        if not options.overlap or not plan.arenas:
+            return SerialStream(buft, backend, copier=_copier(choice, backend, options))
+        table = SlotTable({i: arena.n_slots for i, arena in enumerate(plan.arenas)})
+        schedule = Schedule(table, make_keep(options.cache), options.depth, options.n_guesses)
+        return ScheduledStream(
+            buft,
+            backend,
+            plan.arenas,
+            schedule,
+            _copier(choice, backend, options),
+            layers,
+            options.trace,
+            prefetch=options.prefetch,
+        )
+
+    return make
+
+
+def _copier(choice: DeviceChoice, backend: Backend, options: StreamingOptions) -> Copier:
+    if has_async_and_events(choice.address):
+        return DeviceCopier(choice.address, backend.inner, options.trace)
+    link = Link()
+    if choice.is_sim:
+        spec = parse_sim(choice.name)
+        link = Link(spec.bandwidth_bytes_per_s, spec.latency_s)
+    return ThreadCopier(link, options.trace)

@@ -1,0 +1,187 @@
+"""Profiles as text: JSON files, GGML_BATCH_COSTS, llama-batched-bench's JSONL."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import asdict, dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from specdec.costs.calibration import Calibration
+from specdec.costs.profile import CostProfile, ProfileKey
+from specdec.errors import BadProfile
+from specdec.whole_file import whole_file
+
+_MOST = 1e300  # floats, and integers that become floats
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class StoredProfile:
+    """What a profile file holds: the costs and what was learnt of the drafters."""
+
+    costs: CostProfile
+    calibration: Calibration
+
+
+def save(path: Path, costs: CostProfile, calibration: Calibration | None = None) -> None:
+    """Write a profile file whole or not at all."""
+    data = {
+        "format": _FORMAT,
+        "key": asdict(costs.key),
+        "step_s": list(costs.step_s),
+        "draft_step_s": costs.draft_step_s,
+        "relative": costs.relative,
+        "depths": [{"depth": d, "step_s": list(s)} for d, s in costs.depths],
+        "calibration": (calibration or Calibration()).as_data(),
+    }
+    with whole_file(path) as f:
+        f.write((json.dumps(data, indent=1) + "\n").encode())
+
+
+def load(path: Path, key: ProfileKey | None = None) -> StoredProfile:
+    """Read a profile file. With `key`, a profile of anything else is refused.
+
+    Raises BadProfile: unreadable, damaged, hand-edited into nonsense, or of another run.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadProfile(f"the profile {path} cannot be read: {e}") from e
+    except (ValueError, RecursionError) as e:
+        raise BadProfile(f"the profile {path} is damaged: {e}") from e
+    try:
+        stored = _parse(data)
+    except BadProfile as e:
+        raise BadProfile(f"the profile {path} is damaged: {e}") from e
+    if key is not None and (difference := stored.costs.key.difference(key)) is not None:
+        raise BadProfile(f"the profile {path} is of another run: {difference}")
+    return stored
+
+
+def _parse(data: Any) -> StoredProfile:
+    if not isinstance(data, dict):
+        raise BadProfile("it is no JSON object")
+    if data.get("format") != _FORMAT:
+        raise BadProfile(f"its format is {data.get('format')!r}, this version reads {_FORMAT}")
+    key = data.get("key")
+    names = {f.name for f in fields(ProfileKey)}
+    if not isinstance(key, dict) or set(key) != names:
+        raise BadProfile(f"its key must have exactly {', '.join(sorted(names))}")
+    if not all(isinstance(v, str) for v in key.values()):
+        raise BadProfile("its key holds something that is no text")
+    depths = data.get("depths", [])
+    if not isinstance(depths, list) or not all(isinstance(d, dict) for d in depths):
+        raise BadProfile("its depths are no list of objects")
+    costs = CostProfile(
+        _numbers(data.get("step_s"), "step_s"),
+        _numbers([data.get("draft_step_s")], "draft_step_s")[0],
+        ProfileKey(**key),
+        data.get("relative") is True,
+        tuple((_depth(d.get("depth")), _numbers(d.get("step_s"), "step_s")) for d in depths),
+    )
+    return StoredProfile(costs, Calibration.from_data(data.get("calibration", {})))
+
+
+def _depth(value: Any) -> int:
+    if type(value) is int and value >= 0:
+        return int(value)
+    raise BadProfile(f"a depth is {value!r}, not a number of tokens")
+
+
+def _numbers(values: Any, what: str) -> tuple[float, ...]:
+    if not isinstance(values, list):
+        raise BadProfile(f"{what} is {values!r}, not a list of numbers")
+    for i, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BadProfile(f"entry {i + 1} of {what} is {value!r}, not a number")
+        if not -_MOST < value < _MOST:
+            raise BadProfile(f"entry {i + 1} of {what} is {value!r:.40}, which is no time")
+    return tuple(float(v) for v in values)
+
+
+def parse_batch_costs(text: str) -> CostProfile:
+    """GGML_BATCH_COSTS: comma separated c[n], the first 1 (A02). Raises BadProfile with the
+    position of an entry that is no number, NaN, or not above 0."""
+    costs = []
+    for i, part in enumerate(text.split(",")):
+        try:
+            costs.append(float(part))
+        except ValueError:
+            raise BadProfile(
+                f"entry {i + 1} of GGML_BATCH_COSTS is {part.strip()!r}, not a number"
+            ) from None
+    try:
+        return CostProfile.from_normalised(costs)
+    except BadProfile as e:
+        raise BadProfile(f"GGML_BATCH_COSTS={text}: {e}") from e
+
+
+def format_batch_costs(profile: CostProfile) -> str:
+    """The value of GGML_BATCH_COSTS, three decimals, as the profiling scripts print it."""
+    return ",".join(f"{c:.3f}".rstrip("0").rstrip(".") for c in profile.normalised)
+
+
+def parse_batched_bench(text: str) -> CostProfile:
+    """llama-batched-bench's JSONL, one sequence per batch row (`-pps -npl 1,2,.. -ntg 1`).
+
+    Lines that are no JSON objects are skipped. Where sizes are repeated, the first record of each
+    is the warm-up and dropped (A12); times are averaged, not speeds. Raises BadProfile.
+    """
+    times: dict[int, list[float]] = defaultdict(list)
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.startswith("{"):
+            continue
+        try:
+            record = json.loads(line)
+            n, n_steps, speed = int(record["pl"]), int(record["tg"]), float(record["speed_tg"])
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as e:
+            raise BadProfile(f"line {number} of the bench is no record of it: {e!r:.200}") from e
+        if n_steps != 0:  # a record of prefill alone times no step
+            if not 0 < speed < math.inf:
+                raise BadProfile(f"line {number}: speed_tg is {speed}; it must be above 0")
+            times[n].append(n / speed)
+    if not times or sorted(times) != list(range(1, len(times) + 1)):
+        raise BadProfile(f"batch sizes 1, 2, 3, ... are needed; the bench has {sorted(times)}")
+    warm = all(len(t) > 1 for t in times.values())
+    kept = {n: t[1:] if warm else t for n, t in times.items()}
+    return CostProfile(tuple(sum(kept[n]) / len(kept[n]) for n in sorted(kept)))
+
+
+def format_batched_bench(profile: CostProfile) -> str:
+    """The profile as llama-batched-bench's JSONL, its keys in its order (PEERS 5.1)."""
+    lines = []
+    for i, t in enumerate(profile.step_s):
+        n = i + 1
+        record = {
+            "n_kv_max": 0, "n_batch": profile.n_max, "n_ubatch": profile.n_max,
+            "flash_attn": 0, "is_pp_shared": 1, "is_tg_separate": 0, "n_gpu_layers": 0,
+            "n_threads": 0, "n_threads_batch": 0, "pp": 0, "tg": 1, "pl": n, "n_kv": n,
+            "t_pp": 0.0, "speed_pp": 0.0, "t_tg": t, "speed_tg": n / t, "t": t, "speed": n / t,
+        }  # fmt: skip
+        lines.append(json.dumps(record))
+    return "\n".join(lines) + "\n"
+
+
+def published_curves() -> dict[str, CostProfile]:
+    """Curves that others measured and published, for simulations (MECHANISMS 4)."""
+    text = resources.files("specdec").joinpath("data/cost_curves.json").read_text("utf-8")
+    curves = {}
+    for name, curve in json.loads(text)["curves"].items():
+        if name == "fit_y_data":
+            continue  # the tail of a curve, kept for the fit
+        values = curve["values"]
+        if curve["kind"] == "tokens_per_s":
+            curves[name] = CostProfile.from_tokens_per_s(values)
+        else:
+            curves[name] = CostProfile.from_normalised(values)
+    return curves
+
+
+def published_values(name: str) -> tuple[float, ...]:
+    """A published array as printed; its meaning depends on the name. Raises KeyError."""
+    text = resources.files("specdec").joinpath("data/cost_curves.json").read_text("utf-8")
+    return tuple(json.loads(text)["curves"][name]["values"])

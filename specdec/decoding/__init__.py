@@ -1,0 +1,1 @@
+"""Draft, verify, accept, roll back: the decoding loops."""

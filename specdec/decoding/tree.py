@@ -1,0 +1,318 @@
+"""Tree drafts: several continuations verified in one decode, on by flag.
+
+The draft model offers its top k tokens at the nodes likeliest to be reached; the same rule as for
+several sequences picks the nodes worth their rows (G07). Verification walks down from the root
+while the target's token is among a node's children, which keeps it lossless for any chooser.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from specdec.decoding.rounds import check_start, play_rounds
+from specdec.drafters.model import BATCHED_TAIL
+from specdec.errors import SpecDecError
+from specdec.policies.joint import best_count
+from specdec.policies.throughput import Throughput
+from specdec.types import Chooser, Decision, Draft, IsEnd, Round, TreeTarget
+
+SOURCE = "tree"
+FIRST = "draft"  # the likeliest child of a node is what a chain would draft
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Nodes in order of drafting: parents come first, -1 is the root (the last token)."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    probs: tuple[float, ...] = ()  # of the node given its parent, as the draft says
+    reached: tuple[float, ...] = ()  # of the whole path, calibrated
+    ranks: tuple[int, ...] = ()  # among the children of the node's parent, as the draft says
+    n_steps: int = 0
+    catch_up_s: float = 0.0  # as Draft's
+    reason: str = "no room for a draft"
+
+    def cut(self, nodes: Sequence[int]) -> Tree:
+        """The tree of these nodes, which must include their parents."""
+        new = {old: i for i, old in enumerate(sorted(nodes))}
+        new[-1] = -1
+        kept = sorted(nodes)
+        return Tree(
+            tuple(self.tokens[i] for i in kept),
+            tuple(new[self.parents[i]] for i in kept),
+            tuple(self.probs[i] for i in kept),
+            tuple(self.reached[i] for i in kept),
+            tuple(self.ranks[i] for i in kept),
+            self.n_steps,
+            self.catch_up_s,
+            f"{len(kept)} of {len(self.tokens)} nodes pay; along the likeliest: {self.reason}",
+        )
+
+
+class TreeDrafter:
+    """Grows trees with a draft model that can evaluate them. `p_split` is the least probability
+    of a second branch (llama.cpp's --spec-draft-p-split); `n_vocab` cuts off padding that the
+    target's vocabulary does not have."""
+
+    def __init__(
+        self,
+        model: TreeTarget,
+        policy: Throughput,
+        *,
+        n_branches: int = 3,
+        p_split: float = 0.1,
+        n_max: int = 24,
+        max_depth: int = 12,
+        n_vocab: int | None = None,
+    ) -> None:
+        if not model.can_rewind:
+            raise SpecDecError("tree drafts need a draft whose memory can be cut, not a recurrent")
+        self._model, self._policy = model, policy
+        self._n_branches, self._p_split = n_branches, p_split
+        self._n_max, self._max_depth = n_max, max_depth
+        self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
+        self._held: dict[int, list[int]] = {}
+        self._n_checked: dict[int, int] = {}  # of those, known to be the history's
+        self._catch_up_s = 0.0
+
+    def grow(self, sequence: int, history: Sequence[int], limit: int) -> Tree:
+        """A tree of at most `limit` nodes worth verifying.
+
+        How deep it goes is decided along the likeliest path, as for a chain; so is whether the
+        draft is asked at all.
+        """
+        room = self._model.n_ctx - len(history)
+        depth = min(limit, self._max_depth, room)
+        walk = self._policy.begin(max(0, depth), FIRST)
+        if not walk.wants:
+            return Tree(reason=walk.reason)
+        tokens: list[int] = []
+        parents: list[int] = []
+        probs: list[float] = []
+        reached: list[float] = []
+        rate, step_s = self._policy.rate, self._policy.costs.draft_step_s
+        row = self._catch_up(sequence, history)
+        frontier = [(-1, row)]
+        n_steps = 1
+        while True:
+            first = len(tokens)
+            for parent, logits in frontier:
+                self._branch(parent, logits, tokens, parents, probs, reached)
+            # The first child of the first node grown is the end of the likeliest path.
+            if not walk.feed(probs[first]):
+                break
+            grown = [i for i in range(first, len(tokens)) if reached[i] > rate * step_s]
+            if (
+                not grown
+                or grown[0] != first
+                or n_steps >= depth
+                or len(tokens) > min(2 * self._n_max, room)
+            ):
+                break
+            rows = self._model.extend_tree(sequence, tokens, parents)
+            self._model.keep_path(sequence, ())
+            n_steps += 1
+            frontier = [(i, rows[i]) for i in grown]
+        tree = Tree(
+            tuple(tokens),
+            tuple(parents),
+            tuple(probs),
+            tuple(reached),
+            # Siblings are drafted in order of rank, one after the other.
+            tuple(parents[:i].count(parent) for i, parent in enumerate(parents)),
+            n_steps,
+            self._catch_up_s,
+            walk.reason,
+        )
+        return self._worthwhile(tree, limit)
+
+    def _branch(
+        self,
+        parent: int,
+        logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
+        tokens: list[int],
+        parents: list[int],
+        probs: list[float],
+        reached: list[float],
+    ) -> None:
+        logits = logits[: self._n_vocab]
+        p = np.exp(logits - logits.max(), dtype=np.float64)
+        p /= p.sum()
+        best = np.argsort(-p, kind="stable")[: self._n_branches]
+        above = 1.0 if parent < 0 else reached[parent]
+        for rank, token in enumerate(best.tolist()):
+            if rank and p[token] < self._p_split:
+                break
+            tokens.append(token)
+            parents.append(parent)
+            probs.append(float(p[token]))
+            q = self._policy.calibration.probability(source_of(rank), float(p[token]))
+            reached.append(above * q)
+
+    def _worthwhile(self, tree: Tree, limit: int) -> Tree:
+        """The likeliest nodes; a child is never likelier than its parent, so parents stay."""
+        order = sorted(range(len(tree.tokens)), key=lambda i: (-tree.reached[i], i))
+        gains = [tree.reached[i] for i in order[: min(limit, self._n_max)]]
+        n = best_count(gains, self._policy.costs.times, 1, self._policy.rate)
+        return tree.cut(order[:n])
+
+    def _catch_up(
+        self, sequence: int, history: Sequence[int]
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+        held = self._held.setdefault(sequence, [])
+        most = min(len(held), len(history) - 1)
+        n = min(self._n_checked.get(sequence, 0), most)
+        while n < most and held[n] == history[n]:
+            n += 1
+        if self._model.length(sequence) > n:
+            self._model.rewind(sequence, n)
+        del held[n:]
+        new = list(history[n:])
+        self._catch_up_s = 0.0
+        if len(new) > BATCHED_TAIL:
+            began = perf_counter()
+            self._model.extend(sequence, new[:-1], 0)
+            held += new[:-1]
+            self._catch_up_s = perf_counter() - began
+            new = new[-1:]
+        logits = self._model.extend(sequence, new, 1)
+        held += new
+        self._n_checked[sequence] = len(held)
+        row: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = logits[0]
+        return row
+
+    def forget(self, sequence: int) -> None:
+        """The history may be another: what is held is compared from its first token."""
+        self._n_checked.pop(sequence, None)
+
+
+def decode_tree(
+    target: TreeTarget,
+    sequence: int,
+    prompt: Sequence[int],
+    *,
+    drafter: TreeDrafter,
+    policy: Throughput,
+    chooser: Chooser,
+    n_predict: int,
+    is_end: IsEnd,
+    n_cached: int = 0,
+) -> Iterator[Round]:
+    """As `decode`, with trees. A round's draft is the path that was accepted and what the tree
+    held beside it; `n_drafted` counts every node verified. Raises SpecDecError."""
+    if not target.can_rewind:
+        raise SpecDecError("tree drafts need a target whose memory can be cut, not a recurrent one")
+    check_start(target, sequence, prompt, n_cached)
+    drafter.forget(sequence)
+    history = list(prompt)
+    if history[n_cached:-1]:
+        target.extend(sequence, history[n_cached:-1], 0)
+
+    def play(limit: int) -> Round:
+        began = perf_counter()
+        tree = drafter.grow(sequence, history, limit)
+        drafted = perf_counter()
+        path = _verify(target, sequence, history, tree, chooser, is_end)
+        verified = perf_counter()
+        draft_s = drafted - began - tree.catch_up_s
+        draft = Draft(
+            tree.tokens,
+            tree.probs,
+            SOURCE,
+            Decision(len(tree.tokens), tree.reason),
+            n_steps=tree.n_steps,
+            parents=tree.parents,
+            catch_up_s=tree.catch_up_s,
+        )
+        emitted = tuple(history[len(history) - path.n_emitted :])
+        round_ = Round(draft, path.n_accepted, emitted, draft_s, verified - drafted)
+        _learn(policy, round_, path)
+        return round_
+
+    yield from play_rounds(target, history, n_predict, is_end, policy.n_max, play)
+
+
+def source_of(rank: int) -> str:
+    """Under which name the calibration knows a node's child of this rank."""
+    return f"{SOURCE}-{rank}" if rank else FIRST
+
+
+def _learn(policy: Throughput, round_: Round, path: _Path) -> None:
+    for source, p, accepted in path.evidence:
+        policy.calibration.observe(source, p, accepted)
+    policy.calibration.elapse_all(path.n_emitted)
+    policy.settle(FIRST, round_, len(path.evidence))
+    policy.account(
+        1 + round_.n_drafted,
+        round_.draft.n_steps,
+        path.n_emitted,
+        verify_s=round_.verify_s,
+        draft_s=round_.draft_s,
+    )
+
+
+@dataclass(slots=True)
+class _Path:
+    n_accepted: int
+    n_emitted: int
+    evidence: list[tuple[str, float, bool]]
+
+
+def _verify(
+    target: TreeTarget,
+    sequence: int,
+    history: list[int],
+    tree: Tree,
+    chooser: Chooser,
+    is_end: IsEnd,
+) -> _Path:
+    """One decode of the last token and the tree; the target keeps the accepted path, or after an
+    exception nothing of it."""
+    n_history = len(history)
+    tokens = [history[-1], *tree.tokens]
+    rows = target.extend_tree(sequence, tokens, [-1, *(p + 1 for p in tree.parents)])
+    try:
+        path, kept = _descend(rows, history, tree, chooser, is_end)
+    except BaseException:
+        del history[n_history:]
+        target.keep_path(sequence, ())
+        raise
+    target.keep_path(sequence, kept)
+    return path
+
+
+def _descend(
+    rows: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
+    history: list[int],
+    tree: Tree,
+    chooser: Chooser,
+    is_end: IsEnd,
+) -> tuple[_Path, list[int]]:
+    """Follow the target's own tokens down the tree; what that gave, and the rows to keep."""
+    children: dict[int, list[int]] = {}
+    for i, parent in enumerate(tree.parents):
+        children.setdefault(parent, []).append(i)
+    kept, node, n_emitted = [0], -1, 0
+    evidence: list[tuple[str, float, bool]] = []
+    while True:
+        token = chooser.choose(rows[node + 1], history)
+        chooser.accepted(token)
+        history.append(token)
+        n_emitted += 1
+        found = -1
+        for child in children.get(node, ()):
+            hit = tree.tokens[child] == token
+            evidence.append((source_of(tree.ranks[child]), tree.probs[child], hit))
+            found = child if hit else found
+        if found < 0:
+            return _Path(n_emitted - 1, n_emitted, evidence), kept
+        node = found
+        if is_end(token):
+            # The end token is the last of the history, which the target never holds.
+            return _Path(n_emitted, n_emitted, evidence), kept
+        kept.append(node + 1)

@@ -1,0 +1,1 @@
+"""Policies and drafters without a model."""

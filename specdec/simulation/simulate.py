@@ -1,0 +1,310 @@
+"""The simulator: a policy against a trace of (draft p, accepted) and a cost profile.
+
+A trace is positional: at token i of the text the drafter proposes with probability p[i], rightly
+if accepted[i]. After a wrong token the drafter is on another text; the policy is then shown the
+probabilities that follow in the trace, which decide nothing but what it sees. Oracles know the
+accepted lengths and say how far a policy is from what was possible.
+
+Of a recorded text some tokens are unknown, since nobody drafted them. There the drafter has
+nothing to offer, and how often a policy would have asked is counted: a replay of a policy that
+drafts longer than the recording one says too little for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.costs.profile import CostProfile
+from specdec.errors import SpecDecError
+from specdec.types import Decision, Draft, Policy, Round
+
+_OWN, _OTHER = 1, 0  # tokens of simulated drafts: right and wrong
+
+
+@dataclass(frozen=True)
+class Trace:
+    """p[i] and accepted[i] for every position of a text; `segments` are (start, name).
+
+    `unknown` are positions that nobody drafted when the trace was recorded: p 0, not accepted.
+    """
+
+    p: tuple[float, ...]
+    accepted: tuple[bool, ...]
+    segments: tuple[tuple[int, str], ...] = ((0, "text"),)
+    unknown: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Raises SpecDecError when the two do not fit or a p is no probability."""
+        if len(self.p) != len(self.accepted) or not self.p:
+            raise SpecDecError(
+                f"a trace of {len(self.p)} probabilities and {len(self.accepted)} outcomes"
+            )
+        bad = next((i for i, p in enumerate(self.p) if not 0.0 <= p <= 1.0), None)
+        if bad is not None:
+            raise SpecDecError(f"entry {bad + 1} of the trace has p {self.p[bad]}")
+        wrong = next((i for i in sorted(self.unknown) if self.accepted[i]), None)
+        if wrong is not None:
+            raise SpecDecError(f"entry {wrong + 1} of the trace is unknown and accepted")
+
+    def runs(self) -> NDArray[np.int64]:
+        """How many drafted tokens in a row are right from each position."""
+        runs = np.zeros(len(self.p) + 1, np.int64)
+        for i in range(len(self.p) - 1, -1, -1):
+            runs[i] = runs[i + 1] + 1 if self.accepted[i] else 0
+        return runs[:-1]
+
+    def room(self) -> list[int]:
+        """How many tokens can be drafted from each position: none that is unknown, and the last
+        is the target's own."""
+        room = [0] * len(self.p)
+        for i in range(len(self.p) - 2, -1, -1):
+            room[i] = 0 if i in self.unknown else room[i + 1] + 1
+        return room
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a policy made of a trace; times in the profile's unit."""
+
+    n_tokens: int
+    time: float
+    n_rounds: int
+    n_drafted: int
+    n_accepted: int
+    n_steps: int
+    n_unknown: int = 0  # tokens asked for that the trace does not know
+
+    @property
+    def rate(self) -> float:
+        """Tokens per unit of time."""
+        return self.n_tokens / self.time
+
+
+def simulate(
+    trace: Trace, profile: CostProfile, policy: Policy, source: str = "draft"
+) -> Simulated:
+    """Decode the trace with `policy`; drafting costs `profile.draft_step_s` a step."""
+    n, at = len(trace.p), 0
+    time = 0.0
+    rounds = drafted = accepted = steps = unknown = 0
+    while at < n:
+        draft, asked_unknown = _draft(trace, at, policy, source)
+        unknown += asked_unknown
+        m = len(draft.tokens)
+        n_accepted = 0
+        while n_accepted < m and trace.accepted[at + n_accepted]:
+            n_accepted += 1
+        emitted = _emitted(trace, at, n_accepted)
+        verify = profile.time(1 + m)
+        drafting = draft.n_steps * profile.draft_step_s
+        policy.learn(Round(draft, n_accepted, emitted, drafting, verify))
+        at += len(emitted)
+        time += verify + drafting
+        rounds += 1
+        drafted += m
+        accepted += n_accepted
+        steps += draft.n_steps
+    return Simulated(at, time, rounds, drafted, accepted, steps, unknown)
+
+
+def _draft(trace: Trace, at: int, policy: Policy, source: str) -> tuple[Draft, bool]:
+    """The draft, and whether an unknown token cut it short."""
+    limit = min(policy.n_max, len(trace.p) - at - 1)
+    walk = policy.begin(limit, source)
+    fed = 0
+    wants = walk.wants
+    while wants and at + fed not in trace.unknown:
+        wants = walk.feed(trace.p[at + fed])
+        fed += 1
+    m = walk.n_best
+    tokens = (_OWN,) * m
+    dropped = ((_OWN, trace.p[at + m]),) if fed > m else ()
+    probs = trace.p[at : at + m]
+    return Draft(tokens, probs, source, Decision(m, ""), dropped, (), fed), wants
+
+
+def _emitted(trace: Trace, at: int, n_accepted: int) -> tuple[int, ...]:
+    """The accepted tokens and the target's own, which equals the draft's where that is right."""
+    right = at + n_accepted < len(trace.p) and trace.accepted[at + n_accepted]
+    return (_OWN,) * n_accepted + ((_OWN,) if right else (_OTHER,))
+
+
+# -- oracles ------------------------------------------------------------------------------------
+
+
+def constant_rate(trace: Trace, profile: CostProfile, m: int, start: int, stop: int) -> float:
+    """Tokens per unit of time of always drafting m in positions start..stop."""
+    cost = _round_costs(profile, m)
+    at, _, _, time = _play_constant(trace.runs().tolist(), trace.room(), cost, m, start, stop)
+    return (at - start) / time
+
+
+def _round_costs(profile: CostProfile, n_max: int) -> list[float]:
+    """What drafting and verifying 0, 1, ... n_max tokens takes."""
+    return [profile.time(1 + m) + m * profile.draft_step_s for m in range(n_max + 1)]
+
+
+def _play_constant(
+    runs: Sequence[int], room: Sequence[int], cost: Sequence[float], m: int, at: int, stop: int
+) -> tuple[int, int, int, float]:
+    """Blocks of m from `at` to `stop`: where they end, rounds, drafted tokens, time."""
+    n_rounds, n_drafted, time = 0, 0, 0.0
+    while at < stop:
+        drafted = min(m, room[at])
+        at += min(drafted, runs[at]) + 1
+        time += cost[drafted]
+        n_drafted += drafted
+        n_rounds += 1
+    return at, n_rounds, n_drafted, time
+
+
+def fixed_oracle(trace: Trace, profile: CostProfile, n_max: int) -> Simulated:
+    """The best constant draft length of each segment, chosen in hindsight."""
+    runs, room, cost = trace.runs().tolist(), trace.room(), _round_costs(profile, n_max)
+    bounds = [s for s, _ in trace.segments] + [len(trace.p)]
+    at, time, rounds, drafted = 0, 0.0, 0, 0
+    for stop in bounds[1:]:
+        if at >= stop:
+            continue  # a block of the segment before passed all of this one
+        options = []
+        for m in range(n_max + 1):
+            end, n_rounds, n_drafted, took = _play_constant(runs, room, cost, m, at, stop)
+            options.append(((end - at) / took, m, end, n_rounds, n_drafted, took))
+        _, _, at, n_rounds, n_drafted, took = max(options)
+        time += took
+        rounds += n_rounds
+        drafted += n_drafted
+    n_tokens = min(at, len(trace.p))
+    return Simulated(n_tokens, time, rounds, drafted, n_tokens - rounds, drafted)
+
+
+def brute_force_oracle(trace: Trace, profile: CostProfile, n_max: int) -> Simulated:
+    """The least time to decode the trace for one who knows every outcome: shortest path."""
+    runs = trace.runs()
+    n = len(trace.p)
+    cost = _round_costs(profile, n_max)
+    least = [0.0] * (n + n_max + 2)
+    choice = [0] * n
+    for at in range(n - 1, -1, -1):
+        # Drafting past the first wrong token gains nothing, unless a larger batch is cheaper.
+        reach = int(min(runs[at], n_max))
+        best = min((cost[m] + least[min(n, at + min(m, reach) + 1)], m) for m in range(n_max + 1))
+        least[at], choice[at] = best
+    at = rounds = drafted = 0
+    while at < n:
+        m = choice[at]
+        at = min(n, at + min(m, int(runs[at])) + 1)
+        rounds += 1
+        drafted += m
+    return Simulated(n, least[0], rounds, drafted, n - rounds, drafted)
+
+
+# -- traces -------------------------------------------------------------------------------------
+
+
+def synthetic_trace(
+    n: int,
+    *,
+    seed: int,
+    kinds: Sequence[str] = ("code",),
+    segment: int = 200,
+    confidence: float = 1.0,
+) -> Trace:
+    """A trace that alternates `kinds` ("code", "prose", "noise") every `segment` tokens.
+
+    What the drafter says is the true probability's log-odds times `confidence`: 1 is calibrated,
+    above it over-confident, below it under-confident.
+    """
+    rng = np.random.default_rng(seed)
+    true = np.empty(n)
+    segments = []
+    for k, start in enumerate(range(0, n, segment)):
+        kind = kinds[k % len(kinds)]
+        stop = min(n, start + segment)
+        true[start:stop] = _draw(rng, kind, stop - start)
+        segments.append((start, kind))
+    if len(kinds) == 1:
+        segments = segments[:1]
+    accepted = rng.random(n) < true
+    odds = (true / (1 - true)) ** confidence
+    said = odds / (1 + odds)
+    return Trace(tuple(said.tolist()), tuple(accepted.tolist()), tuple(segments))
+
+
+_KINDS = {  # share of easy tokens, Beta of the easy ones, Beta of the others
+    "code": (0.75, (14.0, 0.7), (1.6, 1.3)),
+    "prose": (0.30, (9.0, 1.0), (1.3, 1.9)),
+    "noise": (0.02, (5.0, 1.5), (0.6, 9.0)),
+}
+
+
+def _draw(rng: np.random.Generator, kind: str, n: int) -> NDArray[np.float64]:
+    """True acceptance probabilities of n tokens of one kind of text."""
+    share, easy, other = _KINDS[kind]
+    is_easy = rng.random(n) < share
+    drawn = np.where(is_easy, rng.beta(*easy, n), rng.beta(*other, n))
+    return np.clip(drawn, 1e-4, 1 - 1e-4)
+
+
+def parse_trace(text: str) -> Trace:
+    """JSONL, one {"p": .., "accepted": ..} per token, optionally with "segment"; both null where
+    nobody drafted the token.
+
+    Raises SpecDecError naming the line.
+    """
+    p: list[float] = []
+    accepted: list[bool] = []
+    segments: list[tuple[int, str]] = []
+    unknown: set[int] = set()
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if record["p"] is None and record["accepted"] is None:
+                unknown.add(len(p))
+            p.append(_probability(record["p"]))
+            accepted.append(_outcome(record["accepted"]))
+            if (record["p"] is None) != (record["accepted"] is None):
+                raise ValueError("p and accepted are null together or not at all")
+            name = str(record.get("segment", "text"))
+        except (KeyError, TypeError, ValueError, RecursionError) as e:
+            why = str(e) if isinstance(e, ValueError) else repr(e)
+            message = f"line {number} of the trace is no record of one: {why:.200}"
+            raise SpecDecError(message) from e
+        if not segments or segments[-1][1] != name:
+            segments.append((len(p) - 1, name))
+    names = tuple(segments) or ((0, "text"),)
+    return Trace(tuple(p), tuple(accepted), names, frozenset(unknown))
+
+
+def _probability(value: object) -> float:
+    if value is None:
+        return 0.0
+    # A sum of probabilities may be above 1 by its last bits.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1.000001:
+        raise ValueError(f"p is {value!r:.40}, no probability")
+    return min(1.0, float(value))
+
+
+def _outcome(value: object) -> bool:
+    if value is None or isinstance(value, bool):
+        return value is True
+    raise ValueError(f"accepted is {value!r:.40}; it must be true, false or null")
+
+
+def format_trace(trace: Trace) -> str:
+    """The JSONL that `parse_trace` reads."""
+    names = dict(trace.segments)
+    name, lines = "text", []
+    for i, (p, accepted) in enumerate(zip(trace.p, trace.accepted, strict=True)):
+        name = names.get(i, name)
+        known = i not in trace.unknown
+        record = {"p": p if known else None, "accepted": accepted if known else None}
+        lines.append(json.dumps({**record, "segment": name}))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,97 @@
+"""Synthetic acceptance: drafts accepted at given rates, whatever they say (`--spec-synth-*`).
+
+Measures the systems part of speculation alone, without a trained draft (PEERS 4.4). The text that
+comes out is nonsense and must be declared invalid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.decoding.accept import Verdict
+from specdec.errors import BadOption
+from specdec.types import Decision, Draft, IsEnd, Policy, Round
+
+
+def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
+    """Unconditional rates of the first k tokens all being accepted. Raises BadOption."""
+    before = 1.0
+    for i, rate in enumerate(rates):
+        if not 0.0 <= rate <= before:
+            raise BadOption(
+                f"--spec-synth-rates: entry {i + 1} is {rate}; rates lie in [0, 1] and never rise"
+            )
+        before = rate
+    if not rates:
+        raise BadOption("--spec-synth-rates has no entries")
+    return tuple(rates)
+
+
+def rates_of_length(length: float, n_max: int) -> tuple[float, ...]:
+    """Geometric rates whose mean accepted length, the target's own token included, is `length`.
+
+    Raises BadOption unless 1 <= length <= n_max + 1.
+    """
+    if not 1.0 <= length <= n_max + 1:
+        raise BadOption(f"--spec-synth-len {length} must lie in [1, {n_max + 1}]")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        mean = 1.0 + sum(p**k for k in range(1, n_max + 1))
+        low, high = (p, high) if mean < length else (low, p)
+    return tuple(high**k for k in range(1, n_max + 1))
+
+
+class SyntheticAcceptance:
+    """Accepts the first k drafted tokens with probability rates[k-1]."""
+
+    def __init__(self, rates: Sequence[float], rng: np.random.Generator) -> None:
+        self._rates = check_rates(rates)
+        self._rng = rng
+
+    def __call__(
+        self, draft: Draft, logits: NDArray[np.float32], history: list[int], is_end: IsEnd
+    ) -> Verdict:
+        u = self._rng.random()
+        n = 0
+        while n < min(len(draft.tokens), len(self._rates)) and u < self._rates[n]:
+            n += 1
+        own = int(logits[n].argmax())
+        if n < len(draft.tokens) and own == draft.tokens[n]:
+            own = (own + 1) % logits.shape[1]  # a rejected token must differ from its draft
+        emitted = [*draft.tokens[:n], own]
+        for i, token in enumerate(emitted):
+            history.append(token)
+            if is_end(token):
+                return Verdict(min(n, i + 1), emitted[: i + 1])
+        return Verdict(n, emitted)
+
+
+class SyntheticDrafter:
+    """Proposes tokens of the text's own past, at no cost, as likely as the rates say."""
+
+    name = "synthetic"
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        rates = check_rates(rates)
+        before = (1.0, *rates[:-1])
+        self._p = [r / b if b > 0 else 0.0 for r, b in zip(rates, before, strict=True)]
+
+    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        walk = policy.begin(min(limit, len(self._p)), self.name)
+        n, wants = 0, walk.wants
+        while wants:
+            wants = walk.feed(self._p[n])
+            n += 1
+        kept = walk.n_best
+        tokens = tuple(history[-1 - (i % len(history))] for i in range(kept))
+        return Draft(tokens, tuple(self._p[:kept]), self.name, Decision(kept, walk.reason))
+
+    def learn(self, sequence: int, round_: Round) -> None:
+        pass
+
+    def forget(self, sequence: int) -> None:
+        pass

@@ -1,0 +1,183 @@
+"""`specoffload doctor`: what this machine has, and what stands in the way. Changes nothing."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import psutil
+
+from numa.doctor import Finding, StrategyShare, diagnose, read_facts, strategy_shares
+from numa.errors import NumaError
+from numa.pinning import ThreadPlan, plan_threads
+from numa.place import NodeRead, PlacedWeight, Placement, Strategy, node_reads
+from numa.rows import Weight
+from numa.strategy import ONE_NODE, placement_for, threads_for, touchers
+from numa.sysfs import format_list
+from numa.topology import Topology, read_topology
+from numa.tune import Candidate
+from offload.store.memory import room_now
+from specoffload import report
+from specoffload.config.tuned import load_tuned, tuned_sentence
+
+_EXPERT_ROWS, _EXPERT_ROW_BYTES = 2048, 4032  # DeepSeek's ffn_up_exps in Q4_K
+_TRIAL_BYTES = 256 << 20
+_TRIED = (Strategy.SINGLE, Strategy.INTERLEAVE, Strategy.ROWS, Strategy.DISTRIBUTE)
+
+
+def doctor(folder: Path, *, numa: bool) -> None:
+    """Print the machine, the library and its devices, and findings; with `numa`, placement proven.
+
+    `folder` holds the profiles. Raises LibraryMismatch when the library's self-test fails.
+    """
+    topology = read_topology()  # before the library starts threads
+    threads = plan_threads(topology)
+    for line in machine_lines(topology):
+        report.line(line)
+    for line in library_lines():
+        report.line(line)
+    report.line(_tuned_line(folder, topology))
+    if numa:
+        _show_nodes(topology)
+    for finding in diagnose(topology, read_facts(), threads):
+        report.line(_finding_line(finding))
+    if numa and topology.is_numa:
+        _show_shares(topology, threads)
+    elif numa:
+        report.line(f"placement was not tried: {ONE_NODE}")
+
+
+def machine_lines(topology: Topology) -> list[str]:
+    """Processors, memory and limits, one sentence each."""
+    memory, room = psutil.virtual_memory(), room_now()
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    reserved = [
+        f"{h.n_free} of {h.n_total} of {report.bytes_text(h.page_bytes)} on node {node.id}"
+        for node in topology.nodes
+        for h in node.huge_pages
+        if h.n_total
+    ]
+    locked = "unlimited" if soft == resource.RLIM_INFINITY else report.bytes_text(soft)
+    return [
+        f"processors: {len(topology.cores)} cores, {len(topology.usable_cores)} usable by this"
+        f" process ({format_list(topology.allowed_cpus)}), {len(topology.nodes)} memory nodes",
+        f"memory: {report.bytes_text(memory.total)}, {report.bytes_text(room.available_bytes)} may"
+        f" be taken ({room.limited_by})",
+        f"huge pages: transparent {topology.huge_page_mode}, "
+        + ("reserved: " + ", ".join(reserved) if reserved else "none reserved"),
+        f"memory lock limit: {locked}",
+    ]
+
+
+def library_lines() -> list[str]:
+    """The library's version, what its self-test says, and its devices. Raises LibraryMismatch."""
+    from offload.device import devices
+    from offload.ggml.library import abi
+    from offload.ggml.props import has_async_and_events, memory_of
+    from offload.ggml.threadpool import cpu_features
+
+    found = devices()  # loads the library, whose self-test raises
+    features = ", ".join(name for name, value in cpu_features().items() if value == "1")
+    lines = [
+        f"library: llama-cpp-python {abi.PACKAGE_VERSION}, self-test passed",
+        f"CPU backend: {features}",
+    ]
+    for device in found:
+        free, total = memory_of(device.address)
+        copies = "asynchronous copies" if has_async_and_events(device.address) else "copies wait"
+        lines.append(
+            f"device {device.name}: {device.description}, {report.bytes_text(free)} of"
+            f" {report.bytes_text(total)} free" + (f", {copies}" if device.on_gpu else "")
+        )
+    if not any(device.on_gpu for device in found):
+        lines.append("no GPU: --device auto is the plain CPU, --device sim tries streaming")
+    return lines
+
+
+def _tuned_line(folder: Path, topology: Topology) -> str:
+    tuned = load_tuned(folder, topology)
+    if tuned.result is not None:
+        return f"threads: {tuned.result.best}, {tuned_sentence(tuned.result)}"
+    return f"threads: {tuned.why_not or 'nothing was measured yet; `specoffload tune numa` does'}"
+
+
+def _finding_line(finding: Finding) -> str:
+    return f"{finding.severity} {finding.code}: {finding.sentence} -> {finding.advice}"
+
+
+def _show_nodes(topology: Topology) -> None:
+    report.table(
+        "memory nodes",
+        ("node", "processors", "memory", "free", "distances"),
+        [
+            (
+                str(node.id),
+                format_list(node.cpus) or "none",
+                report.bytes_text(node.memory_bytes),
+                report.bytes_text(node.free_bytes),
+                " ".join(str(d) for d in node.distances),
+            )
+            for node in topology.nodes
+        ],
+    )
+
+
+def trial_weights(topology: Topology) -> list[PlacedWeight]:
+    """Experts of a mixture model, as many as an eighth of the smallest node's free memory holds."""
+    free = min(topology.node(n).free_bytes for n in topology.memory_nodes)
+    expert_bytes = _EXPERT_ROWS * _EXPERT_ROW_BYTES
+    n_experts = max(1, min(_TRIAL_BYTES, free // 8) // expert_bytes)
+    weight = Weight(
+        "ffn_up_exps",
+        n_rows=_EXPERT_ROWS,
+        row_bytes=_EXPERT_ROW_BYTES,
+        n_matrices=n_experts,
+        routed=True,
+    )
+    return [PlacedWeight(weight, 0)]
+
+
+Trial = tuple[Placement, list[NodeRead]]
+
+
+def trials(topology: Topology, threads: ThreadPlan) -> tuple[list[Trial], list[str]]:
+    """(placement, who reads what) per strategy, and why some have none."""
+    weights = trial_weights(topology)
+    size_bytes = weights[0].weight.size_bytes
+    made: list[Trial] = []
+    refused: list[str] = []
+    for strategy in _TRIED:
+        node = threads.decode.nodes[0] if strategy is Strategy.SINGLE else None
+        try:
+            team = threads_for(topology, Candidate(strategy, threads.decode.n_threads, node)).decode
+            placement = placement_for(strategy, topology, team, weights, size_bytes, node=node)
+        except NumaError as error:
+            refused.append(f"{strategy}: {error}")
+            continue
+        made.append((placement, node_reads(weights, team.nodes)))
+    return made, refused
+
+
+def _show_shares(topology: Topology, threads: ThreadPlan) -> None:
+    made, refused = trials(topology, threads)
+    with report.progress("placing a trial per strategy") as bar:
+        done: list[str] = []
+
+        def progress(name: str) -> None:
+            bar(len(done) / max(len(made), 1))
+            done.append(name)
+
+        shares = strategy_shares(made, touchers(topology, threads.decode), progress)
+    report.table(
+        "rows that lie with their reader (move_pages)",
+        ("strategy", "found", "computed", "pages per node", "notes"),
+        [_share_row(share) for share in shares],
+    )
+    for sentence in refused:
+        report.line(sentence)
+
+
+def _share_row(share: StrategyShare) -> tuple[str, ...]:
+    found = "-" if share.local_share is None else f"{share.local_share:.1%}"
+    pages = ", ".join(f"{node}: {n}" for node, n in share.per_node.items())
+    return share.strategy, found, f"{share.computed_share:.1%}", pages, "; ".join(share.notes)

@@ -1,0 +1,99 @@
+"""`specoffload run`: one prompt, its answer, and the line of statistics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from specoffload import report
+from specoffload.config.resolution import Config
+from specoffload.errors import UsageError
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
+
+
+def split_model_and_prompt(
+    argument: str | None, prompt: str | None
+) -> tuple[Path | None, str | None]:
+    """What the one positional argument is: a model file, or the prompt for the embedded pair.
+
+    Raises UsageError when a prompt is given twice.
+    """
+    if argument is None:
+        return None, prompt
+    if argument.endswith(".gguf") or _exists(argument):
+        return Path(argument), prompt
+    if prompt is not None:
+        raise UsageError(
+            f"{argument!r} is not a .gguf file, and -p gives a prompt too: which one is meant?"
+        )
+    return None, argument
+
+
+def _exists(argument: str) -> bool:
+    try:
+        return Path(argument).exists()
+    except (OSError, ValueError):  # too long for a name, or with a NUL: it is text
+        return False
+
+
+def read_prompt(words: str | None, file: Path | None) -> str:
+    """The prompt's text. Raises UsageError when there is none, or it cannot be read."""
+    if words is not None and file is not None:
+        raise UsageError("-p and -f exclude each other")
+    if file is not None:
+        try:
+            words = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise UsageError(f"-f {file}: cannot be read as UTF-8 text ({e})") from e
+    if not words:
+        raise UsageError('the prompt is empty: specoffload run "def fibonacci(n):", or -p TEXT')
+    return words
+
+
+def read_seed(seed: int | None) -> int | None:
+    """-1 is random, as in llama.cpp. Raises UsageError for other negatives."""
+    if seed is None or seed == -1:
+        return None
+    if not 0 <= seed < 2**32 - 1:
+        raise UsageError(f"--seed {seed}: must lie between 0 and {2**32 - 2}, or be -1 (random)")
+    return seed
+
+
+def read_grammar(words: str | None, file: Path | None) -> str | None:
+    """The grammar's text, if any. Raises UsageError when it cannot be read."""
+    if words is not None and file is not None:
+        raise UsageError("--grammar and --grammar-file exclude each other")
+    if file is None:
+        return words or None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"--grammar-file {file}: cannot be read as UTF-8 text ({e})") from e
+
+
+def run_prompt(config: Config, prompt_text: Callable[[], str], options: GenerateOptions) -> None:
+    """Open, generate, print. The model's errors come before the prompt's."""
+    from offload.model import read_facts
+
+    read_facts(config.model)
+    prompt = prompt_text()
+    with report.progress(f"opening {config.model.name}") as on_progress:
+        session = Session(config, on_progress)
+    with session:
+        for note in session.notes:
+            report.note(note)
+        pieces = session.generate(prompt, options)
+        report.text(prompt)
+        last = None
+        for piece in pieces:
+            report.text(piece.text)
+            last = piece
+        report.text("\n")
+        assert last is not None
+        assert last.stats is not None
+        report.note(report.stats_line(last.stats))
+        if logging.getLogger().isEnabledFor(logging.DEBUG):
+            for words in report.spec_lines(last.stats):
+                report.note(words)

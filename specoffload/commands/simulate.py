@@ -1,0 +1,137 @@
+"""`specoffload simulate`: every policy on measured curves, without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from specdec.costs.profile import CostProfile
+from specdec.costs.profile_io import load, parse_batch_costs, parse_batched_bench, published_curves
+from specdec.errors import BadProfile, SpecDecError
+from specdec.simulation.compare import (
+    Make,
+    Score,
+    applicable,
+    compare,
+    named_policies,
+    synthetic_traces,
+)
+from specdec.simulation.simulate import (
+    Trace,
+    brute_force_oracle,
+    fixed_oracle,
+    parse_trace,
+    simulate,
+)
+from specoffload import report
+from specoffload.errors import UsageError
+
+_N_TOKENS = 2000
+_ORACLE_LONGEST = 24
+
+
+def simulate_policies(
+    *,
+    profile: Path | None,
+    trace: Path | None,
+    n_tokens: int | None,
+    draft_share: float,
+    seed: int | None,
+) -> None:
+    """Print a table; the last line is one JSON object. Raises UsageError, BadProfile or
+    SpecDecError for files that cannot be read."""
+    for flag, typed in (("--tokens", n_tokens), ("--seed", seed)):
+        if trace is not None and typed is not None:
+            raise UsageError(f"{flag} takes no effect with --trace, whose tokens are replayed")
+    n_tokens = _N_TOKENS if n_tokens is None else n_tokens
+    seed = 1 if seed is None else seed
+    if seed < 0:
+        raise UsageError(f"--seed {seed}: must be 0 or more")
+    if not 10 <= n_tokens <= 1_000_000:
+        raise UsageError(f"--tokens {n_tokens}: must lie between 10 and 1000000")
+    if not 0 <= draft_share <= 1:
+        raise UsageError(f"--draft-share {draft_share}: must lie between 0 and 1")
+    curves = published_curves() if profile is None else {profile.stem: read_profile(profile)}
+    makes, left_out = applicable(named_policies(), curves.values())
+    for policy, why in left_out.items():
+        report.note(f"{policy} is left out: {why}")
+    if trace is not None:
+        _replay(curves, makes, trace, draft_share)
+        return
+    texts = synthetic_traces(n_tokens, seed)
+    scores = compare(curves, texts, draft_share=draft_share, policies=makes)
+    names = ", ".join(curves)
+    report.line(
+        f"{n_tokens} tokens each of code, prose, noise and code/prose in turns; draft "
+        f"probabilities calibrated, over- and under-confident; curves: {names}"
+    )
+    report.table(
+        "tokens per second against the best block per segment in hindsight, and against plain",
+        ("policy", "x oracle, mean", "x oracle, least", "x plain, mean", "x plain, least"),
+        [_row(score) for score in scores],
+    )
+    report.line(json.dumps({"simulated": [asdict(score) for score in scores]}))
+
+
+def _row(s: Score) -> tuple[str, ...]:
+    values = (s.mean_to_oracle, s.least_to_oracle, s.mean_to_plain, s.least_to_plain)
+    return (s.policy, *(f"{v:.3f}" for v in values))
+
+
+def read_profile(path: Path) -> CostProfile:
+    """Our JSON, llama-batched-bench's JSONL or GGML_BATCH_COSTS text. Raises BadProfile."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadProfile(f"--profile {path}: cannot be read as UTF-8 text ({e})") from e
+    if '"speed_tg"' in text:
+        return parse_batched_bench(text)
+    if text.lstrip().startswith(("{", "[")):
+        return load(path).costs
+    line = text.strip()
+    return parse_batch_costs((line.partition("=")[2] or line).strip("\"' "))
+
+
+def _replay(
+    curves: dict[str, CostProfile], makes: Mapping[str, Make], file: Path, draft_share: float
+) -> None:
+    try:
+        trace = parse_trace(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise SpecDecError(f"--trace {file}: cannot be read as UTF-8 text ({e})") from e
+    _say_unknown(trace)
+    results: dict[str, dict[str, float]] = {}
+    asked: dict[str, dict[str, int]] = {}
+    for name, curve in curves.items():
+        step_s = curve.draft_step_s or draft_share * curve.step_s[0]
+        costs = replace(curve, draft_step_s=step_s)
+        plain = 1.0 / costs.step_s[0]
+        longest = min(_ORACLE_LONGEST, costs.n_max - 1)
+        runs = {p: simulate(trace, costs, make(costs)) for p, make in makes.items()}
+        rates = {policy: run.rate / plain for policy, run in runs.items()}
+        asked[name] = {policy: run.n_unknown for policy, run in runs.items()}
+        rates["(best fixed block in hindsight)"] = fixed_oracle(trace, costs, longest).rate / plain
+        rates["(knows every outcome)"] = brute_force_oracle(trace, costs, longest).rate / plain
+        results[name] = rates
+        report.table(
+            f"{len(trace.p)} recorded tokens on {name}",
+            ("policy", "x plain", "drafts cut short"),
+            [
+                (p, f"{r:.3f}", str(asked[name].get(p, "")))
+                for p, r in sorted(rates.items(), key=lambda x: -x[1])
+            ],
+        )
+    found = {"n_tokens": len(trace.p), "n_unknown": len(trace.unknown), "n_cut_short": asked}
+    report.line(json.dumps({"replayed": results, **found}))
+
+
+def _say_unknown(trace: Trace) -> None:
+    """What a replay cannot tell, since the recording policy did not ask."""
+    if trace.unknown:
+        report.line(
+            f"{len(trace.unknown)} of {len(trace.p)} tokens are unknown: nobody drafted them when "
+            "this was recorded. Drafts are cut short there, so policies that draft longer look "
+            "worse than they are; record with --spec-policy fixed --spec-draft-n-max 16"
+        )

@@ -1,0 +1,154 @@
+"""`specoffload tune numa`: which strategy and how many threads are fastest on this machine.
+
+Measures the read bandwidth of each pair of nodes, then one-token and eight-token decodes for every
+candidate worth it, keeps the best with its numbers, and says why. Later starts use it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from numa.errors import PlacementRefused
+from numa.measure import PairBandwidth, read_bandwidth
+from numa.pinning import ThreadPlan, ThreadRequest, plan_threads
+from numa.strategy import threads_for
+from numa.topology import Topology, read_topology
+from numa.tune import Candidate, TuneResult, search
+from offload.engine import Engine
+from offload.errors import DoesNotFit
+from offload.model import read_facts
+from offload.nodes.numa_plan import make_numa_plan
+from specoffload import report
+from specoffload.config.resolution import Config, demo_file
+from specoffload.config.speculation import SpecConfig
+from specoffload.config.tuned import save_tuned
+from specoffload.errors import UsageError
+from specoffload.session.session import SEQUENCE, Session
+
+SIZES = (1, 8)
+_REPEATS = 7
+_BANDWIDTH_SHARE = 0.2  # of the time limit
+_BAR_SHARE = 0.1
+
+
+def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResult:
+    """Measure, keep and show. Raises UsageError for a limit that is none or an unwritable folder,
+    NumaError when no candidate could be measured."""
+    if time_limit_s <= 0:
+        raise UsageError(f"--time-limit {time_limit_s:g}: must be more than 0 seconds")
+    topology = read_topology()
+    threads = widest_plan(topology)
+    size_bytes = read_facts(config.model).size_bytes
+    end_s = time.monotonic() + time_limit_s
+    with report.progress(f"tuning with {config.model.name}") as bar:
+        pairs = read_bandwidth(
+            topology,
+            _cpus_of_node(threads),
+            time_limit_s=_BANDWIDTH_SHARE * time_limit_s,
+            progress=lambda done, total: bar(_BAR_SHARE * done / total),
+        )
+        result = search(
+            topology,
+            threads,
+            size_bytes,
+            measurer(config, topology),
+            time_limit_s=max(0.0, end_s - time.monotonic()),
+            progress=lambda done, total, _: bar(_BAR_SHARE + (1 - _BAR_SHARE) * done / total),
+        )
+    measured = tuple((p.reader, p.owner, p.bytes_per_s) for p in pairs if p.bytes_per_s is not None)
+    result = replace(result, pairs=measured, reasons=(*_about(config), *result.reasons))
+    path = save_tuned(folder, result)
+    show(result, pairs, path)
+    return result
+
+
+def widest_plan(topology: Topology) -> ThreadPlan:
+    """All cores that the engine may take: on one node every one, else less those left free."""
+    return plan_threads(topology, ThreadRequest(n_spare_cores=None if topology.is_numa else 0))
+
+
+def _cpus_of_node(threads: ThreadPlan) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for cpu, node in zip(threads.decode.cpus, threads.decode.nodes, strict=True):
+        found.setdefault(node, []).append(cpu)
+    return found
+
+
+def _about(config: Config) -> tuple[str, ...]:
+    sentences = [f"measured with {config.model.name} on --device {config.device}"]
+    if config.model == demo_file("target.gguf"):
+        sentences.append(
+            "the embedded model is small: name the MODEL.gguf that you run for a choice that counts"
+        )
+    return tuple(sentences)
+
+
+def config_for(config: Config, topology: Topology, candidate: Candidate) -> Config:
+    """`config` as the candidate has it, plain: no draft, no profile. Raises NoSuchNode."""
+    config = replace(config, draft=None, spec=SpecConfig(use_profile=False), trace=None)
+    if not topology.is_numa:
+        n = candidate.n_threads
+        return replace(config, threads=n, threads_batch=n, numa=None)
+    threads = threads_for(topology, candidate)
+    plan = make_numa_plan(
+        topology,
+        candidate.strategy,
+        threads,
+        node=candidate.node,
+        huge_pages=candidate.huge_pages,
+    )
+    n, n_batch = threads.decode.n_threads, threads.batch.n_threads
+    return replace(config, threads=n, threads_batch=n_batch, numa=plan)
+
+
+def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mapping[int, float]]:
+    """What opens the model as a candidate says and times it: seconds by number of tokens."""
+
+    def measure(candidate: Candidate) -> Mapping[int, float]:
+        wanted = config_for(config, topology, candidate)
+        try:
+            with Session(wanted) as session:
+                if session.target.store is not None:
+                    session.target.store.huge_pages(wait=True)
+                return {n: _decode_s(session.target, n) for n in SIZES}
+        except DoesNotFit as error:
+            raise PlacementRefused(str(error)) from error
+
+    return measure
+
+
+def _decode_s(engine: Engine, n: int) -> float:
+    """Median seconds of a decode of `n` tokens; the first is warm-up. The sequence grows."""
+    times: list[float] = []
+    for repeat in range(1 + _REPEATS):
+        first = engine.length(SEQUENCE)
+        tokens = [(997 * (first + i) + 11) % engine.n_vocab for i in range(n)]
+        start_s = time.perf_counter()
+        engine.extend(SEQUENCE, tokens, n_logits=1)
+        if repeat:
+            times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
+
+
+def show(result: TuneResult, pairs: list[PairBandwidth], path: Path) -> None:
+    """Bandwidths, trials, reasons, and where it was kept."""
+    report.table(
+        "read bandwidth",
+        ("reader <- owner", "threads", "GB/s", "note"),
+        [
+            (
+                f"node {p.reader} <- node {p.owner}",
+                str(p.n_threads),
+                "-" if p.bytes_per_s is None else f"{p.bytes_per_s / 1e9:.1f}",
+                p.note,
+            )
+            for p in pairs
+        ],
+    )
+    for reason in result.reasons:
+        report.line(reason)
+    report.line(f"kept in {path}; later starts use it")

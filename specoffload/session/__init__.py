@@ -1,0 +1,1 @@
+"""An opened target, its draft, and the generations they run."""

@@ -1,0 +1,155 @@
+"""Where profiles are kept, what they are true of, and how they go in and out as text.
+
+One file per (model file, draft file, plan, threads, device). Its key says which bytes and which
+build it was measured with; a file whose key differs is refused with the difference (A15).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+from dataclasses import replace
+from pathlib import Path
+
+from offload.engine import Engine
+from offload.model import ModelFacts
+from specdec.costs.calibration import Calibration
+from specdec.costs.profile import CostProfile, ProfileKey
+from specdec.costs.profile_io import (
+    StoredProfile,
+    format_batch_costs,
+    format_batched_bench,
+    load,
+    parse_batch_costs,
+    parse_batched_bench,
+    save,
+)
+from specdec.errors import BadProfile
+
+_HEADER_BYTES = 1 << 20
+_N_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+def model_hash(facts: ModelFacts) -> str:
+    """Of the header, the sizes and sampled bytes of every part: a model of 600 GB is not read."""
+    digest = hashlib.sha256()
+    for path in sorted({facts.path, *(place.file for place in facts.weights.values())}):
+        size = path.stat().st_size
+        digest.update(str(size).encode())
+        with path.open("rb") as f:
+            digest.update(f.read(_HEADER_BYTES))
+            for i in range(1, _N_SAMPLES + 1):
+                f.seek(max(0, size * i // _N_SAMPLES - _SAMPLE_BYTES))
+                digest.update(f.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:24]
+
+
+def library_build() -> str:
+    """The native library's version and the sizes of its files, which change with its build."""
+    name = "llama-cpp-python"
+    files = importlib.metadata.files(name) or []
+    sizes = sorted(
+        str(size)
+        for f in files
+        if ".so" in f.name or f.name.endswith((".dylib", ".dll"))
+        if (size := _size(Path(str(f.locate()))))
+    )
+    digest = hashlib.sha256(",".join(sizes).encode()).hexdigest()[:8]
+    return f"{name} {importlib.metadata.version(name)} {digest}"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def key_of(target: Engine, draft: Engine | None) -> ProfileKey:
+    """What a profile measured on these engines now is true of."""
+    o, plan, device = target.options, target.plan, target.choice.name
+    parts = [f"flash-attn {o.flash_attn}", f"ubatch {o.n_ubatch}"]
+    if plan is not None:
+        n, s = target.min_batch, o.streaming
+        parts += [
+            f"streamed {plan.streamed_bytes}",
+            f"slots {plan.slot_bytes}",
+            f"min-batch {n.experts}/{n.dense}",
+            f"overlap {s.overlap} depth {s.depth} prefetch {s.prefetch} cache {s.cache}",
+        ]
+    if draft is not None:
+        device += f" draft {draft.choice.name}"
+        d = draft.options
+        parts.append(f"draft threads {d.n_threads}/{d.n_threads_batch} ubatch {d.n_ubatch}")
+    return ProfileKey(
+        model=model_hash(target.facts),
+        draft="" if draft is None else model_hash(draft.facts),
+        plan=", ".join(parts),
+        threads=f"{o.n_threads}/{o.n_threads_batch}",
+        device=device,
+        build=library_build(),
+    )
+
+
+def profile_path(folder: Path, target: Engine, draft: Engine | None, key: ProfileKey) -> Path:
+    """The file of this run: one per paths and settings, whatever the files' bytes are."""
+    draft_path = "" if draft is None else str(draft.facts.path.resolve())
+    names = (str(target.facts.path.resolve()), draft_path, key.plan, key.threads, key.device)
+    digest = hashlib.sha256("\0".join(names).encode()).hexdigest()[:12]
+    return folder / f"{target.facts.path.stem}-{digest}.json"
+
+
+def load_stored(path: Path, key: ProfileKey) -> tuple[StoredProfile | None, str]:
+    """The stored profile, or None and why there is none that fits."""
+    if not path.exists():
+        return None, "no profile of this model and plan is stored yet"
+    try:
+        return load(path, key), f"profile of an earlier run: {path}"
+    except BadProfile as e:
+        return None, f"{e}; it is not used"
+
+
+def store(path: Path, costs: CostProfile, calibration: Calibration | None) -> str | None:
+    """Write it; None when done, else why not. A run does not fail for a folder it cannot write."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save(path, costs, calibration)
+    except OSError as e:
+        return f"the profile was not stored: {e}; SPECOFFLOAD_PROFILE_DIR names another folder"
+    return None
+
+
+def import_profile(path: Path, key: ProfileKey) -> StoredProfile:
+    """A profile from our JSON, llama-batched-bench's JSONL or GGML_BATCH_COSTS text.
+
+    JSON must be of this run; the other two have no key and take this run's. Raises BadProfile.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadProfile(f"--import {path}: cannot be read as UTF-8 text ({e})") from e
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise BadProfile(f"--import {path}: the file is empty")
+    if any('"speed_tg"' in line for line in lines):
+        return StoredProfile(replace(parse_batched_bench(text), key=key), Calibration())
+    if text.lstrip().startswith(("{", "[")):
+        return load(path, key)
+    costs = lines[-1].partition("=")[2] or lines[-1]
+    return StoredProfile(replace(parse_batch_costs(costs.strip("\"' ")), key=key), Calibration())
+
+
+def export_profile(path: Path, costs: CostProfile, calibration: Calibration) -> str:
+    """Write `.json` (ours), `.jsonl` (llama-batched-bench) or else GGML_BATCH_COSTS text.
+
+    Returns which it was. Raises BadProfile when the file cannot be written.
+    """
+    try:
+        if path.suffix == ".json":
+            save(path, costs, calibration)
+            return "a profile of specoffload"
+        if path.suffix == ".jsonl":
+            path.write_text(format_batched_bench(costs), encoding="utf-8")
+            return "llama-batched-bench's JSONL"
+        path.write_text(f"GGML_BATCH_COSTS={format_batch_costs(costs)}\n", encoding="utf-8")
+    except OSError as e:
+        raise BadProfile(f"--export {path}: {e}") from e
+    return "GGML_BATCH_COSTS"

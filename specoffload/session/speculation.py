@@ -1,0 +1,339 @@
+"""A session's speculation: drafter, policy, calibration and profile, kept from one prompt to the
+next and stored at the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from offload.engine import Engine
+from offload.ggml.sampler import SamplerChain
+from specdec.build import build_acceptance, build_drafter, build_policy
+from specdec.costs.calibration import Calibration
+from specdec.costs.profile import CostProfile
+from specdec.costs.profile_io import parse_batch_costs
+from specdec.decoding.accept import Acceptance
+from specdec.decoding.decode import decode
+from specdec.decoding.reject import RejectionAcceptance, Sampler
+from specdec.decoding.tree import TreeDrafter, decode_tree
+from specdec.drafters.lookup import NgramCache
+from specdec.drafters.model import ModelDrafter
+from specdec.drafters.none import NoDrafter
+from specdec.drafters.translate import TranslatedDrafter, Vocabulary
+from specdec.errors import BadOption
+from specdec.options import SpecOptions
+from specdec.policies.fixed import Fixed
+from specdec.policies.throughput import Throughput
+from specdec.types import Drafter, IsEnd, Policy, Round
+from specoffload.config.speculation import SpecConfig
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.profile_store import key_of, load_stored, profile_path, store
+from specoffload.session.profiling import measure_quickly
+from specoffload.session.round_trace import RoundTrace
+
+TREE_LEAVES = 32  # of a verified tree
+TREE_DRAFT_LEAVES = 96  # of a tree that the draft grows, before it is cut
+_UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
+_ROUNDS_TO_STORE = 16
+
+log = logging.getLogger("specoffload.speculation")
+
+
+@dataclass
+class _Profile:
+    """The costs in use; `path` is None where they are not ours to store."""
+
+    costs: CostProfile
+    calibration: Calibration
+    path: Path | None
+    notes: tuple[str, ...]
+
+
+class Speculation:
+    """Opened once the engines are; `close` stores what was learnt."""
+
+    def __init__(
+        self,
+        config: SpecConfig,
+        target: Engine,
+        draft: Engine | None,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        """May measure T(n) for some seconds. Raises SpecDecError when options do not fit."""
+        self._config = config
+        self._target = target
+        self._n_rounds = 0
+        options = config.options
+        check_together(options, config.record_trace)
+        self.is_on = options.drafters != ("none",) and (
+            draft is not None or "draft" not in options.drafters
+        )
+        self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
+        self._tree: TreeDrafter | None = None
+        self.drafter: Drafter = NoDrafter()
+        self.policy: Policy = Fixed(0)
+        self._profile = _Profile(_UNPRICED, Calibration(), None, ())
+        if not self.is_on:
+            return
+        self._profile = self._open_profile(draft, on_progress)
+        self.policy = build_policy(options, self._profile.costs, self._profile.calibration)
+        self._sampling = _RequestSampling()
+        model = self._model_drafter(draft) if draft is not None else None
+        self.drafter = build_drafter(options, model, self._tokenize, target.n_vocab)
+        if options.tree:
+            assert draft is not None
+            assert isinstance(self.policy, Throughput)
+            for engine in (target, draft):
+                if not engine.can_rewind:
+                    raise BadOption(
+                        f"--spec-tree needs memory that can be cut; {engine.facts.path.name} "
+                        f"({engine.facts.architecture}) is recurrent: leave --spec-tree out"
+                    )
+            self._tree = TreeDrafter(
+                draft,
+                self.policy,
+                p_split=options.number("--spec-draft-p-split"),
+                n_vocab=target.n_vocab,
+            )
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    def _open_profile(
+        self, draft: Engine | None, on_progress: Callable[[float], None] | None
+    ) -> _Profile:
+        config = self._config
+        if config.batch_costs is not None:
+            costs = parse_batch_costs(config.batch_costs)
+            notes = ("profile: GGML_BATCH_COSTS", *_warned(costs))
+            return _Profile(costs, Calibration(), None, notes)
+        if not config.needs_profile:
+            return _Profile(_UNPRICED, Calibration(), None, ())
+        assert config.profile_dir is not None
+        key = key_of(self._target, draft)
+        path = profile_path(config.profile_dir, self._target, draft, key)
+        stored, why = load_stored(path, key)
+        typed = "--spec-draft-n-max" in config.options.given
+        longest = 1 + config.longest if typed else 0
+        if stored is not None and stored.costs.n_max < longest:
+            why = f"the stored profile ends at batches of {stored.costs.n_max}"
+            stored = None
+        if stored is not None:
+            notes = (f"profile: {why}", *_warned(stored.costs))
+            return _Profile(stored.costs, stored.calibration, path, notes)
+        costs, how = measure_quickly(self._target, draft, key, on_progress, longest=longest)
+        failed = store(path, costs, None)
+        notes = (f"profile: {why}; {how} (--no-profile to skip)", *_warned(costs))
+        if failed is not None:
+            notes = (*notes, failed)
+        return _Profile(costs, Calibration(), path if failed is None else None, notes)
+
+    def _model_drafter(self, draft: Engine) -> Drafter:
+        options = self._config.options
+        if options.values["--spec-accept"] == "reject":
+            drafter = ModelDrafter(
+                draft,
+                distribution=self._sampling.draft_probabilities,
+                rng=self._sampling.rng,
+                n_vocab=self._target.n_vocab,
+            )
+        else:
+            drafter = ModelDrafter(draft, n_vocab=self._target.n_vocab)
+        pairs = options.text("--spec-replace")
+        if pairs is None:
+            return drafter
+        inner = drafter if draft.n_vocab <= self._target.n_vocab else ModelDrafter(draft)
+        return TranslatedDrafter(
+            inner, _vocabulary(self._target), _vocabulary(draft), replace_pairs(pairs)
+        )
+
+    def _tokenize(self, text: str) -> Sequence[int]:
+        return self._target.tokenize(text, add_special=False, parse_special=False)
+
+    # -- what a session asks ----------------------------------------------------------------------
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How drafts are made and decided, and where the costs are from."""
+        options = self._config.options
+        if not self.is_on:
+            return (*self._config.reasons, "every token is decoded alone")
+        names = ", ".join(options.drafters)
+        line = f"speculation: drafts by {names}, lengths by {self.policy.name}"
+        if self.policy.n_max < 1:
+            line += "; the profile has one batch size only, which leaves no room to draft"
+        elif not isinstance(self.policy, Throughput):
+            line += f" (at most {self.policy.n_max})"
+        return (line, *self._profile.notes, *self._config.reasons)
+
+    @property
+    def costs(self) -> CostProfile:
+        """T(n) as it was measured or loaded."""
+        return self._profile.costs
+
+    def rounds(
+        self,
+        sequence: int,
+        prompt: Sequence[int],
+        chooser: SamplerChain,
+        request: GenerateOptions,
+        *,
+        n_predict: int,
+        is_end: IsEnd,
+    ) -> Iterator[Round]:
+        """The rounds of one generation; raises what `specdec.decode` raises."""
+        n_cached = self._target.length(sequence)
+        if self._tree is not None:
+            assert isinstance(self.policy, Throughput)
+            found = decode_tree(
+                self._target,
+                sequence,
+                prompt,
+                drafter=self._tree,
+                policy=self.policy,
+                chooser=chooser,
+                n_predict=n_predict,
+                is_end=is_end,
+                n_cached=n_cached,
+            )
+        else:
+            found = decode(
+                self._target,
+                sequence,
+                prompt,
+                drafter=self.drafter,
+                policy=self.policy,
+                chooser=chooser,
+                n_predict=n_predict,
+                is_end=is_end,
+                n_cached=n_cached,
+                acceptance=self._acceptance(chooser, request),
+            )
+        return self._watched(found)
+
+    def _acceptance(self, chooser: SamplerChain, request: GenerateOptions) -> Acceptance | None:
+        options = self._config.options
+        if not self.is_on:
+            return None
+        if options.values["--spec-accept"] == "reject":
+            return RejectionAcceptance(chooser, self._sampling.begin(request))
+        return build_acceptance(options, chooser, np.random.default_rng(request.seed))
+
+    def _watched(self, rounds: Iterator[Round]) -> Iterator[Round]:
+        for round_ in rounds:
+            self._n_rounds += 1
+            if self._trace is not None:
+                self._trace.add(round_)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug(
+                    "round %d: %d drafted by %s, %d accepted, draft %.2f ms, verify %.2f ms: %s",
+                    self._n_rounds,
+                    round_.n_drafted,
+                    round_.draft.source,
+                    round_.n_accepted,
+                    1e3 * round_.draft_s,
+                    1e3 * round_.verify_s,
+                    round_.draft.decision.reason,
+                )
+            yield round_
+
+    def close(self) -> None:
+        """Store the refreshed profile, the calibration, the lookup cache and the trace."""
+        if self._trace is not None:
+            self._trace.write()
+        self._save_lookup_cache()
+        policy, path = self.policy, self._profile.path
+        if not isinstance(policy, Throughput) or path is None or self._n_rounds < _ROUNDS_TO_STORE:
+            return
+        before = self._profile.costs
+        failed = store(path, widened(policy.costs.profile(), before), policy.calibration)
+        if failed is not None:
+            log.warning(failed)
+
+    def _save_lookup_cache(self) -> None:
+        options = self._config.options
+        path = options.text("--lookup-cache-dynamic")
+        drafters = [self.drafter, *getattr(self.drafter, "_free", ())]
+        for drafter in drafters:
+            if path is None or not isinstance(drafter, NgramCache):
+                continue
+            if drafter.dynamic is not None:
+                try:
+                    drafter.dynamic.save(Path(path))
+                except OSError as e:
+                    log.warning("--lookup-cache-dynamic %s was not written: %s", path, e)
+
+
+class _RequestSampling:
+    """How the draft samples for the request in hand, for rejection sampling."""
+
+    def __init__(self) -> None:
+        self._sampler = Sampler(1.0)
+        self.rng = np.random.default_rng()
+
+    def begin(self, request: GenerateOptions) -> np.random.Generator:
+        """The random numbers of the request, from its seed: for drafting and for judging."""
+        self.rng.bit_generator.state = np.random.default_rng(request.seed).bit_generator.state
+        # A greedy request accepts the argmax only; its drafts are sampled sharply all the same,
+        # so that what the draft says of a token stays a probability.
+        self._sampler = Sampler(request.temperature if request.temperature > 0 else 0.3)
+        return self.rng
+
+    def draft_probabilities(
+        self, logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        return self._sampler.probabilities(logits)
+
+
+def check_together(options: SpecOptions, record_trace: Path | None) -> None:
+    """Raises BadOption for flags that exclude each other."""
+    rejects = options.values["--spec-accept"] == "reject"
+    excluded = {
+        "--spec-accept reject": options.tree and rejects,
+        "--spec-replace": options.tree and options.text("--spec-replace") is not None,
+        "--record-trace": options.tree and record_trace is not None,
+    }
+    for flag, both in excluded.items():
+        if both:
+            raise BadOption(f"{flag} takes no effect with --spec-tree: leave one of them out")
+    if rejects and options.drafters == ("synthetic",):
+        raise BadOption("--spec-accept reject takes no effect with --spec-type synthetic")
+    if rejects and "--spec-draft-n-min" in options.given:
+        raise BadOption(
+            "--spec-draft-n-min takes no effect with --spec-accept reject: a token that was drawn "
+            "has to be verified, or the answer's distribution would change"
+        )
+
+
+def replace_pairs(text: str) -> list[tuple[str, str]]:
+    """`TARGET=DRAFT,...` as pairs. Raises BadOption for a part without `=`."""
+    pairs = []
+    for part in filter(None, text.split(",")):
+        target, equals, draft = part.partition("=")
+        if not equals or not target:
+            raise BadOption(f"--spec-replace {text}: {part!r} is not TARGET=DRAFT")
+        pairs.append((target, draft))
+    return pairs
+
+
+def widened(costs: CostProfile, before: CostProfile) -> CostProfile:
+    """`costs` with the batch sizes beyond a short --draft-max, scaled like its last one."""
+    n = costs.n_max
+    if n >= before.n_max:
+        return costs
+    factor = costs.step_s[-1] / before.step_s[n - 1]
+    return replace(costs, step_s=costs.step_s + tuple(t * factor for t in before.step_s[n:]))
+
+
+def _warned(costs: CostProfile) -> tuple[str, ...]:
+    return tuple(f"profile: {warning}" for warning in costs.warnings)
+
+
+def _vocabulary(engine: Engine) -> Vocabulary:
+    return Vocabulary(
+        lambda text: engine.tokenize(text, add_special=False, parse_special=True),
+        lambda tokens: engine.detokenize(tokens, special=True),
+    )

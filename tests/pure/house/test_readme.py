@@ -1,0 +1,100 @@
+"""The README is kept true: its tree is the disk's, and its commands are real."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def block_after(heading: str) -> str:
+    text = README.split(f"## {heading}", 1)[1]
+    return text.split("```", 2)[1].split("\n", 1)[1]
+
+
+def tree() -> list[tuple[str, str]]:
+    """(path, description) of the layout block; a deeper indent is inside the folder above."""
+    rows, folder = [], ""
+    for line in block_after("Layout").splitlines():
+        name, _, words = line.strip().partition(" ")
+        if not line.startswith(" "):
+            folder = name
+            rows.append((name, words.strip()))
+        else:
+            rows.append((folder + name, words.strip()))
+    return rows
+
+
+@pytest.mark.parametrize(("path", "words"), tree())
+def test_the_layout_names_what_is_on_the_disk(path: str, words: str) -> None:
+    assert (ROOT / path).exists(), path
+    assert (ROOT / path).is_dir() == path.endswith("/")
+    assert words
+
+
+def test_every_top_level_folder_is_in_the_layout() -> None:
+    tracked = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    folders = {line.split("/")[0] + "/" for line in tracked if "/" in line}
+    hidden = {folder for folder in folders if folder.startswith(".")}
+    assert folders - hidden == {path for path, _ in tree() if path.count("/") == 1}
+
+
+def test_every_script_is_named_in_the_layout_or_its_readme() -> None:
+    described = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
+    scripts = [p.name for p in (ROOT / "scripts").iterdir() if p.is_file() and p.suffix == ""]
+    missing = [name for name in scripts if f"`{name}`" not in described]
+    assert missing == []
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def commands() -> list[str]:
+    lines = block_after("Use").splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.startswith("specoffload")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_of_the_readme_parses(command: str) -> None:
+    """With --help behind it a command parses its flags and runs nothing."""
+    words = shlex.split(command)[1:]
+    flags = [word for word in words if word.startswith("-")]
+    done = subprocess.run(
+        [sys.executable, "-m", "specoffload", words[0], "--help"],
+        capture_output=True,
+        text=True,
+        env={"COLUMNS": "200", "PATH": "/usr/bin:/bin", "TERM": "dumb"},
+    )
+    assert done.returncode == 0, done.stderr
+    for flag in flags:
+        assert flag in done.stdout, f"{command}: {flag} is not a flag of {words[0]}"
+
+
+def test_the_two_commands_exist_and_are_executable() -> None:
+    for line in block_after("Two commands").splitlines():
+        script = ROOT / line.split()[0]
+        assert script.is_file()
+        assert script.stat().st_mode & 0o111
+
+
+def test_every_flag_is_in_the_page_of_flags() -> None:
+    from specoffload.config.shared_flags import _flags
+
+    page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
+    source = Path(_flags.__code__.co_filename).read_text(encoding="utf-8")
+    declared = set(re.findall(r'"(--[a-z-]+)"', source))
+    missing = sorted(flag for flag in declared if f"`{flag}`" not in page)
+    assert missing == []

@@ -1,0 +1,26 @@
+"""The trees of tests/fixtures/sysfs: one file each, a line `path = content` per file."""
+
+from pathlib import Path
+
+from numa.topology import Topology, read_topology
+
+TREES = Path(__file__).parents[2] / "fixtures" / "sysfs"
+
+
+def grow(name: str, root: Path) -> Path:
+    """Write the tree `name` below `root`."""
+    for line in (TREES / f"{name}.tree").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        path, _, content = line.partition(" = ")
+        put(root, path, content.replace("\\n", "\n").replace("\\t", "\t"))
+    return root
+
+
+def put(root: Path, path: str, content: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(content + "\n")
+
+
+def topology_of(name: str, root: Path) -> Topology:
+    return read_topology(grow(name, root))

@@ -1,0 +1,68 @@
+"""Streamed text: whole characters, whole stop sequences."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.text import TextStream
+from specoffload.session.stopping import StopScanner
+
+
+@given(st.text(), st.lists(st.integers(1, 4), min_size=1))
+def test_any_text_survives_being_cut_into_any_bytes(text: str, sizes: list[int]) -> None:
+    raw = text.encode("utf-8", "surrogatepass")
+    if raw.decode("utf-8", "replace") != text:
+        return  # lone surrogates are not text
+    pieces, at = [], 0
+    while at < len(raw):
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(raw[at : at + size])
+        at += size
+    stream = TextStream(lambda token: pieces[token])
+    shown = [stream.feed(i) for i in range(len(pieces))]
+    assert "".join(shown) + stream.finish() == text
+
+
+def test_a_truncated_character_becomes_the_replacement_character() -> None:
+    stream = TextStream(lambda _: "é".encode()[:1])
+    assert stream.feed(0) == ""
+    assert stream.finish() == "\ufffd"
+
+
+@given(
+    st.text(alphabet="abc", max_size=40),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3),
+    st.integers(1, 5),
+)
+def test_what_is_shown_ends_before_the_first_stop_however_the_text_is_cut(
+    text: str, stops: list[str], size: int
+) -> None:
+    scanner = StopScanner(stops)
+    shown = "".join(scanner.feed(text[i : i + size]) for i in range(0, len(text), size))
+    shown += scanner.finish()
+    found = [text.find(stop) for stop in stops if stop in text]
+    if not found:
+        assert shown == text
+        assert not scanner.stopped
+        return
+    assert scanner.stopped
+    # Whole chunks are scanned at once, so of several stops the one met in the earliest chunk wins.
+    assert shown in {text[: text.find(stop)] for stop in stops if stop in text}
+    assert all(stop not in shown for stop in stops)
+
+
+def test_nothing_is_held_back_that_cannot_become_a_stop() -> None:
+    scanner = StopScanner(("\n\n",))
+    assert scanner.feed("a\n") == "a"
+    assert scanner.feed("b") == "\nb"
+    assert scanner.feed("\n\nc") == ""
+    assert scanner.stopped
+
+
+@pytest.mark.parametrize("stops", [(), ("",)])
+def test_without_stops_everything_is_shown_at_once(stops: tuple[str, ...]) -> None:
+    scanner = StopScanner(stops)
+    assert scanner.feed("abc") == "abc"
+    assert scanner.finish() == ""

@@ -1,0 +1,176 @@
+"""A tuned choice is kept, found again, refused when the machine changed, and used as it says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from numa_trees import topology_of
+
+from numa.errors import NoSuchNode
+from numa.place import Strategy
+from numa.strategy import ONE_NODE
+from numa.topology import Topology
+from numa.tune import Candidate, Trial, TuneResult, fingerprint
+from specoffload.config.numa_choice import resolve_on
+from specoffload.config.resolution import Options, resolve
+from specoffload.config.tuned import FILE_NAME, Tuned, load_tuned, save_tuned, tuned_sentence
+from specoffload.errors import UsageError
+
+MODEL = Path("m.gguf")
+
+
+def tuned_for(topology: Topology, best: Candidate) -> TuneResult:
+    trials = (Trial(best, {1: 0.08, 8: 0.21}),)
+    return TuneResult(best, trials, ("chosen",), fingerprint(topology), ((0, 0, 1e9),))
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Topology:
+    return topology_of("one_node", tmp_path / "one")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Topology:
+    return topology_of("two_sockets", tmp_path / "two")
+
+
+def test_what_is_kept_is_what_is_found(tmp_path: Path, two: Topology) -> None:
+    folder = tmp_path / "new" / "profiles"
+    result = tuned_for(two, Candidate(Strategy.SINGLE, 6, node=1, huge_pages=False))
+    path = save_tuned(folder, result)
+    assert path == folder / FILE_NAME
+    assert load_tuned(folder, two) == Tuned(result)
+    assert [p.name for p in folder.iterdir()] == [FILE_NAME], "no half-written file stays"
+    assert tuned_sentence(result).endswith("T(1) 80.0 ms, T(8) 210.0 ms")
+
+
+def test_nothing_kept_is_nothing_to_say(tmp_path: Path, two: Topology) -> None:
+    assert load_tuned(tmp_path, two) == Tuned(None, "")
+
+
+def test_a_choice_for_another_machine_is_refused_with_both_named(
+    tmp_path: Path, one: Topology, two: Topology
+) -> None:
+    save_tuned(tmp_path, tuned_for(two, Candidate(Strategy.ROWS, 8)))
+    tuned = load_tuned(tmp_path, one)
+    assert tuned.result is None
+    assert fingerprint(two) in tuned.why_not
+    assert "specoffload tune numa" in tuned.why_not
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 99}', "\x00"])
+def test_a_damaged_file_is_said_and_not_used(tmp_path: Path, two: Topology, text: str) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+    tuned = load_tuned(tmp_path, two)
+    assert tuned.result is None
+    assert FILE_NAME in tuned.why_not
+    config = resolve_on(Options(model=MODEL), two, tuned)
+    assert tuned.why_not in config.reasons
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, two: Topology) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="SPECOFFLOAD_PROFILE_DIR"):
+        save_tuned(tmp_path / "file", tuned_for(two, Candidate(Strategy.ROWS, 8)))
+
+
+def test_one_node_pins_nothing_and_says_so_in_one_line(one: Topology) -> None:
+    plain = resolve(Options(model=MODEL, threads=1))
+    config = resolve_on(Options(model=MODEL, threads=1), one, Tuned())
+    assert config.numa is None
+    assert replace(config, reasons=()) == replace(plain, reasons=())
+    assert config.reasons == (*plain.reasons, ONE_NODE)
+
+
+def test_one_node_takes_the_tuned_number_of_threads_unless_one_was_typed(one: Topology) -> None:
+    tuned = Tuned(tuned_for(one, Candidate(Strategy.SINGLE, 1)))
+    config = resolve_on(Options(model=MODEL), one, tuned)
+    assert (config.threads, config.threads_batch) == (1, 1)
+    assert any("measured by" in reason for reason in config.reasons)
+    typed = resolve_on(Options(model=MODEL, threads=2), one, tuned)
+    assert typed.threads == 2
+    assert not any("measured by" in reason for reason in typed.reasons)
+
+
+def test_more_threads_than_processors_run_one_each_and_say_so(one: Topology) -> None:
+    n_most = len(one.allowed_cpus)
+    config = resolve_on(Options(model=MODEL, threads=n_most + 5, threads_batch=1000), one, Tuned())
+    assert (config.threads, config.threads_batch) == (n_most, n_most)
+    said = [r for r in config.reasons if r.startswith("--threads")]
+    assert len(said) == 2
+    assert all(f"{n_most} threads run" in sentence for sentence in said)
+
+
+def test_several_nodes_run_rows_until_something_was_measured(two: Topology) -> None:
+    config = resolve_on(Options(model=MODEL), two, Tuned())
+    assert config.numa is not None
+    assert config.numa.strategy is Strategy.ROWS
+    assert config.threads == config.numa.decode.n_threads
+    assert config.threads_batch == config.numa.batch.n_threads
+    assert any("nothing was measured" in reason for reason in config.reasons)
+
+
+def test_a_tuned_choice_is_taken_without_asking(two: Topology) -> None:
+    best = Candidate(Strategy.SINGLE, 3, node=1, huge_pages=False)
+    config = resolve_on(Options(model=MODEL), two, Tuned(tuned_for(two, best)))
+    plan = config.numa
+    assert plan is not None
+    assert (plan.strategy, plan.node, plan.huge_pages) == (Strategy.SINGLE, 1, False)
+    assert config.threads == 3
+    assert set(plan.decode.nodes) == {1}
+    assert any("measured by `specoffload tune numa`" in reason for reason in config.reasons)
+
+
+@pytest.mark.parametrize("strategy", ["interleave", "rows", "distribute", "single"])
+def test_what_is_typed_beats_what_was_tuned(two: Topology, strategy: str) -> None:
+    tuned = Tuned(tuned_for(two, Candidate(Strategy.SINGLE, 3, node=1)))
+    config = resolve_on(Options(model=MODEL, numa=strategy, threads=2), two, tuned)
+    assert config.numa is not None
+    assert config.numa.strategy == strategy
+    assert config.threads == 2
+    assert not any("measured by" in reason for reason in config.reasons)
+
+
+def test_a_node_that_was_typed_keeps_every_thread_there(two: Topology) -> None:
+    config = resolve_on(Options(model=MODEL, numa_node=1), two, Tuned())
+    plan = config.numa
+    assert plan is not None
+    assert plan.strategy is Strategy.SINGLE
+    assert {*plan.decode.nodes, *plan.batch.nodes, *plan.draft.nodes} == {1}
+
+
+def test_more_threads_than_cores_of_several_nodes_run_one_each_and_say_so(two: Topology) -> None:
+    config = resolve_on(Options(model=MODEL, threads=4096), two, Tuned())
+    assert config.numa is not None
+    assert config.threads == config.numa.decode.n_threads < 4096
+    assert any("4096 threads asked for" in reason for reason in config.reasons)
+
+
+def test_none_leaves_everything_to_the_kernel_and_says_so(two: Topology) -> None:
+    tuned = Tuned(tuned_for(two, Candidate(Strategy.ROWS, 3)))
+    config = resolve_on(Options(model=MODEL, numa="none", threads=2), two, tuned)
+    assert config.numa is None
+    assert any("--numa none" in reason for reason in config.reasons)
+
+
+@pytest.mark.parametrize("tree", ["one_node", "two_sockets"])
+def test_an_unknown_node_is_refused_with_the_nodes_there_are(tree: str, tmp_path: Path) -> None:
+    topology = topology_of(tree, tmp_path / tree)
+    with pytest.raises(NoSuchNode, match="node 9 does not exist"):
+        resolve_on(Options(model=MODEL, numa_node=9), topology, Tuned())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Options(model=MODEL, numa="everywhere"), "--numa everywhere"),
+        (Options(model=MODEL, numa="mirror"), "--numa mirror"),
+        (Options(model=MODEL, numa="rows", numa_node=0), "excludes --numa rows"),
+        (Options(model=MODEL, threads=0), "--threads 0"),
+    ],
+)
+def test_flags_that_make_no_sense_are_named(options: Options, words: str, two: Topology) -> None:
+    with pytest.raises(UsageError, match=words):
+        resolve_on(options, two, Tuned())

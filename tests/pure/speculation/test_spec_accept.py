@@ -1,0 +1,218 @@
+"""Sampled speculation has the target's distribution: chi-square over 100,000 draws each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from specdec.costs.profile import CostProfile
+from specdec.decoding.accept import MatchAcceptance
+from specdec.decoding.decode import decode
+from specdec.decoding.reject import RejectionAcceptance, Sampler, residual, sample
+from specdec.drafters.chain import ChainDrafter
+from specdec.drafters.model import ModelDrafter
+from specdec.drafters.offer import offer
+from specdec.errors import SpecDecError
+from specdec.policies.costs import Costs
+from specdec.policies.fixed import Fixed
+from specdec.policies.p_min import PMin
+from specdec.policies.throughput import Throughput
+from specdec.simulation.fake import FakeTarget
+from specdec.types import Decision, Draft, Policy, Round
+
+N_DRAWS = 100_000
+N_VOCAB = 6
+N_TEXTS = 6_000
+CHAINS = {
+    "t0.5": {"temperature": 0.5},
+    "t1": {"temperature": 1.0},
+    "t1.5": {"temperature": 1.5},
+    "top-k": {"temperature": 1.0, "top_k": 3},
+    "top-p": {"temperature": 1.2, "top_p": 0.8},
+    "min-p": {"temperature": 0.8, "min_p": 0.15},
+}
+
+
+def never(_: int) -> bool:
+    return False
+
+
+class Remembering(Sampler):
+    """A sampler that computes the probabilities of equal logits once."""
+
+    known: dict[bytes, np.ndarray]  # type: ignore[type-arg]
+
+    def probabilities(self, logits, history=()):  # type: ignore[no-untyped-def]
+        key = logits.tobytes()
+        if key not in self.known:
+            self.known[key] = super().probabilities(logits, history)
+        return self.known[key]
+
+
+def check(counts: np.ndarray, expected: np.ndarray) -> None:  # type: ignore[type-arg]
+    """Chi-square at one in a million, and nothing where nothing may be."""
+    assert counts[expected == 0].sum() == 0
+    counts, expected = counts[expected > 0], expected[expected > 0] * counts.sum()
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    assert statistic < chi2.isf(1e-6, max(1, len(counts) - 1))
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize("method", ["match", "reject", "reject-certain"])
+def test_the_first_two_tokens_are_distributed_as_without_a_draft(chain: str, method: str) -> None:
+    rng = np.random.default_rng(7)
+    logits = rng.normal(0, 1.5, (3, N_VOCAB)).astype(np.float32)
+    sampler = Remembering(**CHAINS[chain], rng=rng)  # type: ignore[arg-type]
+    sampler.known = {}
+    p = [sampler.probabilities(row) for row in logits]
+    # The draft's own, different, distributions; it drafts two tokens.
+    q = [rng.dirichlet(np.ones(N_VOCAB)) for _ in range(2)]
+    acceptance = (
+        MatchAcceptance(sampler) if method == "match" else RejectionAcceptance(sampler, rng)
+    )
+    first = np.zeros(N_VOCAB)
+    second = np.zeros(N_VOCAB)
+    cumulative = [np.cumsum(row) for row in q]
+    uniform = rng.random((N_DRAWS, 2))
+    for u in uniform:
+        tokens = tuple(
+            min(int(np.searchsorted(c, x, side="right")), N_VOCAB - 1)
+            for c, x in zip(cumulative, u, strict=True)
+        )
+        rows = tuple(q) if method == "reject" else ()
+        if method == "reject-certain":
+            tokens = (int(q[0].argmax()), int(q[1].argmax()))
+        draft = Draft(tokens, (0.5, 0.5), "draft", Decision(2, ""), (), rows)
+        emitted = acceptance(draft, logits, [0], never).emitted
+        first[emitted[0]] += 1
+        if len(emitted) > 1:
+            second[emitted[1]] += 1
+    check(first, p[0])
+    # The second row's distribution does not depend on the first token here, so being reached
+    # must not bias it either.
+    check(second, p[1])
+
+
+def jagged() -> CostProfile:
+    """Batches of 2 and 3 cost more than they bring, one of 4 is cheap: a look-ahead regrets."""
+    return CostProfile((1.0, 1.9, 2.6, 1.3, 2.4), draft_step_s=0.05)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "fixed": lambda: Fixed(3),
+    "p-min": lambda: PMin(n_max=3, p_min=0.5),
+    "throughput": lambda: Throughput(jagged(), refresh=False),
+    "costs": lambda: Costs((1.0, 0.3, 0.9, 0.2), look_ahead=3),
+}
+
+
+class Habitual:
+    """Offers the token that the draft's own best chance is compared with."""
+
+    name = "habit"
+
+    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
+        return offer(self.name, [2, 2, 2], [0.6, 0.6, 0.6], policy, limit)
+
+    def learn(self, sequence: int, round_: Round) -> None:
+        pass
+
+    def forget(self, sequence: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(policy: str) -> None:
+    rng = np.random.default_rng(3)
+    sampler = Sampler(0.9, rng=rng)
+    draft_sampler = Sampler(1.3)
+    pairs = np.zeros((4, 4))
+    target = FakeTarget(n_vocab=4, logits_seed=5, order=1)
+    draft = FakeTarget(n_vocab=4, logits_seed=6, order=1)
+    drafter = ModelDrafter(draft, distribution=draft_sampler.probabilities, rng=rng)
+    deciding = POLICIES[policy]()
+    lengths = Counter[int]()
+    for _ in range(N_TEXTS):
+        target.rewind(0, 0)
+        text = [0]
+        for round_ in decode(
+            target,
+            0,
+            [0],
+            drafter=drafter,
+            policy=deciding,
+            chooser=sampler,
+            acceptance=RejectionAcceptance(sampler, rng),
+            n_predict=5,
+            is_end=never,
+        ):
+            text += round_.emitted
+            lengths[round_.n_drafted] += 1
+        for a, b in zip(text, text[1:], strict=False):
+            pairs[a, b] += 1
+    assert sum(rounds for n, rounds in lengths.items() if n) > N_TEXTS / 2
+    for a in range(4):
+        check(pairs[a], sampler.probabilities(target.logits_after([a])))
+
+
+def test_a_chain_that_prefers_some_draws_keeps_the_distribution() -> None:
+    rng = np.random.default_rng(3)
+    sampler = Sampler(0.9)
+    target = FakeTarget(n_vocab=4, logits_seed=5, order=1)
+    model = ModelDrafter(
+        FakeTarget(n_vocab=4, logits_seed=6, order=1),
+        distribution=Sampler(1.3).probabilities,
+        rng=rng,
+    )
+    acceptance = RejectionAcceptance(sampler, rng)
+    first = np.zeros(4)
+    sources = Counter[str]()
+    for _ in range(4 * N_TEXTS):
+        # After token 2 the model's draft is worth more than the habit's if it drew a 0.
+        draft = ChainDrafter([Habitual()], model).propose(0, [2], Fixed(3), 3)
+        sources[draft.source] += 1
+        rows = np.array([target.logits_after([t]) for t in (2, *draft.tokens)])
+        first[acceptance(draft, rows, [2], never).emitted[0]] += 1
+    assert min(sources["habit"], sources["draft"]) > N_TEXTS / 2
+    check(first, sampler.probabilities(target.logits_after([2])))
+
+
+def test_rejection_accepts_a_draft_that_is_the_target_itself() -> None:
+    rng = np.random.default_rng(1)
+    logits = rng.normal(0, 1, (2, N_VOCAB)).astype(np.float32)
+    sampler = Sampler(1.0, rng=rng)
+    p = sampler.probabilities(logits[0])
+    acceptance = RejectionAcceptance(sampler, rng)
+    for _ in range(500):
+        draft = Draft((sample(p, rng),), (0.5,), "draft", Decision(1, ""), (), (p,))
+        assert acceptance(draft, logits, [0], never).n_accepted == 1
+
+
+def test_the_residual_is_what_the_draft_left_over() -> None:
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.7, 0.1, 0.2])
+    assert residual(p, q, 0) == pytest.approx([0.0, 1.0, 0.0])
+    assert residual(p, None, 0) == pytest.approx([0.0, 0.6, 0.4])
+    assert residual(p, p, 0) == pytest.approx(p)
+
+
+def test_an_end_token_accepted_inside_a_draft_ends_the_emission() -> None:
+    logits = np.full((3, 4), -9, np.float32)
+    logits[:, 2] = 9
+    sampler = Sampler(0.0)
+    for acceptance in (
+        MatchAcceptance(sampler),
+        RejectionAcceptance(sampler, np.random.default_rng(0)),
+    ):
+        draft = Draft((2, 2), (0.9, 0.9), "draft", Decision(2, ""))
+        verdict = acceptance(draft, logits, [0], lambda t: t == 2)
+        assert (verdict.n_accepted, verdict.emitted) == (1, [2])
+
+
+def test_sampler_parameters_out_of_range_are_refused() -> None:
+    for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 1.5}, {"top_k": -1}):
+        with pytest.raises(SpecDecError, match="must be"):
+            Sampler(**bad)  # type: ignore[arg-type]

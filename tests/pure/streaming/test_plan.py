@@ -1,0 +1,157 @@
+"""What lives where, from a header and a budget: pure."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.errors import DoesNotFit
+from offload.ggml.gguf import Header, TensorEntry
+from offload.model import ModelFacts, WeightPlace
+from offload.plan.placement import make_plan, shape_of, spread
+from offload.plan.reserve import context_bytes, kv_bytes
+from offload.units import parse_bytes, parse_rate, parse_seconds
+
+N_LAYERS, N_EXPERTS, N_USED = 6, 8, 2
+
+
+def facts() -> ModelFacts:
+    entries = [TensorEntry("token_embd.weight", "q8_0", (64, 100), 0, 6800)]
+    for i in range(N_LAYERS):
+        for kind in ("attn_q", "attn_output", "ffn_up_shexp"):
+            entries.append(TensorEntry(f"blk.{i}.{kind}.weight", "q8_0", (64, 64), 0, 4352))
+        entries.append(TensorEntry(f"blk.{i}.attn_norm.weight", "f32", (64,), 0, 256))
+        for kind in ("gate", "up", "down"):
+            name = f"blk.{i}.ffn_{kind}_exps.weight"
+            entries.append(TensorEntry(name, "q8_0", (64, 64, N_EXPERTS), 0, 4352 * N_EXPERTS))
+    metadata = {
+        "deepseek2.block_count": N_LAYERS,
+        "deepseek2.expert_count": N_EXPERTS,
+        "deepseek2.expert_used_count": N_USED,
+    }
+    weights = {e.name: WeightPlace(Path("m.gguf"), e) for e in entries}
+    header = Header(metadata, tuple(entries), 10**9)
+    return ModelFacts(Path("m.gguf"), "deepseek2", "m", header, weights)
+
+
+EXPERT_BYTES = 3 * N_LAYERS * N_EXPERTS * 4352
+DENSE_BYTES = 6800 + N_LAYERS * (3 * 4352 + 256)
+
+
+def test_without_a_limit_the_experts_stream_and_all_of_them_have_a_slot() -> None:
+    plan = make_plan(facts(), budget_bytes=None)
+    assert plan.streamed_bytes == EXPERT_BYTES
+    assert plan.resident_bytes == DENSE_BYTES
+    assert plan.slot_bytes == EXPERT_BYTES
+    assert all(arena.n_slots == arena.n_pieces for arena in plan.arenas)
+
+
+def test_experts_and_dense_weights_of_one_shape_have_arenas_of_their_own() -> None:
+    plan = make_plan(facts(), budget_bytes=None, n_gpu_layers=0)
+    kinds = {arena.n_experts for arena in plan.arenas}
+    assert kinds == {0, N_EXPERTS}
+    assert len({arena.shape for arena in plan.arenas}) == len(plan.arenas)
+
+
+@given(st.integers(DENSE_BYTES // 4, DENSE_BYTES + 2 * EXPERT_BYTES))
+def test_whatever_the_budget_the_plan_keeps_it_or_says_that_nothing_fits(budget: int) -> None:
+    try:
+        plan = make_plan(facts(), budget_bytes=budget)
+    except DoesNotFit:
+        return
+    assert plan.resident_bytes + plan.slot_bytes <= budget
+    assert all(1 <= arena.n_slots <= arena.n_pieces for arena in plan.arenas)
+    assert all(arena.n_slots >= N_USED for arena in plan.arenas if arena.n_experts)
+    assert plan.resident_bytes + plan.streamed_bytes == DENSE_BYTES + EXPERT_BYTES
+    assert plan.reasons
+
+
+def test_what_cannot_fit_is_refused_with_numbers_and_the_flag() -> None:
+    with pytest.raises(DoesNotFit, match=r"MiB.*--vram"):
+        make_plan(facts(), budget_bytes=1000)
+
+
+def test_more_memory_never_streams_more() -> None:
+    streamed = []
+    for budget in range(DENSE_BYTES // 2, DENSE_BYTES + EXPERT_BYTES, 5000):
+        try:
+            streamed.append(make_plan(facts(), budget_bytes=budget).streamed_bytes)
+        except DoesNotFit:
+            assert not streamed, "a larger budget must not stop fitting"
+    assert streamed == sorted(streamed, reverse=True)
+    assert streamed
+
+
+def test_the_patterns_match_the_streamed_weights_and_nothing_else() -> None:
+    model = facts()
+    plan = make_plan(model, budget_bytes=None, n_gpu_layers=4)
+    streamed = {entry.name for entry in plan.streamed}
+    for name in model.weights:
+        matched = any(re.search(pattern, name) for pattern in plan.patterns())
+        assert matched == (name in streamed), name
+
+
+@given(st.integers(0, 80), st.integers(1, 80))
+def test_streamed_layers_are_as_many_as_asked_and_evenly_spread(n: int, n_layers: int) -> None:
+    layers = sorted(spread(n, n_layers))
+    assert len(layers) == min(n, n_layers)
+    gaps = [b - a for a, b in zip(layers, layers[1:], strict=False)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_a_slot_of_experts_is_one_matrix_and_a_dense_slot_all_of_them() -> None:
+    experts = TensorEntry("blk.0.ffn_up_exps.weight", "q4_K", (64, 32, 8), 0, 1)
+    heads = TensorEntry("blk.0.attn_v_b.weight", "q8_0", (64, 32, 8), 0, 1)
+    assert shape_of(experts) == ("q4_K", 64, 32, 0)
+    assert shape_of(heads) == ("q8_0", 64, 32, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("64MiB", 64 << 20), ("8G", 8 << 30), ("1.5GB", 1_500_000_000), ("1000", 1000)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+def test_rates_and_times_too() -> None:
+    assert parse_rate("2GB/s") == 2e9
+    assert parse_seconds("20us") == pytest.approx(2e-5)
+    for bad in ("2GB/h", "0GB/s", "fast"):
+        with pytest.raises(ValueError, match=bad):
+            parse_rate(bad)
+
+
+def test_experts_of_as_few_layers_stream_as_the_budget_makes_necessary() -> None:
+    layer = 3 * N_EXPERTS * 4352
+    everything = make_plan(facts(), budget_bytes=DENSE_BYTES + EXPERT_BYTES, n_cpu_moe="fit")
+    assert everything.streamed == ()
+    assert "whole model fits" in everything.reasons[0]
+    streamed = []
+    for missing in range(1, N_LAYERS - 2):
+        budget = DENSE_BYTES + EXPERT_BYTES - missing * layer
+        plan = make_plan(facts(), budget_bytes=budget, n_cpu_moe="fit")
+        assert plan.resident_bytes + plan.slot_bytes <= budget
+        streamed.append(len(plan.streamed) // 3)
+    assert streamed == [3, 4, 5], "two layers' slots are kept for what streams"
+
+
+def test_n_cpu_moe_streams_the_experts_of_that_many_layers() -> None:
+    for n in (0, 2, N_LAYERS):
+        plan = make_plan(facts(), budget_bytes=None, n_cpu_moe=n)
+        assert len(plan.streamed) == 3 * n
+
+
+def test_without_a_budget_fit_streams_them_all() -> None:
+    plan = make_plan(facts(), budget_bytes=None, n_cpu_moe="fit")
+    assert plan.streamed_bytes == EXPERT_BYTES
+
+
+def test_a_context_is_estimated_from_the_header() -> None:
+    model = facts()
+    assert kv_bytes(model, 200) == 2 * kv_bytes(model, 100)
+    assert context_bytes(model, 100, 64) > kv_bytes(model, 100)

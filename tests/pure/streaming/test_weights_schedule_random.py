@@ -1,0 +1,168 @@
+"""Random graphs, slots, guesses and timing: whatever the schedule does, each cut reads its own.
+
+The slow twin is a schedule of depth 0, which copies only what a cut needs when it is there.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weights_machine import Driver, Graph
+
+from offload.schedule.commands import Need
+from offload.schedule.keep import KEEPS, make_keep
+from offload.schedule.schedule import Schedule
+from offload.schedule.slots import SlotTable
+
+N_ARENAS = 2
+DENSE, WHOLE, EXPERTS = "dense", "whole", "experts"
+
+
+def random_graph(rng: random.Random, n_experts: int, n_weights: int, guessing: str) -> Graph:
+    """Layers of dense, whole and routed needs over weights `arena * 100 + i`."""
+    needs: list[Need] = []
+    known: set[int] = set()
+    groups: dict[int, tuple[int, ...]] = {}
+    for _ in range(rng.randint(1, 7)):
+        kind = rng.choice((DENSE, WHOLE, EXPERTS))
+        cut = len(needs)
+        if kind == EXPERTS:
+            used = rng.sample(range(n_experts), rng.randint(1, n_experts))
+            if rng.random() < 0.5:
+                used.sort()
+            group = tuple(range(cut, cut + rng.randint(1, 3)))
+            groups[cut] = group
+            for member in group:
+                arena, weight = _weight(rng, n_weights)
+                needs.append(Need(member, arena, tuple((weight, e) for e in used)))
+            continue
+        known.add(cut)
+        arena, weight = _weight(rng, n_weights)
+        if kind == WHOLE:
+            pieces = tuple((weight, e) for e in range(n_experts))
+            needs.append(Need(cut, arena, pieces, contiguous=True))
+        else:
+            needs.append(Need(cut, arena, ((weight + 50, 0),)))
+    guesses = [
+        guess
+        for group in groups.values()
+        for cut in group
+        if (guess := _guess(rng, needs[cut], n_experts, guessing)) is not None
+    ]
+    return Graph(needs, known, groups, guesses)
+
+
+def _weight(rng: random.Random, n_weights: int) -> tuple[int, int]:
+    arena = rng.randrange(N_ARENAS)
+    return arena, 100 * arena + rng.randrange(n_weights)
+
+
+def _guess(rng: random.Random, need: Need, n_experts: int, guessing: str) -> Need | None:
+    weight = need.pieces[0][0]
+    unused = [(weight, e) for e in range(n_experts) if (weight, e) not in need.pieces]
+    if guessing == "right":
+        return need
+    if guessing == "wrong":
+        return need._replace(pieces=tuple(unused)) if unused else None
+    if guessing == "partly":
+        right = rng.sample(need.pieces, rng.randint(0, len(need.pieces)))
+        wrong = rng.sample(unused, rng.randint(0, len(unused)))
+        return need._replace(pieces=tuple(right + wrong))
+    return None
+
+
+def smallest(graphs: list[Graph], arena: int) -> int:
+    """Slots of the smallest arena in which each cut fits alone."""
+    sizes = [len(set(n.pieces)) for g in graphs for n in g.needs if n.arena == arena]
+    return max(sizes, default=1)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    n_experts=st.integers(1, 5),
+    n_weights=st.integers(1, 4),
+    spare=st.tuples(st.integers(0, 12), st.integers(0, 12)),
+    depth=st.sampled_from((0, 1, 2, 3, 5, 1000)),
+    guess_limit=st.sampled_from((0, 1, 4, 100)),
+    keep=st.sampled_from(sorted(KEEPS)),
+    guessing=st.sampled_from(("right", "partly", "wrong", "none")),
+    repeat=st.booleans(),
+    wrap=st.booleans(),
+    aborts=st.booleans(),
+)
+def test_every_cut_reads_the_pieces_it_asked_for(
+    seed: int,
+    n_experts: int,
+    n_weights: int,
+    spare: tuple[int, int],
+    depth: int,
+    guess_limit: int,
+    keep: str,
+    guessing: str,
+    repeat: bool,
+    wrap: bool,
+    aborts: bool,
+) -> None:
+    rng = random.Random(seed)
+    graphs = [random_graph(rng, n_experts, n_weights, guessing) for _ in range(1 if repeat else 3)]
+    graphs = graphs * 3 if repeat else graphs
+    table = SlotTable({a: smallest(graphs, a) + spare[a] for a in range(N_ARENAS)})
+    popularity = {(w, e): w * e % 7 for w in range(200) for e in range(n_experts)}
+    schedule = Schedule(table, make_keep(keep, popularity), depth, guess_limit, wrap=wrap)
+    driver = Driver(schedule, rng)
+    expected: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+    for graph in graphs:
+        abort_at = rng.randrange(len(graph.needs)) if aborts and rng.random() < 0.5 else None
+        driver.run(graph, abort_at)
+        expected += [(need.cut, need.pieces) for need in graph.needs[:abort_at]]
+    driver.machine.finish()
+    assert driver.machine.computed == expected
+    counters = schedule.counters
+    copied = sum(counters.copies.values())
+    assert counters.hits == driver.hits
+    assert counters.misses == driver.misses
+    assert counters.prefetched_used + counters.prefetched_wasted <= copied
+    resident = sum(table.counts()[1:])
+    assert copied - counters.evictions >= resident  # the rest was in doubt when a step failed
+    assert aborts or copied - counters.evictions == resident
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), depth=st.integers(0, 4), keep=st.sampled_from(sorted(KEEPS)))
+def test_when_everything_fits_nothing_is_copied_twice(seed: int, depth: int, keep: str) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng, 4, 3, "partly")
+    for i, need in enumerate(graph.needs):
+        graph.needs[i] = need._replace(contiguous=False)
+    graph.guesses.clear()
+    pieces = {piece for need in graph.needs for piece in need.pieces}
+    schedule = Schedule(SlotTable({0: len(pieces), 1: len(pieces)}), make_keep(keep), depth)
+    driver = Driver(schedule, rng)
+    for _ in range(3):
+        driver.run(graph)
+    driver.machine.finish()
+    assert sum(schedule.counters.copies.values()) == len(pieces)
+    assert schedule.counters.evictions == 0
+
+
+@pytest.mark.parametrize("guessing", ["right", "partly", "wrong"])
+@pytest.mark.parametrize("keep", sorted(KEEPS))
+def test_any_depth_guess_and_policy_computes_what_the_serial_twin_computes(
+    guessing: str, keep: str
+) -> None:
+    for seed in range(10):
+        computed = []
+        for depth in (0, 1, 4):
+            rng = random.Random(seed)
+            graphs = [random_graph(rng, 4, 3, guessing) for _ in range(3)]
+            table = SlotTable({a: smallest(graphs, a) + 2 for a in range(N_ARENAS)})
+            driver = Driver(Schedule(table, make_keep(keep), depth), random.Random(depth))
+            for graph in graphs:
+                driver.run(graph)
+            driver.machine.finish()
+            computed.append(driver.machine.computed)
+        assert computed[0] == computed[1] == computed[2]

@@ -1,0 +1,311 @@
+"""Slots, replacement policies, spans and guesses, each alone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.errors import OffloadError
+from offload.schedule.coalesce import Span, coalesce, max_pieces
+from offload.schedule.commands import Copy
+from offload.schedule.keep import KEEPS, Lfu, Lru, Static, VictimQueue, make_keep
+from offload.schedule.predict import Routing, expected_union, whole_is_better
+from offload.schedule.slots import LEGAL, STATES, ArenaSlots, IllegalMove, SlotTable
+
+# -- slots ---------------------------------------------------------------------------------------
+
+
+def test_a_slot_lives_from_free_to_in_use_and_back() -> None:
+    table = SlotTable({0: 2})
+    slots = table.arenas[0]
+    story = [table.state_of(0, 0)]
+    for step in (
+        lambda: slots.reserve(0, (7, 3)),
+        lambda: slots.load(0),
+        lambda: slots.landed(0),
+        lambda: slots.acquire([0], use=1),
+        lambda: slots.release([0]),
+        lambda: slots.evict(0),
+    ):
+        step()
+        table.check()
+        story.append(table.state_of(0, 0))
+    assert story == [*STATES, "ready", "free"]
+    assert slots.last_use == [1, 0]  # eviction forgets the piece, not who may still be reading it
+
+
+def test_the_table_is_readable() -> None:
+    table = SlotTable({0: 20, 7: 4})
+    for slot in range(5):
+        table.arenas[0].reserve(slot, (1, slot))
+    for slot in range(4):
+        table.arenas[0].load(slot)
+    table.arenas[0].landed(0)
+    table.arenas[0].acquire([0], 1)
+    table.arenas[0].landed(1)
+    assert repr(table) == "<SlotTable 24: 1 in use, 1 ready, 2 loading, 1 reserved, 19 free>"
+    assert table.slot_of(0, (1, 4)) == 4
+    assert table.slot_of(7, (1, 4)) is None
+
+
+def test_illegal_moves_say_what_was_tried() -> None:
+    slots = ArenaSlots(2)
+    with pytest.raises(IllegalMove, match="slot 0 is free and cannot become ready"):
+        slots.landed(0)
+    slots.reserve(0, (1, 1))
+    with pytest.raises(IllegalMove, match=r"piece \(1, 1\) is already in slot 0"):
+        slots.reserve(1, (1, 1))
+    with pytest.raises(IllegalMove, match="reserved and cannot become in use"):
+        slots.acquire([0], 1)
+    slots.load(0)
+    slots.landed(0)
+    slots.acquire([0], 1)
+    with pytest.raises(IllegalMove, match="in use and cannot be evicted"):
+        slots.evict(0)
+    slots.release([0])
+    with pytest.raises(IllegalMove, match="released more often"):
+        slots.release([0])
+    with pytest.raises(ValueError, match="at least one slot"):
+        ArenaSlots(0)
+
+
+def test_a_broken_table_is_noticed() -> None:
+    for damage in ("piece", "users", "state", "where"):
+        table = SlotTable({0: 2})
+        slots = table.arenas[0]
+        slots.reserve(0, (1, 1))
+        if damage == "piece":
+            slots.piece[1] = (1, 1)
+        elif damage == "users":
+            slots.users[0] = 1
+        elif damage == "state":
+            slots.state[0] = 0
+        else:
+            slots.where[(2, 2)] = 0
+        with pytest.raises(AssertionError):
+            table.check()
+
+
+def test_one_piece_in_two_arenas_is_noticed() -> None:
+    table = SlotTable({0: 1, 1: 1})
+    table.arenas[0].reserve(0, (1, 1))
+    table.arenas[1].reserve(0, (1, 1))
+    with pytest.raises(AssertionError, match="in two arenas"):
+        table.check()
+
+
+def test_a_random_walk_makes_only_the_moves_of_the_table() -> None:
+    rng = random.Random(3)
+    slots = ArenaSlots(4)
+    table = SlotTable({0: 4})
+    table.arenas[0] = slots
+    seen: Counter[tuple[int, int]] = Counter()
+    for use in range(1, 4000):
+        slot = rng.randrange(4)
+        old = slots.state[slot]
+        move = rng.choice(("reserve", "load", "landed", "acquire", "release", "evict"))
+        try:
+            if move == "reserve":
+                slots.reserve(slot, (rng.randrange(6), 0))
+            elif move == "acquire":
+                slots.acquire([slot], use)
+            elif move == "release" and slots.users[slot]:
+                slots.release([slot])
+            elif move in ("load", "landed", "evict"):
+                getattr(slots, move)(slot)
+        except IllegalMove:
+            assert slots.state[slot] == old
+        if slots.state[slot] != old:
+            seen[old, slots.state[slot]] += 1
+        table.check()
+    # IN_USE -> FREE is for abort alone.
+    assert set(seen) == {(a, b) for a in range(5) for b in LEGAL[a]} - {(4, 0)}
+    slots.abort()
+    table.check()
+    assert set(slots.state) <= {0, 3}
+
+
+# -- replacement ---------------------------------------------------------------------------------
+
+A, B, C = (0, 0), (0, 1), (0, 2)
+
+
+def order(keep: object) -> list[tuple[int, int]]:
+    return sorted((A, B, C), key=keep.rank)  # type: ignore[attr-defined]
+
+
+def test_lru_gives_up_what_was_used_longest_ago() -> None:
+    keep = Lru()
+    for now, piece in enumerate((A, B, C, A), 1):
+        keep.touched([piece], now)
+    assert order(keep) == [B, C, A]
+
+
+def test_lfu_gives_up_what_is_used_least_but_forgets_old_fame() -> None:
+    keep = Lfu(half_life=10)
+    for now in range(5):
+        keep.touched([A, B], now)
+    keep.touched([B], 5)
+    keep.touched([C], 6)
+    assert order(keep) == [C, A, B]
+    keep.touched([C], 60)  # five half-lives later one use outweighs six old ones
+    assert order(keep) == [A, B, C]
+
+
+def test_lfu_counts_decay_by_half_per_half_life() -> None:
+    keep = Lfu(half_life=8)
+    for now in (0, 3, 3, 20):
+        keep.touched([A], now)
+    count = sum(2.0 ** (now / 8) for now in (0, 3, 3, 20))
+    assert keep.rank(A) == pytest.approx(np.log2(count))
+    keep.touched([A], 10**7)  # no overflow
+    assert keep.rank(A) == pytest.approx(10**7 / 8)
+
+
+def test_static_goes_by_measured_popularity_then_by_last_use() -> None:
+    keep = Static({A: 3, B: 9})
+    keep.touched([C], 1)
+    keep.touched([A], 50)
+    assert order(keep) == [C, A, B]
+    even = Static({})
+    for now, piece in enumerate((B, C, A), 1):
+        even.touched([piece], now)
+    assert order(even) == [B, C, A]
+
+
+def test_policies_are_made_by_name_and_a_wrong_name_gets_a_hint() -> None:
+    assert {name: type(make_keep(name)).__name__ for name in KEEPS} == {
+        "lru": "Lru", "lfu": "Lfu", "static": "Static",
+    }  # fmt: skip
+    with pytest.raises(OffloadError, match="did you mean lru"):
+        make_keep("lur")
+    with pytest.raises(OffloadError, match="there are lru, lfu, static"):
+        make_keep("belady")
+    with pytest.raises(OffloadError, match="over 0 cuts"):
+        Lfu(half_life=0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(KEEPS)))
+def test_the_lazy_queue_takes_what_sorting_everything_would_take(seed: int, name: str) -> None:
+    rng = random.Random(seed)
+    n = rng.randint(1, 8)
+    slots, keep = ArenaSlots(n), make_keep(name, {(0, e): e % 3 for e in range(20)})
+    queue = VictimQueue(slots, keep)
+    for now in range(1, 60):
+        for slot in [s for s in range(n) if slots.piece[s] is None]:
+            slots.reserve(
+                slot, (0, rng.choice([e for e in range(20) if (0, e) not in slots.where]))
+            )
+            slots.load(slot)
+            queue.renew(slot)
+            queue.offer(slot)
+        touched = rng.sample(sorted(slots.where), rng.randint(0, n))
+        keep.touched(touched, now)
+        protected = set(rng.sample(sorted(slots.where), rng.randint(0, n)))
+        plain = [p for p in slots.where if p not in protected]
+        slot = queue.take(protected, ())
+        if slot is None:
+            assert not plain
+        else:
+            piece = slots.evict(slot)
+            assert keep.rank(piece) == min(keep.rank(p) for p in plain)
+        queue.offer_dropped()
+
+
+# -- spans ---------------------------------------------------------------------------------------
+
+
+def copy(slot: int, expert: int, after: int | None = None, weight: int = 1, arena: int = 0) -> Copy:
+    return Copy(arena, slot, (weight, expert), 0, "needed", after)
+
+
+def test_neighbours_become_one_span_that_waits_for_the_last_reader() -> None:
+    copies = [copy(3, 10, 5), copy(4, 11, None), copy(5, 12, 9), copy(6, 13, 2)]
+    assert coalesce(copies) == [Span(0, 3, 1, 10, 4, 9)]
+    assert coalesce([copy(3, 10), copy(4, 11)]) == [Span(0, 3, 1, 10, 2, None)]
+    assert coalesce([copy(3, 10), copy(4, 11, 7)]) == [Span(0, 3, 1, 10, 2, 7)]
+
+
+def test_only_neighbours_in_slot_expert_weight_and_arena_are_joined() -> None:
+    first = copy(3, 10)
+    for other in (copy(5, 11), copy(4, 12), copy(4, 11, weight=2), copy(4, 11, arena=1),
+                  copy(2, 9)):  # fmt: skip
+        assert len(coalesce([first, other])) == 2
+    assert coalesce([]) == []
+
+
+def test_a_span_is_no_longer_than_asked() -> None:
+    spans = coalesce([copy(i, i) for i in range(7)], max_pieces=3)
+    assert [(s.slot, s.n) for s in spans] == [(0, 3), (3, 3), (6, 1)]
+    with pytest.raises(ValueError, match="room for one piece"):
+        coalesce([], max_pieces=0)
+    assert [max_pieces(n, 100) for n in (10, 100, 250)] == [1, 1, 2]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20), st.integers(1, 5))
+def test_spans_copy_the_same_bytes_in_the_same_order(
+    pairs: list[tuple[int, int]], longest: int
+) -> None:
+    spans = coalesce([copy(slot, expert) for slot, expert in pairs], longest)
+    assert [(s.slot + i, s.expert + i) for s in spans for i in range(s.n)] == pairs
+
+
+# -- guesses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n_tokens", "n_used", "n_experts"), [(1, 8, 256), (5, 2, 8), (40, 3, 16)])
+def test_the_expected_union_is_what_random_routers_use(
+    n_tokens: int, n_used: int, n_experts: int
+) -> None:
+    rng = np.random.default_rng(1)
+    sizes = [
+        len({e for _ in range(n_tokens) for e in rng.choice(n_experts, n_used, replace=False)})
+        for _ in range(400)
+    ]
+    expected = expected_union(n_tokens, n_used, n_experts)
+    assert expected == pytest.approx(np.mean(sizes), rel=0.03)
+
+
+def test_an_impossible_router_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot use 9 of 8"):
+        expected_union(1, 9, 8)
+
+
+def test_large_batches_copy_whole_weights_if_they_fit() -> None:
+    assert whole_is_better(512, 8, 256, 256)[0]
+    whole, why = whole_is_better(512, 8, 256, 255)
+    assert not whole
+    assert "255 slots cannot hold" in why
+    whole, why = whole_is_better(16, 8, 256, 512)
+    assert not whole
+    assert "about 102 of 256" in why
+
+
+def test_routing_guesses_what_the_last_batch_used_most() -> None:
+    routing = Routing()
+    assert list(routing.predict(3, 4)) == []
+    routing.observe(3, np.array([[1, 5], [5, 2], [5, 1]], np.int32))
+    assert list(routing.predict(3, 100)) == [5, 1, 2]
+    assert list(routing.predict(3, 1)) == [5, 1]  # as many as one token uses
+    assert list(routing.predict(4, 1)) == []  # another layer
+    routing.observe(3, np.array([[9, 2]], np.int32))
+    assert list(routing.predict(3, 100)) == [2, 9, 5, 1]
+
+
+def test_routing_forgets_what_has_not_been_used_for_long() -> None:
+    routing = Routing(decay=0.5)
+    routing.observe(0, np.array([[30]], np.int32))
+    for _ in range(12):
+        routing.observe(0, np.array([[1]], np.int32))
+    assert list(routing.predict(0, 1000)) == [1]
+    with pytest.raises(ValueError, match="decay must be"):
+        Routing(decay=1.0)
+    routing.observe(0, np.empty((0, 1), np.int32))
+    assert list(routing.predict(0, 1000)) == [1]

@@ -1,0 +1,238 @@
+"""A model of a device with two queues, for tests of the schedule.
+
+Copies run in one queue in order, computations in another; each advances when the test says so, one
+half-step at a time: a copy in progress has destroyed what its slot held, a computation in progress
+still reads. `CRASH`es of a real device (wrong weights read) are AssertionErrors here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from offload.errors import DoesNotFit
+from offload.schedule.coalesce import coalesce
+from offload.schedule.commands import Command, Copy, Entered, Evict, Need
+from offload.schedule.schedule import Schedule
+from offload.schedule.slots import Piece
+
+Place = tuple[int, int]  # arena, slot
+
+
+@dataclass
+class Transfer:
+    number: int
+    after: int | None
+    writes: dict[Place, Piece]
+    started: bool = False
+
+
+@dataclass
+class Kernel:
+    use: int
+    cut: int
+    waits: int  # transfers that have to have landed
+    reads: dict[Place, Piece]
+    started: bool = False
+
+
+@dataclass
+class Machine:
+    """Executes commands; raises AssertionError when the wrong weights would be read."""
+
+    memory: dict[Place, Piece | None] = field(default_factory=dict)
+    copies: deque[Transfer] = field(default_factory=deque)
+    kernels: deque[Kernel] = field(default_factory=deque)
+    computed: list[tuple[int, tuple[Piece, ...]]] = field(default_factory=list)
+    n_enqueued: int = 0
+    n_landed: int = 0
+    last_finished: int = 0
+    ticket_of: dict[Piece, int] = field(default_factory=dict)
+
+    def enqueue(self, commands: list[Command] | tuple[Command, ...]) -> None:
+        copies = [command for command in commands if isinstance(command, Copy)]
+        places = [(copy.arena, copy.slot) for copy in copies]
+        assert len(places) == len(set(places)), "two copies of one batch into the same slot"
+        for span in coalesce(copies, max_pieces=3):
+            writes: dict[Place, Piece] = {
+                (span.arena, span.slot + i): (span.weight, span.expert + i) for i in range(span.n)
+            }
+            self.n_enqueued += 1
+            self.copies.append(Transfer(self.n_enqueued, span.after, writes))
+            for piece in writes.values():
+                self.ticket_of[piece] = self.n_enqueued
+
+    def submit(self, cut: int, arena: int, pieces: tuple[Piece, ...], entered: Entered) -> None:
+        waits = max((self.ticket_of[piece] for piece in entered.waits), default=0)
+        reads = {(arena, s): p for s, p in zip(entered.slots, pieces, strict=True)}
+        self.kernels.append(Kernel(entered.use, cut, waits, reads))
+
+    def step_copy(self) -> bool:
+        """Advance the copy queue by half a copy; False if it cannot."""
+        if not self.copies:
+            return False
+        transfer = self.copies[0]
+        if transfer.after is not None and transfer.after > self.last_finished:
+            return False
+        for place in transfer.writes:
+            reader = next((k for k in self.kernels if k.started and place in k.reads), None)
+            assert reader is None, f"{place} is overwritten while cut {reader} reads it"
+        if not transfer.started:
+            transfer.started = True
+            self.memory.update(dict.fromkeys(transfer.writes))
+        else:
+            self.copies.popleft()
+            self.memory.update(transfer.writes)
+            self.n_landed = transfer.number
+        return True
+
+    def step_compute(self) -> bool:
+        """Advance the compute queue by half a computation; False if it cannot."""
+        if not self.kernels:
+            return False
+        kernel = self.kernels[0]
+        if kernel.waits > self.n_landed:
+            return False
+        for place, piece in kernel.reads.items():
+            found = self.memory.get(place)
+            assert found == piece, f"cut {kernel.cut} reads {found} at {place} instead of {piece}"
+        if not kernel.started:
+            kernel.started = True
+        else:
+            self.kernels.popleft()
+            self.last_finished = kernel.use
+            self.computed.append((kernel.cut, tuple(kernel.reads.values())))
+        return True
+
+    def finish(self, until: Callable[[], bool] | None = None) -> None:
+        """Run both queues empty, or until the condition holds."""
+        while not (until() if until else not (self.copies or self.kernels)):
+            moved = self.step_compute()
+            assert self.step_copy() or moved, "deadlock: neither queue can advance"
+
+
+@dataclass
+class Graph:
+    """One graph to run: needs by cut, which are known at begin, groups read at their first cut."""
+
+    needs: list[Need]
+    known: set[int]
+    groups: dict[int, tuple[int, ...]]  # first cut of a group -> the group, for unknown cuts
+    guesses: list[Need]
+
+
+class Driver:
+    """Does what the executor does, with random timing, and checks the rules at every step."""
+
+    def __init__(self, schedule: Schedule, rng: random.Random, hold: int = 3) -> None:
+        self.schedule, self.rng, self.hold = schedule, rng, hold
+        self.machine = Machine()
+        self.open: list[int] = []
+        self.hits = self.misses = 0
+
+    def run(self, graph: Graph, abort_at: int | None = None) -> None:
+        schedule = self.schedule
+        schedule.begin(len(graph.needs))
+        for cut in sorted(graph.known):
+            schedule.need(graph.needs[cut])
+        for guess in graph.guesses:
+            schedule.predict(guess)
+        for cut in range(len(graph.needs)):
+            if cut == abort_at:
+                self._abort()
+                return
+            self._issue(graph, cut)
+            if cut in graph.groups:
+                self._read_router()
+                for member in graph.groups[cut]:
+                    schedule.need(graph.needs[member])
+                self._issue(graph, cut)
+            self._enter(graph, cut)
+        self._leave_all()
+        counts = schedule.table.counts()
+        assert counts[4] == counts[1] == 0, schedule.table  # nothing in use, nothing reserved
+
+    def _issue(self, graph: Graph, cut: int) -> None:
+        commands = self.schedule.issue(cut)
+        if not self.schedule.depth:
+            assert commands == []
+        self._check_victims(graph, cut, commands)
+        self._after(commands)
+
+    def _check_victims(self, graph: Graph, at: int, commands: list[Command]) -> None:
+        """Ahead of time, nothing goes that a known cut needs before the one served."""
+        recopied = {c.piece for c in commands if isinstance(c, Copy)}
+        evicted: list[Piece] = []
+        known = self.schedule._needs
+        for command in commands:
+            if isinstance(command, Evict):
+                evicted.append(command.piece)
+                continue
+            assert command.cut <= at + self.schedule.depth
+            for cut in range(at, min(command.cut + 1, len(graph.needs))):
+                if cut in known and cut not in self.open:
+                    lost = set(known[cut].pieces) & set(evicted) - recopied
+                    assert not lost, f"{lost} of cut {cut} went for cut {command.cut}"
+            if command.reason == "predicted":
+                wanted = {p for n in known.values() if n.cut >= at for p in n.pieces}
+                assert not wanted & set(evicted) - recopied or command.cut in known
+            evicted.clear()
+
+    def _read_router(self) -> None:
+        """The host waits for everything submitted so far."""
+        self._leave_all()
+        last = self.machine.kernels[-1].use if self.machine.kernels else 0
+        self.machine.finish(lambda: self.machine.last_finished >= last)
+
+    def _enter(self, graph: Graph, cut: int) -> None:
+        need, schedule = graph.needs[cut], self.schedule
+        ready = schedule.ready(cut)
+        if not ready and self.rng.random() < 0.5:
+            self._leave_all()
+        try:
+            entered = schedule.enter(cut)
+        except DoesNotFit:
+            schedule.check()
+            assert self.open, "the smallest legal arena has to do when nothing else is open"
+            self._leave_all()
+            entered = schedule.enter(cut)
+        if ready:
+            assert not entered.waits
+            assert not entered.issued
+        assert entered.hits + entered.misses == len(need.pieces) == len(entered.slots)
+        self.hits += entered.hits
+        self.misses += entered.misses
+        if need.contiguous:
+            n = len(need.pieces)
+            assert entered.slots[0] % n == 0
+            assert entered.slots == tuple(range(entered.slots[0], entered.slots[0] + n))
+        self._after(list(entered.issued))
+        self.machine.submit(cut, need.arena, need.pieces, entered)
+        self.open.append(cut)
+        if len(self.open) > self.rng.randint(0, self.hold):
+            self._leave_all()
+
+    def _after(self, commands: list[Command]) -> None:
+        self.schedule.check()
+        self.machine.enqueue(commands)
+        for _ in range(self.rng.randint(0, 6)):
+            if self.rng.random() < 0.5:
+                self.machine.step_copy()
+            else:
+                self.machine.step_compute()
+
+    def _leave_all(self) -> None:
+        for cut in self.open:
+            self.schedule.leave(cut)
+        self.open.clear()
+        self.schedule.check()
+
+    def _abort(self) -> None:
+        self.open.clear()
+        self.schedule.abort()
+        self.schedule.check()
+        counts = self.schedule.table.counts()
+        assert counts[1] == counts[2] == counts[4] == 0, self.schedule.table
+        self.machine.finish()
