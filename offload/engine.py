@@ -20,7 +20,7 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import opening
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
-from offload.ggml.threadpool import has_openmp
+from offload.ggml.threadpool import cpu_features, has_openmp
 from offload.mla.decision import Crossover
 from offload.model import ModelFacts, read_facts
 from offload.nodes.numa_plan import NumaPlan
@@ -116,7 +116,7 @@ class Engine(Sequences):
 
     def _place(self) -> ModelPlacement:
         if not self.choice.wrapped:
-            return ModelPlacement(use_extra_bufts=not self._has_quantised_mla())
+            return ModelPlacement(use_extra_bufts=self._may_repack())
         if not self.options.wrapped:
             real = (self.choice.address,) if self.choice.on_gpu else ()
             return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
@@ -173,9 +173,15 @@ class Engine(Sequences):
             self._closing.callback(self._model.close)
         self.store.finish(on_progress)
 
-    def _has_quantised_mla(self) -> bool:
-        # llama.cpp 0.3.36 aborts on AMX machines with extra buffers and a quantised k_b (MLA).
-        return any(name.endswith("attn_k_b.weight") for name in self.facts.weights)
+    def _may_repack(self) -> bool:
+        """Extra buffers hold repacked weights; on AMX machines they are left alone.
+
+        gcc before 12.4 and 13.3 miscompiles ggml's tile configuration (gcc bug 114098), and the
+        first product of two tokens then dies of SIGSEGV; llama.cpp 0.3.36 also aborts there on a
+        quantised k_b of MLA.
+        """
+        has_mla = any(name.endswith("attn_k_b.weight") for name in self.facts.weights)
+        return not has_mla and cpu_features().get("AMX_INT8") != "1"
 
     def _context_options(self, n_ctx: int) -> ContextOptions:
         o = self.options
