@@ -1,4 +1,4 @@
-"""What a model file is, before anything is loaded: paths, splits, layers, experts, sizes."""
+"""A model file before anything is loaded: paths, splits, layers, experts, sizes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ModelFacts:
 
 
 def is_experts(entry: TensorEntry) -> bool:
-    """Whether it holds a layer's routed experts, [n_in, n_out, n_experts]."""
+    """True if it holds a layer's routed experts, [n_in, n_out, n_experts]."""
     return bool(_EXPERTS.search(entry.name))
 
 

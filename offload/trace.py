@@ -1,4 +1,4 @@
-"""What ran when: a ring of timed events in three lanes, written in Chrome's trace format.
+"""A trace: a ring of timed events in three lanes, written in Chrome's trace format.
 
 Off is `NO_TRACE`, which is false and records nothing: guard what costs something to describe with
 `if trace:`. The file opens in https://ui.perfetto.dev and chrome://tracing; docs/trace.md says what

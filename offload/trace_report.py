@@ -38,7 +38,7 @@ class Stall:
 
 @dataclass
 class LayerTimes:
-    """What one layer cost over the whole trace."""
+    """One layer's cost over the whole trace."""
 
     compute_s: float = 0.0
     copy_s: float = 0.0
@@ -130,7 +130,7 @@ def _event(raw: dict[str, Any]) -> Event:
 
 
 def report(events: Iterable[Event], n_dropped: int = 0) -> TraceReport:
-    """What the events add up to."""
+    """The events summed up."""
     ordered = sorted(events, key=lambda event: event.start_s)
     copies = [e for e in ordered if e.lane == COPY]
     waits = [e for e in ordered if e.lane == COMPUTE and "cause" in e.args]

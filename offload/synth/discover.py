@@ -38,7 +38,7 @@ class Plan:
 
 
 def plan(shape: Shape, tokenizer: tuple[Entry, ...], *, isolated: bool = False) -> Plan:
-    """What the file of `shape` consists of. Takes no memory for weights, whatever their size.
+    """The parts of `shape`'s file. Takes no memory for weights, whatever their size.
 
     `isolated` asks in a process of its own first, for metadata that nobody has checked: the library
     aborts on some values. Raises ImpossibleShape, BadModel, or BadRequest for unknown types.

@@ -1,4 +1,4 @@
-"""What presets are made of: groups of metadata that belong together, at any size.
+"""The parts of presets: groups of metadata that belong together, at any size.
 
 Keys are GGUF's, without the architecture prefix.
 """

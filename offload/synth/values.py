@@ -1,4 +1,4 @@
-"""What a random tensor holds, by its name: logits are to be finite and to tell tokens apart."""
+"""The values of random tensors, by their names: logits are to be finite and to tell tokens apart."""
 
 from __future__ import annotations
 

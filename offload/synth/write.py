@@ -22,7 +22,7 @@ OnProgress = Callable[[str, int], None]  # (tensor, bytes just written)
 def plan_preset(
     preset: str, *, size: str = "tiny", vocab: str | Path = "bytes", **overrides: Any
 ) -> Plan:
-    """What write_preset would write."""
+    """The file that write_preset would write."""
     return plan_shape(resolve(preset, size, **overrides), vocab, overrides.get("n_vocab"))
 
 

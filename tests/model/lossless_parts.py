@@ -103,7 +103,7 @@ def cell_positions(engine: Engine, sequence: int = SEQUENCE) -> list[int]:
 
 
 def assert_each_position_once(engine: Engine, sequence: int = SEQUENCE) -> None:
-    """E06: restored checkpoints must not leave cells of what was rejected."""
+    """Restored checkpoints leave no cells of what was rejected (llama.cpp #19493)."""
     found = sorted(cell_positions(engine, sequence))
     twice = sorted({a for a, b in zip(found, found[1:], strict=False) if a == b})
     assert not twice, f"positions {twice} have several cells"

@@ -1,7 +1,7 @@
 """Recurrent and hybrid memory of every kind: rejected drafts leave no trace in it.
 
 After each round the logits of the next verification's first row are compared with those of a second
-engine that evaluates the whole text afresh (E07), and the attention cells are counted (E06).
+engine that evaluates the whole text afresh, and the attention cells are counted (docs/background.md, checkpoints).
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def test_the_comparison_sees_a_token_that_stays_in_the_recurrent_state(
 def test_the_count_of_cells_catches_a_restore_without_the_removal_of_later_cells(
     recurrent: Recurrent,
 ) -> None:
-    """E05 left out: the attention cells of the rejected tokens stay and are written once more."""
+    """Only the partial state is restored: the rejected tokens' attention cells are written twice."""
     if recurrent.name in PURE:
         pytest.skip("there are no attention cells to leave behind")
     target, first = recurrent.target, len(recurrent.prompt)
@@ -277,7 +277,7 @@ def test_the_count_of_cells_catches_a_restore_without_the_removal_of_later_cells
     assert found[first:] == sorted([first, first + 1, first + 2] * 2)
 
 
-# -- recurrent drafts (E09) -----------------------------------------------------------------------
+# -- recurrent drafts -----------------------------------------------------------------------------
 
 
 class DraftedAfresh:
@@ -312,7 +312,7 @@ class DraftedAfresh:
 def test_a_recurrent_draft_is_rolled_back_to_what_was_kept(
     models: Path, name: str, device_checkpoints: bool
 ) -> None:
-    """E09: the draft is the target's own model, then one of other weights."""
+    """The draft is the target's own model, then one of other weights."""
     target_path, other_path = write_model(models, name), write_model(models, name, 5)
     options = EngineOptions(device="cpu", n_ctx=128, device_checkpoints=device_checkpoints)
     with Engine(target_path, options) as target, Engine(target_path, options) as fresh:

@@ -1,4 +1,4 @@
-"""A draft whose vocabulary differs from the target's (C14), with two real files.
+"""A draft whose vocabulary differs from the target's (llama.cpp #12635), with two real files.
 
 The second vocabulary is the embedded draft's with its ids in another order, its special tokens
 under other names and, for the harder case, half of its merges gone, so that it cuts text

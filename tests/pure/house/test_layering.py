@@ -1,4 +1,4 @@
-"""The import law of docs/design: who may import whom, where ctypes and the environment live."""
+"""The import law: who may import whom, where ctypes and the environment live."""
 
 from __future__ import annotations
 

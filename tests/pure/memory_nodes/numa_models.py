@@ -1,6 +1,6 @@
 """Weight shapes of three large models, from their published configurations, as ggml stores them.
 
-Rows are outputs, a row holds inputs. Attention of DeepSeek-V3's family is MLA, absorbed (PEERS 1b):
+Rows are outputs, a row holds inputs. Attention of DeepSeek-V3's family is MLA, absorbed:
 attn_k_b and attn_v_b are one matrix per head, kept at 8 bits as in the usual files.
 """
 

@@ -1,4 +1,4 @@
-"""The named policies against the golden values of the documents (MECHANISMS 7)."""
+"""The named policies against golden values from the published cost curves."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_p_min_drops_the_weak_token_and_its_old_rule_kept_it() -> None:
     walk = PMin(16, 0.75).begin(16, "draft")
     assert [walk.feed(p) for p in (0.9, 0.8, 0.3)] == [True, True, False]
     assert walk.n_best == 2
-    old = PMin(16, 0.75, push_before_test=True).begin(16, "draft")  # B02
+    old = PMin(16, 0.75, push_before_test=True).begin(16, "draft")  # llama.cpp's old loop
     old.feed(0.001)
     assert old.n_best == 1
     new = PMin(16, 0.75).begin(16, "draft")
