@@ -1,4 +1,4 @@
-"""The values of random tensors, by their names: logits are to be finite and to tell tokens apart."""
+"""Values of random tensors, by name: logits are to be finite and to tell tokens apart."""
 
 from __future__ import annotations
 

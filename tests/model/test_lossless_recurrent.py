@@ -1,7 +1,8 @@
 """Recurrent and hybrid memory of every kind: rejected drafts leave no trace in it.
 
 After each round the logits of the next verification's first row are compared with those of a second
-engine that evaluates the whole text afresh, and the attention cells are counted (docs/background.md, checkpoints).
+engine that evaluates the whole text afresh, and the attention cells are counted: what went wrong in
+llama.cpp #19493 (docs/background.md, checkpoints).
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ def test_the_comparison_sees_a_token_that_stays_in_the_recurrent_state(
 def test_the_count_of_cells_catches_a_restore_without_the_removal_of_later_cells(
     recurrent: Recurrent,
 ) -> None:
-    """Only the partial state is restored: the rejected tokens' attention cells are written twice."""
+    """Without the removal the rejected tokens' attention cells stay and are written once more."""
     if recurrent.name in PURE:
         pytest.skip("there are no attention cells to leave behind")
     target, first = recurrent.target, len(recurrent.prompt)
