@@ -21,13 +21,10 @@ from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import BadOption, BadProfile
 from specdec.options import LONGEST, MOST_DRAFTED, PRICED, SpecOptions
 from specdec.policies.bandit import Bandit
-from specdec.policies.costs import Costs
+from specdec.policies.cost_curve import N_FUDGED, fit
 from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
-from specdec.policies.p_mins import PMins
-from specdec.policies.ratio import Ratio
-from specdec.policies.rational import N_FUDGED, Rational, fit
-from specdec.policies.speed import Speed
+from specdec.policies.published import Costs, PMins, Ratio, Rational, Speed
 from specdec.policies.throughput import Throughput
 from specdec.simulation.synthetic import (
     SyntheticAcceptance,
@@ -37,7 +34,7 @@ from specdec.simulation.synthetic import (
 )
 from specdec.types import Chooser, Drafter, Policy
 
-_BLOCK = 4  # the general-purpose length (B20)
+_BLOCK = 4  # general text; code bears 8 to 15 (llama.cpp #10466)
 
 
 def build_policy(
@@ -67,10 +64,10 @@ def build_policy(
         default = _BLOCK if options.policy == "fixed" else LONGEST
         policy: Policy = block(default if n_max is None else n_max)
         return policy
-    return _of_the_documents(options, profile, longest if n_max is None else n_max)
+    return _published_rule(options, profile, longest if n_max is None else n_max)
 
 
-def _of_the_documents(options: SpecOptions, profile: CostProfile, n_max: int) -> Policy:
+def _published_rule(options: SpecOptions, profile: CostProfile, n_max: int) -> Policy:
     costs = profile.normalised
     if options.policy == "p-mins":
         return PMins(costs, n_max)
@@ -143,7 +140,7 @@ def _lookup(options: SpecOptions, n_vocab: int | None) -> NgramCache:
 
 
 def _dynamic(path: Path, n_vocab: int | None) -> LookupCache:
-    """What is in the file, which is written at the end."""
+    """The file's contents; it is written at the end."""
     return LookupCache.load(path, n_vocab) if path.exists() else LookupCache()
 
 

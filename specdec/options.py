@@ -1,6 +1,6 @@
 """Every option of speculation, under llama.cpp's flag names, in one table.
 
-A flag that cannot take effect is an error, not ignored (C10): one of a drafter or policy that is
+A flag that cannot take effect is an error, not ignored: one of a drafter or policy that is
 not in use, one of a draft model without a draft model, one this runtime cannot honour.
 """
 
@@ -262,7 +262,7 @@ def check_bounds(option: Option, name: str, value: Value) -> None:
 
 
 def parse_draft_params(text: str, supported: frozenset[str]) -> dict[str, Value]:
-    """`--draft-params "..."`, a whole command line for the draft (C08), by full flag name.
+    """`--draft-params "..."`, a whole command line for the draft, by full flag name.
 
     `supported` are the flags the engine honours; any other is refused. Raises BadOption.
     """

@@ -29,7 +29,7 @@ class Target(Protocol):
 
     @property
     def can_rewind(self) -> bool:
-        """False for recurrent and hybrid memory: no partial removal, use checkpoints (E01)."""
+        """False for recurrent and hybrid memory: no partial removal, use checkpoints."""
         ...
 
     @property
@@ -89,7 +89,7 @@ class Chooser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many drafted tokens a policy verifies, and why."""
+    """The number of drafted tokens that a policy verifies, and the reason."""
 
     n_tokens: int
     reason: str
@@ -100,7 +100,7 @@ class Walk(Protocol):
 
     @property
     def wants(self) -> bool:
-        """Whether a (further) token should be drafted."""
+        """True while a (further) token should be drafted."""
         ...
 
     def feed(self, p: float) -> bool:
@@ -109,7 +109,7 @@ class Walk(Protocol):
 
     @property
     def n_best(self) -> int:
-        """How many of the tokens fed so far to verify."""
+        """The number of tokens fed so far that are worth verifying."""
         ...
 
     @property
@@ -123,7 +123,7 @@ class Walk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a drafter proposes and what the policy kept of it.
+    """A drafter's proposal, as far as the policy kept it.
 
     `dropped` are (token, p) drafted after the kept ones: not verified, but still evidence, since
     the first of them can be compared with what the target says. `rows` are the distributions
@@ -175,7 +175,7 @@ class Round:
 
     @property
     def n_positions(self) -> int:
-        """How many tokens ahead were drafted: all of a chain, the depth of a tree."""
+        """Tokens drafted ahead: all of a chain, the depth of a tree."""
         parents = self.draft.parents
         if not parents:
             return len(self.draft.tokens)

@@ -1,1 +1,1 @@
-"""What a verification batch costs and what a drafter's probability is worth."""
+"""The price of a verification batch, and the worth of a drafter's probability."""

@@ -1,7 +1,7 @@
-"""Calibration: what a drafter's probability is worth, learnt from what the target accepted.
+"""Calibration: the worth of a drafter's probability, learnt from what the target accepted.
 
 Binned Beta counts with decay, one set per drafter. The prior of a probability is itself, so an
-unseen drafter is taken at its word. No peer has this (PEERS 7.1, 3).
+unseen drafter is taken at its word.
 
 The bins are slow. A text that turns from one that the drafter guesses well into another is
 followed by a filter over a hidden regime, by how much log-odds of acceptance are off just now. It

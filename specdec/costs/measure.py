@@ -1,6 +1,6 @@
-"""Measuring a profile on a live target: T(n) for n = 1..N, and the draft's step.
+"""Measuring a profile on a running target: T(n) for n = 1..N, and the draft's step.
 
-As the profiling scripts ended up (A09, A12, A13), with two differences on purpose: times are
+As the scripts of llama.cpp #17034 ended up, with two differences on purpose: times are
 averaged, not speeds, and the tokens are real text, because the experts a batch uses depend on it.
 """
 

@@ -26,7 +26,8 @@ def _figure(n_axes: int) -> tuple[Any, Any]:
 
 
 def plot_profile(profile: CostProfile, path: Path) -> None:
-    """Normalised cost (A03) and T(n); sizes at which a token gets dearer are marked.
+    """Normalised cost, as llama.cpp #17034 plots it, and T(n); sizes at which a token gets dearer
+    are marked.
 
     Raises SpecDecError without matplotlib.
     """

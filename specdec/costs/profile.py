@@ -16,7 +16,7 @@ _LEAST, _MOST = 1e-30, 1e30
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """What a profile is true of. Any difference makes it another profile (A15)."""
+    """The run that a profile is true of. Any difference makes it another profile."""
 
     model: str = ""  # hash of the target file
     draft: str = ""  # hash of the draft file, empty without one
@@ -75,7 +75,7 @@ class CostProfile:
 
     @property
     def normalised(self) -> tuple[float, ...]:
-        """c[n] = T(n) / (n T(1)), c[1] = 1 (A01)."""
+        """c[n] = T(n) / (n T(1)), c[1] = 1 (llama.cpp #17034)."""
         return tuple(t / ((i + 1) * self.step_s[0]) for i, t in enumerate(self.step_s))
 
     @property
@@ -85,7 +85,7 @@ class CostProfile:
 
     @property
     def bumps(self) -> tuple[int, ...]:
-        """Batch sizes n whose normalised cost is above that of n - 1: jagged kernels (A21)."""
+        """Batch sizes n whose normalised cost is above that of n - 1: jagged kernels."""
         return self.rises(1e-9)
 
     def rises(self, tolerance: float) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class CostProfile:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is implausible: a batch cheaper than one token (MECHANISMS 5, 8)."""
+        """Implausible entries: a batch cheaper than one token."""
         n = next((i + 1 for i, t in enumerate(self.step_s) if t < self.step_s[0]), None)
         if n is None:
             return ()

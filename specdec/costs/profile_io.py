@@ -21,7 +21,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class StoredProfile:
-    """What a profile file holds: the costs and what was learnt of the drafters."""
+    """The contents of a profile file: the costs and what was learnt of the drafters."""
 
     costs: CostProfile
     calibration: Calibration
@@ -104,8 +104,10 @@ def _numbers(values: Any, what: str) -> tuple[float, ...]:
 
 
 def parse_batch_costs(text: str) -> CostProfile:
-    """GGML_BATCH_COSTS: comma separated c[n], the first 1 (A02). Raises BadProfile with the
-    position of an entry that is no number, NaN, or not above 0."""
+    """GGML_BATCH_COSTS: comma separated c[n], the first 1 (llama.cpp #17034).
+
+    Raises BadProfile with the position of an entry that is no number, NaN, or not above 0.
+    """
     costs = []
     for i, part in enumerate(text.split(",")):
         try:
@@ -129,7 +131,7 @@ def parse_batched_bench(text: str) -> CostProfile:
     """llama-batched-bench's JSONL, one sequence per batch row (`-pps -npl 1,2,.. -ntg 1`).
 
     Lines that are no JSON objects are skipped. Where sizes are repeated, the first record of each
-    is the warm-up and dropped (A12); times are averaged, not speeds. Raises BadProfile.
+    is the warm-up and dropped; times are averaged, not speeds. Raises BadProfile.
     """
     times: dict[int, list[float]] = defaultdict(list)
     for number, line in enumerate(text.splitlines(), 1):
@@ -152,7 +154,7 @@ def parse_batched_bench(text: str) -> CostProfile:
 
 
 def format_batched_bench(profile: CostProfile) -> str:
-    """The profile as llama-batched-bench's JSONL, its keys in its order (PEERS 5.1)."""
+    """The profile as llama-batched-bench's JSONL, its keys in its order."""
     lines = []
     for i, t in enumerate(profile.step_s):
         n = i + 1
@@ -167,7 +169,7 @@ def format_batched_bench(profile: CostProfile) -> str:
 
 
 def published_curves() -> dict[str, CostProfile]:
-    """Curves that others measured and published, for simulations (MECHANISMS 4)."""
+    """Curves that others measured and published (llama.cpp #10466, #17034), for simulations."""
     text = resources.files("specdec").joinpath("data/cost_curves.json").read_text("utf-8")
     curves = {}
     for name, curve in json.loads(text)["curves"].items():

@@ -1,4 +1,4 @@
-"""A profile kept true while serving: T(n) follows what the rounds take (A22).
+"""A profile kept true while serving: T(n) follows what the rounds take.
 
 A round of n tokens tells something about every batch size (a longer context, a warmer machine)
 and more about n. So there is one factor for all sizes and one for each, both decaying averages.
@@ -21,7 +21,7 @@ _UNUSED = 0.02
 _OUTLIER = 3.0  # a step this much over its expectation was something else (a page fault, a probe)
 
 
-class LiveCosts:
+class RefreshedCosts:
     """T(n) of a profile, refreshed by `observe`; `times[n-1]` follows a few rounds late."""
 
     def __init__(self, profile: CostProfile, n_max: int) -> None:
@@ -38,7 +38,7 @@ class LiveCosts:
 
     @property
     def is_relative(self) -> bool:
-        """Whether the times are still in units of T(1)."""
+        """True while the times are in units of T(1)."""
         return not self._scaled
 
     @property
@@ -76,7 +76,7 @@ class LiveCosts:
             self._refresh()
 
     def _share_common(self) -> None:
-        """What the sizes in use have in common is the machine's: the others get it as well."""
+        """Give all sizes what those in use have in common, for that is the machine's."""
         uses, single = self._in_use, self._single
         total = sum(uses.values())
         if not total:

@@ -2,7 +2,7 @@
 
 Pure but for the chooser's own state. The emitted tokens are exactly those of decoding without a
 draft, for any sampler chain, grammar and penalties included, because every emitted token was
-chosen by the chain from the target's own logits for its prefix (C01).
+chosen by the chain from the target's own logits for its prefix.
 """
 
 from __future__ import annotations

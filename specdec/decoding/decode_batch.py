@@ -20,7 +20,7 @@ from specdec.types import Decision, Draft, End, IsEnd, Round, Target, Walk
 
 
 @dataclass(slots=True)
-class Stream:
+class BatchMember:
     """One generation among others. The target holds the first `n_cached` tokens of `history`,
     which grows; `end` is set when it is over."""
 
@@ -34,17 +34,17 @@ class Stream:
 
 
 def decode_batch(
-    target: Target, streams: Sequence[Stream], *, drafter: ModelDrafter, policy: Throughput
-) -> Iterator[list[tuple[Stream, Round]]]:
-    """Rounds of all streams until each has ended; a stream that has ended leaves the batch.
+    target: Target, members: Sequence[BatchMember], *, drafter: ModelDrafter, policy: Throughput
+) -> Iterator[list[tuple[BatchMember, Round]]]:
+    """Rounds of all members until each has ended; a member that has ended leaves the batch.
 
     `verify_s` and `draft_s` of a round are those of the whole batch. Raises SpecDecError for an
     empty prompt or a sequence of another length.
     """
-    for stream in streams:
-        _prefill(target, stream)
-        drafter.forget(stream.sequence)
-    while active := [s for s in streams if not s.end and s.n_left > 0]:
+    for member in members:
+        _prefill(target, member)
+        drafter.forget(member.sequence)
+    while active := [s for s in members if not s.end and s.n_left > 0]:
         policy.share_batch(len(active))
         began = perf_counter()
         drafts, walks = _drafts(target, active, drafter, policy)
@@ -66,19 +66,19 @@ def decode_batch(
         yield rounds
 
 
-def _prefill(target: Target, stream: Stream) -> None:
-    check_start(target, stream.sequence, stream.history, stream.n_cached)
-    tail = stream.history[stream.n_cached : -1]
+def _prefill(target: Target, member: BatchMember) -> None:
+    check_start(target, member.sequence, member.history, member.n_cached)
+    tail = member.history[member.n_cached : -1]
     if tail:
-        target.extend(stream.sequence, tail, 0)
-    if len(stream.history) > target.n_ctx:
-        stream.end = "context"
+        target.extend(member.sequence, tail, 0)
+    if len(member.history) > target.n_ctx:
+        member.end = "context"
 
 
 def _drafts(
-    target: Target, active: Sequence[Stream], drafter: ModelDrafter, policy: Throughput
+    target: Target, active: Sequence[BatchMember], drafter: ModelDrafter, policy: Throughput
 ) -> tuple[list[Draft], list[Walk]]:
-    """Drafts cut to what pays over all streams, and how the policy came to them."""
+    """Drafts cut to what pays over all members, and how the policy came to them."""
     requests = [
         (s.sequence, s.history, max(0, min(s.n_left - 1, target.n_ctx - len(s.history))))
         for s in active
@@ -112,8 +112,8 @@ def _cut(draft: Draft, n: int) -> Draft:
 
 
 def _verify(
-    target: Target, active: Sequence[Stream], drafts: Sequence[Draft], draft_s: float
-) -> list[tuple[Stream, Round]]:
+    target: Target, active: Sequence[BatchMember], drafts: Sequence[Draft], draft_s: float
+) -> list[tuple[BatchMember, Round]]:
     began = perf_counter()
     feds = [[s.history[-1], *d.tokens] for s, d in zip(active, drafts, strict=True)]
     rollbacks = [
@@ -127,8 +127,8 @@ def _verify(
             for s, d, r in zip(active, drafts, rows, strict=True)
         ]
     except BaseException:
-        for stream, length, rollback in zip(active, lengths, rollbacks, strict=True):
-            del stream.history[length:]
+        for member, length, rollback in zip(active, lengths, rollbacks, strict=True):
+            del member.history[length:]
             rollback.undo()
         raise
     verify_s = perf_counter() - began
@@ -136,10 +136,10 @@ def _verify(
         rollback.keep(fed, len(verdict.emitted))
     rollback_s = perf_counter() - began - verify_s
     out = []
-    for i, stream in enumerate(active):
+    for i, member in enumerate(active):
         verdict = verdicts[i]
-        stream.n_left -= len(verdict.emitted)
-        stream.end = end_of(target, stream.history, stream.n_left, stream.is_end)
+        member.n_left -= len(verdict.emitted)
+        member.end = end_of(target, member.history, member.n_left, member.is_end)
         emitted = tuple(verdict.emitted)
         round_ = Round(
             drafts[i],
@@ -147,8 +147,8 @@ def _verify(
             emitted,
             draft_s,
             verify_s,
-            stream.end,
+            member.end,
             rollback_s=rollback_s,
         )
-        out.append((stream, round_))
+        out.append((member, round_))
     return out

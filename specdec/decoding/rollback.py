@@ -3,7 +3,7 @@
 Where the memory can be cut, that is one rewind; so it is for a recurrent one with snapshots of the
 last tokens. Other recurrent and hybrid memory cannot: a checkpoint is taken before verification,
 restored on partial acceptance, and the accepted prefix replayed without asking for logits, so that
-it is never verified twice (E01, E05; MECHANISMS 8.2).
+it is never verified twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all decoding loops share: how a generation begins, how long a draft may be, how it ends."""
+"""The frame of all decoding loops: the start, the room for a draft, and the end of a generation."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class SpecStats:
         return tuple(a / d for d, a in self.per_position)
 
     def line(self) -> str:
-        """The line that llama.cpp logs per request (PEERS 4.6)."""
+        """The line that llama.cpp logs per request."""
         if not self.n_drafted:
             return "draft acceptance: nothing was drafted"
         return (

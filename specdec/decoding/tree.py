@@ -1,7 +1,7 @@
 """Tree drafts: several continuations verified in one decode, on by flag.
 
 The draft model offers its top k tokens at the nodes likeliest to be reached; the same rule as for
-several sequences picks the nodes worth their rows (G07). Verification walks down from the root
+several sequences picks the nodes worth their rows. Verification walks down from the root
 while the target's token is among a node's children, which keeps it lossless for any chooser.
 """
 
@@ -25,7 +25,7 @@ FIRST = "draft"  # the likeliest child of a node is what a chain would draft
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class DraftTree:
     """Nodes in order of drafting: parents come first, -1 is the root (the last token)."""
 
     tokens: tuple[int, ...] = ()
@@ -37,12 +37,12 @@ class Tree:
     catch_up_s: float = 0.0  # as Draft's
     reason: str = "no room for a draft"
 
-    def cut(self, nodes: Sequence[int]) -> Tree:
+    def cut(self, nodes: Sequence[int]) -> DraftTree:
         """The tree of these nodes, which must include their parents."""
         new = {old: i for i, old in enumerate(sorted(nodes))}
         new[-1] = -1
         kept = sorted(nodes)
-        return Tree(
+        return DraftTree(
             tuple(self.tokens[i] for i in kept),
             tuple(new[self.parents[i]] for i in kept),
             tuple(self.probs[i] for i in kept),
@@ -80,7 +80,7 @@ class TreeDrafter:
         self._n_checked: dict[int, int] = {}  # of those, known to be the history's
         self._catch_up_s = 0.0
 
-    def grow(self, sequence: int, history: Sequence[int], limit: int) -> Tree:
+    def grow(self, sequence: int, history: Sequence[int], limit: int) -> DraftTree:
         """A tree of at most `limit` nodes worth verifying.
 
         How deep it goes is decided along the likeliest path, as for a chain; so is whether the
@@ -90,7 +90,7 @@ class TreeDrafter:
         depth = min(limit, self._max_depth, room)
         walk = self._policy.begin(max(0, depth), FIRST)
         if not walk.wants:
-            return Tree(reason=walk.reason)
+            return DraftTree(reason=walk.reason)
         tokens: list[int] = []
         parents: list[int] = []
         probs: list[float] = []
@@ -118,7 +118,7 @@ class TreeDrafter:
             self._model.keep_path(sequence, ())
             n_steps += 1
             frontier = [(i, rows[i]) for i in grown]
-        tree = Tree(
+        tree = DraftTree(
             tuple(tokens),
             tuple(parents),
             tuple(probs),
@@ -154,7 +154,7 @@ class TreeDrafter:
             q = self._policy.calibration.probability(source_of(rank), float(p[token]))
             reached.append(above * q)
 
-    def _worthwhile(self, tree: Tree, limit: int) -> Tree:
+    def _worthwhile(self, tree: DraftTree, limit: int) -> DraftTree:
         """The likeliest nodes; a child is never likelier than its parent, so parents stay."""
         order = sorted(range(len(tree.tokens)), key=lambda i: (-tree.reached[i], i))
         gains = [tree.reached[i] for i in order[: min(limit, self._n_max)]]
@@ -267,7 +267,7 @@ def _verify(
     target: TreeTarget,
     sequence: int,
     history: list[int],
-    tree: Tree,
+    tree: DraftTree,
     chooser: Chooser,
     is_end: IsEnd,
 ) -> _Path:
@@ -289,7 +289,7 @@ def _verify(
 def _descend(
     rows: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
     history: list[int],
-    tree: Tree,
+    tree: DraftTree,
     chooser: Chooser,
     is_end: IsEnd,
 ) -> tuple[_Path, list[int]]:

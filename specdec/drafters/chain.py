@@ -1,7 +1,7 @@
 """Several drafters, one draft: the one of the greatest expected value, not the first in a list.
 
 Proposals that cost nothing are all shown to the policy, and the best is compared with what the
-paid drafter has brought lately. llama.cpp takes the first that is not empty (PEERS 4.1).
+paid drafter has brought lately. llama.cpp takes the first that is not empty.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`ngram-cache`: prompt lookup with counts, kept across runs in llama.cpp's cache file.
 
 Contexts of 4 down to 1 tokens are looked up, the conversation's own counts before those of the
-file. A token's probability is its share of what followed the context (F06; `-lcs`, `-lcd`).
+file. A token's probability is its share of what followed the context. The files are those of
+llama.cpp's `-lcs` and `-lcd`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Counts = dict[Key, dict[int, int]]
 
 
 class LookupCache:
-    """How often each token followed each context of 1 to 4 tokens."""
+    """Counts of the tokens that followed each context of 1 to 4 tokens."""
 
     def __init__(self) -> None:
         self.counts: Counts = {}

@@ -4,7 +4,7 @@ Sampled drafts are for rejection sampling, which is exact only if a kept token i
 the draft model says. So the policy is fed what can be known before a token is drawn, the greatest
 probability of its row, and a token that was drawn is verified whatever follows it.
 
-Its KV cache is kept for what was accepted and rolled back to what was kept (B16), so a round
+Its KV cache is kept for what was accepted and rolled back to what was kept, so a round
 decodes one or two new tokens and then one per drafted token; the last drafted is never decoded.
 """
 
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from specdec.types import Decision, Draft, Policy, Round, Target, Walk
 
-Distribution = Callable[[NDArray[np.float32]], NDArray[np.float64]]
+RowProbabilities = Callable[[NDArray[np.float32]], NDArray[np.float64]]
 
 BATCHED_TAIL = 8  # new tokens of a sequence that may join the others' decode
 
 
 class _Held:
-    """What the draft model's memory of one sequence holds."""
+    """The draft model's memory of one sequence, as far as it is known here."""
 
     __slots__ = ("catch_up_s", "checkpoint", "checkpoint_length", "n_checked", "tokens")
 
@@ -49,7 +49,7 @@ class ModelDrafter:
         model: Target,
         *,
         name: str = "draft",
-        distribution: Distribution | None = None,
+        distribution: RowProbabilities | None = None,
         rng: np.random.Generator | None = None,
         n_vocab: int | None = None,
     ) -> None:
@@ -84,7 +84,7 @@ class ModelDrafter:
         return self._draft(walk, tokens, probs, self._held[sequence].catch_up_s)
 
     def _sampled(
-        self, sequence: int, walk: Walk, logits: NDArray[np.float32], distribution: Distribution
+        self, sequence: int, walk: Walk, logits: NDArray[np.float32], distribution: RowProbabilities
     ) -> Draft:
         tokens: list[int] = []
         probs: list[float] = []
@@ -133,23 +133,23 @@ class ModelDrafter:
         """
         walks: list[Walk] = []
         parts: list[tuple[int, list[int]]] = []
-        live: list[int] = []
+        drafting: list[int] = []
         for i, (sequence, history, limit) in enumerate(requests):
             room = self._model.n_ctx - len(history)
             walk = policy.begin(max(0, min(limit, room + 1)), self.name)
             walks.append(walk)
             if walk.wants and room >= 0:
-                live.append(i)
+                drafting.append(i)
                 parts.append((sequence, self._tail(sequence, history)))
         tokens: list[list[int]] = [[] for _ in requests]
         probs: list[list[float]] = [[] for _ in requests]
-        while live:
+        while drafting:
             rows = self._model.extend_batch(parts)
             for sequence, new in parts:
                 self._held[sequence].tokens += new
                 self.n_rows += len(new)
             parts, still = [], []
-            for i, logits in zip(live, rows, strict=True):
+            for i, logits in zip(drafting, rows, strict=True):
                 if not tokens[i]:
                     self._mark(requests[i][0])
                 token, p = self._most_likely(logits[-1])
@@ -158,7 +158,7 @@ class ModelDrafter:
                 if walks[i].feed(p):
                     still.append(i)
                     parts.append((requests[i][0], [token]))
-            live = still
+            drafting = still
         caught_up = [self._held[s].catch_up_s if tokens[i] else 0.0
                      for i, (s, _, _) in enumerate(requests)]  # fmt: skip
         return [

@@ -1,6 +1,6 @@
-"""`ngram-map-k` and `ngram-map-k4v`: n-grams with memory of how they fared (MECHANISMS 8.1).
+"""`ngram-map-k` and `ngram-map-k4v`: n-grams with memory of how they fared.
 
-`ngram-map-k` drafts no more than was last accepted after the same key (E12); full acceptance
+`ngram-map-k` drafts no more than was last accepted after the same key; full acceptance
 doubles that again, so that one bad draft does not shorten a key for ever (the known ratchet).
 `ngram-map-k4v` keeps up to four continuations per key and drafts only a dominant one.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec.drafters.kept import Kept
 from specdec.drafters.offer import match_probability, nothing, offer
+from specdec.drafters.per_sequence import PerSequence
 from specdec.types import Draft, Policy, Round
 
 Key = tuple[int, ...]
@@ -29,7 +29,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _History:
-    """What is indexed of one sequence, and the key of the draft under verification."""
+    """The index of one sequence, and the key of the draft under verification."""
 
     n_indexed: int = 0
     entries: dict[Key, _Entry] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class NgramMapK:
 
     def __init__(self, size_n: int = 12, size_m: int = 48, min_hits: int = 1) -> None:
         self._n, self._m, self._min_hits = size_n, size_m, min_hits
-        self._histories = Kept(_History)
+        self._histories = PerSequence(_History)
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
         known = self._histories.of(sequence, history)
@@ -89,7 +89,7 @@ class NgramMapK4V:
 
     def __init__(self, size_n: int = 8, size_m: int = 8, min_hits: int = 2) -> None:
         self._n, self._m, self._min_hits = size_n, size_m, min_hits
-        self._histories = Kept(_History)
+        self._histories = PerSequence(_History)
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
         known = self._histories.of(sequence, history)

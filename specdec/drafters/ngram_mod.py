@@ -1,4 +1,4 @@
-"""`ngram-mod`: one flat table from the hash of n tokens to the next token (MECHANISMS 8.1).
+"""`ngram-mod`: one flat table from the hash of n tokens to the next token.
 
 All sequences share it, so one conversation drafts from another. There is no check for collisions:
 verification is the check. Streaks of poor drafts, or a table that is too full, reset it.
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specdec.drafters.kept import Kept
 from specdec.drafters.offer import match_probability, nothing, offer
+from specdec.drafters.per_sequence import PerSequence
 from specdec.types import Draft, Policy, Round
 
 _EMPTY = -1
@@ -41,7 +41,7 @@ class NgramMod:
         self._n, self._n_min, self._n_max = n_match, n_min, n_max
         self._slots = np.full(n_slots, _EMPTY, np.int32)
         self._n_used = 0
-        self._indexed = Kept(_Indexed)
+        self._indexed = PerSequence(_Indexed)
         self._was_reset = False
         self._n_poor = 0
 

@@ -1,4 +1,4 @@
-"""`ngram-simple`: what followed the last n tokens when they occurred last (MECHANISMS 8.1)."""
+"""`ngram-simple`: what followed the last n tokens when they occurred last."""
 
 from __future__ import annotations
 

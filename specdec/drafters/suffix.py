@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.drafters.kept import Kept
 from specdec.drafters.offer import match_probability, nothing, offer
+from specdec.drafters.per_sequence import PerSequence
 from specdec.types import Draft, Policy, Round
 
 _SEPARATOR = -1  # between the texts of a corpus: no match crosses it
@@ -112,7 +112,7 @@ class SuffixDrafter:
         for text in corpus:
             for token in (*text, _SEPARATOR):
                 self._corpus.extend(token)
-        self._matches = Kept(_Match)
+        self._matches = PerSequence(_Match)
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
         match = self._matches.of(sequence, history)

@@ -1,4 +1,4 @@
-"""A draft model of another vocabulary: its text is read as the target's tokens (C14).
+"""A draft model of another vocabulary: its text is read as the target's tokens.
 
 The history goes over as text, with replacement pairs applied (so that one family's special
 tokens become the other's), and so does the draft on its way back. Probabilities are the draft's;

@@ -1,4 +1,4 @@
-"""`bandit`: epsilon-greedy over block lengths, by measured tokens per second (PEERS 4.8).
+"""`bandit`: epsilon-greedy over block lengths, by measured tokens per second.
 
 The idea of ik_llama.cpp's autotune: no model of costs or probabilities, only outcomes. Times
 decay, so that another kind of text is noticed; exploring costs its share for ever.

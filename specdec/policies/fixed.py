@@ -1,4 +1,4 @@
-"""`fixed`: always the same number of drafted tokens (B17). `fixed` of 0 is no speculation."""
+"""`fixed`: always the same number of drafted tokens. `fixed` of 0 is no speculation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FixedWalk:
 
 
 class Fixed:
-    """Blocks of `n_max` tokens; 4 suits general text, 8 to 15 code (B17, B20)."""
+    """Blocks of `n_max` tokens; 4 suits general text, 8 to 15 code (llama.cpp #10466)."""
 
     name = "fixed"
 

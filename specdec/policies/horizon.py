@@ -1,4 +1,4 @@
-"""What drafting on is worth: a small dynamic programme over (tokens drafted, P).
+"""The value of drafting on: a small dynamic programme over (tokens drafted, P).
 
 With n tokens drafted, all of them accepted with probability P, one can stop and verify, or spend
 a draft step and see the next token's probability. Its value is known once one knows how such

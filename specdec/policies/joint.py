@@ -1,4 +1,4 @@
-"""One verification batch for several sequences, or for the nodes of a tree (DESIGN section 5).
+"""One verification batch for several sequences, or for the nodes of a tree.
 
 The rows already in the batch make further rows cheaper, so the marginal cost of a drafted token
 is T(rows + 1) - T(rows) at the size of the whole batch: the most probable tokens over all
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def best_count(gains: Sequence[float], times: Sequence[float], n_rows: int, rate: float) -> int:
-    """How many of `gains` (probabilities, falling) to verify beside `n_rows` rows.
+    """The best number of `gains` (probabilities, falling) to verify beside `n_rows` rows.
 
     `times[n-1]` is T(n); `rate` the best tokens per second. Never more than T is known for.
     """
@@ -28,7 +28,7 @@ def best_count(gains: Sequence[float], times: Sequence[float], n_rows: int, rate
 def allocate(
     chains: Sequence[Sequence[float]], times: Sequence[float], rate: float
 ) -> tuple[int, ...]:
-    """How many tokens of each sequence's draft to verify together.
+    """The number of tokens of each sequence's draft to verify together.
 
     `chains[s][k]` is the probability that sequence s's first k + 1 drafted tokens are all
     accepted; it falls with k, so the most probable tokens of a sequence are its first.

@@ -1,7 +1,8 @@
 """`p-min`: draft while each token's own probability is at least p_min; llama.cpp's present rule.
 
-The weak token itself is not kept, and a draft shorter than n_min is dropped (PEERS 4.3). The old
-rule pushed it before testing, so that every draft had a token that nearly always failed (B02);
+The weak token itself is not kept, and a draft shorter than n_min is dropped. The old
+rule pushed it before testing, so that every draft had a token that nearly always failed (found in
+llama.cpp #10466);
 `push_before_test` reproduces that and exists for the test that documents it.
 """
 
@@ -21,7 +22,7 @@ class PMinWalk(ProductWalk):
 
     def _judge(self, p: float) -> bool:
         weak = p < self._p_min
-        # The cap is tested before p_min, so a capped draft keeps its last token (B01).
+        # The cap is tested before p_min, so a capped draft keeps its last token.
         kept = self.n if not weak or self._push_before_test else self.n - 1
         self.n_best = kept if kept >= self._n_min else 0
         self.reason = f"p {p:.2f} below {self._p_min:g}" if weak else "longest draft"

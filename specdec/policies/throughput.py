@@ -1,4 +1,4 @@
-"""`throughput`, the default: the most tokens per second over the long run (DESIGN section 5).
+"""`throughput`, the default: the most tokens per second over the long run.
 
 By renewal theory the best round is the one that maximises its tokens minus lambda times its
 time, where lambda is the best rate achievable, here a running estimate (Dinkelbach's iteration).
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile
-from specdec.costs.refresh import LiveCosts
+from specdec.costs.refresh import RefreshedCosts
 from specdec.policies.horizon import (
     CENTRE_OF,
     LEVEL,
@@ -81,7 +81,7 @@ class _Source:
         self.gap = _FIRST_GAP
         self.wait = 0
         self.n_judged = 0
-        self.off: _Off | None = None  # what it was last told while it is not asked
+        self.off: _NotAsked | None = None  # what it was last told while it is not asked
         self.regimes: list[tuple[float, float]] = [(1.0, 1.0)]
         self.offset = 0.0
 
@@ -209,7 +209,7 @@ class ThroughputWalk:
         return f"{kind}{self.n_best} of {self.n} drafted gain {self.best:.2f} tokens"
 
 
-class _Off:
+class _NotAsked:
     """The walk of a drafter that is not asked."""
 
     __slots__ = ("reason",)
@@ -239,7 +239,7 @@ class Throughput:
         refresh: bool = True,
     ) -> None:
         self.n_max = profile.n_max - 1 if n_max is None else n_max
-        self.costs = LiveCosts(profile, self.n_max + 1)
+        self.costs = RefreshedCosts(profile, self.n_max + 1)
         self.calibration = calibration or Calibration()
         self._paid = paid
         self._refresh = refresh
@@ -285,7 +285,7 @@ class Throughput:
         if limit > 0 and (known.onwards[0][0] <= 0.0 or self._is_behind):
             if known.step > 0.0 and known.wait > 0:
                 known.wait -= 1
-                known.off = _Off(self._why_off(known))
+                known.off = _NotAsked(self._why_off(known))
                 return known.off
             is_probe = True
         walk = ThroughputWalk(

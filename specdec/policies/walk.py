@@ -1,4 +1,4 @@
-"""What the walks of all policies share: counting tokens and the cumulative probability."""
+"""The base of the policies' walks: it counts tokens and multiplies their probabilities."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProductWalk(ABC):
 
     @abstractmethod
     def _judge(self, p: float) -> bool:
-        """Set `n_best` and `reason` for the token just fed; whether to draft on."""
+        """Set `n_best` and `reason` for the token just fed; True to draft on."""
 
     @property
     def gain(self) -> float:

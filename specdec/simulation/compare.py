@@ -12,7 +12,7 @@ from specdec.errors import SpecDecError
 from specdec.options import POLICIES, parse_words, resolve
 from specdec.policies.fixed import Fixed
 from specdec.policies.throughput import Throughput
-from specdec.simulation.simulate import Trace, fixed_oracle, simulate, synthetic_trace
+from specdec.simulation.simulate import DraftTrace, fixed_oracle, simulate, synthetic_trace
 from specdec.types import Policy
 
 TEXTS: Mapping[str, tuple[str, ...]] = {
@@ -67,7 +67,7 @@ def applicable(
     return {name: make for name, make in makes.items() if name not in why}, why
 
 
-def synthetic_traces(n_tokens: int, seed: int) -> list[Trace]:
+def synthetic_traces(n_tokens: int, seed: int) -> list[DraftTrace]:
     """Every kind of text, calibrated, over-confident and under-confident."""
     return [
         synthetic_trace(n_tokens, seed=seed + i, kinds=kinds, confidence=confidence)
@@ -78,7 +78,7 @@ def synthetic_traces(n_tokens: int, seed: int) -> list[Trace]:
 
 def compare(
     curves: Mapping[str, CostProfile],
-    traces: Sequence[Trace],
+    traces: Sequence[DraftTrace],
     *,
     draft_share: float = 0.05,
     policies: Mapping[str, Make] | None = None,

@@ -39,7 +39,7 @@ class FakeTarget:
     `agreement` below 1 makes that share of contexts keep the text of a fake with agreement 1 and
     the rest differ, as a draft does. `peak` is the probability of the chosen token. With
     `recurrent` it refuses partial rewinds, but for `n_rs_seq` tokens of the last decode. Cells
-    are kept as (position, token): a position that is held twice, or left out, raises (E06).
+    are kept as (position, token): a position that is held twice, or left out, raises.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class FakeTarget:
         self._seed, self._order, self._peak = seed, order, peak
         self._agreement = agreement
         self._logits_seed = logits_seed
+        self._rows: dict[tuple[int, ...], NDArray[np.float32]] = {}  # random ones, made once
         self._n_batch = n_batch
         self._cells: dict[int, list[tuple[int, int]]] = {}
         self._tree: dict[int, tuple[list[int], list[int]]] = {}
@@ -84,11 +85,18 @@ class FakeTarget:
         """Logits [n_vocab] after `tokens`: `peak` on the next token, the rest flat or, with
         `logits_seed`, random."""
         if self._logits_seed is not None:
-            rng = np.random.default_rng(_hash(self._logits_seed, tokens[-self._order :]))
-            return rng.normal(0, 1.5, self.n_vocab).astype(np.float32)
+            return self._random_logits(self._logits_seed, tuple(tokens[-self._order :])).copy()
         rest = (1 - self._peak) / max(1, self.n_vocab - 1)
         row = np.full(self.n_vocab, np.log(rest), np.float32)
         row[self.next_token(tokens)] = np.log(self._peak)
+        return row
+
+    def _random_logits(self, seed: int, context: tuple[int, ...]) -> NDArray[np.float32]:
+        row = self._rows.get(context)
+        if row is None:
+            rng = np.random.default_rng(_hash(seed, context))
+            row = rng.normal(0, 1.5, self.n_vocab).astype(np.float32)
+            self._rows[context] = row
         return row
 
     # -- Target ----------------------------------------------------------------------------
@@ -97,7 +105,7 @@ class FakeTarget:
         return len(self._cells.get(sequence, ()))
 
     def tokens(self, sequence: int) -> list[int]:
-        """What the sequence holds; raises when its cells are not 0, 1, 2, ..."""
+        """The tokens that the sequence holds; raises when its cells are not 0, 1, 2, ..."""
         cells = self._cells.get(sequence, [])
         positions = [position for position, _ in cells]
         if positions != list(range(len(cells))):

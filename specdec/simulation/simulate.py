@@ -27,7 +27,7 @@ _OWN, _OTHER = 1, 0  # tokens of simulated drafts: right and wrong
 
 
 @dataclass(frozen=True)
-class Trace:
+class DraftTrace:
     """p[i] and accepted[i] for every position of a text; `segments` are (start, name).
 
     `unknown` are positions that nobody drafted when the trace was recorded: p 0, not accepted.
@@ -52,15 +52,15 @@ class Trace:
             raise SpecDecError(f"entry {wrong + 1} of the trace is unknown and accepted")
 
     def runs(self) -> NDArray[np.int64]:
-        """How many drafted tokens in a row are right from each position."""
+        """The number of drafted tokens in a row that are right from each position."""
         runs = np.zeros(len(self.p) + 1, np.int64)
         for i in range(len(self.p) - 1, -1, -1):
             runs[i] = runs[i + 1] + 1 if self.accepted[i] else 0
         return runs[:-1]
 
     def room(self) -> list[int]:
-        """How many tokens can be drafted from each position: none that is unknown, and the last
-        is the target's own."""
+        """The number of tokens that can be drafted from each position: none that is unknown, and
+        the last is the target's own."""
         room = [0] * len(self.p)
         for i in range(len(self.p) - 2, -1, -1):
             room[i] = 0 if i in self.unknown else room[i + 1] + 1
@@ -69,7 +69,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a policy made of a trace; times in the profile's unit."""
+    """A policy's play of a trace; times in the profile's unit."""
 
     n_tokens: int
     time: float
@@ -86,7 +86,7 @@ class Simulated:
 
 
 def simulate(
-    trace: Trace, profile: CostProfile, policy: Policy, source: str = "draft"
+    trace: DraftTrace, profile: CostProfile, policy: Policy, source: str = "draft"
 ) -> Simulated:
     """Decode the trace with `policy`; drafting costs `profile.draft_step_s` a step."""
     n, at = len(trace.p), 0
@@ -112,7 +112,7 @@ def simulate(
     return Simulated(at, time, rounds, drafted, accepted, steps, unknown)
 
 
-def _draft(trace: Trace, at: int, policy: Policy, source: str) -> tuple[Draft, bool]:
+def _draft(trace: DraftTrace, at: int, policy: Policy, source: str) -> tuple[Draft, bool]:
     """The draft, and whether an unknown token cut it short."""
     limit = min(policy.n_max, len(trace.p) - at - 1)
     walk = policy.begin(limit, source)
@@ -128,7 +128,7 @@ def _draft(trace: Trace, at: int, policy: Policy, source: str) -> tuple[Draft, b
     return Draft(tokens, probs, source, Decision(m, ""), dropped, (), fed), wants
 
 
-def _emitted(trace: Trace, at: int, n_accepted: int) -> tuple[int, ...]:
+def _emitted(trace: DraftTrace, at: int, n_accepted: int) -> tuple[int, ...]:
     """The accepted tokens and the target's own, which equals the draft's where that is right."""
     right = at + n_accepted < len(trace.p) and trace.accepted[at + n_accepted]
     return (_OWN,) * n_accepted + ((_OWN,) if right else (_OTHER,))
@@ -137,7 +137,7 @@ def _emitted(trace: Trace, at: int, n_accepted: int) -> tuple[int, ...]:
 # -- oracles ------------------------------------------------------------------------------------
 
 
-def constant_rate(trace: Trace, profile: CostProfile, m: int, start: int, stop: int) -> float:
+def constant_rate(trace: DraftTrace, profile: CostProfile, m: int, start: int, stop: int) -> float:
     """Tokens per unit of time of always drafting m in positions start..stop."""
     cost = _round_costs(profile, m)
     at, _, _, time = _play_constant(trace.runs().tolist(), trace.room(), cost, m, start, stop)
@@ -145,7 +145,7 @@ def constant_rate(trace: Trace, profile: CostProfile, m: int, start: int, stop: 
 
 
 def _round_costs(profile: CostProfile, n_max: int) -> list[float]:
-    """What drafting and verifying 0, 1, ... n_max tokens takes."""
+    """The time of drafting and verifying 0, 1, ... n_max tokens."""
     return [profile.time(1 + m) + m * profile.draft_step_s for m in range(n_max + 1)]
 
 
@@ -163,7 +163,7 @@ def _play_constant(
     return at, n_rounds, n_drafted, time
 
 
-def fixed_oracle(trace: Trace, profile: CostProfile, n_max: int) -> Simulated:
+def fixed_oracle(trace: DraftTrace, profile: CostProfile, n_max: int) -> Simulated:
     """The best constant draft length of each segment, chosen in hindsight."""
     runs, room, cost = trace.runs().tolist(), trace.room(), _round_costs(profile, n_max)
     bounds = [s for s, _ in trace.segments] + [len(trace.p)]
@@ -183,7 +183,7 @@ def fixed_oracle(trace: Trace, profile: CostProfile, n_max: int) -> Simulated:
     return Simulated(n_tokens, time, rounds, drafted, n_tokens - rounds, drafted)
 
 
-def brute_force_oracle(trace: Trace, profile: CostProfile, n_max: int) -> Simulated:
+def brute_force_oracle(trace: DraftTrace, profile: CostProfile, n_max: int) -> Simulated:
     """The least time to decode the trace for one who knows every outcome: shortest path."""
     runs = trace.runs()
     n = len(trace.p)
@@ -214,7 +214,7 @@ def synthetic_trace(
     kinds: Sequence[str] = ("code",),
     segment: int = 200,
     confidence: float = 1.0,
-) -> Trace:
+) -> DraftTrace:
     """A trace that alternates `kinds` ("code", "prose", "noise") every `segment` tokens.
 
     What the drafter says is the true probability's log-odds times `confidence`: 1 is calibrated,
@@ -233,7 +233,7 @@ def synthetic_trace(
     accepted = rng.random(n) < true
     odds = (true / (1 - true)) ** confidence
     said = odds / (1 + odds)
-    return Trace(tuple(said.tolist()), tuple(accepted.tolist()), tuple(segments))
+    return DraftTrace(tuple(said.tolist()), tuple(accepted.tolist()), tuple(segments))
 
 
 _KINDS = {  # share of easy tokens, Beta of the easy ones, Beta of the others
@@ -251,7 +251,7 @@ def _draw(rng: np.random.Generator, kind: str, n: int) -> NDArray[np.float64]:
     return np.clip(drawn, 1e-4, 1 - 1e-4)
 
 
-def parse_trace(text: str) -> Trace:
+def parse_trace(text: str) -> DraftTrace:
     """JSONL, one {"p": .., "accepted": ..} per token, optionally with "segment"; both null where
     nobody drafted the token.
 
@@ -280,7 +280,7 @@ def parse_trace(text: str) -> Trace:
         if not segments or segments[-1][1] != name:
             segments.append((len(p) - 1, name))
     names = tuple(segments) or ((0, "text"),)
-    return Trace(tuple(p), tuple(accepted), names, frozenset(unknown))
+    return DraftTrace(tuple(p), tuple(accepted), names, frozenset(unknown))
 
 
 def _probability(value: object) -> float:
@@ -298,7 +298,7 @@ def _outcome(value: object) -> bool:
     raise ValueError(f"accepted is {value!r:.40}; it must be true, false or null")
 
 
-def format_trace(trace: Trace) -> str:
+def format_trace(trace: DraftTrace) -> str:
     """The JSONL that `parse_trace` reads."""
     names = dict(trace.segments)
     name, lines = "text", []

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from specdec.costs.profile import CostProfile
 from specdec.policies.throughput import Throughput
-from specdec.simulation.simulate import Trace, fixed_oracle, simulate, synthetic_trace
+from specdec.simulation.simulate import DraftTrace, fixed_oracle, simulate, synthetic_trace
 from specdec.types import Policy
 
 CURVES = ("linear", "convex", "concave", "steps", "plateau", "jagged")
@@ -41,7 +41,7 @@ class StressCase:
     saying: str
     period: int
     profile: CostProfile
-    trace: Trace
+    trace: DraftTrace
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def random_curve(rng: np.random.Generator, kind: str) -> CostProfile:
     return CostProfile(tuple(times.tolist()), step)
 
 
-def stress_trace(rng: np.random.Generator, saying: str, n: int, period: int) -> Trace:
+def stress_trace(rng: np.random.Generator, saying: str, n: int, period: int) -> DraftTrace:
     """A text whose chance of acceptance is constant, or takes turns every `period` tokens."""
     length = period or n
     if saying == "calibrated":
@@ -114,7 +114,7 @@ def stress_trace(rng: np.random.Generator, saying: str, n: int, period: int) -> 
         said[start:stop] = _said(rng, saying, stop - start, chances[k % 2], values, k % 2)
         segments.append((start, "ab"[k % 2]))
     accepted = rng.random(n) < true
-    return Trace(tuple(said.tolist()), tuple(accepted.tolist()), tuple(segments))
+    return DraftTrace(tuple(said.tolist()), tuple(accepted.tolist()), tuple(segments))
 
 
 def _said(

@@ -1,6 +1,6 @@
 """Synthetic acceptance: drafts accepted at given rates, whatever they say (`--spec-synth-*`).
 
-Measures the systems part of speculation alone, without a trained draft (PEERS 4.4). The text that
+Measures the systems part of speculation alone, without a trained draft. The text that
 comes out is nonsense and must be declared invalid.
 """
 

@@ -19,7 +19,7 @@ from specdec.simulation.compare import (
     synthetic_traces,
 )
 from specdec.simulation.simulate import (
-    Trace,
+    DraftTrace,
     brute_force_oracle,
     fixed_oracle,
     parse_trace,
@@ -127,7 +127,7 @@ def _replay(
     report.line(json.dumps({"replayed": results, **found}))
 
 
-def _say_unknown(trace: Trace) -> None:
+def _say_unknown(trace: DraftTrace) -> None:
     """What a replay cannot tell, since the recording policy did not ask."""
     if trace.unknown:
         report.line(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import Greedy, MatchAcceptance
 from specdec.decoding.decode import decode
-from specdec.decoding.decode_batch import Stream, decode_batch
+from specdec.decoding.decode_batch import BatchMember, decode_batch
 from specdec.decoding.stats import SpecStats, reason_kind
-from specdec.decoding.tree import Tree, TreeDrafter, decode_tree
+from specdec.decoding.tree import DraftTree, TreeDrafter, decode_tree
 from specdec.drafters.model import ModelDrafter
 from specdec.errors import BadOption, SpecDecError
 from specdec.policies.fixed import Fixed
@@ -61,23 +61,23 @@ def test_sequences_decoded_together_have_their_own_plain_texts(
     target = FakeTarget(n_vocab=16, seed=seed, recurrent=recurrent, n_ctx=60)
     draft = FakeTarget(n_vocab=16, seed=seed, agreement=agreement, recurrent=recurrent, n_ctx=50)
     prompts = [[s, s + 1, 3] * (1 + 4 * s) for s in range(len(lengths))]
-    streams = [
-        Stream(s, list(prompts[s]), MatchAcceptance(Greedy()), n, lambda t: t == end)
+    members = [
+        BatchMember(s, list(prompts[s]), MatchAcceptance(Greedy()), n, lambda t: t == end)
         for s, n in enumerate(lengths)
     ]
     policy = Throughput(CHEAP, refresh=False)
-    for rounds in decode_batch(target, streams, drafter=ModelDrafter(draft), policy=policy):
-        for stream, _ in rounds:
-            assert target.tokens(stream.sequence) == stream.history[:-1]
-    for stream, prompt, n in zip(streams, prompts, lengths, strict=True):
-        assert stream.history == plain(target, prompt, n, end)
+    for rounds in decode_batch(target, members, drafter=ModelDrafter(draft), policy=policy):
+        for member, _ in rounds:
+            assert target.tokens(member.sequence) == member.history[:-1]
+    for member, prompt, n in zip(members, prompts, lengths, strict=True):
+        assert member.history == plain(target, prompt, n, end)
 
 
 def test_one_decode_serves_all_sequences() -> None:
     target, draft = FakeTarget(peak=0.99), FakeTarget(peak=0.99)
-    streams = [Stream(s, [s], MatchAcceptance(Greedy()), 24, never) for s in range(4)]
+    members = [BatchMember(s, [s], MatchAcceptance(Greedy()), 24, never) for s in range(4)]
     policy = Throughput(CHEAP, refresh=False)
-    rounds = list(decode_batch(target, streams, drafter=ModelDrafter(draft), policy=policy))
+    rounds = list(decode_batch(target, members, drafter=ModelDrafter(draft), policy=policy))
     assert len(target.calls) == len(rounds)
     assert len(rounds) < 24 / 2
     assert len(draft.calls) < 4 * 24
@@ -353,35 +353,36 @@ def test_reasons_are_grouped_without_their_numbers() -> None:
 
 
 def test_a_tree_that_lost_its_likeliest_child_knows_the_rank_of_the_next() -> None:
-    tree = Tree((7, 8, 9), (-1, -1, 1), (0.6, 0.3, 0.5), (0.2, 0.4, 0.3), (0, 1, 0))
+    tree = DraftTree((7, 8, 9), (-1, -1, 1), (0.6, 0.3, 0.5), (0.2, 0.4, 0.3), (0, 1, 0))
     assert tree.cut([1, 2]).ranks == (1, 0)
     assert tree.cut([1, 2]).parents == (-1, 0)
 
 
 def played_together(
-    n_streams: int, profile: CostProfile, n_max: int | None, agreement: float
+    n_sequences: int, profile: CostProfile, n_max: int | None, agreement: float
 ) -> tuple[float, int, int]:
     """Tokens per time over plain decoding of the same batch; rounds; draft decodes."""
     target = FakeTarget(n_ctx=4096)
     draft = ModelDrafter(FakeTarget(n_ctx=4096, agreement=agreement, peak=0.7))
     policy = Throughput(profile, n_max=n_max, refresh=False)
-    streams = [
-        Stream(s, [1 + s, 2, 3], MatchAcceptance(Greedy()), 300, never) for s in range(n_streams)
+    members = [
+        BatchMember(s, [1 + s, 2, 3], MatchAcceptance(Greedy()), 300, never)
+        for s in range(n_sequences)
     ]
     time, n_tokens, n_rounds, n_steps = 0.0, 0, 0, 0
-    for rounds in decode_batch(target, streams, drafter=draft, policy=policy):
+    for rounds in decode_batch(target, members, drafter=draft, policy=policy):
         steps = max(r.draft.n_steps for _, r in rounds)
         time += profile.time(sum(1 + r.n_drafted for _, r in rounds))
         time += steps * profile.draft_step_s
         n_tokens += sum(len(r.emitted) for _, r in rounds)
         n_rounds, n_steps = n_rounds + 1, n_steps + steps
-    return n_tokens / time * profile.time(n_streams) / n_streams, n_rounds, n_steps
+    return n_tokens / time * profile.time(n_sequences) / n_sequences, n_rounds, n_steps
 
 
-@pytest.mark.parametrize("n_streams", [1, 2, 4])
-def test_a_hopeless_draft_is_hardly_asked_by_several_sequences(n_streams: int) -> None:
+@pytest.mark.parametrize("n_sequences", [1, 2, 4])
+def test_a_hopeless_draft_is_hardly_asked_by_several_sequences(n_sequences: int) -> None:
     dear = CostProfile(tuple(1.0 + 0.5 * n for n in range(64)), 0.5)
-    rate, n_rounds, n_steps = played_together(n_streams, dear, None, 0.02)
+    rate, n_rounds, n_steps = played_together(n_sequences, dear, None, 0.02)
     assert n_steps < 0.1 * n_rounds
     assert rate > 0.97
 

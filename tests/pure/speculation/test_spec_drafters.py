@@ -14,23 +14,19 @@ from specdec.costs.profile_io import published_curves
 from specdec.decoding.accept import Greedy
 from specdec.decoding.decode import decode
 from specdec.drafters.chain import ChainDrafter
-from specdec.drafters.kept import Kept
 from specdec.drafters.lookup import LookupCache, NgramCache
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_map import NgramMapK, NgramMapK4V
 from specdec.drafters.ngram_mod import NgramMod
 from specdec.drafters.ngram_simple import NgramSimple
+from specdec.drafters.per_sequence import PerSequence
 from specdec.drafters.suffix import SuffixAutomaton, SuffixDrafter
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.errors import BadOption
 from specdec.policies.bandit import Bandit
-from specdec.policies.costs import Costs
 from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
-from specdec.policies.p_mins import PMins
-from specdec.policies.ratio import Ratio
-from specdec.policies.rational import Rational
-from specdec.policies.speed import Speed
+from specdec.policies.published import Costs, PMins, Ratio, Rational, Speed
 from specdec.policies.throughput import Throughput
 from specdec.simulation.fake import FakeTarget
 from specdec.types import Decision, Draft, Drafter, Policy, Round
@@ -289,7 +285,7 @@ INDEXING: dict[str, Callable[[], Drafter]] = {
 )
 @settings(max_examples=60, deadline=None)
 def test_turns_are_drafted_like_one_long_text(name: str, turns: list[list[int]], cut: int) -> None:
-    """What is kept of earlier turns proposes what a drafter that sees all of it at once does."""
+    """A drafter that kept earlier turns proposes what one that sees all of it at once does."""
     kept = INDEXING[name]()
     history: list[int] = []
     for turn in turns:
@@ -307,7 +303,7 @@ def test_turns_are_drafted_like_one_long_text(name: str, turns: list[list[int]],
 
 def test_a_turn_indexes_only_what_is_new_until_the_history_is_another() -> None:
     made: list[int] = []
-    kept = Kept(lambda: made.append(0) or made)  # type: ignore[func-returns-value]
+    kept = PerSequence(lambda: made.append(0) or made)  # type: ignore[func-returns-value]
     kept.of(0, [1, 2, 3])
     kept.forget(0)
     assert kept.of(0, [1, 2, 3, 4]) is kept.get(0)

@@ -6,13 +6,10 @@ import pytest
 
 from specdec.costs.profile_io import published_values
 from specdec.policies.bandit import Bandit
-from specdec.policies.costs import Costs
+from specdec.policies.cost_curve import PUBLISHED, fit
 from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
-from specdec.policies.p_mins import PMins
-from specdec.policies.ratio import Ratio, threshold
-from specdec.policies.rational import PUBLISHED, Rational, fit
-from specdec.policies.speed import Speed
+from specdec.policies.published import Costs, PMins, Ratio, Rational, Speed, ratio_threshold
 from specdec.types import Decision, Draft, Policy, Round
 
 R1 = "deepseek-r1-0528-q4_x"
@@ -140,7 +137,7 @@ def outcome(n_drafted: int, n_accepted: int, seconds: float = 1.0) -> Round:
 
 
 def test_the_ratio_threshold_ramps_from_a_third_to_a_half() -> None:
-    assert [round(threshold(n), 3) for n in (1, 4, 8, 20)] == [0.3, 0.386, 0.5, 0.5]
+    assert [round(ratio_threshold(n), 3) for n in (1, 4, 8, 20)] == [0.3, 0.386, 0.5, 0.5]
 
 
 def test_ratio_lengthens_blocks_that_are_accepted_and_shortens_the_others() -> None:

@@ -22,7 +22,7 @@ from specdec.costs.profile_io import (
     published_values,
     save,
 )
-from specdec.costs.refresh import LiveCosts
+from specdec.costs.refresh import RefreshedCosts
 from specdec.errors import BadProfile
 from specdec.simulation.fake import FakeTarget
 from specoffload.session.profiling import quick_plan
@@ -188,30 +188,30 @@ def test_bad_bench_records_are_refused() -> None:
 
 
 def test_served_rounds_keep_the_profile_true() -> None:
-    live = LiveCosts(CostProfile((1.0, 1.5, 1.8), 0.1), 3)
+    costs = RefreshedCosts(CostProfile((1.0, 1.5, 1.8), 0.1), 3)
     for _ in range(400):
-        live.observe(1, 2.0, 0, 0.0)
-        live.observe(3, 3.6, 2, 0.4)
-    assert live.times[0] == pytest.approx(2.0, rel=0.05)
-    assert live.times[2] == pytest.approx(3.6, rel=0.05)
-    assert live.draft_step_s == pytest.approx(0.2, rel=0.02)
-    assert 2.2 < live.times[1] < 3.8  # a size nobody used follows the others
-    assert live.profile().step_s[0] == pytest.approx(2.0, rel=0.05)
+        costs.observe(1, 2.0, 0, 0.0)
+        costs.observe(3, 3.6, 2, 0.4)
+    assert costs.times[0] == pytest.approx(2.0, rel=0.05)
+    assert costs.times[2] == pytest.approx(3.6, rel=0.05)
+    assert costs.draft_step_s == pytest.approx(0.2, rel=0.02)
+    assert 2.2 < costs.times[1] < 3.8  # a size nobody used follows the others
+    assert costs.profile().step_s[0] == pytest.approx(2.0, rel=0.05)
 
 
 def test_one_slow_step_moves_the_profile_little() -> None:
-    live = LiveCosts(CostProfile((1.0, 1.5)), 2)
-    live.observe(1, 500.0, 0, 0.0)
+    costs = RefreshedCosts(CostProfile((1.0, 1.5)), 2)
+    costs.observe(1, 500.0, 0, 0.0)
     for _ in range(7):
-        live.observe(1, 1.0, 0, 0.0)
-    assert live.times[0] < 1.2
+        costs.observe(1, 1.0, 0, 0.0)
+    assert costs.times[0] < 1.2
 
 
 def test_relative_costs_take_their_unit_from_the_first_round() -> None:
-    live = LiveCosts(parse_batch_costs("1,0.6,0.5"), 3)
-    live.observe(2, 0.24, 0, 0.0)
-    assert live.times[0] == pytest.approx(0.2)
-    assert not live.profile().relative
+    costs = RefreshedCosts(parse_batch_costs("1,0.6,0.5"), 3)
+    costs.observe(2, 0.24, 0, 0.0)
+    assert costs.times[0] == pytest.approx(0.2)
+    assert not costs.profile().relative
 
 
 def test_calibration_learns_what_a_probability_is_worth() -> None:
@@ -308,34 +308,34 @@ def test_bench_records_that_are_none_are_refused_with_the_line(speed: str) -> No
 
 
 def test_a_batch_size_that_got_slower_alone_is_priced_alone() -> None:
-    live = LiveCosts(CostProfile((1.0, 1.2, 1.4, 1.6)), 4)
+    costs = RefreshedCosts(CostProfile((1.0, 1.2, 1.4, 1.6)), 4)
     for _ in range(400):
-        live.observe(1, 1.0, 0, 0.0)
-        live.observe(4, 3.2, 0, 0.0)
-    assert live.times[0] == pytest.approx(1.0, rel=0.05)
-    assert live.times[3] == pytest.approx(3.2, rel=0.05)
+        costs.observe(1, 1.0, 0, 0.0)
+        costs.observe(4, 3.2, 0, 0.0)
+    assert costs.times[0] == pytest.approx(1.0, rel=0.05)
+    assert costs.times[3] == pytest.approx(3.2, rel=0.05)
 
 
 @pytest.mark.parametrize("factor", [0.25, 4.0])
 def test_a_machine_of_another_speed_keeps_the_ratios_of_sizes_that_are_not_used(
     factor: float,
 ) -> None:
-    costs = CostProfile((1.0, 1.35, 1.7, 2.05), 0.1)
+    profile = CostProfile((1.0, 1.35, 1.7, 2.05), 0.1)
     for _ in range(3):  # what one run stores, the next loads
-        live = LiveCosts(costs, 4)
+        costs = RefreshedCosts(profile, 4)
         for _ in range(400):
-            live.observe(1, factor, 0, 0.0)
-        costs = live.profile()
-    assert costs.step_s[0] == pytest.approx(factor, rel=0.02)
-    assert costs.step_s[3] / costs.step_s[0] == pytest.approx(2.05, rel=0.02)
+            costs.observe(1, factor, 0, 0.0)
+        profile = costs.profile()
+    assert profile.step_s[0] == pytest.approx(factor, rel=0.02)
+    assert profile.step_s[3] / profile.step_s[0] == pytest.approx(2.05, rel=0.02)
 
 
 def test_a_first_decode_that_was_slow_does_not_stay_in_a_profile_without_seconds() -> None:
-    live = LiveCosts(CostProfile.from_normalised((1.0, 0.6, 0.5)), 3)
-    live.observe(1, 0.05, 0, 0.0)
+    costs = RefreshedCosts(CostProfile.from_normalised((1.0, 0.6, 0.5)), 3)
+    costs.observe(1, 0.05, 0, 0.0)
     for _ in range(300):
-        live.observe(1, 0.01, 0, 0.0)
-    stored = live.profile()
+        costs.observe(1, 0.01, 0, 0.0)
+    stored = costs.profile()
     assert stored.step_s[0] == pytest.approx(0.01, rel=0.02)
     assert stored.step_s[1] / stored.step_s[0] == pytest.approx(1.2, rel=0.02)
 

@@ -1,4 +1,4 @@
-"""What a round cost whoever won it, and traces that do not know every token."""
+"""A round's price whoever won it, and traces that do not know every token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from specdec.drafters.offer import offer
 from specdec.errors import SpecDecError
 from specdec.policies.fixed import Fixed
 from specdec.policies.throughput import Throughput
-from specdec.simulation.simulate import Trace, fixed_oracle, format_trace, parse_trace, simulate
+from specdec.simulation.simulate import (
+    DraftTrace,
+    fixed_oracle,
+    format_trace,
+    parse_trace,
+    simulate,
+)
 from specdec.types import Decision, Draft, Policy, Round
 from specoffload.commands.simulate import simulate_policies
 from specoffload.session.round_trace import RoundTrace
@@ -79,7 +85,7 @@ def test_charged_steps_lower_the_policys_rate() -> None:
     assert rates[1] < rates[0]
 
 
-def recorded(tmp_path: Path, rounds: Sequence[Round]) -> Trace:
+def recorded(tmp_path: Path, rounds: Sequence[Round]) -> DraftTrace:
     file = tmp_path / "rounds.jsonl"
     trace = RoundTrace(file)
     for round_ in rounds:
@@ -104,7 +110,9 @@ def test_a_recorded_trace_has_every_token_and_knows_which_nobody_drafted(tmp_pat
 
 
 def test_a_replay_counts_the_tokens_it_was_asked_for_and_does_not_know() -> None:
-    trace = Trace((0.9, 0.9, 0.0) * 4, (True, True, False) * 4, unknown=frozenset({2, 5, 8, 11}))
+    trace = DraftTrace(
+        (0.9, 0.9, 0.0) * 4, (True, True, False) * 4, unknown=frozenset({2, 5, 8, 11})
+    )
     profile = CostProfile((1.0,) * 8, 0.0)
     long, short = (simulate(trace, profile, Fixed(m)) for m in (4, 2))
     assert long.n_unknown == 3  # the last token of all is never drafted
@@ -116,13 +124,15 @@ def test_a_token_that_is_unknown_and_accepted_is_refused() -> None:
     with pytest.raises(SpecDecError, match="line 1"):
         parse_trace('{"p": null, "accepted": true}')
     with pytest.raises(SpecDecError, match="entry 2"):
-        Trace((0.5, 0.0), (True, True), unknown=frozenset({1}))
+        DraftTrace((0.5, 0.0), (True, True), unknown=frozenset({1}))
 
 
 def test_simulate_says_how_much_of_a_trace_is_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trace = Trace((0.9, 0.9, 0.0) * 9, (True, True, False) * 9, unknown=frozenset(range(2, 27, 3)))
+    trace = DraftTrace(
+        (0.9, 0.9, 0.0) * 9, (True, True, False) * 9, unknown=frozenset(range(2, 27, 3))
+    )
     file, costs = tmp_path / "t.jsonl", tmp_path / "costs.txt"
     file.write_text(format_trace(trace), encoding="utf-8")
     costs.write_text(",".join(f"{1 / n:.4f}" for n in range(1, 9)), encoding="utf-8")
@@ -168,13 +178,13 @@ def test_no_fixed_block_beats_the_best_one_in_hindsight_on_one_segment(
     accepted = tuple(t == "right" for t in tokens)
     unknown = frozenset(i for i, t in enumerate(tokens) if t == "unknown")
     profile = CostProfile(tuple(1.0 + 0.1 * n for n in range(12)), step)
-    whole = Trace(p, accepted, unknown=unknown)
+    whole = DraftTrace(p, accepted, unknown=unknown)
     best = fixed_oracle(whole, profile, 11)
     for m in range(12):
         assert simulate(whole, profile, Fixed(m)).rate <= best.rate * (1 + 1e-9)
     assert best.n_tokens == len(tokens)
     starts = sorted({0, *(c for c in cuts if c < len(tokens))})
-    parts = Trace(p, accepted, tuple((s, str(s)) for s in starts), unknown)
+    parts = DraftTrace(p, accepted, tuple((s, str(s)) for s in starts), unknown)
     assert fixed_oracle(parts, profile, 11).n_tokens == len(tokens)  # also segments of one token
 
 

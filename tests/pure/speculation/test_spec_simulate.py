@@ -14,16 +14,12 @@ from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import published_curves
 from specdec.errors import SpecDecError
 from specdec.policies.bandit import Bandit
-from specdec.policies.costs import Costs
 from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
-from specdec.policies.p_mins import PMins
-from specdec.policies.ratio import Ratio
-from specdec.policies.rational import Rational
-from specdec.policies.speed import Speed
+from specdec.policies.published import Costs, PMins, Ratio, Rational, Speed
 from specdec.policies.throughput import Throughput
 from specdec.simulation.simulate import (
-    Trace,
+    DraftTrace,
     brute_force_oracle,
     constant_rate,
     fixed_oracle,
@@ -50,7 +46,7 @@ def with_draft(profile: CostProfile, share: float) -> CostProfile:
     return replace(profile, draft_step_s=share * profile.step_s[0])
 
 
-def trace(kind: str, confidence: float, seed: int = 11) -> Trace:
+def trace(kind: str, confidence: float, seed: int = 11) -> DraftTrace:
     return synthetic_trace(N_TOKENS, seed=seed, kinds=KINDS[kind], confidence=confidence)
 
 
@@ -129,7 +125,7 @@ def test_no_policy_beats_the_oracle_that_knows_every_outcome() -> None:
 
 def test_the_brute_force_oracle_is_the_least_over_all_choices() -> None:
     profile = CostProfile((1.0, 1.5, 1.6, 3.0), 0.1)
-    text = Trace((0.5,) * 6, (True, False, True, True, False, True))
+    text = DraftTrace((0.5,) * 6, (True, False, True, True, False, True))
 
     def least(at: int) -> float:
         if at >= 6:

@@ -11,7 +11,7 @@ from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile
 from specdec.policies.horizon import CENTRES, N_CENTRES, moved
 from specdec.policies.throughput import Throughput
-from specdec.simulation.simulate import Trace, constant_rate, simulate
+from specdec.simulation.simulate import DraftTrace, constant_rate, simulate
 from specdec.simulation.stress import (
     SAYINGS,
     quantiles,
@@ -53,7 +53,7 @@ def test_a_first_draft_on_trust_is_short_where_it_would_cost_much() -> None:
         n += 1
     assert 3 <= n <= 12
     chances = np.random.default_rng(1).random(4000) < 0.8
-    text = Trace((1.0,) * 4000, tuple(chances.tolist()))
+    text = DraftTrace((1.0,) * 4000, tuple(chances.tolist()))
     run = simulate(text, profile, Throughput(profile, refresh=False))
     assert run.rate >= 0.97 * constant_rate(text, profile, 2, 0, 4000)
 
@@ -139,7 +139,7 @@ def test_an_idle_drafter_is_not_thought_over_again() -> None:
     rebuild = policy._rebuild
     policy._rebuild = counted  # type: ignore[method-assign, assignment]
     rng = np.random.default_rng(3)
-    text = Trace((0.3,) * 3000, tuple((rng.random(3000) < 0.2).tolist()))
+    text = DraftTrace((0.3,) * 3000, tuple((rng.random(3000) < 0.2).tolist()))
     run = simulate(text, profile, policy)
     assert run.rate >= 0.99
     assert n_built <= 4 + 2 * run.n_steps  # once every 16 rounds would be 187

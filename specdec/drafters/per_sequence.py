@@ -1,4 +1,4 @@
-"""What drafters keep of a sequence from one turn of a conversation to the next."""
+"""State of drafters that outlives a turn of a conversation, one value per sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Entry(Generic[T]):
     is_stale: bool = False
 
 
-class Kept(Generic[T]):
+class PerSequence(Generic[T]):
     """One value per sequence, made anew when its history does not go on from what was seen.
 
     Indexing takes 1 to 3 us a token, so that a long conversation would pay 0.1 s at each turn.
