@@ -1,0 +1,257 @@
+"""Device memory cut into slots: one number per expert, whatever its matrices and types. Pure.
+
+The experts of one layer share their fate: gate, up and down of an expert are routed to together. So
+they are one *piece*, and a slot number stands for room for all of them:
+
+    pool "experts"      slot 0        slot 1        slot 2
+      kind "gate"     | expert 7    | expert 0    | ...        memory of its own, one stride
+      kind "up"       | expert 7    | expert 0    | ...
+      kind "down"     | expert 7    | expert 0    | ...
+
+Layers whose weights differ in type share the slots of a pool: the stride of a kind has room for the
+largest of its matrices, and is a whole number of blocks of every type, since the device's kernels
+count strides in blocks. A dense weight is a piece by itself, in a pool of one kind.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+# Kernels count the blocks of a tensor, slots included, in C's int.
+MOST_BLOCKS = 2**31 - 1
+_ALIGNMENT = 256  # bytes; what the devices' buffers ask for at most
+_LITTLE = 1 / 64  # of a stride: padding that costs nothing worth talking about
+_EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.weight$")
+_LAYER = re.compile(r"^blk\.(\d+)\.")
+_DENSE = "weight"
+
+
+class Weight(Protocol):
+    """A row of a model file's tensor table. `shape` begins with the row length."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class SlotKind:
+    """One matrix of a slot: slot s lies `s * stride_bytes` into memory of the kind's own."""
+
+    name: str  # gate, up, down or gate_up; "weight" in a pool of dense weights
+    stride_bytes: int
+    block_bytes: int  # of the type with the smallest blocks
+
+    @property
+    def most_slots(self) -> int:
+        """More would be more blocks than kernels can count."""
+        return max(1, MOST_BLOCKS // -(-self.stride_bytes // self.block_bytes))
+
+
+@dataclass(frozen=True)
+class SlotPool:
+    """`n_slots` numbered slots with room for one matrix of each kind."""
+
+    name: str
+    kinds: tuple[SlotKind, ...]
+    n_slots: int
+    n_groups: int  # weight groups that stream through it
+    n_experts: int  # pieces of a group that are experts; 0 for dense weights
+    n_used: int  # experts that one token uses
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory that one slot number takes."""
+        return sum(kind.stride_bytes for kind in self.kinds)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.n_slots * self.slot_bytes
+
+    @property
+    def n_pieces(self) -> int:
+        """All that could ever be cached."""
+        return self.n_groups * max(1, self.n_experts)
+
+    @property
+    def most_slots(self) -> int:
+        """Slots that are of use: room for everything, within what kernels can count."""
+        return min(self.n_pieces, *(kind.most_slots for kind in self.kinds))
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """Weights that are copied and cached together: a layer's experts, or one dense weight."""
+
+    pool: int
+    layer: int
+    names: Mapping[str, str]  # kind -> tensor
+    matrix_bytes: Mapping[str, int]  # kind -> bytes that one piece copies of it
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes that cross the link for one piece."""
+        return sum(self.matrix_bytes.values())
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """Pools of slots, and the weight groups that stream through them, in the model's order."""
+
+    pools: tuple[SlotPool, ...] = ()
+    groups: tuple[WeightGroup, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(pool.size_bytes for pool in self.pools)
+
+    def with_slots(self, n_slots: Sequence[int]) -> SlotLayout:
+        """The same with that many slots in each pool."""
+        pools = [replace(pool, n_slots=n) for pool, n in zip(self.pools, n_slots, strict=True)]
+        return replace(self, pools=tuple(pools))
+
+    def places(self) -> dict[str, tuple[int, str]]:
+        """Each streamed tensor's group, as an index of `groups`, and kind."""
+        return {
+            name: (index, kind)
+            for index, group in enumerate(self.groups)
+            for kind, name in group.names.items()
+        }
+
+
+def slot_layout(
+    weights: Iterable[Weight], n_experts: int, n_used: int, most_padding: float = 0.25
+) -> SlotLayout:
+    """Pools for these weights, each with as many slots as are of use.
+
+    Layers share a pool while on average at most `most_padding` of a slot's bytes stay empty because
+    another layer's types are larger.
+    """
+    by_layer: dict[int, dict[str, Weight]] = {}
+    dense: dict[tuple[int, ...], list[Mapping[str, Weight]]] = {}
+    for weight in weights:
+        found = _EXPERTS.match(weight.name)
+        if found:
+            by_layer.setdefault(int(found[1]), {})[found[2]] = weight
+        else:
+            dense.setdefault(weight.shape, []).append({_DENSE: weight})
+    pools: list[SlotPool] = []
+    groups: list[WeightGroup] = []
+    sharers: list[tuple[str, int, Sequence[Mapping[str, Weight]]]] = []
+    if by_layer:
+        sharers.append(("experts", n_experts, list(by_layer.values())))
+    sharers += [("x".join(map(str, shape)), 0, alike) for shape, alike in dense.items()]
+    for name, experts, members in sharers:
+        for i, alike in enumerate(_sharing(members, max(1, experts), most_padding)):
+            parts = [_matrices(member, max(1, experts)) for member in alike]
+            kinds = _kinds(parts)
+            assert kinds is not None, "only layers that have a common stride share a pool"
+            title = f"{name} {i + 1}" if i else name
+            used = n_used if experts else 0
+            pool = SlotPool(title, kinds, 1, len(alike), experts, used)
+            pools.append(replace(pool, n_slots=pool.most_slots))
+            for member, matrices in zip(alike, parts, strict=True):
+                names = {kind: weight.name for kind, weight in member.items()}
+                sizes = {m.kind: m.size_bytes for m in matrices}
+                layer = _layer_of(next(iter(names.values())))
+                groups.append(WeightGroup(len(pools) - 1, layer, names, sizes))
+    return SlotLayout(tuple(pools), tuple(sorted(groups, key=lambda group: group.layer)))
+
+
+@dataclass(frozen=True, order=True)
+class _Matrix:
+    """One matrix of a piece: what fits a slot is decided by these three alone."""
+
+    kind: str
+    block_bytes: int
+    size_bytes: int
+
+
+def _matrices(member: Mapping[str, Weight], n_pieces: int) -> tuple[_Matrix, ...]:
+    return tuple(
+        _Matrix(kind, _block_bytes(weight), weight.size_bytes // n_pieces)
+        for kind, weight in member.items()
+    )
+
+
+def _sharing(
+    members: Sequence[Mapping[str, Weight]], n_pieces: int, most_padding: float
+) -> list[list[Mapping[str, Weight]]]:
+    """The members of each pool. Each mixture of types goes to the first pool that takes it."""
+    mixtures: dict[tuple[_Matrix, ...], list[Mapping[str, Weight]]] = {}
+    for member in members:
+        mixtures.setdefault(tuple(sorted(_matrices(member, n_pieces))), []).append(member)
+    pools: list[list[tuple[_Matrix, ...]]] = []
+    for mixture in sorted(mixtures, key=lambda m: -len(mixtures[m])):
+        for pool in pools:
+            together = [part for part in (*pool, mixture) for _ in mixtures[part]]
+            if _padding(together) <= most_padding:
+                pool.append(mixture)
+                break
+        else:
+            pools.append([mixture])
+    chosen = [{id(m) for mixture in pool for m in mixtures[mixture]} for pool in pools]
+    return [[m for m in members if id(m) in ids] for ids in chosen]
+
+
+def _padding(parts: Sequence[tuple[_Matrix, ...]]) -> float:
+    """The share of a slot that stays empty on average; inf where there is no common stride."""
+    kinds = _kinds(parts)
+    if kinds is None:
+        return math.inf
+    used = sum(matrix.size_bytes for part in parts for matrix in part)
+    return 1.0 - used / (len(parts) * sum(kind.stride_bytes for kind in kinds))
+
+
+def _kinds(parts: Sequence[tuple[_Matrix, ...]]) -> tuple[SlotKind, ...] | None:
+    """The kinds of a pool that all the parts fit; None where one has no common stride."""
+    by_kind: dict[str, set[_Matrix]] = {}
+    for matrix in (matrix for part in parts for matrix in part):
+        by_kind.setdefault(matrix.kind, set()).add(matrix)
+    kinds = []
+    for kind, matrices in by_kind.items():
+        stride = _stride(matrices)
+        if stride is None:
+            return None
+        kinds.append(SlotKind(kind, stride, min(matrix.block_bytes for matrix in matrices)))
+    return tuple(kinds)
+
+
+def _stride(matrices: Collection[_Matrix]) -> int | None:
+    """Room for the largest, in whole blocks of all of them; None if that pads too much."""
+    largest = max(matrix.size_bytes for matrix in matrices)
+    blocks = math.lcm(*(matrix.block_bytes for matrix in matrices))
+    if largest % blocks == 0:
+        return largest  # neighbouring experts then go in one copy
+    for unit, most in ((math.lcm(blocks, _ALIGNMENT), _LITTLE), (blocks, 4 * _LITTLE)):
+        stride = -(-largest // unit) * unit
+        if stride - largest <= most * largest:
+            return stride
+    return None
+
+
+def _block_bytes(weight: Weight) -> int:
+    """Bytes of one block of the type; a matrix' row for a type that we do not know."""
+    try:
+        return int(GGML_QUANT_SIZES[GGMLQuantizationType[weight.type.upper()]][1])
+    except KeyError:
+        return weight.size_bytes // math.prod(weight.shape[1:])
+
+
+def _layer_of(name: str) -> int:
+    found = _LAYER.match(name)
+    return int(found[1]) if found else -1
