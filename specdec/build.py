@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal, assert_never
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import BadOption, BadProfile
-from specdec.options import LONGEST, MOST_DRAFTED, PRICED, SpecOptions
+from specdec.options import LONGEST, MOST_DRAFTED, PRICED, DrafterName, PolicyName, SpecOptions
 from specdec.policies.bandit import Bandit
 from specdec.policies.cost_curve import N_FUDGED, fit
 from specdec.policies.fixed import Fixed
@@ -40,49 +41,67 @@ _BLOCK = 4  # general text; code bears 8 to 15 (llama.cpp #10466)
 def build_policy(
     options: SpecOptions, profile: CostProfile, calibration: Calibration | None = None
 ) -> Policy:
-    """The policy over a profile, `--spec-draft-n-max` applied where given.
+    """The policy over a profile, drafts no longer than `options.n_max`.
 
     Raises BadOption when the longest draft exceeds what the profile measured, BadProfile when the
     policy cannot be built on it.
     """
-    typed = "--spec-draft-n-max" in options.given
     longest = min(profile.n_max - 1, MOST_DRAFTED)
-    n_max = options.integer("--spec-draft-n-max") if typed else None
+    n_max = options.n_max
     if n_max is not None and n_max > longest and options.policy in PRICED:
         raise BadOption(
-            f"--spec-draft-n-max {n_max}: the profile has batches up to {profile.n_max}, so "
+            f"{options.name('n_max')} {n_max}: the profile has batches up to {profile.n_max}, so "
             f"drafts up to {longest}; lower it, or give a profile of more (specoffload profile)"
         )
-    if options.policy == "throughput":
-        return Throughput(profile, calibration, n_max=longest if n_max is None else n_max)
-    if options.policy == "p-min":
-        n_min = options.integer("--spec-draft-n-min")
-        p_min = options.number("--spec-draft-p-min")
-        return PMin(LONGEST if n_max is None else n_max, p_min, n_min)
-    block = {"fixed": Fixed, "ratio": Ratio, "bandit": Bandit}.get(options.policy)
-    if block is not None:
-        default = _BLOCK if options.policy == "fixed" else LONGEST
-        policy: Policy = block(default if n_max is None else n_max)
-        return policy
-    return _published_rule(options, profile, longest if n_max is None else n_max)
+    match options.policy:
+        case PolicyName.THROUGHPUT:
+            return Throughput(profile, calibration, n_max=longest if n_max is None else n_max)
+        case PolicyName.P_MIN:
+            return PMin(LONGEST if n_max is None else n_max, options.p_min, options.n_min)
+        case PolicyName.FIXED:
+            return Fixed(_BLOCK if n_max is None else n_max)
+        case PolicyName.RATIO:
+            return Ratio(LONGEST if n_max is None else n_max)
+        case PolicyName.BANDIT:
+            return Bandit(LONGEST if n_max is None else n_max)
+        case published:
+            return _published(published, options, profile, longest if n_max is None else n_max)
 
 
-def _published_rule(options: SpecOptions, profile: CostProfile, n_max: int) -> Policy:
+_Published = Literal[
+    PolicyName.P_MINS,
+    PolicyName.RATIONAL,
+    PolicyName.SPEED_A,
+    PolicyName.SPEED_B,
+    PolicyName.COSTS,
+]
+
+
+def _published(
+    policy: _Published, options: SpecOptions, profile: CostProfile, n_max: int
+) -> Policy:
+    """llama.cpp #14132 and #17034 tried these in turn."""
     costs = profile.normalised
-    if options.policy == "p-mins":
-        return PMins(costs, n_max)
-    if options.policy == "rational":
-        try:
-            return Rational(fit(costs[N_FUDGED:]), n_max)
-        except BadProfile as e:
-            raise BadProfile(
-                f"--spec-policy rational: {e}; choose throughput, or p-mins, which needs no curve"
-            ) from e
-    if options.policy == "costs":
-        return Costs(costs, options.integer("--spec-look-ahead"), n_max)
-    # v3 needs the draft's speed; a draft that was not measured is taken as a twentieth of T(1).
-    step_s = profile.draft_step_s or profile.step_s[0] / 20
-    return Speed(profile.tokens_per_s, 1.0 / step_s, options.policy[-1], n_max)
+    match policy:
+        case PolicyName.P_MINS:
+            return PMins(costs, n_max)
+        case PolicyName.COSTS:
+            return Costs(costs, options.look_ahead, n_max)
+        case PolicyName.RATIONAL:
+            try:
+                return Rational(fit(costs[N_FUDGED:]), n_max)
+            except BadProfile as e:
+                raise BadProfile(
+                    f"{options.name('policy')} rational: {e}; choose throughput, or p-mins, which "
+                    "needs no curve"
+                ) from e
+        case PolicyName.SPEED_A | PolicyName.SPEED_B:
+            # A draft that was not measured is taken as a twentieth of T(1).
+            step_s = profile.draft_step_s or profile.step_s[0] / 20
+            variant = "a" if policy is PolicyName.SPEED_A else "b"
+            return Speed(profile.tokens_per_s, 1.0 / step_s, variant, n_max)
+        case _:
+            assert_never(policy)
 
 
 def build_drafter(
@@ -97,45 +116,55 @@ def build_drafter(
 
     Raises BadOption for files that cannot be read or are another model's.
     """
-    if options.drafters == ("none",):
+    if not options.is_on:
         return NoDrafter()
-    if options.drafters == ("synthetic",):
+    if options.drafters == (DrafterName.SYNTHETIC,):
         return SyntheticDrafter(synthetic_rates(options))
     free = [
-        _lookup(options, n_vocab) if name == "ngram-cache" else _free(options, name, tokenize)
+        _free(options, name, tokenize, n_vocab)
         for name in options.drafters
-        if name != "draft"
+        if name is not DrafterName.DRAFT
     ]
-    paid = model if "draft" in options.drafters else None
-    if "draft" in options.drafters and paid is None:
-        raise BadOption("--spec-type draft needs a draft model")
+    paid = model if DrafterName.DRAFT in options.drafters else None
+    if DrafterName.DRAFT in options.drafters and paid is None:
+        raise BadOption(f"{options.name('drafters')} draft needs a draft model")
     if paid is not None and not free:
         return paid
     return free[0] if len(free) == 1 and paid is None else ChainDrafter(free, paid)
 
 
-def _free(o: SpecOptions, name: str, tokenize: Callable[[str], Sequence[int]] | None) -> Drafter:
-    flag = f"--spec-{name}"
-    if name == "ngram-simple":
-        return NgramSimple(o.integer(f"{flag}-size-n"), o.integer(f"{flag}-size-m"))
-    if name in ("ngram-map-k", "ngram-map-k4v"):
-        kind = NgramMapK if name == "ngram-map-k" else NgramMapK4V
-        sizes = [o.integer(f"{flag}-{part}") for part in ("size-n", "size-m", "min-hits")]
-        return kind(*sizes)
-    if name == "ngram-mod":
-        sizes = [o.integer(f"{flag}-{part}") for part in ("n-match", "n-min", "n-max")]
-        return NgramMod(*sizes)
-    return SuffixDrafter(min_match=o.integer(f"{flag}-min-match"), corpus=_corpus(o, tokenize))
+def _free(
+    o: SpecOptions,
+    name: DrafterName,
+    tokenize: Callable[[str], Sequence[int]] | None,
+    n_vocab: int | None,
+) -> Drafter:
+    match name:
+        case DrafterName.NGRAM_SIMPLE:
+            return NgramSimple(o.ngram_simple_size_n, o.ngram_simple_size_m)
+        case DrafterName.NGRAM_MAP_K:
+            return NgramMapK(o.ngram_map_k_size_n, o.ngram_map_k_size_m, o.ngram_map_k_min_hits)
+        case DrafterName.NGRAM_MAP_K4V:
+            return NgramMapK4V(
+                o.ngram_map_k4v_size_n, o.ngram_map_k4v_size_m, o.ngram_map_k4v_min_hits
+            )
+        case DrafterName.NGRAM_MOD:
+            return NgramMod(o.ngram_mod_n_match, o.ngram_mod_n_min, o.ngram_mod_n_max)
+        case DrafterName.NGRAM_CACHE:
+            return _lookup(o, n_vocab)
+        case DrafterName.SUFFIX:
+            return SuffixDrafter(min_match=o.suffix_min_match, corpus=_corpus(o, tokenize))
+        case DrafterName.NONE | DrafterName.DRAFT | DrafterName.SYNTHETIC:
+            raise AssertionError(f"{name} is not built here")
 
 
 def _lookup(options: SpecOptions, n_vocab: int | None) -> NgramCache:
-    static = options.text("--lookup-cache-static")
-    dynamic = options.text("--lookup-cache-dynamic")
-    if dynamic is not None and not Path(dynamic).absolute().parent.is_dir():
-        raise BadOption(f"--lookup-cache-dynamic {dynamic}: its folder does not exist")
+    static, dynamic = options.lookup_static, options.lookup_dynamic
+    if dynamic is not None and not dynamic.absolute().parent.is_dir():
+        raise BadOption(f"{options.name('lookup_dynamic')} {dynamic}: its folder does not exist")
     return NgramCache(
-        static=LookupCache.load(Path(static), n_vocab) if static else None,
-        dynamic=_dynamic(Path(dynamic), n_vocab) if dynamic else None,
+        static=LookupCache.load(static, n_vocab) if static is not None else None,
+        dynamic=_dynamic(dynamic, n_vocab) if dynamic is not None else None,
     )
 
 
@@ -147,15 +176,17 @@ def _dynamic(path: Path, n_vocab: int | None) -> LookupCache:
 def _corpus(
     options: SpecOptions, tokenize: Callable[[str], Sequence[int]] | None
 ) -> list[Sequence[int]]:
-    path = options.text("--spec-suffix-corpus")
+    path = options.suffix_corpus
     if path is None:
         return []
     if tokenize is None:
-        raise BadOption("--spec-suffix-corpus needs a tokeniser")
+        raise BadOption(f"{options.name('suffix_corpus')} needs a tokeniser")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise BadOption(f"--spec-suffix-corpus {path}: cannot be read as UTF-8 text ({e})") from e
+        raise BadOption(
+            f"{options.name('suffix_corpus')} {path}: cannot be read as UTF-8 text ({e})"
+        ) from e
     return [tokenize(text)]
 
 
@@ -164,24 +195,26 @@ def build_acceptance(
 ) -> Acceptance:
     """Acceptance by match, or synthetic. Rejection sampling needs a `Distribution`, which only
     the caller can make of its sampler: see `reject.RejectionAcceptance`."""
-    if options.drafters == ("synthetic",):
+    if options.drafters == (DrafterName.SYNTHETIC,):
         return SyntheticAcceptance(synthetic_rates(options), rng)
     return MatchAcceptance(chooser)
 
 
 def synthetic_rates(options: SpecOptions) -> tuple[float, ...]:
-    """The rates of `--spec-synth-rates` or `--spec-synth-len`; exactly one is given."""
-    rates, length = options.text("--spec-synth-rates"), options.values["--spec-synth-len"]
+    """The rates that were given, or those of a mean length; exactly one is given."""
+    rates, length = options.synth_rates, options.synth_len
     if (rates is None) == (length is None):
-        raise BadOption("--spec-type synthetic needs --spec-synth-rates or --spec-synth-len")
+        raise BadOption(
+            f"{options.name('drafters')} synthetic needs either rates of acceptance or a mean "
+            "length (docs/flags.md)"
+        )
     if rates is None:
-        typed = "--spec-draft-n-max" in options.given
-        n_max = options.integer("--spec-draft-n-max") if typed else LONGEST
-        return rates_of_length(options.number("--spec-synth-len"), n_max)
+        assert length is not None
+        return rates_of_length(length, LONGEST if options.n_max is None else options.n_max)
     try:
-        return check_rates([float(r) for r in rates.split(",")])
+        return check_rates(rates)
     except ValueError as e:
-        raise BadOption(f"--spec-synth-rates {rates}: {e}") from None
+        raise BadOption(f"{options.name('synth_rates')}: {e}") from None
 
 
 __all__ = ["ModelDrafter", "build_acceptance", "build_drafter", "build_policy", "synthetic_rates"]

@@ -7,47 +7,81 @@ not in use, one of a draft model without a draft model, one this runtime cannot 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
 
 from specdec.errors import BadOption
 
 Kind = Literal["int", "float", "text", "flag"]
 Value = int | float | str | bool
 
-DRAFTERS = (
-    "none",
-    "draft",
-    "ngram-simple",
-    "ngram-map-k",
-    "ngram-map-k4v",
-    "ngram-mod",
-    "ngram-cache",
-    "suffix",
-    "synthetic",
-)
+
+class DrafterName(StrEnum):
+    """What proposes tokens; llama.cpp's names where it has the drafter."""
+
+    NONE = "none"
+    DRAFT = "draft"
+    NGRAM_SIMPLE = "ngram-simple"
+    NGRAM_MAP_K = "ngram-map-k"
+    NGRAM_MAP_K4V = "ngram-map-k4v"
+    NGRAM_MOD = "ngram-mod"
+    NGRAM_CACHE = "ngram-cache"
+    SUFFIX = "suffix"
+    SYNTHETIC = "synthetic"
+
+
 # llama.cpp's names: its example of ngram-cache is called lookup.
-DRAFTER_ALIASES = {"draft-simple": "draft", "lookup": "ngram-cache"}
-POLICIES = (
-    "throughput",
-    "fixed",
-    "p-min",
-    "p-mins",
-    "rational",
-    "speed-a",
-    "speed-b",
-    "costs",
-    "ratio",
-    "bandit",
-)
+DRAFTER_ALIASES = {"draft-simple": DrafterName.DRAFT, "lookup": DrafterName.NGRAM_CACHE}
+
+
+class PolicyName(StrEnum):
+    """What decides how many drafted tokens are verified."""
+
+    THROUGHPUT = "throughput"
+    FIXED = "fixed"
+    P_MIN = "p-min"
+    P_MINS = "p-mins"
+    RATIONAL = "rational"
+    SPEED_A = "speed-a"
+    SPEED_B = "speed-b"
+    COSTS = "costs"
+    RATIO = "ratio"
+    BANDIT = "bandit"
+
+
+class AcceptRule(StrEnum):
+    """When a drafted token is kept: it is the one chosen, or by rejection sampling."""
+
+    MATCH = "match"
+    REJECT = "reject"
+
+
+class CheckpointPlace(StrEnum):
+    """Where the state of a recurrent memory is kept while a draft is verified."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+DRAFTERS = tuple(DrafterName)
+POLICIES = tuple(PolicyName)
 # Policies that read T(n); the others decide without it.
-PRICED = frozenset({"throughput", "p-mins", "rational", "speed-a", "speed-b", "costs"})
+PRICED = frozenset(
+    {
+        PolicyName.THROUGHPUT,
+        PolicyName.P_MINS,
+        PolicyName.RATIONAL,
+        PolicyName.SPEED_A,
+        PolicyName.SPEED_B,
+        PolicyName.COSTS,
+    }
+)
 MOST_DRAFTED = 63  # a verification batch holds one token more
 LONGEST = 16  # llama.cpp's --draft-max; throughput has the profile's
-ACCEPTANCES = ("match", "reject")
 SWITCH = ("auto", "on", "off")
-CHECKPOINTS = ("device", "host")
 
 
 @dataclass(frozen=True)
@@ -95,14 +129,14 @@ OPTIONS: tuple[Option, ...] = (
         "--spec-draft-p-split", "float", 0.1, "least probability of a second branch",
         ("--draft-p-split",), needs=("tree",), least=0, most=1,
     ),
-    Option("--spec-accept", "text", "match", "acceptance: " + ", ".join(ACCEPTANCES)),
+    Option("--spec-accept", "text", "match", "acceptance: " + ", ".join(AcceptRule)),
     Option(
         "--spec-rs-snapshots", "int", 8,
         "recurrent models: drafted tokens that roll back by snapshots (n_rs_seq)", least=0, most=63,
     ),
     Option(
         "--spec-checkpoints", "text", "device",
-        "recurrent models: where checkpoints lie: " + ", ".join(CHECKPOINTS),
+        "recurrent models: where checkpoints lie: " + ", ".join(CheckpointPlace),
     ),
     *_sizes("ngram-simple", 12, 48),
     *_sizes("ngram-map-k", 12, 48),
@@ -181,31 +215,49 @@ DRAFT_PARAMS: tuple[Option, ...] = (
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """Resolved options: `values` by flag, defaults filled in; `given` are those typed."""
+    """How drafts are made, decided and judged. `given` are the fields somebody set, each under the
+    name it was set by: a flag, a variable."""
 
-    drafters: tuple[str, ...]
-    policy: str
-    values: Mapping[str, Value | None]
-    given: frozenset[str]
-
-    def integer(self, flag: str) -> int:
-        value = self.values[flag]
-        assert isinstance(value, int), flag
-        return value
-
-    def number(self, flag: str) -> float:
-        value = self.values[flag]
-        assert isinstance(value, int | float), flag
-        return float(value)
-
-    def text(self, flag: str) -> str | None:
-        value = self.values[flag]
-        assert value is None or isinstance(value, str), flag
-        return value
+    drafters: tuple[DrafterName, ...] = (DrafterName.NONE,)
+    policy: PolicyName = PolicyName.THROUGHPUT
+    n_max: int | None = None  # the longest draft; None: the policy's own
+    n_min: int = 0
+    p_min: float = 0.75
+    tree: bool = False
+    p_split: float = 0.1
+    accept: AcceptRule = AcceptRule.MATCH
+    rs_snapshots: int = 8
+    checkpoints: CheckpointPlace = CheckpointPlace.DEVICE
+    ngram_simple_size_n: int = 12
+    ngram_simple_size_m: int = 48
+    ngram_map_k_size_n: int = 12
+    ngram_map_k_size_m: int = 48
+    ngram_map_k_min_hits: int = 1
+    ngram_map_k4v_size_n: int = 8
+    ngram_map_k4v_size_m: int = 8
+    ngram_map_k4v_min_hits: int = 2
+    ngram_mod_n_match: int = 24
+    ngram_mod_n_min: int = 1
+    ngram_mod_n_max: int = 64
+    lookup_static: Path | None = None
+    lookup_dynamic: Path | None = None
+    suffix_corpus: Path | None = None
+    suffix_min_match: int = 2
+    replacements: tuple[tuple[str, str], ...] | None = (
+        None  # (target's, draft's); None: one vocabulary
+    )
+    look_ahead: int = 0
+    synth_len: float | None = None
+    synth_rates: tuple[float, ...] | None = None
+    given: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def tree(self) -> bool:
-        return self.values["--spec-tree"] is True
+    def is_on(self) -> bool:
+        return self.drafters != (DrafterName.NONE,)
+
+    def name(self, option: str) -> str:
+        """What whoever set this field called it, for messages; else the field's own name."""
+        return self.given.get(option, option)
 
 
 def parse_words(
@@ -301,16 +353,68 @@ def resolve(
     if policy not in POLICIES:
         raise BadOption(f"--spec-policy {policy!r} is unknown; there are {', '.join(POLICIES)}")
     values: dict[str, Value | None] = {o.flag: given.get(o.flag, o.default) for o in OPTIONS}
-    if values["--spec-accept"] not in ACCEPTANCES:
-        raise BadOption(f"--spec-accept must be one of {', '.join(ACCEPTANCES)}")
-    if values["--spec-checkpoints"] not in CHECKPOINTS:
-        raise BadOption(f"--spec-checkpoints must be one of {', '.join(CHECKPOINTS)}")
+    if values["--spec-accept"] not in tuple(AcceptRule):
+        raise BadOption(f"--spec-accept must be one of {', '.join(AcceptRule)}")
+    if values["--spec-checkpoints"] not in tuple(CheckpointPlace):
+        raise BadOption(f"--spec-checkpoints must be one of {', '.join(CheckpointPlace)}")
     if values["--spec-tree"] is True and (policy != "throughput" or drafters != ("draft",)):
         raise BadOption("--spec-tree needs the draft model alone and --spec-policy throughput")
     for flag, why in _inert(given, drafters, policy).items():
         raise BadOption(f"{flag} takes no effect: {why}")
     _check_ranges(values, drafters, policy)
-    return SpecOptions(drafters, policy, values, frozenset(given))
+    return _typed(given, drafters, PolicyName(policy))
+
+
+_FIELDS = {
+    "--spec-type": "drafters",
+    "--spec-replace": "replacements",
+    "--lookup-cache-static": "lookup_static",
+    "--lookup-cache-dynamic": "lookup_dynamic",
+}
+
+
+def field_of(flag: str) -> str:
+    """The field of SpecOptions that a flag sets."""
+    short = flag.removeprefix("--spec-").removeprefix("draft-").replace("-", "_")
+    return _FIELDS.get(flag, short)
+
+
+def _typed(
+    given: Mapping[str, Value], drafters: tuple[DrafterName, ...], policy: PolicyName
+) -> SpecOptions:
+    readers: dict[str, Callable[[str], object]] = {
+        "accept": AcceptRule,
+        "checkpoints": CheckpointPlace,
+        "lookup_static": Path,
+        "lookup_dynamic": Path,
+        "suffix_corpus": Path,
+        "replacements": replace_pairs,
+        "synth_rates": _rates,
+    }
+    fields: dict[str, Any] = {}
+    for flag, value in given.items():
+        name = field_of(flag)
+        fields[name] = readers[name](str(value)) if name in readers else value
+    fields |= {"drafters": drafters, "policy": policy}
+    return SpecOptions(**fields, given={field_of(flag): flag for flag in given})
+
+
+def replace_pairs(text: str) -> tuple[tuple[str, str], ...]:
+    """`TARGET=DRAFT,...` as pairs. Raises BadOption for a part without `=`."""
+    pairs = []
+    for part in filter(None, text.split(",")):
+        target, equals, draft = part.partition("=")
+        if not equals or not target:
+            raise BadOption(f"--spec-replace {text}: {part!r} is not TARGET=DRAFT")
+        pairs.append((target, draft))
+    return tuple(pairs)
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(rate) for rate in text.split(","))
+    except ValueError as e:
+        raise BadOption(f"--spec-synth-rates {text}: {e}") from None
 
 
 def inert_flags(given: Mapping[str, Value], *, has_draft: bool) -> dict[str, str]:
@@ -359,9 +463,10 @@ def drafter_names(text: str) -> tuple[str, ...]:
     return tuple(DRAFTER_ALIASES.get(n.strip(), n.strip()) for n in text.split(","))
 
 
-def _drafters(text: Value | None, has_draft: bool) -> tuple[str, ...]:
+def _drafters(text: Value | None, has_draft: bool) -> tuple[DrafterName, ...]:
     if text is None:
-        return ("draft",) if has_draft else ("ngram-mod", "suffix")
+        one, free = (DrafterName.DRAFT,), (DrafterName.NGRAM_MOD, DrafterName.SUFFIX)
+        return one if has_draft else free
     names = drafter_names(str(text))
     for name in names:
         if name not in DRAFTERS:
@@ -375,7 +480,7 @@ def _drafters(text: Value | None, has_draft: bool) -> tuple[str, ...]:
     for alone in ("none", "synthetic"):
         if alone in names and len(names) > 1:
             raise BadOption(f"--spec-type {alone} stands alone")
-    return names
+    return tuple(DrafterName(name) for name in names)
 
 
 def _words(need: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from specdec.build import build_policy
 from specdec.costs.profile import CostProfile
 from specdec.errors import SpecDecError
-from specdec.options import POLICIES, parse_words, resolve
+from specdec.options import POLICIES, PolicyName, SpecOptions
 from specdec.policies.fixed import Fixed
 from specdec.policies.throughput import Throughput
 from specdec.simulation.simulate import DraftTrace, fixed_oracle, simulate, synthetic_trace
@@ -47,8 +47,8 @@ def named_policies() -> dict[str, Make]:
     return makes
 
 
-def _named(name: str) -> Make:
-    options = resolve(parse_words(["--spec-policy", name]), has_draft=True)
+def _named(name: PolicyName) -> Make:
+    options = SpecOptions(policy=name)
     return lambda profile: build_policy(options, profile)
 
 

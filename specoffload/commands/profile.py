@@ -57,8 +57,8 @@ def profile_config(
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise UsageError(f"--plot {plot}: must end in {' or '.join(PLOT_SUFFIXES)}")
     # The session measures nothing of its own: it is opened for its engines.
-    values = {**NO_DRAFTS.values, "--spec-replace": config.spec.options.text("--spec-replace")}
-    quiet = SpecConfig(replace(NO_DRAFTS, values=values), draft_params=config.spec.draft_params)
+    no_drafts = replace(NO_DRAFTS, replacements=config.spec.options.replacements)
+    quiet = SpecConfig(no_drafts, draft_params=config.spec.draft_params)
     quiet_config = replace(config, spec=quiet)
     with report.progress(f"opening {config.model.name}") as on_progress:
         session = Session(quiet_config, on_progress)
@@ -123,9 +123,9 @@ def _with_draft_step(
 def _check_typed(config: Config) -> None:
     """Raises UsageError for flags of speculation that change nothing about a measurement."""
     spec = config.spec
-    typed = sorted(
-        spec.options.given - {"--spec-type", "--spec-replace"} - set(read_environment().spec)
-    )
+    given = {field: name for field, name in spec.options.given.items()
+             if field not in ("drafters", "replacements")}  # fmt: skip
+    typed = sorted(set(given.values()) - set(read_environment().spec))
     if spec.profile_dir is None:
         typed.insert(0, "--no-spec")
     elif not spec.use_profile:

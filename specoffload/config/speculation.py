@@ -11,6 +11,8 @@ from specdec.errors import BadOption
 from specdec.options import (
     MOST_DRAFTED,
     PRICED,
+    CheckpointPlace,
+    PolicyName,
     SpecOptions,
     Value,
     inert_flags,
@@ -31,7 +33,7 @@ _ENGINE_NAMES = {
     "--flash-attn": "flash_attn",
 }
 DRAFT_PARAMS = frozenset(_ENGINE_NAMES)
-NO_DRAFTS = resolve_options({"--spec-type": "none"}, has_draft=False)
+NO_DRAFTS = SpecOptions()
 
 
 @dataclass(frozen=True)
@@ -59,18 +61,17 @@ class SpecConfig:
     @property
     def longest(self) -> int:
         """The longest draft that a verification batch must have room for."""
-        typed = "--spec-draft-n-max" in self.options.given
-        return self.options.integer("--spec-draft-n-max") if typed else MOST_DRAFTED
+        return MOST_DRAFTED if self.options.n_max is None else self.options.n_max
 
     def n_rs_seq(self, n_ubatch: int) -> int:
         """Snapshots of recurrent state; all of them must come out of one ubatch."""
-        if self.options.drafters == ("none",):
+        if not self.options.is_on:
             return 0
-        return min(self.options.integer("--spec-rs-snapshots"), self.longest, n_ubatch - 1)
+        return min(self.options.rs_snapshots, self.longest, n_ubatch - 1)
 
     @property
     def device_checkpoints(self) -> bool:
-        return self.options.values["--spec-checkpoints"] == "device"
+        return self.options.checkpoints is CheckpointPlace.DEVICE
 
 
 def resolve_speculation(
@@ -82,7 +83,7 @@ def resolve_speculation(
     record_trace: Path | None,
     environment: Environment,
 ) -> SpecConfig:
-    """Check what was typed against what there is; a flag without effect is an error (C10).
+    """Check what was typed against what there is; a flag without effect is an error.
 
     Without a draft and without --spec nothing drafts. Raises BadOption or UsageError.
     """
@@ -125,9 +126,9 @@ def resolve_speculation(
     measured = use_profile or (from_environment and environment.batch_costs is not None)
     given, why = _without_profile(given, measured, from_environment)
     options = resolve_options(given, has_draft=has_draft, batch_costs=from_environment)
-    if record_trace is not None and options.drafters == ("none",):
+    if record_trace is not None and not options.is_on:
         raise UsageError("--record-trace takes no effect: nothing drafts with --spec none")
-    costs = environment.batch_costs if options.policy == "costs" else None
+    costs = environment.batch_costs if options.policy is PolicyName.COSTS else None
     return replace(spec, options=options, batch_costs=costs, reasons=(*reasons, *why))
 
 

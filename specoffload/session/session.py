@@ -115,7 +115,7 @@ class Session:
             options = replace(options, n_tree_leaves=TREE_DRAFT_LEAVES, n_outputs=256)
         options = replace(options, **config.spec.draft_options)
         draft = self._closing.enter_context(Engine(config.draft, options))
-        if config.spec.options.text("--spec-replace") is None:
+        if config.spec.options.replacements is None:
             check_same_vocabulary(self.target, draft)
         return draft
 
@@ -205,7 +205,8 @@ class Session:
 
     def _memory_notes(self) -> tuple[str, ...]:
         target, spec = self.target, self.config.spec
-        typed = spec.options.given & {"--spec-rs-snapshots", "--spec-checkpoints"}
+        given = spec.options.given
+        typed = [given[name] for name in ("rs_snapshots", "checkpoints") if name in given]
         if target.can_rewind:
             return tuple(f"{flag} has no effect: this model's memory can be cut" for flag in typed)
         if not self.speculation.is_on:

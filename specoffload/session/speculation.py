@@ -25,7 +25,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.errors import BadOption
-from specdec.options import SpecOptions
+from specdec.options import AcceptRule, DrafterName, SpecOptions
 from specdec.policies.fixed import Fixed
 from specdec.policies.throughput import Throughput
 from specdec.types import Drafter, IsEnd, Policy, Round
@@ -69,8 +69,8 @@ class Speculation:
         self._n_rounds = 0
         options = config.options
         check_together(options, config.record_trace)
-        self.is_on = options.drafters != ("none",) and (
-            draft is not None or "draft" not in options.drafters
+        self.is_on = options.is_on and (
+            draft is not None or DrafterName.DRAFT not in options.drafters
         )
         self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
         self._tree: TreeDrafter | None = None
@@ -96,7 +96,7 @@ class Speculation:
             self._tree = TreeDrafter(
                 draft,
                 self.policy,
-                p_split=options.number("--spec-draft-p-split"),
+                p_split=options.p_split,
                 n_vocab=target.n_vocab,
             )
 
@@ -116,8 +116,7 @@ class Speculation:
         key = key_of(self._target, draft)
         path = profile_path(config.profile_dir, self._target, draft, key)
         stored, why = load_stored(path, key)
-        typed = "--spec-draft-n-max" in config.options.given
-        longest = 1 + config.longest if typed else 0
+        longest = 0 if config.options.n_max is None else 1 + config.longest
         if stored is not None and stored.costs.n_max < longest:
             why = f"the stored profile ends at batches of {stored.costs.n_max}"
             stored = None
@@ -133,7 +132,7 @@ class Speculation:
 
     def _model_drafter(self, draft: Engine) -> Drafter:
         options = self._config.options
-        if options.values["--spec-accept"] == "reject":
+        if options.accept is AcceptRule.REJECT:
             drafter = ModelDrafter(
                 draft,
                 distribution=self._sampling.draft_probabilities,
@@ -142,12 +141,11 @@ class Speculation:
             )
         else:
             drafter = ModelDrafter(draft, n_vocab=self._target.n_vocab)
-        pairs = options.text("--spec-replace")
-        if pairs is None:
+        if options.replacements is None:
             return drafter
         inner = drafter if draft.n_vocab <= self._target.n_vocab else ModelDrafter(draft)
         return TranslatedDrafter(
-            inner, _vocabulary(self._target), _vocabulary(draft), replace_pairs(pairs)
+            inner, _vocabulary(self._target), _vocabulary(draft), options.replacements
         )
 
     def _tokenize(self, text: str) -> Sequence[int]:
@@ -218,7 +216,7 @@ class Speculation:
         options = self._config.options
         if not self.is_on:
             return None
-        if options.values["--spec-accept"] == "reject":
+        if options.accept is AcceptRule.REJECT:
             return RejectionAcceptance(chooser, self._sampling.begin(request))
         return build_acceptance(options, chooser, np.random.default_rng(request.seed))
 
@@ -255,16 +253,16 @@ class Speculation:
 
     def _save_lookup_cache(self) -> None:
         options = self._config.options
-        path = options.text("--lookup-cache-dynamic")
+        path = options.lookup_dynamic
         drafters = [self.drafter, *getattr(self.drafter, "_free", ())]
         for drafter in drafters:
             if path is None or not isinstance(drafter, NgramCache):
                 continue
             if drafter.dynamic is not None:
                 try:
-                    drafter.dynamic.save(Path(path))
+                    drafter.dynamic.save(path)
                 except OSError as e:
-                    log.warning("--lookup-cache-dynamic %s was not written: %s", path, e)
+                    log.warning("the lookup cache %s was not written: %s", path, e)
 
 
 class _RequestSampling:
@@ -290,33 +288,22 @@ class _RequestSampling:
 
 def check_together(options: SpecOptions, record_trace: Path | None) -> None:
     """Raises BadOption for flags that exclude each other."""
-    rejects = options.values["--spec-accept"] == "reject"
+    rejects = options.accept is AcceptRule.REJECT
     excluded = {
         "--spec-accept reject": options.tree and rejects,
-        "--spec-replace": options.tree and options.text("--spec-replace") is not None,
+        "--spec-replace": options.tree and options.replacements is not None,
         "--record-trace": options.tree and record_trace is not None,
     }
     for flag, both in excluded.items():
         if both:
             raise BadOption(f"{flag} takes no effect with --spec-tree: leave one of them out")
-    if rejects and options.drafters == ("synthetic",):
+    if rejects and options.drafters == (DrafterName.SYNTHETIC,):
         raise BadOption("--spec-accept reject takes no effect with --spec-type synthetic")
-    if rejects and "--spec-draft-n-min" in options.given:
+    if rejects and "n_min" in options.given:
         raise BadOption(
             "--spec-draft-n-min takes no effect with --spec-accept reject: a token that was drawn "
             "has to be verified, or the answer's distribution would change"
         )
-
-
-def replace_pairs(text: str) -> list[tuple[str, str]]:
-    """`TARGET=DRAFT,...` as pairs. Raises BadOption for a part without `=`."""
-    pairs = []
-    for part in filter(None, text.split(",")):
-        target, equals, draft = part.partition("=")
-        if not equals or not target:
-            raise BadOption(f"--spec-replace {text}: {part!r} is not TARGET=DRAFT")
-        pairs.append((target, draft))
-    return pairs
 
 
 def widened(costs: CostProfile, before: CostProfile) -> CostProfile:

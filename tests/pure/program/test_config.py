@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from offload.device import MinBatch
 from specdec.errors import BadOption
+from specdec.options import DrafterName
 from specoffload.commands.run import read_seed, split_model_and_prompt
 from specoffload.config.environment import read_environment
 from specoffload.config.resolution import Config, Options, parse_min_batch, resolve
@@ -170,14 +171,14 @@ def test_a_variable_of_speculation_without_effect_is_noted_and_a_flag_refused(
 ) -> None:
     monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_P_MIN", "0.5")
     config = resolve(Options())
-    assert config.spec.options.number("--spec-draft-p-min") == 0.75
+    assert config.spec.options.p_min == 0.75
     assert any("LLAMA_ARG_SPEC_DRAFT_P_MIN has no effect" in r for r in config.spec.reasons)
     used = resolve(Options(spec_given={"--spec-policy": "p-min"}))
-    assert used.spec.options.number("--spec-draft-p-min") == 0.5
+    assert used.spec.options.p_min == 0.5
     assert not used.spec.reasons
     typed = resolve(Options(spec_given={"--spec-policy": "p-min", "--spec-draft-p-min": 0.25}))
-    assert typed.spec.options.number("--spec-draft-p-min") == 0.25
-    assert resolve(Options(spec=False)).spec.options.drafters == ("none",)
+    assert typed.spec.options.p_min == 0.25
+    assert resolve(Options(spec=False)).spec.options.drafters == (DrafterName.NONE,)
     with pytest.raises(BadOption, match="--spec-draft-p-min takes no effect"):
         resolve(Options(spec_given={"--spec-draft-p-min": 0.25}))
     monkeypatch.setenv("LLAMA_ARG_SPEC_DRAFT_P_MIN", "much")

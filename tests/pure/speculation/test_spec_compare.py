@@ -42,7 +42,7 @@ def test_a_policy_that_no_curve_fits_is_left_out_and_named() -> None:
         makes, left_out = applicable(named_policies(), [CURVES["glm-4.6-rpc"], curve])
         assert set(left_out) == {"rational"}
         assert why in left_out["rational"]
-        assert "--spec-policy rational" in left_out["rational"]
+        assert "policy rational" in left_out["rational"]
         scores = compare({"one": curve}, synthetic_traces(100, 1))
         assert {s.policy for s in scores} == set(makes)
 
