@@ -99,6 +99,7 @@ def wanted_tensors(header: Path) -> list[WantedTensor]:
 def _init_model(lib: Any, metadata: int, callback: int, buffer_type: HostBufferType) -> int | None:
     params = lib.llama_model_default_params()
     params.n_gpu_layers = 0
+    params.load_mtp = True
     no_devices = (C.c_void_p * 1)(None)
     params.devices = C.cast(no_devices, C.c_void_p)
     pattern = C.create_string_buffer(b".*")

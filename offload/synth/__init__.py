@@ -5,6 +5,15 @@ Their text is noise, so they say nothing about quality or acceptance rates.
 
 from offload.synth.discover import Plan
 from offload.synth.shape import Shape, resolve
-from offload.synth.write import plan_preset, plan_shape, write, write_preset
+from offload.synth.write import plan_preset, plan_shape, write, write_header_only, write_preset
 
-__all__ = ["Plan", "Shape", "plan_preset", "plan_shape", "resolve", "write", "write_preset"]
+__all__ = [
+    "Plan",
+    "Shape",
+    "plan_preset",
+    "plan_shape",
+    "resolve",
+    "write",
+    "write_header_only",
+    "write_preset",
+]

@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.table import Table
 
 from offload.errors import BadRequest, OffloadError
-from offload.synth import Plan, plan_preset, plan_shape, write
+from offload.synth import Plan, plan_preset, plan_shape, write, write_header_only
 from offload.synth.describe import parse_setting, read_description
 from offload.synth.presets import ALIASES, PRESETS
 from offload.synth.shape import resolve
@@ -84,7 +84,12 @@ def _refuse_overrides(overrides: dict[str, Any]) -> None:
 def synth(
     preset: Annotated[str, typer.Argument(help="a name of --list, or a .json description")],
     path: Annotated[Path, typer.Argument(metavar="OUT.gguf")],
-    size: Annotated[str, typer.Option(help="tiny, tiny-vulkan or full")] = "tiny",
+    size: Annotated[
+        str | None, typer.Option(help="tiny (the default), tiny-vulkan or full")
+    ] = None,
+    header_only: Annotated[
+        bool, typer.Option(help="only the header, the data is a hole; --size full by default")
+    ] = False,
     layers: Annotated[int | None, typer.Option()] = None,
     scale: Annotated[float | None, typer.Option(help="multiplies the widths")] = None,
     embd: Annotated[int | None, typer.Option()] = None,
@@ -97,7 +102,10 @@ def synth(
     n_vocab: Annotated[int | None, typer.Option()] = None,
     n_ctx: Annotated[int | None, typer.Option()] = None,
     quant: Annotated[
-        str | None, typer.Option(help="e.g. q4_K, or q8_0,experts=mxfp4,output=q6_K")
+        str | None,
+        typer.Option(
+            help="Q4_K_M, UD-Q2_K_XL, UD-Q4_K_XL; q4_K; or q8_0,experts=mxfp4,output=q6_K"
+        ),
     ] = None,
     fused_experts: Annotated[bool, typer.Option(help="gate and up in one tensor")] = False,
     vocab: Annotated[
@@ -126,10 +134,16 @@ def synth(
             _refuse_overrides(overrides)
             shape = read_description(Path(preset))
         else:
-            shape = resolve(preset, size, **overrides)
+            default = "full" if header_only else "tiny"
+            shape = resolve(preset, size or default, **overrides)
         planned = plan_shape(shape, vocab, n_vocab)
         if dry_run:
             _show_plan(planned)
+        elif header_only:
+            write_header_only(planned, path)
+            out.print(
+                f"{path}: {planned.shape.name}, the header of {planned.size_bytes / 1e9:.3f} GB"
+            )
         else:
             _write(planned, path, seed)
     except OffloadError as e:

@@ -17,9 +17,9 @@ from pathlib import Path
 from offload.errors import OffloadError
 from offload.ggml.synth_abi import WantedTensor, wanted_tensors
 from offload.synth.header import padded, write_header
+from offload.synth.mixture import types_of
 from offload.synth.pool import Tensor
 from offload.synth.shape import ImpossibleShape, Shape
-from offload.synth.tensortype import TypePolicy
 from offload.synth.values import fill_of
 from offload.synth.vocabulary import Entry, no_tokenizer
 
@@ -43,7 +43,6 @@ def plan(shape: Shape, tokenizer: tuple[Entry, ...], *, isolated: bool = False) 
     `isolated` asks in a process of its own first, for metadata that nobody has checked: the library
     aborts on some values. Raises ImpossibleShape, BadModel, or BadRequest for unknown types.
     """
-    policy = TypePolicy.parse(shape.quant)
     with tempfile.TemporaryDirectory() as folder:
         header = Path(folder) / "header.gguf"
         write_header(header, shape, no_tokenizer(), ())
@@ -52,8 +51,11 @@ def plan(shape: Shape, tokenizer: tuple[Entry, ...], *, isolated: bool = False) 
         wanted = [t for t in _all_tensors(header, shape) if not _left_out(t, shape)]
         names = {t.name for t in wanted}
         tied = "output.weight" not in names
+        n_layers, n_dense = shape.number("block_count"), shape.number("leading_dense_block_count")
+        types = types_of(shape.quant, wanted, n_layers, n_dense, tied=tied)
         tensors = tuple(
-            Tensor(t.name, t.shape, policy.type_of(t), fill_of(t, shape, tied)) for t in wanted
+            Tensor(t.name, t.shape, type_, fill_of(t, shape, tied))
+            for t, type_ in zip(wanted, types, strict=True)
         )
         n_header = write_header(header, shape, tokenizer, tensors)
     return Plan(shape, tokenizer, tensors, n_header + sum(padded(t.n_bytes) for t in tensors))

@@ -15,6 +15,8 @@ Metadata = Mapping[str, Value]
 SOFTMAX, SIGMOID = 1, 2
 QKV_BIAS = r"\.attn_[qkv]\.bias$"
 TIED = r"^output\.weight$"
+# Layers for multi-token prediction may bring an embedding and a head; published files share them.
+NO_OWN_VOCABULARY = (r"\.nextn\.(embed_tokens|shared_head_head)\.weight$",)
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Preset:
     n_vocab: int
     tiny: Metadata
     without: tuple[str, ...] = ()
-    quant: str = "q4_K,output=q6_K"
+    quant: str = "Q4_K_M"
     tiny_quant: str = "q8_0"
     square_attention: bool = False  # the head size is n_embd / n_head, by the graph's construction
 
@@ -94,6 +96,20 @@ def experts(n: int, used: int, n_ff: int, **more: Value) -> dict[str, Value]:
     return {**sizes, **named}
 
 
+def nextn(n: int = 1) -> dict[str, Value]:
+    """Layers for multi-token prediction, counted in block_count and behind all others."""
+    return {"nextn_predict_layers": n}
+
+
+def indexer(n_head: int, size: int, top_k: int) -> dict[str, Value]:
+    """The lightning indexer of DeepSeek's sparse attention."""
+    return {
+        "attention.indexer.head_count": n_head,
+        "attention.indexer.key_length": size,
+        "attention.indexer.top_k": top_k,
+    }
+
+
 def delta_net(n_v_head: int, n_k_head: int, state: int) -> dict[str, Value]:
     return {
         "full_attention_interval": 4,
@@ -122,6 +138,8 @@ TINY_MLA = {**mla(4, 64, 64, 32, 32, 32)}
 TINY_EXPERTS = experts(16, 4, 64)
 TINY_DENSE = metadata(TINY_BODY, TINY_HEADS)
 TINY_DEEPSEEK = metadata(TINY_BODY, TINY_MLA, TINY_EXPERTS, {"leading_dense_block_count": 1})
+# The indexer's keys are turned by a Hadamard matrix of 64 or a power of two above.
+TINY_SPARSE = metadata(TINY_DEEPSEEK, indexer(4, 64, 32), nextn(), block_count=5)
 TINY_MOE = metadata(TINY_BODY, TINY_HEADS, TINY_EXPERTS)
 TINY_HYBRID = metadata(TINY_MOE, delta_net(4, 2, 32), expert_shared_feed_forward_length=64)
 

@@ -1,7 +1,7 @@
 """The named shapes: metadata of published models, and the tiny model each shrinks to.
 
-The numbers are those of the models' published configurations; layers for multi-token prediction are
-left out.
+The numbers are those of the models' published configurations. Layers for multi-token prediction are
+there where llama.cpp's conversion writes them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from offload.synth.parts import (
+    NO_OWN_VOCABULARY,
     QKV_BIAS,
     SIGMOID,
     SOFTMAX,
@@ -18,6 +19,7 @@ from offload.synth.parts import (
     TINY_DENSE,
     TINY_HYBRID,
     TINY_MOE,
+    TINY_SPARSE,
     Metadata,
     Preset,
     Value,
@@ -25,8 +27,10 @@ from offload.synth.parts import (
     delta_net,
     experts,
     heads,
+    indexer,
     metadata,
     mla,
+    nextn,
     yarn,
 )
 
@@ -93,21 +97,65 @@ _DEEPSEEK = (
         102400,
         **{"attention.q_lora_rank": 0},
     ),
+    Preset(
+        "deepseek-v3.2",
+        "deepseek32",
+        "DeepSeek-V3.2, 671B: sparse attention, one layer for multi-token prediction",
+        metadata(
+            body(62, 7168, 18432, 163840, 1e-6),
+            mla(128, 1536, 512, 128, 64, 128),
+            experts(256, 8, 2048, shared_count=1, weights_scale=2.5, **_V3_GATE),
+            {"expert_group_count": 8, "expert_group_used_count": 4},
+            yarn(40.0, 4096, yarn_log_multiplier=0.1),
+            indexer(64, 128, 2048),
+            nextn(),
+            leading_dense_block_count=3,
+        ),
+        129280,
+        metadata(TINY_SPARSE, expert_group_count=4, expert_group_used_count=2),
+        without=NO_OWN_VOCABULARY,
+    ),
 )
 
+_GLM_355B = metadata(
+    heads(96, 8, 128, 64, 1e6),
+    experts(160, 8, 1536, shared_count=1, weights_scale=2.5, **_V3_GATE),
+    leading_dense_block_count=3,
+)
 _GLM = (
     Preset(
         "glm-4.5",
         "glm4moe",
-        "GLM-4.5 and 4.6, 355B",
-        metadata(
-            body(92, 5120, 12288, 131072, 1e-5),
-            heads(96, 8, 128, 64, 1e6),
-            experts(160, 8, 1536, shared_count=1, weights_scale=2.5, **_V3_GATE),
-            leading_dense_block_count=3,
-        ),
+        "GLM-4.5, 355B, without its layer for multi-token prediction",
+        metadata(body(92, 5120, 12288, 131072, 1e-5), _GLM_355B),
         151552,
         metadata(TINY_MOE, {"rope.dimension_count": 16}, leading_dense_block_count=1),
+    ),
+    Preset(
+        "glm-4.6",
+        "glm4moe",
+        "GLM-4.6, 355B: one layer for multi-token prediction",
+        metadata(body(93, 5120, 12288, 202752, 1e-5), _GLM_355B, nextn()),
+        151552,
+        metadata(
+            TINY_MOE, {"rope.dimension_count": 16}, leading_dense_block_count=1, block_count=5
+        ),
+    ),
+    Preset(
+        "glm-5",
+        "glm-dsa",
+        "GLM-5, 744B: sparse attention, one layer for multi-token prediction",
+        metadata(
+            body(79, 6144, 12288, 202752, 1e-5),
+            mla(64, 2048, 512, 192, 64, 256, 1e6),
+            experts(256, 8, 2048, shared_count=1, weights_scale=2.5, **_V3_GATE),
+            indexer(32, 128, 2048),
+            nextn(),
+            leading_dense_block_count=3,
+        ),
+        154880,
+        TINY_SPARSE,
+        without=NO_OWN_VOCABULARY,
     ),
     Preset(
         "glm-4.5-air",
@@ -185,6 +233,34 @@ _QWEN = (
         without=(QKV_BIAS,),
     ),
     Preset(
+        "qwen3.5-122b-a10b",
+        "qwen35moe",
+        "Qwen3.5-122B-A10B: three of four layers are gated delta nets",
+        metadata(
+            body(48, 3072, 5120, 262144, 1e-6),
+            heads(32, 2, 256, 64, 1e7),
+            experts(256, 8, 1024, shared_feed_forward_length=1024),
+            delta_net(64, 16, 128),
+            {"rope.dimension_sections": (11, 11, 10, 0)},
+        ),
+        248320,
+        metadata(
+            TINY_HYBRID,
+            {"rope.dimension_count": 16, "rope.dimension_sections": (3, 3, 2, 0)},
+        ),
+        without=(QKV_BIAS,),
+    ),
+    Preset(
+        "qwen2.5-32b",
+        "qwen2",
+        "Qwen2.5-32B and Qwen2.5-Coder-32B",
+        metadata(body(64, 5120, 27648, 32768, 1e-6), heads(40, 8, 128, 128, 1e6)),
+        152064,
+        TINY_DENSE,
+        without=(r"^output\.bias$",),
+        square_attention=True,
+    ),
+    Preset(
         "qwen2.5-72b",
         "qwen2",
         "Qwen2.5-72B",
@@ -237,6 +313,32 @@ _LLAMA = (
         TINY_DENSE,
         without=(_LLAMA_BIAS,),
     ),
+)
+
+
+def _llama4(name: str, about: str, n_experts: int, step: int, n_ctx: int) -> Preset:
+    return Preset(
+        name,
+        "llama4",
+        about,
+        metadata(
+            body(48, 5120, 16384, n_ctx, 1e-5),
+            heads(40, 8, 128, 128, 5e5),
+            experts(n_experts, 1, 8192),
+            interleave_moe_layer_step=step,
+        ),
+        202048,
+        metadata(TINY_MOE, interleave_moe_layer_step=step, expert_used_count=1),
+        # Only the larger one has no norm of queries and keys, which takes no weights here.
+        without=(_LLAMA_BIAS,),
+    )
+
+
+_LLAMA4 = (
+    _llama4(
+        "llama-4-maverick", "Llama-4-Maverick, 400B: every second layer is dense", 128, 2, 1 << 20
+    ),
+    _llama4("llama-4-scout", "Llama-4-Scout, 109B", 16, 1, 10 << 20),
 )
 
 _LAYER_NORM = {"attention.layer_norm_epsilon": 1e-5}
@@ -306,6 +408,24 @@ _OTHERS = (
         without=(QKV_BIAS,),
     ),
     Preset(
+        "gemma-3n-e4b",
+        "gemma3n",
+        "Gemma-3n-E4B: two thirds of its weights are embeddings of each layer",
+        metadata(
+            body(35, 2048, 16384, 32768, 1e-6),
+            heads(8, 2, 256, 256, 1e6),
+            {
+                "attention.sliding_window": 512,
+                "attention.shared_kv_layers": 15,
+                "embedding_length_per_layer_input": 256,
+            },
+        ),
+        262400,
+        # The library takes keys and values of 20 layers to be there.
+        metadata(TINY_DENSE, {"attention.sliding_window": 64, "block_count": 21}),
+        without=(QKV_BIAS, TIED),
+    ),
+    Preset(
         "minimax-m2",
         "minimax-m2",
         "MiniMax-M2, 230B",
@@ -353,13 +473,18 @@ _OTHERS = (
 )
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {p.name: p for p in (*_DEEPSEEK, *_GLM, *_QWEN, *_LLAMA, *_OTHERS)}
+    {p.name: p for p in (*_DEEPSEEK, *_GLM, *_QWEN, *_LLAMA, *_LLAMA4, *_OTHERS)}
 )
 # Other names people use, and the architectures themselves.
 ALIASES: Mapping[str, str] = MappingProxyType(
     {
         "deepseek-r1": "deepseek-v3",
         "deepseek2": "deepseek-v3",
+        "deepseek32": "deepseek-v3.2",
+        "glm-dsa": "glm-5",
+        "llama4": "llama-4-maverick",
+        "gemma3n": "gemma-3n-e4b",
+        "mistral-large-2411": "mistral-large",
         "glm4moe": "glm-4.5",
         "qwen3moe": "qwen3-30b-a3b",
         "qwen3next": "qwen3-next-80b-a3b",

@@ -28,7 +28,7 @@ _CLASSES = (
 )
 CLASSES = (*(name for name, _ in _CLASSES), "other")
 # Routers, convolutions and decays stay f32, as in published files: kernels expect them so.
-_ALWAYS_F32 = re.compile(r"\.bias$|\.ffn_gate_inp\.|ssm_conv1d|ssm_a|_norm\b|rope_f|position_embd")
+ALWAYS_F32 = re.compile(r"\.bias$|\.ffn_gate_inp\.|ssm_conv1d|ssm_a|_norm\b|rope_f|position_embd")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TypePolicy:
         return cls(default, tuple(by_class))
 
     def type_of(self, tensor: WantedTensor) -> Type:
-        if len(tensor.shape) == 1 or _ALWAYS_F32.search(tensor.name):
+        if len(tensor.shape) == 1 or ALWAYS_F32.search(tensor.name):
             return Type.F32
         wanted = dict(self.by_class).get(class_of(tensor.name), self.default)
         for candidate in (wanted, Type.Q8_0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -64,15 +65,42 @@ def write_preset(
     return write(planned, Path(path), seed, on_progress)
 
 
+def write_header_only(planned: Plan, path: Path) -> Path:
+    """Write the header of a planned file; its data is a hole, which takes no room on the disk.
+
+    For whatever reads headers: plans, listings. The weights read as zeros, so a model of them
+    computes nothing. Raises BadRequest when the folder does not exist or holds no sparse files of
+    that size.
+    """
+    _check_place(path)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        write_header(partial, planned.shape, planned.tokenizer, planned.tensors)
+        try:
+            os.truncate(partial, planned.size_bytes)
+        except OSError as e:
+            size = f"{planned.size_bytes / 1e9:.0f} GB"
+            raise BadRequest(f"{path}: no sparse file of {size} can be made there ({e})") from e
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+        raise
+    return path
+
+
+def _check_place(path: Path) -> None:
+    if not path.resolve().parent.is_dir() or path.is_dir():
+        raise BadRequest(f"{path}: not a file in an existing folder")
+
+
 def write(planned: Plan, path: Path, seed: int = 0, on_progress: OnProgress | None = None) -> Path:
     """Write a planned file. It appears under its name only when it is whole.
 
     Raises BadRequest when the folder does not exist or its disk has too little room.
     """
-    folder = path.resolve().parent
-    if not folder.is_dir() or path.is_dir():
-        raise BadRequest(f"{path}: not a file in an existing folder")
-    free = shutil.disk_usage(folder).free
+    _check_place(path)
+    free = shutil.disk_usage(path.resolve().parent).free
     if planned.size_bytes > free:
         raise BadRequest(
             f"{path}: needs {planned.size_bytes / 1e9:.2f} GB but its disk has {free / 1e9:.2f} GB "

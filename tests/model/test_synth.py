@@ -7,6 +7,7 @@ import hashlib
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +20,11 @@ from numpy.typing import NDArray
 
 from offload.errors import BadModel, BadRequest
 from offload.ggml.library.lib import library
-from offload.synth import plan_preset, plan_shape, write, write_preset
+from offload.model import layer_of, read_facts
+from offload.synth import plan_preset, plan_shape, write, write_header_only, write_preset
 from offload.synth.describe import read_description
 from offload.synth.presets import PRESETS
-from offload.synth.shape import ImpossibleShape
+from offload.synth.shape import ImpossibleShape, find_preset
 
 ROOT = Path(__file__).parents[2]
 # What the publishers say, in billions; multi-token-prediction layers not counted.
@@ -31,21 +33,29 @@ PUBLISHED_PARAMETERS = {
     "kimi-k2": 1026,
     "deepseek-v2": 236,
     "deepseek-v2-lite": 15.7,
+    "deepseek-v3.2": 672,
     "glm-4.5": 353,
     "glm-4.5-air": 107,
+    "glm-4.6": 353,
+    "glm-5": 744,
     "qwen3-235b-a22b": 235,
     "qwen3-30b-a3b": 30.5,
     "qwen3-next-80b-a3b": 79.7,
     "qwen3.5-35b-a3b": 34.7,
+    "qwen3.5-122b-a10b": 122,
     "qwen2.5-72b": 72.7,
+    "qwen2.5-32b": 32.8,
     "qwen2.5-0.5b": 0.494,
     "mistral-large": 123,
     "mistral-7b": 7.25,
     "llama-3.3-70b": 70.6,
+    "llama-4-maverick": 401,
+    "llama-4-scout": 108,
     "command-a": 111,
     "command-r7b": 8.03,
     "gemma-2-27b": 27.2,
     "gemma-2-2b": 2.61,
+    "gemma-3n-e4b": 6.87,
     "minimax-m2": 229,
     "gpt-oss-120b": 117,
     "gpt-oss-20b": 20.9,
@@ -57,6 +67,7 @@ def opened(path: Path) -> Iterator[int]:
     library()  # quiets the library's log
     params = llama.llama_model_default_params()
     params.n_gpu_layers = 0
+    params.use_extra_bufts = False  # with them the library aborts on AMX machines
     model = llama.llama_model_load_from_file(str(path).encode(), params)
     assert model, f"{path} does not load"
     try:
@@ -140,8 +151,56 @@ def test_every_type_can_be_written_and_computed_with(quant: str, tmp_path: Path)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_full_shape_has_the_published_number_of_parameters(preset: str) -> None:
     planned = plan_preset(preset, size="full", vocab="none")
-    n_parameters = sum(t.n_values for t in planned.tensors)
+    shape = planned.shape
+    n_trunk = shape.number("block_count") - shape.number("nextn_predict_layers")
+    n_parameters = sum(t.n_values for t in planned.tensors if layer_of(t.name) < n_trunk)
     assert n_parameters / 1e9 == pytest.approx(PUBLISHED_PARAMETERS[preset], rel=0.01)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_header_alone_says_all_that_the_whole_file_would(preset: str, tmp_path: Path) -> None:
+    planned = plan_preset(preset, size="full", vocab="none")
+    path = write_header_only(planned, tmp_path / "header.gguf")
+    assert path.stat().st_size == planned.size_bytes
+    assert path.stat().st_blocks * 512 < 1_000_000
+    facts = read_facts(path)
+    assert {name: place.entry.size_bytes for name, place in facts.weights.items()} == {
+        t.name: t.n_bytes for t in planned.tensors
+    }
+    assert facts.architecture == PRESETS[find_preset(preset).name].architecture
+
+
+def test_q4_k_m_gives_some_layers_of_down_projections_more_bits() -> None:
+    planned = plan_preset("deepseek-r1", size="full", vocab="none")
+    down = {t.name: t.type.name for t in planned.tensors if "ffn_down_exps" in t.name}
+    assert set(down.values()) == {"Q4_K", "Q6_K"}
+    up = {t.type.name for t in planned.tensors if "ffn_up_exps" in t.name}
+    assert up == {"Q4_K"}
+    # The size of the published file.
+    assert planned.size_bytes / 2**30 == pytest.approx(376.7, abs=1)
+
+
+def test_dynamic_quantisations_mix_more_types() -> None:
+    planned = plan_preset("deepseek-r1", size="full", vocab="none", quant="UD-Q2_K_XL")
+    kinds = Counter(t.type.name for t in planned.tensors)
+    # As the loader lists them for the published file (ik_llama.cpp #259).
+    assert (kinds["Q2_K"], kinds["Q3_K"], kinds["F32"]) == (171, 3, 361)
+    experts = {t.type.name for t in planned.tensors if "ffn_down_exps" in t.name}
+    assert experts == {"Q2_K", "Q3_K"}
+
+
+def test_a_layer_for_multi_token_prediction_is_in_the_file_and_not_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_preset("glm-4.6", tmp_path / "mtp.gguf")
+    facts = read_facts(path)
+    extra = [name for name in facts.weights if layer_of(name) == facts.number("block_count") - 1]
+    assert any(".nextn." in name for name in extra)
+    assert any("_exps" in name for name in extra)
+    with opened(path):
+        pass
+    for name in extra:
+        assert f"unused tensor {name} " in caplog.text
 
 
 def test_published_files_keep_gate_and_up_apart() -> None:
@@ -192,7 +251,7 @@ def test_no_two_rows_of_a_large_output_matrix_are_equal(tmp_path: Path) -> None:
 def test_writing_a_large_file_takes_little_memory(tmp_path: Path) -> None:
     code = (
         "import resource, sys\n"
-        "from offload.ggml.lib import library\n"
+        "from offload.ggml.library.lib import library\n"
         "from offload.synth import write_preset\n"
         "library()\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
@@ -320,6 +379,14 @@ def test_a_description_the_library_asserts_on_does_not_end_the_process(tmp_path:
 def synth(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "offload.synth", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_the_command_writes_the_header_of_a_model_larger_than_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "r1.gguf"
+    done = synth("deepseek-r1", str(path), "--header-only", "--vocab", "none")
+    assert done.returncode == 0, done.stderr
+    assert path.stat().st_size > 400e9
+    assert read_facts(path).n_experts == 256
 
 
 def test_the_command_writes_what_its_dry_run_announced(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from offload.errors import BadRequest
 from offload.ggml.synth_abi import WantedTensor
 from offload.synth.describe import parse_setting, read_description
+from offload.synth.mixture import RULES, types_of
 from offload.synth.presets import ALIASES, PRESETS
 from offload.synth.shape import (
     SIZES,
@@ -42,6 +43,7 @@ def test_the_families_that_were_asked_for_have_presets() -> None:
     assert architectures >= {
         *("deepseek2", "glm4moe", "qwen3moe", "qwen2", "qwen3next", "qwen35moe"),
         *("llama", "cohere2", "gemma2", "minimax-m2", "gpt-oss"),
+        *("deepseek32", "glm-dsa", "llama4", "gemma3n"),
     }
 
 
@@ -166,6 +168,36 @@ def test_routers_norms_biases_and_convolutions_stay_f32(name: str) -> None:
 def test_unknown_types_and_classes_are_refused(text: str) -> None:
     with pytest.raises(BadRequest, match=r"known are|classes are"):
         TypePolicy.parse(text)
+
+
+def mixed(quant: str, *tensors: WantedTensor, n_layers: int = 16, tied: bool = False) -> list[Type]:
+    return types_of(quant, tensors, n_layers, 1, tied=tied)
+
+
+def test_q4_k_m_follows_the_layer() -> None:
+    down = [tensor(f"blk.{i}.ffn_down_exps.weight", 256, 64, 8) for i in range(16)]
+    more = {i for i, kind in enumerate(mixed("q4_k_m", *down)) if kind == Type.Q6_K}
+    assert more == {0, 1, 4, 7, 10, 13, 14, 15}
+    assert mixed("Q4_K_M", tensor("blk.0.ffn_up_exps.weight", 256, 64, 8)) == [Type.Q4_K]
+
+
+def test_the_output_matrix_gets_more_bits_also_where_it_is_the_embedding() -> None:
+    embedding = tensor("token_embd.weight", 256, 512)
+    assert mixed("Q4_K_M", tensor("output.weight", 256, 512), embedding) == [Type.Q6_K, Type.Q4_K]
+    assert mixed("Q4_K_M", embedding, tied=True) == [Type.Q6_K]
+
+
+@pytest.mark.parametrize("quant", RULES)
+def test_a_mixture_falls_back_for_rows_that_fill_no_block(quant: str) -> None:
+    names = ("attn_k_b", "ffn_down_exps", "ffn_up", "attn_output")
+    for row, least in ((128, {Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q8_0}), (48, {Type.F16})):
+        tensors = [tensor(f"blk.0.{name}.weight", row, 512, 4) for name in names]
+        assert set(mixed(quant, *tensors)) <= least
+    assert mixed(quant, tensor("blk.0.attn_norm.weight", 256)) == [Type.F32]
+
+
+def test_what_llama_cpp_never_quantises_is_left() -> None:
+    assert mixed("Q4_K_M", tensor("blk.3.laurel_l.weight", 2048, 64)) == [Type.F16]
 
 
 def test_values_suit_what_the_tensor_does() -> None:
