@@ -69,6 +69,11 @@ def devices() -> list[DeviceChoice]:
     return found
 
 
+def has_gpu() -> bool:
+    """True if ggml knows a GPU here."""
+    return any(device.on_gpu for device in devices())
+
+
 def choose_device(wanted: str) -> DeviceChoice:
     """The device for `--device auto|NAME|cpu|sim`.
 

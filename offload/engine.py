@@ -15,14 +15,15 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.device import DeviceChoice, MinBatch, StreamingDevice, choose_device
+from offload.device import DeviceChoice, MinBatch, StreamingDevice, choose_device, has_gpu
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import opening
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
-from offload.ggml.threadpool import cpu_features, has_openmp
+from offload.ggml.threadpool import has_openmp
 from offload.mla.decision import Crossover
 from offload.model import ModelFacts, read_facts
+from offload.native_build import amx_verdict, missing_in_build
 from offload.nodes.numa_plan import NumaPlan
 from offload.nodes.placing import NOT_OURS, ArenaPlacer
 from offload.nodes.threads import PinnedThreads
@@ -62,6 +63,7 @@ class EngineOptions:
     flash_attn: str = "auto"
     numa: NumaPlan | None = None  # replaces n_threads and n_threads_batch by its teams
     mla_crossover: Crossover = "heads"  # tokens up to which MLA's value product is matrix-vector
+    trial_folder: Path | None = None  # keeps what was tried once per build; None: tried each time
 
 
 class Engine(Sequences):
@@ -77,6 +79,8 @@ class Engine(Sequences):
         self.options = options = options or EngineOptions()
         self.facts: ModelFacts = read_facts(path)
         self.choice: DeviceChoice = choose_device(options.device)
+        # What the library's build keeps from being used, in sentences.
+        self.notes: list[str] = [*missing_in_build(has_gpu=has_gpu())]
         self.numa: NumaPlan | None = None
         if options.numa is not None:
             self.numa = options.numa.in_mask_order(openmp=has_openmp())
@@ -174,14 +178,17 @@ class Engine(Sequences):
         self.store.finish(on_progress)
 
     def _may_repack(self) -> bool:
-        """Extra buffers hold repacked weights; on AMX machines they are left alone.
+        """True if weights may go into ggml's extra buffers, repacked for this processor.
 
-        gcc before 12.4 and 13.3 miscompiles ggml's tile configuration (gcc bug 114098), and the
-        first product of two tokens then dies of SIGSEGV; llama.cpp 0.3.36 also aborts there on a
-        quantised k_b of MLA.
+        llama.cpp 0.3.36 aborts with them on a quantised k_b of MLA, where they are AMX's.
         """
-        has_mla = any(name.endswith("attn_k_b.weight") for name in self.facts.weights)
-        return not has_mla and cpu_features().get("AMX_INT8") != "1"
+        if any(name.endswith("attn_k_b.weight") for name in self.facts.weights):
+            return False
+        verdict = amx_verdict(self.options.trial_folder)
+        if verdict is None or verdict.works:
+            return True
+        self.notes.append(verdict.sentence)
+        return False
 
     def _context_options(self, n_ctx: int) -> ContextOptions:
         o = self.options

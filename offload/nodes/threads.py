@@ -16,7 +16,7 @@ from numa.pinning import Team
 from numa.sysfs import format_list
 from offload.ggml import threadpool
 from offload.ggml.llama import Context
-from offload.ggml.threadtrial import run_once
+from offload.ggml.product import run_once
 from offload.nodes.numa_plan import NumaPlan
 
 _logger = logging.getLogger(__name__)

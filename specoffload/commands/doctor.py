@@ -34,7 +34,7 @@ def doctor(folder: Path, *, numa: bool) -> None:
     threads = plan_threads(topology)
     for line in machine_lines(topology):
         report.line(line)
-    for line in library_lines():
+    for line in library_lines(folder):
         report.line(line)
     report.line(_tuned_line(folder, topology))
     if numa:
@@ -69,12 +69,13 @@ def machine_lines(topology: Topology) -> list[str]:
     ]
 
 
-def library_lines() -> list[str]:
+def library_lines(folder: Path) -> list[str]:
     """The library's version, what its self-test says, and its devices. Raises LibraryMismatch."""
     from offload.device import devices
     from offload.ggml.library import abi
     from offload.ggml.props import has_async_and_events, memory_of
     from offload.ggml.threadpool import cpu_features
+    from offload.native_build import amx_verdict, missing_in_build
 
     found = devices()  # loads the library, whose self-test raises
     features = ", ".join(name for name, value in cpu_features().items() if value == "1")
@@ -89,7 +90,12 @@ def library_lines() -> list[str]:
             f"device {device.name}: {device.description}, {report.bytes_text(free)} of"
             f" {report.bytes_text(total)} free" + (f", {copies}" if device.on_gpu else "")
         )
-    if not any(device.on_gpu for device in found):
+    verdict = amx_verdict(folder)
+    if verdict is not None:
+        lines.append(verdict.sentence or "AMX: a product of two tokens is right")
+    has_gpu = any(device.on_gpu for device in found)
+    lines += missing_in_build(has_gpu=has_gpu)
+    if not has_gpu:
         lines.append("no GPU: --device auto is the plain CPU, --device sim tries streaming")
     return lines
 

@@ -7,12 +7,12 @@ build it was measured with; a file whose key differs is refused with the differe
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from dataclasses import replace
 from pathlib import Path
 
 from offload.engine import Engine
 from offload.model import ModelFacts
+from offload.native_build import library_build
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, ProfileKey
 from specdec.costs.profile_io import (
@@ -43,24 +43,6 @@ def model_hash(facts: ModelFacts) -> str:
                 f.seek(max(0, size * i // _N_SAMPLES - _SAMPLE_BYTES))
                 digest.update(f.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:24]
-
-
-def library_build() -> str:
-    """The native library's version and the sizes of its files, which change with its build."""
-    name = "llama-cpp-python"
-    files = importlib.metadata.files(name) or []
-    sizes = sorted(
-        str(size)
-        for f in files
-        if ".so" in f.name or f.name.endswith((".dylib", ".dll"))
-        if (size := _size(Path(str(f.locate()))))
-    )
-    digest = hashlib.sha256(",".join(sizes).encode()).hexdigest()[:8]
-    return f"{name} {importlib.metadata.version(name)} {digest}"
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def key_of(target: Engine, draft: Engine | None) -> ProfileKey:

@@ -85,6 +85,7 @@ class Session:
             stream_experts=config.stream_experts,
             store=StoreOptions(keep_page_cache=config.mmap),
             numa=config.numa,
+            trial_folder=config.spec.profile_dir,
         )
         return self._closing.enter_context(Engine(config.model, options, on_progress))
 
@@ -167,6 +168,7 @@ class Session:
         """The start-up lines: what is active, what is not, and why."""
         choice, facts = self.target.choice, self.target.facts
         lines = [f"device {choice.name}: {choice.description} ({choice.reason})"]
+        lines += self.target.notes
         if self.config.ctx_size and self.target.n_ctx != self.config.ctx_size:
             lines.append(f"--ctx-size {self.config.ctx_size}: the library makes it "
                          f"{self.target.n_ctx} tokens")  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 
 from offload.errors import LibraryMismatch
 from offload.ggml.library import abi, selftest
-from offload.ggml.library import selftest_functions as probe
+from offload.ggml.library import graph_functions as probe
 
 INSTALLED = llama_cpp.__version__
 LOADED = SimpleNamespace(structs=llama_cpp.llama_cpp)

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from offload.errors import LibraryMismatch
 from offload.ggml.library import abi
-from offload.ggml.library.selftest_functions import Functions, entry, misfit, same
+from offload.ggml.library.graph_functions import Functions
 
 # (type, elements per block, bytes per block), as gguf's files have them
 _BLOCKS = (
@@ -330,3 +330,27 @@ def _write(tensor: int, values: tuple[float, ...]) -> None:
 
 def _read(tensor: int, n: int) -> list[float]:
     return list((C.c_float * n).from_address(abi.ggml_tensor.from_address(tensor).data))
+
+
+# -- saying no ---------------------------------------------------------------------------------
+
+
+def same(what: str, mirror: object, library: object) -> None:
+    """Raise unless what is seen through the mirror is what the library says."""
+    if mirror != library:
+        raise misfit(f"{what} is {mirror!r} by the mirror, {library!r} by the library")
+
+
+def misfit(what: str) -> LibraryMismatch:
+    return LibraryMismatch(
+        f"offload/ggml/library/abi.py does not fit the installed llama-cpp-python"
+        f" {abi.PACKAGE_VERSION}: {what}"
+    )
+
+
+def entry(struct_name: str, iface: Any, name: str) -> Any:
+    """Function at an entry of a mirrored vtable."""
+    address = getattr(iface, name)
+    if not address:
+        raise misfit(f"{struct_name}.{name} of the CPU device is empty")
+    return abi.PROTOTYPES[f"{struct_name}.{name}"](address)

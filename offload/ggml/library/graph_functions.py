@@ -1,6 +1,6 @@
-"""How the self-test asks the library and how it says no.
+"""Functions that build a graph by hand.
 
-Only the self-test and threadtrial.py build graphs by hand, so these are not in lib.py's table.
+Only the self-test and product.py do that, so these are not in lib.py's table.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ggml_backend_buft_name": (P, P),
     "ggml_backend_buft_get_alignment": (SIZE, P),
     "ggml_backend_alloc_ctx_tensors_from_buft": (P, P, P),
+    "ggml_backend_tensor_set": (None, P, P, SIZE, SIZE),
+    "ggml_backend_tensor_get": (None, P, P, SIZE, SIZE),
     "ggml_backend_buffer_get_type": (P, P),
     "ggml_backend_buffer_get_base": (P, P),
     "ggml_backend_buffer_get_size": (SIZE, P),
@@ -68,6 +70,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ggml_backend_buffer_free": (None, P),
     "ggml_backend_name": (P, P),
     "ggml_backend_guid": (P, P),
+    "ggml_backend_graph_compute": (INT, P, P),
     "ggml_backend_free": (None, P),
 }
 
@@ -85,25 +88,6 @@ class Functions:
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name} is not in the self-test's table")
-
-
-def same(what: str, mirror: object, library: object) -> None:
-    """Raise unless what is seen through the mirror is what the library says."""
-    if mirror != library:
-        raise misfit(f"{what} is {mirror!r} by the mirror, {library!r} by the library")
-
-
-def misfit(what: str) -> LibraryMismatch:
-    return LibraryMismatch(
-        f"offload/ggml/library/abi.py does not fit the installed llama-cpp-python"
-        f" {abi.PACKAGE_VERSION}: {what}"
-    )
-
-
-def entry(struct_name: str, iface: Any, name: str) -> Any:
-    """Function at an entry of a mirrored vtable."""
-    address = getattr(iface, name)
-    if not address:
-        raise misfit(f"{struct_name}.{name} of the CPU device is empty")
-    return abi.PROTOTYPES[f"{struct_name}.{name}"](address)
+        raise AttributeError(
+            f"{name} is not in the table of offload/ggml/library/graph_functions.py"
+        )

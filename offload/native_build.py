@@ -1,0 +1,150 @@
+"""The native library as it was built: which build it is, what works in it, and what it lacks.
+
+gcc before 12.4 and 13.3 miscompiles ggml's AMX kernels (gcc bug 114098): it reads 8 of the 64 bytes
+of the tile configuration, and the first product of two tokens ends the process. So where library
+and processor have AMX, one product is tried in a process of its own, once per build.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.ggml.product import amx_buffer_type
+from offload.ggml.threadpool import cpu_features
+
+_PACKAGE = "llama-cpp-python"
+_TRIAL_S = 60.0
+_RIGHT, _WRONG = 0, 3  # exit codes of the trial
+_TRIAL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+sys.path[:] = {path!r}
+from offload.ggml.product import amx_product_is_right
+sys.exit({right} if amx_product_is_right() else {wrong})
+"""
+_REBUILD = "rebuild it with gcc 12.4, 13.3 or newer, or without AMX: scripts/setup does"
+
+
+@dataclass(frozen=True)
+class AmxVerdict:
+    """True if weights may be repacked for AMX, and a line for the user where they may not."""
+
+    works: bool
+    sentence: str = ""
+
+
+def library_build() -> str:
+    """The native library's version and the sizes of its files, which change with its build."""
+    sizes = sorted(str(path.stat().st_size) for path in _library_files())
+    digest = hashlib.sha256(",".join(sizes).encode()).hexdigest()[:8]
+    return f"{_PACKAGE} {importlib.metadata.version(_PACKAGE)} {digest}"
+
+
+def _library_files() -> list[Path]:
+    files = importlib.metadata.files(_PACKAGE) or []
+    paths = [Path(str(f.locate())) for f in files]
+    return [p for p in paths if (".so" in p.name or p.suffix in (".dylib", ".dll")) and p.exists()]
+
+
+def _cpu_backend_digest() -> str:
+    """Of the bytes: a mended build may well have the same size."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in _library_files() if "ggml-cpu" in p.name):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def amx_verdict(folder: Path | None, trial: Callable[[], str] | None = None) -> AmxVerdict | None:
+    """The result for this build, kept in `folder` once it was tried; None where there is no AMX.
+
+    `trial` says why AMX does not work, "" if it does; it is called where nothing is kept.
+    """
+    if amx_buffer_type() is None:
+        return None
+    path = None if folder is None else folder / f"amx-{_cpu_backend_digest()}.json"
+    why = _kept(path)
+    if why is None:
+        why = (trial or _try_in_a_child)()
+        _keep(path, why)
+    if not why:
+        return AmxVerdict(True)
+    return AmxVerdict(
+        False,
+        f"AMX is left unused: a product with it {why}, since the library was miscompiled (gcc bug "
+        f"114098); {_REBUILD}",
+    )
+
+
+def _kept(path: Path | None) -> str | None:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    except (OSError, ValueError):
+        return None  # nothing was tried yet, or the file is damaged: it is tried again
+    why = kept.get("why_not") if isinstance(kept, dict) else None
+    return why if isinstance(why, str) else None
+
+
+def _keep(path: Path | None, why_not: str) -> None:
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"why_not": why_not}) + "\n", encoding="utf-8")
+    except OSError:
+        return  # a folder that cannot be written costs the trial at each start, nothing else
+
+
+def _try_in_a_child() -> str:
+    code = _TRIAL.format(path=sys.path, right=_RIGHT, wrong=_WRONG)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, check=False, timeout=_TRIAL_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return f"could not be tried ({e})"
+    if done.returncode == _RIGHT:
+        return ""
+    if done.returncode == _WRONG:
+        return "gives wrong numbers"
+    if done.returncode < 0:
+        return f"dies of {signal.Signals(-done.returncode).name}"
+    return f"fails ({done.stderr.decode('utf-8', 'replace').strip()[-200:]})"
+
+
+def missing_in_build(root: Path = Path("/"), *, has_gpu: bool) -> tuple[str, ...]:
+    """Sentences for what this machine has and the build does not use; `root` is for tests."""
+    found = []
+    if not has_gpu:
+        for driver, name, flag in (
+            ("proc/driver/nvidia/version", "an NVIDIA", "cuda"),
+            ("dev/kfd", "an AMD", "rocm"),
+        ):
+            if (root / driver).exists():
+                found.append(
+                    f"{name} driver is here, but the library was built without it and computes on "
+                    f"the CPU: scripts/setup --gpu {flag} builds it anew"
+                )
+    flags = _processor_flags(root)
+    if "avx2" in flags and cpu_features().get("AVX2") != "1":
+        found.append(
+            "this processor has AVX2 and the library was built without it, which is several times "
+            "slower: scripts/setup builds it for this machine"
+        )
+    return tuple(found)
+
+
+def _processor_flags(root: Path) -> set[str]:
+    try:
+        text = (root / "proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return set()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return set(line.partition(":")[2].split())

@@ -1,0 +1,127 @@
+"""What the library's build allows: AMX is tried in a child, once, and what is missing is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offload import native_build
+from offload.engine import Engine, EngineOptions
+from offload.ggml.product import amx_buffer_type, amx_product_is_right
+from offload.native_build import amx_verdict, library_build, missing_in_build
+
+
+class Trial:
+    """Stands in for the child process, and counts."""
+
+    def __init__(self, why_not: str) -> None:
+        self.why_not, self.times = why_not, 0
+
+    def __call__(self) -> str:
+        self.times += 1
+        return self.why_not
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library and a processor with AMX."""
+    monkeypatch.setattr(native_build, "amx_buffer_type", lambda: 1)
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("why_not", ["", "dies of SIGSEGV"])
+def test_amx_is_tried_once_per_build(tmp_path: Path, why_not: str) -> None:
+    trial = Trial(why_not)
+    first = amx_verdict(tmp_path / "kept", trial)
+    second = amx_verdict(tmp_path / "kept", trial)
+    assert first == second
+    assert first is not None
+    assert first.works == (not why_not)
+    assert why_not in first.sentence
+    assert trial.times == 1
+
+
+@pytest.mark.usefixtures("amx")
+def test_another_build_is_tried_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial("gives wrong numbers")
+    amx_verdict(tmp_path, trial)
+    monkeypatch.setattr(native_build, "_cpu_backend_digest", lambda: "mended")
+    trial.why_not = ""
+    verdict = amx_verdict(tmp_path, trial)
+    assert verdict is not None
+    assert verdict.works
+    assert trial.times == 2
+
+
+@pytest.mark.usefixtures("amx")
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"why_not": 3}'])
+def test_a_damaged_record_is_replaced(tmp_path: Path, text: str) -> None:
+    trial = Trial("dies of SIGILL")
+    amx_verdict(tmp_path, trial)
+    (record,) = tmp_path.iterdir()
+    record.write_text(text, encoding="utf-8")
+    assert amx_verdict(tmp_path, trial) == amx_verdict(tmp_path, trial)
+    assert trial.times == 2
+
+
+@pytest.mark.usefixtures("amx")
+def test_without_a_folder_that_can_be_written_it_is_tried_each_time(tmp_path: Path) -> None:
+    trial = Trial("")
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    for folder in (None, in_the_way):
+        assert amx_verdict(folder, trial) is not None
+    assert trial.times == 2
+
+
+def test_without_amx_there_is_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "amx_buffer_type", lambda: None)
+    assert amx_verdict(None, Trial("not called")) is None
+
+
+def test_the_real_trial_comes_back_with_an_answer() -> None:
+    """In a child, so that a miscompiled library ends that and not the tests."""
+    if amx_buffer_type() is None:
+        pytest.skip("the library or this processor has no AMX")
+    verdict = amx_verdict(None)
+    assert verdict is not None
+    if verdict.works:
+        assert amx_product_is_right()
+    else:
+        assert "SIGSEGV" in verdict.sentence or "wrong numbers" in verdict.sentence
+
+
+def test_a_batch_is_computed_whatever_the_trial_says(tiny_dense: Path, tmp_path: Path) -> None:
+    options = EngineOptions(device="cpu", n_ctx=256, trial_folder=tmp_path)
+    with Engine(tiny_dense, options) as engine:
+        assert engine.extend(0, list(range(1, 20)), n_logits=1).shape == (1, engine.n_vocab)
+        verdict = amx_verdict(tmp_path, Trial("is not tried again"))
+        said = [note for note in engine.notes if note.startswith("AMX")]
+        assert said == ([] if verdict is None or verdict.works else [verdict.sentence])
+
+
+@pytest.mark.parametrize(
+    ("driver", "flag"), [("proc/driver/nvidia/version", "cuda"), ("dev/kfd", "rocm")]
+)
+def test_a_driver_that_the_build_does_not_use_is_named(
+    tmp_path: Path, driver: str, flag: str
+) -> None:
+    (tmp_path / driver).parent.mkdir(parents=True)
+    (tmp_path / driver).touch()
+    assert f"--gpu {flag}" in missing_in_build(tmp_path, has_gpu=False)[0]
+    assert missing_in_build(tmp_path, has_gpu=True) == ()
+
+
+def test_a_build_without_avx2_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor : 0\nflags\t\t: sse avx avx2\n")
+    monkeypatch.setattr(native_build, "cpu_features", lambda: {"AVX": "1"})
+    assert "AVX2" in missing_in_build(tmp_path, has_gpu=True)[0]
+    monkeypatch.setattr(native_build, "cpu_features", lambda: {"AVX": "1", "AVX2": "1"})
+    assert missing_in_build(tmp_path, has_gpu=True) == ()
+
+
+def test_the_build_is_named_by_package_version_and_sizes() -> None:
+    name, version, digest = library_build().split()
+    assert (name, version, len(digest)) == ("llama-cpp-python", "0.3.36", 8)
