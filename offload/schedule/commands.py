@@ -10,14 +10,14 @@ NEEDED, AHEAD, PREDICTED = "needed", "ahead", "predicted"
 
 
 class Need(NamedTuple):
-    """The pieces that a cut uses, of one arena; they may repeat.
+    """The pieces that a cut uses, of one pool; they may repeat.
 
     `contiguous`: the pieces are experts 0..n-1 of one weight and must lie in slots [r*n, (r+1)*n)
     for some r, in order, so that the router's ids hold without a remap.
     """
 
     cut: int
-    arena: int
+    pool: int
     pieces: tuple[Piece, ...]
     contiguous: bool = False
 
@@ -25,7 +25,7 @@ class Need(NamedTuple):
 class Evict(NamedTuple):
     """The slot's piece is gone; nothing to execute."""
 
-    arena: int
+    pool: int
     slot: int
     piece: Piece
 
@@ -33,7 +33,7 @@ class Evict(NamedTuple):
 class Copy(NamedTuple):
     """Copy the piece into the slot, after the use that is numbered `after` has finished."""
 
-    arena: int
+    pool: int
     slot: int
     piece: Piece
     cut: int
@@ -45,7 +45,7 @@ Command = Evict | Copy
 
 
 class Entered(NamedTuple):
-    """A cut may run: the Wait and Compute commands of DESIGN section 4 in one."""
+    """A cut may run: what it reads, and what it has to wait for."""
 
     slots: tuple[int, ...]  # in the order of the need's pieces
     waits: tuple[Piece, ...]  # order the computation behind the copies of these first

@@ -23,7 +23,7 @@ def expected_union(n_tokens: int, n_used: int, n_experts: int) -> float:
 def whole_is_better(n_tokens: int, n_used: int, n_experts: int, n_slots: int) -> tuple[bool, str]:
     """Whether to copy all of a layer's experts ahead of its router, and why.
 
-    `n_slots` of the arena must hold one whole weight; with two, the next one is copied meanwhile.
+    `n_slots` of the pool must hold one whole weight; with two, the next one is copied meanwhile.
     """
     union = expected_union(n_tokens, n_used, n_experts)
     share = f"{n_tokens} tokens use about {union:.0f} of {n_experts} experts"

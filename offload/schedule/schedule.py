@@ -21,14 +21,13 @@ Rules
 4. Weights that are known from the start come round in every graph, and would flush each other out
    of a small cache just before their next use. So all but a few slots keep *pinned* ones, spread
    evenly over the graph so that the link copies the others while these compute.
-5. With `wrap`, the last cuts of a graph already fetch the first ones of the next, if the graph
-   before began with the same.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 
+from offload.schedule.cache_rules import CacheRule
 from offload.schedule.commands import (
     AHEAD,
     NEEDED,
@@ -40,36 +39,33 @@ from offload.schedule.commands import (
     Evict,
     Need,
 )
-from offload.schedule.keep import Keep
 from offload.schedule.slots import IN_USE, LOADING, READY, Piece, SlotTable
-from offload.schedule.victims import Lane, Placer, add, discard
+from offload.schedule.victims import Agenda, Placer, add, discard
 
 __all__ = ["Command", "Copy", "Counters", "Entered", "Evict", "Need", "Schedule"]
 
-_RING = 4  # slots of an arena through which pieces stream past the pinned ones, at most
-_WRAP_CUTS = 8  # cuts of the next graph that may be fetched early, at most
+_RING = 4  # slots of a pool through which pieces stream past the pinned ones, at most
 
 
 class Schedule:
     """Plans one graph after another over a slot table. Not to be shared between threads."""
 
     def __init__(
-        self, table: SlotTable, keep: Keep, depth: int, guess_limit: int = 16, *, wrap: bool = False
+        self, table: SlotTable, rule: CacheRule, depth: int, guess_limit: int = 16
     ) -> None:
         """`depth`: cuts to copy ahead; 0 copies nothing before `enter`, the serial twin."""
         if depth < 0 or guess_limit < 0:
             raise ValueError(f"depth {depth} and guess_limit {guess_limit} must not be negative")
-        self.table, self.depth, self.guess_limit, self.wrap = table, depth, guess_limit, wrap
+        self.table, self.depth, self.guess_limit = table, depth, guess_limit
         self.counters = Counters()
-        self._keep = keep
-        self._lanes = {arena: Lane(arena, slots, keep) for arena, slots in table.arenas.items()}
+        self._rule = rule
+        self._agendas = {pool: Agenda(pool, slots, rule) for pool, slots in table.pools.items()}
         self._placer = Placer(self.counters)
         self._n_cuts = self._at = self._use = 0
         self._needs: dict[int, Need] = {}  # known, by cut
         self._guesses: dict[int, Need] = {}  # of cuts that are not known
-        self._open: dict[int, tuple[Lane, list[int]]] = {}  # entered, not left: slots
+        self._open: dict[int, tuple[Agenda, list[int]]] = {}  # entered, not left: slots
         self._known: list[Need] = []  # what was known before anything of this graph ran
-        self._before: list[Need] = []  # the same of the graph before
         self._planned = False  # whether this graph has started
 
     # -- what is known ---------------------------------------------------------------------------
@@ -79,7 +75,7 @@ class Schedule:
         if self._open:
             raise RuntimeError(f"cuts {sorted(self._open)} were entered and not left: abort first")
         self._n_cuts, self._at, self._planned = n_cuts, 0, False
-        self._before, self._known = self._known, []
+        self._known = []
         self._forget_graph()
 
     def _forget_graph(self) -> None:
@@ -87,8 +83,8 @@ class Schedule:
         self._guesses.clear()
         self._placer.wanted.clear()
         self._placer.in_flight.clear()
-        for lane in self._lanes.values():
-            lane.clear()
+        for agenda in self._agendas.values():
+            agenda.clear()
 
     def need(self, need: Need) -> None:
         """What a cut uses has become known. Raises ValueError for a cut that cannot have it."""
@@ -97,15 +93,15 @@ class Schedule:
             raise ValueError(
                 f"cut {cut} is known already, or not in {self._at}..{self._n_cuts - 1}"
             )
-        lane = self._lanes[need.arena]
+        agenda = self._agendas[need.pool]
         self._needs[cut] = need
         if cut in self._guesses:
-            self._expire(lane, self._guesses.pop(cut))
+            self._expire(agenda, self._guesses.pop(cut))
         if not self._planned:
             self._known.append(need)
-        elif lane.pinned and not need.contiguous and len(need.pieces) > 1:
-            lane.unpin()  # the pinned would leave too few slots for experts
-        where, wanted = lane.slots.where, self._placer.wanted
+        elif agenda.pinned and not need.contiguous and len(need.pieces) > 1:
+            agenda.unpin()  # the pinned would leave too few slots for experts
+        where, wanted = agenda.slots.where, self._placer.wanted
         there = not need.contiguous
         for piece in need.pieces:
             cuts = wanted.get(piece)
@@ -116,8 +112,8 @@ class Schedule:
             if piece not in where:
                 there = False
         if not there:
-            add(lane.pending, cut)
-            lane.changed()
+            add(agenda.pending, cut)
+            agenda.changed()
 
     def predict(self, guess: Need) -> None:
         """A guess, the likeliest pieces first. Ignored once the cut is known or behind."""
@@ -125,17 +121,17 @@ class Schedule:
         if cut in self._needs or cut in self._guesses or cut < self._at or guess.contiguous:
             return
         self._guesses[cut] = guess
-        add(self._lanes[guess.arena].guesses, cut)
+        add(self._agendas[guess.pool].guesses, cut)
 
-    def _expire(self, lane: Lane, guess: Need) -> None:
+    def _expire(self, agenda: Agenda, guess: Need) -> None:
         """The truth about a cut is known: what was guessed for it is plainly cached now."""
-        discard(lane.guesses, guess.cut)
+        discard(agenda.guesses, guess.cut)
         for piece in guess.pieces:
-            if lane.live.get(piece) == guess.cut:
-                del lane.live[piece]
+            if agenda.guessed_for.get(piece) == guess.cut:
+                del agenda.guessed_for[piece]
                 self._placer.in_flight.discard(piece)
-                lane.queue.offer(lane.slots.where[piece])
-        lane.changed()
+                agenda.queue.offer(agenda.slots.where[piece])
+        agenda.changed()
 
     # -- copies ahead ----------------------------------------------------------------------------
 
@@ -159,53 +155,47 @@ class Schedule:
             self._issue_guess(found, self._guesses[found.guesses[0]], out)
         return out
 
-    def _next_needed(self, horizon: int) -> Lane | None:
+    def _next_needed(self, horizon: int) -> Agenda | None:
         best, found = horizon + 1, None
-        for lane in self._lanes.values():
-            pending = lane.pending
+        for agenda in self._agendas.values():
+            pending = agenda.pending
             while pending and pending[0] < self._at:  # passed over; `enter` would place it
                 del pending[0]
-            if pending and not lane.stuck and pending[0] < best:
-                best, found = pending[0], lane
+            if pending and not agenda.stuck and pending[0] < best:
+                best, found = pending[0], agenda
         return found
 
-    def _next_guessed(self, horizon: int) -> Lane | None:
+    def _next_guessed(self, horizon: int) -> Agenda | None:
         if len(self._placer.in_flight) >= self.guess_limit:
             return None
         best, found = horizon + 1, None
-        for lane in self._lanes.values():
-            if lane.guesses and not (lane.stuck or lane.guessing_stuck) and lane.guesses[0] < best:
-                best, found = lane.guesses[0], lane
+        for agenda in self._agendas.values():
+            guesses = agenda.guesses
+            if guesses and guesses[0] < best and not (agenda.stuck or agenda.guessing_stuck):
+                best, found = guesses[0], agenda
         return found
 
-    def _issue_guess(self, lane: Lane, guess: Need, out: list[Command]) -> None:
+    def _issue_guess(self, agenda: Agenda, guess: Need, out: list[Command]) -> None:
         """Copy what is guessed for one cut, as far as the limit and plain victims allow."""
         for piece in guess.pieces:
-            if piece in lane.slots.where:
-                lane.live.setdefault(piece, guess.cut)
+            if piece in agenda.slots.where:
+                agenda.guessed_for.setdefault(piece, guess.cut)
             elif len(self._placer.in_flight) >= self.guess_limit:
                 return
-            elif not self._placer.place_guess(lane, piece, guess.cut, out):
-                lane.guessing_stuck = True
+            elif not self._placer.place_guess(agenda, piece, guess.cut, out):
+                agenda.guessing_stuck = True
                 return
-        discard(lane.guesses, guess.cut)
+        discard(agenda.guesses, guess.cut)
 
     def _plan(self) -> None:
-        """Before the first cut: pin, and guess how the next graph begins."""
+        """Before the first cut: choose what is pinned."""
         self._planned = True
-        for lane in self._lanes.values():
-            lane.pinned = _pinned(
-                [need for need in self._known if need.arena == lane.arena],
-                lane.slots.n_slots,
+        for agenda in self._agendas.values():
+            agenda.pinned = _pinned(
+                [need for need in self._known if need.pool == agenda.pool],
+                agenda.slots.n_slots,
                 1 + min(max(1, self.depth), _RING - 1),
             )
-        if not self.wrap:
-            return
-        for old, new in zip(self._before, self._known, strict=False):
-            if old != new or new.cut >= min(self.depth, _WRAP_CUTS):
-                break
-            if len(new.pieces) == 1:
-                self.predict(new._replace(cut=self._n_cuts + new.cut))
 
     # -- one cut ---------------------------------------------------------------------------------
 
@@ -214,14 +204,14 @@ class Schedule:
         need = self._needs.get(cut)
         if need is None:
             return False
-        lane = self._lanes[need.arena]
-        slots, state = self._placer.resident(lane, need), lane.slots.state
+        agenda = self._agendas[need.pool]
+        slots, state = self._placer.resident(agenda, need), agenda.slots.state
         return slots is not None and all(state[slot] in (READY, IN_USE) for slot in slots)
 
     def enter(self, cut: int) -> Entered:
         """Make all the cut's pieces resident and mark them in use, until `leave`.
 
-        Raises DoesNotFit, and changes nothing, if the arena is too small for the need beside the
+        Raises DoesNotFit, and changes nothing, if the pool is too small for the need beside the
         cuts that are entered and not left; ValueError if the cut's need is not known.
         """
         need = self._needs.get(cut)
@@ -229,39 +219,39 @@ class Schedule:
             raise ValueError(f"cut {cut} is entered already, or its need is not known")
         if not self._planned:
             self._plan()
-        lane, placer = self._lanes[need.arena], self._placer
+        agenda, placer = self._agendas[need.pool], self._placer
         issued: list[Command] = []
-        slots = placer.resident(lane, need)
+        slots = placer.resident(agenda, need)
         if slots is None:
-            placer.require_room(lane, need)
-            placer.place(lane, need, NEEDED, issued, forced=True)
-            slots = placer.resident(lane, need)
+            placer.require_room(agenda, need)
+            placer.place(agenda, need, NEEDED, issued, forced=True)
+            slots = placer.resident(agenda, need)
             assert slots is not None, f"{need} was placed and is not there"
         self._at = max(self._at, cut)
-        discard(lane.pending, cut)
+        discard(agenda.pending, cut)
         self._use += 1
-        waits, misses = self._take(lane, need, slots)
-        lane.slots.acquire(slots, self._use)
-        self._keep.touched(need.pieces, self._use)
-        self._open[cut] = lane, slots
+        waits, misses = self._take(agenda, need, slots)
+        agenda.slots.acquire(slots, self._use)
+        self._rule.touched(need.pieces, self._use)
+        self._open[cut] = agenda, slots
         hits = len(slots) - misses
         self.counters.hits += hits
         self.counters.misses += misses
         return Entered(tuple(slots), tuple(waits), tuple(issued), hits, misses, self._use)
 
-    def _take(self, lane: Lane, need: Need, slots: list[int]) -> tuple[list[Piece], int]:
+    def _take(self, agenda: Agenda, need: Need, slots: list[int]) -> tuple[list[Piece], int]:
         """The need is met: order it behind its copies; (pieces to wait for, misses)."""
         waits: list[Piece] = []
         misses, cut = 0, need.cut
-        state, fresh, wanted = lane.slots.state, lane.fresh, self._placer.wanted
+        state, copy_reason, wanted = agenda.slots.state, agenda.copy_reason, self._placer.wanted
         for piece, slot in zip(need.pieces, slots, strict=True):
             if state[slot] == LOADING:
-                lane.slots.landed(slot)
+                agenda.slots.landed(slot)
                 self._placer.in_flight.discard(piece)
                 waits.append(piece)
-            why = fresh[slot]
+            why = copy_reason[slot]
             if why is not None:
-                fresh[slot] = None
+                copy_reason[slot] = None
                 misses += why != PREDICTED
                 self.counters.prefetched_used += why != NEEDED
             cuts = wanted[piece]
@@ -275,25 +265,25 @@ class Schedule:
         """The cut is submitted. Raises ValueError if it was not entered."""
         if cut not in self._open:
             raise ValueError(f"cut {cut} was not entered, or left already")
-        lane, slots = self._open.pop(cut)
-        lane.slots.release(slots)
-        queued, offer = lane.queue.queued, lane.queue.offer
+        agenda, slots = self._open.pop(cut)
+        agenda.slots.release(slots)
+        queued, offer = agenda.queue.queued, agenda.queue.offer
         for slot in slots:
             if not queued[slot]:
                 offer(slot)
-        lane.changed()
+        agenda.changed()
 
     def abort(self) -> None:
         """A step failed: forget what its copies and cuts leave in doubt, keep what is READY.
 
         Copies may still be on their way; whoever executes them drains the queue.
         """
-        for lane in self._lanes.values():
-            before = list(lane.slots.piece)
-            for slot in lane.slots.abort():
+        for agenda in self._agendas.values():
+            before = list(agenda.slots.piece)
+            for slot in agenda.slots.abort():
                 piece = before[slot]
                 assert piece is not None
-                self._placer.forget(lane, slot, piece)
+                self._placer.forget(agenda, slot, piece)
         self._open.clear()
         self._known, self._n_cuts = [], 0
         self._forget_graph()
@@ -301,12 +291,12 @@ class Schedule:
     def check(self) -> None:
         """Raise AssertionError if table and plan disagree."""
         self.table.check()
-        for lane in self._lanes.values():
-            assert lane.live.keys() <= lane.slots.where.keys(), "a guess is live and not there"
-            assert lane.pending == sorted(set(lane.pending)), lane.pending
-            in_use = {slot for open_lane, slots in self._open.values() if open_lane is lane
+        for agenda in self._agendas.values():
+            assert agenda.guessed_for.keys() <= agenda.slots.where.keys(), "a guess is not there"
+            assert agenda.pending == sorted(set(agenda.pending)), agenda.pending
+            in_use = {slot for open_agenda, slots in self._open.values() if open_agenda is agenda
                       for slot in slots}  # fmt: skip
-            assert lane.slots.counts[IN_USE] == len(in_use), "a slot is in use by no open cut"
+            assert agenda.slots.counts[IN_USE] == len(in_use), "a slot is in use by no open cut"
 
 
 def _pinned(known: list[Need], n_slots: int, ring: int) -> frozenset[Piece]:

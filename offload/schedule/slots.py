@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-An *arena* is device memory for weights of one shape and type, cut into equal *slots*. A *piece*
+A *pool* is device memory for weights of one shape and type, cut into equal *slots*. A *piece*
 `(weight, expert)` is what one slot holds: one expert's matrix, or a dense weight as `(weight, 0)`.
 A slot lives through
 
@@ -23,8 +23,8 @@ piece: the later copy lands later. What the table cannot know, whether an earlie
 finished, is told by `last_use`: the number of the last use of the slot, which a copy into it has
 to come after.
 Rule 3: a piece is in at most one slot.
-Not in the table: who is the better victim (offload/schedule/keep.py), and what is copied when
-(offload/schedule/schedule.py).
+Not in the table: who is the better victim (offload/schedule/cache_rules.py), and what is copied
+when (offload/schedule/schedule.py).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class IllegalMove(AssertionError):
     """A slot was asked to become what it cannot: a bug in the caller."""
 
 
-class ArenaSlots:
-    """The slots of one arena. Fields are read by the schedule and written only here."""
+class PoolSlots:
+    """The slots of one pool. Fields are read by the schedule and written only here."""
 
     __slots__ = ("counts", "free", "last_use", "n_slots", "piece", "state", "users", "where")
 
     def __init__(self, n_slots: int) -> None:
         if n_slots < 1:
-            raise ValueError(f"an arena needs at least one slot, not {n_slots}")
+            raise ValueError(f"a pool needs at least one slot, not {n_slots}")
         self.n_slots = n_slots
         self.state = [FREE] * n_slots
         self.piece: list[Piece | None] = [None] * n_slots
@@ -149,32 +149,32 @@ class ArenaSlots:
 
 
 class SlotTable:
-    """Every slot of every arena, and which piece is where."""
+    """Every slot of every pool, and which piece is where."""
 
-    def __init__(self, arenas: Mapping[int, int]) -> None:
-        """`arenas`: number of an arena -> its number of slots."""
-        self.arenas = {arena: ArenaSlots(n_slots) for arena, n_slots in arenas.items()}
+    def __init__(self, pools: Mapping[int, int]) -> None:
+        """`pools`: number of a pool -> its number of slots."""
+        self.pools = {pool: PoolSlots(n_slots) for pool, n_slots in pools.items()}
 
-    def slot_of(self, arena: int, piece: Piece) -> int | None:
+    def slot_of(self, pool: int, piece: Piece) -> int | None:
         """The slot that a piece has (reserved, loading, ready or in use), or None."""
-        return self.arenas[arena].where.get(piece)
+        return self.pools[pool].where.get(piece)
 
-    def state_of(self, arena: int, slot: int) -> str:
-        return STATES[self.arenas[arena].state[slot]]
+    def state_of(self, pool: int, slot: int) -> str:
+        return STATES[self.pools[pool].state[slot]]
 
     def counts(self) -> Sequence[int]:
         """Slots in each of STATES."""
-        columns = [arena.counts for arena in self.arenas.values()]
+        columns = [pool.counts for pool in self.pools.values()]
         return [sum(column) for column in zip(*columns, strict=True)] or [0] * 5
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         seen: set[Piece] = set()
-        for arena in self.arenas.values():
-            arena.check()
-            both = seen & arena.where.keys()
-            assert not both, f"in two arenas: {both}"
-            seen |= arena.where.keys()
+        for pool in self.pools.values():
+            pool.check()
+            both = seen & pool.where.keys()
+            assert not both, f"in two pools: {both}"
+            seen |= pool.where.keys()
 
     def __repr__(self) -> str:
         counts = self.counts()

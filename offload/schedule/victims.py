@@ -1,6 +1,6 @@
 """Where a piece is copied to, and what has to go for it. Pure; used by the schedule alone.
 
-A slot is taken, in this order: free; plainly cached, as the Keep policy says; guessed, the farthest
+A slot is taken, in this order: free; plainly cached, as the cache rule says; guessed, the farthest
 first; needed at a cut farther than the one served, the farthest first; and, when the computation
 stands before the cut and cannot go on otherwise (`forced`), anything that is not in use. A guess
 may take the first two, and guesses farther than itself.
@@ -13,30 +13,30 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from offload.errors import DoesNotFit
+from offload.schedule.cache_rules import CacheRule, VictimQueue
 from offload.schedule.commands import NEEDED, PREDICTED, Command, Copy, Counters, Evict, Need
-from offload.schedule.keep import Keep, VictimQueue
-from offload.schedule.slots import FREE, IN_USE, LOADING, READY, ArenaSlots, Piece
+from offload.schedule.slots import FREE, IN_USE, LOADING, READY, Piece, PoolSlots
 
 _FAR = 1 << 60
 
 
-class Lane:
-    """What is planned for one arena."""
+class Agenda:
+    """What is still to be copied into one pool, and what it holds that must not go lightly."""
 
-    __slots__ = ("arena", "fresh", "guesses", "guessing_stuck", "live", "pending", "pinned",
-                 "queue", "slots", "stuck")  # fmt: skip
+    __slots__ = ("copy_reason", "guessed_for", "guesses", "guessing_stuck", "pending", "pinned",
+                 "pool", "queue", "slots", "stuck")  # fmt: skip
 
-    def __init__(self, arena: int, slots: ArenaSlots, keep: Keep) -> None:
-        self.arena, self.slots = arena, slots
-        self.queue = VictimQueue(slots, keep)
-        self.fresh: list[str | None] = [None] * slots.n_slots  # why copied, until first used
+    def __init__(self, pool: int, slots: PoolSlots, rule: CacheRule) -> None:
+        self.pool, self.slots = pool, slots
+        self.queue = VictimQueue(slots, rule)
+        self.copy_reason: list[str | None] = [None] * slots.n_slots  # why copied, until first used
         self.clear()
 
     def clear(self) -> None:
         """A new graph: nothing is known, everything there is plainly cached."""
         self.pending: list[int] = []  # cuts that need something not placed yet, in order
         self.guesses: list[int] = []  # cuts with a guess not placed yet, in order
-        self.live: dict[Piece, int] = {}  # guessed and there -> the cut it is guessed for
+        self.guessed_for: dict[Piece, int] = {}  # guessed and there -> the cut it is guessed for
         self.pinned: frozenset[Piece] = frozenset()
         self.queue.offer_dropped()
         self.changed()
@@ -58,9 +58,9 @@ class Placer:
         self.wanted: dict[Piece, list[int]] = {}  # cuts that need it and are not entered, in order
         self.in_flight: set[Piece] = set()  # guesses whose copy no computation has waited for
 
-    def resident(self, lane: Lane, need: Need) -> list[int] | None:
+    def resident(self, agenda: Agenda, need: Need) -> list[int] | None:
         """The need's slots in order, whatever their state; None if not all is in place."""
-        slots, pieces = lane.slots, need.pieces
+        slots, pieces = agenda.slots, need.pieces
         if need.contiguous:
             n = len(pieces)
             first = slots.where.get(pieces[0])
@@ -73,41 +73,41 @@ class Placer:
             return None
 
     def place(
-        self, lane: Lane, need: Need, reason: str, out: list[Command], *, forced: bool = False
+        self, agenda: Agenda, need: Need, reason: str, out: list[Command], *, forced: bool = False
     ) -> bool:
         """Append the commands that bring the need's pieces in; whether all are there now."""
         if need.contiguous:
-            return self._place_region(lane, need, reason, out, forced)
-        where = lane.slots.where
+            return self._place_region(agenda, need, reason, out, forced)
+        where = agenda.slots.where
         missing = [piece for piece in dict.fromkeys(need.pieces) if piece not in where]
-        slots = self._make_room(lane, len(missing), need, out, forced)
-        self._copy_all(lane, _pairs(missing[: len(slots)], slots), need.cut, reason, out)
+        slots = self._make_room(agenda, len(missing), need, out, forced)
+        self._copy_all(agenda, _pairs(missing[: len(slots)], slots), need.cut, reason, out)
         return len(slots) == len(missing)
 
-    def place_guess(self, lane: Lane, piece: Piece, cut: int, out: list[Command]) -> bool:
+    def place_guess(self, agenda: Agenda, piece: Piece, cut: int, out: list[Command]) -> bool:
         """Append the commands for one guessed piece; False if nothing may go for it."""
-        slot = next(reversed(lane.slots.free), None)
+        slot = next(reversed(agenda.slots.free), None)
         if slot is None:
-            slot = lane.queue.take(self.wanted, lane.live, lane.pinned)
+            slot = agenda.queue.take(self.wanted, agenda.guessed_for, agenda.pinned)
         if slot is None:
-            slot = self._farther_guess(lane, cut)
+            slot = self._farther_guess(agenda, cut)
         if slot is None:
             return False
-        if lane.slots.state[slot] != FREE:
-            self._evict(lane, slot, out)
-        lane.live[piece] = cut
+        if agenda.slots.state[slot] != FREE:
+            self._evict(agenda, slot, out)
+        agenda.guessed_for[piece] = cut
         self.in_flight.add(piece)
-        self._copy_all(lane, [(piece, slot)], cut, PREDICTED, out)
+        self._copy_all(agenda, [(piece, slot)], cut, PREDICTED, out)
         return True
 
-    def require_room(self, lane: Lane, need: Need) -> None:
+    def require_room(self, agenda: Agenda, need: Need) -> None:
         """Raise DoesNotFit if not even forcing could bring the need's pieces in."""
-        slots, pieces = lane.slots, need.pieces
+        slots, pieces = agenda.slots, need.pieces
         busy = slots.counts[IN_USE]
         if need.contiguous:
-            if self._region(lane, need, forced=True) is None:
+            if self._region(agenda, need, forced=True) is None:
                 raise DoesNotFit(
-                    f"cut {need.cut} needs {len(pieces)} slots of arena {lane.arena} in a row, but "
+                    f"cut {need.cut} needs {len(pieces)} slots of pool {agenda.pool} in a row, but "
                     f"it has {slots.n_slots}, {busy} of them in use; raise --vram"
                 )
             return
@@ -116,121 +116,121 @@ class Placer:
         shared = sum(1 for piece in there if slots.users[slots.where[piece]])
         if len(own) + busy - shared > slots.n_slots:
             raise DoesNotFit(
-                f"cut {need.cut} needs {len(own)} slots of arena {lane.arena}, but it has "
+                f"cut {need.cut} needs {len(own)} slots of pool {agenda.pool}, but it has "
                 f"{slots.n_slots}, {busy - shared} of them in use; raise --vram"
             )
 
     # -- victims ---------------------------------------------------------------------------------
 
     def _make_room(
-        self, lane: Lane, n: int, need: Need, out: list[Command], forced: bool
+        self, agenda: Agenda, n: int, need: Need, out: list[Command], forced: bool
     ) -> list[int]:
         """Up to `n` free slots, in order, after evicting what has to go for them."""
-        got = list(islice(reversed(lane.slots.free), n))
-        take, wanted = lane.queue.take, self.wanted
+        got = list(islice(reversed(agenda.slots.free), n))
+        take, wanted = agenda.queue.take, self.wanted
         while len(got) < n:
-            slot = take(wanted, lane.live, lane.pinned)
+            slot = take(wanted, agenda.guessed_for, agenda.pinned)
             if slot is None:
                 break
-            self._evict(lane, slot, out)
+            self._evict(agenda, slot, out)
             got.append(slot)
         if len(got) < n:
-            for slot in self._costly_victims(lane, n - len(got), need, forced):
-                self._evict(lane, slot, out)
+            for slot in self._costly_victims(agenda, n - len(got), need, forced):
+                self._evict(agenda, slot, out)
                 got.append(slot)
         return sorted(got)
 
-    def _farther_guess(self, lane: Lane, cut: int) -> int | None:
+    def _farther_guess(self, agenda: Agenda, cut: int) -> int | None:
         """The slot of what is guessed for the farthest cut beyond `cut`."""
-        slots = lane.slots
+        slots = agenda.slots
         farther = [
             (guessed_for, slots.where[piece])
-            for piece, guessed_for in lane.live.items()
+            for piece, guessed_for in agenda.guessed_for.items()
             if guessed_for > cut
             and piece not in self.wanted
-            and piece not in lane.pinned
+            and piece not in agenda.pinned
             and slots.state[slots.where[piece]] != IN_USE
         ]
         return max(farther)[1] if farther else None
 
-    def _costly_victims(self, lane: Lane, n: int, need: Need, forced: bool) -> list[int]:
+    def _costly_victims(self, agenda: Agenda, n: int, need: Need, forced: bool) -> list[int]:
         """Up to `n` slots of pieces that are expected to be used, the least harmful first."""
-        slots, wanted, live = lane.slots, self.wanted, lane.live
+        slots, wanted, guessed_for = agenda.slots, self.wanted, agenda.guessed_for
         own = set(need.pieces)
         ranked: list[tuple[int, int, int]] = []
         for piece, slot in slots.where.items():
             if slots.state[slot] not in (LOADING, READY) or piece in own:
                 continue
             cuts = wanted.get(piece)
-            if cuts is None and piece in live and piece not in lane.pinned:
-                ranked.append((0, -live[piece], slot))
-            elif cuts is not None and cuts[0] > need.cut and piece not in lane.pinned:
+            if cuts is None and piece in guessed_for and piece not in agenda.pinned:
+                ranked.append((0, -guessed_for[piece], slot))
+            elif cuts is not None and cuts[0] > need.cut and piece not in agenda.pinned:
                 ranked.append((1, -cuts[0], slot))
             elif forced:
                 ranked.append((2, -cuts[0] if cuts else -_FAR, slot))
         ranked.sort()
         return [slot for _, _, slot in ranked[:n]]
 
-    def _evict(self, lane: Lane, slot: int, out: list[Command]) -> None:
-        piece = lane.slots.evict(slot)
-        self.forget(lane, slot, piece)
+    def _evict(self, agenda: Agenda, slot: int, out: list[Command]) -> None:
+        piece = agenda.slots.evict(slot)
+        self.forget(agenda, slot, piece)
         self.counters.evictions += 1
         for cut in self.wanted.get(piece, ()):
-            add(lane.pending, cut)
-        out.append(Evict(lane.arena, slot, piece))
+            add(agenda.pending, cut)
+        out.append(Evict(agenda.pool, slot, piece))
 
-    def forget(self, lane: Lane, slot: int, piece: Piece) -> None:
+    def forget(self, agenda: Agenda, slot: int, piece: Piece) -> None:
         """The piece that was in the slot is there no more."""
-        if lane.fresh[slot] is not None:
-            if lane.fresh[slot] != NEEDED:
+        if agenda.copy_reason[slot] is not None:
+            if agenda.copy_reason[slot] != NEEDED:
                 self.counters.prefetched_wasted += 1
-            lane.fresh[slot] = None
-        lane.live.pop(piece, None)
+            agenda.copy_reason[slot] = None
+        agenda.guessed_for.pop(piece, None)
         self.in_flight.discard(piece)
 
     # -- whole weights ---------------------------------------------------------------------------
 
     def _place_region(
-        self, lane: Lane, need: Need, reason: str, out: list[Command], forced: bool
+        self, agenda: Agenda, need: Need, reason: str, out: list[Command], forced: bool
     ) -> bool:
-        if self.resident(lane, need) is not None:
+        if self.resident(agenda, need) is not None:
             return True  # looking for the cheapest region would find the one it has
-        first = self._region(lane, need, forced)
+        first = self._region(agenda, need, forced)
         if first is None:
             return False
-        slots = lane.slots
+        slots = agenda.slots
         for slot, piece in enumerate(need.pieces, first):
             elsewhere = slots.where.get(piece)
             if elsewhere is not None and elsewhere != slot:
-                self._evict(lane, elsewhere, out)
+                self._evict(agenda, elsewhere, out)
         missing: list[tuple[Piece, int]] = []
         for slot, piece in enumerate(need.pieces, first):
             there = slots.piece[slot]
             if there == piece:
                 continue
             if there is not None:
-                self._evict(lane, slot, out)
+                self._evict(agenda, slot, out)
             missing.append((piece, slot))
-        self._copy_all(lane, missing, need.cut, reason, out)
+        self._copy_all(agenda, missing, need.cut, reason, out)
         return True
 
-    def _region(self, lane: Lane, need: Need, forced: bool) -> int | None:
+    def _region(self, agenda: Agenda, need: Need, forced: bool) -> int | None:
         """The first slot of the region that costs least; None if none can be had."""
         n = len(need.pieces)
-        regions: Iterable[int] = range(0, lane.slots.n_slots - n + 1, n)
-        anchors = self._anchors(lane, need, forced)
+        regions: Iterable[int] = range(0, agenda.slots.n_slots - n + 1, n)
+        anchors = self._anchors(agenda, need, forced)
         if anchors:
             regions = anchors & set(regions) if len(anchors) == 1 else ()
         best: tuple[int, ...] | None = None
         for first in regions:
-            cost = self._region_cost(lane, need, first, forced)
+            cost = self._region_cost(agenda, need, first, forced)
             if cost is not None and (best is None or cost < best):
                 best = cost
         return None if best is None else best[-1]
 
-    def _anchors(self, lane: Lane, need: Need, forced: bool) -> set[int]:
+    def _anchors(self, agenda: Agenda, need: Need, forced: bool) -> set[int]:
         """Where the region has to begin for those of the need's pieces that may not move."""
-        slots, anchors = lane.slots, set()
+        slots, anchors = agenda.slots, set()
         for i, piece in enumerate(need.pieces):
             slot = slots.where.get(piece)
             if slot is not None and (
@@ -240,10 +240,10 @@ class Placer:
         return anchors
 
     def _region_cost(
-        self, lane: Lane, need: Need, first: int, forced: bool
+        self, agenda: Agenda, need: Need, first: int, forced: bool
     ) -> tuple[int, ...] | None:
         """Pieces lost that are wanted, that are guessed, copies, last use, and `first` itself."""
-        slots, wanted, own = lane.slots, self.wanted, set(need.pieces)
+        slots, wanted, own = agenda.slots, self.wanted, set(need.pieces)
         n_wanted = n_guessed = n_copies = last_use = 0
         for slot, piece in enumerate(need.pieces, first):
             there = slots.piece[slot]
@@ -256,10 +256,10 @@ class Placer:
                 return None
             if there not in own:
                 cuts = wanted.get(there)
-                if not forced and (there in lane.pinned or (cuts and cuts[0] <= need.cut)):
+                if not forced and (there in agenda.pinned or (cuts and cuts[0] <= need.cut)):
                     return None
-                n_wanted += cuts is not None or there in lane.pinned
-                n_guessed += there in lane.live
+                n_wanted += cuts is not None or there in agenda.pinned
+                n_guessed += there in agenda.guessed_for
             last_use = max(last_use, slots.last_use[slot])
         return n_wanted, n_guessed, n_copies, last_use, first
 
@@ -267,20 +267,20 @@ class Placer:
 
     def _copy_all(
         self,
-        lane: Lane,
+        agenda: Agenda,
         pairs: Sequence[tuple[Piece, int]],
         cut: int,
         reason: str,
         out: list[Command],
     ) -> None:
-        slots, fresh, renew = lane.slots, lane.fresh, lane.queue.renew
+        slots, copy_reason, renew = agenda.slots, agenda.copy_reason, agenda.queue.renew
         for piece, slot in pairs:
             slots.reserve(slot, piece)
         for piece, slot in pairs:
             slots.load(slot)
-            fresh[slot] = reason
+            copy_reason[slot] = reason
             renew(slot)
-            out.append(Copy(lane.arena, slot, piece, cut, reason, slots.last_use[slot] or None))
+            out.append(Copy(agenda.pool, slot, piece, cut, reason, slots.last_use[slot] or None))
         self.counters.copies[reason] += len(pairs)
 
 

@@ -12,7 +12,7 @@ from offload.ggml.pydevice import Backend
 from offload.model import ModelFacts, layer_of
 from offload.plan.placement import MARGIN_BYTES, NCpuMoe, Plan, make_plan
 from offload.plan.sim import parse_sim
-from offload.schedule.keep import make_keep
+from offload.schedule.cache_rules import make_cache_rule
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import SlotTable
 from offload.streaming.copy import Copier, DeviceCopier, Link, ThreadCopier
@@ -33,7 +33,7 @@ class StreamingOptions:
     depth: int = 8  # cuts that copies run ahead
     prefetch: bool = True  # guess a verification batch's experts from the last one's
     n_guesses: int = 64  # guessed experts under way at most (docs/log.md)
-    cache: str = "lru"  # lru, lfu or static
+    cache: str = "lru"  # one of CACHE_RULES
     trace: Trace = NO_TRACE
 
 
@@ -76,7 +76,7 @@ def stream_maker(plan: Plan, choice: DeviceChoice, options: StreamingOptions) ->
         if not options.overlap or not plan.arenas:
             return SerialStream(buft, backend, copier=_copier(choice, backend, options))
         table = SlotTable({i: arena.n_slots for i, arena in enumerate(plan.arenas)})
-        schedule = Schedule(table, make_keep(options.cache), options.depth, options.n_guesses)
+        schedule = Schedule(table, make_cache_rule(options.cache), options.depth, options.n_guesses)
         return ScheduledStream(
             buft,
             backend,

@@ -216,7 +216,7 @@ class ScheduledStream:
 
     def _copy_span(self, span: Span, reason: str) -> None:
         source = tensor.at(self._sources[span.weight])
-        arena = self._arena(span.arena, self._sources[span.weight])
+        arena = self._arena(span.pool, self._sources[span.weight])
         size = arena.slot_bytes
         transfer = Transfer(
             arena.slots(span.slot, span.n),

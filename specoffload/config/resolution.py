@@ -123,8 +123,8 @@ def parse_crossover(text: str | None) -> Crossover:
 
 
 def _streaming(options: Options) -> StreamingOptions:
-    if options.expert_cache not in ("lru", "lfu", "static"):
-        raise UsageError(f"--expert-cache {options.expert_cache}: must be lru, lfu or static")
+    if options.expert_cache not in ("lru", "lfu"):
+        raise UsageError(f"--expert-cache {options.expert_cache}: must be lru or lfu")
     if options.prefetch_depth < 0:
         raise UsageError(f"--prefetch-depth {options.prefetch_depth}: must be 0 or more")
     if options.n_gpu_layers is not None and options.n_gpu_layers < 0:

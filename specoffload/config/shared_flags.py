@@ -59,7 +59,7 @@ def _flags(
         ),
     ] = None,
     expert_cache: Annotated[
-        str, typer.Option("--expert-cache", help="Which slots are replaced: lru, lfu or static.")
+        str, typer.Option("--expert-cache", help="Which slots are replaced: lru or lfu.")
     ] = "lru",
     prefetch_depth: Annotated[
         int, typer.Option("--prefetch-depth", help="Weights that copies run ahead.")

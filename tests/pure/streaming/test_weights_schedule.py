@@ -8,8 +8,8 @@ from functools import lru_cache
 import pytest
 
 from offload.errors import DoesNotFit
+from offload.schedule.cache_rules import Lru
 from offload.schedule.commands import Copy, Evict, Need
-from offload.schedule.keep import Lru, Static
 from offload.schedule.schedule import Schedule, _pinned
 from offload.schedule.slots import SlotTable
 
@@ -26,8 +26,8 @@ def whole(cut: int, weight: int, n: int) -> Need:
     return Need(cut, 0, tuple((weight, e) for e in range(n)), contiguous=True)
 
 
-def schedule_of(n_slots: int, depth: int, guess_limit: int = 16, wrap: bool = False) -> Schedule:
-    return Schedule(SlotTable({0: n_slots}), Lru(), depth, guess_limit, wrap=wrap)
+def schedule_of(n_slots: int, depth: int, guess_limit: int = 16) -> Schedule:
+    return Schedule(SlotTable({0: n_slots}), Lru(), depth, guess_limit)
 
 
 def run(schedule: Schedule, needs: list[Need]) -> list[Copy]:
@@ -251,16 +251,6 @@ def test_pinned_weights_are_spread_so_that_the_link_is_busy_evenly(n_slots: int)
         assert abs(share - len(pinned) / 4) < 1
 
 
-def test_wrapping_fetches_the_first_cuts_of_the_next_graph() -> None:
-    schedule = schedule_of(3, depth=2, wrap=True)
-    needs = [dense(cut, cut) for cut in range(6)]
-    run(schedule, needs)
-    assert [c.piece for c in run(schedule, needs)[-2:]] == [(0, 0), (1, 0)]
-    third = run(schedule, needs)
-    assert third[0].cut == 2
-    assert schedule.counters.prefetched_wasted == 0
-
-
 def test_a_piece_that_two_cuts_use_at_once_is_there_once() -> None:
     schedule = schedule_of(1, depth=1)
     schedule.begin(2)
@@ -297,7 +287,7 @@ def test_a_need_that_does_not_fit_says_by_how_much_and_changes_nothing() -> None
     schedule.issue(0)
     schedule.enter(0)
     before = repr(schedule.table)
-    with pytest.raises(DoesNotFit, match=r"needs 2 slots of arena 0, but it has 4, 3 of them"):
+    with pytest.raises(DoesNotFit, match=r"needs 2 slots of pool 0, but it has 4, 3 of them"):
         schedule.enter(1)
     assert repr(schedule.table) == before
     schedule.leave(0)
@@ -319,7 +309,7 @@ def test_a_whole_weight_that_does_not_fit_is_refused() -> None:
     schedule.begin(1)
     schedule.need(whole(0, 1, 5))
     assert schedule.issue(0) == []
-    with pytest.raises(DoesNotFit, match=r"needs 5 slots of arena 0 in a row, but it has 4"):
+    with pytest.raises(DoesNotFit, match=r"needs 5 slots of pool 0 in a row, but it has 4"):
         schedule.enter(0)
 
 
@@ -389,12 +379,3 @@ def test_known_cuts_are_served_with_as_few_copies_as_brute_force_finds() -> None
                 schedule.leave(cut)
             copies = sum(schedule.counters.copies.values())
             assert copies == fewest_copies(sequence, n_slots), (sequence, n_slots)
-
-
-def test_static_keeps_the_measured_favourites_whatever_is_used_now() -> None:
-    keep = Static({(1, 0): 9, (1, 1): 5})
-    schedule = Schedule(SlotTable({0: 3}), keep, 1)
-    for used in (0, 1, 2, 3, 4, 2, 3):
-        run(schedule, [experts(0, 1, used)])
-    where = schedule.table.arenas[0].where
-    assert {(1, 0), (1, 1)} < where.keys()

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights_machine import Driver, Graph
 
+from offload.schedule.cache_rules import CACHE_RULES, make_cache_rule
 from offload.schedule.commands import Need
-from offload.schedule.keep import KEEPS, make_keep
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import SlotTable
 
-N_ARENAS = 2
+N_POOLS = 2
 DENSE, WHOLE, EXPERTS = "dense", "whole", "experts"
 
 
 def random_graph(rng: random.Random, n_experts: int, n_weights: int, guessing: str) -> Graph:
-    """Layers of dense, whole and routed needs over weights `arena * 100 + i`."""
+    """Layers of dense, whole and routed needs over weights `pool * 100 + i`."""
     needs: list[Need] = []
     known: set[int] = set()
     groups: dict[int, tuple[int, ...]] = {}
@@ -36,16 +36,16 @@ def random_graph(rng: random.Random, n_experts: int, n_weights: int, guessing: s
             group = tuple(range(cut, cut + rng.randint(1, 3)))
             groups[cut] = group
             for member in group:
-                arena, weight = _weight(rng, n_weights)
-                needs.append(Need(member, arena, tuple((weight, e) for e in used)))
+                pool, weight = _weight(rng, n_weights)
+                needs.append(Need(member, pool, tuple((weight, e) for e in used)))
             continue
         known.add(cut)
-        arena, weight = _weight(rng, n_weights)
+        pool, weight = _weight(rng, n_weights)
         if kind == WHOLE:
             pieces = tuple((weight, e) for e in range(n_experts))
-            needs.append(Need(cut, arena, pieces, contiguous=True))
+            needs.append(Need(cut, pool, pieces, contiguous=True))
         else:
-            needs.append(Need(cut, arena, ((weight + 50, 0),)))
+            needs.append(Need(cut, pool, ((weight + 50, 0),)))
     guesses = [
         guess
         for group in groups.values()
@@ -56,8 +56,8 @@ def random_graph(rng: random.Random, n_experts: int, n_weights: int, guessing: s
 
 
 def _weight(rng: random.Random, n_weights: int) -> tuple[int, int]:
-    arena = rng.randrange(N_ARENAS)
-    return arena, 100 * arena + rng.randrange(n_weights)
+    pool = rng.randrange(N_POOLS)
+    return pool, 100 * pool + rng.randrange(n_weights)
 
 
 def _guess(rng: random.Random, need: Need, n_experts: int, guessing: str) -> Need | None:
@@ -74,9 +74,9 @@ def _guess(rng: random.Random, need: Need, n_experts: int, guessing: str) -> Nee
     return None
 
 
-def smallest(graphs: list[Graph], arena: int) -> int:
-    """Slots of the smallest arena in which each cut fits alone."""
-    sizes = [len(set(n.pieces)) for g in graphs for n in g.needs if n.arena == arena]
+def smallest(graphs: list[Graph], pool: int) -> int:
+    """Slots of the smallest pool in which each cut fits alone."""
+    sizes = [len(set(n.pieces)) for g in graphs for n in g.needs if n.pool == pool]
     return max(sizes, default=1)
 
 
@@ -88,10 +88,9 @@ def smallest(graphs: list[Graph], arena: int) -> int:
     spare=st.tuples(st.integers(0, 12), st.integers(0, 12)),
     depth=st.sampled_from((0, 1, 2, 3, 5, 1000)),
     guess_limit=st.sampled_from((0, 1, 4, 100)),
-    keep=st.sampled_from(sorted(KEEPS)),
+    rule=st.sampled_from(sorted(CACHE_RULES)),
     guessing=st.sampled_from(("right", "partly", "wrong", "none")),
     repeat=st.booleans(),
-    wrap=st.booleans(),
     aborts=st.booleans(),
 )
 def test_every_cut_reads_the_pieces_it_asked_for(
@@ -101,18 +100,16 @@ def test_every_cut_reads_the_pieces_it_asked_for(
     spare: tuple[int, int],
     depth: int,
     guess_limit: int,
-    keep: str,
+    rule: str,
     guessing: str,
     repeat: bool,
-    wrap: bool,
     aborts: bool,
 ) -> None:
     rng = random.Random(seed)
     graphs = [random_graph(rng, n_experts, n_weights, guessing) for _ in range(1 if repeat else 3)]
     graphs = graphs * 3 if repeat else graphs
-    table = SlotTable({a: smallest(graphs, a) + spare[a] for a in range(N_ARENAS)})
-    popularity = {(w, e): w * e % 7 for w in range(200) for e in range(n_experts)}
-    schedule = Schedule(table, make_keep(keep, popularity), depth, guess_limit, wrap=wrap)
+    table = SlotTable({a: smallest(graphs, a) + spare[a] for a in range(N_POOLS)})
+    schedule = Schedule(table, make_cache_rule(rule), depth, guess_limit)
     driver = Driver(schedule, rng)
     expected: list[tuple[int, tuple[tuple[int, int], ...]]] = []
     for graph in graphs:
@@ -132,15 +129,17 @@ def test_every_cut_reads_the_pieces_it_asked_for(
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32), depth=st.integers(0, 4), keep=st.sampled_from(sorted(KEEPS)))
-def test_when_everything_fits_nothing_is_copied_twice(seed: int, depth: int, keep: str) -> None:
+@given(
+    seed=st.integers(0, 2**32), depth=st.integers(0, 4), rule=st.sampled_from(sorted(CACHE_RULES))
+)
+def test_when_everything_fits_nothing_is_copied_twice(seed: int, depth: int, rule: str) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng, 4, 3, "partly")
     for i, need in enumerate(graph.needs):
         graph.needs[i] = need._replace(contiguous=False)
     graph.guesses.clear()
     pieces = {piece for need in graph.needs for piece in need.pieces}
-    schedule = Schedule(SlotTable({0: len(pieces), 1: len(pieces)}), make_keep(keep), depth)
+    schedule = Schedule(SlotTable({0: len(pieces), 1: len(pieces)}), make_cache_rule(rule), depth)
     driver = Driver(schedule, rng)
     for _ in range(3):
         driver.run(graph)
@@ -150,17 +149,17 @@ def test_when_everything_fits_nothing_is_copied_twice(seed: int, depth: int, kee
 
 
 @pytest.mark.parametrize("guessing", ["right", "partly", "wrong"])
-@pytest.mark.parametrize("keep", sorted(KEEPS))
+@pytest.mark.parametrize("rule", sorted(CACHE_RULES))
 def test_any_depth_guess_and_policy_computes_what_the_serial_twin_computes(
-    guessing: str, keep: str
+    guessing: str, rule: str
 ) -> None:
     for seed in range(10):
         computed = []
         for depth in (0, 1, 4):
             rng = random.Random(seed)
             graphs = [random_graph(rng, 4, 3, guessing) for _ in range(3)]
-            table = SlotTable({a: smallest(graphs, a) + 2 for a in range(N_ARENAS)})
-            driver = Driver(Schedule(table, make_keep(keep), depth), random.Random(depth))
+            table = SlotTable({a: smallest(graphs, a) + 2 for a in range(N_POOLS)})
+            driver = Driver(Schedule(table, make_cache_rule(rule), depth), random.Random(depth))
             for graph in graphs:
                 driver.run(graph)
             driver.machine.finish()

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.errors import OffloadError
-from offload.schedule.coalesce import Span, coalesce, max_pieces
+from offload.schedule.cache_rules import CACHE_RULES, Lfu, Lru, VictimQueue, make_cache_rule
+from offload.schedule.coalesce import Span, coalesce
 from offload.schedule.commands import Copy
-from offload.schedule.keep import KEEPS, Lfu, Lru, Static, VictimQueue, make_keep
 from offload.schedule.predict import Routing, expected_union, whole_is_better
-from offload.schedule.slots import LEGAL, STATES, ArenaSlots, IllegalMove, SlotTable
+from offload.schedule.slots import LEGAL, STATES, IllegalMove, PoolSlots, SlotTable
 
 # -- slots ---------------------------------------------------------------------------------------
 
 
 def test_a_slot_lives_from_free_to_in_use_and_back() -> None:
     table = SlotTable({0: 2})
-    slots = table.arenas[0]
+    slots = table.pools[0]
     story = [table.state_of(0, 0)]
     for step in (
         lambda: slots.reserve(0, (7, 3)),
@@ -42,19 +42,19 @@ def test_a_slot_lives_from_free_to_in_use_and_back() -> None:
 def test_the_table_is_readable() -> None:
     table = SlotTable({0: 20, 7: 4})
     for slot in range(5):
-        table.arenas[0].reserve(slot, (1, slot))
+        table.pools[0].reserve(slot, (1, slot))
     for slot in range(4):
-        table.arenas[0].load(slot)
-    table.arenas[0].landed(0)
-    table.arenas[0].acquire([0], 1)
-    table.arenas[0].landed(1)
+        table.pools[0].load(slot)
+    table.pools[0].landed(0)
+    table.pools[0].acquire([0], 1)
+    table.pools[0].landed(1)
     assert repr(table) == "<SlotTable 24: 1 in use, 1 ready, 2 loading, 1 reserved, 19 free>"
     assert table.slot_of(0, (1, 4)) == 4
     assert table.slot_of(7, (1, 4)) is None
 
 
 def test_illegal_moves_say_what_was_tried() -> None:
-    slots = ArenaSlots(2)
+    slots = PoolSlots(2)
     with pytest.raises(IllegalMove, match="slot 0 is free and cannot become ready"):
         slots.landed(0)
     slots.reserve(0, (1, 1))
@@ -71,13 +71,13 @@ def test_illegal_moves_say_what_was_tried() -> None:
     with pytest.raises(IllegalMove, match="released more often"):
         slots.release([0])
     with pytest.raises(ValueError, match="at least one slot"):
-        ArenaSlots(0)
+        PoolSlots(0)
 
 
 def test_a_broken_table_is_noticed() -> None:
     for damage in ("piece", "users", "state", "where"):
         table = SlotTable({0: 2})
-        slots = table.arenas[0]
+        slots = table.pools[0]
         slots.reserve(0, (1, 1))
         if damage == "piece":
             slots.piece[1] = (1, 1)
@@ -93,17 +93,17 @@ def test_a_broken_table_is_noticed() -> None:
 
 def test_one_piece_in_two_arenas_is_noticed() -> None:
     table = SlotTable({0: 1, 1: 1})
-    table.arenas[0].reserve(0, (1, 1))
-    table.arenas[1].reserve(0, (1, 1))
-    with pytest.raises(AssertionError, match="in two arenas"):
+    table.pools[0].reserve(0, (1, 1))
+    table.pools[1].reserve(0, (1, 1))
+    with pytest.raises(AssertionError, match="in two pools"):
         table.check()
 
 
 def test_a_random_walk_makes_only_the_moves_of_the_table() -> None:
     rng = random.Random(3)
-    slots = ArenaSlots(4)
+    slots = PoolSlots(4)
     table = SlotTable({0: 4})
-    table.arenas[0] = slots
+    table.pools[0] = slots
     seen: Counter[tuple[int, int]] = Counter()
     for use in range(1, 4000):
         slot = rng.randrange(4)
@@ -135,68 +135,57 @@ def test_a_random_walk_makes_only_the_moves_of_the_table() -> None:
 A, B, C = (0, 0), (0, 1), (0, 2)
 
 
-def order(keep: object) -> list[tuple[int, int]]:
-    return sorted((A, B, C), key=keep.rank)  # type: ignore[attr-defined]
+def order(rule: object) -> list[tuple[int, int]]:
+    return sorted((A, B, C), key=rule.rank)  # type: ignore[attr-defined]
 
 
 def test_lru_gives_up_what_was_used_longest_ago() -> None:
-    keep = Lru()
+    rule = Lru()
     for now, piece in enumerate((A, B, C, A), 1):
-        keep.touched([piece], now)
-    assert order(keep) == [B, C, A]
+        rule.touched([piece], now)
+    assert order(rule) == [B, C, A]
 
 
 def test_lfu_gives_up_what_is_used_least_but_forgets_old_fame() -> None:
-    keep = Lfu(half_life=10)
+    rule = Lfu(half_life=10)
     for now in range(5):
-        keep.touched([A, B], now)
-    keep.touched([B], 5)
-    keep.touched([C], 6)
-    assert order(keep) == [C, A, B]
-    keep.touched([C], 60)  # five half-lives later one use outweighs six old ones
-    assert order(keep) == [A, B, C]
+        rule.touched([A, B], now)
+    rule.touched([B], 5)
+    rule.touched([C], 6)
+    assert order(rule) == [C, A, B]
+    rule.touched([C], 60)  # five half-lives later one use outweighs six old ones
+    assert order(rule) == [A, B, C]
 
 
 def test_lfu_counts_decay_by_half_per_half_life() -> None:
-    keep = Lfu(half_life=8)
+    rule = Lfu(half_life=8)
     for now in (0, 3, 3, 20):
-        keep.touched([A], now)
+        rule.touched([A], now)
     count = sum(2.0 ** (now / 8) for now in (0, 3, 3, 20))
-    assert keep.rank(A) == pytest.approx(np.log2(count))
-    keep.touched([A], 10**7)  # no overflow
-    assert keep.rank(A) == pytest.approx(10**7 / 8)
+    assert rule.rank(A) == pytest.approx(np.log2(count))
+    rule.touched([A], 10**7)  # no overflow
+    assert rule.rank(A) == pytest.approx(10**7 / 8)
 
 
-def test_static_goes_by_measured_popularity_then_by_last_use() -> None:
-    keep = Static({A: 3, B: 9})
-    keep.touched([C], 1)
-    keep.touched([A], 50)
-    assert order(keep) == [C, A, B]
-    even = Static({})
-    for now, piece in enumerate((B, C, A), 1):
-        even.touched([piece], now)
-    assert order(even) == [B, C, A]
-
-
-def test_policies_are_made_by_name_and_a_wrong_name_gets_a_hint() -> None:
-    assert {name: type(make_keep(name)).__name__ for name in KEEPS} == {
-        "lru": "Lru", "lfu": "Lfu", "static": "Static",
+def test_cache_rules_are_made_by_name_and_a_wrong_name_gets_a_hint() -> None:
+    assert {name: type(make_cache_rule(name)).__name__ for name in CACHE_RULES} == {
+        "lru": "Lru", "lfu": "Lfu",
     }  # fmt: skip
     with pytest.raises(OffloadError, match="did you mean lru"):
-        make_keep("lur")
-    with pytest.raises(OffloadError, match="there are lru, lfu, static"):
-        make_keep("belady")
+        make_cache_rule("lur")
+    with pytest.raises(OffloadError, match="there are lru, lfu"):
+        make_cache_rule("belady")
     with pytest.raises(OffloadError, match="over 0 cuts"):
         Lfu(half_life=0)
 
 
 @settings(max_examples=100, deadline=None)
-@given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(KEEPS)))
+@given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(CACHE_RULES)))
 def test_the_lazy_queue_takes_what_sorting_everything_would_take(seed: int, name: str) -> None:
     rng = random.Random(seed)
     n = rng.randint(1, 8)
-    slots, keep = ArenaSlots(n), make_keep(name, {(0, e): e % 3 for e in range(20)})
-    queue = VictimQueue(slots, keep)
+    slots, rule = PoolSlots(n), make_cache_rule(name)
+    queue = VictimQueue(slots, rule)
     for now in range(1, 60):
         for slot in [s for s in range(n) if slots.piece[s] is None]:
             slots.reserve(
@@ -206,7 +195,7 @@ def test_the_lazy_queue_takes_what_sorting_everything_would_take(seed: int, name
             queue.renew(slot)
             queue.offer(slot)
         touched = rng.sample(sorted(slots.where), rng.randint(0, n))
-        keep.touched(touched, now)
+        rule.touched(touched, now)
         protected = set(rng.sample(sorted(slots.where), rng.randint(0, n)))
         plain = [p for p in slots.where if p not in protected]
         slot = queue.take(protected, ())
@@ -214,15 +203,15 @@ def test_the_lazy_queue_takes_what_sorting_everything_would_take(seed: int, name
             assert not plain
         else:
             piece = slots.evict(slot)
-            assert keep.rank(piece) == min(keep.rank(p) for p in plain)
+            assert rule.rank(piece) == min(rule.rank(p) for p in plain)
         queue.offer_dropped()
 
 
 # -- spans ---------------------------------------------------------------------------------------
 
 
-def copy(slot: int, expert: int, after: int | None = None, weight: int = 1, arena: int = 0) -> Copy:
-    return Copy(arena, slot, (weight, expert), 0, "needed", after)
+def copy(slot: int, expert: int, after: int | None = None, weight: int = 1, pool: int = 0) -> Copy:
+    return Copy(pool, slot, (weight, expert), 0, "needed", after)
 
 
 def test_neighbours_become_one_span_that_waits_for_the_last_reader() -> None:
@@ -234,26 +223,18 @@ def test_neighbours_become_one_span_that_waits_for_the_last_reader() -> None:
 
 def test_only_neighbours_in_slot_expert_weight_and_arena_are_joined() -> None:
     first = copy(3, 10)
-    for other in (copy(5, 11), copy(4, 12), copy(4, 11, weight=2), copy(4, 11, arena=1),
+    for other in (copy(5, 11), copy(4, 12), copy(4, 11, weight=2), copy(4, 11, pool=1),
                   copy(2, 9)):  # fmt: skip
         assert len(coalesce([first, other])) == 2
     assert coalesce([]) == []
 
 
-def test_a_span_is_no_longer_than_asked() -> None:
-    spans = coalesce([copy(i, i) for i in range(7)], max_pieces=3)
-    assert [(s.slot, s.n) for s in spans] == [(0, 3), (3, 3), (6, 1)]
-    with pytest.raises(ValueError, match="room for one piece"):
-        coalesce([], max_pieces=0)
-    assert [max_pieces(n, 100) for n in (10, 100, 250)] == [1, 1, 2]
-
-
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20), st.integers(1, 5))
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))
 def test_spans_copy_the_same_bytes_in_the_same_order(
-    pairs: list[tuple[int, int]], longest: int
+    pairs: list[tuple[int, int]],
 ) -> None:
-    spans = coalesce([copy(slot, expert) for slot, expert in pairs], longest)
+    spans = coalesce([copy(slot, expert) for slot, expert in pairs])
     assert [(s.slot + i, s.expert + i) for s in spans for i in range(s.n)] == pairs
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from offload.schedule.cache_rules import make_cache_rule
 from offload.schedule.commands import Need
-from offload.schedule.keep import make_keep
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import SlotTable
 
@@ -54,8 +54,8 @@ def routed(seed: int) -> Callable[[], list[Need]]:
     return graph
 
 
-def schedule_of(n_slots: int, keep: str = "lru") -> Schedule:
-    return Schedule(SlotTable({0: n_slots}), make_keep(keep), depth=3)
+def schedule_of(n_slots: int, rule: str = "lru") -> Schedule:
+    return Schedule(SlotTable({0: n_slots}), make_cache_rule(rule), depth=3)
 
 
 def test_a_cut_costs_no_more_in_a_large_arena(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from offload.schedule.commands import Command, Copy, Entered, Evict, Need
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import Piece
 
-Place = tuple[int, int]  # arena, slot
+Place = tuple[int, int]  # pool, slot
 
 
 @dataclass
@@ -53,20 +53,20 @@ class Machine:
 
     def enqueue(self, commands: list[Command] | tuple[Command, ...]) -> None:
         copies = [command for command in commands if isinstance(command, Copy)]
-        places = [(copy.arena, copy.slot) for copy in copies]
+        places = [(copy.pool, copy.slot) for copy in copies]
         assert len(places) == len(set(places)), "two copies of one batch into the same slot"
-        for span in coalesce(copies, max_pieces=3):
+        for span in coalesce(copies):
             writes: dict[Place, Piece] = {
-                (span.arena, span.slot + i): (span.weight, span.expert + i) for i in range(span.n)
+                (span.pool, span.slot + i): (span.weight, span.expert + i) for i in range(span.n)
             }
             self.n_enqueued += 1
             self.copies.append(Transfer(self.n_enqueued, span.after, writes))
             for piece in writes.values():
                 self.ticket_of[piece] = self.n_enqueued
 
-    def submit(self, cut: int, arena: int, pieces: tuple[Piece, ...], entered: Entered) -> None:
+    def submit(self, cut: int, pool: int, pieces: tuple[Piece, ...], entered: Entered) -> None:
         waits = max((self.ticket_of[piece] for piece in entered.waits), default=0)
-        reads = {(arena, s): p for s, p in zip(entered.slots, pieces, strict=True)}
+        reads = {(pool, s): p for s, p in zip(entered.slots, pieces, strict=True)}
         self.kernels.append(Kernel(entered.use, cut, waits, reads))
 
     def step_copy(self) -> bool:
@@ -195,7 +195,7 @@ class Driver:
             entered = schedule.enter(cut)
         except DoesNotFit:
             schedule.check()
-            assert self.open, "the smallest legal arena has to do when nothing else is open"
+            assert self.open, "the smallest legal pool has to do when nothing else is open"
             self._leave_all()
             entered = schedule.enter(cut)
         if ready:
@@ -209,7 +209,7 @@ class Driver:
             assert entered.slots[0] % n == 0
             assert entered.slots == tuple(range(entered.slots[0], entered.slots[0] + n))
         self._after(list(entered.issued))
-        self.machine.submit(cut, need.arena, need.pieces, entered)
+        self.machine.submit(cut, need.pool, need.pieces, entered)
         self.open.append(cut)
         if len(self.open) > self.rng.randint(0, self.hold):
             self._leave_all()

@@ -1,6 +1,6 @@
-"""Which cached pieces are worth keeping: replacement policies, and the queue they order.
+"""Cache rules: which pieces are worth keeping, and the queue of those that are not.
 
-A policy gives each piece a rank; the lowest goes first. A rank may change only when the piece is
+A rule gives each piece a rank; the lowest goes first. A rank may change only when the piece is
 touched, and only upwards, so that a queue can be kept sorted lazily: `VictimQueue` looks at a rank
 again only when its piece has come to the front.
 """
@@ -10,17 +10,17 @@ from __future__ import annotations
 import difflib
 import heapq
 import math
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container
 from typing import Protocol
 
 from offload.errors import OffloadError
-from offload.schedule.slots import LOADING, READY, ArenaSlots, Piece
+from offload.schedule.slots import LOADING, READY, Piece, PoolSlots
 
 NEVER = -math.inf  # the rank of a piece that was copied but never used
 
 
-class Keep(Protocol):
-    """A replacement policy over pieces, whatever arena they are in."""
+class CacheRule(Protocol):
+    """Ranks pieces, whatever pool they are in."""
 
     def touched(self, pieces: Collection[Piece], now: int) -> None:
         """A cut uses the pieces; `now` grows by one with each cut."""
@@ -67,53 +67,30 @@ class Lfu:
         return self._rank.get(piece, NEVER)
 
 
-class Static:
-    """Keep what was popular when it was measured; among equals what was used last."""
-
-    def __init__(self, popularity: Mapping[Piece, int]) -> None:
-        """`popularity`: uses of each piece in a measured run; a piece that is not in it has 0."""
-        self._popularity = popularity
-        self._last: dict[Piece, int] = {}
-
-    def touched(self, pieces: Collection[Piece], now: int) -> None:
-        last = self._last
-        for piece in pieces:
-            last[piece] = now
-
-    def rank(self, piece: Piece) -> float:
-        # Below one, so that it decides between equal counts only.
-        recency = 1.0 - 1.0 / (1.0 + self._last.get(piece, 0))
-        return self._popularity.get(piece, 0) + recency
+CACHE_RULES: dict[str, Callable[[], CacheRule]] = {"lru": Lru, "lfu": Lfu}
 
 
-KEEPS: dict[str, Callable[[Mapping[Piece, int]], Keep]] = {
-    "lru": lambda popularity: Lru(),
-    "lfu": lambda popularity: Lfu(),
-    "static": Static,
-}
-
-
-def make_keep(name: str, popularity: Mapping[Piece, int] | None = None) -> Keep:
-    """The policy of that name. Raises OffloadError for a name that is not in KEEPS."""
-    if name not in KEEPS:
-        near = difflib.get_close_matches(name, KEEPS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(KEEPS)}"
-        raise OffloadError(f"no replacement policy is called {name!r}: {hint}")
-    return KEEPS[name](popularity or {})
+def make_cache_rule(name: str) -> CacheRule:
+    """The rule of that name. Raises OffloadError for a name that is not in CACHE_RULES."""
+    if name not in CACHE_RULES:
+        near = difflib.get_close_matches(name, CACHE_RULES, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(CACHE_RULES)}"
+        raise OffloadError(f"no cache rule is called {name!r}: {hint}")
+    return CACHE_RULES[name]()
 
 
 class VictimQueue:
-    """The plainly cached pieces of one arena, the one to lose first in front.
+    """The plainly cached pieces of one pool, the one to lose first in front.
 
-    Plain means: nobody uses it, no known need wants it, no live guess names it. Entries that turn
-    out not to be plain are dropped when they reach the front; whoever makes a slot plain again
-    offers it again. So a hit costs the queue nothing.
+    Plain means: nobody uses it, no known need wants it, no guess that still stands names it.
+    Entries that turn out not to be plain are dropped when they reach the front; whoever makes a
+    slot plain again offers it again. So a hit costs the queue nothing.
     """
 
-    __slots__ = ("_heap", "_keep", "_slots", "_version", "dropped", "queued")
+    __slots__ = ("_heap", "_rule", "_slots", "_version", "dropped", "queued")
 
-    def __init__(self, slots: ArenaSlots, keep: Keep) -> None:
-        self._slots, self._keep = slots, keep
+    def __init__(self, slots: PoolSlots, rule: CacheRule) -> None:
+        self._slots, self._rule = slots, rule
         self._heap: list[tuple[float, int, int]] = []  # rank, slot, version
         self._version = [0] * slots.n_slots  # counts the pieces a slot has held
         self.queued = [False] * slots.n_slots
@@ -130,7 +107,7 @@ class VictimQueue:
         piece = self._slots.piece[slot]
         if piece is not None and not self.queued[slot]:
             self.queued[slot] = True
-            heapq.heappush(self._heap, (self._keep.rank(piece), slot, self._version[slot]))
+            heapq.heappush(self._heap, (self._rule.rank(piece), slot, self._version[slot]))
 
     def offer_dropped(self) -> None:
         """Nothing is wanted any more: every slot may be plain."""
@@ -144,7 +121,7 @@ class VictimQueue:
     def take(
         self,
         wanted: Container[Piece],
-        live: Container[Piece] = (),
+        guessed: Container[Piece] = (),
         pinned: Container[Piece] = (),
     ) -> int | None:
         """Remove and return the first slot whose piece is in none of the three; None if none."""
@@ -160,14 +137,14 @@ class VictimQueue:
                 piece is None
                 or (state != READY and state != LOADING)
                 or piece in wanted
-                or piece in live
+                or piece in guessed
                 or piece in pinned
             ):
                 heapq.heappop(heap)
                 self.queued[slot] = False
                 self.dropped.append(slot)
                 continue
-            now = self._keep.rank(piece)
+            now = self._rule.rank(piece)
             if now != rank:
                 heapq.heapreplace(heap, (now, slot, version))
                 continue
