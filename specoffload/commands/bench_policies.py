@@ -32,6 +32,7 @@ from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.profiling import SEQUENCE, real_text
 from specoffload.session.session import Session
+from specoffload.session.speculation import Speculation
 
 DEFAULT = "throughput"
 PLAIN = "fixed 0"
@@ -173,7 +174,8 @@ def _token_s(engine: Engine, n: int = 24) -> tuple[float, float]:
 def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> dict[str, Any]:
     """The sweep, then the best of it beside the default and plain decoding, prompt by prompt."""
     kinds = mixed_prompts()
-    default = session.speculation.policy
+    speculation = speculation_of(session)
+    default = speculation.policy
     makes = hand_tuned()
     sweep: dict[str, float] = {}
     contenders: dict[str, Policy] = {name: make() for name, make in makes.items()}
@@ -197,8 +199,8 @@ def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> d
         "policies": sweep | rates,
         "sweep": sweep,
         "final": rates,
-        "profile": list(session.speculation.costs.step_s),
-        "draft_step_s": session.speculation.costs.draft_step_s,
+        "profile": list(speculation.costs.step_s),
+        "draft_step_s": speculation.costs.draft_step_s,
         "best_tuned": best,
         "default_vs_best_tuned": rates[DEFAULT] / rates[best],
         "default_vs_plain": rates[DEFAULT] / rates[PLAIN],
@@ -211,10 +213,11 @@ def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> d
 
 def cpu_regime(session: Session, n_predict: int) -> dict[str, Any]:
     """Plain CPU: the default beside plain decoding, and how many tokens it drafted."""
-    policies = {PLAIN: Fixed(0), DEFAULT: session.speculation.policy}
+    speculation = speculation_of(session)
+    policies = {PLAIN: Fixed(0), DEFAULT: speculation.policy}
     tallies = run(session, policies, _first(mixed_prompts(), 2), n_predict, _REPETITIONS)
     default, plain = tallies[DEFAULT], tallies[PLAIN]
-    costs = session.speculation.costs.step_s
+    costs = speculation.costs.step_s
     return {
         "plain_tps": plain.rate(),
         "default_tps": default.rate(),
@@ -230,19 +233,26 @@ def run(
     """Every prompt with every policy in turn, so that the machine's moods hit all alike."""
     options = GenerateOptions(n_predict=max(2, n_predict), ignore_eos=True)
     tallies = {name: Tally() for name in policies}
-    before = session.speculation.policy
+    speculation = speculation_of(session)
+    before = speculation.policy
     try:
         for _ in range(repetitions):
             for kind, text in _in_turns(kinds):
                 for name, policy in policies.items():
-                    session.speculation.policy = policy
+                    speculation.policy = policy
                     session.forget()
                     stats = [piece.stats for piece in session.generate(text, options)][-1]
                     assert stats is not None
                     tallies[name].add(kind, text, stats)
     finally:
-        session.speculation.policy = before
+        speculation.policy = before
     return tallies
+
+
+def speculation_of(session: Session) -> Speculation:
+    """A session opened with a draft speculates."""
+    assert session.speculation is not None
+    return session.speculation
 
 
 def _in_turns(kinds: Kinds) -> list[tuple[str, str]]:

@@ -1,28 +1,33 @@
-"""`specoffload serve`: the server over a session that lives in the engine process."""
+"""`specoffload serve`: the server over a session that lives in the engine process.
+
+The API process reads no model file and never loads the native library: whatever is wrong with a
+file, the engine process says, and an assertion of the library ends that process alone.
+"""
 
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
-from offload.model import read_facts
 from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.server.run import serve
-from specoffload.session.session import Session
+
+if TYPE_CHECKING:
+    from specoffload.session.session import Session
 
 
 def open_session(config: Config) -> Session:
-    """What the engine process builds; picklable together with its configuration."""
+    """Called in the engine process, which alone imports the engine; picklable with its argument."""
+    from specoffload.session.session import Session
+
     return Session(config)
 
 
 def serve_config(
     config: Config, *, host: str, port: int, api_key: str | None, max_queue: int
 ) -> None:
-    """Check the files here, where a person sees the sentence, then serve until stopped."""
-    read_facts(config.model)
-    if config.draft is not None:
-        read_facts(config.draft)
+    """Serve until stopped. Raises UsageError where an address or a model cannot be had."""
     factory = functools.partial(open_session, config)
     code = serve(factory, host, port, api_key, max_queue=max_queue, say=report.line)
     if code:

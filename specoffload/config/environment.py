@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,16 +75,6 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
             name for name in sorted(environ) if name.startswith("LLAMA_ARG_") and name not in _READ
         ),
     )
-
-
-def prepare_native_library(environ: MutableMapping[str, str] = os.environ) -> None:
-    """What the native library reads for itself, set before it is loaded; what is set stays.
-
-    Without GGML_CUDA_REGISTER_HOST ggml refuses to pin memory of ours; without GGML_NO_BACKTRACE
-    an assertion starts a debugger.
-    """
-    environ.setdefault("GGML_CUDA_REGISTER_HOST", "1")
-    environ.setdefault("GGML_NO_BACKTRACE", "1")
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int | None:

@@ -22,11 +22,9 @@ from specdec.decoding.reject import RejectionAcceptance, Sampler
 from specdec.decoding.tree import TreeDrafter, decode_tree
 from specdec.drafters.lookup import NgramCache
 from specdec.drafters.model import ModelDrafter
-from specdec.drafters.none import NoDrafter
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.errors import BadOption
 from specdec.options import AcceptRule, DrafterName, SpecOptions
-from specdec.policies.fixed import Fixed
 from specdec.policies.throughput import Throughput
 from specdec.types import Drafter, IsEnd, Policy, Round
 from specoffload.config.speculation import SpecConfig
@@ -35,8 +33,6 @@ from specoffload.session.profile_store import key_of, load_stored, profile_path,
 from specoffload.session.profiling import measure_quickly
 from specoffload.session.round_trace import RoundTrace
 
-TREE_LEAVES = 32  # of a verified tree
-TREE_DRAFT_LEAVES = 96  # of a tree that the draft grows, before it is cut
 _UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
 _ROUNDS_TO_STORE = 16
 
@@ -69,21 +65,13 @@ class Speculation:
         self._n_rounds = 0
         options = config.options
         check_together(options, config.record_trace)
-        self.is_on = options.is_on and (
-            draft is not None or DrafterName.DRAFT not in options.drafters
-        )
         self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
         self._tree: TreeDrafter | None = None
-        self.drafter: Drafter = NoDrafter()
-        self.policy: Policy = Fixed(0)
-        self._profile = _Profile(_UNPRICED, Calibration(), None, ())
-        if not self.is_on:
-            return
         self._profile = self._open_profile(draft, on_progress)
-        self.policy = build_policy(options, self._profile.costs, self._profile.calibration)
+        self.policy: Policy = build_policy(options, self._profile.costs, self._profile.calibration)
         self._sampling = _RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
-        self.drafter = build_drafter(options, model, self._tokenize, target.n_vocab)
+        self.drafter: Drafter = build_drafter(options, model, self._tokenize, target.n_vocab)
         if options.tree:
             assert draft is not None
             assert isinstance(self.policy, Throughput)
@@ -157,8 +145,6 @@ class Speculation:
     def notes(self) -> tuple[str, ...]:
         """How drafts are made and decided, and where the costs are from."""
         options = self._config.options
-        if not self.is_on:
-            return (*self._config.reasons, "every token is decoded alone")
         names = ", ".join(options.drafters)
         line = f"speculation: drafts by {names}, lengths by {self.policy.name}"
         if self.policy.n_max < 1:
@@ -214,8 +200,6 @@ class Speculation:
 
     def _acceptance(self, chooser: SamplerChain, request: GenerateOptions) -> Acceptance | None:
         options = self._config.options
-        if not self.is_on:
-            return None
         if options.accept is AcceptRule.REJECT:
             return RejectionAcceptance(chooser, self._sampling.begin(request))
         return build_acceptance(options, chooser, np.random.default_rng(request.seed))
@@ -284,6 +268,11 @@ class _RequestSampling:
         self, logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
         return self._sampler.probabilities(logits)
+
+
+def drafts_anything(options: SpecOptions, *, has_draft: bool) -> bool:
+    """True if some drafter can work: one needs the draft model, the others do not."""
+    return options.is_on and (has_draft or DrafterName.DRAFT not in options.drafters)
 
 
 def check_together(options: SpecOptions, record_trace: Path | None) -> None:

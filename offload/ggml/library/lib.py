@@ -247,6 +247,7 @@ def library() -> Library:
 
     Raises LibraryMismatch when llama-cpp-python is not the pinned release.
     """
+    _prepare()
     import llama_cpp
     import llama_cpp.llama_cpp as structs
 
@@ -259,6 +260,17 @@ def library() -> Library:
     log.stop_in_one_sentence(loaded)
     loaded.llama_backend_init()
     return loaded
+
+
+def _prepare() -> None:
+    """Set what the library reads from the environment for itself; what is set already stays.
+
+    Without GGML_CUDA_REGISTER_HOST ggml refuses to pin memory of ours; without GGML_NO_BACKTRACE
+    an assertion starts a debugger.
+    """
+    setenv = C.CDLL(None).setenv
+    for name in (b"GGML_CUDA_REGISTER_HOST", b"GGML_NO_BACKTRACE"):
+        setenv(name, b"1", 0)
 
 
 @functools.cache

@@ -1,0 +1,41 @@
+"""Tokens become the text of an answer: whole characters, stop sequences, why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from offload.text import TextStream
+from specoffload.session.generation import FinishReason, Piece
+from specoffload.session.stopping import StopScanner
+
+
+class Answer:
+    """Takes emitted tokens and gives the pieces that may be shown."""
+
+    def __init__(
+        self, text: TextStream, stops: Sequence[str], is_end: Callable[[int], bool]
+    ) -> None:
+        """`is_end` says which tokens end the answer; none where they are ignored."""
+        self._text, self._is_end = text, is_end
+        self._stops = StopScanner(stops)
+        self.finish: FinishReason = "length"  # until something else ends it
+
+    def take(self, tokens: Sequence[int]) -> Piece:
+        """What these tokens add; its `tokens` are those up to the end of the answer."""
+        shown, n_kept = "", 0
+        for token in tokens:
+            n_kept += 1
+            if self._is_end(token):
+                self.finish = "stop"
+                break
+            shown += self._stops.feed(self._text.feed(token))
+            if self._stops.stopped:
+                self.finish = "stop"
+                break
+        return Piece(shown, tuple(tokens[:n_kept]))
+
+    def rest(self) -> str:
+        """What was held back, when no token follows."""
+        if self._stops.stopped:
+            return ""
+        return self._stops.feed(self._text.finish()) + self._stops.finish()

@@ -1,0 +1,79 @@
+"""What the engines are now, as the plain data that the start-up lines are made of."""
+
+from __future__ import annotations
+
+from offload.engine import Engine
+from specoffload.config.resolution import Config
+from specoffload.session.speculation import Speculation
+from specoffload.session.startup_lines import (
+    DraftFacts,
+    MemoryFacts,
+    StartUp,
+    StreamedFacts,
+)
+
+_ROLLBACK_OPTIONS = ("rs_snapshots", "checkpoints")
+
+
+def describe(
+    config: Config,
+    target: Engine,
+    draft: Engine | None,
+    speculation: Speculation | None,
+    chosen: tuple[str, ...],
+) -> StartUp:
+    """`chosen` are the lines of what was measured while opening."""
+    spec, device = config.spec, target.device
+    given = spec.options.given
+    notes = (*spec.reasons, "every token is decoded alone")
+    return StartUp(
+        device=target.choice.name,
+        device_description=target.choice.description,
+        device_reason=target.choice.reason,
+        device_notes=tuple(target.notes),
+        wanted_ctx=config.ctx_size,
+        n_ctx=target.n_ctx,
+        has_experts=bool(target.facts.n_experts),
+        streamed=_streamed(target),
+        draft=None if draft is None else _draft(target, draft),
+        speculation=notes if speculation is None else speculation.notes,
+        memory=MemoryFacts(
+            architecture=target.facts.architecture,
+            can_rewind=target.can_rewind,
+            n_rs_seq=target.n_rs_seq,
+            device_checkpoints=spec.device_checkpoints,
+            speculates=speculation is not None,
+            typed=tuple(given[name] for name in _ROLLBACK_OPTIONS if name in given),
+        ),
+        declined=() if device is None else tuple(device.declined),
+        others=(
+            *(() if device is None else device.mla.notes),
+            *target.numa_notes,
+            *chosen,
+            *config.reasons,
+        ),
+    )
+
+
+def _streamed(target: Engine) -> StreamedFacts | None:
+    plan, store = target.plan, target.store
+    if plan is None or not plan.streamed:
+        return None
+    report = None if store is None else store.report
+    return StreamedFacts(
+        streamed_bytes=plan.streamed_bytes,
+        slot_bytes=plan.slot_bytes,
+        min_batch_experts=target.min_batch.experts,
+        min_batch_dense=target.min_batch.dense,
+        reasons=plan.reasons,
+        reading=None if report is None else report.sentence(),
+    )
+
+
+def _draft(target: Engine, draft: Engine) -> DraftFacts:
+    return DraftFacts(
+        file_name=draft.facts.path.name,
+        n_params=draft.model.n_params,
+        size_bytes=draft.model.size_bytes,
+        target_bytes=target.model.size_bytes,
+    )

@@ -1,0 +1,125 @@
+"""The lines that a session says of itself: what is active, what is not, and why. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StreamedFacts:
+    """Weights in host memory and the device memory they stream through."""
+
+    streamed_bytes: int
+    slot_bytes: int
+    min_batch_experts: int  # tokens from which they are computed on the device
+    min_batch_dense: int
+    reasons: tuple[str, ...]  # of the plan
+    reading: str | None  # how they were read from disk; None while they are not
+
+
+@dataclass(frozen=True)
+class DraftFacts:
+    """The draft model beside the target."""
+
+    file_name: str
+    n_params: int
+    size_bytes: int
+    target_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryFacts:
+    """How the target takes rejected tokens back."""
+
+    architecture: str
+    can_rewind: bool
+    n_rs_seq: int  # tokens that snapshots take back
+    device_checkpoints: bool
+    speculates: bool
+    typed: tuple[str, ...]  # flags about it that were given
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """Everything that the lines are made of."""
+
+    device: str
+    device_description: str
+    device_reason: str
+    device_notes: tuple[str, ...]
+    wanted_ctx: int  # 0: the model's
+    n_ctx: int
+    has_experts: bool
+    streamed: StreamedFacts | None
+    draft: DraftFacts | None
+    speculation: tuple[str, ...]
+    memory: MemoryFacts
+    declined: tuple[str, ...]  # reasons for which the device left products to the CPU
+    others: tuple[str, ...]  # of MLA, memory nodes, measured choices and the configuration
+
+
+def startup_lines(start: StartUp) -> tuple[str, ...]:
+    """All of them, in the order in which they are shown."""
+    return (
+        *device_lines(start),
+        *weight_lines(start),
+        *draft_lines(start.draft),
+        *start.speculation,
+        *memory_lines(start.memory),
+        *(f"left to the CPU: {why}" for why in start.declined),
+        *start.others,
+    )
+
+
+def device_lines(start: StartUp) -> Sequence[str]:
+    lines = [
+        f"device {start.device}: {start.device_description} ({start.device_reason})",
+        *start.device_notes,
+    ]
+    if start.wanted_ctx not in (0, start.n_ctx):
+        lines.append(f"--ctx-size {start.wanted_ctx}: the library makes it {start.n_ctx} tokens")
+    return lines
+
+
+def weight_lines(start: StartUp) -> Sequence[str]:
+    s = start.streamed
+    if s is None:
+        where = "experts: computed by the CPU in place; streaming needs a wrapped device"
+        return [where] if start.has_experts else []
+    lines = [
+        f"streamed: {s.streamed_bytes / 2**20:.0f} MiB in host memory through "
+        f"{s.slot_bytes / 2**20:.0f} MiB of slots, from {s.min_batch_experts} tokens on "
+        f"(dense {s.min_batch_dense}; --min-batch), below that computed by the CPU",
+        *s.reasons,
+    ]
+    return lines if s.reading is None else [*lines, s.reading]
+
+
+def draft_lines(draft: DraftFacts | None) -> Sequence[str]:
+    if draft is None:
+        return ["draft: none"]
+    lines = [f"draft: {draft.file_name}, {draft.n_params / 1e6:.1f}M parameters"]
+    if draft.size_bytes > draft.target_bytes:
+        lines.append(
+            f"the draft ({draft.size_bytes} bytes) is larger than the target "
+            f"({draft.target_bytes}): are the two files swapped?"
+        )
+    return lines
+
+
+def memory_lines(memory: MemoryFacts) -> Sequence[str]:
+    if memory.can_rewind:
+        return [f"{flag} has no effect: this model's memory can be cut" for flag in memory.typed]
+    if not memory.speculates:
+        return []
+    where = "on the device" if memory.device_checkpoints else "in host memory"
+    if memory.n_rs_seq:
+        return [
+            f"recurrent memory: drafts of up to {memory.n_rs_seq} tokens are taken back by "
+            f"snapshots (--spec-rs-snapshots), longer ones by checkpoints {where}"
+        ]
+    return [
+        f"recurrent memory: rejected drafts are taken back by checkpoints {where}; the library "
+        f"has no snapshots for {memory.architecture}"
+    ]

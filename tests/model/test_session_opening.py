@@ -1,0 +1,175 @@
+"""How a session opens, and that whatever ends the opening frees what was opened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from offload.device import MinBatch
+from offload.engine import Engine
+from offload.model import read_facts
+from offload.plan.min_batch import BothSides
+from offload.plan.reserve import context_bytes
+from specdec.errors import SpecDecError, VocabularyMismatch
+from specoffload.config.resolution import Config, Options, demo_file, resolve
+from specoffload.session import opening
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
+
+
+def config_of(**options: object) -> Config:
+    return resolve(Options(**{"threads": 1, "ctx_size": 256, "device": "sim", **options}))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """Every engine that a session opened, in order."""
+    opened: list[Engine] = []
+
+    class Remembered(Engine):
+        def __init__(self, *args: object, **named: object) -> None:
+            super().__init__(*args, **named)  # type: ignore[arg-type]
+            opened.append(self)
+
+    monkeypatch.setattr(opening, "Engine", Remembered)
+    return opened
+
+
+def all_are_closed(engines: list[Engine]) -> bool:
+    return all(engine.model.handle is None for engine in engines)
+
+
+# -- --min-batch auto ------------------------------------------------------------------------------
+
+
+def test_min_batch_auto_is_measured_set_and_told(engines: list[Engine]) -> None:
+    with Session(config_of(min_batch="auto", spec=False)) as session:
+        (why,) = (note for note in session.notes if note.startswith("--min-batch auto"))
+        chosen = session.target.min_batch
+        assert chosen.experts == chosen.dense
+        assert f"--min-batch auto: {chosen.experts};" in why or "never" in why
+        assert f"from {chosen.experts} tokens on" in " ".join(session.notes)
+        assert session.target.counters().streamed_bytes > 0, "streaming was one of the two sides"
+        assert session.target.length(0) == 0
+        pieces = list(session.generate("def f(", GenerateOptions(n_predict=4, ignore_eos=True)))
+        assert sum(len(piece.tokens) for piece in pieces) == 4
+
+
+@pytest.mark.parametrize(("streamed_s", "chosen"), [(0.5, 2), (2.0, 1 << 30)])
+def test_min_batch_auto_takes_the_side_that_was_faster(
+    monkeypatch: pytest.MonkeyPatch, streamed_s: float, chosen: int
+) -> None:
+    sides = [BothSides(1, 1.0, 2.0), BothSides(2, 1.0, streamed_s), BothSides(4, 1.0, streamed_s)]
+    monkeypatch.setattr(opening, "measure", lambda *_: sides)
+    with Session(config_of(min_batch="auto", spec=False)) as session:
+        assert session.target.min_batch == MinBatch(chosen, chosen)
+
+
+def test_min_batch_auto_says_where_it_has_no_effect() -> None:
+    with Session(config_of(min_batch="auto", spec=False, device="cpu")) as session:
+        assert any("--min-batch auto has no effect" in note for note in session.notes)
+
+
+# -- room for the draft ----------------------------------------------------------------------------
+
+
+def test_the_target_leaves_room_for_the_draft_and_its_context() -> None:
+    config = config_of(spec_given={"--spec-policy": "fixed"})
+    facts = read_facts(demo_file("draft.gguf"))
+    with Session(config) as session:
+        reserved = session.target.options.streaming.reserve_bytes
+        assert session.draft is not None
+        assert reserved == facts.size_bytes + context_bytes(facts, 256, config.ubatch_size)
+        assert reserved > session.draft.model.size_bytes
+    with Session(replace(config, draft=None)) as session:
+        assert session.target.options.streaming.reserve_bytes == 0
+
+
+# -- failures midway -------------------------------------------------------------------------------
+
+
+def test_a_draft_of_another_vocabulary_leaves_nothing_open(
+    engines: list[Engine], tiny_moe: Path
+) -> None:
+    with pytest.raises(VocabularyMismatch):
+        Session(config_of(draft=tiny_moe))
+    assert len(engines) == 2
+    assert all_are_closed(engines)
+
+
+def test_a_draft_that_does_not_open_leaves_nothing_open(
+    engines: list[Engine], tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(demo_file("draft.gguf").read_bytes()[:-1000])
+    with pytest.raises(Exception, match=r"damaged\.gguf"):
+        Session(config_of(draft=damaged))
+    assert all_are_closed(engines)
+
+
+def test_speculation_that_does_not_fit_leaves_nothing_open(engines: list[Engine]) -> None:
+    spec = {"--spec-tree": True, "--spec-accept": "reject"}
+    with pytest.raises(SpecDecError):
+        Session(config_of(spec_given=spec))
+    assert len(engines) == 2
+    assert all_are_closed(engines)
+
+
+def test_ctrl_c_while_min_batch_is_measured_leaves_nothing_open(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(engine: Engine, tokens: list[int]) -> None:
+        engine.extend(0, tokens[:2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(opening, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Session(config_of(min_batch="auto"))
+    assert len(engines) == 2
+    assert all_are_closed(engines)
+
+
+def test_ctrl_c_at_any_report_of_progress_leaves_nothing_open(
+    engines: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading reports it, and measuring the profile does."""
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    reports: list[float] = []
+    Session(config_of(), reports.append).close()
+    assert all_are_closed(engines)
+    for at in (1, 2, len(reports) // 2, len(reports) - 1):
+        for file in tmp_path.iterdir():
+            file.unlink()
+        left = iter(range(at))
+
+        def interrupt(_: float, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            Session(config_of(), interrupt)
+        assert all_are_closed(engines), f"after {at} of {len(reports)} reports"
+
+
+def test_closing_twice_is_closing_once(engines: list[Engine]) -> None:
+    session = Session(config_of(spec=False))
+    session.close()
+    session.close()
+    assert all_are_closed(engines)
+
+
+# -- without speculation ---------------------------------------------------------------------------
+
+
+def test_without_speculation_nothing_of_it_is_opened_or_on_the_way() -> None:
+    with Session(config_of(spec=False, device="cpu")) as session:
+        assert session.speculation is None
+        assert session.draft is None
+        assert "every token is decoded alone" in session.notes
+        *_, last = session.generate("def f(", GenerateOptions(n_predict=6, ignore_eos=True))
+    assert last.stats is not None
+    assert last.stats.n_tokens == last.stats.n_rounds == 6
+    assert last.stats.n_drafted == last.stats.n_draft_steps == 0
