@@ -30,9 +30,9 @@ from specoffload.commands.bench import commit, has_gpu, machine, prompts
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions, GenerationStats
-from specoffload.session.profiling import SEQUENCE, real_text
 from specoffload.session.session import Session
-from specoffload.session.speculation import Speculation
+from specoffload.speculation.profiling import SEQUENCE, real_text
+from specoffload.speculation.speculation import Speculation
 
 DEFAULT = "throughput"
 PLAIN = "fixed 0"

@@ -15,7 +15,8 @@ from specoffload.config.environment import read_environment
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import NO_DRAFTS, SpecConfig
 from specoffload.errors import UsageError
-from specoffload.session.profile_store import (
+from specoffload.session.session import Session
+from specoffload.speculation.profile_store import (
     export_profile,
     import_profile,
     key_of,
@@ -23,8 +24,13 @@ from specoffload.session.profile_store import (
     profile_path,
     store,
 )
-from specoffload.session.profiling import N_MAX, draft_step_s, full_options, real_text, run_measure
-from specoffload.session.session import Session
+from specoffload.speculation.profiling import (
+    N_MAX,
+    draft_step_s,
+    full_options,
+    real_text,
+    run_measure,
+)
 
 _REPETITIONS = 4
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")

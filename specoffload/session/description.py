@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from offload.engine import Engine
 from specoffload.config.resolution import Config
-from specoffload.session.speculation import Speculation
 from specoffload.session.startup_lines import (
     DraftFacts,
     MemoryFacts,
     StartUp,
     StreamedFacts,
 )
+from specoffload.speculation.speculation import Speculation
 
 _ROLLBACK_OPTIONS = ("rs_snapshots", "checkpoints")
 

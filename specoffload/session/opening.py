@@ -15,7 +15,7 @@ from offload.plan.min_batch import choose, measure
 from offload.plan.reserve import context_bytes
 from offload.store.store import StoreOptions
 from specoffload.config.resolution import Config
-from specoffload.session.vocabulary import check_same_vocabulary
+from specoffload.speculation.vocabulary import check_same_vocabulary
 
 TREE_LEAVES = 32  # of a verified tree
 TREE_DRAFT_LEAVES = 96  # of a tree that the draft grows, before it is cut

@@ -25,9 +25,9 @@ from specoffload.session.generation import GenerateOptions, ModelCard, Piece
 from specoffload.session.opening import choose_min_batch, open_draft, open_target
 from specoffload.session.prompt_cache import PromptCache
 from specoffload.session.sampling import sampling_of
-from specoffload.session.speculation import Speculation, drafts_anything
 from specoffload.session.startup_lines import startup_lines
 from specoffload.session.statistics import EngineCounts, Tally
+from specoffload.speculation.speculation import Speculation, drafts_anything
 
 SEQUENCE = 0
 

@@ -25,7 +25,7 @@ from specdec.costs.profile_io import (
 from specdec.costs.refresh import RefreshedCosts
 from specdec.errors import BadProfile
 from specdec.simulation.fake import FakeTarget
-from specoffload.session.profiling import quick_plan
+from specoffload.speculation.profiling import quick_plan
 
 KEY = ProfileKey("m", "d", "p", "8", "CUDA0", "0.3.36")
 

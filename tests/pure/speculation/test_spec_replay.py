@@ -26,7 +26,7 @@ from specdec.simulation.simulate import (
 )
 from specdec.types import Decision, Draft, Policy, Round
 from specoffload.commands.simulate import simulate_policies
-from specoffload.session.round_trace import RoundTrace
+from specoffload.speculation.round_trace import RoundTrace
 
 
 class Proposes:

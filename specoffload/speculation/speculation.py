@@ -29,9 +29,9 @@ from specdec.policies.throughput import Throughput
 from specdec.types import Drafter, IsEnd, Policy, Round
 from specoffload.config.speculation import SpecConfig
 from specoffload.session.generation import GenerateOptions
-from specoffload.session.profile_store import key_of, load_stored, profile_path, store
-from specoffload.session.profiling import measure_quickly
-from specoffload.session.round_trace import RoundTrace
+from specoffload.speculation.profile_store import key_of, load_stored, profile_path, store
+from specoffload.speculation.profiling import measure_quickly
+from specoffload.speculation.round_trace import RoundTrace
 
 _UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
 _ROUNDS_TO_STORE = 16
