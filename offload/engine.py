@@ -15,7 +15,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.device import DeviceChoice, MinBatch, StreamingDevice, choose_device, has_gpu
+from offload.device import DeviceChoice, MinBatch, choose_device, has_gpu
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import opening
@@ -29,12 +29,12 @@ from offload.nodes.placing import NOT_OURS, ArenaPlacer
 from offload.nodes.threads import PinnedThreads
 from offload.plan.placement import Plan
 from offload.plan.reserve import context_bytes
-from offload.plan.sim import parse_sim
 from offload.sequences import Sequences
 from offload.store.memory import AnonymousMemory
 from offload.store.store import Store, StoreOptions
 from offload.streaming.counters import StreamCounters
-from offload.streaming.options import StreamingOptions, plan_streaming, stream_maker
+from offload.streaming.device import StreamingDevice
+from offload.streaming.options import StreamingOptions, executor_maker, plan_streaming
 from offload.text import TextStream
 
 _HOST_NAME = "SPEC_HOST"
@@ -135,8 +135,8 @@ class Engine(Sequences):
             o.min_batch,
             self._pending,
             arenas=self.plan.arenas,
-            make_stream=stream_maker(self.plan, self.choice, o.streaming),
-            vram_bytes=parse_sim(o.device).vram_bytes if self.choice.is_sim else None,
+            make_executor=executor_maker(self.plan, self.choice, o.streaming),
+            vram_bytes=self.choice.sim.vram_bytes if self.choice.sim else None,
             trace=o.streaming.trace,
             mla_crossover=o.mla_crossover,
         )
@@ -304,8 +304,8 @@ class Engine(Sequences):
         """What the copy path did since the engine was opened; all zero where nothing streams."""
         total = StreamCounters()
         if self.device is not None:
-            for stream in self.device.streams.values():
-                total += stream.counters
+            for executor in self.device.executors.values():
+                total += executor.counters
         return total
 
     @property

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.device import DeviceChoice, MakeStream, Stream
+from offload.device import DeviceChoice
 from offload.errors import BadRequest
 from offload.ggml.library.lib import library
 from offload.ggml.props import has_async_and_events, memory_of
 from offload.ggml.pydevice import Backend
 from offload.model import ModelFacts, layer_of
 from offload.plan.placement import MARGIN_BYTES, NCpuMoe, Plan, make_plan
-from offload.plan.sim import parse_sim
 from offload.schedule.cache_rules import make_cache_rule
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import SlotTable
 from offload.streaming.copy import Copier, DeviceCopier, Link, ThreadCopier
-from offload.streaming.scheduled import ScheduledStream
-from offload.streaming.serial import SerialStream
+from offload.streaming.device import Executor, MakeExecutor
+from offload.streaming.scheduled import ScheduledExecutor
+from offload.streaming.serial import SerialExecutor
 from offload.trace import NO_TRACE, Trace
 
 
@@ -50,8 +50,8 @@ def plan_streaming(
     `reserve_bytes` are left for the KV cache, the compute buffers and a draft.
     """
     budget, reserve = options.vram_bytes, 0
-    if budget is None and choice.is_sim:
-        budget = parse_sim(choice.name).vram_bytes
+    if budget is None and choice.sim is not None:
+        budget = choice.sim.vram_bytes
     if budget is None and choice.on_gpu:
         budget = max(0, memory_of(choice.address)[0] - MARGIN_BYTES)
         reserve = options.reserve_bytes + context_bytes_wanted
@@ -65,19 +65,19 @@ def plan_streaming(
     )
 
 
-def stream_maker(plan: Plan, choice: DeviceChoice, options: StreamingOptions) -> MakeStream:
-    """What makes the stream of each backend that libllama opens on the device."""
+def executor_maker(plan: Plan, choice: DeviceChoice, options: StreamingOptions) -> MakeExecutor:
+    """What makes the executor of each backend that libllama opens on the device."""
     if options.depth < 0:
         raise BadRequest(f"--prefetch-depth {options.depth}: must be 0 or more")
     layers = {entry.name: layer_of(entry.name) for entry in plan.streamed}
     buft = library().ggml_backend_dev_buffer_type(choice.address)
 
-    def make(backend: Backend) -> Stream:
+    def make(backend: Backend) -> Executor:
         if not options.overlap or not plan.arenas:
-            return SerialStream(buft, backend, copier=_copier(choice, backend, options))
+            return SerialExecutor(buft, backend, copier=_copier(choice, backend, options))
         table = SlotTable({i: arena.n_slots for i, arena in enumerate(plan.arenas)})
         schedule = Schedule(table, make_cache_rule(options.cache), options.depth, options.n_guesses)
-        return ScheduledStream(
+        return ScheduledExecutor(
             buft,
             backend,
             plan.arenas,
@@ -95,7 +95,6 @@ def _copier(choice: DeviceChoice, backend: Backend, options: StreamingOptions) -
     if has_async_and_events(choice.address):
         return DeviceCopier(choice.address, backend.inner, options.trace)
     link = Link()
-    if choice.is_sim:
-        spec = parse_sim(choice.name)
-        link = Link(spec.bandwidth_bytes_per_s, spec.latency_s)
+    if choice.sim is not None:
+        link = Link(choice.sim.bandwidth_bytes_per_s, choice.sim.latency_s)
     return ThreadCopier(link, options.trace)

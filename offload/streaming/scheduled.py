@@ -76,7 +76,7 @@ class _Run:
     chosen: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
 
 
-class ScheduledStream:
+class ScheduledExecutor:
     """Runs graphs with cuts on one inner backend, copies overlapped with computation."""
 
     def __init__(

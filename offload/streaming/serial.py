@@ -21,7 +21,7 @@ from offload.streaming.copy import Copier, Transfer
 from offload.streaming.counters import StreamCounters
 
 
-class SerialStream:
+class SerialExecutor:
     """Runs graphs with cuts on one inner backend."""
 
     def __init__(self, buft: int, backend: Backend, copier: Copier | None = None) -> None:

@@ -22,7 +22,6 @@ from steps import Workload, ceilings, measure_peers, measure_ways
 
 from offload.device import DeviceChoice, choose_device, devices
 from offload.model import read_facts
-from offload.plan.sim import parse_sim
 from offload.synth import plan_preset, write_preset
 from offload.units import parse_bytes
 from specoffload.commands.bench import commit, machine
@@ -125,7 +124,7 @@ def measure(args: argparse.Namespace, choice: DeviceChoice, folder: Path, report
     out.print(report.model["store"], soft_wrap=True)
     done("ours")
     peers = measure_peers(load, lambda: done("peers"))
-    link = parse_sim(choice.name).bandwidth_bytes_per_s if choice.is_sim else None
+    link = choice.sim.bandwidth_bytes_per_s if choice.sim else None
     report.steps = ceilings(load, ways, peers, link or report.link["pinned_bytes_per_s"])
     show_steps(report.steps)
     done("peers")

@@ -16,7 +16,7 @@ from offload.device import DeviceChoice, MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.streaming.copy import DeviceCopier, Transfer
 from offload.streaming.options import StreamingOptions
-from offload.streaming.scheduled import ScheduledStream
+from offload.streaming.scheduled import ScheduledExecutor
 
 Logits = NDArray[np.float32]
 
@@ -77,12 +77,12 @@ def half(path: Path, **changes: Any) -> StreamingOptions:
     return replace(streaming, vram_bytes=budget(path, streaming, "half"))
 
 
-def stream_of(engine: Engine) -> ScheduledStream:
-    """The one stream that an engine has opened on its device."""
+def executor_of(engine: Engine) -> ScheduledExecutor:
+    """What serves the one stream that an engine has opened on its device."""
     assert engine.device is not None
-    (stream,) = engine.device.streams.values()
-    assert isinstance(stream, ScheduledStream)
-    return stream
+    (executor,) = engine.device.executors.values()
+    assert isinstance(executor, ScheduledExecutor)
+    return executor
 
 
 @dataclass

@@ -13,11 +13,11 @@ from on_gpu import (
     Logits,
     assert_same,
     budget,
+    executor_of,
     half,
     logits,
     logits_of,
     options,
-    stream_of,
 )
 
 from offload.device import DeviceChoice, MinBatch
@@ -217,7 +217,7 @@ def test_slots_lie_in_the_memory_of_the_device(gpu: DeviceChoice, moe: Path) -> 
     with Engine(moe, options(gpu, StreamingOptions(n_gpu_layers=1))) as engine:
         engine.extend(0, [1, 2, 3])
         assert engine.device is not None
-        arenas = [arena for arena in stream_of(engine)._arenas if arena is not None]
+        arenas = [arena for arena in executor_of(engine)._arenas if arena is not None]
         assert len(arenas) > 1
         for arena in arenas:
             assert arena.memory.buffer is not None

@@ -15,7 +15,7 @@ from offload.engine import Engine
 from offload.errors import DeviceFailed
 from offload.ggml.library.lib import library
 from offload.streaming.copy import DeviceCopier
-from offload.streaming.scheduled import ScheduledStream
+from offload.streaming.scheduled import ScheduledExecutor
 
 
 class Broken(Exception):
@@ -59,10 +59,10 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
     n_good: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = ScheduledStream._submit
+    right = ScheduledExecutor._submit
     left = n_good
 
-    def fail(self: ScheduledStream, *arguments: Any) -> int:
+    def fail(self: ScheduledExecutor, *arguments: Any) -> int:
         nonlocal left
         left -= 1
         return right(self, *arguments) if left >= 0 else -1
@@ -70,7 +70,7 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
     with Engine(moe, options(async_gpu, half(moe))) as engine:
         first = engine.extend(0, [1, 2, 3])
         with monkeypatch.context() as patch:
-            patch.setattr(ScheduledStream, "_submit", fail)
+            patch.setattr(ScheduledExecutor, "_submit", fail)
             with pytest.raises(DeviceFailed, match="failed with status"):
                 engine.extend(0, [5, 6, 7, 8])
         assert engine.length(0) == 3, "what the sequence held before is still there"

@@ -15,9 +15,10 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from offload.device import MinBatch, StreamingDevice
+from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
+from offload.streaming.device import StreamingDevice
 from offload.synth import write_preset
 
 ALWAYS = MinBatch(experts=1, dense=1)

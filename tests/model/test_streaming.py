@@ -12,7 +12,7 @@ import pytest
 from budgets import budget
 from numpy.typing import NDArray
 
-from offload.device import MinBatch, StreamingDevice
+from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.library.lib import op_number
@@ -22,8 +22,9 @@ from offload.model import read_facts
 from offload.plan.min_batch import measure
 from offload.schedule.predict import Routing
 from offload.streaming.copy import ThreadCopier, Transfer
+from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
-from offload.streaming.scheduled import ScheduledStream
+from offload.streaming.scheduled import ScheduledExecutor
 from offload.synth import write_preset
 
 BATCHES = (1, 5, 40, 3, 12, 2, 70, 4)
@@ -194,7 +195,7 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
 ) -> None:
     with Engine(tiny_moe, options(StreamingOptions())) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(ScheduledStream, "_submit", lambda *_: -1)
+            patch.setattr(ScheduledExecutor, "_submit", lambda *_: -1)
             with pytest.raises(DeviceFailed, match="failed with status"):
                 engine.extend(0, [1, 2, 3])
         assert np.array_equal(logits(engine), expected)
