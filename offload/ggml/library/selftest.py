@@ -228,11 +228,12 @@ def _check_nodes(call: Functions, g: _Graph) -> None:
     seen = mirror.visited_hash_set
     slots = list((C.c_void_p * seen.size).from_address(seen.keys))
     bits = (C.c_uint32 * (-(-seen.size // 32))).from_address(seen.used)
-    used = [i for i in range(len(slots)) if bits[i // 32] >> i % 32 & 1]
-    same("the visited tensors", {slots[i] for i in used}, g.leaves | set(g.nodes))
+    # A slot without its bit keeps whatever was in memory, which may be one of these addresses.
+    at = {slots[i]: i for i in range(len(slots)) if bits[i // 32] >> i % 32 & 1}
+    same("the visited tensors", set(at), g.leaves | set(g.nodes))
     counts = (C.c_int32 * len(slots)).from_address(mirror.use_counts)
-    same("the uses of a node", counts[slots.index(g.view)], 1)
-    same("the uses of the last node", counts[slots.index(g.product)], 0)
+    same("the uses of a node", counts[at[g.view]], 1)
+    same("the uses of the last node", counts[at[g.product]], 0)
 
 
 def _check_tensors(call: Functions, g: _Graph) -> None:
