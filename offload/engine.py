@@ -22,7 +22,8 @@ from offload.ggml.library.log import opening
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.threadpool import has_openmp
 from offload.mla.decision import Crossover
-from offload.model import ModelFacts, read_facts
+from offload.model import ModelFacts
+from offload.model_file import read_facts
 from offload.native_build import amx_verdict, missing_in_build
 from offload.nodes.numa_plan import NumaPlan
 from offload.nodes.placing import NOT_OURS, ArenaPlacer

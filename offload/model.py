@@ -7,12 +7,31 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from offload.errors import BadModel
-from offload.ggml.gguf import Header, TensorEntry, read_header
-
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_exps\.weight$")
-_SPLIT = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One row of a file's tensor table. `offset` counts from the start of the file."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]  # ggml order: the row length first
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says before its weights begin."""
+
+    metadata: dict[str, Value | tuple[Value, ...]]
+    tensors: tuple[TensorEntry, ...]
+    file_size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -76,55 +95,3 @@ def layer_of(tensor_name: str) -> int:
     """The layer a weight belongs to, -1 for those outside the layers."""
     match = _LAYER.match(tensor_name)
     return int(match.group(1)) if match else -1
-
-
-def read_facts(path: str | Path) -> ModelFacts:
-    """Read and check a model file's header; of a split model, those of all parts.
-
-    Raises BadModel with one sentence for a path that is not a usable model.
-    """
-    path = Path(path)
-    _check_path(path)
-    header = read_header(path)
-    architecture = header.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or not architecture:
-        raise BadModel(f"{path}: has no general.architecture, so it is not a model")
-    weights = {entry.name: WeightPlace(path, entry) for entry in header.tensors}
-    for part in _other_parts(path, header):
-        _check_path(part)
-        weights |= {e.name: WeightPlace(part, e) for e in read_header(part).tensors}
-    if not weights:
-        raise BadModel(f"{path}: has no weights (a vocabulary-only file?)")
-    name = header.metadata.get("general.name")
-    return ModelFacts(
-        path, architecture, name if isinstance(name, str) else path.stem, header, weights
-    )
-
-
-def _check_path(path: Path) -> None:
-    if not path.exists():
-        raise BadModel(f"{path}: no such file")
-    if path.is_dir():
-        raise BadModel(f"{path}: is a directory, expected a .gguf file")
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as e:
-        raise BadModel(f"{path}: cannot be read ({e.strerror})") from e
-    if not magic:
-        raise BadModel(f"{path}: is empty")
-    if magic != b"GGUF":
-        raise BadModel(f"{path}: is not a GGUF file (it begins with {magic!r})")
-
-
-def _other_parts(path: Path, header: Header) -> list[Path]:
-    count = header.metadata.get("split.count", 0)
-    if not isinstance(count, int) or count < 2:
-        return []
-    match = _SPLIT.match(path.name)
-    if not match or int(match["number"]) != 1:
-        raise BadModel(f"{path}: is part of a split model; give the first part (-00001-of-...)")
-    return [
-        path.with_name(f"{match['prefix']}-{number:05d}-of-{count:05d}.gguf")
-        for number in range(2, count + 1)
-    ]

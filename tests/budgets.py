@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from offload.errors import DoesNotFit
-from offload.model import read_facts
+from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.streaming.options import StreamingOptions
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes as C
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offload.errors import BadModel
 from offload.ggml.library import log
 from offload.ggml.library.lib import Library, library
+from offload.model import Header, TensorEntry, Value
 
 _SCALARS: dict[int, Any] = {
     0: C.c_uint8,
@@ -38,28 +38,6 @@ class _InitParams(C.Structure):
 
 
 _INIT = C.CFUNCTYPE(C.c_void_p, C.c_char_p, _InitParams)
-
-Value = str | int | float | bool
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """One row of a file's tensor table. `offset` counts from the start of the file."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]  # ggml order: the row length first
-    offset_bytes: int
-    size_bytes: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a GGUF file says before its weights begin."""
-
-    metadata: dict[str, Value | tuple[Value, ...]]
-    tensors: tuple[TensorEntry, ...]
-    file_size_bytes: int
 
 
 @contextmanager

@@ -8,37 +8,15 @@ from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DeviceFailed
-from offload.ggml.gbnf import check_grammar
 from offload.ggml.library import log
 from offload.ggml.library.lib import library
 from offload.ggml.llama import Model
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """llama.cpp's sampling parameters and their defaults; temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    seed: int = 0xFFFFFFFF  # libllama draws one
-    grammar: str | None = None  # GBNF, from its rule root
-
-    @property
-    def has_penalties(self) -> bool:
-        penalties = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty)
-        return self.repeat_last_n != 0 and penalties != (1.0, 0.0, 0.0)
+from offload.sampling import SamplingOptions, check_grammar
 
 
 class _TokenData(C.Structure):

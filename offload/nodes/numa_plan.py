@@ -13,8 +13,7 @@ from numa.pinning import Team, ThreadPlan
 from numa.place import PlacedWeight, Strategy
 from numa.rows import Weight
 from numa.topology import Topology
-from offload.ggml.gguf import TensorEntry
-from offload.model import is_experts
+from offload.model import TensorEntry, is_experts
 from offload.store.layout import Layout
 
 

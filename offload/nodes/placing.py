@@ -8,8 +8,8 @@ from numa.arena import Arena
 from numa.place import Strategy
 from numa.rows import Build
 from numa.strategy import placement_for, stealing_sentence, touchers
-from offload.ggml.gguf import TensorEntry
 from offload.ggml.threadpool import has_llamafile
+from offload.model import TensorEntry
 from offload.nodes.numa_plan import NumaPlan, placed_weights, weight_of
 from offload.store.layout import Layout
 

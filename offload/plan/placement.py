@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offload.errors import DoesNotFit
-from offload.ggml.gguf import TensorEntry
-from offload.model import ModelFacts, is_experts, layer_of
+from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 
 _RING_LAYERS = 2  # layers of experts that the slots hold at least: one computes, one is copied
 MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target

@@ -19,12 +19,11 @@ from typing import Protocol
 from numa.arena import Arena, ArenaPool
 from numa.errors import PlacementRefused
 from offload.errors import BadModel, DoesNotFit
-from offload.ggml.gguf import TensorEntry
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.unpopulated import without_populating
 from offload.ggml.memory import address_of_readable, bytes_at
 from offload.ggml.pinning import Pinner
-from offload.model import ModelFacts, WeightPlace
+from offload.model import ModelFacts, TensorEntry, WeightPlace
 from offload.store.huge_pages import Collapsing, HugePages
 from offload.store.layout import PAGE_BYTES, Layout, Run, cut_into_chunks, plan_layout
 from offload.store.memory import ReservedAddresses, check_room, room_now

@@ -21,7 +21,7 @@ from rich.table import Table
 from steps import Workload, ceilings, measure_peers, measure_ways
 
 from offload.device import DeviceChoice, choose_device, devices
-from offload.model import read_facts
+from offload.model_file import read_facts
 from offload.synth import plan_preset, write_preset
 from offload.units import parse_bytes
 from specoffload.commands.bench import commit, machine

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from offload.device import DeviceChoice, MinBatch
 from offload.engine import Engine, EngineOptions
-from offload.model import read_facts
+from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset

@@ -21,7 +21,7 @@ from typing import Any
 
 from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
-from offload.model import read_facts
+from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset

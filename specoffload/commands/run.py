@@ -75,7 +75,7 @@ def read_grammar(words: str | None, file: Path | None) -> str | None:
 
 def run_prompt(config: Config, prompt_text: Callable[[], str], options: GenerateOptions) -> None:
     """Open, generate, print. The model's errors come before the prompt's."""
-    from offload.model import read_facts
+    from offload.model_file import read_facts
 
     read_facts(config.model)
     prompt = prompt_text()

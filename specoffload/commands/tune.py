@@ -20,7 +20,7 @@ from numa.topology import Topology, read_topology
 from numa.tune import Candidate, TuneResult, search
 from offload.engine import Engine
 from offload.errors import DoesNotFit
-from offload.model import read_facts
+from offload.model_file import read_facts
 from offload.nodes.numa_plan import make_numa_plan
 from specoffload import report
 from specoffload.config.resolution import Config, demo_file

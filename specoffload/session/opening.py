@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
-from offload.model import read_facts
+from offload.model_file import read_facts
 from offload.plan.min_batch import choose, measure
 from offload.plan.reserve import context_bytes
 from offload.store.store import StoreOptions

@@ -7,14 +7,16 @@ import math
 from typing import Any
 
 from offload.errors import BadRequest
-from offload.ggml.sampler import SamplingOptions
+from offload.sampling import (
+    DEEPEST_GRAMMAR,
+    MOST_GRAMMAR_BYTES,
+    MOST_REPEATED,
+    SamplingOptions,
+)
 from specoffload.session.generation import GenerateOptions
 
 _HOTTEST = 1000.0
-_DEEPEST_SCHEMA = 64
-_MOST_SCHEMA_BYTES = 256 * 1024
 _LIMITS = (("minLength", "maxLength"), ("minItems", "maxItems"))
-_MOST_REPEATED = 2000  # repetitions that llama.cpp's grammars follow
 
 
 def sampling_of(options: GenerateOptions, n_ctx: int) -> SamplingOptions:
@@ -61,9 +63,9 @@ def grammar_of_schema(text: str) -> str:
     """GBNF of a JSON schema, by llama-cpp-python's converter. Raises BadRequest."""
     from llama_cpp.llama_grammar import json_schema_to_gbnf
 
-    if len(text) > _MOST_SCHEMA_BYTES:
+    if len(text) > MOST_GRAMMAR_BYTES:
         raise BadRequest(
-            f"the JSON schema has {len(text)} characters; at most {_MOST_SCHEMA_BYTES} are read"
+            f"the JSON schema has {len(text)} characters; at most {MOST_GRAMMAR_BYTES} are read"
         )
     try:
         schema = json.loads(text)
@@ -80,8 +82,8 @@ def grammar_of_schema(text: str) -> str:
 
 def _check_schema(node: Any, depth: int) -> None:
     """The bounds that would make a grammar too large to follow."""
-    if depth > _DEEPEST_SCHEMA:
-        raise BadRequest(f"the JSON schema is nested over {_DEEPEST_SCHEMA} deep")
+    if depth > DEEPEST_GRAMMAR:
+        raise BadRequest(f"the JSON schema is nested over {DEEPEST_GRAMMAR} deep")
     if isinstance(node, list):
         for item in node:
             _check_schema(item, depth + 1)
@@ -97,10 +99,10 @@ def _check_schema(node: Any, depth: int) -> None:
 def _check_limits(node: dict[str, Any], low: str, high: str) -> None:
     for name in (low, high):
         value = node.get(name, 0)
-        if not isinstance(value, int) or not 0 <= value <= _MOST_REPEATED:
+        if not isinstance(value, int) or not 0 <= value <= MOST_REPEATED:
             raise BadRequest(
                 f"the JSON schema's {name} is {value!r}: it must be a whole number up to "
-                f"{_MOST_REPEATED}"
+                f"{MOST_REPEATED}"
             )
     if high in node and node[high] < node.get(low, 0):
         raise BadRequest(f"the JSON schema's {low} {node[low]} is over its {high} {node[high]}")

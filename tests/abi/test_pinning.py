@@ -15,7 +15,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.library.unpopulated import without_populating
 from offload.ggml.pinning import Pinner
-from offload.model import read_facts
+from offload.model_file import read_facts
 from offload.store.store import Store, StoreOptions
 
 CPU = abi.GGML_BACKEND_DEVICE_TYPE_CPU

@@ -12,7 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest
-from offload.ggml.sampler import SamplerChain, SamplingOptions
+from offload.ggml.sampler import SamplerChain
+from offload.sampling import SamplingOptions
 from specdec.decoding.reject import Sampler
 from specdec.errors import BadOption
 from specoffload.config.resolution import Options, resolve

@@ -10,7 +10,7 @@ import pytest
 
 from offload.device import MinBatch
 from offload.engine import Engine
-from offload.model import read_facts
+from offload.model_file import read_facts
 from offload.plan.min_batch import BothSides
 from offload.plan.reserve import context_bytes
 from specdec.errors import SpecDecError, VocabularyMismatch

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from numa.arena import Arena, ArenaPool
 from offload.errors import BadModel, DoesNotFit
-from offload.ggml.gguf import TensorEntry
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import address_of_readable, n_resident_pages
-from offload.model import ModelFacts, read_facts
+from offload.model import ModelFacts, TensorEntry
+from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.store import store as store_module
 from offload.store.layout import Layout

@@ -18,7 +18,7 @@ from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.library.lib import op_number
 from offload.ggml.pydevice import PyDevice
 from offload.ggml.tensor import op_of
-from offload.model import read_facts
+from offload.model_file import read_facts
 from offload.plan.min_batch import measure
 from offload.schedule.predict import Routing
 from offload.streaming.copy import ThreadCopier, Transfer

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from offload.errors import BadModel, BadRequest
 from offload.ggml.library.lib import library
-from offload.model import layer_of, read_facts
+from offload.model import layer_of
+from offload.model_file import read_facts
 from offload.synth import plan_preset, plan_shape, write, write_header_only, write_preset
 from offload.synth.describe import read_description
 from offload.synth.presets import PRESETS

@@ -17,7 +17,7 @@ from numa.strategy import threads_for
 from numa.topology import Core, Node, Topology, read_topology
 from numa.tune import Candidate
 from offload.engine import Engine, EngineOptions
-from offload.model import read_facts
+from offload.model_file import read_facts
 from offload.nodes.numa_plan import NumaPlan, in_mask_order, make_numa_plan, weight_of
 from offload.nodes.placing import ArenaPlacer
 from offload.store.layout import plan_layout

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import DoesNotFit
-from offload.ggml.gguf import Header, TensorEntry
-from offload.model import ModelFacts, WeightPlace
+from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.placement import make_plan, shape_of, spread
 from offload.plan.reserve import context_bytes, kv_bytes
 from offload.units import parse_bytes, parse_rate, parse_seconds

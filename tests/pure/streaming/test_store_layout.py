@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import DoesNotFit
-from offload.ggml.gguf import TensorEntry
-from offload.model import WeightPlace
+from offload.model import TensorEntry, WeightPlace
 from offload.store.huge_pages import huge_bytes_at
 from offload.store.layout import PAGE_BYTES, cut_into_chunks, plan_layout
 from offload.store.memory import Room, check_room, room_now

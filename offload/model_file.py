@@ -1,0 +1,64 @@
+"""Reads and checks the header of a model file, and of all parts of a split one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from offload.errors import BadModel
+from offload.ggml.gguf import read_header
+from offload.model import Header, ModelFacts, WeightPlace
+
+_SPLIT = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+
+def read_facts(path: str | Path) -> ModelFacts:
+    """Read and check a model file's header; of a split model, those of all parts.
+
+    Raises BadModel with one sentence for a path that is not a usable model.
+    """
+    path = Path(path)
+    _check_path(path)
+    header = read_header(path)
+    architecture = header.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or not architecture:
+        raise BadModel(f"{path}: has no general.architecture, so it is not a model")
+    weights = {entry.name: WeightPlace(path, entry) for entry in header.tensors}
+    for part in _other_parts(path, header):
+        _check_path(part)
+        weights |= {e.name: WeightPlace(part, e) for e in read_header(part).tensors}
+    if not weights:
+        raise BadModel(f"{path}: has no weights (a vocabulary-only file?)")
+    name = header.metadata.get("general.name")
+    return ModelFacts(
+        path, architecture, name if isinstance(name, str) else path.stem, header, weights
+    )
+
+
+def _check_path(path: Path) -> None:
+    if not path.exists():
+        raise BadModel(f"{path}: no such file")
+    if path.is_dir():
+        raise BadModel(f"{path}: is a directory, expected a .gguf file")
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as e:
+        raise BadModel(f"{path}: cannot be read ({e.strerror})") from e
+    if not magic:
+        raise BadModel(f"{path}: is empty")
+    if magic != b"GGUF":
+        raise BadModel(f"{path}: is not a GGUF file (it begins with {magic!r})")
+
+
+def _other_parts(path: Path, header: Header) -> list[Path]:
+    count = header.metadata.get("split.count", 0)
+    if not isinstance(count, int) or count < 2:
+        return []
+    match = _SPLIT.match(path.name)
+    if not match or int(match["number"]) != 1:
+        raise BadModel(f"{path}: is part of a split model; give the first part (-00001-of-...)")
+    return [
+        path.with_name(f"{match['prefix']}-{number:05d}-of-{count:05d}.gguf")
+        for number in range(2, count + 1)
+    ]
