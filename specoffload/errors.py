@@ -1,4 +1,4 @@
-"""What every error means to a person at a terminal and to an HTTP client.
+"""The meaning of every error, to a person at a terminal and to an HTTP client.
 
 SpecOffloadError
 ├── UsageError   flags or arguments that cannot be taken together
@@ -34,7 +34,7 @@ KNOWN: tuple[type[Exception], ...] = (
 
 @dataclass(frozen=True)
 class Meaning:
-    """How an error leaves the program. `type` is llama-server's error type."""
+    """An error's exit code and HTTP status. `type` is llama-server's error type."""
 
     exit_code: int
     http_status: int

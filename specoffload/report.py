@@ -28,7 +28,7 @@ def line(words: str) -> None:
 
 
 def note(words: str) -> None:
-    """What the program did or did not do, to standard error."""
+    """A line on what the program does or leaves out, to standard error."""
     _err.print(words, style="dim", markup=False, soft_wrap=True)
 
 
@@ -85,7 +85,7 @@ def stats_line(stats: GenerationStats) -> str:
 
 
 def spec_lines(stats: GenerationStats) -> list[str]:
-    """What speculation did, for --verbose: positions, lengths, drafters, decisions."""
+    """Lines on speculation, for --verbose: positions, lengths, drafters, decisions."""
     lines = []
     if stats.acceptance_per_position:
         rates = " ".join(f"{rate:.2f}" for rate in stats.acceptance_per_position)

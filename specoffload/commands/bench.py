@@ -80,7 +80,7 @@ def bench_config(config: Config, *, n_predict: int, repetitions: int) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The machine that the numbers were measured on."""
     return {
         "cpu": _cpu_name(),
         "cores": psutil.cpu_count(logical=False),
@@ -112,7 +112,7 @@ def has_gpu() -> bool:
 
 
 def _fit_together(config: Config, n_paths: int) -> bool:
-    """Whether all paths can be open at once, so that repetitions take turns: no GPU's memory to
+    """True if all paths can be open at once, so that repetitions take turns: no GPU's memory to
     share, and copies of the weights in a quarter of the free memory."""
     on_cpu = config.device == "cpu" or config.device.startswith("sim")
     size_bytes = n_paths * config.model.stat().st_size

@@ -86,7 +86,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a case came to. `ratio` is step ÷ max(copy, compute)."""
+    """The times of one case. `ratio` is step ÷ max(copy, compute)."""
 
     case: str
     copy_s: float

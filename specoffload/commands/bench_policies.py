@@ -72,7 +72,7 @@ class Tally:
 
 
 def hand_tuned() -> dict[str, Callable[[], Policy]]:
-    """What a person might set: blocks, and llama.cpp's rule. Length 0 is no speculation."""
+    """Settings that a person might try: blocks, and llama.cpp's rule. Length 0 is plain."""
     makes: dict[str, Callable[[], Policy]] = {}
     for n in (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16):
         makes[f"fixed {n}"] = lambda n=n: Fixed(n)  # type: ignore[misc]

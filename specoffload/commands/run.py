@@ -16,7 +16,7 @@ from specoffload.session.session import Session
 def split_model_and_prompt(
     argument: str | None, prompt: str | None
 ) -> tuple[Path | None, str | None]:
-    """What the one positional argument is: a model file, or the prompt for the embedded pair.
+    """Tell which the one positional argument is: a model file, or the embedded pair's prompt.
 
     Raises UsageError when a prompt is given twice.
     """

@@ -128,7 +128,7 @@ def _replay(
 
 
 def _say_unknown(trace: DraftTrace) -> None:
-    """What a replay cannot tell, since the recording policy did not ask."""
+    """The lines on what a replay cannot tell, since the recording policy did not ask."""
     if trace.unknown:
         report.line(
             f"{len(trace.unknown)} of {len(trace.p)} tokens are unknown: nobody drafted them when "

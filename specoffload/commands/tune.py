@@ -106,7 +106,7 @@ def config_for(config: Config, topology: Topology, candidate: Candidate) -> Conf
 
 
 def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mapping[int, float]]:
-    """What opens the model as a candidate says and times it: seconds by number of tokens."""
+    """A function that opens the model as a candidate says and times it: seconds by tokens."""
 
     def measure(candidate: Candidate) -> Mapping[int, float]:
         wanted = config_for(config, topology, candidate)

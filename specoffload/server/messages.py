@@ -1,4 +1,4 @@
-"""What crosses the pipe between the API process and the engine process: plain, picklable data."""
+"""Messages between the API process and the engine process: plain, picklable data."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Finished:
 
 
 Event = Started | Piece | Tokens | Prompt | Problem | Finished
-"""What one job yields. Problem and Finished are the last event of a job."""
+"""One of the things that a job yields. Problem and Finished are the last."""
 
 
 @dataclass(frozen=True)

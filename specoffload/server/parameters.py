@@ -127,7 +127,7 @@ def generate_options(request: GenerationRequest, defaults: GenerateOptions) -> G
 
 
 def _structure(request: GenerationRequest) -> dict[str, Any]:
-    """What the answer must look like: at most one of grammar, json_schema and response_format."""
+    """The form that the answer must have: one at most of grammar, json_schema, response_format."""
     found: dict[str, Any] = {}
     if request.grammar:
         found["grammar"] = ("grammar", request.grammar)

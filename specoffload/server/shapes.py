@@ -1,4 +1,4 @@
-"""How one generation is worded for /v1/chat/completions and for /v1/completions. Pure."""
+"""Words one generation for /v1/chat/completions and for /v1/completions. Pure."""
 
 from __future__ import annotations
 

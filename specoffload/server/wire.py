@@ -32,7 +32,7 @@ StopText = Annotated[str, Field(min_length=1)]
 
 
 class GenerationRequest(_Request):
-    """What /v1/completions and /v1/chat/completions share. `model` is accepted and not matched:
+    """The fields common to /v1/completions and /v1/chat/completions. `model` is not matched:
     one model is served, and its name is in the answer."""
 
     model: str | None = None

@@ -21,7 +21,7 @@ class Answer:
         self.finish: FinishReason = "length"  # until something else ends it
 
     def take(self, tokens: Sequence[int]) -> Piece:
-        """What these tokens add; its `tokens` are those up to the end of the answer."""
+        """The piece that these tokens add; it has those of them up to the end of the answer."""
         shown, n_kept = "", 0
         for token in tokens:
             n_kept += 1
@@ -35,7 +35,7 @@ class Answer:
         return Piece(shown, tuple(tokens[:n_kept]))
 
     def rest(self) -> str:
-        """What was held back, when no token follows."""
+        """The text held back, when no token follows."""
         if self._stops.stopped:
             return ""
         return self._stops.feed(self._text.finish()) + self._stops.finish()

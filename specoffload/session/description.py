@@ -1,4 +1,4 @@
-"""What the engines are now, as the plain data that the start-up lines are made of."""
+"""Reads from the engines the plain data that the start-up lines are made of."""
 
 from __future__ import annotations
 

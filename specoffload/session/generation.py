@@ -1,4 +1,4 @@
-"""What goes into one generation and what comes out of it, piece by piece: plain data, no engine."""
+"""A generation's options, and the pieces that come out of it: plain data, no engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """How one completion is made. Names are llama.cpp's where the meaning is the same."""
+    """Length, sampling and stops of one answer, by llama.cpp's names where they mean the same."""
 
     n_predict: int | None = None  # None: until the end of the context
     stop: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a client may ask about the loaded model."""
+    """The loaded model, as far as a client may ask."""
 
     name: str
     n_ctx: int
@@ -92,7 +92,7 @@ class ModelCard:
 
 
 class Generator(Protocol):
-    """What the server and `run` need of a session: `specoffload.session.Session`."""
+    """The part of a `Session` that the server and `run` need."""
 
     @property
     def card(self) -> ModelCard: ...

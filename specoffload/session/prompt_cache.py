@@ -1,7 +1,7 @@
-"""What of a prompt the target's sequence holds already, and going back to where a new one differs.
+"""Finds how much of a prompt the target's sequence holds, and goes back to where a new one differs.
 
 A recurrent memory cannot be cut there. So a checkpoint is kept of the end of each prompt, as
-llama.cpp's server does (--ctx-checkpoints, E03): a conversation that goes on differently is
+llama.cpp's server does (--ctx-checkpoints): a conversation that goes on differently is
 evaluated again from the last prompt that both have in common, not from its first token.
 """
 

@@ -30,7 +30,7 @@ class DraftFacts:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """How the target takes rejected tokens back."""
+    """The target's ways of taking rejected tokens back."""
 
     architecture: str
     can_rewind: bool

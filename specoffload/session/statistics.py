@@ -11,7 +11,7 @@ from specoffload.session.generation import GenerationStats
 
 @dataclass(frozen=True)
 class EngineCounts:
-    """What an engine has counted since it was opened."""
+    """Counters of an engine since it was opened."""
 
     streamed_bytes: int
     n_checkpoints: int  # of a recurrent memory

@@ -29,7 +29,7 @@ class StopScanner:
         return shown
 
     def finish(self) -> str:
-        """What was held back, at the end of a text that did not stop."""
+        """The text held back, at the end of one that did not stop."""
         shown, self._held = self._held, ""
         return shown
 

@@ -1,7 +1,7 @@
 """Where profiles are kept, what they are true of, and how they go in and out as text.
 
 One file per (model file, draft file, plan, threads, device). Its key says which bytes and which
-build it was measured with; a file whose key differs is refused with the difference (A15).
+build it was measured with; a file whose key differs is refused with the difference.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def model_hash(facts: ModelFacts) -> str:
 
 
 def key_of(target: Engine, draft: Engine | None) -> ProfileKey:
-    """What a profile measured on these engines now is true of."""
+    """The key of a profile that is measured on these engines now."""
     o, plan, device = target.options, target.plan, target.choice.name
     parts = [f"flash-attn {o.flash_attn}", f"ubatch {o.n_ubatch}"]
     if plan is not None:

@@ -35,7 +35,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Planned:
-    """What will be measured, and what is left out."""
+    """A measurement to make, and the words for what it leaves out."""
 
     options: MeasureOptions
     words: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,7 @@ import numpy as np
 from offload.engine import Engine
 from offload.ggml.sampler import SamplerChain
 from specdec.build import build_acceptance, build_drafter, build_policy
-from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import parse_batch_costs
 from specdec.decoding.accept import Acceptance
 from specdec.decoding.decode import decode
 from specdec.decoding.reject import RejectionAcceptance, Sampler
@@ -29,24 +26,13 @@ from specdec.policies.throughput import Throughput
 from specdec.types import Drafter, IsEnd, Policy, Round
 from specoffload.config.speculation import SpecConfig
 from specoffload.session.generation import GenerateOptions
-from specoffload.speculation.profile_store import key_of, load_stored, profile_path, store
-from specoffload.speculation.profiling import measure_quickly
+from specoffload.speculation.costs import open_costs, widened
+from specoffload.speculation.profile_store import store
 from specoffload.speculation.round_trace import RoundTrace
 
-_UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
 _ROUNDS_TO_STORE = 16
 
 log = logging.getLogger("specoffload.speculation")
-
-
-@dataclass
-class _Profile:
-    """The costs in use; `path` is None where they are not ours to store."""
-
-    costs: CostProfile
-    calibration: Calibration
-    path: Path | None
-    notes: tuple[str, ...]
 
 
 class Speculation:
@@ -67,8 +53,8 @@ class Speculation:
         check_together(options, config.record_trace)
         self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
         self._tree: TreeDrafter | None = None
-        self._profile = self._open_profile(draft, on_progress)
-        self.policy: Policy = build_policy(options, self._profile.costs, self._profile.calibration)
+        self._costs = open_costs(config, target, draft, on_progress)
+        self.policy: Policy = build_policy(options, self._costs.profile, self._costs.calibration)
         self._sampling = _RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
         self.drafter: Drafter = build_drafter(options, model, self._tokenize, target.n_vocab)
@@ -89,34 +75,6 @@ class Speculation:
             )
 
     # -- parts ----------------------------------------------------------------------------------
-
-    def _open_profile(
-        self, draft: Engine | None, on_progress: Callable[[float], None] | None
-    ) -> _Profile:
-        config = self._config
-        if config.batch_costs is not None:
-            costs = parse_batch_costs(config.batch_costs)
-            notes = ("profile: GGML_BATCH_COSTS", *_warned(costs))
-            return _Profile(costs, Calibration(), None, notes)
-        if not config.needs_profile:
-            return _Profile(_UNPRICED, Calibration(), None, ())
-        assert config.profile_dir is not None
-        key = key_of(self._target, draft)
-        path = profile_path(config.profile_dir, self._target, draft, key)
-        stored, why = load_stored(path, key)
-        longest = 0 if config.options.n_max is None else 1 + config.longest
-        if stored is not None and stored.costs.n_max < longest:
-            why = f"the stored profile ends at batches of {stored.costs.n_max}"
-            stored = None
-        if stored is not None:
-            notes = (f"profile: {why}", *_warned(stored.costs))
-            return _Profile(stored.costs, stored.calibration, path, notes)
-        costs, how = measure_quickly(self._target, draft, key, on_progress, longest=longest)
-        failed = store(path, costs, None)
-        notes = (f"profile: {why}; {how} (--no-profile to skip)", *_warned(costs))
-        if failed is not None:
-            notes = (*notes, failed)
-        return _Profile(costs, Calibration(), path if failed is None else None, notes)
 
     def _model_drafter(self, draft: Engine) -> Drafter:
         options = self._config.options
@@ -143,7 +101,7 @@ class Speculation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How drafts are made and decided, and where the costs are from."""
+        """Lines on who drafts, who decides, and where the costs are from."""
         options = self._config.options
         names = ", ".join(options.drafters)
         line = f"speculation: drafts by {names}, lengths by {self.policy.name}"
@@ -151,12 +109,12 @@ class Speculation:
             line += "; the profile has one batch size only, which leaves no room to draft"
         elif not isinstance(self.policy, Throughput):
             line += f" (at most {self.policy.n_max})"
-        return (line, *self._profile.notes, *self._config.reasons)
+        return (line, *self._costs.notes, *self._config.reasons)
 
     @property
     def costs(self) -> CostProfile:
         """T(n) as it was measured or loaded."""
-        return self._profile.costs
+        return self._costs.profile
 
     def rounds(
         self,
@@ -227,10 +185,10 @@ class Speculation:
         if self._trace is not None:
             self._trace.write()
         self._save_lookup_cache()
-        policy, path = self.policy, self._profile.path
+        policy, path = self.policy, self._costs.path
         if not isinstance(policy, Throughput) or path is None or self._n_rounds < _ROUNDS_TO_STORE:
             return
-        before = self._profile.costs
+        before = self._costs.profile
         failed = store(path, widened(policy.costs.profile(), before), policy.calibration)
         if failed is not None:
             log.warning(failed)
@@ -250,7 +208,7 @@ class Speculation:
 
 
 class _RequestSampling:
-    """How the draft samples for the request in hand, for rejection sampling."""
+    """The sampling of drafts for the request in hand, for rejection sampling."""
 
     def __init__(self) -> None:
         self._sampler = Sampler(1.0)
@@ -293,19 +251,6 @@ def check_together(options: SpecOptions, record_trace: Path | None) -> None:
             "--spec-draft-n-min takes no effect with --spec-accept reject: a token that was drawn "
             "has to be verified, or the answer's distribution would change"
         )
-
-
-def widened(costs: CostProfile, before: CostProfile) -> CostProfile:
-    """`costs` with the batch sizes beyond a short --draft-max, scaled like its last one."""
-    n = costs.n_max
-    if n >= before.n_max:
-        return costs
-    factor = costs.step_s[-1] / before.step_s[n - 1]
-    return replace(costs, step_s=costs.step_s + tuple(t * factor for t in before.step_s[n:]))
-
-
-def _warned(costs: CostProfile) -> tuple[str, ...]:
-    return tuple(f"profile: {warning}" for warning in costs.warnings)
 
 
 def _vocabulary(engine: Engine) -> Vocabulary:

@@ -1,4 +1,4 @@
-"""Whether a draft's tokens can be read as the target's, by llama.cpp's rule (PEERS 4.4)."""
+"""Checks that a draft's tokens can be read as the target's, by the rule of llama.cpp's server."""
 
 from __future__ import annotations
 

@@ -28,4 +28,4 @@ def judge(exact: Path) -> Iterator[Judge]:
 def batches_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Policies that ask for a profile get one by which every draft pays."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
-    monkeypatch.setattr("specoffload.speculation.speculation.measure_quickly", cheap_batches)
+    monkeypatch.setattr("specoffload.speculation.costs.measure_quickly", cheap_batches)

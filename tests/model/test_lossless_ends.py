@@ -47,7 +47,7 @@ def opened(
 ) -> Iterator[Session]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path_factory.mktemp("ends")))
-        patch.setattr("specoffload.speculation.speculation.measure_quickly", cheap_batches)
+        patch.setattr("specoffload.speculation.costs.measure_quickly", cheap_batches)
         with open_session(exact, spec) as session:
             yield session
 

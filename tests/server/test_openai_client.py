@@ -1,4 +1,4 @@
-"""What OpenAI's own client gets from a real socket."""
+"""OpenAI's own client on a real socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server says of itself, from its first moment on."""
+"""The server's words about itself, from its first moment on."""
 
 from __future__ import annotations
 
