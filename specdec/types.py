@@ -89,10 +89,14 @@ class Chooser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The number of drafted tokens that a policy verifies, and the reason."""
+    """The number of drafted tokens that a policy verifies, and the reason.
+
+    `rest` is for how many further rounds it holds: they draft nothing and nobody is asked.
+    """
 
     n_tokens: int
     reason: str
+    rest: int = 0
 
 
 class Walk(Protocol):
@@ -119,6 +123,11 @@ class Walk(Protocol):
 
     @property
     def reason(self) -> str: ...
+
+    @property
+    def rest(self) -> int:
+        """Where nothing is wanted: for how many further rounds that is already decided."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +235,9 @@ class Drafter(Protocol):
         """At most `limit` tokens to follow `history`, as many as the policy keeps."""
         ...
 
-    def learn(self, sequence: int, round_: Round) -> None: ...
+    def learn(self, sequence: int, round_: Round) -> None:
+        """Told every round in which it was asked."""
+        ...
 
     def forget(self, sequence: int) -> None:
         """The sequence starts anew; what is kept for it may be compared or dropped."""

@@ -11,7 +11,7 @@ from time import perf_counter
 
 from specdec.decoding.accept import Acceptance, MatchAcceptance, Verdict
 from specdec.decoding.rollback import Rollback
-from specdec.decoding.rounds import check_start, play_rounds
+from specdec.decoding.rounds import check_start, play_alone, play_rounds
 from specdec.types import Chooser, Draft, Drafter, IsEnd, Policy, Round, Target
 
 
@@ -63,6 +63,12 @@ def _rounds(
         began = perf_counter()
         draft = drafter.propose(sequence, history, policy, limit)
         drafted = perf_counter()
+        if not draft.tokens:
+            draft_s = drafted - began - draft.catch_up_s
+            round_ = play_alone(target, sequence, history, draft, accept, is_end, draft_s)
+            policy.learn(round_)
+            drafter.learn(sequence, round_)
+            return round_
         verdict, verified = _verify(target, sequence, history, draft, accept, is_end)
         round_ = Round(
             draft,
@@ -76,7 +82,7 @@ def _rounds(
         drafter.learn(sequence, round_)
         return round_
 
-    yield from play_rounds(target, history, n_predict, is_end, policy.n_max, play)
+    yield from play_rounds(target, sequence, history, n_predict, is_end, policy, accept, play)
 
 
 def _verify(

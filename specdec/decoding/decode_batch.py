@@ -139,7 +139,7 @@ def _verify(
     for i, member in enumerate(active):
         verdict = verdicts[i]
         member.n_left -= len(verdict.emitted)
-        member.end = end_of(target, member.history, member.n_left, member.is_end)
+        member.end = end_of(target.n_ctx, member.history, member.n_left, member.is_end)
         emitted = tuple(verdict.emitted)
         round_ = Round(
             drafts[i],

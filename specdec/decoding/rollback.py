@@ -38,15 +38,19 @@ class Rollback:
             target.extend(sequence, fed[:n], 0)
 
     def undo(self) -> None:
-        """Back to where it began; used when a round fails.
-
-        A recurrent memory without a checkpoint keeps the first token fed, which was the last of
-        the history: what it holds is history all the same.
-        """
+        """Back to where it began; used when a round fails."""
         target, sequence = self._target, self._sequence
-        if target.length(sequence) <= self._length:
-            return
-        if self._checkpoint is not None:
+        if self._checkpoint is None:
+            take_back(target, sequence, self._length)
+        elif target.length(sequence) > self._length:
             target.restore(sequence, self._checkpoint)
-        else:
-            target.rewind(sequence, self._length + (0 if target.can_rewind else 1))
+
+
+def take_back(target: Target, sequence: int, length: int) -> None:
+    """Back to `length` after a decode that may have failed, without a checkpoint.
+
+    A recurrent memory keeps the first token fed, which was the last of the history: what it holds
+    is history all the same.
+    """
+    if target.length(sequence) > length:
+        target.rewind(sequence, length + (0 if target.can_rewind else 1))

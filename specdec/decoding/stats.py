@@ -36,6 +36,11 @@ class SpecStats:
         draft, n = round_.draft, round_.n_drafted
         self.n_rounds += 1
         self.n_tokens += len(round_.emitted)
+        if draft.decision.rest:
+            self.verify_s += round_.verify_s
+            self.lengths[0] += 1
+            self._add_reason(draft.decision.reason)
+            return
         self.n_drafted += n
         self.n_accepted += round_.n_accepted
         self.n_draft_steps += draft.n_steps
@@ -51,7 +56,10 @@ class SpecStats:
             self.per_position[i][1] += i < round_.n_accepted
         self.lengths[n] += 1
         self.sources[draft.source] += round_.n_accepted
-        kind = reason_kind(draft.decision.reason)
+        self._add_reason(draft.decision.reason)
+
+    def _add_reason(self, reason: str) -> None:
+        kind = reason_kind(reason)
         if kind in self.reasons or len(self.reasons) < _MAX_REASONS:
             self.reasons[kind] += 1
 

@@ -13,8 +13,9 @@ from time import perf_counter
 
 import numpy as np
 
+from specdec.decoding.accept import MatchAcceptance
 from specdec.decoding.rounds import check_start, play_rounds
-from specdec.drafters.model import BATCHED_TAIL
+from specdec.drafters.memory import DraftMemory
 from specdec.errors import SpecDecError
 from specdec.policies.joint import best_count
 from specdec.policies.throughput import Throughput
@@ -36,6 +37,7 @@ class DraftTree:
     n_steps: int = 0
     catch_up_s: float = 0.0  # as Draft's
     reason: str = "no room for a draft"
+    rest: int = 0  # as Decision's
 
     def cut(self, nodes: Sequence[int]) -> DraftTree:
         """The tree of these nodes, which must include their parents."""
@@ -76,9 +78,7 @@ class TreeDrafter:
         self._n_branches, self._p_split = n_branches, p_split
         self._n_max, self._max_depth = n_max, max_depth
         self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
-        self._held: dict[int, list[int]] = {}
-        self._n_checked: dict[int, int] = {}  # of those, known to be the history's
-        self._catch_up_s = 0.0
+        self._memory = DraftMemory(model)
 
     def grow(self, sequence: int, history: Sequence[int], limit: int) -> DraftTree:
         """A tree of at most `limit` nodes worth verifying.
@@ -90,13 +90,13 @@ class TreeDrafter:
         depth = min(limit, self._max_depth, room)
         walk = self._policy.begin(max(0, depth), FIRST)
         if not walk.wants:
-            return DraftTree(reason=walk.reason)
+            return DraftTree(reason=walk.reason, rest=walk.rest)
         tokens: list[int] = []
         parents: list[int] = []
         probs: list[float] = []
         reached: list[float] = []
         rate, step_s = self._policy.rate, self._policy.costs.draft_step_s
-        row = self._catch_up(sequence, history)
+        row = self._memory.catch_up(sequence, history)
         frontier = [(-1, row)]
         n_steps = 1
         while True:
@@ -126,7 +126,7 @@ class TreeDrafter:
             # Siblings are drafted in order of rank, one after the other.
             tuple(parents[:i].count(parent) for i, parent in enumerate(parents)),
             n_steps,
-            self._catch_up_s,
+            self._memory.catch_up_s(sequence),
             walk.reason,
         )
         return self._worthwhile(tree, limit)
@@ -161,34 +161,9 @@ class TreeDrafter:
         n = best_count(gains, self._policy.costs.times, 1, self._policy.rate)
         return tree.cut(order[:n])
 
-    def _catch_up(
-        self, sequence: int, history: Sequence[int]
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        held = self._held.setdefault(sequence, [])
-        most = min(len(held), len(history) - 1)
-        n = min(self._n_checked.get(sequence, 0), most)
-        while n < most and held[n] == history[n]:
-            n += 1
-        if self._model.length(sequence) > n:
-            self._model.rewind(sequence, n)
-        del held[n:]
-        new = list(history[n:])
-        self._catch_up_s = 0.0
-        if len(new) > BATCHED_TAIL:
-            began = perf_counter()
-            self._model.extend(sequence, new[:-1], 0)
-            held += new[:-1]
-            self._catch_up_s = perf_counter() - began
-            new = new[-1:]
-        logits = self._model.extend(sequence, new, 1)
-        held += new
-        self._n_checked[sequence] = len(held)
-        row: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = logits[0]
-        return row
-
     def forget(self, sequence: int) -> None:
-        """The history may be another: what is held is compared from its first token."""
-        self._n_checked.pop(sequence, None)
+        """The history may be another."""
+        self._memory.forget(sequence)
 
 
 def decode_tree(
@@ -224,7 +199,7 @@ def decode_tree(
             tree.tokens,
             tree.probs,
             SOURCE,
-            Decision(len(tree.tokens), tree.reason),
+            Decision(len(tree.tokens), tree.reason, tree.rest),
             n_steps=tree.n_steps,
             parents=tree.parents,
             catch_up_s=tree.catch_up_s,
@@ -234,7 +209,9 @@ def decode_tree(
         _learn(policy, round_, path)
         return round_
 
-    yield from play_rounds(target, history, n_predict, is_end, policy.n_max, play)
+    yield from play_rounds(
+        target, sequence, history, n_predict, is_end, policy, MatchAcceptance(chooser), play
+    )
 
 
 def source_of(rank: int) -> str:

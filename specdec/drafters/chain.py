@@ -51,14 +51,16 @@ class ChainDrafter:
     def __init__(self, free: Sequence[Drafter], paid: Drafter | None = None) -> None:
         self._free = tuple(free)
         self._paid = paid
+        self._nothing = nothing(self.name, "no drafter has a proposal")
         self._paid_gain: float | None = None
         self._since_paid = 0
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
         drafts: list[Draft] = []
-        best, gain = nothing(self.name, "no drafter has a proposal"), 0.0
+        best, gain = self._nothing, 0.0
+        watched = _Watched(policy)
         for drafter in self._free:
-            watched = _Watched(policy)
+            watched.walk = None
             draft = drafter.propose(sequence, history, watched, limit)
             drafts.append(draft)
             if draft.tokens and watched.gain > gain:
@@ -70,7 +72,10 @@ class ChainDrafter:
                 paid, won = self._asked(self._paid, gain, sequence, history, policy, limit)
                 drafts.append(paid)
                 best = self._better(best, paid, won=won)
-        others = tuple(d for d in drafts if d.source != best.source and (d.tokens or d.dropped))
+        if best.decision.rest:
+            # The paid drafter's rest is not that of the others, which may have a proposal any time.
+            best = replace(best, decision=replace(best.decision, rest=0))
+        others = tuple([d for d in drafts if d.source != best.source and (d.tokens or d.dropped)])
         return replace(best, others=others) if others else best
 
     def _asked(

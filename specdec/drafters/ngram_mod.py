@@ -24,7 +24,10 @@ _FULLEST = 0.25
 
 @dataclass(slots=True)
 class _Indexed:
+    """`hashed` is the hash of the last n of the `n_tokens` that are in the table."""
+
     n_tokens: int = 0
+    hashed: int = 0
 
 
 class NgramMod:
@@ -39,49 +42,63 @@ class NgramMod:
         self, n_match: int = 24, n_min: int = 1, n_max: int = 64, n_slots: int = 4 << 20
     ) -> None:
         self._n, self._n_min, self._n_max = n_match, n_min, n_max
-        self._slots = np.full(n_slots, _EMPTY, np.int32)
+        self._oldest = pow(_MULTIPLIER, n_match, _MASK + 1)  # the weight of a token that goes
+        self._table = np.full(n_slots, _EMPTY, np.int32)
+        self._slots = self._table.data  # single items are read four times as fast
+        self._n_slots, self._most_used = n_slots, _FULLEST * n_slots
         self._n_used = 0
         self._indexed = PerSequence(_Indexed)
         self._was_reset = False
         self._n_poor = 0
 
-    def _slot(self, tokens: Sequence[int]) -> int:
-        h = 0
-        for token in tokens:
-            h = (h * _MULTIPLIER + token + 1) & _MASK
-        return (h ^ (h >> 29)) % len(self._slots)
+    def _slide(self, hashed: int, old: int, new: int) -> int:
+        """The hash of n tokens, one on."""
+        return (hashed * _MULTIPLIER + new + 1 - (old + 1) * self._oldest) & _MASK
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        self._index(sequence, history)
-        window = list(history[-self._n :])
-        if len(window) < self._n:
+        hashed = self._index(sequence, history)
+        if len(history) < self._n:
             return nothing(self.name, f"fewer than {self._n} tokens")
         tokens: list[int] = []
-        while len(tokens) < min(self._n_max, limit):
-            token = int(self._slots[self._slot(window)])
+        most = min(self._n_max, limit)
+        while len(tokens) < most:
+            token = self._slots[(hashed ^ (hashed >> 29)) % self._n_slots]
             if token == _EMPTY:
                 break
+            old = history[len(tokens) - self._n] if len(tokens) < self._n else tokens[-self._n]
+            hashed = self._slide(hashed, old, token)
             tokens.append(token)
-            window = [*window[1:], token]
-        if not tokens or len(tokens) < min(self._n_min, limit):
+        if not tokens:
+            return nothing(self.name, f"the last {self._n} tokens are new")
+        if len(tokens) < min(self._n_min, limit):
             return nothing(self.name, f"{len(tokens)} tokens known, at least {self._n_min} wanted")
         p = match_probability(self._n)
         return offer(self.name, tokens, [p] * len(tokens), policy, limit)
 
-    def _index(self, sequence: int, history: Sequence[int]) -> None:
+    def _index(self, sequence: int, history: Sequence[int]) -> int:
+        """Add what is new of `history` to the table; the hash of its last n tokens."""
         n, slots = self._n, self._slots
         indexed = self._indexed.of(sequence, history)
-        for i in range(max(indexed.n_tokens, n), len(history)):
-            slot = self._slot(history[i - n : i])
-            self._n_used += slots[slot] == _EMPTY
-            slots[slot] = history[i]
-        indexed.n_tokens = len(history)
-        if self._n_used > _FULLEST * len(slots):
+        hashed, i, end = indexed.hashed, indexed.n_tokens, len(history)
+        while i < end:
+            token = history[i]
+            if i < n:
+                hashed = (hashed * _MULTIPLIER + token + 1) & _MASK
+            else:
+                slot = (hashed ^ (hashed >> 29)) % self._n_slots
+                if slots[slot] == _EMPTY:
+                    self._n_used += 1
+                slots[slot] = token
+                hashed = self._slide(hashed, history[i - n], token)
+            i += 1
+        indexed.n_tokens, indexed.hashed = end, hashed
+        if self._n_used > self._most_used:
             self.reset()
+        return hashed
 
     def reset(self) -> None:
         """Forget every n-gram of every sequence. Histories are added again at their next turn."""
-        self._slots.fill(_EMPTY)
+        self._table.fill(_EMPTY)
         self._n_used = 0
         self._n_poor = 0
         self._was_reset = True

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from specdec.types import Decision, Draft, Policy, Round
 
-_EMPTY = Draft((), (), "none", Decision(0, "no drafter"))
+_EMPTY = Draft((), (), "none", Decision(0, "no drafter", rest=sys.maxsize))
 
 
 class NoDrafter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from specdec.types import Decision, Draft, Policy
 
@@ -22,8 +23,9 @@ def offer(
     return Draft(kept, their_probs, source, Decision(n, walk.reason), dropped)
 
 
+@lru_cache(maxsize=256)
 def nothing(source: str, reason: str) -> Draft:
-    """The empty draft."""
+    """The empty draft: the same object for the same words."""
     return Draft((), (), source, Decision(0, reason))
 
 

@@ -78,7 +78,9 @@ class TranslatedDrafter:
         text = replace_all(text.rstrip("\ufffd"), self._to_target)
         tokens = self._target.tokenize(text)[:limit] if text else []
         probs = self._probabilities(tokens, ends, theirs.probs)
-        decision = Decision(len(tokens), f"{theirs.decision.reason}; translated")
+        decision = Decision(
+            len(tokens), f"{theirs.decision.reason}; translated", theirs.decision.rest
+        )
         return Draft(
             tuple(tokens),
             probs,

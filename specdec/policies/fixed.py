@@ -7,6 +7,7 @@ from specdec.types import Round
 
 class FixedWalk:
     __slots__ = ("_product", "gain", "limit", "n_best")
+    rest = 0
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -41,7 +41,8 @@ _PROBE_SHARE = 0.004  # of the time that probing may take in the end
 _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
 _REBUILD_ROUNDS = 24
 _PROBE_AGES = 6  # rounds that a probe in vain counts for
-_IDLE_ROUNDS = 31  # a drafter that is not asked is thought over when none of these bits is left
+_IDLE_ROUNDS = 32  # a drafter that is not asked is thought over again at multiples of these
+_MOST_ALONE = 32  # rounds without a draft that are learnt from together
 _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # what speculation may lose before it must prove itself
 
 _LOSS_MORE = 0.0015
@@ -52,13 +53,19 @@ _LAST_LEVEL = N_LEVELS - 1
 
 
 class _Source:
-    """What is known of one drafter: the probabilities it offers, and what they are worth."""
+    """One drafter as it is known: the probabilities it offers, and the worth of drafting on.
+
+    `seen` are decaying counts of its calibrated probabilities, by `horizon.CENTRES`. `onwards` and
+    `price` are the plan made of them `age` rounds ago, for draft steps of `step` tokens and odds
+    off by `offset`. While `not_asked` is set it is left alone until round `until`; a probe in vain
+    doubles the `gap` to the next one.
+    """
 
     __slots__ = (
         "age",
         "gap",
         "n_judged",
-        "off",
+        "not_asked",
         "offset",
         "onwards",
         "price",
@@ -66,7 +73,7 @@ class _Source:
         "scale",
         "seen",
         "step",
-        "wait",
+        "until",
     )
 
     def __init__(self) -> None:
@@ -79,9 +86,9 @@ class _Source:
         self.step = 0.0
         self.age = _REBUILD_ROUNDS
         self.gap = _FIRST_GAP
-        self.wait = 0
+        self.until = 0
         self.n_judged = 0
-        self.off: _NotAsked | None = None  # what it was last told while it is not asked
+        self.not_asked: _NotAsked | None = None
         self.regimes: list[tuple[float, float]] = [(1.0, 1.0)]
         self.offset = 0.0
 
@@ -110,8 +117,10 @@ def offset_of(regimes: list[tuple[float, float]]) -> float:
 
 
 class ThroughputWalk:
-    """One draft. Values are in tokens, over verifying nothing; drafting done is done, so only
-    what is still to be drafted and verified counts."""
+    """One draft being decided, in tokens gained over verifying nothing.
+
+    Steps already drafted are spent, so only those still to come, and the verification, count.
+    """
 
     __slots__ = (
         "_calibration",
@@ -134,6 +143,7 @@ class ThroughputWalk:
         "total_best",
         "wants",
     )
+    rest = 0
 
     def __init__(
         self, limit: int, name: str, known: _Source, calibration: Calibration, is_probe: bool
@@ -198,7 +208,7 @@ class ThroughputWalk:
 
     @property
     def spent(self) -> float:
-        """What drafting has taken so far, in tokens."""
+        """The price of the steps drafted so far, in tokens."""
         return self.n * self._known.step
 
     @property
@@ -210,15 +220,16 @@ class ThroughputWalk:
 
 
 class _NotAsked:
-    """The walk of a drafter that is not asked."""
+    """The walk of a drafter that is not asked, in this round and `rest` further ones."""
 
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "rest")
     wants = False
     n_best = 0
     gain = 0.0
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, rest: int) -> None:
         self.reason = reason
+        self.rest = rest
 
     def feed(self, p: float) -> bool:
         return False
@@ -239,7 +250,7 @@ class Throughput:
         refresh: bool = True,
     ) -> None:
         self.n_max = profile.n_max - 1 if n_max is None else n_max
-        self.costs = RefreshedCosts(profile, self.n_max + 1)
+        self._costs = RefreshedCosts(profile, self.n_max + 1)
         self.calibration = calibration or Calibration()
         self._paid = paid
         self._refresh = refresh
@@ -248,9 +259,23 @@ class Throughput:
         # lambda = tokens / seconds, both decaying; it starts as plain decoding
         self._tokens = 4.0
         self._n_tokens = 0
+        self._n_rounds = 0
+        self._alone_s: list[float] = []  # rounds without a draft that are not learnt from yet
         self._beside = 0  # rows of other sequences in each batch
         self._won = 0.0  # tokens gained over plain decoding in the same time
-        self._seconds = 4.0 * self.costs.times[0]
+        self._seconds = 4.0 * self._costs.times[0]
+
+    @property
+    def n_rounds(self) -> int:
+        """Rounds learnt from so far."""
+        return self._n_rounds
+
+    @property
+    def costs(self) -> RefreshedCosts:
+        """T(n) as the rounds so far have refreshed it."""
+        if self._alone_s:
+            self._learn_alone()
+        return self._costs
 
     @property
     def rate(self) -> float:
@@ -259,7 +284,7 @@ class Throughput:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether speculation has so far lost more tokens than it is allowed to."""
+        """True while speculation has lost more tokens than it is allowed to."""
         return self._budget < 0.0
 
     @property
@@ -271,9 +296,12 @@ class Throughput:
         known = self._sources.get(source)
         if known is None:
             known = self._sources[source] = _Source()
-        if known.wait & _IDLE_ROUNDS and known.off is not None:
-            known.wait -= 1
-            return known.off
+        ahead = known.until - self._n_rounds  # rounds that it is not asked in, this one included
+        if known.not_asked is not None and ahead > 0 and ahead % _IDLE_ROUNDS:
+            known.not_asked.rest = (ahead - 1) % _IDLE_ROUNDS
+            return known.not_asked
+        if self._alone_s:
+            self._learn_alone()
         known.regimes = self.calibration.regimes(source)
         moved_by = abs(offset_of(known.regimes) - known.offset)
         if known.age >= _REBUILD_ROUNDS or moved_by > _MOVED:
@@ -281,12 +309,12 @@ class Throughput:
         limit = min(limit, len(known.price) - 1)
         is_probe = False
         self._walks.pop(source, None)
-        known.off = None
+        known.not_asked = None
         if limit > 0 and (known.onwards[0][0] <= 0.0 or self._is_behind):
-            if known.step > 0.0 and known.wait > 0:
-                known.wait -= 1
-                known.off = _NotAsked(self._why_off(known))
-                return known.off
+            if known.step > 0.0 and ahead > 0:
+                rest = (ahead - 1) % _IDLE_ROUNDS
+                known.not_asked = _NotAsked(self._why_off(known), rest)
+                return known.not_asked
             is_probe = True
         walk = ThroughputWalk(
             self._affordable(limit, known), source, known, self.calibration, is_probe
@@ -305,22 +333,24 @@ class Throughput:
         return n
 
     def _rebuild(self, known: _Source, source: str) -> None:
-        step_s = self.costs.draft_step_s if source in self._paid else 0.0
+        step_s = self._costs.draft_step_s if source in self._paid else 0.0
         beside = self._beside
-        times = np.array(self.costs.times[beside:])
+        times = np.array(self._costs.times[beside:])
         price = self.rate * (times - times[0])
         known.rebuild(price, self.rate * step_s / (1 + beside))
 
     def learn(self, round_: Round) -> None:
         draft = round_.draft
+        if not (self._walks or draft.tokens or draft.dropped or draft.others or draft.n_steps):
+            self._n_rounds += 1
+            self._alone_s.append(round_.verify_s)
+            if len(self._alone_s) >= _MOST_ALONE:
+                self._learn_alone()
+            return
         source = draft.source
         walk = self._walks.pop(source, None)
         if draft.others:
             self._overhear(draft.others, round_.emitted)
-        if walk is None and not draft.tokens and not draft.dropped:
-            self.calibration.elapse_all(len(round_.emitted))
-            self.account(1, 0, len(round_.emitted), verify_s=round_.verify_s, draft_s=0.0)
-            return
         evidence = round_.evidence
         for p, accepted in evidence:
             self.calibration.observe(source, p, accepted)
@@ -362,8 +392,8 @@ class Throughput:
     def _settle(self, source: str, walk: ThroughputWalk, round_: Round, n_judged: int) -> None:
         known = self._sources[source]
         known.n_judged += n_judged
-        beside, times = self._beside, self.costs.times
-        steps_s = round_.draft.n_steps * self.costs.draft_step_s / (1 + beside)
+        beside, times = self._beside, self._costs.times
+        steps_s = round_.draft.n_steps * self._costs.draft_step_s / (1 + beside)
         extra_s = times[beside + round_.n_drafted] - times[beside] + steps_s
         has_gained = len(round_.emitted) - 1 > extra_s * self._plain_rate
         # A prompt that the draft model had to read first is part of what asking it took.
@@ -382,11 +412,10 @@ class Throughput:
     ) -> None:
         """One decode of `n_rows` rows after `n_steps` draft decodes gave `n_emitted` tokens,
         where `n_expected` were to be expected: less noise for lambda than what came."""
-        if self._refresh:
-            had_no_unit = self.costs.is_relative
-            self.costs.observe(n_rows, verify_s, n_steps, draft_s)
-            if had_no_unit:
-                self._seconds = self._tokens * self.costs.times[0]
+        if self._alone_s:
+            self._learn_alone()
+        self._n_rounds += 1
+        self._observe(n_rows, verify_s, n_steps, draft_s)
         keep = 1.0 - 1.0 / _RATE_ROUNDS
         took = self._took(n_rows, n_steps)
         self._n_tokens += n_emitted
@@ -394,12 +423,37 @@ class Throughput:
         self._tokens = self._tokens * keep + (n_emitted if n_expected is None else n_expected)
         self._seconds = self._seconds * keep + took
 
+    def _observe(self, n_rows: int, verify_s: float, n_steps: int, draft_s: float) -> None:
+        if self._refresh:
+            had_no_unit = self._costs.is_relative
+            self._costs.observe(n_rows, verify_s, n_steps, draft_s)
+            if had_no_unit:
+                self._seconds = self._tokens * self._costs.times[0]
+
+    def _learn_alone(self) -> None:
+        """As `account` of each round without a draft that has not been learnt from yet.
+
+        They come in bulk, since a round of a small model ends in caches that its decode emptied:
+        there the same lines take three times as long.
+        """
+        alone_s, self._alone_s = self._alone_s, []
+        n = len(alone_s)
+        for verify_s in alone_s:
+            self._observe(1, verify_s, 0, 0.0)
+        self.calibration.elapse_all(n)
+        self._n_tokens += n
+        keep = (1.0 - 1.0 / _RATE_ROUNDS) ** n
+        come = (1.0 - keep) * _RATE_ROUNDS
+        self._tokens = self._tokens * keep + come
+        self._seconds = self._seconds * keep + come * self._costs.times[0]
+
     def share_batch(self, n_sequences: int) -> None:
         """From now on each verification has rows of `n_sequences` sequences, one of each at
         least: prices start at that batch, and one draft decode serves all of them."""
         if n_sequences - 1 != self._beside:
+            self._learn_alone()
             self._beside = n_sequences - 1
-            self.costs.reach(self.n_max + n_sequences)
+            self._costs.reach(self.n_max + n_sequences)
             self._seconds = self._tokens / self._plain_rate
             for known in self._sources.values():
                 known.age = _REBUILD_ROUNDS
@@ -407,10 +461,10 @@ class Throughput:
     @property
     def _plain_rate(self) -> float:
         """Tokens per second without speculation."""
-        return (1 + self._beside) / self.costs.times[self._beside]
+        return (1 + self._beside) / self._costs.times[self._beside]
 
     def _took(self, n_rows: int, n_steps: int) -> float:
-        return self.costs.times[n_rows - 1] + n_steps * self.costs.draft_step_s
+        return self._costs.times[n_rows - 1] + n_steps * self._costs.draft_step_s
 
     def _judge(self, known: _Source, walk: ThroughputWalk, spent: float, has_gained: bool) -> None:
         weight = _PROBE_WEIGHT if walk.is_probe else 1.0
@@ -418,25 +472,25 @@ class Throughput:
             known.see(q, weight)
         if not walk.is_probe:
             known.age += 1
-            known.gap = _FIRST_GAP
-            known.wait = 0
+            known.gap, known.until = _FIRST_GAP, 0
             return
         known.age += _PROBE_AGES
         # A probe that did gain is followed even from behind, up to where it could do harm.
         if (has_gained and self._budget > -_LOSS_TOKENS - _LOSS_MORE * self._n_tokens) or (
             walk.best > walk.n * known.step and not self._is_behind
         ):
-            known.gap, known.wait = _FIRST_GAP, 0  # what found something is followed by another
+            known.gap, known.until = _FIRST_GAP, 0  # what found something is followed by another
             known.age = _REBUILD_ROUNDS
             return
         # What the time of a plain token is worth.
         plain = self.rate / self._plain_rate
         share = _PROBE_SHARE_AHEAD if self._won > _AHEAD * self._n_tokens else _PROBE_SHARE
         longest = max(_FIRST_GAP, int(spent / (plain * share)))
-        known.wait = known.gap = min(longest, known.gap * 2)
+        known.gap = min(longest, known.gap * 2)
+        known.until = self._n_rounds + 1 + known.gap  # this round is not counted yet
 
     def _why_off(self, known: _Source) -> str:
-        times = self.costs.times
+        times = self._costs.times
         return (
             f"off: T(2)/T(1) is {times[1] / times[0]:.2f}, drafting would gain "
             f"{known.onwards[0][0]:+.2f} tokens; asked again now and then"

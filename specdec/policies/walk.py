@@ -13,6 +13,7 @@ class ProductWalk(ABC):
     """
 
     __slots__ = ("_sums", "limit", "n", "n_best", "product", "reason", "wants")
+    rest = 0
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

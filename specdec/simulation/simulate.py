@@ -92,9 +92,14 @@ def simulate(
     n, at = len(trace.p), 0
     time = 0.0
     rounds = drafted = accepted = steps = unknown = 0
+    rest = 0
     while at < n:
-        draft, asked_unknown = _draft(trace, at, policy, source)
-        unknown += asked_unknown
+        if rest:
+            rest -= 1  # as in `play_rounds`: the draft that was decided on, an empty one, holds
+        else:
+            draft, asked_unknown = _draft(trace, at, policy, source)
+            unknown += asked_unknown
+            rest = draft.decision.rest
         m = len(draft.tokens)
         n_accepted = 0
         while n_accepted < m and trace.accepted[at + n_accepted]:
@@ -125,7 +130,7 @@ def _draft(trace: DraftTrace, at: int, policy: Policy, source: str) -> tuple[Dra
     tokens = (_OWN,) * m
     dropped = ((_OWN, trace.p[at + m]),) if fed > m else ()
     probs = trace.p[at : at + m]
-    return Draft(tokens, probs, source, Decision(m, ""), dropped, (), fed), wants
+    return Draft(tokens, probs, source, Decision(m, "", walk.rest), dropped, (), fed), wants
 
 
 def _emitted(trace: DraftTrace, at: int, n_accepted: int) -> tuple[int, ...]:

@@ -48,7 +48,6 @@ class Speculation:
         """May measure T(n) for some seconds. Raises SpecDecError when options do not fit."""
         self._config = config
         self._target = target
-        self._n_rounds = 0
         options = config.options
         check_together(options, config.record_trace)
         self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
@@ -154,7 +153,8 @@ class Speculation:
                 n_cached=n_cached,
                 acceptance=self._acceptance(chooser, request),
             )
-        return self._watched(found)
+        watched = self._trace is not None or log.isEnabledFor(logging.DEBUG)
+        return self._watched(found) if watched else found
 
     def _acceptance(self, chooser: SamplerChain, request: GenerateOptions) -> Acceptance | None:
         options = self._config.options
@@ -163,21 +163,19 @@ class Speculation:
         return build_acceptance(options, chooser, np.random.default_rng(request.seed))
 
     def _watched(self, rounds: Iterator[Round]) -> Iterator[Round]:
-        for round_ in rounds:
-            self._n_rounds += 1
+        for n, round_ in enumerate(rounds, 1):
             if self._trace is not None:
                 self._trace.add(round_)
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug(
-                    "round %d: %d drafted by %s, %d accepted, draft %.2f ms, verify %.2f ms: %s",
-                    self._n_rounds,
-                    round_.n_drafted,
-                    round_.draft.source,
-                    round_.n_accepted,
-                    1e3 * round_.draft_s,
-                    1e3 * round_.verify_s,
-                    round_.draft.decision.reason,
-                )
+            log.debug(
+                "round %d: %d drafted by %s, %d accepted, draft %.2f ms, verify %.2f ms: %s",
+                n,
+                round_.n_drafted,
+                round_.draft.source,
+                round_.n_accepted,
+                1e3 * round_.draft_s,
+                1e3 * round_.verify_s,
+                round_.draft.decision.reason,
+            )
             yield round_
 
     def close(self) -> None:
@@ -186,7 +184,9 @@ class Speculation:
             self._trace.write()
         self._save_lookup_cache()
         policy, path = self.policy, self._costs.path
-        if not isinstance(policy, Throughput) or path is None or self._n_rounds < _ROUNDS_TO_STORE:
+        if not isinstance(policy, Throughput) or path is None:
+            return
+        if policy.n_rounds < _ROUNDS_TO_STORE:
             return
         before = self._costs.profile
         failed = store(path, widened(policy.costs.profile(), before), policy.calibration)
