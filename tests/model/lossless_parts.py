@@ -6,6 +6,7 @@ The target is an f32 copy of the embedded one, on which batches of different siz
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -123,16 +124,18 @@ def distance_from_fresh(
     """How far `row` is from the logits after `tokens` of an evaluation from an empty memory.
 
     A router whose experts nearly tie may choose others in batches of another size, and then the
-    logits jump. So the nearest counts of all at once and of batches of 1, 2 and 3 after the prompt.
+    logits jump. So the nearest counts: all at once, batches of 1, 2 and 3 after the prompt, and a
+    last batch of 1 to 8.
     """
+    n = len(tokens)
+    splits = [[0, n]]
+    splits += [[0, *range(n_prompt, n, size), n] for size in (1, 2, 3)]
+    splits += [[0, n - last, n] for last in range(1, min(9, n))]
     found = float("inf")
-    for size in (len(tokens), 1, 2, 3):
-        start = 0 if size == len(tokens) else n_prompt
+    for split in splits:
         engine.rewind(SEQUENCE, 0)
-        if start:
-            engine.extend(SEQUENCE, tokens[:start], n_logits=0)
-        for i in range(start, len(tokens), size):
-            fresh = engine.extend(SEQUENCE, tokens[i : i + size], 1)[0]
+        for start, end in itertools.pairwise(dict.fromkeys(split)):
+            fresh = engine.extend(SEQUENCE, tokens[start:end], 1)[0]
         found = min(found, float(np.abs(fresh - row).max()))
         if found < BATCH_NOISE / 2:
             break
