@@ -13,7 +13,8 @@ from pathlib import Path
 
 from numa.errors import PlacementRefused
 from numa.pinning import Team
-from numa.sysfs import format_list, read
+from numa.sysfs import read
+from numa.topology import format_list
 
 _TASKS = "proc/self/task"
 # In /proc/.../stat, counted behind the parenthesised name: field 22 of proc(5).

@@ -7,7 +7,8 @@ the machine is its own.
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from numa.sysfs import parse_list, read
+from numa.sysfs import read
+from numa.topology import parse_list
 
 # Version 1 writes "no limit" as the largest page-aligned signed number.
 _V1_UNLIMITED_BYTES = 1 << 62

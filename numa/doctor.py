@@ -1,6 +1,6 @@
 """What stands in the way of local memory on this machine, as plain findings. Prints nothing.
 
-`read_facts` looks, `diagnose` judges (pure), `strategy_shares` places a trial arena per strategy
+`read_facts` looks, `diagnose` judges (pure), `strategy_shares` places a trial memory per strategy
 and asks the kernel where its pages lie. "bad" costs a large factor, "warn" some, "info" is to know.
 """
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from numa.arena import Arena
 from numa.cgroup import read_limits
 from numa.errors import NumaError
+from numa.memory import PlacedMemory
 from numa.pinning import Team, ThreadPlan
 from numa.place import NodeRead, Placement, locality, sampled_locality
-from numa.sysfs import format_list, numbered, parse_size, read, read_int
-from numa.topology import Topology
+from numa.sysfs import numbered, parse_size, read, read_int
+from numa.topology import Topology, format_list
 
 Severity = Literal["bad", "warn", "info"]
 
@@ -186,7 +186,7 @@ def _about_memory(topology: Topology, facts: Facts, needed_bytes: int) -> list[F
                 "numa-balancing",
                 "warn",
                 f"kernel.numa_balancing is {facts.numa_balancing}: the kernel unmaps pages to see"
-                " who reads them and moves them about (our arenas are exempt where mbind works)",
+                " who reads them and moves them about (our memories are exempt where mbind works)",
                 "sysctl kernel.numa_balancing=0",
             )
         )
@@ -311,7 +311,7 @@ def strategy_shares(
     cpus_of_node: Mapping[int, Sequence[int]],
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[StrategyShare]:
-    """Place a trial arena for each (placement, who reads what at one token) and sample its pages.
+    """Place a trial memory for each (placement, who reads what at one token) and sample its pages.
 
     Takes as much memory as the largest placement, for a moment. Refusals become notes.
     """
@@ -321,9 +321,9 @@ def strategy_shares(
         progress(name)
         computed = locality(placement, wanted)
         try:
-            with Arena(placement.size_bytes) as arena:
-                report = arena.apply(placement, cpus_of_node)
-                offsets, nodes = arena.sample()
+            with PlacedMemory(placement.size_bytes) as memory:
+                report = memory.apply(placement, cpus_of_node)
+                offsets, nodes = memory.sample()
             per_node = {n: nodes.count(n) for n in sorted(set(nodes)) if n >= 0}
             share = sampled_locality(offsets, nodes, wanted)
             found.append(StrategyShare(name, share, computed, per_node, report.notes))

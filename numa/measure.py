@@ -1,6 +1,6 @@
 """Read bandwidth of every (reading node, owning node) pair, with pinned threads over real pages.
 
-Each thread scans its own part of an arena for a byte that is not there (libc's vectorised memchr,
+Each thread scans its own part of memory for a byte that is not there (libc's vectorised memchr,
 which releases the interpreter's lock). That is what a weight's rows do to memory in decoding.
 """
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from threading import Barrier
 
 from numa import sys
-from numa.arena import Arena
 from numa.bind import pinned
 from numa.errors import NumaError
+from numa.memory import PlacedMemory
 from numa.place import PAGE_BYTES, place_single
 from numa.topology import Topology
 
@@ -92,16 +92,16 @@ def _owner_row(
 ) -> list[PairBandwidth]:
     touchers = {owner: cpus_of_node.get(owner) or cpus_of_node[readers[0]]}
     try:
-        with Arena(size_bytes) as arena:
-            report = arena.apply(place_single(size_bytes, owner), touchers)
-            sys.touch(arena.address, arena.mapped_bytes)
+        with PlacedMemory(size_bytes) as memory:
+            report = memory.apply(place_single(size_bytes, owner), touchers)
+            sys.touch(memory.address, memory.mapped_bytes)
             return [
                 PairBandwidth(
                     reader,
                     owner,
                     len(cpus_of_node[reader]),
                     size_bytes
-                    / min(_scan_s(arena, cpus_of_node[reader]) for _ in range(n_repeats)),
+                    / min(_scan_s(memory, cpus_of_node[reader]) for _ in range(n_repeats)),
                     report.local_share,
                     "; ".join(report.notes),
                 )
@@ -111,11 +111,11 @@ def _owner_row(
         return [_unmeasured(r, owner, cpus_of_node, str(error)) for r in readers]
 
 
-def _scan_s(arena: Arena, cpus: Sequence[int]) -> float:
-    """Seconds for all threads together to read the arena once, from the common start."""
+def _scan_s(memory: PlacedMemory, cpus: Sequence[int]) -> float:
+    """Seconds for all threads together to read the memory once, from the common start."""
     n_threads = len(cpus)
-    share = -(-arena.size_bytes // n_threads // PAGE_BYTES) * PAGE_BYTES
-    parts = [(i * share, min(share, arena.size_bytes - i * share)) for i in range(n_threads)]
+    share = -(-memory.size_bytes // n_threads // PAGE_BYTES) * PAGE_BYTES
+    parts = [(i * share, min(share, memory.size_bytes - i * share)) for i in range(n_threads)]
     start = Barrier(n_threads)
 
     def scan(cpu: int, offset: int, n_bytes: int) -> tuple[float, float]:
@@ -123,7 +123,7 @@ def _scan_s(arena: Arena, cpus: Sequence[int]) -> float:
             start.wait()
             begin = time.monotonic()
             if n_bytes > 0:
-                sys.scan(arena.address + offset, n_bytes)
+                sys.scan(memory.address + offset, n_bytes)
             return begin, time.monotonic()
 
     with ThreadPoolExecutor(max_workers=n_threads) as pool:

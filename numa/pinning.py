@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from numa.errors import NoSuchNode
-from numa.sysfs import format_list
-from numa.topology import GGML_MAX_CPUS, Core, Topology
+from numa.topology import GGML_MAX_CPUS, Core, Topology, format_list
 
 Order = Literal["by_node", "alternate"]
 

@@ -1,4 +1,4 @@
-"""On which node each page of an arena should lie. Pure: byte ranges in, byte ranges out.
+"""On which node each page of memory should lie. Pure: byte ranges in, byte ranges out.
 
 `rows` puts every page on the node whose threads read most of it (`numa.rows`), so each read is
 local with one copy of the weights. A page read from two nodes is lost to one of them: at 4 KiB that
@@ -22,13 +22,12 @@ _GIB = 1 << 30
 
 
 class Strategy(StrEnum):
-    """`mirror` is only priced (`mirror_cost`): it buys what `rows` has, for twice the memory."""
+    """A copy per node is none of them: `rows` reads locally with one copy, in half the memory."""
 
     SINGLE = "single"
     INTERLEAVE = "interleave"
     ROWS = "rows"
     DISTRIBUTE = "distribute"
-    MIRROR = "mirror"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class NodeRange:
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranges that cover an arena without gaps, page-aligned, and the blocks to make huge.
+    """Ranges that cover memory without gaps, page-aligned, and the blocks to make huge.
 
     `huge` are [start, stop) ranges aligned to 2 MiB. `notes` say what was not done as asked.
     """
@@ -82,7 +81,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class PlacedWeight:
-    """A weight at its offset in the arena."""
+    """A weight at its offset in the memory."""
 
     weight: Weight
     offset_bytes: int
@@ -90,7 +89,7 @@ class PlacedWeight:
 
 @dataclass(frozen=True)
 class NodeRead:
-    """Bytes [start, stop) of the arena are read from `node`."""
+    """Bytes [start, stop) of the memory are read from `node`."""
 
     start_bytes: int
     stop_bytes: int
@@ -103,7 +102,7 @@ def node_reads(
     n_tokens: int = 1,
     build: Build | None = None,
 ) -> list[NodeRead]:
-    """Who reads what in the arena: thread i reads from `team_nodes[i]`. Sorted by start.
+    """Who reads what in the memory: thread i reads from `team_nodes[i]`. Sorted by start.
 
     At one token the reads are disjoint. Raises ValueError where threads steal work.
     """
@@ -204,7 +203,7 @@ def _fill(
 
 
 def with_huge_pages(placement: Placement, min_share: float = MIN_HUGE_SHARE) -> Placement:
-    """Mark the 2 MiB blocks that may become huge, the arena being aligned to 2 MiB.
+    """Mark the 2 MiB blocks that may become huge, the memory being aligned to 2 MiB.
 
     A block that lies on one node up to `1 - min_share` of its bytes moves there as a whole; other
     blocks keep small pages. Interleaved ranges take all blocks: they go in turn, block by block.
@@ -331,7 +330,7 @@ def fit_memory(placement: Placement, free_bytes: Mapping[int, int]) -> Placement
     missing = placement.size_bytes - sum(free_bytes.values())
     if missing > 0:
         raise PlacementRefused(
-            f"the arena of {placement.size_bytes / _GIB:.1f} GiB is {missing / _GIB:.1f} GiB more"
+            f"the memory of {placement.size_bytes / _GIB:.1f} GiB is {missing / _GIB:.1f} GiB more"
             " than all nodes have free; nothing was placed"
         )
     if any(len(r.nodes) > 1 for r in placement.ranges):
@@ -362,26 +361,3 @@ def fit_memory(placement: Placement, free_bytes: Mapping[int, int]) -> Placement
         for (a, b), n in sorted(spilled.items())
     )
     return replace(placement, ranges=tuple(ranges), notes=(*placement.notes, *notes))
-
-
-@dataclass(frozen=True)
-class MirrorCost:
-    """What a copy of the weights on every node would take."""
-
-    extra_bytes: int
-    fits: bool
-    sentence: str
-
-
-def mirror_cost(size_bytes: int, free_bytes: Mapping[int, int]) -> MirrorCost:
-    """Price one copy per node. Mirroring is not built: `rows` reads locally with one copy."""
-    extra = size_bytes * (len(free_bytes) - 1)
-    fits = all(n >= size_bytes for n in free_bytes.values())
-    short = [n for n, free in free_bytes.items() if free < size_bytes]
-    verdict = "it would fit" if fits else f"node {short[0]} has no room for its copy"
-    return MirrorCost(
-        extra,
-        fits,
-        f"mirroring over {len(free_bytes)} nodes would take {extra / _GIB:.1f} GiB more;"
-        f" {verdict}; rows gives the same locality without a copy",
-    )

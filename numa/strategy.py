@@ -1,20 +1,18 @@
 """From a strategy's name to a placement and the threads for it. Pure; what the engine calls.
 
 `threads_for` gives the thread plan a candidate needs, `placement_for` the pages, `touchers` the
-processors that `Arena.apply` faults them in from.
+processors that `PlacedMemory.apply` faults them in from.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from numa.errors import PlacementRefused
 from numa.pinning import Team, ThreadPlan, ThreadRequest, plan_threads
 from numa.place import (
     PlacedWeight,
     Placement,
     Strategy,
     fit_memory,
-    mirror_cost,
     place_interleaved,
     place_rows,
     place_single,
@@ -56,15 +54,13 @@ def placement_for(
     node: int | None = None,
     huge_pages: bool = True,
 ) -> Placement:
-    """The placement of an arena of `size_bytes` that holds `weights`, read by `team`.
+    """The placement of memory of `size_bytes` that holds `weights`, read by `team`.
 
     `node` is for `single`; without it the team's first node is taken. On one memory node it is
     `single` whatever was asked, with one note. A node without room spills, with a note. Raises
-    NoSuchNode for an unknown node, PlacementRefused for `mirror` and for want of memory.
+    NoSuchNode for an unknown node, PlacementRefused for want of memory.
     """
     free = {n.id: n.free_bytes for n in topology.nodes if n.id in set(topology.memory_nodes)}
-    if strategy is Strategy.MIRROR:
-        raise PlacementRefused(f"{mirror_cost(size_bytes, free).sentence}; nothing was placed")
     if not topology.is_numa:
         plain = place_single(size_bytes, topology.memory_node_near(team.nodes[0]))
         return replace(plain, notes=(ONE_NODE,))

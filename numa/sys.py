@@ -3,7 +3,7 @@
 Every function is one call and one errno translation: a refusal raises PlacementRefused with the
 call's name and the kernel's reason, and the caller says what it does instead. Calls through ctypes
 release the interpreter's lock, so pinned threads fault pages in and read memory in parallel.
-Addresses are plain integers; who owns the memory is `numa.arena`.
+Addresses are plain integers; who owns the memory is `numa.memory`.
 """
 
 import ctypes

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from numa.errors import BadTopology
+from numa.topology import parse_list
 
 _NUMBER = re.compile(r"\d+$")
 
@@ -30,30 +31,6 @@ def read_int(root: Path, name: str) -> int | None:
         return int(text)
     except ValueError:
         raise BadTopology(f"/{name} holds {text[:40]!r} where a number is expected") from None
-
-
-def parse_list(text: str, source: str) -> tuple[int, ...]:
-    """The kernel's list format: '0-3,8,10-11' -> (0, 1, 2, 3, 8, 10, 11); '' -> ()."""
-    numbers: set[int] = set()
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
-            raise BadTopology(f"/{source} holds {text[:40]!r} where a list like 0-3,8 is expected")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(numbers))
-
-
-def format_list(numbers: tuple[int, ...]) -> str:
-    """The inverse of parse_list: (0, 1, 2, 5) -> '0-2,5'; () -> 'none'."""
-    parts: list[str] = []
-    ordered = sorted(set(numbers))
-    start = 0
-    for i, number in enumerate(ordered):
-        if i + 1 < len(ordered) and ordered[i + 1] == number + 1:
-            continue
-        parts.append(str(number) if i == start else f"{ordered[start]}-{number}")
-        start = i + 1
-    return ",".join(parts) or "none"
 
 
 def read_list(root: Path, name: str) -> tuple[int, ...] | None:

@@ -7,7 +7,6 @@ no strategy wins everywhere (PEERS 7.3), and trying every combination would take
 
 import json
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
@@ -83,7 +82,7 @@ def strategies(topology: Topology, plan: ThreadPlan, size_bytes: int) -> list[Ca
     """Every strategy worth a try at full width, the most promising first.
 
     On one node there is one: run as it is. `single` only where the weights fit the node; `rows` and
-    `distribute` only where ggml partitions statically; never `mirror`.
+    `distribute` only where ggml partitions statically.
     """
     n_threads = plan.decode.n_threads
     if not topology.is_numa:
@@ -164,7 +163,7 @@ def search(
     *,
     time_limit_s: float = 600.0,
     progress: Progress = lambda done, total, candidate: None,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float],
 ) -> TuneResult:
     """Measure what is worth it within the time limit; the best, with the numbers and why.
 

@@ -20,18 +20,18 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import opening
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
+from offload.ggml.memory import AnonymousMemory
 from offload.ggml.threadpool import has_openmp
 from offload.mla.decision import Crossover
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.native_build import amx_verdict, missing_in_build
 from offload.nodes.numa_plan import NumaPlan
-from offload.nodes.placing import NOT_OURS, ArenaPlacer
+from offload.nodes.page_placer import NOT_OURS, PagePlacer
 from offload.nodes.threads import PinnedThreads
 from offload.plan.placement import Plan
 from offload.plan.reserve import context_bytes
 from offload.sequences import Sequences
-from offload.store.memory import AnonymousMemory
 from offload.store.store import Store, StoreOptions
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import StreamingDevice
@@ -90,7 +90,7 @@ class Engine(Sequences):
         self.host: HostBufferType | None = None
         self.plan: Plan | None = None
         self.store: Store | None = None
-        self.placer: ArenaPlacer | None = None
+        self.placer: PagePlacer | None = None
         self.device: StreamingDevice | None = None
         try:
             placement = self._place()
@@ -157,13 +157,13 @@ class Engine(Sequences):
         if self.plan is None or not self.plan.streamed:
             return HostBufferType(_HOST_NAME, AnonymousMemory(), self._pending)
         if self.numa is not None:
-            self.placer = ArenaPlacer(self.numa, self.plan.streamed)
+            self.placer = PagePlacer(self.numa, self.plan.streamed)
         options = replace(
             o.store,
             pin_for=self.choice.address if self.choice.on_gpu else None,
             drop_resident=self.choice.on_gpu,
         )
-        self.store = Store(self.facts, self.plan.streamed, options, on_arena=self.placer)
+        self.store = Store(self.facts, self.plan.streamed, options, place_pages=self.placer)
         self._closing.callback(self.store.close)
         return HostBufferType(_HOST_NAME, self.store, self._pending, home=self.store)
 

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from numa import sys as calls
-from numa.arena import Arena
 from numa.bind import bind_team, check_team, new_thread_ids, pinned, thread_ids
 from numa.doctor import diagnose, read_facts
 from numa.errors import PlacementRefused
+from numa.machine import read_topology
 from numa.measure import read_bandwidth
+from numa.memory import PlacedMemory
 from numa.pinning import Team, ThreadPlan, ThreadRequest, plan_threads
 from numa.place import (
     PAGE_BYTES,
@@ -33,7 +34,7 @@ from numa.place import (
     with_huge_pages,
 )
 from numa.rows import Weight
-from numa.topology import Topology, read_topology
+from numa.topology import Topology
 
 MIB = 1 << 20
 # Two experts' weights of DeepSeek-R1 (Q4_K) and a dense one: slabs of real size, in 42 MiB.
@@ -63,23 +64,23 @@ def packed() -> tuple[list[PlacedWeight], int]:
     return placed, offset
 
 
-def where_pages_are(arena: Arena) -> tuple[NodeRange, ...]:
-    """Every page of the arena on the node that the kernel names; absent pages on node -2."""
-    pages = range(0, arena.size_bytes, PAGE_BYTES)
-    nodes = calls.node_of_pages([arena.address + page for page in pages])
+def where_pages_are(memory: PlacedMemory) -> tuple[NodeRange, ...]:
+    """Every page of the memory on the node that the kernel names; absent pages on node -2."""
+    pages = range(0, memory.size_bytes, PAGE_BYTES)
+    nodes = calls.node_of_pages([memory.address + page for page in pages])
     return tuple(
         NodeRange(page, page + PAGE_BYTES, (node,)) for page, node in zip(pages, nodes, strict=True)
     )
 
 
-def real_locality(arena: Arena, wanted: list[NodeRead]) -> float:
+def real_locality(memory: PlacedMemory, wanted: list[NodeRead]) -> float:
     """Share of the read bytes that really lie on the reader's node."""
-    actual = Placement(Strategy.ROWS, arena.size_bytes, PAGE_BYTES, where_pages_are(arena))
+    actual = Placement(Strategy.ROWS, memory.size_bytes, PAGE_BYTES, where_pages_are(memory))
     return locality(actual, wanted)
 
 
-def pages_per_node(arena: Arena) -> dict[int, int]:
-    nodes = [r.nodes[0] for r in where_pages_are(arena)]
+def pages_per_node(memory: PlacedMemory) -> dict[int, int]:
+    nodes = [r.nodes[0] for r in where_pages_are(memory)]
     return {node: nodes.count(node) for node in sorted(set(nodes))}
 
 
@@ -107,9 +108,9 @@ def check_strategies(checks: Checks, plan: ThreadPlan, cpus: CPUS_OF_NODE) -> No
         ),
     ]
     for placement, reads, holds in cases:
-        with Arena(size) as arena:
-            report = arena.apply(placement, cpus)
-            share, nodes = real_locality(arena, reads), pages_per_node(arena)
+        with PlacedMemory(size) as memory:
+            report = memory.apply(placement, cpus)
+            share, nodes = real_locality(memory, reads), pages_per_node(memory)
             line = f"{share:.2%} of read bytes local, pages per node {nodes}, by {report.how}"
             good = holds(share, nodes) and report.notes == ()
             checks.expect(f"{placement.strategy}", good, line + "".join(report.notes))
@@ -118,13 +119,13 @@ def check_strategies(checks: Checks, plan: ThreadPlan, cpus: CPUS_OF_NODE) -> No
 def check_moving(checks: Checks, plan: ThreadPlan, cpus: CPUS_OF_NODE) -> None:
     placed, size = packed()
     wanted = node_reads(placed, plan.decode.nodes)
-    with Arena(size) as arena:
-        arena.apply(place_single(size, 0), cpus)
-        calls.fill(arena.address, 7, size)
-        before = real_locality(arena, wanted)
-        arena.apply(place_rows(size, placed, plan.decode.nodes), cpus)
-        after = real_locality(arena, wanted)
-        kept = calls.scan(arena.address, size, absent=0)
+    with PlacedMemory(size) as memory:
+        memory.apply(place_single(size, 0), cpus)
+        calls.fill(memory.address, 7, size)
+        before = real_locality(memory, wanted)
+        memory.apply(place_rows(size, placed, plan.decode.nodes), cpus)
+        after = real_locality(memory, wanted)
+        kept = calls.scan(memory.address, size, absent=0)
         checks.expect("loaded pages are moved", kept and before < 0.6 and after >= 0.98,
                       f"{before:.2%} local before, {after:.2%} after")  # fmt: skip
 
@@ -133,15 +134,15 @@ def check_huge(checks: Checks, plan: ThreadPlan, cpus: CPUS_OF_NODE) -> None:
     placed, size = packed()
     wanted = node_reads(placed, plan.decode.nodes)
     placement = with_huge_pages(place_rows(size, placed, plan.decode.nodes))
-    with Arena(size) as arena:
-        arena.apply(placement, cpus)
-        notes = arena.collapse()
+    with PlacedMemory(size) as memory:
+        memory.apply(placement, cpus)
+        notes = memory.collapse()
         n_huge = sum(
             int(line.split()[1]) << 10
             for line in Path("/proc/self/smaps").read_text().splitlines()
             if line.startswith("AnonHugePages:")
         )
-        share = real_locality(arena, wanted)
+        share = real_locality(memory, wanted)
         planned = sum(stop - start for start, stop in placement.huge)
         checks.expect("rows, blocks with one reader huge",
                       share >= 0.98 and not notes and n_huge >= planned > 0,
@@ -157,7 +158,7 @@ def check_balancing(checks: Checks, cpus: CPUS_OF_NODE) -> None:
         Strategy.ROWS, size, PAGE_BYTES,
         (NodeRange(0, size // 2, (0,)), NodeRange(size // 2, size, (0,))),
     )  # fmt: skip
-    with Arena(size) as ours, Arena(size) as plain:
+    with PlacedMemory(size) as ours, PlacedMemory(size) as plain:
         ours.apply(placement, cpus)
         with pinned(cpus[0]):
             calls.touch(plain.address, size)
@@ -169,22 +170,22 @@ def check_balancing(checks: Checks, cpus: CPUS_OF_NODE) -> None:
                     calls.scan(plain.address, size)
                 moved = pages_per_node(plain).get(1, 0)
         left = pages_per_node(ours)
-        checks.expect("numa_balancing leaves an arena alone",
+        checks.expect("numa_balancing leaves memory alone",
                       left == {0: size // PAGE_BYTES} and moved > 0,
                       f"{left}; of memory without a policy it moved {moved} pages")  # fmt: skip
 
 
 def check_full_node(checks: Checks, cpus: CPUS_OF_NODE) -> None:
-    """Node 1 has 512 MiB: an arena of 500 does not fit what is free there."""
+    """Node 1 has 512 MiB: memory of 500 does not fit what is free there."""
     size = 500 * MIB
     topology = read_topology()
     free = {n.id: n.free_bytes for n in topology.nodes}
     plain = place_single(size, 1)
     fitted = fit_memory(plain, free)
     checks.expect("a full node is foreseen", len(fitted.notes) == 1, fitted.notes)
-    with Arena(size) as arena:
-        report = arena.apply(plain, cpus)
-        nodes = pages_per_node(arena)
+    with PlacedMemory(size) as memory:
+        report = memory.apply(plain, cpus)
+        nodes = pages_per_node(memory)
         checks.expect("a full node spills and says so",
                       bool(report.notes) and nodes.get(0, 0) > 0 and nodes[1] > nodes[0],
                       f"{nodes} {report.notes}")  # fmt: skip
@@ -245,9 +246,9 @@ def _check_cpuset(checks: Checks, team: Team, tids: tuple[int, ...]) -> None:
 
 
 def check_refusals(checks: Checks) -> None:
-    with Arena(MIB) as arena:
+    with PlacedMemory(MIB) as memory:
         try:
-            calls.bind_pages(arena.address, arena.mapped_bytes, calls.MPOL_PREFERRED, [5])
+            calls.bind_pages(memory.address, memory.mapped_bytes, calls.MPOL_PREFERRED, [5])
             checks.expect("an unknown node is refused", False, "accepted")
         except PlacementRefused as refusal:
             checks.expect("an unknown node is refused", True, refusal)

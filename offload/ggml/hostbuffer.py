@@ -14,24 +14,17 @@ from offload.ggml import tensor
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
-
-
-class HostMemory(Protocol):
-    """Provides and takes back host memory; addresses are page aligned."""
-
-    def allocate(self, size_bytes: int) -> int: ...
-
-    def free(self, address: int) -> None: ...
+from offload.ggml.memory import HostMemory, HostRange
 
 
 class TensorHome(Protocol):
     """Decides where tensors lie, and fills them itself."""
 
-    def place(self, name: str, size_bytes: int) -> int:
-        """The address of the tensor's data; raises for a tensor that it does not know."""
+    def place(self, name: str, size_bytes: int) -> HostRange:
+        """Where the tensor's data lies; raises for a tensor that it does not know."""
 
     def is_filling(self) -> bool:
-        """Whether what libllama writes to tensors is to be left out: the model is being loaded."""
+        """True while the model is being loaded: what libllama writes to tensors is left out."""
 
 
 class HostBufferType:
@@ -54,7 +47,7 @@ class HostBufferType:
             abi.ggml_backend_buffer_type.from_address(cpu)
         )
         self.address = C.addressof(self.struct)
-        self.buffers: dict[int, tuple[int, int]] = {}  # buffer -> (base address, size)
+        self.buffers: dict[int, HostRange] = {}  # by the buffer's address
         self.n_left_out = 0  # tensors that libllama wanted to copy in and its home fills
         name_address = C.addressof(self._name)
         iface = self.struct.iface
@@ -82,25 +75,24 @@ class HostBufferType:
     def _on_alloc(self, _: int, size: int) -> int:
         # Kernels and copies may read a little past a tensor's end (CUDA's quantised matrix kernels
         # up to 512 elements); the last tensor of the buffer needs that room too.
-        base = self._memory.allocate(size + 4096)
-        buffer: int = self._lib.ggml_backend_cpu_buffer_from_ptr(base, size)
+        memory = self._memory.allocate(size + 4096)
+        buffer: int = self._lib.ggml_backend_cpu_buffer_from_ptr(memory.address, size)
         view = abi.ggml_backend_buffer.from_address(buffer)
         view.buft = self.address
         view.iface.free_buffer = self._free
         if self._home is not None:
             view.iface.init_tensor, view.iface.set_tensor = self._init, self._set
-        self.buffers[buffer] = base, size
+        self.buffers[buffer] = memory
         return buffer
 
     def _on_free(self, buffer: int) -> None:
-        base, _ = self.buffers.pop(buffer)
-        self._memory.free(base)
+        self._memory.free(self.buffers.pop(buffer))
 
     def _on_init_tensor(self, _: int, address: int) -> int:
         assert self._home is not None
         if not tensor.at(address).view_src:  # a view's data follows from its tensor's
             size = self._lib.ggml_nbytes(address)
-            tensor.at(address).data = self._home.place(tensor.name_of(address), size)
+            tensor.at(address).data = self._home.place(tensor.name_of(address), size).address
         return int(abi.GGML_STATUS_SUCCESS)
 
     def _on_set_tensor(self, _: int, address: int, data: int, offset: int, size: int) -> None:
@@ -111,7 +103,7 @@ class HostBufferType:
             C.memmove(tensor.at(address).data + offset, data, size)
 
     def holds(self, tensor: int) -> bool:
-        """Whether the tensor at address `tensor` lies in one of our buffers."""
+        """True if the tensor at address `tensor` lies in one of our buffers."""
         return _buffer_at(tensor + _BUFFER).value in self.buffers
 
 

@@ -1,6 +1,6 @@
 """Page-locked memory: registers host memory of ours with a GPU backend, so that copies overlap.
 
-CUDA's backend does it only where GGML_CUDA_REGISTER_HOST is in the environment (PEERS 7.2 item 12).
+CUDA's backend does it only where GGML_CUDA_REGISTER_HOST is in the environment.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from offload.ggml.library import abi
 from offload.ggml.library.lib import library
+from offload.ggml.memory import HostRange
 
 _REGISTER = b"ggml_backend_register_host_buffer"
 _UNREGISTER = b"ggml_backend_unregister_host_buffer"
@@ -21,7 +22,7 @@ _unregister_type = C.CFUNCTYPE(None, C.c_void_p)
 
 @dataclass(frozen=True)
 class PinResult:
-    """Whether the memory is pinned, and why not."""
+    """True if the memory is pinned; else `reason` says why not."""
 
     ok: bool
     reason: str
@@ -48,10 +49,10 @@ class Pinner:
 
     @property
     def can_pin(self) -> bool:
-        """Whether the backend offers it at all."""
+        """True if the backend offers it at all."""
         return self._register is not None and self._unregister is not None
 
-    def pin(self, address: int, size_bytes: int) -> PinResult:
+    def pin(self, memory: HostRange) -> PinResult:
         """Page-lock a range. A refusal is a result, not an error: copies work, but slower.
 
         The memory-lock limit is told where it may be the cause; NVIDIA's driver does not count
@@ -59,8 +60,9 @@ class Pinner:
         """
         if not self.can_pin:
             return PinResult(False, f"the {self.backend_name} backend cannot pin memory of ours")
-        if self._register(address, size_bytes):
-            self._pinned.add(address)
+        size_bytes = memory.size_bytes
+        if self._register(memory.address, size_bytes):
+            self._pinned.add(memory.address)
             return PinResult(True, f"pinned by the {self.backend_name} backend")
         return PinResult(
             False,
@@ -68,11 +70,11 @@ class Pinner:
             f"({_likely_cause(size_bytes)})",
         )
 
-    def unpin(self, address: int) -> None:
+    def unpin(self, memory: HostRange) -> None:
         """Give the range back; nothing for one that is not pinned."""
-        if address in self._pinned:
-            self._pinned.discard(address)
-            self._unregister(address)
+        if memory.address in self._pinned:
+            self._pinned.discard(memory.address)
+            self._unregister(memory.address)
 
 
 def _likely_cause(size_bytes: int) -> str:

@@ -8,7 +8,6 @@ can be asked about; touching one would be a segmentation fault, which is the poi
 from __future__ import annotations
 
 import ctypes as C
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi, log
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
+from offload.ggml.memory import ReservedAddresses
 
-_NO_ACCESS = 0  # PROT_NONE: addresses only, so terabytes cost nothing
 _SET_TENSOR_DATA = C.CFUNCTYPE(None, C.c_void_p, C.c_void_p)
 
 
@@ -38,23 +37,6 @@ class _GgufInitParams(C.Structure):
     _fields_ = [("no_alloc", C.c_bool), ("ctx", C.c_void_p)]
 
 
-class _Reserved:
-    """HostMemory that only reserves addresses."""
-
-    def __init__(self) -> None:
-        self._views: dict[int, NDArray[np.uint8]] = {}  # each keeps its mapping
-
-    def allocate(self, size_bytes: int) -> int:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        mapping = mmap.mmap(-1, size_bytes, flags=flags, prot=_NO_ACCESS)
-        view = np.frombuffer(mapping, np.uint8)
-        self._views[view.ctypes.data] = view
-        return view.ctypes.data
-
-    def free(self, address: int) -> None:
-        del self._views[address]
-
-
 def wanted_tensors(header: Path) -> list[WantedTensor]:
     """The tensors that the architecture described by `header` has, in the library's order.
 
@@ -63,7 +45,7 @@ def wanted_tensors(header: Path) -> list[WantedTensor]:
     """
     lib = library()
     pending, found = Pending(), dict[str, WantedTensor]()
-    buffer_type = HostBufferType("reserved", _Reserved(), pending)
+    buffer_type = HostBufferType("reserved", ReservedAddresses(), pending)
 
     def see(address: int, _: object) -> None:
         tensor = abi.ggml_tensor.from_address(address)

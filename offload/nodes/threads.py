@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from numa.bind import thread_ids
 from numa.errors import NoSuchNode
 from numa.pinning import Team
-from numa.sysfs import format_list
+from numa.topology import format_list
 from offload.ggml import threadpool
 from offload.ggml.llama import Context
 from offload.ggml.product import run_once

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from offload.errors import BadModel
-from offload.ggml.memory import address_of_readable, n_resident_pages
+from offload.ggml.memory import HostRange
 from offload.store.layout import PAGE_BYTES, Chunk
 
 _POLL_S = 0.05
@@ -59,7 +59,7 @@ class OpenFile:
             self._mapping = mmap.mmap(self.buffered, 0, prot=mmap.PROT_READ)
         except (OSError, ValueError) as e:
             raise BadModel(f"{path}: cannot be read ({e})") from e
-        self._address = address_of_readable(self._mapping)
+        self._mapped = HostRange.of_mapping(self._mapping)
         # Of other people's files the kernel does not tell what is cached.
         self._tells = os.access(path, os.W_OK)
         if direct:
@@ -77,7 +77,7 @@ class OpenFile:
         return not self.why_not_direct
 
     def is_cached(self, start_bytes: int, size_bytes: int) -> bool:
-        """Whether all of a range that begins on a page is in the page cache, as far as known.
+        """True if all of a range that begins on a page is known to be in the page cache.
 
         Asking with a read that may not wait would start read-ahead of what is not.
         """
@@ -86,7 +86,7 @@ class OpenFile:
             return False
         n_pages = -(-size_bytes // PAGE_BYTES)
         try:
-            return n_resident_pages(self._address + start_bytes, size_bytes) == n_pages
+            return self._mapped.part(start_bytes, size_bytes).n_resident_pages() == n_pages
         except OSError:
             return False
 

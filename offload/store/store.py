@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from numa.arena import Arena, ArenaPool
 from numa.errors import PlacementRefused
+from numa.memory import PlacedMemory
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.unpopulated import without_populating
-from offload.ggml.memory import address_of_readable, bytes_at
+from offload.ggml.memory import HostRange, ReservedAddresses
 from offload.ggml.pinning import Pinner
 from offload.model import ModelFacts, TensorEntry, WeightPlace
 from offload.store.huge_pages import Collapsing, HugePages
 from offload.store.layout import PAGE_BYTES, Layout, Run, cut_into_chunks, plan_layout
-from offload.store.memory import ReservedAddresses, check_room, room_now
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers
+from offload.store.room import check_room, room_now
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ class StoreReport:
         )
 
 
-class ArenaHook(Protocol):
-    """Called with the memory before anything is read into it: the place for NUMA placement."""
+class PlacePages(Protocol):
+    """Called with the memory before anything is read into it: decides on which node pages lie."""
 
-    def __call__(self, arena: Arena, layout: Layout, /) -> None: ...
+    def __call__(self, memory: PlacedMemory, layout: Layout, /) -> None: ...
 
 
 @dataclass
@@ -89,8 +89,9 @@ class _Held:
     """What the store owns while it is open."""
 
     files: dict[Path, OpenFile] = field(default_factory=dict)
-    mappings: dict[Path, tuple[mmap.mmap, int]] = field(default_factory=dict)
-    arena: Arena | None = None
+    mappings: dict[Path, mmap.mmap] = field(default_factory=dict)
+    memory: PlacedMemory | None = None
+    whole: HostRange | None = None  # the memory, while it is held
     pinner: Pinner | None = None
     readers: Readers | None = None
     ahead: ReadAhead | None = None
@@ -105,15 +106,15 @@ class Store:
         facts: ModelFacts,
         streamed: Sequence[TensorEntry],
         options: StoreOptions | None = None,
-        pool: ArenaPool | None = None,
-        on_arena: ArenaHook | None = None,
+        make_memory: Callable[[int], PlacedMemory] = PlacedMemory,
+        place_pages: PlacePages | None = None,
     ) -> None:
-        """Touches nothing yet. `on_arena` may place the memory's pages on NUMA nodes."""
+        """Touches nothing yet. `make_memory` gets a size in bytes."""
         self.options = options or StoreOptions()
         self.layout = plan_layout(facts.weights[entry.name] for entry in streamed)
         names = self.layout.spots
         self._resident = [p for name, p in facts.weights.items() if name not in names]
-        self._pool, self._on_arena = pool or ArenaPool(), on_arena
+        self._make_memory, self._place_pages = make_memory, place_pages
         self._addresses = ReservedAddresses()
         self._held = _Held()
         self._placed: set[str] = set()
@@ -126,17 +127,17 @@ class Store:
 
     # -- for libllama ----------------------------------------------------------------------------
 
-    def allocate(self, size_bytes: int) -> int:
+    def allocate(self, size_bytes: int) -> HostRange:
         """Addresses that stand for the buffer; the tensors in it lie where `place` says."""
         return self._addresses.allocate(size_bytes)
 
-    def free(self, address: int) -> None:
+    def free(self, memory: HostRange) -> None:
         """libllama gives the buffer back: nobody reads the weights any more."""
-        self._addresses.free(address)
+        self._addresses.free(memory)
         self.close()
 
-    def place(self, name: str, size_bytes: int) -> int:
-        """The address of a tensor's data. Raises BadModel for one that does not stream."""
+    def place(self, name: str, size_bytes: int) -> HostRange:
+        """Where a tensor's data lies. Raises BadModel for one that does not stream."""
         spot = self.layout.spots.get(name)
         if spot is None or spot.size_bytes != size_bytes:
             known = "is not known" if spot is None else f"has {spot.size_bytes} bytes in the file"
@@ -145,10 +146,11 @@ class Store:
             )
         self._placed.add(name)
         if self.options.keep_page_cache:
-            return self._held.mappings[spot.file][1] + spot.offset_bytes
-        if self._held.arena is None:
+            mapped = HostRange.of_mapping(self._held.mappings[spot.file])
+            return mapped.part(spot.offset_bytes, size_bytes)
+        if self._held.whole is None:
             raise BadModel(f"tensor {name} was placed outside of loading")
-        return self._held.arena.address + spot.at_bytes
+        return self._held.whole.part(spot.at_bytes, size_bytes)
 
     def is_filling(self) -> bool:
         """True while a model is being loaded; the first question starts the readers."""
@@ -182,12 +184,12 @@ class Store:
         """
         with self._starting:
             held = self._held
-            if held.readers is not None or held.arena is None:
+            if held.readers is not None or held.whole is None:
                 return
             runs = [run for run in self.layout.runs if self._is_wanted(run)]
             self._wanted_bytes = max(1, sum(run.end_bytes - run.start_bytes for run in runs))
             o = self.options
-            target = bytes_at(held.arena.address, self.layout.size_bytes).data
+            target = held.whole.part(0, self.layout.size_bytes).array().data
             chunks = cut_into_chunks(runs, o.chunk_bytes)
             held.readers = Readers(held.files.values(), chunks, target, o.n_readers)
             self._began_s = time.perf_counter()
@@ -253,19 +255,20 @@ class Store:
             if worker is not None:
                 worker.stop()
         self._close_files()
-        arena, held.arena, held.collapsing = held.arena, None, None
-        if arena is not None:
+        memory, whole = held.memory, held.whole
+        held.memory = held.whole = held.collapsing = None
+        if memory is not None and whole is not None:
             if held.pinner is not None:
-                held.pinner.unpin(arena.address)
-            self._pool.free(arena.address)
-        for mapping, _ in held.mappings.values():
+                held.pinner.unpin(whole)
+            memory.close()
+        for mapping in held.mappings.values():
             mapping.close()
         held.mappings.clear()
 
     @property
-    def arena(self) -> Arena | None:
+    def memory(self) -> PlacedMemory | None:
         """The memory while it is held; None with --mmap."""
-        return self._held.arena
+        return self._held.memory
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -280,7 +283,7 @@ class Store:
         if self.options.keep_page_cache:
             self._map_files()
         elif self.layout.runs:
-            self._make_arena()
+            self._take_memory()
         self._read_ahead()
 
     def _check_room(self) -> None:
@@ -301,23 +304,23 @@ class Store:
 
     def _map_files(self) -> None:
         for file in {run.file for run in self.layout.runs}:
-            mapping = mmap.mmap(self._held.files[file].buffered, 0, prot=mmap.PROT_READ)
-            self._held.mappings[file] = mapping, address_of_readable(mapping)
+            descriptor = self._held.files[file].buffered
+            self._held.mappings[file] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
 
-    def _make_arena(self) -> None:
+    def _take_memory(self) -> None:
         try:
             # A page more: kernels and copies may read a little past the last tensor's end.
-            address = self._pool.allocate(self.layout.size_bytes + PAGE_BYTES)
+            memory = self._make_memory(self.layout.size_bytes + PAGE_BYTES)
         except PlacementRefused as e:
             raise DoesNotFit(
                 f"{self.layout.size_bytes / 2**30:.1f} GiB of host memory for streamed weights "
                 f"could not be had ({e}); use --mmap to keep them in the page cache"
             ) from e
-        self._held.arena = arena = self._pool.arena(address)
+        self._held.memory, self._held.whole = memory, HostRange.of_placed(memory)
         if self.options.pin_for is not None:
             self._held.pinner = Pinner(self.options.pin_for)
-        if self._on_arena is not None:
-            self._on_arena(arena, self.layout)
+        if self._place_pages is not None:
+            self._place_pages(memory, self.layout)
 
     def _read_ahead(self) -> None:
         """Resident weights, and with --mmap the streamed ones where all of them fit."""
@@ -341,8 +344,8 @@ class Store:
 
     def _make_huge(self) -> None:
         held = self._held
-        if held.arena is not None and self.options.huge_pages:
-            held.collapsing = Collapsing(held.arena)
+        if held.memory is not None and self.options.huge_pages:
+            held.collapsing = Collapsing(held.memory)
             if held.pinner is not None and held.pinner.can_pin:
                 held.collapsing.wait()  # pinned pages cannot be moved together any more
 
@@ -356,12 +359,12 @@ class Store:
         return HugePages(0, "nothing streams" if self.options.huge_pages else "switched off")
 
     def _pin(self) -> str:
-        arena = self._held.arena
-        if arena is None:
+        whole = self._held.whole
+        if whole is None:
             return "pages of --mmap may leave memory" if self.layout.runs else "nothing streams"
         if self._held.pinner is None:
             return "no device copies from it by itself"
-        result = self._held.pinner.pin(arena.address, arena.mapped_bytes)
+        result = self._held.pinner.pin(whole)
         return "" if result.ok else result.reason
 
     def _reported(self, seconds: float, reading_s: float, why_not_pinned: str) -> StoreReport:

@@ -10,8 +10,8 @@ from offload.ggml import tensor
 from offload.ggml.arena import DeviceMemory
 from offload.ggml.library import abi
 from offload.ggml.library.lib import library
+from offload.ggml.memory import AnonymousMemory, HostRange
 from offload.ggml.pinning import Pinner
-from offload.store.memory import AnonymousMemory
 
 _REPETITIONS = 7
 
@@ -26,15 +26,15 @@ def measure_link(choice: DeviceChoice, size_bytes: int) -> dict[str, Any]:
     buft = lib.ggml_backend_dev_buffer_type(choice.address)
     target = DeviceMemory(buft, size_bytes, "the link's measurement")
     host, pinner = AnonymousMemory(), Pinner(choice.address)
-    address = host.allocate(size_bytes)
+    memory = host.allocate(size_bytes)
     view = _bytes_tensor(target, size_bytes)
     try:
-        pageable = _best(backend, view, address, size_bytes)
-        pinned = pinner.pin(address, size_bytes)
-        fastest = _best(backend, view, address, size_bytes) if pinned.ok else pageable
+        pageable = _best(backend, view, memory)
+        pinned = pinner.pin(memory)
+        fastest = _best(backend, view, memory) if pinned.ok else pageable
     finally:
-        pinner.unpin(address)
-        host.free(address)
+        pinner.unpin(memory)
+        host.free(memory)
         target.close()
         lib.ggml_backend_free(backend)
     return {
@@ -54,11 +54,13 @@ def _bytes_tensor(memory: DeviceMemory, size_bytes: int) -> Any:
     return made
 
 
-def _best(backend: int, view: Any, address: int, size_bytes: int) -> float:
-    lib, times = library(), []
+def _best(backend: int, view: Any, memory: HostRange) -> float:
+    lib, times, size_bytes = library(), [], memory.size_bytes
     for _ in range(_REPETITIONS):
         start = time.perf_counter()
-        lib.ggml_backend_tensor_set_async(backend, tensor.address_of(view), address, 0, size_bytes)
+        lib.ggml_backend_tensor_set_async(
+            backend, tensor.address_of(view), memory.address, 0, size_bytes
+        )
         lib.ggml_backend_synchronize(backend)
         times.append(time.perf_counter() - start)
     return size_bytes / min(times)

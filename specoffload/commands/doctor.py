@@ -9,14 +9,14 @@ import psutil
 
 from numa.doctor import Finding, StrategyShare, diagnose, read_facts, strategy_shares
 from numa.errors import NumaError
+from numa.machine import read_topology
 from numa.pinning import ThreadPlan, plan_threads
 from numa.place import NodeRead, PlacedWeight, Placement, Strategy, node_reads
 from numa.rows import Weight
 from numa.strategy import ONE_NODE, placement_for, threads_for, touchers
-from numa.sysfs import format_list
-from numa.topology import Topology, read_topology
+from numa.topology import Topology, format_list
 from numa.tune import Candidate
-from offload.store.memory import room_now
+from offload.store.room import room_now
 from specoffload import report
 from specoffload.config.tuned import load_tuned, tuned_sentence
 

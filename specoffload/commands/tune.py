@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from numa.errors import PlacementRefused
+from numa.machine import read_topology
 from numa.measure import PairBandwidth, read_bandwidth
 from numa.pinning import ThreadPlan, ThreadRequest, plan_threads
 from numa.strategy import threads_for
-from numa.topology import Topology, read_topology
+from numa.topology import Topology
 from numa.tune import Candidate, TuneResult, search
 from offload.engine import Engine
 from offload.errors import DoesNotFit
@@ -56,6 +57,7 @@ def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResul
             threads,
             size_bytes,
             measurer(config, topology),
+            clock=time.monotonic,
             time_limit_s=max(0.0, end_s - time.monotonic()),
             progress=lambda done, total, _: bar(_BAR_SHARE + (1 - _BAR_SHARE) * done / total),
         )

@@ -233,7 +233,7 @@ def _merge_draft_flags(values: dict[str, Any]) -> None:
 
 
 def _make_config(typed: dict[str, Any], model: Path | None) -> Any:
-    from numa.topology import read_topology
+    from numa.machine import read_topology
     from specoffload.config.environment import read_environment
     from specoffload.config.numa_choice import resolve_on
     from specoffload.config.resolution import Options

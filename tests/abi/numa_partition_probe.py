@@ -17,8 +17,8 @@ import threading
 
 import llama_cpp
 
-from numa.arena import Arena
 from numa.bind import bind_team, new_thread_ids, thread_ids
+from numa.memory import PlacedMemory
 from numa.pinning import Team
 from numa.place import PAGE_BYTES
 
@@ -91,8 +91,8 @@ def main() -> None:
     routed = sys.argv[7] == "routed"
     # The strategy "disabled": ggml counts nodes and leaves affinities alone.
     ggml_numa_init(0)
-    with Arena(256 << 20) as arena:
-        context = ggml_init(_InitParams(arena.size_bytes, arena.address, False))
+    with PlacedMemory(256 << 20) as memory:
+        context = ggml_init(_InitParams(memory.size_bytes, memory.address, False))
         tensor = ggml_new_tensor_3d(context, _TYPES[quant], n_in, n_rows, n_matrices)
         weight, n_bytes = int(ggml_get_data(tensor)), int(ggml_nbytes(tensor))
         # Whole pages only: the ends share theirs with ggml's own bookkeeping.

@@ -13,6 +13,7 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
+from offload.ggml.memory import HostRange
 from offload.ggml.pydevice import FAILED, PyDevice
 
 _CPU = 0
@@ -141,8 +142,8 @@ def test_a_free_that_raises_is_kept(pending: Pending) -> None:
         def __init__(self) -> None:
             self.block = C.create_string_buffer(1 << 17)
 
-        def allocate(self, size_bytes: int) -> int:
-            return (C.addressof(self.block) + 4095) & ~4095
+        def allocate(self, size_bytes: int) -> HostRange:
+            return HostRange((C.addressof(self.block) + 4095) & ~4095, size_bytes)
 
     host = HostBufferType("TEST_HOST", HalfBrokenMemory(), pending)
     buffer = library().ggml_backend_buft_alloc_buffer(host.address, 1 << 14)

@@ -14,6 +14,7 @@ from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.library.unpopulated import without_populating
+from offload.ggml.memory import HostRange
 from offload.ggml.pinning import Pinner
 from offload.model_file import read_facts
 from offload.store.store import Store, StoreOptions
@@ -69,11 +70,11 @@ def cpu_device() -> int:
 def test_memory_is_pinned_through_the_registry_and_given_back_once() -> None:
     gpu = FakeGpu(accepts=True)
     pinner = Pinner(gpu.address)
-    result = pinner.pin(0x10000, 4096)
+    result = pinner.pin(HostRange(0x10000, 4096))
     assert (result.ok, result.reason) == (True, "pinned by the FAKE backend")
     assert gpu.pinned == {0x10000: 4096}
-    pinner.unpin(0x10000)
-    pinner.unpin(0x10000)
+    pinner.unpin(HostRange(0x10000, 4096))
+    pinner.unpin(HostRange(0x10000, 4096))
     assert gpu.pinned == {}
 
 
@@ -82,18 +83,18 @@ def test_a_refusal_names_the_memory_lock_limit_where_that_may_be_why(
 ) -> None:
     pinner = Pinner(FakeGpu(accepts=False).address)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
-    result = pinner.pin(0x10000, 3 << 30)
+    result = pinner.pin(HostRange(0x10000, 3 << 30))
     assert not result.ok
     assert "3.0 GiB" in result.reason
     assert "memory-lock limit is 8 MiB" in result.reason
     assert "ulimit -l" in result.reason
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert "GGML_CUDA_REGISTER_HOST" in pinner.pin(0x10000, 3 << 30).reason
+    assert "GGML_CUDA_REGISTER_HOST" in pinner.pin(HostRange(0x10000, 3 << 30)).reason
 
 
 def test_a_backend_that_cannot_pin_says_so() -> None:
     assert not Pinner(cpu_device()).can_pin
-    result = Pinner(cpu_device()).pin(0x10000, 4096)
+    result = Pinner(cpu_device()).pin(HostRange(0x10000, 4096))
     assert (result.ok, result.reason) == (False, "the CPU backend cannot pin memory of ours")
 
 
@@ -147,8 +148,8 @@ def test_the_store_pins_its_memory_after_the_pages_are_huge_and_unpins_it(tiny_m
             store.place(entry.name, entry.size_bytes)
     report = store.finish()
     assert report.why_not_pinned == ""
-    assert store.arena is not None
-    assert gpu.pinned == {store.arena.address: store.arena.mapped_bytes}
+    assert store.memory is not None
+    assert gpu.pinned == {store.memory.address: store.memory.mapped_bytes}
     assert report.huge.why_not != "being made"
     store.close()
     assert gpu.pinned == {}

@@ -16,7 +16,7 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.ggml import mla_rewrite, tensor
 from offload.ggml.library.lib import library
-from offload.ggml.memory import bytes_at
+from offload.ggml.memory import HostRange
 from offload.ggml.mla_nodes import graph_of
 from offload.ggml.mla_rewrite import MlaSwitch, use_count
 from offload.ggml.pydevice import Backend, PyDevice
@@ -126,7 +126,7 @@ class Compared(StreamingDevice):
 
 def floats(address: int) -> NDArray[np.float32]:
     size_bytes = library().ggml_nbytes(address)
-    return bytes_at(tensor.at(address).data, size_bytes).view(np.float32).copy()
+    return HostRange(tensor.at(address).data, size_bytes).array().view(np.float32).copy()
 
 
 @pytest.mark.parametrize("flash_attn", ["on", "off"])

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from numa.machine import read_topology
 from numa.pinning import plan_threads
 from numa.place import Strategy, locality
-from numa.topology import Core, Node, Topology, read_topology
+from numa.topology import Core, Node, Topology
 from numa.tune import Candidate, from_json
 from specoffload.commands.doctor import trial_weights, trials
 from specoffload.commands.tune import SIZES, config_for, measurer

@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from numa.arena import Arena, ArenaPool
+from numa.memory import PlacedMemory
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
-from offload.ggml.memory import address_of_readable, n_resident_pages
+from offload.ggml.memory import AnonymousMemory, HostRange
 from offload.model import ModelFacts, TensorEntry
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.store import store as store_module
 from offload.store.layout import Layout
-from offload.store.memory import AnonymousMemory, Room
 from offload.store.reading import OpenFile, Readers
+from offload.store.room import Room
 from offload.store.store import Store, StoreOptions
 from offload.synth import write_preset
 
@@ -106,7 +106,7 @@ def cached_pages(path: Path, start: int = 0, stop: int | None = None) -> int:
         mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapping,
     ):
         stop = len(mapping) if stop is None else stop
-        return n_resident_pages(address_of_readable(mapping) + start, stop - start)
+        return HostRange.of_mapping(mapping).part(start, stop - start).n_resident_pages()
 
 
 def drop(path: Path) -> None:
@@ -191,7 +191,7 @@ def test_the_weights_are_held_once_and_given_back(mid_moe: Path) -> None:
     held = memory_bytes("RssAnon") - before
     assert weights * 0.9 < held < weights + (16 << 20)
     loaded.close()
-    assert loaded.store.arena is None
+    assert loaded.store.memory is None
     assert memory_bytes("RssAnon") - before < 16 << 20
 
 
@@ -263,20 +263,31 @@ def copy_of(path: Path, folder: Path) -> Path:
     return copied
 
 
-def nothing_is_left(pool: ArenaPool, n_threads: int) -> bool:
-    return "0 arenas" in repr(pool) and threading.active_count() == n_threads
+class Memories:
+    """Makes the store's memory, and remembers it."""
+
+    def __init__(self) -> None:
+        self.made: list[PlacedMemory] = []
+
+    def __call__(self, size_bytes: int) -> PlacedMemory:
+        self.made.append(PlacedMemory(size_bytes))
+        return self.made[-1]
+
+
+def nothing_is_left(memories: Memories, n_threads: int) -> bool:
+    return all("closed" in repr(m) for m in memories.made) and threading.active_count() == n_threads
 
 
 def test_a_file_cut_short_after_its_header_was_read_is_refused_before_loading(
     tiny_moe: Path, tmp_path: Path
 ) -> None:
-    path, pool, n_threads = copy_of(tiny_moe, tmp_path), ArenaPool(), threading.active_count()
+    path, memories, n_threads = copy_of(tiny_moe, tmp_path), Memories(), threading.active_count()
     facts = read_facts(path)
-    store = Store(facts, streamed_of(facts), ON_CPU, pool)
+    store = Store(facts, streamed_of(facts), ON_CPU, memories)
     os.truncate(path, path.stat().st_size - 100_000)
     with pytest.raises(BadModel, match="it was cut short"), store.loading(Pending()):
         pytest.fail("nothing may be loaded")
-    assert nothing_is_left(pool, n_threads)
+    assert nothing_is_left(memories, n_threads)
 
 
 class Cutting(Store):
@@ -289,21 +300,21 @@ class Cutting(Store):
 
 
 def test_a_file_cut_short_while_it_is_loaded_is_an_error(tiny_moe: Path, tmp_path: Path) -> None:
-    path, pool, n_threads = copy_of(tiny_moe, tmp_path), ArenaPool(), threading.active_count()
+    path, memories, n_threads = copy_of(tiny_moe, tmp_path), Memories(), threading.active_count()
     facts = read_facts(path)
-    store = Cutting(facts, streamed_of(facts), ON_CPU, pool)
+    store = Cutting(facts, streamed_of(facts), ON_CPU, memories)
     with pytest.raises(BadModel, match="cut short while it was being loaded"):
         load(path, None, store)
-    assert nothing_is_left(pool, n_threads)
+    assert nothing_is_left(memories, n_threads)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_what_is_raised_while_waiting_stops_the_readers_and_gives_the_memory_back(
     mid_moe: Path, error: type[BaseException]
 ) -> None:
-    pool, n_threads = ArenaPool(), threading.active_count()
+    memories, n_threads = Memories(), threading.active_count()
     facts = read_facts(mid_moe)
-    store = Store(facts, streamed_of(facts), ON_CPU, pool)
+    store = Store(facts, streamed_of(facts), ON_CPU, memories)
     pending = Pending()
     host = HostBufferType("TEST", store, pending, home=store)
     patterns = make_plan(facts, budget_bytes=None).patterns()
@@ -318,15 +329,15 @@ def test_what_is_raised_while_waiting_stops_the_readers_and_gives_the_memory_bac
     with pytest.raises(error):
         store.finish(interrupt)
     model.close()
-    assert nothing_is_left(pool, n_threads)
+    assert nothing_is_left(memories, n_threads)
     assert host.buffers == {}
 
 
 def test_ctrl_c_while_libllama_loads_ends_the_loading(mid_moe: Path) -> None:
-    pool, n_threads = ArenaPool(), threading.active_count()
+    memories, n_threads = Memories(), threading.active_count()
     before = registry_entry()
     facts = read_facts(mid_moe)
-    store = Store(facts, streamed_of(facts), ON_CPU, pool)
+    store = Store(facts, streamed_of(facts), ON_CPU, memories)
 
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
@@ -337,7 +348,7 @@ def test_ctrl_c_while_libllama_loads_ends_the_loading(mid_moe: Path) -> None:
     placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
     with pytest.raises(KeyboardInterrupt), store.loading(pending):
         Model(mid_moe, placement, pending, store.watching(interrupt))
-    assert nothing_is_left(pool, n_threads)
+    assert nothing_is_left(memories, n_threads)
     assert registry_entry() == before
 
 
@@ -355,22 +366,22 @@ def test_a_failing_reader_ends_the_loading_with_its_error(
     def explode(self: Readers, file: OpenFile, *_: object) -> int:
         raise OSError("the disk is gone")
 
-    pool, n_threads = ArenaPool(), threading.active_count()
+    memories, n_threads = Memories(), threading.active_count()
     facts = read_facts(tiny_moe)
-    store = Store(facts, streamed_of(facts), ON_CPU, pool)
+    store = Store(facts, streamed_of(facts), ON_CPU, memories)
     monkeypatch.setattr(Readers, "_read_some", explode)
     with pytest.raises(OSError, match="the disk is gone"):
         load(tiny_moe, None, store)
-    assert nothing_is_left(pool, n_threads)
+    assert nothing_is_left(memories, n_threads)
 
 
 def test_a_tensor_that_was_not_planned_is_refused_by_name(tiny_moe: Path) -> None:
-    pool, n_threads = ArenaPool(), threading.active_count()
+    memories, n_threads = Memories(), threading.active_count()
     facts = read_facts(tiny_moe)
-    store = Store(facts, streamed_of(facts)[:1], ON_CPU, pool)
+    store = Store(facts, streamed_of(facts)[:1], ON_CPU, memories)
     with pytest.raises(BadModel, match=r"wants to stream tensor blk\..*not known"):
         load(tiny_moe, None, store, patterns=[r"_exps\.weight$"])
-    assert nothing_is_left(pool, n_threads)
+    assert nothing_is_left(memories, n_threads)
 
 
 def test_too_little_memory_is_refused_before_anything_is_read(
@@ -387,11 +398,11 @@ def test_too_little_memory_is_refused_before_anything_is_read(
 def test_pages_can_be_placed_before_anything_is_read(tiny_moe: Path) -> None:
     seen: list[tuple[int, int]] = []
 
-    def note(arena: Arena, layout: Layout) -> None:
-        seen.append((arena.size_bytes, layout.size_bytes))
+    def note(memory: PlacedMemory, layout: Layout) -> None:
+        seen.append((memory.size_bytes, layout.size_bytes))
 
     facts = read_facts(tiny_moe)
-    loaded = load(tiny_moe, None, Store(facts, streamed_of(facts), ON_CPU, on_arena=note))
+    loaded = load(tiny_moe, None, Store(facts, streamed_of(facts), ON_CPU, place_pages=note))
     assert len(seen) == 1
     assert seen[0][0] > seen[0][1] > 0
     loaded.close()

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from numa.arena import Arena
+from numa.machine import read_topology
+from numa.memory import PlacedMemory
 from numa.place import PAGE_BYTES, Strategy
 from numa.strategy import threads_for
-from numa.topology import Core, Node, Topology, read_topology
+from numa.topology import Core, Node, Topology
 from numa.tune import Candidate
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.nodes.numa_plan import NumaPlan, in_mask_order, make_numa_plan, weight_of
-from offload.nodes.placing import ArenaPlacer
+from offload.nodes.page_placer import PagePlacer
 from offload.store.layout import plan_layout
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
@@ -167,8 +168,8 @@ def test_the_store_s_memory_is_placed_and_refusals_are_said(
     facts = read_facts(tiny_moe)
     streamed = facts.expert_weights
     layout = plan_layout(facts.weights[entry.name] for entry in streamed)
-    placer = ArenaPlacer(plan_of(two_nodes(), strategy, 2), streamed)
-    with Arena(layout.size_bytes + PAGE_BYTES) as arena:
+    placer = PagePlacer(plan_of(two_nodes(), strategy, 2), streamed)
+    with PlacedMemory(layout.size_bytes + PAGE_BYTES) as arena:
         placer(arena, layout)
         assert arena.placement is not None
         assert arena.placement.strategy is strategy

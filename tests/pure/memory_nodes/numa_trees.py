@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from numa.topology import Topology, read_topology
+from numa.machine import read_topology
+from numa.topology import Topology
 
 TREES = Path(__file__).parents[2] / "fixtures" / "sysfs"
 

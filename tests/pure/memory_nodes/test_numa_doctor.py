@@ -8,9 +8,10 @@ import pytest
 from numa_trees import grow, put
 
 from numa.doctor import Facts, diagnose, mapped_bytes, read_facts, strategy_shares
+from numa.machine import read_topology
 from numa.pinning import ThreadPlan, ThreadRequest, plan_threads
 from numa.place import NodeRange, NodeRead, Placement, Strategy, place_single
-from numa.topology import Topology, read_topology
+from numa.topology import Topology
 
 GIB = 1 << 30
 QUIET = Facts(0, {}, None, None, {})

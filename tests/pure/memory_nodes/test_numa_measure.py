@@ -8,8 +8,8 @@ from numa_trees import topology_of
 
 from numa import sys
 from numa.errors import PlacementRefused
+from numa.machine import read_topology
 from numa.measure import read_bandwidth, trial_bytes
-from numa.topology import read_topology
 
 MIB = 1 << 20
 CPUS = sorted(os.sched_getaffinity(0))[:2]
@@ -59,9 +59,9 @@ def test_a_refusal_becomes_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scanning_finds_a_byte_that_should_not_be_there() -> None:
-    from numa.arena import Arena
+    from numa.memory import PlacedMemory
 
-    with Arena(MIB) as arena:
-        assert sys.scan(arena.address, MIB)
-        sys.fill(arena.address + MIB - 1, 0xFF, 1)
-        assert not sys.scan(arena.address, MIB)
+    with PlacedMemory(MIB) as memory:
+        assert sys.scan(memory.address, MIB)
+        sys.fill(memory.address + MIB - 1, 0xFF, 1)
+        assert not sys.scan(memory.address, MIB)

@@ -18,7 +18,6 @@ from numa.place import (
     Strategy,
     fit_memory,
     locality,
-    mirror_cost,
     node_reads,
     place_interleaved,
     place_rows,
@@ -128,7 +127,7 @@ def test_batches_read_experts_in_other_slabs_and_stay_mostly_local() -> None:
 
 
 def check(placement: Placement) -> None:
-    """Ranges cover the arena without gaps, page by page."""
+    """Ranges cover the memory without gaps, page by page."""
     position = 0
     for r in placement.ranges:
         assert r.start_bytes == position
@@ -238,11 +237,3 @@ def test_a_sample_of_pages_is_weighed_by_the_bytes_read_from_each() -> None:
         (4096 + 8192 - 5000) / (8192 + 100)
     )
     assert sampled_locality([12288], [0], wanted) is None
-
-
-def test_mirroring_is_priced_and_not_done() -> None:
-    cost = mirror_cost(400 * GIB, {0: 500 * GIB, 1: 300 * GIB})
-    assert cost.extra_bytes == 400 * GIB
-    assert not cost.fits
-    assert "400.0 GiB more; node 1 has no room for its copy" in cost.sentence
-    assert mirror_cost(100 * GIB, {0: 500 * GIB, 1: 300 * GIB}).fits

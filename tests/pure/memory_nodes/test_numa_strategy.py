@@ -6,8 +6,8 @@ import pytest
 from numa_models import model_weights, packed
 from numa_trees import topology_of
 
-from numa.arena import Arena
-from numa.errors import NoSuchNode, PlacementRefused
+from numa.errors import NoSuchNode
+from numa.memory import PlacedMemory
 from numa.pinning import ThreadRequest
 from numa.place import Strategy, locality, node_reads
 from numa.rows import Build
@@ -63,20 +63,13 @@ def test_one_node_is_a_no_op_with_one_line_for_every_strategy(tmp_path: Path) ->
     for strategy in (Strategy.ROWS, Strategy.INTERLEAVE, Strategy.SINGLE, Strategy.DISTRIBUTE):
         team = threads_for(topology, Candidate(strategy, 2)).decode
         placement = placement_for(strategy, topology, team, [], 4 << 20)
-        with Arena(4 << 20) as arena:
-            report = arena.apply(placement, touchers(topology, team))
-            assert arena.collapse() == ()
+        with PlacedMemory(4 << 20) as memory:
+            report = memory.apply(placement, touchers(topology, team))
+            assert memory.collapse() == ()
         assert report.how == "nothing"
         assert report.notes == (
             "one memory node: page placement changes nothing here and is left alone",
         )
-
-
-def test_mirror_names_its_price_and_places_nothing(tmp_path: Path) -> None:
-    topology = topology_of("two_sockets", tmp_path)
-    team = threads_for(topology, Candidate(Strategy.ROWS, 8)).decode
-    with pytest.raises(PlacementRefused, match=r"would take 100.0 GiB more.*nothing was placed"):
-        placement_for(Strategy.MIRROR, topology, team, [], 100 * GIB)
 
 
 def test_an_unknown_node_is_named(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from numa_trees import grow, put, topology_of
 
 from numa.cgroup import read_limits
 from numa.errors import BadTopology, NoSuchNode
-from numa.sysfs import format_list, parse_list
-from numa.topology import read_topology
+from numa.machine import read_topology
+from numa.topology import format_list, parse_list
 
 GIB = 1 << 30
 

@@ -125,7 +125,7 @@ def test_a_refused_candidate_is_reported_and_passed_over(tmp_path: Path) -> None
             raise PlacementRefused("node 1 is full")
         return {1: 0.1} if candidate.strategy is Strategy.INTERLEAVE else {}
 
-    result = search(topology, plan_threads(topology), GIB, measure)
+    result = search(topology, plan_threads(topology), GIB, measure, clock=Clock())
     assert result.best.strategy is Strategy.INTERLEAVE
     assert any("not possible, node 1 is full" in r for r in result.reasons)
     assert any("measured nothing" in r for r in result.reasons)
@@ -134,7 +134,7 @@ def test_a_refused_candidate_is_reported_and_passed_over(tmp_path: Path) -> None
 def test_nothing_measurable_is_an_error(tmp_path: Path) -> None:
     topology = topology_of("two_sockets", tmp_path)
     with pytest.raises(NumaError, match="no candidate could be measured; the first: measured"):
-        search(topology, plan_threads(topology), GIB, lambda _: {1: 0.0})
+        search(topology, plan_threads(topology), GIB, lambda _: {1: 0.0}, clock=Clock())
 
 
 def test_progress_is_told_before_each_trial(tmp_path: Path) -> None:
@@ -145,6 +145,7 @@ def test_progress_is_told_before_each_trial(tmp_path: Path) -> None:
         plan_threads(topology),
         GIB,
         lambda _: {1: 0.1},
+        clock=Clock(),
         progress=lambda done, total, _: seen.append((done, total)),
     )
     assert seen == [(i, 8) for i in range(8)]

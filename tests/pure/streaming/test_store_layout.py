@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from numa.memory import huge_bytes_at
 from offload.errors import DoesNotFit
 from offload.model import TensorEntry, WeightPlace
-from offload.store.huge_pages import huge_bytes_at
 from offload.store.layout import PAGE_BYTES, cut_into_chunks, plan_layout
-from offload.store.memory import Room, check_room, room_now
+from offload.store.room import Room, check_room, room_now
 
 GIB = 1 << 30
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from offload.errors import BadModel
-from offload.ggml.memory import address_of_readable, n_resident_pages
+from offload.ggml.memory import HostRange
 from offload.store.layout import PAGE_BYTES, Chunk, Run, cut_into_chunks
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers
 
@@ -40,7 +40,7 @@ def n_cached_pages(path: Path) -> int:
         path.open("rb") as opened,
         mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as mapping,
     ):
-        return n_resident_pages(address_of_readable(mapping), len(mapping))
+        return HostRange.of_mapping(mapping).n_resident_pages()
 
 
 def runs_of(path: Path) -> list[Run]:

@@ -1,8 +1,7 @@
-"""Plain anonymous host memory for streamed weights, and how much of it there is."""
+"""How much memory the streamed weights may take."""
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,45 +9,6 @@ import psutil
 
 from numa.cgroup import read_limits
 from offload.errors import DoesNotFit
-from offload.ggml.memory import address_of_mapping, address_of_readable
-
-
-class AnonymousMemory:
-    """Zeroed, page-aligned memory from the kernel; given back when freed."""
-
-    def __init__(self) -> None:
-        self._mappings: dict[int, mmap.mmap] = {}
-
-    def allocate(self, size_bytes: int) -> int:
-        try:
-            mapping = mmap.mmap(-1, size_bytes)
-        except OSError as e:
-            raise DoesNotFit(
-                f"{size_bytes / 2**30:.1f} GiB of host memory for streamed weights could not be "
-                f"had ({e.strerror}); use --mmap to keep them in the page cache"
-            ) from e
-        address = address_of_mapping(mapping)
-        self._mappings[address] = mapping
-        return address
-
-    def free(self, address: int) -> None:
-        self._mappings.pop(address).close()
-
-
-class ReservedAddresses:
-    """Address space without memory behind it: reading it is a fault."""
-
-    def __init__(self) -> None:
-        self._mappings: dict[int, mmap.mmap] = {}
-
-    def allocate(self, size_bytes: int) -> int:
-        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
-        address = address_of_readable(mapping)
-        self._mappings[address] = mapping
-        return address
-
-    def free(self, address: int) -> None:
-        self._mappings.pop(address).close()
 
 
 @dataclass(frozen=True)

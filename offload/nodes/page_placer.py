@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from numa.arena import Arena
+from numa.memory import PlacedMemory
 from numa.place import Strategy
 from numa.rows import Build
 from numa.strategy import placement_for, stealing_sentence, touchers
@@ -20,14 +20,14 @@ NOT_OURS = (
 )
 
 
-class ArenaPlacer:
-    """The store's `on_arena` hook: places its memory as the plan says and remembers how it went."""
+class PagePlacer:
+    """The store's `place_pages`: places its memory as the plan says and remembers how it went."""
 
     def __init__(self, plan: NumaPlan, streamed: Sequence[TensorEntry]) -> None:
         self._plan, self._streamed = plan, streamed
         self.notes: tuple[str, ...] = ()
 
-    def __call__(self, arena: Arena, layout: Layout, /) -> None:
+    def __call__(self, memory: PlacedMemory, layout: Layout, /) -> None:
         """Fault the pages in on their nodes. Raises NoSuchNode or PlacementRefused."""
         plan = self._plan
         if plan.strategy is None:
@@ -37,11 +37,11 @@ class ArenaPlacer:
             plan.topology,
             plan.decode,
             placed_weights(self._streamed, layout),
-            arena.size_bytes,
+            memory.size_bytes,
             node=plan.node,
             huge_pages=plan.huge_pages,
         )
-        report = arena.apply(placement, touchers(plan.topology, plan.decode))
+        report = memory.apply(placement, touchers(plan.topology, plan.decode))
         notes = [_said(plan.strategy, report.how, report.local_share), *report.notes]
         build = Build(llamafile=has_llamafile())
         stolen = stealing_sentence([weight_of(e) for e in self._streamed], _BATCH_TOKENS, build)

@@ -2,7 +2,7 @@
 
 Order of use: allocate, apply (before the weights are loaded), load, collapse, residency. Pages are
 placed by first touch from pinned threads, which needs no privilege and no mapping per slab; where
-one policy covers the arena, `mbind` is asked first. Whatever the kernel refuses ends as a sentence
+one policy covers the memory, `mbind` is asked first. Whatever the kernel refuses ends as a sentence
 in the report, with what was done instead.
 """
 
@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from numa import sys
@@ -45,7 +46,7 @@ class ApplyReport:
     notes: tuple[str, ...] = ()
 
 
-class Arena:
+class PlacedMemory:
     """One block of anonymous memory, aligned to 2 MiB or more, owned by this object.
 
     `address` is valid until `close()`; nothing is touched before `apply`.
@@ -55,7 +56,7 @@ class Arena:
         """Raises PlacementRefused when the kernel gives no address space, ValueError for a size
         or an alignment that is none."""
         if size_bytes < 1 or alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"an arena of {size_bytes} bytes aligned to {alignment} is none")
+            raise ValueError(f"memory of {size_bytes} bytes aligned to {alignment} is none")
         alignment = max(alignment, HUGE_PAGE_BYTES)
         self.size_bytes = size_bytes
         self.mapped_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
@@ -85,11 +86,11 @@ class Arena:
         plan). Memory that was placed before, or holds weights already (`is_loaded`), is placed anew
         by copying its content out and in, 64 MiB at a time: nobody may use it meanwhile. Raises
         NoSuchNode when a placed node has no processor, ValueError when the placement is larger than
-        the arena, PlacementRefused when memory runs out.
+        the memory, PlacementRefused when memory runs out.
         """
         if placement.size_bytes > self.size_bytes:
             raise ValueError(
-                f"a placement of {placement.size_bytes} bytes does not fit an arena of"
+                f"a placement of {placement.size_bytes} bytes does not fit memory of"
                 f" {self.size_bytes}"
             )
         has_pages = is_loaded or self._is_touched
@@ -111,7 +112,7 @@ class Arena:
         return ApplyReport(how, self._verify(notes), tuple(notes))
 
     def _bind_whole(self, placement: Placement, notes: list[str]) -> str:
-        """One policy for the whole arena: the placement's own, or "where the first toucher runs".
+        """One policy for the whole memory: the placement's own, or "where the first toucher runs".
 
         The latter overrides a policy inherited from numactl, and either keeps the kernel's
         balancing from moving pages: it leaves ranges with a policy alone.
@@ -136,7 +137,7 @@ class Arena:
 
         Moving pages instead (move_pages) fails where huge pages span nodes, and in containers.
         """
-        with Arena(min(_TOUCH_BYTES, self.mapped_bytes)) as aside:
+        with PlacedMemory(min(_TOUCH_BYTES, self.mapped_bytes)) as aside:
             for chunk, pieces in enumerate(_by_chunk(work, self.mapped_bytes)):
                 start = self.address + chunk * _TOUCH_BYTES
                 n_bytes = min(_TOUCH_BYTES, self.address + self.mapped_bytes - start)
@@ -204,11 +205,20 @@ class Arena:
         self._advise_or_note(sys.MADV_HUGEPAGE, notes)
         for start, stop in placement.huge:
             try:
-                sys.advise(self.address + start, stop - start, sys.MADV_COLLAPSE)
+                self.make_huge(start, stop - start)
             except PlacementRefused as refusal:
                 notes.append(f"{refusal}; pages of 4 KiB stay there")
                 break
         return tuple(notes)
+
+    def make_huge(self, start_bytes: int, size_bytes: int) -> None:
+        """Make the pages of a range huge, contents kept. Raises PlacementRefused."""
+        size_bytes = min(size_bytes, self.mapped_bytes - start_bytes)
+        sys.advise(self.address + start_bytes, size_bytes, sys.MADV_COLLAPSE)
+
+    def huge_bytes(self) -> int:
+        """How much of it lies in huge pages; 0 if unknown."""
+        return huge_bytes_at(self.address)
 
     def sample(self, n_pages: int = _SAMPLE_PAGES, seed: int = 0) -> tuple[list[int], list[int]]:
         """(offsets, nodes) of random pages, ascending; an absent page's node is negative.
@@ -236,7 +246,7 @@ class Arena:
 
     def _placed(self) -> Placement:
         if self.placement is None:
-            raise ValueError("nothing was placed in this arena yet: call apply first")
+            raise ValueError("nothing was placed in this memory yet: call apply first")
         return self.placement
 
     def close(self) -> None:
@@ -245,7 +255,7 @@ class Arena:
             sys.unmap(self.address, self.mapped_bytes)
             self.address = 0
 
-    def __enter__(self) -> "Arena":
+    def __enter__(self) -> "PlacedMemory":
         return self
 
     def __exit__(
@@ -260,7 +270,7 @@ class Arena:
         state = "closed" if not self.address else "unplaced"
         if self.address and self.placement:
             state = str(self.placement.strategy)
-        return f"<Arena {self.size_bytes >> 20} MiB, {state}>"
+        return f"<PlacedMemory {self.size_bytes >> 20} MiB, {state}>"
 
 
 WorkLists = list[tuple[int, list[tuple[int, int]]]]  # (processor, its (start, stop) pieces)
@@ -323,31 +333,19 @@ def _wanted_nodes(placement: Placement, offsets: Sequence[int]) -> list[tuple[in
     return wanted
 
 
-class ArenaPool:
-    """Arenas by address, for an allocator that only keeps addresses (our ggml host buffer type)."""
-
-    def __init__(self) -> None:
-        self._arenas: dict[int, Arena] = {}
-
-    def allocate(self, size_bytes: int, alignment: int = HUGE_PAGE_BYTES) -> int:
-        """Address of a new arena. Raises PlacementRefused."""
-        arena = Arena(size_bytes, alignment)
-        self._arenas[arena.address] = arena
-        return arena.address
-
-    def arena(self, address: int) -> Arena:
-        """The arena that `allocate` gave out at `address`. Raises KeyError."""
-        return self._arenas[address]
-
-    def free(self, address: int) -> None:
-        """Give one arena back. Raises KeyError for an address that is none."""
-        self._arenas.pop(address).close()
-
-    def close(self) -> None:
-        """Give all of them back."""
-        for address in list(self._arenas):
-            self.free(address)
-
-    def __repr__(self) -> str:
-        total = sum(a.size_bytes for a in self._arenas.values())
-        return f"<ArenaPool {len(self._arenas)} arenas, {total >> 20} MiB>"
+def huge_bytes_at(address: int, smaps: Path = Path("/proc/self/smaps")) -> int:
+    """Bytes in huge pages of the mappings from `address` on, up to a gap; 0 if unknown."""
+    total, expected, inside = 0, address, False
+    try:
+        with smaps.open(encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                head = line.split(" ", 1)[0]
+                if "-" in head and not head.endswith(":"):
+                    start, stop = (int(part, 16) for part in head.split("-"))
+                    inside = start == expected or start <= address < stop
+                    expected = stop if inside else expected
+                elif inside and head == "AnonHugePages:":
+                    total += int(line.split()[1]) << 10
+    except OSError:
+        return 0
+    return total

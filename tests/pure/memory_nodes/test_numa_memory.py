@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from numa import sys
-from numa.arena import Arena, ArenaPool
 from numa.errors import NoSuchNode, PlacementRefused
+from numa.memory import PlacedMemory
 from numa.place import (
     HUGE_PAGE_BYTES,
     NodeRange,
@@ -27,7 +27,7 @@ if not Path("/proc/self/task").exists():
 
 MIB = 1 << 20
 CPU = min(os.sched_getaffinity(0))
-# Two nodes as far as the arena can tell, so that it does its work on any machine.
+# Two nodes as far as the memory can tell, so that it does its work on any machine.
 TWO = {0: [CPU], 1: [CPU]}
 
 
@@ -45,7 +45,7 @@ def halves(size_bytes: int) -> Placement:
 
 
 class FakeKernel:
-    """Records touches, answers with the node that a page's place in the arena says."""
+    """Records touches, answers with the node that a page's place in the memory says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.touched: list[tuple[int, int]] = []
@@ -69,46 +69,46 @@ class FakeKernel:
 
 
 def test_an_arena_is_aligned_and_holds_what_is_written() -> None:
-    with Arena(5 * MIB + 1, alignment=8 * MIB) as arena:
-        assert arena.address % (8 * MIB) == 0
-        assert arena.mapped_bytes == 6 * MIB
-        sys.fill(arena.address, 7, arena.size_bytes)
-        assert ctypes.c_ubyte.from_address(arena.address + 5 * MIB).value == 7
-    arena.close()
-    assert repr(arena) == "<Arena 5 MiB, closed>"
+    with PlacedMemory(5 * MIB + 1, alignment=8 * MIB) as memory:
+        assert memory.address % (8 * MIB) == 0
+        assert memory.mapped_bytes == 6 * MIB
+        sys.fill(memory.address, 7, memory.size_bytes)
+        assert ctypes.c_ubyte.from_address(memory.address + 5 * MIB).value == 7
+    memory.close()
+    assert repr(memory) == "<PlacedMemory 5 MiB, closed>"
 
 
 def test_a_size_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="0 bytes"):
-        Arena(0)
+        PlacedMemory(0)
     with pytest.raises(ValueError, match="aligned to 3"):
-        Arena(1, alignment=3)
+        PlacedMemory(1, alignment=3)
 
 
 def test_more_address_space_than_there_is_is_refused_in_one_sentence() -> None:
     with pytest.raises(PlacementRefused, match="the kernel refused mmap for .* bytes"):
-        Arena(1 << 50)
+        PlacedMemory(1 << 50)
 
 
 def test_on_one_node_nothing_is_touched() -> None:
-    with Arena(4 * MIB) as arena:
-        report = arena.apply(place_single(4 * MIB, 0), {0: [CPU]})
+    with PlacedMemory(4 * MIB) as memory:
+        report = memory.apply(place_single(4 * MIB, 0), {0: [CPU]})
         assert report.how == "nothing"
         assert report.notes == ()
-        assert arena.residency().n_absent == arena.residency().n_sampled
+        assert memory.residency().n_absent == memory.residency().n_sampled
 
 
 def test_pages_of_a_real_node_are_present_and_local_after_applying() -> None:
-    with Arena(8 * MIB) as arena:
-        sys.fill(arena.address, 5, MIB)
-        report = arena.apply(place_single(8 * MIB, 0), TWO, is_loaded=True)
+    with PlacedMemory(8 * MIB) as memory:
+        sys.fill(memory.address, 5, MIB)
+        report = memory.apply(place_single(8 * MIB, 0), TWO, is_loaded=True)
         assert report.how in {"mbind", "first touch"}
         if report.local_share is None:
             pytest.skip(f"no proof possible here: {report.notes}")
         assert report.local_share == 1.0
-        found = arena.residency()
+        found = memory.residency()
         assert (found.n_absent, found.per_node) == (0, {0: found.n_sampled})
-        assert ctypes.c_ubyte.from_address(arena.address).value == 5
+        assert ctypes.c_ubyte.from_address(memory.address).value == 5
 
 
 def test_collapsed_blocks_are_huge_and_keep_their_content() -> None:
@@ -116,58 +116,58 @@ def test_collapsed_blocks_are_huge_and_keep_their_content() -> None:
     if not enabled.exists():
         pytest.skip("this kernel has no transparent huge pages")
     half = NodeRange(0, 4 * MIB, (0,)), NodeRange(4 * MIB, 8 * MIB, (0,))
-    with Arena(8 * MIB) as arena:
-        arena.apply(with_huge_pages(Placement(Strategy.ROWS, 8 * MIB, 4096, half)), TWO)
-        sys.fill(arena.address, 9, arena.size_bytes)
-        assert huge_bytes(arena) == 0
-        notes = arena.collapse()
+    with PlacedMemory(8 * MIB) as memory:
+        memory.apply(with_huge_pages(Placement(Strategy.ROWS, 8 * MIB, 4096, half)), TWO)
+        sys.fill(memory.address, 9, memory.size_bytes)
+        assert huge_bytes(memory) == 0
+        notes = memory.collapse()
         if notes:
             pytest.skip(f"huge pages cannot be made here: {notes}")
-        assert huge_bytes(arena) == 8 * MIB
-        assert ctypes.c_ubyte.from_address(arena.address + 8 * MIB - 1).value == 9
+        assert huge_bytes(memory) == 8 * MIB
+        assert ctypes.c_ubyte.from_address(memory.address + 8 * MIB - 1).value == 9
 
 
-def huge_bytes(arena: Arena) -> int:
+def huge_bytes(memory: PlacedMemory) -> int:
     total = 0
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
         if "-" in words[0] and not words[0].endswith(":"):
             first = int(words[0].split("-")[0], 16)
-            inside = arena.address <= first < arena.address + arena.mapped_bytes
+            inside = memory.address <= first < memory.address + memory.mapped_bytes
         elif inside and words[0] == "AnonHugePages:":
             total += int(words[1]) << 10
     return total
 
 
 def test_placing_anew_keeps_every_byte() -> None:
-    with Arena(70 * MIB) as arena:
-        arena.apply(place_single(70 * MIB, 0), TWO)
+    with PlacedMemory(70 * MIB) as memory:
+        memory.apply(place_single(70 * MIB, 0), TWO)
         for i in range(70):
-            sys.fill(arena.address + i * MIB, i + 1, MIB)
-        arena.apply(place_interleaved(70 * MIB, [0]), TWO)
+            sys.fill(memory.address + i * MIB, i + 1, MIB)
+        memory.apply(place_interleaved(70 * MIB, [0]), TWO)
         for i in range(70):
-            assert ctypes.string_at(arena.address + i * MIB, MIB) == bytes([i + 1]) * MIB
+            assert ctypes.string_at(memory.address + i * MIB, MIB) == bytes([i + 1]) * MIB
 
 
 def test_each_node_touches_its_own_half(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel(monkeypatch)
-    with Arena(4 * MIB) as arena:
+    with PlacedMemory(4 * MIB) as memory:
         for page in range(512, 1024):
-            kernel.nodes[arena.address + page * 4096] = 1
-        report = arena.apply(halves(4 * MIB), TWO)
+            kernel.nodes[memory.address + page * 4096] = 1
+        report = memory.apply(halves(4 * MIB), TWO)
         assert report == replace(report, how="first touch", local_share=1.0, notes=())
         assert sorted(kernel.touched) == [
-            (arena.address, 2 * MIB),
-            (arena.address + 2 * MIB, 2 * MIB),
+            (memory.address, 2 * MIB),
+            (memory.address + 2 * MIB, 2 * MIB),
         ]
         assert kernel.moved == []
 
 
 def test_pages_that_landed_elsewhere_are_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel(monkeypatch)
-    with Arena(4 * MIB) as arena:
-        report = arena.apply(halves(4 * MIB), TWO)
+    with PlacedMemory(4 * MIB) as memory:
+        report = memory.apply(halves(4 * MIB), TWO)
         assert kernel.moved
         assert report.local_share == 1.0
         assert report.notes == ()
@@ -178,8 +178,8 @@ def test_a_node_out_of_memory_keeps_its_pages_elsewhere_and_says_so(
 ) -> None:
     kernel = FakeKernel(monkeypatch)
     kernel.free_nodes = {0}
-    with Arena(4 * MIB) as arena:
-        report = arena.apply(halves(4 * MIB), TWO)
+    with PlacedMemory(4 * MIB) as memory:
+        report = memory.apply(halves(4 * MIB), TWO)
         share = report.local_share
         assert share == pytest.approx(0.5, abs=0.05)
         assert share is not None
@@ -199,8 +199,8 @@ def test_mbind_refused_falls_back_to_first_touch_in_stripes(
         raise refuse("mbind for nodes [0, 1]", errno.EPERM)
 
     monkeypatch.setattr(sys, "bind_pages", refused)
-    with Arena(4 * MIB) as arena:
-        report = arena.apply(place_interleaved(4 * MIB, [0, 1], HUGE_PAGE_BYTES), TWO)
+    with PlacedMemory(4 * MIB) as memory:
+        report = memory.apply(place_interleaved(4 * MIB, [0, 1], HUGE_PAGE_BYTES), TWO)
         assert report.how == "first touch"
         assert report.notes == (
             "the kernel refused mbind for nodes [0, 1] (Operation not permitted);"
@@ -218,8 +218,8 @@ def test_move_pages_refused_leaves_the_placement_without_proof(
         raise refuse("move_pages for 9 pages", errno.EPERM)
 
     monkeypatch.setattr(sys, "node_of_pages", refused)
-    with Arena(4 * MIB) as arena:
-        report = arena.apply(halves(4 * MIB), TWO)
+    with PlacedMemory(4 * MIB) as memory:
+        report = memory.apply(halves(4 * MIB), TWO)
         assert report.local_share is None
         assert "its proof is missing" in report.notes[0]
 
@@ -233,9 +233,9 @@ def test_huge_pages_refused_leave_small_ones_and_say_so(monkeypatch: pytest.Monk
         real(address, size_bytes, advice)
 
     monkeypatch.setattr(sys, "advise", no_collapse)
-    with Arena(4 * MIB) as arena:
-        arena.placement = with_huge_pages(place_single(4 * MIB, 0))
-        assert arena.collapse() == (
+    with PlacedMemory(4 * MIB) as memory:
+        memory.placement = with_huge_pages(place_single(4 * MIB, 0))
+        assert memory.collapse() == (
             "the kernel refused madvise(MADV_COLLAPSE) (Invalid argument);"
             " pages of 4 KiB stay there",
         )
@@ -245,54 +245,52 @@ def test_old_kernels_without_populate_keep_content_too(monkeypatch: pytest.Monke
     def unknown(*_: object) -> None:
         raise refuse("madvise", errno.EINVAL)
 
-    with Arena(MIB) as arena:
-        sys.fill(arena.address, 3, 4096)
+    with PlacedMemory(MIB) as memory:
+        sys.fill(memory.address, 3, 4096)
         monkeypatch.setattr(sys, "advise", unknown)
-        sys.touch(arena.address, MIB)
-        assert ctypes.c_ubyte.from_address(arena.address).value == 3
-        assert not any(n < 0 for n in sys.node_of_pages([arena.address + 4096]))
+        sys.touch(memory.address, MIB)
+        assert ctypes.c_ubyte.from_address(memory.address).value == 3
+        assert not any(n < 0 for n in sys.node_of_pages([memory.address + 4096]))
 
 
 def test_a_node_without_threads_of_the_plan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeKernel(monkeypatch)
-    with Arena(4 * MIB) as arena, pytest.raises(NoSuchNode, match="node 1 has no processor"):
-        arena.apply(halves(4 * MIB), {0: [CPU], 2: [CPU]})
+    with (
+        PlacedMemory(4 * MIB) as memory,
+        pytest.raises(NoSuchNode, match="node 1 has no processor"),
+    ):
+        memory.apply(halves(4 * MIB), {0: [CPU], 2: [CPU]})
 
 
 def test_a_placement_larger_than_the_arena_is_refused() -> None:
-    with Arena(MIB) as arena, pytest.raises(ValueError, match="does not fit an arena of 1048576"):
-        arena.apply(place_single(4 * MIB, 0), TWO)
+    with (
+        PlacedMemory(MIB) as memory,
+        pytest.raises(ValueError, match="does not fit memory of 1048576"),
+    ):
+        memory.apply(place_single(4 * MIB, 0), TWO)
 
 
 def test_residency_before_placing_is_an_error() -> None:
-    with Arena(MIB) as arena, pytest.raises(ValueError, match="call apply first"):
-        arena.residency()
+    with PlacedMemory(MIB) as memory, pytest.raises(ValueError, match="call apply first"):
+        memory.residency()
 
 
 def test_an_unknown_node_is_refused_by_the_kernel_in_one_sentence() -> None:
-    with Arena(MIB) as arena, pytest.raises(PlacementRefused, match=r"refused mbind for nodes"):
-        sys.bind_pages(arena.address, arena.mapped_bytes, sys.MPOL_PREFERRED, [900])
-
-
-def test_a_pool_gives_addresses_and_takes_them_back() -> None:
-    pool = ArenaPool()
-    first, second = pool.allocate(MIB), pool.allocate(2 * MIB, 4096)
-    assert pool.arena(second).size_bytes == 2 * MIB
-    pool.free(first)
-    with pytest.raises(KeyError):
-        pool.free(first)
-    pool.close()
-    assert repr(pool) == "<ArenaPool 0 arenas, 0 MiB>"
+    with (
+        PlacedMemory(MIB) as memory,
+        pytest.raises(PlacementRefused, match=r"refused mbind for nodes"),
+    ):
+        sys.bind_pages(memory.address, memory.mapped_bytes, sys.MPOL_PREFERRED, [900])
 
 
 def test_arenas_leave_no_mappings_behind() -> None:
     def n_mappings() -> int:
         return len(Path("/proc/self/maps").read_text().splitlines())
 
-    with Arena(MIB):
+    with PlacedMemory(MIB):
         pass
     before = n_mappings()
     for _ in range(50):
-        with Arena(3 * MIB, alignment=16 * MIB) as arena:
-            sys.fill(arena.address, 1, 4096)
+        with PlacedMemory(3 * MIB, alignment=16 * MIB) as memory:
+            sys.fill(memory.address, 1, 4096)
     assert n_mappings() <= before + 1
