@@ -3,7 +3,17 @@
 `decode` is the loop; a `Target` is what it runs on; drafters propose, policies decide how long.
 """
 
-from specdec.decoding.decode import decode
+from specdec.decoding.decode import decode, decode_alone
 from specdec.types import Chooser, Decision, Draft, Drafter, Policy, Round, Target
 
-__all__ = ["Chooser", "Decision", "Draft", "Drafter", "Policy", "Round", "Target", "decode"]
+__all__ = [
+    "Chooser",
+    "Decision",
+    "Draft",
+    "Drafter",
+    "Policy",
+    "Round",
+    "Target",
+    "decode",
+    "decode_alone",
+]

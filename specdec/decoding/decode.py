@@ -7,12 +7,14 @@ iterator at any round leaves a sequence that the next generation can go on from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 from specdec.decoding.accept import Acceptance, MatchAcceptance, Verdict
 from specdec.decoding.rollback import Rollback
-from specdec.decoding.rounds import check_start, play_alone, play_rounds
-from specdec.types import Chooser, Draft, Drafter, IsEnd, Policy, Round, Target
+from specdec.decoding.rounds import check_start, end_of, play_alone, play_rounds, prefill
+from specdec.drafters.none import NO_DRAFT
+from specdec.types import Chooser, Draft, Drafter, End, IsEnd, Policy, Round, Target
 
 
 def decode(
@@ -43,6 +45,41 @@ def decode(
     )
 
 
+def decode_alone(
+    target: Target,
+    sequence: int,
+    prompt: Sequence[int],
+    *,
+    chooser: Chooser,
+    n_predict: int,
+    is_end: IsEnd,
+    n_cached: int = 0,
+) -> Iterator[Round]:
+    """As `decode` without a draft: every round is one token, and nobody decides or learns."""
+    check_start(target, sequence, prompt, n_cached)
+    accept = MatchAcceptance(chooser)
+    return _rounds_alone(target, sequence, list(prompt), accept, n_predict, is_end, n_cached)
+
+
+def _rounds_alone(
+    target: Target,
+    sequence: int,
+    history: list[int],
+    accept: Acceptance,
+    n_predict: int,
+    is_end: IsEnd,
+    n_cached: int,
+) -> Iterator[Round]:
+    prefill(target, sequence, history, n_cached)
+    n_left, n_ctx = n_predict, target.n_ctx
+    end: End = ""
+    while not end and n_left > 0 and len(history) <= n_ctx:
+        round_ = play_alone(target, sequence, history, NO_DRAFT, accept, is_end)
+        n_left -= 1
+        end = end_of(n_ctx, history, n_left, is_end)
+        yield replace(round_, end=end) if end else round_
+
+
 def _rounds(
     target: Target,
     sequence: int,
@@ -54,9 +91,7 @@ def _rounds(
     is_end: IsEnd,
     n_cached: int,
 ) -> Iterator[Round]:
-    tail = history[n_cached:-1]
-    if tail:
-        target.extend(sequence, tail, 0)
+    prefill(target, sequence, history, n_cached)
     drafter.forget(sequence)
 
     def play(limit: int) -> Round:

@@ -12,7 +12,7 @@ from time import perf_counter
 
 from specdec.decoding.accept import Acceptance
 from specdec.decoding.rollback import Rollback
-from specdec.decoding.rounds import check_start, end_of
+from specdec.decoding.rounds import check_start, end_of, prefill
 from specdec.drafters.model import ModelDrafter
 from specdec.policies.joint import allocate
 from specdec.policies.throughput import Throughput
@@ -42,7 +42,7 @@ def decode_batch(
     empty prompt or a sequence of another length.
     """
     for member in members:
-        _prefill(target, member)
+        _start(target, member)
         drafter.forget(member.sequence)
     while active := [s for s in members if not s.end and s.n_left > 0]:
         policy.share_batch(len(active))
@@ -66,11 +66,9 @@ def decode_batch(
         yield rounds
 
 
-def _prefill(target: Target, member: BatchMember) -> None:
+def _start(target: Target, member: BatchMember) -> None:
     check_start(target, member.sequence, member.history, member.n_cached)
-    tail = member.history[member.n_cached : -1]
-    if tail:
-        target.extend(member.sequence, tail, 0)
+    prefill(target, member.sequence, member.history, member.n_cached)
     if len(member.history) > target.n_ctx:
         member.end = "context"
 

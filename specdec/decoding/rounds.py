@@ -31,6 +31,13 @@ def check_start(target: Target, sequence: int, prompt: Sequence[int], n_cached: 
         )
 
 
+def prefill(target: Target, sequence: int, history: Sequence[int], n_cached: int) -> None:
+    """Evaluate all of the prompt that the target lacks, but for its last token."""
+    tail = history[n_cached:-1]
+    if tail:
+        target.extend(sequence, tail, 0)
+
+
 def play_rounds(
     target: Target,
     sequence: int,

@@ -33,10 +33,12 @@ class SpecStats:
     reasons: Counter[str] = field(default_factory=Counter)
 
     def add(self, round_: Round) -> None:
-        draft, n = round_.draft, round_.n_drafted
+        draft = round_.draft
+        n = len(draft.tokens)
         self.n_rounds += 1
         self.n_tokens += len(round_.emitted)
-        if draft.decision.rest:
+        if not (n or draft.dropped or draft.n_steps):
+            self.draft_s += round_.draft_s
             self.verify_s += round_.verify_s
             self.lengths[0] += 1
             self._add_reason(draft.decision.reason)

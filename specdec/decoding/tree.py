@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 
 from specdec.decoding.accept import MatchAcceptance
-from specdec.decoding.rounds import check_start, play_rounds
+from specdec.decoding.rounds import check_start, play_rounds, prefill
 from specdec.drafters.memory import DraftMemory
 from specdec.errors import SpecDecError
 from specdec.policies.joint import best_count
@@ -185,8 +185,7 @@ def decode_tree(
     check_start(target, sequence, prompt, n_cached)
     drafter.forget(sequence)
     history = list(prompt)
-    if history[n_cached:-1]:
-        target.extend(sequence, history[n_cached:-1], 0)
+    prefill(target, sequence, history, n_cached)
 
     def play(limit: int) -> Round:
         began = perf_counter()

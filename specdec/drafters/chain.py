@@ -51,6 +51,7 @@ class ChainDrafter:
     def __init__(self, free: Sequence[Drafter], paid: Drafter | None = None) -> None:
         self._free = tuple(free)
         self._paid = paid
+        self._all = self._free if paid is None else (*self._free, paid)
         self._nothing = nothing(self.name, "no drafter has a proposal")
         self._paid_gain: float | None = None
         self._since_paid = 0
@@ -62,7 +63,8 @@ class ChainDrafter:
         for drafter in self._free:
             watched.walk = None
             draft = drafter.propose(sequence, history, watched, limit)
-            drafts.append(draft)
+            if draft.tokens or draft.dropped:
+                drafts.append(draft)
             if draft.tokens and watched.gain > gain:
                 best, gain = draft, watched.gain
         if self._paid is not None:
@@ -75,6 +77,8 @@ class ChainDrafter:
         if best.decision.rest:
             # The paid drafter's rest is not that of the others, which may have a proposal any time.
             best = replace(best, decision=replace(best.decision, rest=0))
+        if not drafts:
+            return best
         others = tuple([d for d in drafts if d.source != best.source and (d.tokens or d.dropped)])
         return replace(best, others=others) if others else best
 
@@ -111,9 +115,9 @@ class ChainDrafter:
         )
 
     def learn(self, sequence: int, round_: Round) -> None:
-        for drafter in (*self._free, *((self._paid,) if self._paid is not None else ())):
+        for drafter in self._all:
             drafter.learn(sequence, round_)
 
     def forget(self, sequence: int) -> None:
-        for drafter in (*self._free, *((self._paid,) if self._paid is not None else ())):
+        for drafter in self._all:
             drafter.forget(sequence)

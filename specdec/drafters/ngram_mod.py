@@ -50,6 +50,7 @@ class NgramMod:
         self._indexed = PerSequence(_Indexed)
         self._was_reset = False
         self._n_poor = 0
+        self._new = nothing(self.name, f"the last {n_match} tokens are new")
 
     def _slide(self, hashed: int, old: int, new: int) -> int:
         """The hash of n tokens, one on."""
@@ -69,7 +70,7 @@ class NgramMod:
             hashed = self._slide(hashed, old, token)
             tokens.append(token)
         if not tokens:
-            return nothing(self.name, f"the last {self._n} tokens are new")
+            return self._new
         if len(tokens) < min(self._n_min, limit):
             return nothing(self.name, f"{len(tokens)} tokens known, at least {self._n_min} wanted")
         p = match_probability(self._n)
@@ -89,7 +90,9 @@ class NgramMod:
                 if slots[slot] == _EMPTY:
                     self._n_used += 1
                 slots[slot] = token
-                hashed = self._slide(hashed, history[i - n], token)
+                # As `_slide`, in place: this is every token's.
+                going = (history[i - n] + 1) * self._oldest
+                hashed = (hashed * _MULTIPLIER + token + 1 - going) & _MASK
             i += 1
         indexed.n_tokens, indexed.hashed = end, hashed
         if self._n_used > self._most_used:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from specdec.types import Decision, Draft, Policy, Round
 
-_EMPTY = Draft((), (), "none", Decision(0, "no drafter", rest=sys.maxsize))
+NO_DRAFT = Draft((), (), "none", Decision(0, "no drafter", rest=sys.maxsize))
 
 
 class NoDrafter:
     name = "none"
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        return _EMPTY
+        return NO_DRAFT
 
     def learn(self, sequence: int, round_: Round) -> None:
         pass

@@ -109,6 +109,7 @@ class SuffixDrafter:
     ) -> None:
         self._n_max, self._min_match = n_max, min_match
         self._corpus = SuffixAutomaton()
+        self._has_corpus = bool(corpus)
         for text in corpus:
             for token in (*text, _SEPARATOR):
                 self._corpus.extend(token)
@@ -119,7 +120,8 @@ class SuffixDrafter:
         for token in history[match.n_fed :]:
             match.automaton.extend(token)
             match.found = match.automaton.repeated()
-            match.state, match.length = self._corpus.step(match.state, match.length, token)
+            if self._has_corpus:
+                match.state, match.length = self._corpus.step(match.state, match.length, token)
         match.n_fed = len(history)
         (length, end), text = match.found, match.automaton.text
         if match.length > length:

@@ -13,9 +13,7 @@ from offload.engine import Engine
 from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.sampler import SamplerChain
 from offload.trace import Trace
-from specdec.decoding.decode import decode
-from specdec.drafters.none import NoDrafter
-from specdec.policies.fixed import Fixed
+from specdec.decoding.decode import decode_alone
 from specdec.types import Round
 from specoffload.config.resolution import Config
 from specoffload.session.answer import Answer
@@ -179,12 +177,10 @@ class Session:
             return self.speculation.rounds(
                 SEQUENCE, tokens, sampler, options, n_predict=n_predict, is_end=is_end
             )
-        return decode(
+        return decode_alone(
             self.target,
             SEQUENCE,
             tokens,
-            drafter=NoDrafter(),
-            policy=Fixed(0),
             chooser=sampler,
             n_predict=n_predict,
             is_end=is_end,

@@ -1,4 +1,4 @@
-"""What the tests of losslessness share: an exact target, a judge, and a count of memory cells.
+"""Shared by the tests of losslessness: an exact target, a judge, and a count of memory cells.
 
 The target is an f32 copy of the embedded one, on which batches of different sizes agree to 1e-3
 (8-bit weights round activations too, which makes a batch's size show in the logits).
@@ -121,7 +121,7 @@ def assert_each_position_once(engine: Engine, sequence: int = SEQUENCE) -> None:
 def distance_from_fresh(
     engine: Engine, tokens: Sequence[int], n_prompt: int, row: NDArray[np.float32]
 ) -> float:
-    """How far `row` is from the logits after `tokens` of an evaluation from an empty memory.
+    """The distance of `row` from the logits after `tokens` of an evaluation from an empty memory.
 
     A router whose experts nearly tie may choose others in batches of another size, and then the
     logits jump. So the nearest counts: all at once, batches of 1, 2 and 3 after the prompt, and a
@@ -147,7 +147,7 @@ def distance_from_fresh(
 
 @dataclass
 class Run:
-    """What one generation wrote, and the target's first row of each of its verifications."""
+    """One generation's answer, and the target's first row of each of its verifications."""
 
     prompt: list[int]
     tokens: list[int]
@@ -174,7 +174,7 @@ class _Watch:
         self.n_branching = 0
 
     def __enter__(self) -> _Watch:
-        engine, rounds = self._engine, self._speculation.rounds
+        engine = self._engine
         extend, extend_tree = engine.extend, engine.extend_tree
 
         def watched(
@@ -195,17 +195,22 @@ class _Watch:
             self.n_branching += len(set(parents)) < len(parents)
             return rows
 
-        def watched_rounds(*args: Any, **named: Any) -> Iterator[Round]:
-            for round_ in rounds(*args, **named):
-                self.rounds.append(round_)
-                yield round_
-
         engine.extend, engine.extend_tree = watched, watched_tree  # type: ignore[method-assign]
-        self._speculation.rounds = watched_rounds  # type: ignore[method-assign]
+        if self._speculation is not None:
+            rounds = self._speculation.rounds
+
+            def watched_rounds(*args: Any, **named: Any) -> Iterator[Round]:
+                for round_ in rounds(*args, **named):
+                    self.rounds.append(round_)
+                    yield round_
+
+            self._speculation.rounds = watched_rounds  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._engine.extend, self._engine.extend_tree, self._speculation.rounds
+        del self._engine.extend, self._engine.extend_tree
+        if self._speculation is not None:
+            del self._speculation.rounds
 
 
 def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOptions) -> Run:
@@ -226,7 +231,8 @@ def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOpti
                 assert_each_position_once(opened.draft)
     assert piece.stats is not None
     assert piece.finish_reason is not None
-    out = [token for round_ in watch.rounds for token in round_.emitted]
+    # Without speculation nobody plays rounds, and all that is emitted is shown.
+    out = [token for round_ in watch.rounds for token in round_.emitted] or list(answer)
     return Run(
         tokens,
         out,
@@ -292,8 +298,8 @@ class Judge:
         chain.close()
 
     def distance(self, run: Run) -> float:
-        """How far the rows of verifications are from plain decoding's: what was rejected before
-        them would show."""
+        """The greatest distance of verifications' rows from plain decoding's: what was rejected
+        before them would show."""
         rows = self.rows(run.prompt, run.tokens)
         start = len(run.prompt)
         text = [*run.prompt, *run.tokens]
@@ -309,7 +315,7 @@ class Judge:
         return SamplerChain(self.engine.model, sampling_of(request, 512))
 
     def _is_near_tie(self, request: GenerateOptions, run: Run, i: int) -> bool:
-        """Whether plain decoding may as well choose token i: from the logits of another batch size,
+        """True if plain decoding may as well choose token i: from the logits of another batch size,
         or from logits that differ by NEAR_TIE between two tokens. For the latter, the tokens before
         each candidate are raised against those behind it, which moves the border between them as
         far as it goes."""
@@ -336,7 +342,7 @@ class Judge:
         tokens: Sequence[int],
         row: NDArray[np.float32],
     ) -> int:
-        """What the sampler chooses from `row` after it chose from `rows`."""
+        """The sampler's choice from `row` after it chose from `rows`."""
         chain = self._chain(request)
         for before, token in zip(rows, tokens, strict=False):
             chain.choose(before, ())

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import Greedy
-from specdec.decoding.decode import decode
+from specdec.decoding.decode import decode, decode_alone
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.errors import SpecDecError
 from specdec.policies.fixed import Fixed
+from specdec.policies.throughput import Throughput
 from specdec.simulation.fake import FakeTarget
 from specdec.types import Round
 
@@ -98,6 +100,89 @@ def test_the_text_is_that_of_decoding_without_a_draft(
         assert round_.end == ""
     if n:
         assert rounds[-1].end != ""
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(0, 40),
+    recurrent=st.booleans(),
+    n_ctx=st.integers(4, 30),
+    n_cached=st.integers(0, 2),
+    end=st.integers(0, 20),
+)
+def test_decoding_alone_is_decoding_with_a_drafter_that_has_nothing(
+    n: int, recurrent: bool, n_ctx: int, n_cached: int, end: int
+) -> None:
+    found = []
+    for alone in (True, False):
+        target = FakeTarget(n_vocab=16, recurrent=recurrent, n_ctx=n_ctx)
+        if n_cached:
+            target.extend(0, [1, 2, 3][:n_cached])
+        asked = {"n_predict": n, "is_end": lambda t: t == end, "n_cached": n_cached}
+        if alone:
+            rounds = list(decode_alone(target, 0, [1, 2, 3], chooser=Greedy(), **asked))
+        else:
+            rounds = list(
+                decode(
+                    target,
+                    0,
+                    [1, 2, 3],
+                    drafter=ModelDrafter(FakeTarget(n_vocab=16)),
+                    policy=Fixed(0),
+                    chooser=Greedy(),
+                    **asked,
+                )
+            )
+        found.append(([(r.emitted, r.end) for r in rounds], target.tokens(0), target.calls))
+    assert found[0] == found[1]
+    assert emitted(rounds) == plain(target, [1, 2, 3], n, end=end)
+
+
+@pytest.mark.parametrize("n_rs_seq", [0, 2])
+def test_a_decode_alone_that_fails_is_undone(n_rs_seq: int) -> None:
+    class Failing(Greedy):
+        def choose(self, logits: object, history: object) -> int:
+            raise KeyboardInterrupt
+
+    for recurrent in (False, True):
+        target = FakeTarget(recurrent=recurrent, n_rs_seq=n_rs_seq)
+        rounds = decode_alone(target, 0, [1, 2, 3], chooser=Failing(), n_predict=4, is_end=never)
+        with pytest.raises(KeyboardInterrupt):
+            next(rounds)
+        assert target.tokens(0) == ([1, 2, 3] if recurrent else [1, 2])
+
+
+def test_a_drafter_is_not_asked_again_while_its_decision_holds() -> None:
+    """A draft that does not pay is asked for by probes only, and the text is the same."""
+
+    class Counting(ModelDrafter):
+        n_asked = 0
+
+        def propose(self, *args):  # type: ignore[no-untyped-def]
+            self.n_asked += 1
+            return super().propose(*args)
+
+    target = FakeTarget(n_ctx=3000)
+    dear = CostProfile((1.0, 2.0, 3.0, 4.0), draft_step_s=0.5)
+    drafter = Counting(FakeTarget(seed=9, n_ctx=3000))
+    rounds = list(
+        decode(
+            target,
+            0,
+            [1, 2, 3],
+            drafter=drafter,
+            policy=Throughput(dear, refresh=False),
+            chooser=Greedy(),
+            n_predict=2000,
+            is_end=never,
+        )
+    )
+    assert emitted(rounds) == plain(target, [1, 2, 3], 2000)
+    probes = [i for i, r in enumerate(rounds) if r.draft.n_steps]
+    gaps = [b - a for a, b in zip(probes, probes[1:], strict=False)]
+    assert len(probes) < drafter.n_asked < 200
+    assert gaps[-1] > 2 * gaps[0], "the gap grows"
+    assert gaps[-1] < 200, "and is bounded"
 
 
 def test_n_predict_inside_a_draft_ends_exactly_there() -> None:
