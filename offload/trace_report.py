@@ -7,14 +7,17 @@ device that computes asynchronously covers no more than its submission.
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from offload.errors import OffloadError
-from offload.trace import COMPUTE, COPY, CPU, LANES, PRODUCER, Event
+from offload.trace import COMPUTE, COPY, CPU, LANES, PRODUCER, Event, Value
 
 PREDICTED_WRONG = "predicted wrong"
 SLOT_NOT_FREE = "slot not free"
@@ -136,7 +139,8 @@ def report(events: Iterable[Event], n_dropped: int = 0) -> TraceReport:
     waits = [e for e in ordered if e.lane == COMPUTE and "cause" in e.args]
     work = [e for e in ordered if e.lane in (COMPUTE, CPU) and "cause" not in e.args]
     copying, computing = union(_intervals(copies)), union(_intervals(work))
-    stalls = tuple(stall for wait in waits if (stall := _stall(wait, copies)) is not None)
+    known = _Copies(copies)
+    stalls = tuple(stall for wait in waits if (stall := _stall(wait, known)) is not None)
     return TraceReport(
         span_s=max((e.end_s for e in ordered), default=0.0) - ordered[0].start_s
         if ordered
@@ -171,14 +175,40 @@ def _layer(event: Event) -> int:
     return int(event.args.get("layer", -1))
 
 
-def _stall(wait: Event, copies: Sequence[Event]) -> Stall | None:
+class _Copies:
+    """All copies, found by time and by layer without looking at each: a trace has thousands."""
+
+    def __init__(self, copies: Sequence[Event]) -> None:
+        """`copies` in order of their start."""
+        self._copies = copies
+        self._starts = [copy.start_s for copy in copies]
+        self._latest_ends = list(accumulate((copy.end_s for copy in copies), max))
+        self._first_guess: dict[tuple[Value, Value | None], float] = {}
+        for copy in copies:
+            if copy.args.get("reason") == "predicted" and "layer" in copy.args:
+                key = copy.args["layer"], copy.args.get("graph")
+                self._first_guess.setdefault(key, copy.start_s)
+
+    def during(self, start_s: float, end_s: float) -> list[Event]:
+        """Those under way at some time in between, in order of their start."""
+        first = bisect_right(self._latest_ends, start_s)
+        last = bisect_left(self._starts, end_s)
+        return [copy for copy in self._copies[first:last] if copy.end_s > start_s]
+
+    def guessed_by(self, end_s: float, copy: Event) -> bool:
+        """True if some piece of this copy's layer had been guessed, in the same graph."""
+        key = copy.args["layer"], copy.args.get("graph")
+        return self._first_guess.get(key, math.inf) <= end_s
+
+
+def _stall(wait: Event, copies: _Copies) -> Stall | None:
     """Why the computation waited; None for a wait that took no time."""
     duration_s = wait.end_s - wait.start_s
     if duration_s <= 0:
         return None
     if wait.args["cause"] == "ids":
         return Stall(wait.start_s, duration_s, IDS_READBACK, "router ids", _layer(wait))
-    during = [c for c in copies if c.end_s > wait.start_s and c.start_s < wait.end_s]
+    during = copies.during(wait.start_s, wait.end_s)
     # Copies land in order: what is waited for is the last that ended by the end of the wait.
     ended = [c for c in during if c.end_s <= wait.end_s + 1e-9]
     awaited = max(ended or during, key=lambda c: c.end_s, default=None)
@@ -188,22 +218,13 @@ def _stall(wait: Event, copies: Sequence[Event]) -> Stall | None:
     )
 
 
-def _cause(
-    wait: Event, during: Sequence[Event], awaited: Event | None, copies: Sequence[Event]
-) -> str:
+def _cause(wait: Event, during: Sequence[Event], awaited: Event | None, copies: _Copies) -> str:
     busy_s = length(intersection(union(_intervals(during)), [(wait.start_s, wait.end_s)]))
     if awaited is None or busy_s < 0.5 * (wait.end_s - wait.start_s):
         return SLOT_NOT_FREE  # the link could have copied, but was not allowed to yet
-    if awaited.args.get("reason") == "needed" and "layer" in awaited.args:
-        layer = awaited.args["layer"]
-        guessed = (
-            c
-            for c in copies
-            if c.args.get("reason") == "predicted" and c.args.get("layer") == layer
-        )
-        step = awaited.args.get("graph")
-        if any(c.start_s <= wait.end_s and c.args.get("graph") == step for c in guessed):
-            return PREDICTED_WRONG
+    needed = awaited.args.get("reason") == "needed" and "layer" in awaited.args
+    if needed and copies.guessed_by(wait.end_s, awaited):
+        return PREDICTED_WRONG
     return LINK_BUSY
 
 

@@ -180,6 +180,14 @@ def profile(
 
 
 @app.command()
+def demo() -> None:
+    """Watch one prompt decoded plainly, streamed and speculatively, side by side."""
+    from specoffload.commands.demo import demo as show
+
+    show()
+
+
+@app.command()
 def simulate(
     profile: Annotated[
         Path | None, typer.Option("--profile", help="Costs. [default: the published curves]")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from specoffload.session.generation import GenerationStats
+
+Frame = Callable[[tuple[int, int]], RenderableType]  # of a terminal's (columns, rows)
 
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
@@ -55,6 +59,26 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
     with Progress(*columns, console=_err, transient=True) as bar:
         task = bar.add_task(what, total=1.0)
         yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def live(frames_per_s: float) -> Iterator[Callable[[Frame], None]]:
+    """A screen that is drawn over, on standard output; its last frame stays. A pipe gets that
+    alone."""
+    last: list[Frame] = []
+    due_s = 0.0
+    with Live(console=_out, auto_refresh=False, vertical_overflow="crop") as screen:
+
+        def show(frame: Frame) -> None:
+            nonlocal due_s
+            last[:] = [frame]
+            if time.perf_counter() >= due_s and _out.is_terminal:
+                screen.update(frame(_out.size), refresh=True)
+                due_s = time.perf_counter() + 1 / frames_per_s
+
+        yield show
+        if last:
+            screen.update(last[0](_out.size), refresh=True)
 
 
 def bytes_text(n: float) -> str:

@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offload.errors import OffloadError
 from offload.trace import LANES, NO_TRACE, Event, Trace
@@ -216,3 +218,42 @@ def test_an_empty_trace_has_no_overlap_and_no_division_by_zero() -> None:
 def test_intervals_unite_and_intersect() -> None:
     assert union([(3, 4), (0, 1), (1, 2), (5, 5), (3, 3.5)]) == [(0, 2), (3, 4)]
     assert intersection([(0, 2), (3, 6)], [(1, 4), (5, 7)]) == [(1, 2), (3, 4), (5, 6)]
+
+
+def awaited_by_looking_at_all(wait_: Event, events: list[Event]) -> tuple[str, bool]:
+    """(name of the copy waited for, whether its layer had been guessed), the slow way."""
+    copies = sorted((e for e in events if e.lane == "copy"), key=lambda e: e.start_s)
+    during = [c for c in copies if c.end_s > wait_.start_s and c.start_s < wait_.end_s]
+    ended = [c for c in during if c.end_s <= wait_.end_s + 1e-9]
+    awaited = max(ended or during, key=lambda c: c.end_s, default=None)
+    if awaited is None:
+        return "a copy", False
+    same = [
+        c
+        for c in copies
+        if c.args["reason"] == "predicted" and c.args["layer"] == awaited.args["layer"]
+    ]
+    guessed = any(c.start_s <= wait_.end_s for c in same)
+    return awaited.name, awaited.args["reason"] == "needed" and guessed
+
+
+MOMENTS = st.integers(0, 40)
+COPIES = st.builds(
+    lambda start, length, layer, reason: copy(start, start + length, layer=layer, reason=reason),
+    MOMENTS,
+    st.integers(1, 9),
+    st.integers(0, 2),
+    st.sampled_from(["needed", "ahead", "predicted"]),
+)
+WAITS = st.builds(lambda start, length: wait(start, start + length), MOMENTS, st.integers(1, 9))
+
+
+@given(st.lists(COPIES, max_size=12), st.lists(WAITS, min_size=1, max_size=4))
+def test_what_a_wait_waited_for_is_found_without_looking_at_every_copy(
+    copies: list[Event], waits: list[Event]
+) -> None:
+    stalls = report([*copies, *waits]).stalls
+    for found, one in zip(stalls, sorted(waits, key=lambda e: e.start_s), strict=True):
+        name, guessed = awaited_by_looking_at_all(one, copies)
+        assert found.waiting_for == name
+        assert (found.cause == PREDICTED_WRONG) == (guessed and found.cause != SLOT_NOT_FREE)

@@ -1,0 +1,196 @@
+"""`specoffload demo`: one prompt decoded three ways side by side, by the embedded pair.
+
+Plain is one token per decode and every copy waited for; streamed hides copies under computation and
+keeps what was used; speculative also drafts, priced by T(n). All layers stream through slots that
+hold a part of them, on a GPU if there is one, else on `sim`. The three take turns, and the one
+whose own clock is behind goes next: what is on the screen is what each had written by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from rich.console import RenderableType
+
+from offload.trace import Trace
+from offload.trace_report import report as trace_report
+from specoffload import report
+from specoffload.commands.bench import has_gpu
+from specoffload.commands.demo_screen import Column, screen
+from specoffload.config.resolution import Config, Options, resolve
+from specoffload.session.generation import GenerateOptions, GenerationStats, Piece
+from specoffload.session.session import Session
+
+# Of 90 prompts and 14 settings: what the pair continues without turning in circles, and by itself
+# comes to an end. It knows codecs well, since Python's library has over a hundred alike.
+PROMPT = """\
+import codecs
+
+class Codec(codecs.Codec):
+
+    def encode(self,input,errors='strict'):
+        return codecs.charmap_encode(input,errors,encoding_table)
+
+    def decode(self,input,errors='strict'):"""
+SAMPLING = GenerateOptions(n_predict=160, temperature=0.0, repeat_penalty=1.2, repeat_last_n=64)
+
+# Copies and the computation of a verification batch take about equally long over this link, and
+# the slots hold half of what streams.
+_LINK = "2 GB/s"
+_DEVICE = f"sim:bw={_LINK.replace(' ', '')}"
+_VRAM = "8MiB"
+NEXT = (
+    "Go on:  specoffload run MODEL.gguf -p TEXT      --draft DRAFT.gguf speculates",
+    "        specoffload serve MODEL.gguf            the OpenAI API, on port 8080",
+    "        specoffload bench --overlap             such figures, measured with care",
+)
+_FRAMES_PER_S = 12.0
+
+
+@dataclass
+class Way:
+    """One column while it runs."""
+
+    title: str
+    about: str
+    session: Session
+    trace: Trace
+    text: str = ""
+    n_tokens: int = 0
+    own_s: float = 0.0
+    stats: GenerationStats | None = None
+    pieces: Iterator[Piece] = field(default_factory=lambda: iter(()))
+
+    def start(self) -> None:
+        """The prompt is read, outside the clock."""
+        self.session.forget()
+        self.pieces = self.session.generate(PROMPT, SAMPLING)
+        while not (piece := next(self.pieces)).tokens:
+            pass
+        self._take(piece)
+
+    def step(self) -> None:
+        """One round, on this column's clock."""
+        began = time.perf_counter()
+        piece = next(self.pieces)
+        self.own_s += time.perf_counter() - began
+        self._take(piece)
+
+    def _take(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.n_tokens += len(piece.tokens)
+        self.stats = piece.stats
+
+    @property
+    def done(self) -> bool:
+        return self.stats is not None
+
+
+def ways(*, use_profile: bool = True) -> list[tuple[str, str, Config]]:
+    """(title, what it does, configuration) of the three columns; without a profile drafts are
+    fixed blocks."""
+    simulated = not has_gpu()
+    streams = Options(
+        device=_DEVICE if simulated else "auto",
+        min_batch="1",
+        vram=_VRAM,
+        n_gpu_layers=0,
+        ctx_size=1024,
+        threads=1 if simulated else None,  # the link is a thread as well
+    )
+    return [
+        ("plain", "copy, then compute", resolve(replace(streams, spec=False, overlap=False))),
+        ("streamed", "copies under compute", resolve(replace(streams, spec=False))),
+        ("speculative", "and drafts by T(n)", resolve(replace(streams, use_profile=use_profile))),
+    ]
+
+
+def demo() -> None:
+    """Open the three, run them on the screen, and leave the last frame there."""
+    with ExitStack() as closing:
+        with report.progress("opening, and measuring T(n)") as on_progress:
+            opened = [open_way(closing, *way, on_progress) for way in ways()]
+        with report.live(_FRAMES_PER_S) as show:
+            for _ in race(opened):
+                show(frame(opened))
+            show(frame(opened))
+
+
+def open_way(
+    closing: ExitStack,
+    title: str,
+    about: str,
+    config: Config,
+    on_progress: Callable[[float], None] | None = None,
+) -> Way:
+    """A column, open until `closing` closes."""
+    trace = Trace()
+    config = replace(config, streaming=replace(config.streaming, trace=trace))
+    return Way(title, about, closing.enter_context(Session(config, on_progress)), trace)
+
+
+def race(running: list[Way]) -> Iterator[None]:
+    """Let the way whose own clock is behind do its next round, until all have ended."""
+    for way in running:
+        way.start()
+    while waiting := [way for way in running if not way.done]:
+        yield
+        min(waiting, key=lambda way: way.own_s).step()
+
+
+def frame(running: Sequence[Way]) -> report.Frame:
+    """The screen as it is when drawn; figures of whole texts once all have ended."""
+    heading = _heading(running[0])
+    n_predict = SAMPLING.n_predict or 0
+
+    def draw(size: tuple[int, int]) -> RenderableType:
+        columns = [_column(way, running) for way in running]
+        costs, words = _costs(running[-1])
+        return screen(heading, columns, n_predict, costs, words, NEXT, size)
+
+    return draw
+
+
+def _heading(way: Way) -> str:
+    """Where it runs and what streams, in 80 columns."""
+    target = way.session.target
+    where = target.choice.description if target.choice.on_gpu else f"simulated GPU, {_LINK} link"
+    assert target.plan is not None
+    streamed, slots = (n / 2**20 for n in (target.plan.streamed_bytes, target.plan.slot_bytes))
+    return f"Demo pair, {where}: {streamed:.0f} MiB of weights through {slots:.0f} MiB of slots"
+
+
+def _costs(way: Way) -> tuple[Sequence[float], str]:
+    """T(n), and what drafts came to with it, once that is known."""
+    if not way.session.speculation.is_on:
+        return (), ""
+    step_s = way.session.speculation.costs.step_s
+    words = f": T(8) is {step_s[7] / step_s[0]:.1f} T(1)" if len(step_s) >= 8 else ""
+    if way.stats is None:
+        return step_s, words
+    if way.stats.acceptance_rate is None:
+        return step_s, f"{words}; nothing was drafted"
+    accepted, each = way.stats.acceptance_rate, way.stats.tokens_per_round
+    return step_s, f"{words}; {accepted:.0%} accepted, {each:.1f} tokens a round"
+
+
+def _column(way: Way, running: Sequence[Way]) -> Column:
+    ended = all(other.done for other in running)
+    hidden = None
+    if ended and not way.session.target.choice.on_gpu:  # there an event is a submission only
+        found = trace_report(way.trace.events())
+        hidden = found.hidden_s / found.copy_s if found.copy_s else None
+    first = running[0]
+    return Column(
+        title=way.title,
+        about=way.about,
+        text=PROMPT.rsplit("\n", 1)[-1] + way.text,
+        n_tokens=way.n_tokens,
+        seconds=way.own_s,
+        done=way.done,
+        hidden=hidden,
+        identical=way.text == first.text if ended and way is not first else None,
+    )
