@@ -165,8 +165,7 @@ def _heading(way: Way) -> str:
 
 def _costs(way: Way) -> tuple[Sequence[float], str]:
     """T(n), and what drafts came to with it, once that is known."""
-    if not way.session.speculation.is_on:
-        return (), ""
+    assert way.session.speculation is not None
     step_s = way.session.speculation.costs.step_s
     words = f": T(8) is {step_s[7] / step_s[0]:.1f} T(1)" if len(step_s) >= 8 else ""
     if way.stats is None:
