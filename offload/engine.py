@@ -29,8 +29,13 @@ from offload.native_build import amx_verdict, missing_in_build
 from offload.nodes.numa_plan import NumaPlan
 from offload.nodes.page_placer import NOT_OURS, PagePlacer
 from offload.nodes.threads import PinnedThreads
+from offload.plan.context import (
+    ContextSpec,
+    check_cache_types,
+    context_memory,
+    forgetting_window,
+)
 from offload.plan.placement import Plan
-from offload.plan.reserve import context_bytes
 from offload.sequences import Sequences
 from offload.store.store import Store, StoreOptions
 from offload.streaming.counters import StreamCounters
@@ -62,9 +67,34 @@ class EngineOptions:
     n_threads: int = 1
     n_threads_batch: int = 1
     flash_attn: str = "auto"
+    type_k: str = "f16"  # of the KV cache
+    type_v: str = "f16"
+    swa_full: bool = False  # keep what sliding windows have passed; with trees it is kept
     numa: NumaPlan | None = None  # replaces n_threads and n_threads_batch by its teams
     mla_crossover: Crossover = "heads"  # tokens up to which MLA's value product is matrix-vector
     trial_folder: Path | None = None  # keeps what was tried once per build; None: tried each time
+
+
+def context_spec(facts: ModelFacts, options: EngineOptions) -> ContextSpec:
+    """The context that these options ask for, as the plan counts it."""
+    return ContextSpec(
+        n_ctx=options.n_ctx or facts.number("context_length", 4096),
+        n_ubatch=options.n_ubatch,
+        n_sequences=options.n_sequences + options.n_tree_leaves,
+        n_outputs=options.n_outputs,
+        n_rs_seq=options.n_rs_seq,
+        type_k=options.type_k,
+        type_v=options.type_v,
+        flash_attn=options.flash_attn != "off",
+        swa_full=_keeps_all(options),
+        device_checkpoints=options.device_checkpoints,
+    )
+
+
+def _keeps_all(options: EngineOptions) -> bool:
+    """True if windows must not forget: a tree's leaves share their cells, and the library takes no
+    shared cell for new tokens, so that a window's cache would be full."""
+    return options.swa_full or options.n_tree_leaves > 0
 
 
 class Engine(Sequences):
@@ -79,6 +109,10 @@ class Engine(Sequences):
         """Raises BadModel, DoesNotFit, DeviceUnavailable or LibraryMismatch."""
         self.options = options = options or EngineOptions()
         self.facts: ModelFacts = read_facts(path)
+        flash_attn = check_cache_types(
+            self.facts, options.type_k, options.type_v, options.flash_attn
+        )
+        self.options = options = replace(options, flash_attn=flash_attn)
         self.choice: DeviceChoice = choose_device(options.device)
         # What the library's build keeps from being used, in sentences.
         self.notes: list[str] = [*missing_in_build(has_gpu=has_gpu())]
@@ -115,6 +149,7 @@ class Engine(Sequences):
             device_checkpoints=options.device_checkpoints
             and self._model.is_recurrent
             and not self.facts.number("attention.sliding_window"),
+            n_swa=0 if _keeps_all(options) else forgetting_window(self.facts),
         )
 
     # -- opening and closing --------------------------------------------------------------------
@@ -126,8 +161,7 @@ class Engine(Sequences):
             real = (self.choice.address,) if self.choice.on_gpu else ()
             return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
         o = self.options
-        n_ctx = o.n_ctx or self.facts.number("context_length", 4096)
-        wanted = context_bytes(self.facts, n_ctx, o.n_ubatch, o.n_rs_seq)
+        wanted = context_memory(self.facts, context_spec(self.facts, o)).total_bytes
         self.plan = plan_streaming(self.facts, self.choice, o.streaming, o.stream_experts, wanted)
         self.host = self._host_buffers()
         self.device = StreamingDevice(
@@ -203,6 +237,9 @@ class Engine(Sequences):
             n_threads=o.n_threads,
             n_threads_batch=o.n_threads_batch,
             flash_attn=o.flash_attn,
+            type_k=o.type_k,
+            type_v=o.type_v,
+            swa_full=_keeps_all(o),
         )
 
     def _pin_threads(self) -> PinnedThreads | None:

@@ -59,9 +59,24 @@ class ModelFacts:
             value = value[0] if value else default
         return int(value) if isinstance(value, int | float) else default
 
+    def per_layer(self, key: str, default: int = 0) -> tuple[int, ...]:
+        """An integer of the metadata for each of `n_layers`: an array's, or the one for all."""
+        value = self.header.metadata.get(f"{self.architecture}.{key}", default)
+        if not isinstance(value, tuple):
+            return (self.number(key, default),) * self.n_layers
+        numbers = [int(v) if isinstance(v, int | float) else default for v in value]
+        return tuple((*numbers, *[default] * self.n_layers)[: self.n_layers])
+
     @property
     def n_layers(self) -> int:
-        return self.number("block_count")
+        """Layers that compute a token; those for multi-token prediction lie behind them."""
+        return self.number("block_count") - self.number("nextn_predict_layers")
+
+    @cached_property
+    def loaded(self) -> tuple[TensorEntry, ...]:
+        """The weights that libllama loads: those of layers for multi-token prediction stay out."""
+        entries = [place.entry for place in self.weights.values()]
+        return tuple(e for e in entries if layer_of(e.name) < self.n_layers)
 
     @property
     def n_experts(self) -> int:
@@ -78,7 +93,7 @@ class ModelFacts:
     @cached_property
     def expert_weights(self) -> tuple[TensorEntry, ...]:
         """The routed experts' matrices [n_in, n_out, n_experts], in layer order."""
-        found = [p.entry for p in self.weights.values() if is_experts(p.entry)]
+        found = [entry for entry in self.loaded if is_experts(entry)]
         return tuple(sorted(found, key=lambda entry: (layer_of(entry.name), entry.name)))
 
     @property

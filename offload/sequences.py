@@ -62,12 +62,15 @@ class Sequences:
         n_outputs: int,
         n_tree_leaves: int,
         device_checkpoints: bool,
+        n_swa: int = 0,
     ) -> None:
+        """`n_swa` is the window of a memory that forgets what its windows have passed, else 0."""
         self._context, self._decode = context, decode
         self._architecture = architecture
         self._n_sequences, self._n_tree_leaves = n_sequences, n_tree_leaves
         self._n_outputs = n_outputs
         self._n_batch = context.n_batch
+        self._n_swa = n_swa
         self._device_checkpoints = device_checkpoints
         self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx
         self.can_rewind = not is_recurrent
@@ -240,7 +243,17 @@ class Sequences:
     def can_drop(self, sequence: int, n_tokens: int) -> bool:
         """Whether `rewind` can take the last `n_tokens` off the sequence as it is now."""
         held = self.length(sequence)
-        return self.can_rewind or n_tokens in (0, held) or n_tokens <= self._snapshots[sequence]
+        if n_tokens in (0, held):
+            return True
+        if not self._window_holds(sequence, held - n_tokens):
+            return False
+        return self.can_rewind or n_tokens <= self._snapshots[sequence]
+
+    def _window_holds(self, sequence: int, length: int) -> bool:
+        """True if windows that end at `length` find their keys: older ones are overwritten."""
+        if not self._n_swa:
+            return True
+        return self._context.first_position(sequence) <= max(0, length - self._n_swa)
 
     def rewind(self, sequence: int, length: int) -> None:
         """Keep the first `length` tokens of the sequence.
@@ -252,6 +265,12 @@ class Sequences:
             raise BadRequest(f"cannot rewind sequence {sequence} from {held} to {length} tokens")
         if length == held:
             return
+        if length and not self._window_holds(sequence, length):
+            raise BadRequest(
+                f"{held} tokens cannot be cut to {length}: the sliding windows of "
+                f"{self._architecture} have passed what comes before; evaluate them anew, or open "
+                "the model with --swa-full"
+            )
         if not (self.can_drop(sequence, held - length) and self._context.remove(sequence, length)):
             raise BadRequest(
                 f"{self._architecture} models are recurrent: {held} tokens cannot be cut to "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit
@@ -33,6 +34,7 @@ class ModelPlacement:
     n_gpu_layers: int = 0
     use_extra_bufts: bool = True
     load_mode: str = "auto"
+    no_alloc: bool = False  # only count what would be allocated; nothing can be computed
 
 
 class Model:
@@ -52,6 +54,7 @@ class Model:
         params.n_gpu_layers = placement.n_gpu_layers
         params.use_extra_bufts = placement.use_extra_bufts
         params.load_mode = LOAD_MODES[placement.load_mode]
+        params.no_alloc = placement.no_alloc
         devices = (C.c_void_p * (len(placement.devices) + 1))(*placement.devices, None)
         params.devices = C.cast(devices, C.c_void_p)
         patterns = [C.create_string_buffer(p.encode()) for p, _ in placement.overrides]
@@ -166,8 +169,9 @@ class ContextOptions:
     n_threads_batch: int = 1
     flash_attn: str = "auto"
     offload_kqv: bool = True
-    type_k: int | None = None
-    type_v: int | None = None
+    type_k: str = "f16"
+    type_v: str = "f16"
+    swa_full: bool = False  # keep all of what windows have passed, at the full cache's size
 
 
 class _Batch:
@@ -228,11 +232,10 @@ class Context:
         params.offload_kqv, params.kv_unified = options.offload_kqv, True
         # Our threshold, in supports_op, replaces ggml's own offload of host weights (D03, D04).
         params.op_offload = False
+        params.swa_full = options.swa_full
         params.no_perf = True
-        if options.type_k is not None:
-            params.type_k = options.type_k
-        if options.type_v is not None:
-            params.type_v = options.type_v
+        params.type_k = int(GGMLQuantizationType[options.type_k.upper()])
+        params.type_v = int(GGMLQuantizationType[options.type_v.upper()])
         log.take_errors()
         self.handle: int | None = lib.llama_init_from_model(model.handle, params)
         try:
@@ -318,6 +321,10 @@ class Context:
     def remove(self, sequence: int, start: int) -> bool:
         """Forget positions from `start` on; False when the memory cannot drop a partial tail."""
         return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1))
+
+    def first_position(self, sequence: int) -> int:
+        """The smallest position that all of the memory still holds; -1 for an empty sequence."""
+        return int(self._lib.llama_memory_seq_pos_min(self._memory, sequence))
 
     def copy_sequence(self, source: int, target: int, start: int = -1, end: int = -1) -> None:
         """Let `target` share the cells of `source` at positions [start, end); -1: all."""

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from offload.device import MinBatch
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, context_spec
 from offload.model_file import read_facts
+from offload.plan.context import context_memory
 from offload.plan.min_batch import choose, measure
-from offload.plan.reserve import context_bytes
 from offload.store.store import StoreOptions
 from specoffload.config.resolution import Config
 from specoffload.speculation.vocabulary import check_same_vocabulary
@@ -20,6 +20,7 @@ from specoffload.speculation.vocabulary import check_same_vocabulary
 TREE_LEAVES = 32  # of a verified tree
 TREE_DRAFT_LEAVES = 96  # of a tree that the draft grows, before it is cut
 _DEFAULT_CTX = 4096  # of a draft whose context is not known yet
+_DRAFT_UBATCH = 512  # its weights are resident: more would only take memory
 _N_MEASURED = 64  # tokens on which --min-batch auto measures
 
 
@@ -54,8 +55,22 @@ def draft_bytes(config: Config) -> int:
     if config.draft is None:
         return 0
     facts = read_facts(config.draft)
-    n_ctx = config.ctx_size or _DEFAULT_CTX
-    return facts.size_bytes + context_bytes(facts, n_ctx, config.ubatch_size)
+    options = _of_draft(config, EngineOptions(n_ctx=config.ctx_size or _DEFAULT_CTX))
+    return facts.size_bytes + context_memory(facts, context_spec(facts, options)).total_bytes
+
+
+def _of_draft(config: Config, options: EngineOptions) -> EngineOptions:
+    """The draft's own options over the target's."""
+    options = replace(
+        options,
+        n_ubatch=min(config.ubatch_size, _DRAFT_UBATCH),
+        n_rs_seq=0,  # it decodes token by token, which leaves no snapshots
+        type_k="f16",
+        type_v="f16",
+    )
+    if config.spec.options.tree:
+        options = replace(options, n_tree_leaves=TREE_DRAFT_LEAVES, n_outputs=256)
+    return replace(options, **config.spec.draft_options)
 
 
 def open_draft(config: Config, target: Engine) -> Engine | None:
@@ -70,15 +85,12 @@ def open_draft(config: Config, target: Engine) -> Engine | None:
         wrapped=False,
         stream_experts=False,
         n_ctx=target.n_ctx,
-        n_rs_seq=0,  # it decodes token by token, which leaves no snapshots
         # Threads typed for the draft alone are taken as they are, unpinned.
         numa=None
         if config.numa is None or "n_threads" in spec.draft_options
         else config.numa.for_draft(),
     )
-    if spec.options.tree:
-        options = replace(options, n_tree_leaves=TREE_DRAFT_LEAVES, n_outputs=256)
-    draft = Engine(config.draft, replace(options, **spec.draft_options))
+    draft = Engine(config.draft, _of_draft(config, options))
     try:
         if spec.options.replacements is None:
             check_same_vocabulary(target, draft)

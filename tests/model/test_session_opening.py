@@ -11,8 +11,8 @@ import pytest
 from offload.device import MinBatch
 from offload.engine import Engine
 from offload.model_file import read_facts
+from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import BothSides
-from offload.plan.reserve import context_bytes
 from specdec.errors import SpecDecError, VocabularyMismatch
 from specoffload.config.resolution import Config, Options, demo_file, resolve
 from specoffload.session import opening
@@ -82,7 +82,8 @@ def test_the_target_leaves_room_for_the_draft_and_its_context() -> None:
     with Session(config) as session:
         reserved = session.target.options.streaming.reserve_bytes
         assert session.draft is not None
-        assert reserved == facts.size_bytes + context_bytes(facts, 256, config.ubatch_size)
+        context = context_memory(facts, ContextSpec(256, min(config.ubatch_size, 512)))
+        assert reserved == facts.size_bytes + context.total_bytes
         assert reserved > session.draft.model.size_bytes
     with Session(replace(config, draft=None)) as session:
         assert session.target.options.streaming.reserve_bytes == 0

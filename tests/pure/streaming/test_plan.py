@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from offload.errors import DoesNotFit
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
 from offload.plan.placement import make_plan, shape_of, spread
-from offload.plan.reserve import context_bytes, kv_bytes
 from offload.units import parse_bytes, parse_rate, parse_seconds
 
 N_LAYERS, N_EXPERTS, N_USED = 6, 8, 2
@@ -148,9 +147,3 @@ def test_n_cpu_moe_streams_the_experts_of_that_many_layers() -> None:
 def test_without_a_budget_fit_streams_them_all() -> None:
     plan = make_plan(facts(), budget_bytes=None, n_cpu_moe="fit")
     assert plan.streamed_bytes == EXPERT_BYTES
-
-
-def test_a_context_is_estimated_from_the_header() -> None:
-    model = facts()
-    assert kv_bytes(model, 200) == 2 * kv_bytes(model, 100)
-    assert context_bytes(model, 100, 64) > kv_bytes(model, 100)

@@ -1,0 +1,310 @@
+"""Device memory that a context takes beside weights and slots: caches, states, buffers. Pure.
+
+What libllama allocates follows from the header: `llama_kv_cache` and its siblings are sized by the
+formulas below exactly. Compute buffers are what ggml's graph allocator makes of one layer's
+activations; their width per token was fitted to what it reserves for the published shapes, and
+`tests/model/test_plan_memory.py` holds it against the library itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from offload.errors import BadRequest
+from offload.model import ModelFacts, TensorEntry, layer_of
+
+_F32 = 4
+_MASK = 2  # bytes of an attention mask's cell
+_PAD = 256  # libllama pads contexts and windows to this many cells
+_Q8_1 = 36 / 32  # bytes a value takes when a device quantises activations for a product
+_RECURRENT = re.compile(r"^blk\.\d+\.(ssm_(conv1d|a|in)|shortconv|time_mix)")
+_ATTENTION = re.compile(r"^blk\.\d+\.attn_(k|kv_a_mqa|qkv)\.weight$")
+# Every n-th layer attends to all tokens, the others to a window: what the library assumes where
+# the header has no pattern.
+_WINDOW_PERIOD: Mapping[str, int] = {
+    **{"gemma2": 2, "gpt-oss": 2, "gemma3n": 5, "gemma3": 6, "plamo3": 8},
+    **{name: 4 for name in ("afmoe", "cohere2", "exaone-moe", "exaone4", "llama4", "mellum")},
+    **{name: 4 for name in ("muse-glimmer", "olmo2", "cohere2moe", "smallthinker", "laguna")},
+}
+_FIRST_IS_FULL = frozenset({"cohere2moe", "smallthinker", "laguna"})
+_WINDOW: Mapping[str, int] = {
+    **{"gemma2": 4096, "exaone4": 4096, "smallthinker": 4096, "exaone-moe": 128, "llama4": 8192}
+}
+_FIXED_WINDOW = frozenset({"llama4"})
+# Rows of the residual stream alive beside a dense feed-forward part, where not 4: attention runs
+# beside it, or the stream is several.
+_STREAMS = {"cohere2": 5, "gemma3n": 14}
+_SPARSE = frozenset({"deepseek32", "glm-dsa"})  # attention through a lightning indexer
+
+
+@dataclass(frozen=True)
+class ContextSpec:
+    """What is asked of a context. Names and types are llama.cpp's."""
+
+    n_ctx: int
+    n_ubatch: int = 512
+    n_sequences: int = 1
+    n_outputs: int = 64
+    n_rs_seq: int = 0
+    type_k: str = "f16"
+    type_v: str = "f16"
+    flash_attn: bool = True
+    swa_full: bool = False
+    device_checkpoints: bool = True  # a recurrent state's checkpoint stays on the device
+
+    def with_ubatch(self, n_ubatch: int) -> ContextSpec:
+        return replace(self, n_ubatch=n_ubatch)
+
+
+@dataclass(frozen=True)
+class ContextMemory:
+    """Device memory of one context, by what it is for."""
+
+    kv_bytes: int
+    recurrent_bytes: int
+    compute_bytes: int  # what ggml's scheduler reserves for a ubatch's graph
+    pool_bytes: int  # what the device's kernels take besides, while they run
+
+    @property
+    def total_bytes(self) -> int:
+        return self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.pool_bytes
+
+
+def context_memory(facts: ModelFacts, spec: ContextSpec) -> ContextMemory:
+    """What a context of this model takes."""
+    shape = _Shape(facts)
+    return ContextMemory(
+        _kv_bytes(shape, spec),
+        _recurrent_bytes(shape, spec),
+        _compute_bytes(shape, spec),
+        _pool_bytes(shape, spec),
+    )
+
+
+def forgetting_window(facts: ModelFacts) -> int:
+    """Tokens that windowed layers still hold when others hold all; 0: every layer holds all."""
+    shape = _Shape(facts)
+    return shape.window if shape.windowed else 0
+
+
+# What llama.cpp's -ctk and -ctv take.
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+
+
+def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: str) -> str:
+    """The flash attention that these cache types need: `flash_attn`, or "on" for a quantised V.
+
+    The rules are `llama_init_from_model`'s. Raises BadRequest for types that it refuses.
+    """
+    for flag, kind in (("-ctk", type_k), ("-ctv", type_v)):
+        if kind not in CACHE_TYPES:
+            raise BadRequest(f"{flag} {kind}: must be one of {', '.join(CACHE_TYPES)}")
+    shape = _Shape(facts)
+    if shape.is_mla and type_k != type_v:
+        raise BadRequest(
+            f"-ctk {type_k} -ctv {type_v}: {facts.architecture} keeps one latent cache for keys "
+            f"and values, so both must be the same"
+        )
+    if _is_quantised(type_v):
+        if flash_attn == "off":
+            raise BadRequest(f"-ctv {type_v}: a quantised V cache needs flash attention (-fa on)")
+        flash_attn = "on"
+    for flag, kind, head in (("-ctk", type_k, shape.head_k), ("-ctv", type_v, shape.head_v)):
+        block = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]][0]
+        if flash_attn != "off" and _is_quantised(kind) and head % block:
+            raise BadRequest(
+                f"{flag} {kind}: its blocks of {block} values do not divide the head size of {head}"
+            )
+    return flash_attn
+
+
+def _is_quantised(kind: str) -> bool:
+    return bool(GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]][0] > 1)
+
+
+def row_bytes(kind: str, n_values: int) -> int:
+    """Bytes of `n_values` values of a ggml type, whose blocks they fill."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
+    return int(n_values // block * size)
+
+
+class _Shape:
+    """What of a header decides about memory."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self.facts = facts
+        self.n_layers = facts.n_layers
+        self.n_embd = facts.number("embedding_length")
+        self.n_head = facts.per_layer("attention.head_count", 1)
+        most_heads = max(1, *self.n_head) if self.n_head else 1
+        self.head_k = facts.number("attention.key_length", self.n_embd // most_heads)
+        self.head_v = facts.number("attention.value_length", self.n_embd // most_heads)
+        self.is_mla = bool(
+            facts.number("attention.key_length_mla") and facts.number("attention.value_length_mla")
+        )
+        self.recurrent = _layers_with(_RECURRENT, facts.loaded)
+        self.attending = _layers_with(_ATTENTION, facts.loaded) - (
+            self.recurrent - _layers_with(re.compile(r"^blk\.\d+\.attn_k\.weight$"), facts.loaded)
+        )
+
+    @cached_property
+    def n_vocab(self) -> int:
+        rows = [e.shape[-1] for e in self.facts.loaded if e.name == "token_embd.weight"]
+        return max(rows, default=0)
+
+    @cached_property
+    def window(self) -> int:
+        """Tokens that a layer with a window attends to; 0: no layer has one."""
+        architecture = self.facts.architecture
+        default = _WINDOW.get(architecture, 0)
+        asked = self.facts.number("attention.sliding_window", default)
+        return default if asked and architecture in _FIXED_WINDOW else asked
+
+    @cached_property
+    def windowed(self) -> frozenset[int]:
+        """Layers that attend to a window of the last tokens alone."""
+        facts = self.facts
+        if not self.window:
+            return frozenset()
+        key = f"{facts.architecture}.attention.sliding_window_pattern"
+        pattern = facts.header.metadata.get(key)
+        if isinstance(pattern, tuple):
+            return frozenset(i for i, on in enumerate(pattern[: self.n_layers]) if on)
+        period = int(pattern) if isinstance(pattern, int) else 0
+        period = period or _WINDOW_PERIOD.get(facts.architecture, 0)
+        if not period:
+            return frozenset()
+        if facts.architecture in _FIRST_IS_FULL:
+            return frozenset(i for i in range(self.n_layers) if i % period)
+        return frozenset(i for i in range(self.n_layers) if i % period < period - 1)
+
+    @cached_property
+    def caching(self) -> tuple[int, ...]:
+        """Layers with keys and values of their own; later ones may share those of earlier ones."""
+        default = 20 if self.facts.architecture == "gemma3n" else self.n_layers
+        shared = self.facts.number("attention.shared_kv_layers", self.n_layers - default)
+        return tuple(i for i in sorted(self.attending) if i < self.n_layers - shared)
+
+
+def _layers_with(pattern: re.Pattern[str], entries: Iterable[TensorEntry]) -> frozenset[int]:
+    return frozenset(layer_of(e.name) for e in entries if pattern.match(e.name))
+
+
+def _padded(n: int) -> int:
+    return -(-n // _PAD) * _PAD
+
+
+def _window_cells(shape: _Shape, spec: ContextSpec) -> int:
+    n_ctx = _padded(spec.n_ctx)
+    if spec.swa_full:
+        return n_ctx
+    return _padded(min(n_ctx, shape.window * spec.n_sequences + spec.n_ubatch))
+
+
+def _kv_bytes(shape: _Shape, spec: ContextSpec) -> int:
+    """Keys and values of every layer that has them. For MLA the latent keys alone, once."""
+    facts = shape.facts
+    heads_kv = facts.per_layer("attention.head_count_kv", max(1, *shape.n_head, 1))
+    total = 0
+    for layer in shape.caching:
+        is_windowed = layer in shape.windowed
+        cells = _window_cells(shape, spec) if is_windowed else _padded(spec.n_ctx)
+        k, v = shape.head_k, shape.head_v
+        if is_windowed:
+            k = facts.number("attention.key_length_swa", k)
+            v = facts.number("attention.value_length_swa", v)
+        total += cells * row_bytes(spec.type_k, k * heads_kv[layer])
+        if not shape.is_mla:
+            total += cells * row_bytes(spec.type_v, v * heads_kv[layer])
+    if facts.architecture in _SPARSE:
+        width = row_bytes(spec.type_k, facts.number("attention.indexer.key_length"))
+        indexed = facts.per_layer("attention.indexer.types", 1)
+        total += _padded(spec.n_ctx) * width * sum(1 for i in shape.caching if indexed[i])
+    return total
+
+
+def _recurrent_bytes(shape: _Shape, spec: ContextSpec) -> int:
+    """States of the recurrent layers in f32: each sequence's, its snapshots, one checkpoint."""
+    if not shape.recurrent:
+        return 0
+    facts = shape.facts
+    heads = max(1, *shape.n_head, 1)
+    if size := facts.number("wkv.head_size"):
+        width = shape.n_embd * (size + facts.number("token_shift_count", 2))
+    elif n := facts.number("shortconv.l_cache"):
+        width = shape.n_embd * (n - 1)
+    elif size := facts.number("kda.head_dim"):
+        conv = max(1, facts.number("ssm.conv_kernel", 4)) - 1
+        width = heads * size * (3 * conv + size)
+    else:
+        state, inner = facts.number("ssm.state_size"), facts.number("ssm.inner_size")
+        convolved = inner + 2 * facts.number("ssm.group_count") * state
+        width = state * inner + max(0, facts.number("ssm.conv_kernel") - 1) * convolved
+    n_states = spec.n_sequences * (1 + spec.n_rs_seq) + int(spec.device_checkpoints)
+    return n_states * len(shape.recurrent) * width * _F32
+
+
+def _compute_bytes(shape: _Shape, spec: ContextSpec) -> int:
+    """The graph allocator's buffer: activations of the widest part of a layer, masks, logits."""
+    n_ctx = _padded(spec.n_ctx)
+    width = _F32 * max(_attention_width(shape), _ffn_width(shape))
+    width += _MASK * n_ctx
+    if shape.windowed:
+        width += _MASK * _window_cells(shape, spec)
+    if not spec.flash_attn:
+        width += _F32 * (1 + max(shape.n_head, default=1)) * n_ctx
+    if shape.facts.architecture in _SPARSE:  # the indexer's scores, and the mask of what it chose
+        width += 3 * _MASK * n_ctx
+        width += _F32 * 64 * shape.facts.number("attention.indexer.top_k")
+    logits = min(spec.n_outputs, spec.n_ubatch) * shape.n_vocab * _F32
+    n_tokens = min(spec.n_ubatch, n_ctx)
+    return max(n_tokens * width, logits)
+
+
+def _attention_width(shape: _Shape) -> int:
+    """Values of one token that are alive at once in the attention of a layer."""
+    facts = shape.facts
+    heads = max(shape.n_head, default=1)
+    residual = 4 * shape.n_embd
+    if not shape.is_mla:
+        return residual + heads * (2 * shape.head_k + shape.head_v)
+    mla = facts.number("attention.key_length_mla") + facts.number("attention.value_length_mla")
+    return residual + heads * (mla + shape.head_k + facts.number("attention.kv_lora_rank"))
+
+
+def _ffn_width(shape: _Shape) -> int:
+    """The same for its feed-forward part: dense, shared and routed."""
+    facts, n_embd = shape.facts, shape.n_embd
+    streams = _STREAMS.get(facts.architecture, 4)
+    dense = 3 * max(facts.per_layer("feed_forward_length"), default=0) + streams * n_embd
+    used = facts.n_experts_used
+    if not used:
+        return dense
+    wide = max(facts.per_layer("expert_feed_forward_length", facts.number("feed_forward_length")))
+    shared = facts.number(
+        "expert_shared_feed_forward_length", facts.number("expert_shared_count") * wide
+    )
+    if facts.architecture == "llama4":
+        shared = wide
+    biased = any(name.endswith("ffn_down_exps.bias") for name in facts.weights)
+    routed = 2 * used * n_embd + (3 * n_embd + 2 * used * wide) // 2 + biased * used * n_embd
+    has_dense = any(re.match(r"blk\.\d+\.ffn_up\.weight", e.name) for e in facts.loaded)
+    return max(dense if has_dense else 0, 3 * (used * wide + shared) + n_embd, routed)
+
+
+def _pool_bytes(shape: _Shape, spec: ContextSpec) -> int:
+    """Activations quantised for the widest product; f16 copies of a quantised cache's layer."""
+    facts = shape.facts
+    ffn = max(facts.per_layer("feed_forward_length"), default=0)
+    routed = facts.n_experts_used * shape.n_embd
+    pools = int(spec.n_ubatch * max(ffn, routed, shape.n_embd) * _Q8_1)
+    heads_kv = max(facts.per_layer("attention.head_count_kv", 1), default=1)
+    for kind, head in ((spec.type_k, shape.head_k), (spec.type_v, shape.head_v)):
+        if _is_quantised(kind):
+            pools += _padded(spec.n_ctx) * head * heads_kv * 2
+    return pools

@@ -1,0 +1,91 @@
+"""What libllama would allocate for a model file of which only the header exists."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.device import MinBatch, choose_device
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.library.callback import Pending
+from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
+from offload.plan.context import ContextSpec
+from offload.store.memory import AnonymousMemory
+from offload.streaming.device import StreamingDevice
+
+_MIB = 1 << 20
+_CACHE = re.compile(r"size = +([\d.]+) MiB .*K \(")
+_BUFFER = re.compile(r"\S+ +(RS|compute) buffer size = +([\d.]+) MiB")
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """Bytes, as the library logs them."""
+
+    kv_bytes: int
+    recurrent_bytes: int
+    compute_bytes: int
+
+
+@contextmanager
+def _log_lines() -> Iterator[list[str]]:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("offload.llama"), Keep()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def allocated(path: Path, spec: ContextSpec, flash_attn: str = "auto") -> Allocated:
+    """Open `path` on a wrapped device with its experts in host memory, allocating nothing."""
+    pending = Pending()
+    host = HostBufferType("SPEC_HOST", AnonymousMemory(), pending)
+    device = StreamingDevice(choose_device("sim"), host, MinBatch(1, 1), pending)
+    placement = ModelPlacement(
+        (device.address,),
+        ((r"ffn_.*_exps\.weight", host.address),),
+        n_gpu_layers=999,
+        use_extra_bufts=False,
+        load_mode="none",
+        no_alloc=True,
+    )
+    options = ContextOptions(
+        n_ctx=spec.n_ctx,
+        n_batch=8192,
+        n_ubatch=spec.n_ubatch,
+        n_sequences=spec.n_sequences,
+        n_outputs=spec.n_outputs,
+        n_rs_seq=spec.n_rs_seq,
+        flash_attn=flash_attn,
+        type_k=spec.type_k,
+        type_v=spec.type_v,
+        swa_full=spec.swa_full,
+    )
+    with _log_lines() as lines:
+        model = Model(path, placement, pending)
+        try:
+            Context(model, options, pending).close()
+        finally:
+            model.close()
+    caches = [float(m[1]) for m in map(_CACHE.search, lines) if m]
+    buffers = [(m[1], float(m[2])) for m in map(_BUFFER.search, lines) if m]
+    # The CPU's backend and ours share a buffer type here, so that one size is logged for each.
+    return Allocated(
+        int(sum(caches) * _MIB),
+        int(sum(size for kind, size in buffers if kind == "RS") * _MIB),
+        int(max((size for kind, size in buffers if kind == "compute"), default=0.0) * _MIB),
+    )

@@ -1,0 +1,73 @@
+"""What the plan reserves for a context is what libllama allocates, for the published shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from library_memory import allocated
+
+from offload.model import ModelFacts
+from offload.model_file import read_facts
+from offload.plan.context import ContextSpec, context_memory
+from offload.synth import plan_preset, write_header_only
+from offload.synth.presets import PRESETS
+
+_MIB = 1 << 20
+SPEC = ContextSpec(4096, device_checkpoints=False)
+
+
+@pytest.fixture(scope="module")
+def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("headers")
+    for preset in PRESETS:
+        write_header_only(plan_preset(preset, size="full", vocab="none"), folder / preset)
+    return folder
+
+
+def check(path: Path, facts: ModelFacts, spec: ContextSpec, flash_attn: str = "auto") -> None:
+    """Caches to the byte, buffers within a tenth or 16 MiB."""
+    ours, theirs = context_memory(facts, spec), allocated(path, spec, flash_attn)
+    assert ours.kv_bytes == pytest.approx(theirs.kv_bytes, abs=_MIB // 8)
+    assert ours.recurrent_bytes == pytest.approx(theirs.recurrent_bytes, abs=_MIB // 8)
+    if facts.architecture == "minimax-m2":  # of its width, the allocator reuses what others' keep
+        assert theirs.compute_bytes < ours.compute_bytes < 1.3 * theirs.compute_bytes
+    else:
+        assert ours.compute_bytes == pytest.approx(theirs.compute_bytes, rel=0.1, abs=16 * _MIB)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_shape_takes_what_the_plan_says(preset: str, headers: Path) -> None:
+    facts = read_facts(headers / preset)
+    for n_ctx, n_ubatch in ((4096, 512), (32768, 2048), (131072, 4096)):
+        check(headers / preset, facts, replace(SPEC, n_ctx=n_ctx, n_ubatch=n_ubatch))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"type_k": "q8_0", "type_v": "q8_0"},
+        {"type_k": "bf16", "type_v": "bf16"},
+        {"n_sequences": 4},
+        {"n_ubatch": 64},
+        {"n_ubatch": 8192},
+        {"swa_full": True},
+        {"n_outputs": 512},
+    ],
+)
+@pytest.mark.parametrize("preset", ["deepseek-v3", "qwen3.5-35b-a3b", "gpt-oss-120b", "glm-5"])
+def test_it_follows_the_options(preset: str, changes: dict[str, object], headers: Path) -> None:
+    spec = replace(SPEC, n_ctx=16384, **changes)  # type: ignore[arg-type]
+    check(headers / preset, read_facts(headers / preset), spec)
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v3", "mistral-large", "qwen3-30b-a3b"])
+def test_attention_scores_are_counted_without_flash_attention_alone(
+    preset: str, headers: Path
+) -> None:
+    facts = read_facts(headers / preset)
+    spec = replace(SPEC, n_ctx=16384, flash_attn=False)
+    check(headers / preset, facts, spec, flash_attn="off")
+    with_it = context_memory(facts, replace(spec, flash_attn=True)).compute_bytes
+    assert context_memory(facts, spec).compute_bytes > 5 * with_it

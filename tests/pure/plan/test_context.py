@@ -1,0 +1,122 @@
+"""Cache types and windows: what a context may be asked for, from the header."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from offload.errors import BadRequest
+from offload.model import Header, ModelFacts, TensorEntry, Value, WeightPlace
+from offload.plan.context import ContextSpec, check_cache_types, context_memory, forgetting_window
+
+
+def facts(architecture: str = "llama", **metadata: Value | tuple[Value, ...]) -> ModelFacts:
+    """Four layers of one head of 64, keys and values of two."""
+    values: dict[str, Value | tuple[Value, ...]] = {
+        "block_count": 4,
+        "embedding_length": 256,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "feed_forward_length": 512,
+    }
+    values.update({key.replace("__", "."): value for key, value in metadata.items()})
+    entries = tuple(
+        TensorEntry(f"blk.{i}.attn_k.weight", "f16", (256, 128), 0, 65536) for i in range(4)
+    )
+    header = Header({f"{architecture}.{k}": v for k, v in values.items()}, entries, 1 << 30)
+    weights = {e.name: WeightPlace(Path("m.gguf"), e) for e in entries}
+    return ModelFacts(Path("m.gguf"), architecture, "m", header, weights)
+
+
+MLA = {
+    "attention__key_length": 576,
+    "attention__value_length": 512,
+    "attention__key_length_mla": 192,
+    "attention__value_length_mla": 128,
+}
+
+
+def test_a_cache_grows_with_the_context_and_shrinks_with_its_types() -> None:
+    f16 = context_memory(facts(), ContextSpec(4096)).kv_bytes
+    assert f16 == 4 * 4096 * 2 * (64 + 64) * 2
+    assert context_memory(facts(), ContextSpec(8192)).kv_bytes == 2 * f16
+    q8_0 = context_memory(facts(), ContextSpec(4096, type_k="q8_0", type_v="q8_0")).kv_bytes
+    assert q8_0 == f16 * 34 // 64
+    only_k = context_memory(facts(), ContextSpec(4096, type_k="q8_0")).kv_bytes
+    assert only_k == (f16 + q8_0) // 2
+
+
+def test_layers_that_are_not_loaded_have_no_cache() -> None:
+    with_mtp = context_memory(facts(nextn_predict_layers=1), ContextSpec(4096)).kv_bytes
+    assert with_mtp == 3 * context_memory(facts(), ContextSpec(4096)).kv_bytes // 4
+
+
+def test_windows_hold_the_window_and_one_ubatch_unless_all_is_kept() -> None:
+    gemma = facts("gemma2", attention__sliding_window=256)
+    per_cell = 2 * (64 + 64) * 2
+    memory = context_memory(gemma, ContextSpec(8192, 512))
+    assert memory.kv_bytes == 2 * (8192 + 768) * per_cell
+    full = context_memory(gemma, ContextSpec(8192, 512, swa_full=True))
+    assert full.kv_bytes == 4 * 8192 * per_cell
+    assert forgetting_window(gemma) == 256
+    assert forgetting_window(facts()) == 0
+
+
+def test_a_pattern_of_the_header_says_which_layers_have_windows() -> None:
+    pattern = (True, True, True, False)
+    metadata = {"attention__sliding_window": 256, "attention__sliding_window_pattern": pattern}
+    some = facts("gemma4", **metadata)  # type: ignore[arg-type]
+    assert context_memory(some, ContextSpec(8192, 512)).kv_bytes == (
+        (3 * 768 + 8192) * 2 * (64 + 64) * 2
+    )
+
+
+def test_a_window_that_no_layer_uses_is_none() -> None:
+    assert forgetting_window(facts("qwen2", attention__sliding_window=4096)) == 0
+
+
+def test_without_flash_attention_the_scores_of_all_heads_are_reserved() -> None:
+    spec = ContextSpec(8192, 512)
+    scores = 512 * 8192 * 4 * 4
+    without = context_memory(facts(), ContextSpec(8192, 512, flash_attn=False)).compute_bytes
+    assert without - context_memory(facts(), spec).compute_bytes >= scores
+
+
+@pytest.mark.parametrize(
+    ("kinds", "flash_attn", "becomes"),
+    [
+        (("f16", "f16"), "off", "off"),
+        (("q8_0", "f16"), "auto", "auto"),
+        (("q8_0", "q8_0"), "auto", "on"),
+        (("f16", "q4_0"), "on", "on"),
+        (("q8_0", "f16"), "off", "off"),
+    ],
+)
+def test_a_quantised_v_turns_flash_attention_on(
+    kinds: tuple[str, str], flash_attn: str, becomes: str
+) -> None:
+    assert check_cache_types(facts(), *kinds, flash_attn) == becomes
+
+
+@pytest.mark.parametrize(
+    ("metadata", "kinds", "flash_attn", "says"),
+    [
+        ({}, ("q9_0", "f16"), "auto", r"-ctk q9_0: must be one of f32, f16"),
+        ({}, ("f16", "q4_K"), "auto", r"-ctv q4_K: must be one of"),
+        ({}, ("f16", "q8_0"), "off", r"-ctv q8_0: .* needs flash attention"),
+        (MLA, ("q8_0", "f16"), "auto", r"both must be the same"),
+        ({"attention__key_length": 80}, ("q8_0", "f16"), "auto", r"-ctk q8_0: .* head size of 80"),
+        ({"attention__value_length": 48}, ("f16", "q4_0"), "on", r"-ctv q4_0: .* head size of 48"),
+    ],
+)
+def test_types_that_the_library_refuses_are_refused_in_one_sentence(
+    metadata: dict[str, int], kinds: tuple[str, str], flash_attn: str, says: str
+) -> None:
+    with pytest.raises(BadRequest, match=says) as caught:
+        check_cache_types(facts(**metadata), *kinds, flash_attn)
+    assert "\n" not in str(caught.value)
+
+
+def test_blocks_need_not_divide_heads_where_flash_attention_is_off() -> None:
+    assert check_cache_types(facts(attention__key_length=80), "q8_0", "f16", "off") == "off"
