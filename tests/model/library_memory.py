@@ -13,8 +13,8 @@ from offload.device import MinBatch, choose_device
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
+from offload.ggml.memory import AnonymousMemory
 from offload.plan.context import ContextSpec
-from offload.store.memory import AnonymousMemory
 from offload.streaming.device import StreamingDevice
 
 _MIB = 1 << 20
