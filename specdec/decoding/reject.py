@@ -82,8 +82,8 @@ def residual(
 
 def sample(p: NDArray[np.float64], rng: np.random.Generator) -> int:
     """One draw from probabilities [n_vocab]."""
-    total = np.cumsum(p)
-    token = int(np.searchsorted(total, rng.random() * total[-1], side="right"))
+    total = p.cumsum()
+    token = int(total.searchsorted(rng.random() * total[-1], "right"))
     return min(token, len(p) - 1)
 
 

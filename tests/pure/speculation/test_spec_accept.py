@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -38,9 +39,6 @@ CHAINS = {
 }
 
 
-DECISION = Decision(2, "")
-
-
 def never(_: int) -> bool:
     return False
 
@@ -54,9 +52,10 @@ class Remembering(Sampler):
 
     def probabilities(self, logits, history=()):  # type: ignore[no-untyped-def]
         key = logits.tobytes()
-        if key not in self.known:
-            self.known[key] = super().probabilities(logits, history)
-        return self.known[key]
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = super().probabilities(logits, history)
+        return found
 
 
 def check(counts: np.ndarray, expected: np.ndarray) -> None:  # type: ignore[type-arg]
@@ -88,9 +87,12 @@ def test_the_first_two_tokens_are_distributed_as_without_a_draft(chain: str, met
     if method == "reject-certain":
         drawn = [np.full(N_DRAWS, row.argmax()) for row in q]
     rows = tuple(q) if method == "reject" else ()
-    for tokens in zip(*(row.tolist() for row in drawn), strict=True):
-        draft = Draft(tokens, (0.5, 0.5), "draft", DECISION, (), rows)
-        emitted = acceptance(draft, logits, [0], never).emitted
+    drafts = {
+        pair: Draft(pair, (0.5, 0.5), "draft", Decision(2, ""), (), rows)
+        for pair in itertools.product(range(N_VOCAB), repeat=2)
+    }
+    for pair in zip(*(row.tolist() for row in drawn), strict=True):
+        emitted = acceptance(drafts[pair], logits, [0], never).emitted
         first[emitted[0]] += 1
         if len(emitted) > 1:
             second[emitted[1]] += 1

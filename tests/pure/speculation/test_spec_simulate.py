@@ -7,6 +7,7 @@ import re
 import sys
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from types import FrameType
 
 import pytest
@@ -48,6 +49,7 @@ def with_draft(profile: CostProfile, share: float) -> CostProfile:
     return replace(profile, draft_step_s=share * profile.step_s[0])
 
 
+@cache
 def trace(kind: str, confidence: float, seed: int = 11) -> DraftTrace:
     return synthetic_trace(N_TOKENS, seed=seed, kinds=KINDS[kind], confidence=confidence)
 

@@ -1,0 +1,61 @@
+"""Several conversations in one batch, on a real engine: each writes what the target alone would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lossless_parts import BATCH_NOISE, N_CTX, NEAR_TIE, Judge, cheap_batches
+
+from offload.device import MinBatch
+from offload.engine import Engine, EngineOptions
+from specdec.decoding.accept import Greedy, MatchAcceptance
+from specdec.decoding.decode_batch import BatchMember, decode_batch
+from specdec.drafters.model import ModelDrafter
+from specdec.policies.throughput import Throughput
+from specoffload.commands.bench import prompts
+from specoffload.config.resolution import demo_file
+
+LENGTHS = (30, 12, 21)  # they end one after the other
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["resident", "streamed"])
+def test_sequences_decoded_together_write_the_targets_own_texts(
+    exact: Path, judge: Judge, streamed: bool
+) -> None:
+    n = len(LENGTHS)
+    options = EngineOptions(
+        device="sim" if streamed else "cpu",
+        min_batch=MinBatch(1, 1),
+        n_ctx=N_CTX * n,
+        n_sequences=n,
+        n_outputs=64,
+    )
+    alone = EngineOptions(device="cpu", n_ctx=N_CTX * n, n_sequences=n)
+    with Engine(exact, options) as target, Engine(demo_file("draft.gguf"), alone) as draft:
+        texts = [target.tokenize(text) for text in (*prompts("code")[:2], prompts("prose")[0])]
+        members = [
+            BatchMember(s, list(texts[s]), MatchAcceptance(Greedy()), LENGTHS[s], lambda _: False)
+            for s in range(n)
+        ]
+        policy = Throughput(cheap_batches()[0], n_max=15, refresh=False)
+        n_rounds = n_drafted = n_accepted = 0
+        for rounds in decode_batch(target, members, drafter=ModelDrafter(draft), policy=policy):
+            n_rounds += 1
+            n_drafted += sum(r.n_drafted for _, r in rounds)
+            n_accepted += sum(r.n_accepted for _, r in rounds)
+            for member, _ in rounds:
+                assert target.length(member.sequence) == len(member.history) - 1
+        kept = [target.extend(m.sequence, m.history[-1:])[0] for m in members]
+        copied = target.counters().streamed_bytes
+    assert 0 < n_accepted < n_drafted, "drafts were made, kept and rejected"
+    assert n_rounds < max(LENGTHS), "one decode served several tokens"
+    assert (copied > 0) == streamed
+    for prompt, member, length, row in zip(texts, members, LENGTHS, kept, strict=True):
+        assert len(member.history) == len(prompt) + length
+        tokens = member.history[len(prompt) :]
+        rows = judge.rows(prompt, [*tokens, 0])  # the last: what follows the text
+        for token, judged in zip(tokens, rows, strict=False):
+            assert judged.max() - judged[token] <= NEAR_TIE
+        assert np.abs(row - rows[-1]).max() < BATCH_NOISE
