@@ -281,6 +281,23 @@ _QWEN = (
         quant="q8_0",
         square_attention=True,
     ),
+    Preset(
+        "qwen3-0.6b",
+        "qwen3",
+        "Qwen3-0.6B, a draft; heads wider than n_embd / n_head, tied embeddings",
+        metadata(body(28, 1024, 3072, 40960, 1e-6), heads(16, 8, 128, 128, 1e6)),
+        151936,
+        metadata(
+            TINY_DENSE,
+            {
+                "attention.key_length": 48,
+                "attention.value_length": 48,
+                "rope.dimension_count": 48,
+            },
+        ),
+        without=(QKV_BIAS, TIED, r"^cls\."),
+        quant="q8_0",
+    ),
 )
 
 _LLAMA_BIAS = r"\.(attn|ffn)_.*\.bias$"
@@ -490,6 +507,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
         "qwen3next": "qwen3-next-80b-a3b",
         "qwen35moe": "qwen3.5-35b-a3b",
         "qwen2": "qwen2.5-72b",
+        "qwen3": "qwen3-0.6b",
         "llama": "mistral-large",
         "cohere2": "command-a",
         "gemma2": "gemma-2-27b",

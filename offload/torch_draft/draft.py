@@ -1,0 +1,293 @@
+"""The draft as its user sees it: sequences that are fed, drafted from, and cut back by length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from offload.errors import BadRequest, DeviceFailed, DoesNotFit
+from offload.model import ModelFacts
+from offload.model_file import read_facts
+from offload.torch_draft.capture import Capturer, CudaGraphs, Eager
+from offload.torch_draft.layout import (
+    MAX_FED,
+    DType,
+    Layout,
+    Sizes,
+    bucket,
+    chunk_length,
+    lay_out,
+)
+from offload.torch_draft.load import allocate, fill
+from offload.torch_draft.network import Network
+from offload.torch_draft.shape import DraftShape, read_shape
+from offload.torch_draft.steps import Drawing, StepCounters, Steps
+from offload.torch_draft.weights import WeightReader
+
+_N_STEPS = 64  # most drafted at once
+_N_STEPS_DRAWN = 16  # with a distribution of the whole vocabulary kept for each
+
+
+@dataclass(frozen=True)
+class TorchDraftOptions:
+    """How a draft is opened. `device` is torch's name of one."""
+
+    device: str = "cpu"
+    n_ctx: int = 4096
+    n_sequences: int = 1
+    n_vocab: int = 0  # tokens that may be drafted, 0: all of the file
+    dtype: DType = "bf16"
+    kept: tuple[int, ...] = ()  # a pruned vocabulary: ids that may be drafted, rising
+    samples: bool = False  # drafts may be drawn, with their distributions
+    graphs: bool = True  # off: steps on CUDA run uncaptured, the slow twin
+    packed: bool = True  # off: int8 matrices are unpacked for each product, the slow twin
+    n_threads: int = 1  # on the CPU
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What steps brought: [n_steps, n_parts] in the order of the parts asked for.
+
+    `gap` is by how much the likeliest token's probability exceeds the second's. With draws,
+    `p` is the greatest of the distribution and `rows` [n_steps, n_parts, n_out] all of it.
+    """
+
+    tokens: NDArray[np.int64]
+    p: NDArray[np.float32]
+    gap: NDArray[np.float32]
+    n_vocab: int
+    rows: NDArray[np.float32] | None = None
+    kept: NDArray[np.int64] | None = None
+
+    def row(self, step: int, part: int) -> NDArray[np.float64]:
+        """The distribution [n_vocab] that the token was drawn from."""
+        assert self.rows is not None
+        q: NDArray[np.float64] = self.rows[step, part].astype(np.float64)
+        q /= q.sum()
+        if self.kept is None:
+            return q
+        out = np.zeros(self.n_vocab)
+        out[self.kept] = q
+        return out
+
+
+class TorchDraft:
+    """A draft model in torch. Close it, or use it with `with`."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        options: TorchDraftOptions | None = None,
+        capturer: Capturer | None = None,
+    ) -> None:
+        """Raises BadModel (architecture, tensors, quantisation), DoesNotFit, BadRequest.
+
+        `capturer` replaces the way that steps are captured.
+        """
+        self.options = o = options or TorchDraftOptions()
+        self.facts: ModelFacts = read_facts(path)
+        self.shape: DraftShape = read_shape(self.facts)
+        WeightReader(self.facts).check()
+        check_kept(o.kept, o.n_vocab or self.shape.n_vocab)
+        self.n_ctx = o.n_ctx
+        self.n_vocab = min(o.n_vocab or self.shape.n_vocab, self.shape.n_vocab)
+        self.n_steps_max = _N_STEPS_DRAWN if o.samples else _N_STEPS
+        self._sizes = Sizes(
+            o.n_ctx, o.n_sequences, o.dtype, self.n_vocab, len(o.kept), self.n_steps_max, o.samples
+        )
+        self.layout: Layout = lay_out(self.shape, self._sizes)
+        self._device = torch.device(o.device)
+        if self._device.type == "cpu":
+            torch.set_num_threads(o.n_threads)
+        with torch.inference_mode():
+            tensors = allocate(self.layout, self._device, self.facts.path.name)
+            fill(tensors, self.facts, self.shape, self._sizes, o.kept)
+            if capturer is None:
+                graphs = o.graphs and self._device.type == "cuda"
+                capturer = CudaGraphs(self._device) if graphs else Eager(self._device)
+            self._capturer: Capturer | None = capturer
+            self._network: Network | None = Network(self.shape, tensors, o.dtype, packed=o.packed)
+            n_out = self._sizes.n_out(self.shape)
+            self._steps: Steps | None = Steps(self._network, tensors, self._sizes, n_out, capturer)
+        self.counters: StepCounters = self._steps.counters
+        self._kept = np.asarray(o.kept, np.int64) if o.kept else None
+        self._lengths = [0] * o.n_sequences
+        self._parts: tuple[int, ...] = ()  # sequences of the draft in hand
+
+    def close(self) -> None:
+        """Give the memory back; safe to call twice."""
+        if self._capturer is not None:
+            self._capturer.close()
+        self._capturer = self._network = self._steps = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> TorchDraft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- sequences --------------------------------------------------------------------------------
+
+    def length(self, sequence: int) -> int:
+        """Tokens the sequence holds. Raises BadRequest for one that does not exist."""
+        if not 0 <= sequence < len(self._lengths):
+            raise BadRequest(f"sequence {sequence} does not exist; there are {len(self._lengths)}")
+        return self._lengths[sequence]
+
+    def rewind(self, sequence: int, length: int) -> None:
+        """Keep the first `length` tokens: what lies behind them is never seen again."""
+        if not 0 <= length <= self.length(sequence):
+            raise BadRequest(f"{length} tokens cannot be kept of {self._lengths[sequence]}")
+        self._lengths[sequence] = length
+
+    def feed(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Append tokens that nothing is to be drafted from: a prompt, in chunks."""
+        self._check(sequence, tokens, 0)
+        at = 0
+        with self._failing(), torch.inference_mode(), self._working() as (network, capturer):
+            while at < len(tokens):
+                start = self._lengths[sequence]
+                n_kv = bucket(start + len(tokens) - at, self.n_ctx)
+                n = min(chunk_length(self.shape, n_kv, self.layout.scratch_bytes), len(tokens) - at)
+                n_kv = bucket(start + n, self.n_ctx)
+                chunk = torch.tensor([tokens[at : at + n]], device=self._device)
+                positions = torch.arange(start, start + n, device=self._device)[None]
+                network.hidden(chunk, positions, n_kv, lane=sequence)
+                capturer.wait()
+                self._lengths[sequence] += n
+                self.counters.n_fed += n
+                at += n
+
+    # -- drafting ---------------------------------------------------------------------------------
+
+    def draft(
+        self,
+        parts: Sequence[tuple[int, Sequence[int]]],
+        n_steps: int,
+        drawing: Drawing | None = None,
+    ) -> Drafted:
+        """Append the new tokens of each (sequence, tokens), together, and draft `n_steps` more.
+
+        Each sequence then holds its tokens and all drafted ones but the last.
+        """
+        for sequence, tokens in parts:
+            self._check(sequence, tokens, n_steps - 1)
+            if not tokens:
+                raise BadRequest("nothing to draft from: no new token was given")
+        self._check_steps(n_steps, drawing)
+        sequences = tuple(sequence for sequence, _ in parts)
+        if len(set(sequences)) != len(sequences):
+            raise BadRequest("a sequence appears twice in one draft")
+        for sequence, tokens in parts:
+            if len(tokens) > MAX_FED:
+                self.feed(sequence, tokens[:-1])
+        tails = [(s, tokens[-1:] if len(tokens) > MAX_FED else tokens) for s, tokens in parts]
+        with self._failing(), torch.inference_mode():
+            steps = self._opened()
+            width = steps.begin({s: (self._lengths[s], tokens) for s, tokens in tails})
+            n_positions = max(self._lengths[s] + len(tokens) for s, tokens in tails) + n_steps - 1
+            drafted = self._run(sequences, n_steps, width, n_positions, drawing)
+        for sequence, tokens in tails:
+            self._lengths[sequence] += len(tokens) + n_steps - 1
+            self.counters.n_fed += len(tokens)
+        self._parts = sequences
+        return drafted
+
+    def draft_more(
+        self, sequences: Sequence[int], n_steps: int, drawing: Drawing | None = None
+    ) -> Drafted:
+        """Go on from the tokens last drafted, on these sequences of that draft. Nothing is fed
+        from the host; the last token drafted is appended first."""
+        strange = [s for s in sequences if s not in self._parts]
+        if strange:
+            raise BadRequest(f"sequence {strange[0]} was not in the last draft")
+        self._check_steps(n_steps, drawing)
+        for sequence in sequences:
+            self._check(sequence, (), n_steps)
+        with self._failing(), torch.inference_mode():
+            self._opened().go_on(sequences)
+            n_positions = max(self._lengths[s] for s in sequences) + n_steps
+            drafted = self._run(tuple(sequences), n_steps, 0, n_positions, drawing)
+        for sequence in sequences:
+            self._lengths[sequence] += n_steps
+        self._parts = tuple(sequences)
+        return drafted
+
+    def _run(
+        self,
+        sequences: tuple[int, ...],
+        n_steps: int,
+        width: int,
+        n_positions: int,
+        drawing: Drawing | None,
+    ) -> Drafted:
+        steps = self._opened()
+        if drawing is not None:
+            by_lane = np.zeros((n_steps, len(self._lengths)))
+            by_lane[:, sequences] = drawing.uniforms
+            drawing = Drawing(drawing.temperature, by_lane)
+        n_kv = bucket(n_positions, self.n_ctx)
+        steps.run(n_steps, 1 + max(sequences), width, n_kv, drawing)
+        out = steps.fetch(n_steps)[:, sequences]
+        rows = None if drawing is None else steps.fetch_rows(n_steps)[:, sequences]
+        tokens = out[:, :, 0].astype(np.int64)
+        return Drafted(tokens, out[:, :, 1], out[:, :, 2], self.n_vocab, rows, self._kept)
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def _check(self, sequence: int, tokens: Sequence[int], n_more: int) -> None:
+        needed = self.length(sequence) + len(tokens) + n_more
+        if needed > self.n_ctx:
+            raise DoesNotFit(
+                f"{needed} tokens exceed the draft's context of {self.n_ctx}; raise --ctx-size"
+            )
+        bad = next((t for t in tokens if not 0 <= t < self.shape.n_vocab), None)
+        if bad is not None:
+            raise BadRequest(f"token {bad} is not in the vocabulary of {self.shape.n_vocab}")
+
+    def _check_steps(self, n_steps: int, drawing: Drawing | None) -> None:
+        if not 1 <= n_steps <= self.n_steps_max:
+            raise BadRequest(
+                f"{n_steps} steps at once; between 1 and {self.n_steps_max} are possible"
+            )
+        if drawing is not None and not self.options.samples:
+            raise BadRequest("this draft was opened without drawing (samples)")
+
+    def _opened(self) -> Steps:
+        if self._steps is None:
+            raise BadRequest("the draft has been closed")
+        return self._steps
+
+    @contextmanager
+    def _working(self) -> Iterator[tuple[Network, Capturer]]:
+        if self._network is None or self._capturer is None:
+            raise BadRequest("the draft has been closed")
+        with self._capturer.working():
+            yield self._network, self._capturer
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What torch raises becomes ours: the lengths are as before, so the draft may go on."""
+        try:
+            yield
+        except torch.OutOfMemoryError as e:
+            raise DoesNotFit(f"the torch draft ran out of memory on {self._device}: {e}") from e
+        except RuntimeError as e:
+            raise DeviceFailed(f"the torch draft failed on {self._device}: {e}") from e
+
+
+def check_kept(kept: Sequence[int], n_vocab: int) -> None:
+    """Raises BadRequest where a pruned vocabulary is not a rising list of token ids."""
+    for i, token in enumerate(kept):
+        if not 0 <= token < n_vocab:
+            raise BadRequest(f"kept token {token} is not in the vocabulary of {n_vocab}")
+        if i and token <= kept[i - 1]:
+            raise BadRequest(f"kept tokens must rise; entry {i + 1} is {token} after {kept[i - 1]}")

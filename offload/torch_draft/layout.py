@@ -1,0 +1,179 @@
+"""Where everything of a draft lies in its one block of memory, and how much that is. Pure.
+
+Matrices that are read one after the other are joined: one product for query, key and value, one
+for gate and up. The KV cache has a position more than the context, where padding is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from offload.torch_draft.shape import DraftShape
+
+DType = Literal["bf16", "f32", "int8"]
+DTYPES: tuple[DType, ...] = ("bf16", "f32", "int8")
+SIZES = {"bf16": 2, "f16": 2, "f32": 4, "int8": 1, "c64": 8, "i64": 8, "f64": 8}
+ALIGNMENT = 256  # bytes; what cudaMalloc gives
+MAX_FED = 8  # new tokens of a sequence that one step takes; more are fed in chunks before
+_LEAST_KV = 256  # positions of the smallest bucket
+_SCRATCH_SHARE = 0.05  # of weights and KV, for the activations of a chunk
+_LEAST_SCRATCH = 16 << 20
+_CHUNKS = (512, 256, 128, 64, 32, 16)
+_CUBLAS_WORKSPACE = 32 << 20  # of one stream on Hopper; less elsewhere
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor in the block. `offset` in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        n = SIZES[self.dtype]
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What was asked of the draft beyond its file. `n_vocab` cuts padding off, `n_kept` is the
+    length of a pruned vocabulary (0: all); `n_steps` most drafted between two copies."""
+
+    n_ctx: int
+    n_sequences: int = 1
+    dtype: DType = "bf16"
+    n_vocab: int = 0
+    n_kept: int = 0
+    n_steps: int = 64
+    samples: bool = False  # draws tokens and keeps their distributions, for rejection sampling
+
+    def n_out(self, shape: DraftShape) -> int:
+        """Rows of the output matrix."""
+        return self.n_kept or min(self.n_vocab or shape.n_vocab, shape.n_vocab)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The block's pieces by name, and bytes by purpose."""
+
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    static_bytes: int = 0  # of the block beside those: tables, inputs, outputs
+    scratch_bytes: int = 0  # activations at most, beside the block
+    chunk: int = _CHUNKS[-1]  # tokens of a prompt evaluated at once, at full context
+
+    @property
+    def block_bytes(self) -> int:
+        return max((p.offset + p.size_bytes for p in self.pieces.values()), default=0)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.block_bytes + self.scratch_bytes
+
+
+def lay_out(shape: DraftShape, sizes: Sizes) -> Layout:
+    """One block for weights, KV cache and all that a replayed graph reads and writes."""
+    block = _Block()
+    _weights(block, shape, sizes)
+    weights = block.end
+    kv = (shape.n_layers, 2, sizes.n_sequences, shape.n_head_kv, sizes.n_ctx + 1, shape.head_size)
+    block.add("kv", kv, cache_dtype(sizes.dtype))
+    kv_bytes = block.end - weights
+    n_out, n_seq = sizes.n_out(shape), sizes.n_sequences
+    block.add("turns", (sizes.n_ctx + 1, shape.head_size // 2), "c64")
+    block.add("inputs", (1 + n_seq * (MAX_FED + 2),), "i64")
+    block.add("out", (sizes.n_steps, n_seq, 3), "f32")
+    if sizes.samples:
+        block.add("draws", (n_seq * (1 + sizes.n_steps),), "f64")
+        block.add("rows", (sizes.n_steps, n_seq, n_out), "f32")
+    scratch = max(_LEAST_SCRATCH, int(_SCRATCH_SHARE * block.end))
+    chunk = chunk_length(shape, sizes.n_ctx, scratch)
+    return Layout(
+        block.pieces,
+        weights,
+        kv_bytes,
+        block.end - weights - kv_bytes,
+        scratch + _head_scratch(n_out, n_seq),
+        chunk,
+    )
+
+
+def cache_dtype(dtype: DType) -> str:
+    """The type of the KV cache: libllama's, unless all is to be exact."""
+    return "f32" if dtype == "f32" else "f16"
+
+
+def chunk_length(shape: DraftShape, n_kv: int, scratch_bytes: int) -> int:
+    """Tokens of a prompt whose activations fit `scratch_bytes`, at `n_kv` positions seen."""
+    scores = shape.n_head * n_kv * 12  # in f32, their softmax in f32 and rounded, and the mask
+    rows = 4 * (6 * shape.n_embd + 2 * shape.n_qkv + 3 * shape.n_ff)
+    return next((n for n in _CHUNKS if n * (scores + rows) <= scratch_bytes), _CHUNKS[-1])
+
+
+def bucket(n_positions: int, n_ctx: int) -> int:
+    """How many positions attention reads where `n_positions` are held: few sizes, few graphs."""
+    n = _LEAST_KV
+    while n < n_positions:
+        n *= 2
+    return min(n, n_ctx)
+
+
+def fed_length(n_new: int) -> int:
+    """The width of a step that is fed `n_new` tokens: 1, 2, 4 or 8."""
+    n = 1
+    while n < n_new:
+        n *= 2
+    return n
+
+
+def _weights(block: _Block, shape: DraftShape, sizes: Sizes) -> None:
+    plain, e = "f32" if sizes.dtype == "f32" else "bf16", shape.n_embd
+    n_out = sizes.n_out(shape)
+    block.add("token_embd", (shape.n_vocab, e), plain)
+    # A tied output matrix is the embedding's first rows, unless it needs rows or a type of its own.
+    if not shape.tied or sizes.n_kept or sizes.dtype == "int8":
+        block.matrix("output", (n_out, e), sizes.dtype)
+    if sizes.n_kept:
+        block.add("kept", (n_out,), "i64")
+    block.add("output_norm", (e,), "f32")
+    n_heads = shape.n_head + shape.n_head_kv
+    for i in range(shape.n_layers):
+        block.add(f"{i}.attn_norm", (e,), "f32")
+        block.matrix(f"{i}.qkv", (shape.n_qkv, e), sizes.dtype)
+        if shape.qkv_bias:
+            block.add(f"{i}.qkv_bias", (shape.n_qkv,), "f32")
+        if shape.qk_norm:
+            block.add(f"{i}.qk_norm", (n_heads, shape.head_size), "f32")
+        block.matrix(f"{i}.attn_output", (e, shape.n_head * shape.head_size), sizes.dtype)
+        block.add(f"{i}.ffn_norm", (e,), "f32")
+        block.matrix(f"{i}.gate_up", (2 * shape.n_ff, e), sizes.dtype)
+        block.matrix(f"{i}.ffn_down", (e, shape.n_ff), sizes.dtype)
+
+
+def _head_scratch(n_out: int, n_sequences: int) -> int:
+    """Logits and what softmax, argmax and a draw make of them, and the library's workspace."""
+    return n_out * n_sequences * (3 * 4 + 2 * 8) + _CUBLAS_WORKSPACE
+
+
+class _Block:
+    def __init__(self) -> None:
+        self.pieces: dict[str, Piece] = {}
+        self.end = 0
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        piece = Piece(name, shape, dtype, self.end)
+        self.pieces[name] = piece
+        self.end = -(-(self.end + piece.size_bytes) // ALIGNMENT) * ALIGNMENT
+
+    def matrix(self, name: str, shape: tuple[int, ...], dtype: DType) -> None:
+        """[n_out, n_in]; int8 has one scale per row beside it."""
+        self.add(name, shape, dtype)
+        if dtype == "int8":
+            self.add(f"{name}.scale", shape[:1], "f32")

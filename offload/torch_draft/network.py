@@ -1,0 +1,168 @@
+"""The forward pass of a dense decoder over tensors that stay where they are.
+
+Every product of a step is a kernel of the library's, every shape is known before it starts, and
+nothing asks the device for a number: a step can be captured as a CUDA graph. Activations that are
+multiplied are in the weights' type, what is added up (the residual stream, scores, logits) in f32.
+Attention is in f16 beside bf16 and int8 weights, as libllama's KV cache is: 8 times finer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from offload.torch_draft.layout import DType
+from offload.torch_draft.shape import DraftShape
+
+_FEW_ROWS = 16  # up to which int8 rows are multiplied without unpacking the matrix
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """[n_out, n_in]; `scale` [n_out] of int8 rows."""
+
+    data: Tensor
+    scale: Tensor | None = None
+    packed: bool = True  # off: int8 rows are unpacked first, the slow twin
+
+
+def product(x: Tensor, w: Matrix) -> Tensor:
+    """x [n, n_in] times the matrix, in f32 [n, n_out]."""
+    if w.scale is None:
+        return _mm(x, w.data.t())
+    if x.shape[0] > _FEW_ROWS:
+        return _mm(x.bfloat16(), w.data.bfloat16().t()) * w.scale
+    if w.packed:
+        return torch._weight_int8pack_mm(x.float(), w.data, w.scale)
+    return _mm(x.float(), w.data.float().t()) * w.scale
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype == torch.float32:
+        return torch.mm(a, b)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float())
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype == torch.float32:
+        return torch.bmm(a, b)
+    if a.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(a.float(), b.float())
+
+
+class Network:
+    """The weights of a block and the layers over them; holds no memory of its own."""
+
+    def __init__(
+        self, shape: DraftShape, tensors: Mapping[str, Tensor], dtype: DType, *, packed: bool = True
+    ) -> None:
+        """`tensors` are the block's pieces by name; `packed` off unpacks int8 matrices."""
+        self.shape = shape
+        self._t = tensors
+        self._dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+        self._packed = packed
+        cache = tensors["kv"]
+        n_lanes, self._n_slots = cache.shape[2], cache.shape[4]
+        device = cache.device
+        self._turns = tensors["turns"]
+        self._cache, self._kv_dtype = cache, cache.dtype
+        # Rows of a layer's cache, seen as [k or v, lane, head, position] flattened.
+        n_kv = shape.n_head_kv
+        part = torch.arange(2, device=device)[:, None] * n_lanes * n_kv
+        head = torch.arange(n_kv, device=device)[None, :]
+        lane = torch.arange(n_lanes, device=device)[:, None] * n_kv
+        of_head = (part + head).flatten()
+        self._row_base = (of_head[None, :] + lane) * self._n_slots  # [n_lanes, 2 n_head_kv]
+        self._columns = torch.arange(self._n_slots, device=device)
+
+    def matrix(self, name: str) -> Matrix:
+        return Matrix(self._t[name], self._t.get(f"{name}.scale"), self._packed)
+
+    def output(self, n_out: int) -> Matrix:
+        """The output matrix; of a tied one the embedding's first rows."""
+        if "output" in self._t:
+            return self.matrix("output")
+        return Matrix(self._t["token_embd"][:n_out])
+
+    def hidden(self, tokens: Tensor, positions: Tensor, n_kv: int, lane: int = 0) -> Tensor:
+        """The residual stream [n_lanes, n_tokens, n_embd] after all layers.
+
+        `tokens` and `positions` are [n_lanes, n_tokens], of the lanes from `lane` on. Keys and
+        values are written at the positions, and the first `n_kv` of each lane are seen up to
+        one's own.
+        """
+        s = self.shape
+        n_lanes, n_tokens = tokens.shape
+        lanes = slice(lane, lane + n_lanes)
+        x = self._t["token_embd"][tokens.flatten()].float()
+        turns = self._turns_of(positions)
+        rows = (self._row_base[lanes, None, :] + positions[:, :, None]).flatten()
+        unseen = self._columns[:n_kv] > positions[:, None, None, :, None]
+        mask = torch.zeros(unseen.shape, device=x.device).masked_fill_(unseen, float("-inf"))
+        for i in range(s.n_layers):
+            x += self._attention(i, x, turns, rows, mask, lanes)
+            x += self._feed_forward(i, x)
+        return x.view(n_lanes, n_tokens, s.n_embd)
+
+    def logits(self, x: Tensor, n_out: int) -> Tensor:
+        """[n, n_out] in f32 from rows of the residual stream [n, n_embd]."""
+        return product(self._normed(x, "output_norm"), self.output(n_out))
+
+    def _turns_of(self, positions: Tensor) -> Tensor:
+        """What each head's pairs are multiplied by: queries scaled, values as they are."""
+        s = self.shape
+        turns = self._turns[positions.flatten()][:, None, :]
+        q = (turns * s.attention_scale).expand(-1, s.n_head, -1)
+        k = turns.expand(-1, s.n_head_kv, -1)
+        return torch.cat((q, k, torch.ones_like(k)), 1)
+
+    def _attention(
+        self,
+        i: int,
+        x: Tensor,
+        turns: Tensor,
+        rows: Tensor,
+        mask: Tensor,
+        lanes: slice,
+    ) -> Tensor:
+        s = self.shape
+        n_lanes, n_tokens, n_kv = mask.shape[0], mask.shape[3], mask.shape[4]
+        qkv = product(self._normed(x, f"{i}.attn_norm"), self.matrix(f"{i}.qkv"))
+        if s.qkv_bias:
+            qkv += self._t[f"{i}.qkv_bias"]
+        heads = qkv.view(-1, s.n_head + 2 * s.n_head_kv, s.head_size)
+        if s.qk_norm:
+            turned = heads[:, : s.n_head + s.n_head_kv]
+            normed = F.rms_norm(turned, (s.head_size,), eps=s.norm_eps)
+            torch.mul(normed, self._t[f"{i}.qk_norm"], out=turned)
+        pairs = torch.view_as_complex(heads.view(*heads.shape[:2], -1, 2))
+        heads = torch.view_as_real(pairs * turns).flatten(2).to(self._kv_dtype)
+        layer = self._cache[i]
+        layer.view(-1, s.head_size).index_copy_(
+            0, rows, heads[:, s.n_head :].reshape(-1, s.head_size)
+        )
+        group = s.n_head // s.n_head_kv
+        keys, values = (part[lanes, :, :n_kv].flatten(0, 1) for part in layer.unbind(0))
+        q = heads[:, : s.n_head].view(n_lanes, n_tokens, s.n_head_kv, group, s.head_size)
+        q = q.permute(0, 2, 3, 1, 4).reshape(-1, group * n_tokens, s.head_size)
+        scores = _bmm(q, keys.transpose(1, 2))
+        scores.view(n_lanes, s.n_head_kv, group, n_tokens, n_kv).add_(mask)
+        weighed = _bmm(torch.softmax(scores, -1).to(self._kv_dtype), values).to(self._dtype)
+        out = weighed.view(n_lanes, s.n_head, n_tokens, s.head_size).transpose(1, 2)
+        return product(out.reshape(n_lanes * n_tokens, -1), self.matrix(f"{i}.attn_output"))
+
+    def _feed_forward(self, i: int, x: Tensor) -> Tensor:
+        both = product(self._normed(x, f"{i}.ffn_norm"), self.matrix(f"{i}.gate_up"))
+        gate, up = both.chunk(2, 1)
+        return product((F.silu(gate) * up).to(self._dtype), self.matrix(f"{i}.ffn_down"))
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        normed = F.rms_norm(x, (self.shape.n_embd,), self._t[name], self.shape.norm_eps)
+        return normed.to(self._dtype)

@@ -1,0 +1,223 @@
+"""Steps of a draft: one token each, fed to the next on the device, one copy to the host at the end.
+
+The step reads and writes tensors of the block only, at fixed addresses, so that it can be captured
+once per (lanes, tokens fed, positions seen) and replayed. A lane is the place of a sequence; lanes
+that take no part are fed nothing, and what they compute goes to the position behind the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from offload.torch_draft.capture import Capturer, Step
+from offload.torch_draft.layout import MAX_FED, Sizes, fed_length
+from offload.torch_draft.network import Network
+
+
+@dataclass
+class StepCounters:
+    """What was done since the draft was opened."""
+
+    n_steps: int = 0  # tokens drafted per sequence, by replay or without
+    n_replays: int = 0  # of them, by replaying a captured graph
+    n_captures: int = 0
+    n_host_copies: int = 0  # results brought to the host, each a wait for the device
+    n_uploads: int = 0
+    n_fed: int = 0  # tokens of histories evaluated, drafted ones apart
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Tokens are drawn at `temperature`, by uniform numbers [n_steps, n_parts]."""
+
+    temperature: float
+    uniforms: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Key:
+    n_lanes: int
+    width: int
+    n_kv: int
+    draws: bool
+
+
+class Steps:
+    """The captured steps and the tensors they go through."""
+
+    def __init__(
+        self,
+        network: Network,
+        tensors: Mapping[str, Tensor],
+        sizes: Sizes,
+        n_out: int,
+        capturer: Capturer,
+    ) -> None:
+        self._network, self._capturer = network, capturer
+        self._sizes, self._n_out = sizes, n_out
+        self._replays: dict[_Key, Step] = {}
+        self.counters = StepCounters()
+        n_seq = sizes.n_sequences
+        self._inputs = tensors["inputs"]
+        self._at = self._inputs[:1]  # row of `out` that the next step writes
+        self._n_fed = self._inputs[1 : 1 + n_seq]
+        self._first = self._inputs[1 + n_seq : 1 + 2 * n_seq]
+        self._feed = self._inputs[1 + 2 * n_seq :].view(n_seq, MAX_FED)
+        self._out = tensors["out"]
+        self._kept = tensors.get("kept")
+        self._draws, self._rows = tensors.get("draws"), tensors.get("rows")
+        device = self._inputs.device
+        self._order = torch.arange(MAX_FED, device=device)
+        self._lane = torch.arange(n_seq, device=device)
+        pinned = device.type == "cuda"
+        self._staged = torch.zeros_like(self._inputs, device="cpu", pin_memory=pinned)
+        self._staged_draws = _host_twin(self._draws, pinned)
+        self._host_out = torch.zeros_like(self._out, device="cpu", pin_memory=pinned)
+        self._host_rows = _host_twin(self._rows, pinned)
+
+    # -- what a draft asks ------------------------------------------------------------------------
+
+    def begin(self, fed: Mapping[int, tuple[int, Sequence[int]]]) -> int:
+        """Put tokens in: lane -> (position of the first, tokens). Returns the width of the first
+        step. Uploaded with `run`."""
+        n_seq = self._sizes.n_sequences
+        self._staged.zero_()
+        for lane, (first, tokens) in fed.items():
+            self._staged[1 + lane] = len(tokens)
+            self._staged[1 + n_seq + lane] = first
+            at = 1 + 2 * n_seq + lane * MAX_FED
+            self._staged[at : at + len(tokens)] = torch.tensor(tokens)
+        return fed_length(max(len(tokens) for _, tokens in fed.values()))
+
+    def go_on(self, lanes: Sequence[int]) -> None:
+        """The next `run` continues on these lanes, from the tokens the last one drafted."""
+        self._staged[: 1 + self._sizes.n_sequences] = 0
+        for lane in lanes:
+            self._staged[1 + lane] = 1
+
+    def run(
+        self, n_steps: int, n_lanes: int, width: int, n_kv: int, drawing: Drawing | None = None
+    ) -> None:
+        """Submit `n_steps` steps. `width` 0 goes on: what is on the device is fed."""
+        draws = drawing is not None
+        first = _Key(n_lanes, width or 1, n_kv, draws)
+        rest = _Key(n_lanes, 1, n_kv, draws)
+        steps = [self._replay_of(first), *[self._replay_of(rest)] * (n_steps - 1)]
+        with self._capturer.working():
+            n_uploaded = len(self._staged) if width else 1 + self._sizes.n_sequences
+            staged = self._staged[:n_uploaded]
+            self._inputs[:n_uploaded].copy_(staged, non_blocking=True)
+            self.counters.n_uploads += 1
+            if drawing is not None:
+                self._upload_draws(drawing)
+            for step in steps:
+                step()
+        self.counters.n_steps += n_steps
+        if self._capturer.captures:
+            self.counters.n_replays += n_steps
+
+    def fetch(self, n_steps: int) -> NDArray[np.float32]:
+        """Wait, and bring (token, p, gap) [n_steps, n_sequences, 3] to the host: one copy."""
+        with self._capturer.working():
+            self._host_out[:n_steps].copy_(self._out[:n_steps], non_blocking=True)
+            self._capturer.wait()
+        self.counters.n_host_copies += 1
+        out: NDArray[np.float32] = self._host_out[:n_steps].numpy().copy()
+        return out
+
+    def fetch_rows(self, n_steps: int) -> NDArray[np.float32]:
+        """The distributions that tokens were drawn from [n_steps, n_sequences, n_out]."""
+        assert self._rows is not None
+        assert self._host_rows is not None
+        with self._capturer.working():
+            self._host_rows[:n_steps].copy_(self._rows[:n_steps], non_blocking=True)
+            self._capturer.wait()
+        self.counters.n_host_copies += 1
+        out: NDArray[np.float32] = self._host_rows[:n_steps].numpy().copy()
+        return out
+
+    def _upload_draws(self, drawing: Drawing) -> None:
+        assert self._draws is not None
+        assert self._staged_draws is not None
+        n_seq = self._sizes.n_sequences
+        self._staged_draws[:n_seq] = drawing.temperature
+        n_steps, n_parts = drawing.uniforms.shape
+        table = self._staged_draws[n_seq:].view(-1, n_seq)
+        table[:n_steps, :n_parts] = torch.from_numpy(drawing.uniforms)
+        self._draws.copy_(self._staged_draws, non_blocking=True)
+        self.counters.n_uploads += 1
+
+    # -- capture ----------------------------------------------------------------------------------
+
+    def _replay_of(self, key: _Key) -> Step:
+        """The captured step, captured now where it is new; the state on the device is kept."""
+        if key in self._replays:
+            return self._replays[key]
+        with self._capturer.working():
+            kept = self._inputs.clone()
+            # Warm-up runs the step: with nothing fed it writes behind the context only.
+            self._inputs.zero_()
+            if self._draws is not None:
+                self._draws.fill_(0.5)
+        replay = self._capturer.capture(lambda: self._step(key))
+        with self._capturer.working():
+            self._inputs.copy_(kept)
+        self._replays[key] = replay
+        if self._capturer.captures:
+            self.counters.n_captures += 1
+        return replay
+
+    def _step(self, key: _Key) -> None:
+        n, width = key.n_lanes, key.width
+        n_fed, first = self._n_fed[:n], self._first[:n]
+        order = self._order[:width]
+        positions = first[:, None] + order
+        positions.masked_fill_(order >= n_fed[:, None], self._sizes.n_ctx)
+        x = self._network.hidden(self._feed[:n, :width], positions, key.n_kv)
+        last = x[self._lane[:n], (n_fed - 1).clamp_(min=0)]
+        logits = self._network.logits(last, self._n_out)
+        token, p, gap = self._draw(logits) if key.draws else greedy(logits)
+        if self._kept is not None:
+            token = self._kept[token]
+        # Ids are below 2^24, so that f32 holds them.
+        drafted = torch.stack((token.float(), p, gap), -1)
+        self._out[:, :n].index_copy_(0, self._at, drafted[None])
+        self._feed[:n, 0].copy_(token)
+        first += n_fed
+        n_fed.clamp_(max=1)
+        self._at += 1
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A token of each row by its uniform number; p and gap are of the greatest two."""
+        assert self._draws is not None
+        assert self._rows is not None
+        n, n_seq = logits.shape[0], self._sizes.n_sequences
+        q = torch.softmax(logits / self._draws[:n, None].float(), -1)
+        self._rows[:, :n].index_copy_(0, self._at, q[None])
+        # In f64, so that what is drawn is distributed as the row says to the last token.
+        total = q.cumsum(-1, dtype=torch.float64)
+        uniform = self._draws[n_seq:].view(-1, n_seq).index_select(0, self._at)[0, :n]
+        token = torch.searchsorted(total, (uniform * total[:, -1])[:, None], right=True)[:, 0]
+        p, best = q.max(-1)
+        second = q.scatter(-1, best[:, None], 0.0).amax(-1)
+        return token.clamp_(max=self._n_out - 1), p, p - second
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest token of each row, its probability, and how far that is above the second."""
+    top, token = logits.max(-1)
+    p = 1.0 / (logits - top[:, None]).exp_().sum(-1)
+    second = logits.scatter(-1, token[:, None], float("-inf")).amax(-1)
+    return token, p, p * (1.0 - (second - top).exp_())
+
+
+def _host_twin(tensor: Tensor | None, pinned: bool) -> Tensor | None:
+    if tensor is None:
+        return None
+    return torch.zeros_like(tensor, device="cpu", pin_memory=pinned)
