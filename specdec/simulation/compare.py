@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from specdec.build import build_policy
 from specdec.costs.profile import CostProfile
 from specdec.errors import SpecDecError
-from specdec.options import POLICIES, PolicyName, SpecOptions
+from specdec.options import PolicyName, SpecOptions
 from specdec.policies.fixed import Fixed
 from specdec.policies.throughput import Throughput
 from specdec.simulation.simulate import DraftTrace, fixed_oracle, simulate, synthetic_trace
@@ -40,7 +40,7 @@ class Score:
 
 def named_policies() -> dict[str, Make]:
     """Every policy by name with its defaults, and fixed blocks of 8 beside those of 4."""
-    makes: dict[str, Make] = {name: _named(name) for name in POLICIES if name != "throughput"}
+    makes: dict[str, Make] = {name: _named(name) for name in PolicyName if name != "throughput"}
     makes["fixed-8"] = lambda profile: Fixed(8)
     # The simulator's times are the profile's own, so there is nothing to refresh.
     makes["throughput"] = lambda profile: Throughput(profile, refresh=False)

@@ -11,7 +11,6 @@ from specdec.costs.plot import plot_profile, plot_reliability
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import StoredProfile
 from specoffload import report
-from specoffload.config.environment import read_environment
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import NO_DRAFTS, SpecConfig
 from specoffload.errors import UsageError
@@ -51,20 +50,13 @@ def profile_config(
 
     The last line is one JSON object. Raises UsageError or BadProfile.
     """
-    _check_typed(config)
-    if import_from is not None:
-        _check_import(text=text, n_max=n_max, repetitions=repetitions)
     n_max = N_MAX if n_max is None else n_max
     repetitions = _REPETITIONS if repetitions is None else repetitions
-    if not 1 <= n_max <= N_MAX:
-        raise UsageError(f"--n-max {n_max}: must lie between 1 and {N_MAX}")
-    if repetitions < 1:
-        raise UsageError(f"--repetitions {repetitions}: must be 1 or more")
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise UsageError(f"--plot {plot}: must end in {' or '.join(PLOT_SUFFIXES)}")
     # The session measures nothing of its own: it is opened for its engines.
     no_drafts = replace(NO_DRAFTS, replacements=config.spec.options.replacements)
-    quiet = SpecConfig(no_drafts, draft_params=config.spec.draft_params)
+    quiet = SpecConfig(no_drafts, of_draft=config.spec.of_draft)
     quiet_config = replace(config, spec=quiet)
     with report.progress(f"opening {config.model.name}") as on_progress:
         session = Session(quiet_config, on_progress)
@@ -124,29 +116,6 @@ def _with_draft_step(
         step_s, how = draft_step_s(session.draft, real_text(session.draft)), "measured now"
     report.note(f"one draft step: {step_s * 1e3:.2f} ms, {how}")
     return replace(found, costs=replace(costs, draft_step_s=step_s))
-
-
-def _check_typed(config: Config) -> None:
-    """Raises UsageError for flags of speculation that change nothing about a measurement."""
-    spec = config.spec
-    given = {field: name for field, name in spec.options.given.items()
-             if field not in ("drafters", "replacements")}  # fmt: skip
-    typed = sorted(set(given.values()) - set(read_environment().spec))
-    if spec.profile_dir is None:
-        typed.insert(0, "--no-spec")
-    elif not spec.use_profile:
-        typed.insert(0, "--no-profile")
-    if spec.record_trace is not None:
-        typed.append("--record-trace")
-    if typed:
-        raise UsageError(f"{typed[0]} takes no effect with profile, which only measures")
-
-
-def _check_import(**measuring: object) -> None:
-    inert = [name for name, value in measuring.items() if value is not None]
-    if inert:
-        flag = inert[0].replace("_", "-")
-        raise UsageError(f"--{flag} takes no effect with --import: nothing is measured")
 
 
 def _show(costs: CostProfile) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,23 +13,29 @@ from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
+_NAME = re.compile(r"[\w.-]+([/:][\w.-]+)*")
+
 
 def split_model_and_prompt(
-    argument: str | None, prompt: str | None
+    word: str | None, model: Path | None, prompt: str | None
 ) -> tuple[Path | None, str | None]:
-    """Tell which the one positional argument is: a model file, or the embedded pair's prompt.
+    """The one positional word is a model's file or a prompt, which `model` and `prompt` may give
+    as well. What could be a model's name is never taken for a prompt.
 
-    Raises UsageError when a prompt is given twice.
+    Raises UsageError when one is given twice, or it cannot be told which is meant.
     """
-    if argument is None:
-        return None, prompt
-    if argument.endswith(".gguf") or _exists(argument):
-        return Path(argument), prompt
+    if word is None:
+        return model, prompt
+    if model is None and (word.endswith(".gguf") or _exists(word)):
+        return Path(word), prompt
     if prompt is not None:
+        raise UsageError(f"{word!r} is not a .gguf file, and there is a prompt already")
+    if model is None and _NAME.fullmatch(word):
         raise UsageError(
-            f"{argument!r} is not a .gguf file, and -p gives a prompt too: which one is meant?"
+            f"{word!r} is no file here: a model is named by its .gguf file; to have the embedded "
+            f"pair continue it as text: -p {word!r}"
         )
-    return None, argument
+    return model, word
 
 
 def _exists(argument: str) -> bool:
@@ -50,15 +57,6 @@ def read_prompt(words: str | None, file: Path | None) -> str:
     if not words:
         raise UsageError('the prompt is empty: specoffload run "def fibonacci(n):", or -p TEXT')
     return words
-
-
-def read_seed(seed: int | None) -> int | None:
-    """-1 is random, as in llama.cpp. Raises UsageError for other negatives."""
-    if seed is None or seed == -1:
-        return None
-    if not 0 <= seed < 2**32 - 1:
-        raise UsageError(f"--seed {seed}: must lie between 0 and {2**32 - 2}, or be -1 (random)")
-    return seed
 
 
 def read_grammar(words: str | None, file: Path | None) -> str | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.server.run import serve
+from specoffload.session.generation import GenerateOptions
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session
@@ -25,10 +26,21 @@ def open_session(config: Config) -> Session:
 
 
 def serve_config(
-    config: Config, *, host: str, port: int, api_key: str | None, max_queue: int
+    config: Config,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    max_queue: int,
+    defaults: GenerateOptions,
 ) -> None:
-    """Serve until stopped. Raises UsageError where an address or a model cannot be had."""
+    """Serve until stopped; `defaults` are for requests that do not say.
+
+    Raises UsageError where an address or a model cannot be had.
+    """
     factory = functools.partial(open_session, config)
-    code = serve(factory, host, port, api_key, max_queue=max_queue, say=report.line)
+    code = serve(
+        factory, host, port, api_key, max_queue=max_queue, defaults=defaults, say=report.line
+    )
     if code:
         raise SystemExit(code)

@@ -26,7 +26,6 @@ from specdec.simulation.simulate import (
     simulate,
 )
 from specoffload import report
-from specoffload.errors import UsageError
 
 _N_TOKENS = 2000
 _ORACLE_LONGEST = 24
@@ -40,19 +39,10 @@ def simulate_policies(
     draft_share: float,
     seed: int | None,
 ) -> None:
-    """Print a table; the last line is one JSON object. Raises UsageError, BadProfile or
-    SpecDecError for files that cannot be read."""
-    for flag, typed in (("--tokens", n_tokens), ("--seed", seed)):
-        if trace is not None and typed is not None:
-            raise UsageError(f"{flag} takes no effect with --trace, whose tokens are replayed")
+    """Print a table; the last line is one JSON object. Raises BadProfile or SpecDecError for files
+    that cannot be read."""
     n_tokens = _N_TOKENS if n_tokens is None else n_tokens
     seed = 1 if seed is None else seed
-    if seed < 0:
-        raise UsageError(f"--seed {seed}: must be 0 or more")
-    if not 10 <= n_tokens <= 1_000_000:
-        raise UsageError(f"--tokens {n_tokens}: must lie between 10 and 1000000")
-    if not 0 <= draft_share <= 1:
-        raise UsageError(f"--draft-share {draft_share}: must lie between 0 and 1")
     curves = published_curves() if profile is None else {profile.stem: read_profile(profile)}
     makes, left_out = applicable(named_policies(), curves.values())
     for policy, why in left_out.items():

@@ -27,7 +27,6 @@ from specoffload import report
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
 from specoffload.config.tuned import save_tuned
-from specoffload.errors import UsageError
 from specoffload.session.session import SEQUENCE, Session
 
 SIZES = (1, 8)
@@ -37,10 +36,8 @@ _BAR_SHARE = 0.1
 
 
 def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResult:
-    """Measure, keep and show. Raises UsageError for a limit that is none or an unwritable folder,
+    """Measure, keep and show. Raises UsageError for an unwritable folder,
     NumaError when no candidate could be measured."""
-    if time_limit_s <= 0:
-        raise UsageError(f"--time-limit {time_limit_s:g}: must be more than 0 seconds")
     topology = read_topology()
     threads = widest_plan(topology)
     size_bytes = read_facts(config.model).size_bytes

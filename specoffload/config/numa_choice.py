@@ -1,11 +1,11 @@
-"""Threads and memory nodes resolved: what was typed, what was tuned, what the machine is. Pure.
+"""Threads and memory nodes: what was typed, what was tuned, what the machine is. Pure.
 
 On one memory node nothing is pinned or placed, and one line says so.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from numa.pinning import ThreadPlan, ThreadRequest, plan_threads
 from numa.place import Strategy
@@ -13,98 +13,113 @@ from numa.strategy import ONE_NODE, threads_for
 from numa.topology import Topology
 from numa.tune import Candidate
 from offload.nodes.numa_plan import NumaPlan, make_numa_plan
-from specoffload.config.resolution import Config, Options, resolve
+from specoffload.config.host import Host
+from specoffload.config.options import Options
+from specoffload.config.remarks import Remarks
 from specoffload.config.tuned import TUNE, Tuned, tuned_sentence
+from specoffload.errors import UsageError
 
 
-def resolve_on(options: Options, topology: Topology, tuned: Tuned) -> Config:
-    """`resolve`, with threads and NUMA as this machine has them.
+@dataclass(frozen=True)
+class Threads:
+    """CPU threads of a decode and of prefill; `plan` is None where nothing is pinned."""
 
-    Raises UsageError, and NoSuchNode for a `--numa-node` that does not exist.
-    """
-    resolve(options)  # says what is wrong with the flags before the machine is looked at
+    n_decode: int
+    n_batch: int
+    plan: NumaPlan | None = None
+
+
+def choose_threads(options: Options, host: Host, remarks: Remarks) -> Threads:
+    """Raises UsageError, and NoSuchNode for a `--numa-node` that does not exist."""
     if options.numa_node is not None:
-        topology.node(options.numa_node)
-    if not topology.is_numa:
-        return _on_one_node(options, topology, tuned)
-    if options.numa == "none":
-        return _with_reasons(
-            resolve(options),
-            ("--numa none: threads and pages are left to the kernel and ggml",),
-        )
-    plan, reasons = _on_several_nodes(options, topology, tuned)
-    config = resolve(
-        replace(options, threads=plan.decode.n_threads, threads_batch=plan.batch.n_threads)
-    )
-    return _with_reasons(replace(config, numa=plan), (*reasons, *plan.reasons))
-
-
-def _with_reasons(config: Config, reasons: tuple[str, ...]) -> Config:
-    return replace(config, reasons=tuple(dict.fromkeys((*config.reasons, *reasons))))
-
-
-def _on_one_node(options: Options, topology: Topology, tuned: Tuned) -> Config:
-    """Only the number of threads may change: to the tuned one, and to the processors there are."""
-    reasons: list[str] = []
-    n_most = len(topology.allowed_cpus)
-    wanted = {"--threads": options.threads, "--threads-batch": options.threads_batch}
-    for flag, n in wanted.items():
-        if n is not None and n > n_most:
-            reasons.append(
-                f"{flag} {n}: this process may use {n_most} processors, so {n_most} threads run"
+        if options.numa not in ("auto", Strategy.SINGLE):
+            raise UsageError(
+                f"{options.name('numa_node')} {options.numa_node} keeps everything on one node and "
+                f"excludes {options.name('numa')} {options.numa}"
             )
-            wanted[flag] = n_most
-    options = replace(options, threads=wanted["--threads"], threads_batch=wanted["--threads-batch"])
-    if options.threads is None and tuned.result is not None:
-        n_threads = min(tuned.result.best.n_threads, n_most)
-        options = replace(options, threads=n_threads)
-        reasons.append(f"{n_threads} threads, {tuned_sentence(tuned.result)}")
-    elif tuned.why_not:
-        reasons.append(tuned.why_not)
-    reasons.append(ONE_NODE)
-    return _with_reasons(resolve(options), tuple(reasons))
+        host.topology.node(options.numa_node)
+    if not host.topology.is_numa:
+        return _on_one_node(options, host, remarks)
+    if options.numa == "none":
+        threads = _unpinned(options, options.threads, host, remarks)
+        remarks.reason(
+            f"{options.name('numa')} none: threads and pages are left to the kernel and ggml"
+        )
+        return threads
+    return _on_several_nodes(options, host, remarks)
 
 
-def _on_several_nodes(
-    options: Options, topology: Topology, tuned: Tuned
-) -> tuple[NumaPlan, tuple[str, ...]]:
-    candidate, reasons = _candidate(options, topology, tuned)
+def _unpinned(options: Options, n_threads: int | None, host: Host, remarks: Remarks) -> Threads:
+    if n_threads is None:
+        n_threads = max(1, min(host.n_physical, host.n_allowed))
+        remarks.reason(
+            f"{n_threads} threads: {host.n_physical} physical cores, {host.n_allowed} allowed to "
+            "this process"
+        )
+    return Threads(n_threads, options.threads_batch or n_threads)
+
+
+def _on_one_node(options: Options, host: Host, remarks: Remarks) -> Threads:
+    """Only the number of threads may change: to the tuned one, and to the processors there are."""
+    n_most = len(host.topology.allowed_cpus)
+    wanted = {"threads": options.threads, "threads_batch": options.threads_batch}
+    for field, n in wanted.items():
+        if n is not None and n > n_most:
+            remarks.reason(
+                f"{options.name(field)} {n}: this process may use {n_most} processors, so {n_most} "
+                "threads run"
+            )
+            wanted[field] = n_most
+    n_threads = wanted["threads"]
+    if n_threads is None and host.tuned.result is not None:
+        n_threads = min(host.tuned.result.best.n_threads, n_most)
+        remarks.reason(f"{n_threads} threads, {tuned_sentence(host.tuned.result)}")
+    elif host.tuned.why_not:
+        remarks.reason(host.tuned.why_not)
+    options = replace(options, threads_batch=wanted["threads_batch"])
+    threads = _unpinned(options, n_threads, host, remarks)
+    remarks.reason(ONE_NODE)
+    return threads
+
+
+def _on_several_nodes(options: Options, host: Host, remarks: Remarks) -> Threads:
+    candidate = _candidate(options, host.topology, host.tuned, remarks)
     request = ThreadRequest(n_batch=options.threads_batch)
-    threads: ThreadPlan = threads_for(topology, candidate, request)
+    threads: ThreadPlan = threads_for(host.topology, candidate, request)
     plan = make_numa_plan(
-        topology,
+        host.topology,
         candidate.strategy,
         threads,
         node=candidate.node,
         huge_pages=candidate.huge_pages,
     )
-    return plan, reasons
+    for reason in plan.reasons:
+        remarks.reason(reason)
+    return Threads(plan.decode.n_threads, plan.batch.n_threads, plan)
 
 
-def _candidate(
-    options: Options, topology: Topology, tuned: Tuned
-) -> tuple[Candidate, tuple[str, ...]]:
-    """What to run with, and why."""
+def _candidate(options: Options, topology: Topology, tuned: Tuned, remarks: Remarks) -> Candidate:
+    """The placement to run with; says why."""
     if options.numa == "auto" and options.numa_node is None and tuned.result is not None:
         best = tuned.result.best
-        why = f"numa {best}, {tuned_sentence(tuned.result)}"
-        if options.threads is not None:
-            best = replace(best, n_threads=options.threads)
-        return best, (why,)
-    why_not = (tuned.why_not,) if tuned.why_not else ()
-    if options.numa_node is not None:
-        strategy, why = Strategy.SINGLE, f"numa single: node {options.numa_node}, as asked"
-    elif options.numa == "auto":
+        remarks.reason(f"numa {best}, {tuned_sentence(tuned.result)}")
+        return best if options.threads is None else replace(best, n_threads=options.threads)
+    if tuned.why_not:
+        remarks.reason(tuned.why_not)
+    node = options.numa_node
+    if node is not None:
+        strategy, why = Strategy.SINGLE, f"numa single: node {node}, as asked"
+    elif options.numa in ("auto", "none"):
         strategy = Strategy.ROWS if topology.ggml_is_numa else Strategy.INTERLEAVE
         why = f"numa {strategy}: nothing was measured on this machine yet, {TUNE} does"
     else:
         strategy, why = Strategy(options.numa), f"numa {options.numa}: as asked"
-    node = options.numa_node
     if strategy is Strategy.SINGLE and node is None:
         node = _home(topology)
         why += f", on node {node}"
-    n_threads = options.threads or _full_width(topology, node)
-    return Candidate(strategy, n_threads, node), (*why_not, why, *_blind(strategy, topology))
+    remarks.reason(why)
+    _say_if_blind(strategy, topology, remarks)
+    return Candidate(strategy, options.threads or _full_width(topology, node), node)
 
 
 def _home(topology: Topology) -> int:
@@ -119,10 +134,10 @@ def _full_width(topology: Topology, node: int | None) -> int:
     return plan_threads(topology, ThreadRequest(node=node)).decode.n_threads
 
 
-def _blind(strategy: Strategy, topology: Topology) -> tuple[str, ...]:
+def _say_if_blind(strategy: Strategy, topology: Topology, remarks: Remarks) -> None:
     if topology.ggml_is_numa or strategy not in (Strategy.ROWS, Strategy.DISTRIBUTE):
-        return ()
-    return (
+        return
+    remarks.reason(
         f"numa {strategy}: node numbers have a gap, so ggml counts one node and lets threads steal"
-        " rows from each other: reads are local by chance only (--numa interleave)",
+        " rows from each other: reads are local by chance only (interleave does not mind)"
     )

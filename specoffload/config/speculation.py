@@ -1,58 +1,62 @@
-"""How drafts are made and decided, resolved once: drafters, policy, where the profile lies."""
+"""Speculation resolved: drafters, policy, where the profile lies, and which flags take effect."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from specdec.errors import BadOption
 from specdec.options import (
+    LONGEST,
     MOST_DRAFTED,
     PRICED,
+    AcceptRule,
     CheckpointPlace,
+    DrafterName,
     PolicyName,
     SpecOptions,
-    Value,
-    inert_flags,
-    parse_draft_params,
-    parse_words,
 )
-from specdec.options import resolve as resolve_options
-from specoffload.config.environment import LLAMA_SPEC_ARGS, Environment
+from specoffload.config.environment import Environment
+from specoffload.config.flags.flag import Flag, Need, need_words
+from specoffload.config.flags.table import TABLE
+from specoffload.config.options import DraftOptions, Options
+from specoffload.config.remarks import Remarks
 from specoffload.errors import UsageError
 
+NO_DRAFTS = SpecOptions(drafters=(DrafterName.NONE,))
+
 _ENGINE_NAMES = {
-    "--batch-size": "n_batch",
-    "--ubatch-size": "n_ubatch",
-    "--ctx-size": "n_ctx",
-    "--threads": "n_threads",
-    "--threads-batch": "n_threads_batch",
-    "--device": "device",
-    "--flash-attn": "flash_attn",
+    "batch_size": "n_batch",
+    "ubatch_size": "n_ubatch",
+    "ctx_size": "n_ctx",
+    "threads": "n_threads",
+    "threads_batch": "n_threads_batch",
+    "device": "device",
+    "flash_attn": "flash_attn",
 }
-DRAFT_PARAMS = frozenset(_ENGINE_NAMES)
-NO_DRAFTS = SpecOptions()
 
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """What a session needs to speculate. `batch_costs` is GGML_BATCH_COSTS where `costs` reads it;
-    `draft_params` is the draft's own command line by llama.cpp's flag names."""
+    """What a session needs to speculate. `batch_costs` is GGML_BATCH_COSTS where `costs` reads
+    it."""
 
-    options: SpecOptions = NO_DRAFTS
+    options: SpecOptions = SpecOptions()
     use_profile: bool = True
     profile_dir: Path | None = None
     batch_costs: str | None = None
-    draft_params: Mapping[str, Value] = field(default_factory=dict)
+    of_draft: DraftOptions = DraftOptions()
     record_trace: Path | None = None
     reasons: tuple[str, ...] = ()
 
     @property
     def draft_options(self) -> dict[str, Any]:
-        """`draft_params` under the names of EngineOptions."""
-        return {_ENGINE_NAMES[flag]: value for flag, value in self.draft_params.items()}
+        """What was said of the draft, under the names of EngineOptions."""
+        said = {f.name: getattr(self.of_draft, f.name) for f in fields(self.of_draft)}
+        return {_ENGINE_NAMES[name]: v for name, v in said.items() if v is not None}
 
     @property
     def needs_profile(self) -> bool:
@@ -74,123 +78,201 @@ class SpecConfig:
         return self.options.checkpoints is CheckpointPlace.DEVICE
 
 
-def resolve_speculation(
-    given: Mapping[str, Value],
-    *,
-    has_draft: bool,
-    use_profile: bool,
-    draft_params: str | None,
-    record_trace: Path | None,
-    environment: Environment,
-) -> SpecConfig:
-    """Check what was typed against what there is; a flag without effect is an error.
+def uses_draft_model(spec: SpecOptions) -> bool:
+    """True if a draft model would be used where there is one."""
+    return spec.drafters == () or DrafterName.DRAFT in spec.drafters
 
-    Without a draft and without --spec nothing drafts. Raises BadOption or UsageError.
-    """
-    given, inherited = _with_environment(given, environment, has_draft=has_draft)
-    if draft_params is not None and not has_draft:
-        raise UsageError("--draft-params takes no effect without a draft: add --draft DRAFT.gguf")
-    spec = SpecConfig(
-        use_profile=use_profile,
-        profile_dir=environment.profile_folder,
-        record_trace=record_trace,
-        draft_params=_draft_params(draft_params),
+
+def measuring_only(options: Options) -> Options:
+    """`options` for a command that measures T(n) and drafts nothing of its own."""
+    spec = options.spec
+    kept = ("drafters", "replacements")
+    idle = [name for field, name in spec.given.items() if field not in kept]
+    idle += [options.given[f] for f in ("use_profile", "record_trace") if f in options.given]
+    quiet = SpecOptions(
+        drafters=spec.drafters,
+        replacements=spec.replacements,
+        given={field: name for field, name in spec.given.items() if field in kept},
     )
-    from_environment = environment.batch_costs is not None or environment.max_look_ahead is not None
-    if not has_draft and "--spec-type" not in given:
-        inert = [*sorted(given), *(["--record-trace"] if record_trace else [])]
-        inert += [] if use_profile else ["--no-profile"]
-        if inert:
-            raise UsageError(
-                f"{_typed(inert[0])} has no effect without a draft: add --draft DRAFT.gguf or "
-                "--spec ngram-mod"
-            )
-        if from_environment:
-            unused = "GGML_BATCH_COSTS and GGML_MAX_LOOK_AHEAD have no effect: nothing drafts"
-            return replace(spec, reasons=(*inherited, unused))
-        return replace(spec, reasons=inherited)
-    reasons = list(inherited)
-    if from_environment and "--spec-policy" in given:
-        from_environment = given["--spec-policy"] == "costs"
-        if not from_environment:
-            reasons.append(
-                f"GGML_BATCH_COSTS and GGML_MAX_LOOK_AHEAD have no effect: "
-                f"--spec-policy {given['--spec-policy']} was asked for"
-            )
-    if from_environment and given.get("--spec-type") != "none":
-        if environment.max_look_ahead is not None and "--spec-look-ahead" not in given:
-            given["--spec-look-ahead"] = environment.max_look_ahead
-        reasons.append(
-            "GGML_BATCH_COSTS or GGML_MAX_LOOK_AHEAD is set: the policy is costs, not throughput"
+    options = replace(options, spec=quiet, use_profile=True, record_trace=None)
+    return remark(options, idle, "profile only measures")
+
+
+def remark(options: Options, idle: Iterable[str], why: str) -> Options:
+    """`options` with the remark that those flags change nothing. Raises UsageError if strict."""
+    remarks = Remarks(options.strict)
+    for name in idle:
+        remarks.no_effect(name, why)
+    return replace(options, remarks=(*options.remarks, *remarks.lines))
+
+
+def resolve_speculation(
+    options: Options, *, has_draft: bool, environment: Environment, strict: bool = False
+) -> SpecConfig:
+    """Check what was said against what there is. Without a draft model and drafters named nothing
+    drafts. A flag that changes nothing is dropped with a remark, an error if `strict`.
+
+    Raises BadOption or UsageError for what cannot be taken together.
+    """
+    remarks = Remarks(strict)
+    spec = _with_drafters(options.spec, has_draft)
+    spec, costs = _with_environment(spec, options, environment, remarks)
+    spec = _without_profile(spec, options, costs, remarks)
+    spec, said = _effective(options, spec, has_draft, remarks)
+    _check_lengths(spec)
+    return SpecConfig(
+        options=spec,
+        use_profile=said.use_profile,
+        profile_dir=environment.profile_folder,
+        batch_costs=costs if spec.policy is PolicyName.COSTS else None,
+        of_draft=said.of_draft,
+        record_trace=said.record_trace,
+        reasons=remarks.lines,
+    )
+
+
+def _with_drafters(spec: SpecOptions, has_draft: bool) -> SpecOptions:
+    if DrafterName.DRAFT in spec.drafters and not has_draft:
+        raise UsageError(
+            f"{spec.name('drafters')} draft needs a draft model: add --draft DRAFT.gguf"
         )
-    measured = use_profile or (from_environment and environment.batch_costs is not None)
-    given, why = _without_profile(given, measured, from_environment)
-    options = resolve_options(given, has_draft=has_draft, batch_costs=from_environment)
-    if record_trace is not None and not options.is_on:
-        raise UsageError("--record-trace takes no effect: nothing drafts with --spec none")
-    costs = environment.batch_costs if options.policy is PolicyName.COSTS else None
-    return replace(spec, options=options, batch_costs=costs, reasons=(*reasons, *why))
+    if spec.drafters or not has_draft:
+        return spec
+    return replace(spec, drafters=(DrafterName.DRAFT,))
 
 
 def _with_environment(
-    given: Mapping[str, Value], environment: Environment, *, has_draft: bool
-) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """`given` and what llama.cpp's variables say beside it; one that takes no effect is noted.
+    spec: SpecOptions, options: Options, environment: Environment, remarks: Remarks
+) -> tuple[SpecOptions, str | None]:
+    """GGML_BATCH_COSTS and GGML_MAX_LOOK_AHEAD select the policy that reads them, where none was
+    asked for; also the costs."""
+    found = {
+        "GGML_BATCH_COSTS": environment.batch_costs,
+        "GGML_MAX_LOOK_AHEAD": environment.max_look_ahead,
+    }
+    names = [name for name, value in found.items() if value is not None]
+    if not names:
+        return spec, None
+    why = ""
+    if not spec.is_on:
+        why = "nothing drafts"
+    elif _names_policy(spec) and spec.policy is not PolicyName.COSTS:
+        why = f"{spec.name('policy')} {spec.policy} was asked for"
+    elif environment.batch_costs is None and not options.use_profile:
+        why = f"it needs a profile, and {options.name('use_profile')} measures none"
+    if why:
+        for name in names:
+            remarks.no_effect(name, why)
+        return spec, None
+    remarks.reason(f"{' and '.join(names)} set: the policy is costs, not throughput")
+    changes: dict[str, Any] = {"policy": PolicyName.COSTS}
+    if environment.max_look_ahead is not None and "look_ahead" not in spec.given:
+        changes["look_ahead"] = environment.max_look_ahead
+    return replace(spec, **changes), environment.batch_costs
 
-    Raises UsageError naming the variable whose value is none.
-    """
-    out = dict(given)
-    for flag, text in environment.spec.items():
-        if flag not in given:
-            try:
-                out |= parse_words([f"{flag}={text}"])
-            except BadOption as e:
-                raise UsageError(f"{LLAMA_SPEC_ARGS[flag]}={text}: {e}") from e
-    mine = [flag for flag in out if flag not in given]
-    if not has_draft and "--spec-type" not in out:
-        inert = dict.fromkeys(mine, "nothing drafts")
-    else:
-        try:
-            inert = inert_flags(out, has_draft=has_draft)
-        except BadOption as e:
-            if "--spec-type" in given:
-                raise
-            name = LLAMA_SPEC_ARGS["--spec-type"]
-            raise UsageError(f"{name}={environment.spec['--spec-type']}: {e}") from e
-    dropped = [flag for flag in mine if flag in inert]
-    kept = {flag: value for flag, value in out.items() if flag not in dropped}
-    return kept, tuple(f"{LLAMA_SPEC_ARGS[f]} has no effect: {inert[f]}" for f in dropped)
+
+def _names_policy(spec: SpecOptions) -> bool:
+    return "policy" in spec.given or spec.policy is not SpecOptions.policy
 
 
 def _without_profile(
-    given: dict[str, Value], use_profile: bool, from_environment: bool
-) -> tuple[dict[str, Value], tuple[str, ...]]:
-    """--no-profile: blocks of 4, unless another policy was asked for that needs none."""
-    policy = given.get("--spec-policy")
-    if use_profile:
-        return given, ()
-    if given.get("--spec-type") == "none":
-        raise UsageError("--no-profile takes no effect: nothing drafts with --spec none")
-    if from_environment:
+    spec: SpecOptions, options: Options, costs: str | None, remarks: Remarks
+) -> SpecOptions:
+    """Blocks of 4 where nothing may be measured, unless another policy was asked for that needs
+    nothing measured."""
+    if options.use_profile or not spec.is_on or costs is not None:
+        return spec
+    name = options.name("use_profile")
+    if not _names_policy(spec):
+        remarks.reason(f"{name}: nothing is measured, so drafts are fixed blocks of 4")
+        return replace(spec, policy=PolicyName.FIXED)
+    if spec.policy in PRICED:
+        free = ", ".join(policy for policy in PolicyName if policy not in PRICED)
         raise UsageError(
-            "--no-profile and GGML_MAX_LOOK_AHEAD exclude each other: it selects the policy costs, "
-            "which needs a profile (or GGML_BATCH_COSTS); unset it, or choose a --spec-policy"
+            f"{spec.name('policy')} {spec.policy} needs a profile: drop {name}, or choose {free}"
         )
-    if policy is None:
-        why = "--no-profile: nothing is measured, so drafts are fixed blocks of 4"
-        return {**given, "--spec-policy": "fixed"}, (why,)
-    if policy in PRICED:
-        raise UsageError(
-            f"--spec-policy {policy} needs a profile: drop --no-profile, or choose fixed, p-min, "
-            "ratio or bandit"
+    return spec
+
+
+# -- what takes effect
+
+
+def _effective(
+    options: Options, spec: SpecOptions, has_draft: bool, remarks: Remarks
+) -> tuple[SpecOptions, Options]:
+    """Both without what changes nothing; each such flag is remarked on."""
+    active = _active(spec, has_draft)
+    idle: dict[type, dict[str, Any]] = {SpecOptions: {}, Options: {}, DraftOptions: {}}
+    for flag in TABLE:
+        given: Mapping[str, str] = spec.given if flag.section is SpecOptions else options.given
+        if not flag.needs or flag.field not in given:
+            continue
+        why = _excluded(flag, spec)
+        if not why and not active & set(flag.needs):
+            why = _why_idle(flag, spec)
+        if why:
+            remarks.no_effect(given[flag.field], why)
+            idle[flag.section][flag.field] = flag.default
+    if idle[DraftOptions]:
+        idle[Options]["of_draft"] = DraftOptions()
+    left = {name: used for name, used in spec.given.items() if name not in idle[SpecOptions]}
+    return replace(spec, **idle[SpecOptions], given=left), replace(options, **idle[Options])
+
+
+def _active(spec: SpecOptions, has_draft: bool) -> set[Enum]:
+    active: set[Enum] = {*spec.drafters}
+    if has_draft:
+        active.add(Need.DRAFT_MODEL)
+    if spec.is_on:
+        active |= {Need.DRAFTS, spec.policy}
+    if spec.tree and _tree_fits(spec):
+        active.add(Need.TREE)
+    return active
+
+
+def _tree_fits(spec: SpecOptions) -> bool:
+    return spec.policy is PolicyName.THROUGHPUT and spec.drafters == (DrafterName.DRAFT,)
+
+
+def _excluded(flag: Flag, spec: SpecOptions) -> str:
+    """Why another flag leaves this one nothing to do, "" if none does."""
+    tree = spec.tree and _tree_fits(spec)
+    rejects = spec.accept is AcceptRule.REJECT and not tree
+    match flag.field:
+        case "tree" if spec.is_on and not _tree_fits(spec):
+            return "it needs the draft model alone and the policy throughput"
+        case "accept" | "replacements" | "record_trace" if tree:
+            return f"{spec.name('tree')} excludes it"
+        case "accept" if rejects and DrafterName.SYNTHETIC in spec.drafters:
+            return "synthetic drafts are judged by the rates that were given"
+        case "n_min" if rejects:
+            return (
+                "a token that was drawn has to be verified, or the answer's distribution would "
+                f"change ({spec.name('accept')} reject)"
+            )
+    return ""
+
+
+def _why_idle(flag: Flag, spec: SpecOptions) -> str:
+    if spec.drafters == (DrafterName.NONE,):
+        return f"nothing drafts with {spec.name('drafters')}"
+    if not spec.is_on:
+        return "nothing drafts: add --draft DRAFT.gguf or --spec ngram-mod"
+    return f"it needs {' or '.join(map(need_words, flag.needs))}"
+
+
+def _check_lengths(spec: SpecOptions) -> None:
+    """Raises BadOption where no draft is long enough and short enough at once."""
+    pairs: list[tuple[str, int, str, int]] = []
+    if spec.policy is PolicyName.P_MIN and spec.is_on:
+        pairs.append(("n_min", spec.n_min, "n_max", LONGEST if spec.n_max is None else spec.n_max))
+    if DrafterName.NGRAM_MOD in spec.drafters:
+        pairs.append(
+            ("ngram_mod_n_min", spec.ngram_mod_n_min, "ngram_mod_n_max", spec.ngram_mod_n_max)
         )
-    return given, ()
-
-
-def _draft_params(text: str | None) -> Mapping[str, Value]:
-    return {} if text is None else parse_draft_params(text, DRAFT_PARAMS)
-
-
-def _typed(flag: str) -> str:
-    """The name under which a flag is best known."""
-    return {"--spec-draft-n-max": "--draft-max"}.get(flag, flag)
+    for least, low, most, high in pairs:
+        if 0 < high < low:
+            raise BadOption(
+                f"{spec.name(least)} {low} is above {spec.name(most)} {high}: no draft could be "
+                "verified"
+            )

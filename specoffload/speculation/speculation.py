@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -49,7 +48,6 @@ class Speculation:
         self._config = config
         self._target = target
         options = config.options
-        check_together(options, config.record_trace)
         self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
         self._tree: TreeDrafter | None = None
         self._costs = open_costs(config, target, draft, on_progress)
@@ -63,8 +61,9 @@ class Speculation:
             for engine in (target, draft):
                 if not engine.can_rewind:
                     raise BadOption(
-                        f"--spec-tree needs memory that can be cut; {engine.facts.path.name} "
-                        f"({engine.facts.architecture}) is recurrent: leave --spec-tree out"
+                        f"{options.name('tree')} needs memory that can be cut; "
+                        f"{engine.facts.path.name} ({engine.facts.architecture}) is recurrent: "
+                        "leave it out"
                     )
             self._tree = TreeDrafter(
                 draft,
@@ -231,26 +230,6 @@ class _RequestSampling:
 def drafts_anything(options: SpecOptions, *, has_draft: bool) -> bool:
     """True if some drafter can work: one needs the draft model, the others do not."""
     return options.is_on and (has_draft or DrafterName.DRAFT not in options.drafters)
-
-
-def check_together(options: SpecOptions, record_trace: Path | None) -> None:
-    """Raises BadOption for flags that exclude each other."""
-    rejects = options.accept is AcceptRule.REJECT
-    excluded = {
-        "--spec-accept reject": options.tree and rejects,
-        "--spec-replace": options.tree and options.replacements is not None,
-        "--record-trace": options.tree and record_trace is not None,
-    }
-    for flag, both in excluded.items():
-        if both:
-            raise BadOption(f"{flag} takes no effect with --spec-tree: leave one of them out")
-    if rejects and options.drafters == (DrafterName.SYNTHETIC,):
-        raise BadOption("--spec-accept reject takes no effect with --spec-type synthetic")
-    if rejects and "n_min" in options.given:
-        raise BadOption(
-            "--spec-draft-n-min takes no effect with --spec-accept reject: a token that was drawn "
-            "has to be verified, or the answer's distribution would change"
-        )
 
 
 def _vocabulary(engine: Engine) -> Vocabulary:

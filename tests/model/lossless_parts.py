@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from resolved import config_of
 
 from offload.engine import Engine
 from offload.ggml.sampler import SamplerChain
 from specdec.costs.profile import CostProfile
 from specdec.types import Round
-from specoffload.config.resolution import Options, demo_file, resolve
+from specoffload.config.resolution import demo_file
 from specoffload.session.generation import FinishReason, GenerateOptions, GenerationStats
 from specoffload.session.sampling import sampling_of
 from specoffload.session.session import SEQUENCE, Session
@@ -76,8 +77,9 @@ def open_session(
     device, min_batch = ("sim", "1") if streamed else ("cpu", None)
     changes: dict[str, object] = {"draft": draft, "ctx_size": N_CTX, "min_batch": min_batch} | more
     # One thread: on a busy machine, threads that wait for each other spin.
-    options = Options(model=model, device=device, threads=1, spec_given=dict(spec), **changes)  # type: ignore[arg-type]
-    return Session(resolve(options))
+    return Session(
+        config_of(model=model, device=device, threads=1, spec_given=dict(spec), **changes)
+    )
 
 
 # -- memory cells ---------------------------------------------------------------------------------

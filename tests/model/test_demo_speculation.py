@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from resolved import config_of
 
 from offload.device import MinBatch
-from specoffload.config.resolution import Options, demo_file, resolve
+from specoffload.config.resolution import demo_file
+from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import SEQUENCE, Session
 
@@ -33,10 +35,9 @@ def held_out() -> list[str]:
 def session(device: str, **changes: object) -> Session:
     # One thread: on a busy machine, threads that wait for each other spin.
     # Without a profile blocks are fixed; what the default drafts depends on what it measures.
-    if changes.get("spec", True):
+    if changes.get("spec") is not NO_DRAFTS:
         changes = {"use_profile": False} | changes
-    options = Options(device=device, ctx_size=1024, threads=1, **changes)  # type: ignore[arg-type]
-    return Session(resolve(options))
+    return Session(config_of(device=device, ctx_size=1024, threads=1, **changes))
 
 
 def generate(opened: Session, prompt: str, **options: object) -> list[int]:
@@ -47,7 +48,7 @@ def generate(opened: Session, prompt: str, **options: object) -> list[int]:
 @pytest.fixture(scope="module")
 def judge(exact: Path) -> Iterator[Session]:
     """The plain target, that says what the argmax of each prefix is."""
-    with session("cpu", spec=False, model=exact) as opened:
+    with session("cpu", spec=NO_DRAFTS, model=exact) as opened:
         yield opened
 
 
@@ -86,7 +87,10 @@ def test_speculative_output_is_the_targets_own(
 
 
 def test_on_the_shipped_file_the_choice_differs_no_more_than_batch_sizes_do() -> None:
-    with session("sim", min_batch="2", spec=False) as plain, session("sim", min_batch="2") as spec:
+    with (
+        session("sim", min_batch="2", spec=NO_DRAFTS) as plain,
+        session("sim", min_batch="2") as spec,
+    ):
         for text in held_out()[:20]:
             spec.forget()
             tokens = generate(spec, text)
@@ -164,10 +168,10 @@ def test_sampling_with_a_seed_repeats_itself() -> None:
 
 def test_the_resident_and_the_streamed_model_give_equal_logits(judge: Session) -> None:
     tokens = judge.tokenize(held_out()[3], add_special=True, parse_special=True)[:40]
-    with session("sim", min_batch="1", spec=False) as opened:
+    with session("sim", min_batch="1", spec=NO_DRAFTS) as opened:
         assert opened.config.min_batch == MinBatch(1, 1)
         streamed = opened.target.extend(SEQUENCE, tokens)
-    with session("cpu", spec=False) as opened:
+    with session("cpu", spec=NO_DRAFTS) as opened:
         plain = opened.target.extend(SEQUENCE, tokens)
     assert np.array_equal(streamed, plain)
 

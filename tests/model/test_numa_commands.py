@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import resolved
 
 from numa.machine import read_topology
 from numa.pinning import plan_threads
@@ -18,7 +19,7 @@ from numa.topology import Core, Node, Topology
 from numa.tune import Candidate, from_json
 from specoffload.commands.doctor import trial_weights, trials
 from specoffload.commands.tune import SIZES, config_for, measurer
-from specoffload.config.resolution import Options, resolve
+from specoffload.config.speculation import NO_DRAFTS
 
 ONE_NODE = not read_topology().is_numa
 
@@ -95,7 +96,7 @@ def test_a_limit_of_nothing_is_refused(tmp_path: Path) -> None:
 def test_bad_flags_are_one_sentence_and_exit_2(
     flags: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
-    done = command("run", "x", *flags, profiles=tmp_path)
+    done = command("run", "-p", "x", *flags, profiles=tmp_path)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -114,7 +115,7 @@ def test_one_node_says_in_one_line_that_nothing_is_pinned(tiny_dense: Path, tmp_
 
 
 def test_a_measured_candidate_has_both_times(tiny_dense: Path) -> None:
-    config = resolve(Options(model=tiny_dense, device="cpu", ctx_size=256, spec=False))
+    config = resolved.config_of(model=tiny_dense, device="cpu", ctx_size=256, spec=NO_DRAFTS)
     topology = replace(read_topology(), nodes=read_topology().nodes[:1])
     seconds = measurer(config, topology)(Candidate(Strategy.SINGLE, 1))
     assert set(seconds) == set(SIZES)
@@ -122,7 +123,7 @@ def test_a_measured_candidate_has_both_times(tiny_dense: Path) -> None:
 
 
 def test_a_candidate_of_several_nodes_becomes_a_plan(tiny_dense: Path) -> None:
-    config = resolve(Options(model=tiny_dense, device="cpu", spec=False))
+    config = resolved.config_of(model=tiny_dense, device="cpu", spec=NO_DRAFTS)
     best = Candidate(Strategy.SINGLE, 2, node=1, huge_pages=False)
     wanted = config_for(config, two_nodes(), best)
     assert wanted.numa is not None

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from resolved import config_of
 
 from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
@@ -18,7 +19,6 @@ from specdec.decoding.decode import decode
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import BadOption
 from specdec.policies.fixed import Fixed
-from specoffload.config.resolution import Options, resolve
 from specoffload.session.prompt_cache import PromptCache
 from specoffload.session.session import Session
 
@@ -206,13 +206,13 @@ def test_a_session_says_how_drafts_are_taken_back(hybrid: Path) -> None:
         ({"--spec-rs-snapshots": 0, "--spec-checkpoints": "host"}, "checkpoints in host memory"),
     ):
         given = {**spec, **more}
-        opened = Options(model=hybrid, device="cpu", ctx_size=256, threads=1, spec_given=given)  # type: ignore[arg-type]
-        with Session(resolve(opened)) as session:
+        opened = config_of(model=hybrid, device="cpu", ctx_size=256, threads=1, spec_given=given)
+        with Session(opened) as session:
             assert any("recurrent memory" in note and words in note for note in session.notes)
 
 
 def test_trees_on_a_recurrent_model_are_refused_when_it_is_opened(hybrid: Path) -> None:
-    opened = Options(
+    opened = config_of(
         model=hybrid,
         draft=hybrid,
         device="cpu",
@@ -221,4 +221,4 @@ def test_trees_on_a_recurrent_model_are_refused_when_it_is_opened(hybrid: Path) 
         spec_given={"--spec-tree": True},
     )
     with pytest.raises(BadOption, match=r"--spec-tree needs memory that can be cut.*recurrent"):
-        Session(resolve(opened))
+        Session(opened)

@@ -10,13 +10,14 @@ from contextlib import closing
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from resolved import config_of
 
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
 from offload.sampling import SamplingOptions
 from specdec.decoding.reject import Sampler
-from specdec.errors import BadOption
-from specoffload.config.resolution import Options, resolve
+from specoffload.config.speculation import NO_DRAFTS
+from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.session import Session
 
@@ -34,7 +35,7 @@ SCHEMA = json.dumps(
 
 def opened(**spec: object) -> Session:
     given = {**FIXED, **spec}
-    return Session(resolve(Options(device="cpu", threads=1, ctx_size=512, spec_given=given)))  # type: ignore[arg-type]
+    return Session(config_of(device="cpu", threads=1, ctx_size=512, spec_given=given))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def rejecting() -> Iterator[Session]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Session]:
-    with Session(resolve(Options(device="cpu", threads=1, ctx_size=512, spec=False))) as session:
+    with Session(config_of(device="cpu", threads=1, ctx_size=512, spec=NO_DRAFTS)) as session:
         yield session
 
 
@@ -251,14 +252,25 @@ def test_a_seed_repeats_rejection_sampling_with_a_draft_model(rejecting: Session
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ({"--spec-accept": "reject", "--spec-draft-n-min": 2, "--spec-policy": "p-min"}, "n-min"),
-        ({"--spec-tree": True, "--spec-accept": "reject", "--spec-policy": "throughput"}, "reject"),
-        ({"--spec-tree": True, "--spec-replace": "a=b", "--spec-policy": "throughput"}, "replace"),
+        (
+            {"--spec-accept": "reject", "--spec-draft-n-min": 2, "--spec-policy": "p-min"},
+            "--spec-draft-n-min",
+        ),
+        (
+            {"--spec-tree": True, "--spec-accept": "reject", "--spec-policy": "throughput"},
+            "--spec-accept",
+        ),
+        (
+            {"--spec-tree": True, "--spec-replace": "a=b", "--spec-policy": "throughput"},
+            "--spec-replace",
+        ),
     ],
 )
-def test_flags_that_exclude_each_other_are_refused_when_a_session_opens(
+def test_of_flags_that_exclude_each_other_one_is_said_to_have_no_effect(
     spec: dict[str, object], words: str
 ) -> None:
     given = {**({} if "--spec-tree" in spec else FIXED), **spec}
-    with pytest.raises(BadOption, match=f"--spec-.*{words}.* takes no effect with"):
-        Session(resolve(Options(device="cpu", threads=1, ctx_size=512, spec_given=given)))  # type: ignore[arg-type]
+    config = config_of(device="cpu", threads=1, ctx_size=512, spec_given=given)
+    assert any(f"{words} has no effect" in reason for reason in config.spec.reasons)
+    with pytest.raises(UsageError, match=f"{words} has no effect"):
+        config_of(strict=True, spec_given=given)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import resolved
 
 from offload.device import MinBatch
 from offload.engine import Engine
@@ -14,14 +15,15 @@ from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import BothSides
 from specdec.errors import SpecDecError, VocabularyMismatch
-from specoffload.config.resolution import Config, Options, demo_file, resolve
+from specoffload.config.resolution import Config, demo_file
+from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session import opening
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 
 def config_of(**options: object) -> Config:
-    return resolve(Options(**{"threads": 1, "ctx_size": 256, "device": "sim", **options}))  # type: ignore[arg-type]
+    return resolved.config_of(**{"threads": 1, "ctx_size": 256, "device": "sim", **options})
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def all_are_closed(engines: list[Engine]) -> bool:
 
 
 def test_min_batch_auto_is_measured_set_and_told(engines: list[Engine]) -> None:
-    with Session(config_of(min_batch="auto", spec=False)) as session:
+    with Session(config_of(min_batch="auto", spec=NO_DRAFTS)) as session:
         (why,) = (note for note in session.notes if note.startswith("--min-batch auto"))
         chosen = session.target.min_batch
         assert chosen.experts == chosen.dense
@@ -64,12 +66,12 @@ def test_min_batch_auto_takes_the_side_that_was_faster(
 ) -> None:
     sides = [BothSides(1, 1.0, 2.0), BothSides(2, 1.0, streamed_s), BothSides(4, 1.0, streamed_s)]
     monkeypatch.setattr(opening, "measure", lambda *_: sides)
-    with Session(config_of(min_batch="auto", spec=False)) as session:
+    with Session(config_of(min_batch="auto", spec=NO_DRAFTS)) as session:
         assert session.target.min_batch == MinBatch(chosen, chosen)
 
 
 def test_min_batch_auto_says_where_it_has_no_effect() -> None:
-    with Session(config_of(min_batch="auto", spec=False, device="cpu")) as session:
+    with Session(config_of(min_batch="auto", spec=NO_DRAFTS, device="cpu")) as session:
         assert any("--min-batch auto has no effect" in note for note in session.notes)
 
 
@@ -112,7 +114,7 @@ def test_a_draft_that_does_not_open_leaves_nothing_open(
 
 
 def test_speculation_that_does_not_fit_leaves_nothing_open(engines: list[Engine]) -> None:
-    spec = {"--spec-tree": True, "--spec-accept": "reject"}
+    spec = {"--spec-type": "suffix,draft", "--spec-suffix-corpus": "missing.txt"}
     with pytest.raises(SpecDecError):
         Session(config_of(spec_given=spec))
     assert len(engines) == 2
@@ -156,7 +158,7 @@ def test_ctrl_c_at_any_report_of_progress_leaves_nothing_open(
 
 
 def test_closing_twice_is_closing_once(engines: list[Engine]) -> None:
-    session = Session(config_of(spec=False))
+    session = Session(config_of(spec=NO_DRAFTS))
     session.close()
     session.close()
     assert all_are_closed(engines)
@@ -166,7 +168,7 @@ def test_closing_twice_is_closing_once(engines: list[Engine]) -> None:
 
 
 def test_without_speculation_nothing_of_it_is_opened_or_on_the_way() -> None:
-    with Session(config_of(spec=False, device="cpu")) as session:
+    with Session(config_of(spec=NO_DRAFTS, device="cpu")) as session:
         assert session.speculation is None
         assert session.draft is None
         assert "every token is decoded alone" in session.notes

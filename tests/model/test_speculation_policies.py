@@ -26,7 +26,7 @@ from lossless_parts import (
 )
 
 from specdec.errors import BadOption
-from specdec.options import POLICIES
+from specdec.options import PolicyName
 from specoffload.commands.bench import prompts
 from specoffload.session.session import SEQUENCE
 
@@ -126,7 +126,7 @@ def test_branching_trees_write_the_targets_own_text(
     assert (copied > 0) == streamed
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", PolicyName)
 def test_every_policy_writes_the_targets_own_text(exact: Path, judge: Judge, policy: str) -> None:
     spec: dict[str, object] = {"--spec-policy": policy}
     if policy == "p-min":

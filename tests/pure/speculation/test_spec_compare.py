@@ -13,7 +13,7 @@ from specdec.costs.plot import plot_profile, plot_reliability
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import published_curves
 from specdec.errors import SpecDecError
-from specdec.options import POLICIES
+from specdec.options import PolicyName
 from specdec.simulation.compare import applicable, compare, named_policies, synthetic_traces
 
 CURVES = published_curves()
@@ -23,7 +23,7 @@ def test_the_default_is_first_among_all_policies() -> None:
     some = {n: CURVES[n] for n in ("glm-4.6-rpc", "mistral-large-2411", "deepseek-r1-0528-numa")}
     scores = compare(some, synthetic_traces(600, seed=3))
     assert scores[0].policy == "throughput"
-    assert {s.policy for s in scores} >= set(POLICIES)
+    assert {s.policy for s in scores} >= set(PolicyName)
     assert scores[0].least_to_plain > 0.97  # short texts: what was learnt is soon over
     for score in scores:
         assert score.least_to_oracle <= score.mean_to_oracle

@@ -1,0 +1,240 @@
+"""A command's words and its environment, read by the table of flags: values with the names that
+were used for them. Pure.
+
+The words are read here, not by click: llama.cpp's short flags have several letters (`-np`, `-ctk`),
+which click would read as clusters of one-letter ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from specdec.options import SpecOptions
+from specoffload.config.environment import Environment
+from specoffload.config.flags.flag import FALSE, TRUE, Flag
+from specoffload.config.flags.table import POSITIONALS, TABLE
+from specoffload.config.options import DraftOptions, Options
+from specoffload.errors import UsageError
+
+HELP = ("-h", "--help", "--usage")
+_T = TypeVar("_T")
+_Place = tuple[type, str]  # a section and its field
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value, and the flag or variable that set it."""
+
+    value: object
+    name: str
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What was said: by place in the sections of `options`, typed words before variables."""
+
+    command: str
+    given: Mapping[_Place, Given]
+    remarks: tuple[str, ...] = ()
+    environment: Environment = field(default_factory=Environment)
+
+    def of(self, section: type[_T]) -> _T:
+        """That class of `options`, its own default where nothing was said."""
+        return section(**self._values(section))
+
+    def _values(self, section: type) -> dict[str, Any]:
+        return {name: g.value for (owner, name), g in self.given.items() if owner is section}
+
+    def _names(self, section: type) -> dict[str, str]:
+        return {name: g.name for (owner, name), g in self.given.items() if owner is section}
+
+    def names(self, section: type, *names: str) -> list[str]:
+        """Of those fields, the ones that were set, by the names that were used."""
+        return [g.name for (owner, name), g in self.given.items()
+                if owner is section and name in names]  # fmt: skip
+
+    @property
+    def options(self) -> Options:
+        """Everything about opening a model."""
+        return replace(
+            self.of(Options),
+            spec=replace(self.of(SpecOptions), given=self._names(SpecOptions)),
+            of_draft=self.of(DraftOptions),
+            given=self._names(Options) | self._names(DraftOptions),
+            remarks=self.remarks,
+        )
+
+
+def read_command_line(
+    command: str, words: Sequence[str], environment: Environment | None = None
+) -> CommandLine:
+    """Raises UsageError naming the flag or variable as it was written."""
+    environment = environment or Environment()
+    reader = _Reader(command)
+    reader.read(words)
+    reader.place_words()
+    reader.read_variables(environment.variables)
+    if (Options, "draft_params") in reader.given:
+        reader.read_draft_params(reader.given[Options, "draft_params"])
+    return CommandLine(command, reader.given, tuple(reader.remarks), environment)
+
+
+def flags_of(command: str) -> list[Flag]:
+    """The table's flags that a command has."""
+    return [flag for flag in TABLE if command in flag.commands]
+
+
+def names_of(flags: Sequence[Flag]) -> dict[str, Flag]:
+    """Flags by every name they have."""
+    return {name: flag for flag in flags for name in (*flag.names, *flag.off)}
+
+
+class _Reader:
+    """Walks over the words once."""
+
+    def __init__(self, command: str) -> None:
+        self.given: dict[_Place, Given] = {}
+        self.words: list[str] = []
+        self.remarks: list[str] = []
+        self._command = command
+        self._flags = flags_of(command)
+        self._by_name = names_of(self._flags)
+
+    def read(self, words: Sequence[str]) -> None:
+        rest = list(words)
+        while rest:
+            word = rest.pop(0)
+            if word == "--":
+                self.words += rest
+                return
+            if not word.startswith("-") or word == "-":
+                self.words.append(word)
+                continue
+            self._read_flag(word, rest)
+
+    def _read_flag(self, word: str, rest: list[str]) -> None:
+        name, inline = word, None
+        if word.startswith("--"):
+            name, equals, text = word.partition("=")
+            name, inline = name.replace("_", "-"), text if equals else None
+        flag = self._by_name.get(name)
+        if flag is None:
+            raise UsageError(self._unknown(name))
+        if name in flag.off or flag.is_switch:
+            if inline is not None:
+                raise UsageError(f"{name} takes no value")
+            self._set(flag, flag.off_value if name in flag.off else True, name)
+            return
+        text = self._value_of(flag, name, rest) if inline is None else inline
+        self._read_value(flag, name, text)
+
+    def _value_of(self, flag: Flag, name: str, rest: list[str]) -> str:
+        """The word behind a flag, unless it is the next flag."""
+        if flag.bare is not None and not (rest and _is_read(flag, rest[0])):
+            return flag.bare
+        if not rest or rest[0] in self._by_name:
+            raise UsageError(f"{name} needs a value: {flag.help}")
+        return rest.pop(0)
+
+    def _read_value(self, flag: Flag, name: str, text: str) -> None:
+        if flag.digits_mean and text.isdecimal():
+            other = self._by_name[flag.digits_mean]
+            self.remarks.append(f"{name} {text} is read as {flag.digits_mean} {text}")
+            flag = other
+        try:
+            self._set(flag, flag.read(text), name)
+        except ValueError as e:
+            raise UsageError(f"{name} {text}: {e}") from None
+
+    def _set(self, flag: Flag, value: object, name: str) -> None:
+        self.given[flag.section, flag.field] = Given(value, name)
+
+    def place_words(self) -> None:
+        """The words without a flag, of which a command takes one at most."""
+        if not self.words:
+            return
+        taken = next((p for p in POSITIONALS if self._command in p.commands), None)
+        if taken is None or len(self.words) > 1:
+            word = self.words[0 if taken is None else 1]
+            raise UsageError(f"{word!r} is one word too many: specoffload {self._command} --help")
+        place = (taken.section, taken.field)
+        if place in self.given:
+            other = self.given[place]
+            raise UsageError(
+                f"{self.words[0]!r} and {other.name} {other.value} name two: give one of them"
+            )
+        self.given[place] = Given(taken.kind.read(self.words[0]), self.words[0])
+
+    def read_variables(self, variables: Mapping[str, str]) -> None:
+        """Those that stand for flags; what was typed wins, then the first in the table."""
+        read = set()
+        for flag in self._flags:
+            for name in flag.variables:
+                read.add(name)
+                if name in variables and (flag.section, flag.field) not in self.given:
+                    self._read_variable(flag, name, variables[name])
+        known = {name for flag in TABLE for name in flag.variables}
+        unread = [n for n in sorted(variables) if n.startswith("LLAMA_ARG_") and n not in known]
+        if unread:
+            self.remarks.append(f"set in the environment and not read here: {', '.join(unread)}")
+
+    def _read_variable(self, flag: Flag, name: str, text: str) -> None:
+        if not flag.is_switch:
+            try:
+                self._set(flag, flag.read(text), name)
+            except ValueError as e:
+                raise UsageError(f"{name}={text}: {e}") from None
+        elif text in TRUE or text in FALSE:
+            self._set(flag, text in TRUE, name)
+        else:
+            raise UsageError(f"{name}={text}: must be one of {', '.join((*TRUE, *FALSE))}")
+
+    def read_draft_params(self, given: Given) -> None:
+        """`--draft-params "..."`: a command line of the draft's own; flags of its own typed
+        beside it win."""
+        inner = _Reader(self._command)
+        own = names_of(_draft_flags(self._flags))
+        inner._by_name = {name: own.get(name, flag) for name, flag in self._by_name.items()}
+        try:
+            inner.read(given.value)  # type: ignore[arg-type]
+        except UsageError as e:
+            raise UsageError(f"{given.name}: {e}") from None
+        if inner.words:
+            raise UsageError(f"{given.name}: {inner.words[0]!r} is no flag")
+        for place, found in inner.given.items():
+            name = f"{given.name}: {found.name}"
+            if place[0] is DraftOptions:
+                self.given.setdefault(place, Given(found.value, name))
+            else:
+                self.remarks.append(f"{name} has no effect on a draft here")
+
+    def _unknown(self, name: str) -> str:
+        elsewhere = sorted(
+            {c for flag in TABLE if name in (*flag.names, *flag.off) for c in flag.commands}
+        )
+        if elsewhere:
+            return f"{name} is no flag of {self._command}, but of {', '.join(elsewhere)}"
+        near = difflib.get_close_matches(name, [*self._by_name, *HELP], 1)
+        hint = f"; did you mean {near[0]}?" if near else f"; specoffload {self._command} --help"
+        return f"there is no flag {name}{hint}"
+
+
+def _is_read(flag: Flag, text: str) -> bool:
+    try:
+        flag.read(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _draft_flags(flags: Sequence[Flag]) -> list[Flag]:
+    """The target's flags that a draft has too, filling the draft's field instead."""
+    own = {flag.field: flag for flag in flags if flag.section is DraftOptions}
+    return [
+        replace(flag, section=DraftOptions, needs=own[flag.field].needs)
+        for flag in flags
+        if flag.section is Options and flag.field in own
+    ]

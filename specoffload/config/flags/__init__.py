@@ -1,0 +1,1 @@
+"""The flags of the program, declared once; `table` has all of them."""

@@ -1,0 +1,185 @@
+"""Flags of one command each, and those about what the program shows."""
+
+from __future__ import annotations
+
+from specoffload.config.flags.flag import (
+    FLOAT,
+    INT,
+    OPENS,
+    PATH,
+    SWITCH,
+    TEXT,
+    Flag,
+    Panel,
+    Positional,
+)
+from specoffload.config.flags.reading import N_PREDICT, SEED
+from specoffload.config.options import (
+    BenchOptions,
+    DoctorOptions,
+    Options,
+    ProfileOptions,
+    RunOptions,
+    ServeOptions,
+    SimulateOptions,
+    TraceOptions,
+    TuneOptions,
+)
+from specoffload.session.generation import GenerateOptions
+
+_P = Panel.COMMAND
+_RUN, _SERVE = frozenset({"run"}), frozenset({"serve"})
+_BENCH, _PROFILE, _SIMULATE = frozenset({"bench"}), frozenset({"profile"}), frozenset({"simulate"})
+
+RUN = (
+    Flag(
+        RunOptions, "prompt", ("--prompt", "-p"), TEXT, "Text to continue.", _P, commands=_RUN,
+        first=True,
+    ),
+    Flag(
+        RunOptions, "file", ("--file", "-f"), PATH, "File whose text is continued.", _P,
+        commands=_RUN,
+    ),
+    Flag(
+        RunOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
+        "Most tokens to write; -1: to the end of the context.", _P, commands=_RUN,
+        variables=("LLAMA_ARG_N_PREDICT",), first=True,
+    ),
+)  # fmt: skip
+
+SERVE = (
+    Flag(
+        ServeOptions, "host", ("--host",), TEXT, "Address to listen on.", Panel.SERVER,
+        variables=("LLAMA_ARG_HOST",), commands=_SERVE, first=True,
+    ),
+    Flag(
+        ServeOptions, "port", ("--port",), INT, "0 takes a free one.", Panel.SERVER,
+        variables=("LLAMA_ARG_PORT",), least=0, most=65535, commands=_SERVE, first=True,
+    ),
+    Flag(
+        ServeOptions, "api_key", ("--api-key",), TEXT, "Bearer token to ask for.", Panel.SERVER,
+        variables=("LLAMA_API_KEY",), commands=_SERVE,
+    ),
+    Flag(
+        ServeOptions, "max_queue", ("--max-queue",), INT,
+        "Requests that may wait; more get a 503.", Panel.SERVER, least=0, commands=_SERVE,
+    ),
+    Flag(
+        GenerateOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
+        "Most tokens of an answer whose request does not say; -1: to the end of the context.",
+        Panel.SERVER, commands=_SERVE, variables=("LLAMA_ARG_N_PREDICT",),
+        default_words="-1", request="max_tokens",
+    ),
+)  # fmt: skip
+
+BENCH = (
+    Flag(
+        BenchOptions, "n_predict", ("--n-predict", "-n"), INT, "Tokens per prompt.", _P, least=1,
+        commands=_BENCH,
+    ),
+    Flag(
+        BenchOptions, "repetitions", ("--repetitions", "-r"), INT, "Timed sets.", _P, least=1,
+        commands=_BENCH,
+    ),
+    Flag(
+        BenchOptions, "overlap", ("--overlap",), SWITCH,
+        "Measure how well copies hide behind computation.", _P, commands=_BENCH,
+    ),
+    Flag(
+        BenchOptions, "policies", ("--policies",), SWITCH,
+        "Compare draft-length policies (code, prose, noise).", _P, commands=_BENCH,
+    ),
+)  # fmt: skip
+
+PROFILE = (
+    Flag(
+        ProfileOptions, "text", ("--text",), PATH, "Text to measure on.", _P,
+        default_words="the demo's", commands=_PROFILE,
+    ),
+    Flag(
+        ProfileOptions, "n_max", ("--n-max",), INT, "Largest batch.", _P, least=1, most=64,
+        default_words="64", commands=_PROFILE,
+    ),
+    Flag(
+        ProfileOptions, "repetitions", ("--repetitions", "-r"), INT, "Timed sets.", _P, least=1,
+        default_words="4", commands=_PROFILE,
+    ),
+    Flag(
+        ProfileOptions, "plot", ("--plot",), PATH, "Write a plot (.png, .svg, .pdf).", _P,
+        commands=_PROFILE,
+    ),
+    Flag(
+        ProfileOptions, "export_to", ("--export",), PATH,
+        "Write .json, .jsonl (llama-batched-bench) or costs.", _P, commands=_PROFILE,
+    ),
+    Flag(
+        ProfileOptions, "import_from", ("--import",), PATH,
+        "Read one of those instead of measuring.", _P, commands=_PROFILE,
+    ),
+)  # fmt: skip
+
+SIMULATE = (
+    Flag(
+        SimulateOptions, "profile", ("--profile",), PATH, "Costs.", _P,
+        default_words="the published curves", commands=_SIMULATE,
+    ),
+    Flag(
+        SimulateOptions, "trace", ("--trace",), PATH, "Replay what --record-trace wrote.", _P,
+        commands=_SIMULATE,
+    ),
+    Flag(
+        SimulateOptions, "n_tokens", ("--tokens",), INT, "Length of synthetic texts.", _P,
+        least=10, most=1_000_000, default_words="2000", commands=_SIMULATE,
+    ),
+    Flag(
+        SimulateOptions, "draft_share", ("--draft-share",), FLOAT,
+        "A draft step in units of T(1), if unmeasured.", _P, least=0, most=1, commands=_SIMULATE,
+    ),
+    Flag(
+        SimulateOptions, "seed", ("--seed", "-s"), SEED, "Of the texts.", _P,
+        default_words="1", commands=_SIMULATE,
+    ),
+)  # fmt: skip
+
+MACHINE = (
+    Flag(
+        DoctorOptions, "numa", ("--numa",), SWITCH,
+        "Prove where pages lie, strategy by strategy.", _P, commands=frozenset({"doctor"}),
+    ),
+    Flag(
+        TuneOptions, "time_limit_s", ("--time-limit",), FLOAT,
+        "Seconds; what is left out is named.", _P, above=0, commands=frozenset({"tune numa"}),
+    ),
+)  # fmt: skip
+
+SHOWN = (
+    Flag(
+        Options, "trace", ("--trace",), PATH,
+        "Write what ran when, in Chrome's trace format (docs/trace.md).", Panel.DEBUGGING,
+    ),
+    Flag(
+        Options, "verbose", ("--verbose", "-v", "--log-verbose"), SWITCH,
+        "The library's log, and the program's own.", Panel.DEBUGGING,
+    ),
+    Flag(
+        Options, "strict", ("--strict-flags",), SWITCH,
+        "A flag that changes nothing is an error, not a warning.", Panel.DEBUGGING,
+        commands=OPENS | {"tune numa"},
+    ),
+)  # fmt: skip
+
+FLAGS = (*RUN, *SERVE, *BENCH, *PROFILE, *SIMULATE, *MACHINE, *SHOWN)
+
+_OPENED = (OPENS - _RUN) | {"tune numa"}
+
+POSITIONALS = (
+    Positional(
+        RunOptions, "words", TEXT, "[MODEL.gguf | PROMPT]",
+        "A model, or a prompt for the embedded pair.", _RUN,
+    ),
+    Positional(
+        Options, "model", PATH, "[MODEL.gguf]", "GGUF file of the target, as with --model.",
+        _OPENED,
+    ),
+    Positional(TraceOptions, "file", PATH, "FILE", "What --trace wrote.", frozenset({"trace"})),
+)  # fmt: skip

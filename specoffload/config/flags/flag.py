@@ -1,0 +1,199 @@
+"""One flag as plain data, and how its text is read.
+
+A flag fills one field of one class of `specoffload.config.options`, whose default is the flag's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum, StrEnum
+from pathlib import Path
+from typing import Any
+
+from specdec.options import DrafterName, PolicyName
+
+OPENS = frozenset({"run", "serve", "bench", "profile"})  # the commands that open a model
+
+
+class Panel(StrEnum):
+    """Where a flag stands in --help and in docs/flags.md, in this order."""
+
+    MODEL = "model"
+    OFFLOAD = "offload"
+    SPECULATION = "speculation"
+    SAMPLING = "sampling"
+    SERVER = "server"
+    COMMAND = "this command"
+    DEBUGGING = "debugging"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a value is read: `read` raises ValueError saying what the text must be."""
+
+    metavar: str
+    read: Callable[[str], object]
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
+
+
+def _float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("must be a number") from None
+    if not math.isfinite(value):
+        raise ValueError("must be a number")
+    return value
+
+
+INT = Kind("N", _int)
+FLOAT = Kind("X", _float)
+TEXT = Kind("TEXT", str)
+PATH = Kind("FILE", Path)
+SWITCH = Kind("", str)  # takes no value
+
+TRUE = ("1", "true", "on", "enabled")  # llama.cpp's words
+FALSE = ("0", "false", "off", "disabled")
+
+
+def choice(values: Collection[object], aliases: dict[str, object] | None = None) -> Kind:
+    """One of `values`, by its text; `aliases` are other words for some of them."""
+    known = {str(value): value for value in values}
+    metavar = "|".join(known) if len(known) <= 4 else "NAME"
+
+    def read(text: str) -> object:
+        found = known.get(text, (aliases or {}).get(text))
+        if found is None:
+            raise ValueError(f"must be one of {', '.join(known)}")
+        return found
+
+    return Kind(metavar, read)
+
+
+@dataclass(frozen=True)
+class Positional:
+    """The one word without a flag that some commands take."""
+
+    section: type
+    field: str
+    kind: Kind
+    metavar: str
+    help: str
+    commands: frozenset[str]
+
+
+class Need(Enum):
+    """What must be in use for a flag to change anything, besides drafters and policies."""
+
+    DRAFT_MODEL = "a draft model"
+    DRAFTS = "drafts"
+    TREE = "draft trees"
+
+
+def need_words(need: Enum) -> str:
+    """What to add for a flag that needs it."""
+    match need:
+        case PolicyName():
+            return f"--spec-policy {need}"
+        case DrafterName():
+            return f"--spec-type {need}"
+        case Need.TREE:
+            return "--spec-tree"
+        case _:
+            return str(need.value)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """`names` begin with the one that documents use; `off` are those that set `off_value`. `more`
+    follows `help` in docs/flags.md.
+
+    `needs` are alternatives: drafters, policies or `Need`s; none: it always takes effect. `request`
+    is the field of an HTTP request with the same meaning. `bare` is the value where none follows.
+    `digits_mean` is the flag that a value of digits alone is for.
+    """
+
+    section: type
+    field: str
+    names: tuple[str, ...]
+    kind: Kind
+    help: str
+    panel: Panel
+    more: str = ""
+    off: tuple[str, ...] = ()
+    off_value: object = False
+    variables: tuple[str, ...] = ()
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    default_words: str = ""
+    needs: tuple[Enum, ...] = ()
+    commands: frozenset[str] = OPENS
+    request: str = ""
+    bare: str | None = None
+    digits_mean: str = ""
+    first: bool = False  # one of those that people need first
+
+    @property
+    def default(self) -> Any:
+        """The field's own."""
+        found = next(f for f in fields(self.section) if f.name == self.field)
+        assert found.default is not MISSING, (self.section, self.field)
+        return found.default
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is SWITCH
+
+    @property
+    def is_rare(self) -> bool:
+        """True if it is left out of a first help: of one drafter, or the draft model's own."""
+        drafters = [need for need in self.needs if isinstance(need, DrafterName)]
+        return self.needs == (Need.DRAFT_MODEL,) or (
+            bool(drafters) and DrafterName.DRAFT not in drafters
+        )
+
+    @property
+    def shown_default(self) -> str:
+        """For people; "" where a default would say nothing."""
+        value = self.default
+        if self.default_words or value is None or isinstance(value, bool) or value == ():
+            return self.default_words
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
+    @property
+    def range_words(self) -> str:
+        """What a number must be; "" without limits."""
+        low = f"over {_number(self.above)}" if self.above is not None else None
+        if self.least is not None:
+            low = f"at least {_number(self.least)}"
+        if self.most is None:
+            return low or ""
+        if low is None:
+            return f"at most {_number(self.most)}"
+        if self.least is not None:
+            return f"between {_number(self.least)} and {_number(self.most)}"
+        return f"{low} and at most {_number(self.most)}"
+
+    def read(self, text: str) -> object:
+        """The value of `text`. Raises ValueError saying what it must be."""
+        value = self.kind.read(text)
+        if isinstance(value, int | float):
+            low = self.least is None or value >= self.least
+            above = self.above is None or value > self.above
+            high = self.most is None or value <= self.most
+            if not (low and above and high):
+                raise ValueError(f"must be {self.range_words}")
+        return value
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"

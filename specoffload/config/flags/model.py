@@ -1,0 +1,40 @@
+"""Flags of the model and its memory."""
+
+from __future__ import annotations
+
+from specoffload.config.flags.flag import INT, PATH, Flag, Panel
+from specoffload.config.flags.reading import TOGGLE
+from specoffload.config.options import Options
+
+_P = Panel.MODEL
+
+FLAGS = (
+    Flag(
+        Options, "model", ("--model", "-m"), PATH, "GGUF file of the target.", _P,
+        variables=("LLAMA_ARG_MODEL",), default_words="the embedded pair", first=True,
+    ),
+    Flag(
+        Options, "ctx_size", ("--ctx-size", "-c"), INT, "Context in tokens; 0: the model's own.",
+        _P, variables=("LLAMA_ARG_CTX_SIZE",), least=0, first=True,
+    ),
+    Flag(
+        Options, "batch_size", ("--batch-size", "-b"), INT, "Largest decode in tokens.", _P,
+        variables=("LLAMA_ARG_BATCH",), least=1,
+    ),
+    Flag(
+        Options, "ubatch_size", ("--ubatch-size", "-ub"), INT,
+        "Tokens computed at once in prefill.", _P, more="Transfers are paid once per ubatch.",
+        variables=("LLAMA_ARG_UBATCH",), least=1,
+    ),
+    Flag(
+        Options, "flash_attn", ("--flash-attn", "-fa"), TOGGLE, "Flash attention.", _P,
+        variables=("LLAMA_ARG_FLASH_ATTN",), bare="on",
+    ),
+    Flag(
+        Options, "ctx_checkpoints", ("--ctx-checkpoints", "-ctxcp", "--swa-checkpoints"), INT,
+        "Prompts that a recurrent model can go back to.", _P,
+        more="Of a conversation, kept in host memory, so that an edited prompt is evaluated from "
+        "the last one it shares.",
+        variables=("LLAMA_ARG_CTX_CHECKPOINTS",), least=0,
+    ),
+)  # fmt: skip

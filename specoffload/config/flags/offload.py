@@ -1,0 +1,97 @@
+"""Flags of the device, of what streams, and of threads and memory nodes."""
+
+from __future__ import annotations
+
+from numa.place import Strategy
+from offload.schedule.cache_rules import CACHE_RULES
+from specoffload.config.flags.flag import INT, OPENS, SWITCH, TEXT, Flag, Panel, choice
+from specoffload.config.flags.reading import BYTES, CROSSOVER, LAYERS, MIN_BATCH, THREADS
+from specoffload.config.options import Options
+
+_P = Panel.OFFLOAD
+
+_AND_TUNE = OPENS | {"tune numa"}
+
+FLAGS = (
+    Flag(
+        Options, "device", ("--device", "-dev"), TEXT,
+        "auto, cpu, sim, or a name that ggml gives, such as CUDA0.", _P,
+        more="auto is the first GPU, wrapped, else the plain CPU. cpu is libllama untouched. sim "
+        "is the CPU wrapped as if it were a GPU, with limits sim:vram=64MiB,bw=2GB/s,latency=20us.",
+        variables=("LLAMA_ARG_DEVICE",), commands=_AND_TUNE, first=True,
+    ),
+    Flag(
+        Options, "vram_bytes", ("--vram",), BYTES,
+        "Device memory for weights and slots, e.g. 12GiB.", _P,
+        more="What does not fit streams; a budget below the smallest working set is an error.",
+        default_words="what is free, less 1 GiB", commands=_AND_TUNE, first=True,
+    ),
+    Flag(
+        Options, "min_batch", ("--min-batch",), MIN_BATCH,
+        "Tokens from which streamed weights are computed on the device.", _P,
+        more="Below it the CPU computes them in place. N, per kind dense=N,experts=N, auto (both "
+        "sides are timed when the model is opened), or off.",
+        variables=("GGML_OP_OFFLOAD_MIN_BATCH", "GGML_OFFLOAD_OP_MIN_BATCH_SIZE"),
+        default_words="32", commands=_AND_TUNE, first=True,
+    ),
+    Flag(
+        Options, "n_cpu_moe", ("--n-cpu-moe", "-ncmoe"), INT,
+        "Layers whose experts lie in host memory and stream.", _P,
+        more="Those of the others are resident. Without a limit on device memory all stream.",
+        variables=("LLAMA_ARG_N_CPU_MOE",), least=0, default_words="what must", first=True,
+    ),
+    Flag(
+        Options, "n_gpu_layers", ("--n-gpu-layers", "-ngl", "--gpu-layers"), LAYERS,
+        "Layers whose dense weights are resident, the others stream.", _P,
+        variables=("LLAMA_ARG_N_GPU_LAYERS",), default_words="what fits",
+    ),
+    Flag(
+        Options, "expert_cache", ("--expert-cache",), choice(tuple(CACHE_RULES)),
+        "Which cached slots are replaced.", _P,
+    ),
+    Flag(
+        Options, "prefetch_depth", ("--prefetch-depth",), INT,
+        "Weights that copies run ahead of the computation.", _P, least=0,
+        more="0 copies when needed. A layer of experts has three weights.",
+    ),
+    Flag(
+        Options, "overlap", (), SWITCH, "The serial twin: one copy at a time, nothing cached.", _P,
+        off=("--no-overlap",),
+    ),
+    Flag(
+        Options, "prefetch", (), SWITCH,
+        "Do not guess a verification batch's experts from the batch before.", _P,
+        off=("--no-prefetch",),
+    ),
+    Flag(
+        Options, "mmap", ("--mmap",), SWITCH,
+        "Streamed weights stay in the page cache: for models larger than RAM.", _P,
+        more="They are then neither pinned nor placed. Otherwise they lie in memory of our own.",
+        off=("--no-mmap",),
+        variables=("LLAMA_ARG_MMAP",),
+    ),
+    Flag(
+        Options, "mla_crossover", ("--mla-crossover",), CROSSOVER,
+        "Tokens up to which MLA's value product is matrix-vector.", _P,
+        more="auto measures it, 0 switches it off ([mla.md](mla.md)).",
+        default_words="the number of heads",
+    ),
+    Flag(
+        Options, "threads", ("--threads", "-t"), THREADS, "CPU threads of a decode.", _P,
+        variables=("LLAMA_ARG_THREADS",), default_words="physical cores", first=True,
+    ),
+    Flag(
+        Options, "threads_batch", ("--threads-batch", "-tb"), THREADS, "CPU threads of prefill.",
+        _P, variables=("LLAMA_ARG_THREADS_BATCH",), default_words="as --threads",
+    ),
+    Flag(
+        Options, "numa", ("--numa",), choice(("auto", "none", *Strategy)),
+        "Where threads and weights go on several memory nodes.", _P,
+        more="auto takes what `specoffload tune numa` measured, else rows; none leaves both to the "
+        "kernel; on one node nothing changes ([numa.md](numa.md)).", variables=("LLAMA_ARG_NUMA",),
+    ),
+    Flag(
+        Options, "numa_node", ("--numa-node",), INT,
+        "Keep all threads and streamed weights on this node.", _P, least=0,
+    ),
+)  # fmt: skip

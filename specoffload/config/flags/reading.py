@@ -1,0 +1,157 @@
+"""Values that are more than a number or a name. ValueError says what is wrong with a text."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Literal
+
+from offload.device import MinBatch
+from offload.mla.decision import Crossover
+from offload.units import parse_bytes
+from specdec.options import DRAFTER_ALIASES, DrafterName
+from specoffload.config.flags.flag import FALSE, TRUE, Kind, choice
+from specoffload.config.options import Toggle
+
+NEVER = 1 << 30  # tokens: no batch has as many
+ALL_LAYERS = 9999
+_ALONE = (DrafterName.NONE, DrafterName.SYNTHETIC)
+_MOST_SEED = 2**32 - 2  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "random"
+
+
+def min_batch(text: str) -> MinBatch | Literal["auto"]:
+    """`3`, per kind `dense=8,experts=24`, `auto` or `off`."""
+    if text == "auto":
+        return "auto"
+    if text == "off":
+        return MinBatch(NEVER, NEVER)
+    default = MinBatch()
+    values = {"experts": default.experts, "dense": default.dense}
+    for part in text.split(","):
+        kind, equals, number = part.rpartition("=")
+        if not number.strip().isdecimal() or int(number) < 1:
+            raise ValueError(f"{number.strip() or part!r} must be a whole number from 1")
+        if not equals:
+            values = dict.fromkeys(values, int(number))
+        elif kind.strip() in values:
+            values[kind.strip()] = int(number)
+        else:
+            raise ValueError(f"kinds are dense and experts, not {kind.strip()}")
+    return MinBatch(**values)
+
+
+def crossover(text: str) -> Crossover:
+    """`heads`, `auto`, or a number of tokens; 0 switches it off."""
+    if text == "heads":
+        return "heads"
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise ValueError("must be heads, auto or a whole number, 0 for off")
+    return int(text)
+
+
+def drafters(text: str) -> tuple[DrafterName, ...]:
+    """Names, comma separated; llama.cpp's other names are known."""
+    names = []
+    for part in (part.strip() for part in text.split(",")):
+        name = DRAFTER_ALIASES.get(part, part)
+        if name not in tuple(DrafterName):
+            raise ValueError(f"{part!r} is unknown; there are {', '.join(DrafterName)}")
+        names.append(DrafterName(name))
+    if len(set(names)) != len(names):
+        raise ValueError("names a drafter twice")
+    for alone in _ALONE:
+        if alone in names and len(names) > 1:
+            raise ValueError(f"{alone} stands alone")
+    return tuple(names)
+
+
+def replacements(text: str) -> tuple[tuple[str, str], ...]:
+    """`TARGET=DRAFT,...`."""
+    pairs = []
+    for part in filter(None, text.split(",")):
+        target, equals, draft = part.partition("=")
+        if not equals or not target:
+            raise ValueError(f"{part!r} is not TARGET=DRAFT")
+        pairs.append((target, draft))
+    return tuple(pairs)
+
+
+def rates(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(rate) for rate in text.split(","))
+    except ValueError:
+        raise ValueError("must be numbers, comma separated") from None
+
+
+def n_predict(text: str) -> int | None:
+    """A negative number is "to the end of the context": llama.cpp's -1 and -2."""
+    value = _whole(text)
+    return None if value < 0 else value
+
+
+def threads(text: str) -> int | None:
+    """0 and less choose, as in llama.cpp."""
+    value = _whole(text)
+    return value if value > 0 else None
+
+
+def layers(text: str) -> int | None:
+    """A number of layers, `all`, or `auto`."""
+    if text in ("auto", "-1"):
+        return None
+    if text == "all":
+        return ALL_LAYERS
+    value = _whole(text)
+    if value < 0:
+        raise ValueError("must be at least 0, all or auto")
+    return value
+
+
+def words(text: str) -> tuple[str, ...]:
+    """A command line inside a command line."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as e:
+        raise ValueError(f"cannot be split into words: {e}") from None
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
+
+
+def seed(text: str) -> int | None:
+    """-1 is random, as in llama.cpp."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError("must be a whole number, or -1 (random)") from None
+    if value == -1 or value == _MOST_SEED + 1:
+        return None
+    if not 0 <= value <= _MOST_SEED:
+        raise ValueError(f"must lie between 0 and {_MOST_SEED}, or be -1 (random)")
+    return value
+
+
+MIN_BATCH = Kind("N", min_batch)
+CROSSOVER = Kind("N", crossover)
+BYTES = Kind("SIZE", parse_bytes)
+DRAFTERS = Kind("NAME,...", drafters)
+REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
+RATES = Kind("P,...", rates)
+SEED = Kind("N", seed)
+N_PREDICT = Kind("N", n_predict)
+THREADS = Kind("N", threads)
+LAYERS = Kind("N", layers)
+WORDS = Kind("WORDS", words)
+TOGGLE = choice(
+    tuple(Toggle),
+    {
+        **dict.fromkeys(TRUE, Toggle.ON),
+        **dict.fromkeys(FALSE, Toggle.OFF),
+        "-1": Toggle.AUTO,
+    },
+)

@@ -1,0 +1,159 @@
+"""What a command line says, as plain typed data: one class per part, each filled from the table.
+
+A field has its default here and nowhere else. None, or an empty tuple: nothing was said, choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal
+
+from numa.place import Strategy
+from offload.device import MinBatch
+from offload.mla.decision import Crossover
+from specdec.options import SpecOptions
+
+
+class Toggle(StrEnum):
+    """llama.cpp's three-way switch."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+NumaChoice = Strategy | Literal["auto", "none"]
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """The draft's own settings; None: as the target's."""
+
+    batch_size: int | None = None
+    ubatch_size: int | None = None
+    ctx_size: int | None = None
+    threads: int | None = None
+    threads_batch: int | None = None
+    device: str | None = None
+    flash_attn: Toggle | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is opened. `given` are the fields somebody set, each under the name it was set
+    by; `remarks` are what the command line's reader has to say of it."""
+
+    model: Path | None = None
+    draft: Path | None = None
+    device: str = "auto"
+    min_batch: MinBatch | Literal["auto"] | None = None
+    ctx_size: int = 4096
+    batch_size: int = 2048
+    ubatch_size: int = 512
+    threads: int | None = None
+    threads_batch: int | None = None
+    flash_attn: Toggle = Toggle.AUTO
+    vram_bytes: int | None = None
+    n_gpu_layers: int | None = None
+    n_cpu_moe: int | None = None
+    expert_cache: str = "lru"
+    prefetch_depth: int = 8
+    overlap: bool = True
+    prefetch: bool = True
+    mmap: bool = False
+    mla_crossover: Crossover = "heads"
+    ctx_checkpoints: int = 32
+    numa: NumaChoice = "auto"
+    numa_node: int | None = None
+    trace: Path | None = None
+    use_profile: bool = True
+    record_trace: Path | None = None
+    verbose: bool = False
+    strict: bool = False
+    spec: SpecOptions = SpecOptions()
+    of_draft: DraftOptions = DraftOptions()
+    draft_params: tuple[str, ...] = ()  # a command line that fills `of_draft` too
+    given: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+
+    def name(self, option: str) -> str:
+        """What whoever set this field called it, for messages; else the field's own name."""
+        return self.given.get(option, option)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Of `run`."""
+
+    words: str | None = None  # the positional argument: a model, or a prompt
+    prompt: str | None = None
+    file: Path | None = None
+    n_predict: int | None = 128  # None: to the end of the context
+    grammar_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Of `serve`."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = None
+    max_queue: int = 16
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Of `bench`."""
+
+    n_predict: int = 64
+    repetitions: int = 5
+    overlap: bool = False
+    policies: bool = False
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """Of `profile`; None is the measurement's own choice."""
+
+    text: Path | None = None
+    n_max: int | None = None
+    repetitions: int | None = None
+    plot: Path | None = None
+    export_to: Path | None = None
+    import_from: Path | None = None
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    """Of `simulate`."""
+
+    profile: Path | None = None
+    trace: Path | None = None
+    n_tokens: int | None = None
+    draft_share: float = 0.05
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Of `trace`."""
+
+    file: Path | None = None
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Of `doctor`."""
+
+    numa: bool = False
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Of `tune numa`."""
+
+    time_limit_s: float = 600.0

@@ -1,0 +1,115 @@
+"""The table of flags as commands of typer, which shows them; the words are read by ourselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer.core import TyperCommand
+
+from specoffload.config.command_line import HELP, CommandLine, flags_of, read_command_line
+from specoffload.config.environment import read_environment
+from specoffload.config.flags.flag import OPENS, Flag, Panel
+from specoffload.config.flags.table import POSITIONALS
+
+_FIRST = "to begin with"
+HELP_ALL = "--help-all"
+_MORE = f"All flags: {HELP_ALL}. All their names, variables and defaults: docs/flags.md."
+
+
+def add_command(
+    app: typer.Typer, name: str, function: Callable[[CommandLine], None], *, under: str = ""
+) -> None:
+    """`function` is called with what was said; its docstring is the command's help. `under` is
+    the group that the command is in, as the table names it."""
+    command = f"{under} {name}".strip()
+
+    def run(context: typer.Context, **_: Any) -> None:
+        function(context.obj)
+
+    parameters = [*_positional(command), *_options(command)]
+    context = inspect.Parameter(
+        "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+    )
+    run.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in (context, *parameters)}
+    app.command(
+        name,
+        help=inspect.getdoc(function),
+        cls=_class_for(command),
+        options_metavar="[FLAGS]",
+        epilog=_MORE if command in OPENS else None,
+    )(run)
+
+
+def _class_for(command: str) -> type[TyperCommand]:
+    class _Command(TyperCommand):
+        """Reads its words by the table; where the environment is read, once."""
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            before = args[: args.index("--")] if "--" in args else args
+            asked = [word for word in before if word in (*HELP, HELP_ALL)]
+            if asked:
+                if HELP_ALL in asked:
+                    for param in self.params:
+                        setattr(param, "hidden", False)  # noqa: B010  # arguments have none
+                return super().parse_args(ctx, ["--help"])
+            if ctx.resilient_parsing:  # the shell asks for completions
+                return super().parse_args(ctx, args)
+            ctx.obj = read_command_line(command, args, read_environment())
+            return []
+
+    return _Command
+
+
+def _positional(command: str) -> list[inspect.Parameter]:
+    return [
+        _parameter("word", str, typer.Argument(metavar=p.metavar, help=p.help, show_default=False))
+        for p in POSITIONALS
+        if command in p.commands
+    ]
+
+
+def _options(command: str) -> list[inspect.Parameter]:
+    """Those that people need first, then panel by panel."""
+    flags = flags_of(command)
+    order = list(Panel)
+    rows = [(_FIRST, flag) for flag in flags if flag.first]
+    rest = sorted((f for f in flags if not f.first), key=lambda f: order.index(f.panel))
+    return [_option(panel, flag) for panel, flag in (*rows, *((str(f.panel), f) for f in rest))]
+
+
+def _option(panel: str, flag: Flag) -> inspect.Parameter:
+    declared = typer.Option(
+        *_shown_names(flag),
+        help=escape(_help_words(flag)),
+        metavar=flag.kind.metavar or " ",
+        rich_help_panel=panel,
+        hidden=flag.is_rare,
+        show_default=False,
+    )
+    kind = bool if flag.is_switch else str
+    return _parameter(f"{flag.section.__name__}_{flag.field}".lower(), kind, declared)
+
+
+def _shown_names(flag: Flag) -> list[str]:
+    """The best-known name and the shortest: all of them are in docs/flags.md."""
+    short = [name for name in flag.names if not name.startswith("--")][:1]
+    if flag.is_switch and flag.names and flag.off:
+        return [f"{flag.names[0]}/{flag.off[0]}", *short]
+    return [*(flag.names or flag.off)[:1], *short]
+
+
+def _help_words(flag: Flag) -> str:
+    default = flag.shown_default
+    return f"{flag.help} (default {default})" if default else flag.help
+
+
+def _parameter(name: str, kind: type, declared: Any) -> inspect.Parameter:
+    default = False if kind is bool else None
+    annotation: Any = Annotated[kind if kind is bool else kind | None, declared]  # type: ignore[valid-type]
+    where = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, where, default=default, annotation=annotation)
