@@ -71,7 +71,16 @@ def run(line: CommandLine) -> None:
         n_predict=own.n_predict,
         grammar=read_grammar(sampling.grammar, own.grammar_file),
     )
-    config = config_of(line, replace(options, model=model))
+    options = replace(options, model=model)
+    if model is None and prompt is not None and prompt == own.words and len(prompt.split()) == 1:
+        options = replace(
+            options,
+            remarks=(
+                *options.remarks,
+                f"{prompt!r} is text to continue; a model is named by its .gguf file",
+            ),
+        )
+    config = config_of(line, options)
     run_prompt(config, lambda: read_prompt(prompt, own.file), sampling)
 
 

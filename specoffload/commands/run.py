@@ -13,14 +13,14 @@ from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
-_NAME = re.compile(r"[\w.-]+([/:][\w.-]+)*")
+_NAME = re.compile(r"(?=.*[\d./:-])[\w.-]+([/:][\w.-]+)*")
 
 
 def split_model_and_prompt(
     word: str | None, model: Path | None, prompt: str | None
 ) -> tuple[Path | None, str | None]:
     """The one positional word is a model's file or a prompt, which `model` and `prompt` may give
-    as well. What could be a model's name is never taken for a prompt.
+    as well. What looks like a model's name is never taken for a prompt.
 
     Raises UsageError when one is given twice, or it cannot be told which is meant.
     """

@@ -25,7 +25,6 @@ from lossless_parts import (
     open_session,
 )
 
-from specdec.errors import BadOption
 from specdec.options import PolicyName
 from specoffload.commands.bench import prompts
 from specoffload.session.session import SEQUENCE
@@ -218,8 +217,3 @@ def test_the_same_seed_repeats_rejection_sampling(exact: Path, drafter: str) -> 
             runs.append(generate(opened, prompts("code")[0], request).tokens)
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
-
-
-def test_trees_with_rejection_sampling_are_refused(exact: Path) -> None:
-    with pytest.raises(BadOption, match="--spec-accept"):
-        open_session(exact, {"--spec-tree": True, "--spec-accept": "reject"})
