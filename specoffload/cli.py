@@ -140,7 +140,7 @@ def demo(line: CommandLine) -> None:
     """Watch one prompt decoded plainly, streamed and speculatively, side by side."""
     from specoffload.commands.demo import demo as show
 
-    show()
+    show(line.environment)
 
 
 def simulate(line: CommandLine) -> None:

@@ -15,12 +15,17 @@ from dataclasses import dataclass, field, replace
 
 from rich.console import RenderableType
 
+from offload.device import MinBatch
 from offload.trace import Trace
 from offload.trace_report import report as trace_report
 from specoffload import report
 from specoffload.commands.bench import has_gpu
 from specoffload.commands.demo_screen import Column, screen
-from specoffload.config.resolution import Config, Options, resolve
+from specoffload.config.environment import Environment
+from specoffload.config.host import read_host
+from specoffload.config.options import Options
+from specoffload.config.resolution import Config, resolve
+from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions, GenerationStats, Piece
 from specoffload.session.session import Session
 
@@ -41,7 +46,7 @@ SAMPLING = GenerateOptions(n_predict=160, temperature=0.0, repeat_penalty=1.2, r
 # the slots hold half of what streams.
 _LINK = "2 GB/s"
 _DEVICE = f"sim:bw={_LINK.replace(' ', '')}"
-_VRAM = "8MiB"
+_VRAM_BYTES = 8 << 20
 NEXT = (
     "Go on:  specoffload run MODEL.gguf -p TEXT      --draft DRAFT.gguf speculates",
     "        specoffload serve MODEL.gguf            the OpenAI API, on port 8080",
@@ -89,30 +94,35 @@ class Way:
         return self.stats is not None
 
 
-def ways(*, use_profile: bool = True) -> list[tuple[str, str, Config]]:
+def ways(
+    environment: Environment | None = None, *, use_profile: bool = True
+) -> list[tuple[str, str, Config]]:
     """(title, what it does, configuration) of the three columns; without a profile drafts are
     fixed blocks."""
     simulated = not has_gpu()
     streams = Options(
         device=_DEVICE if simulated else "auto",
-        min_batch="1",
-        vram=_VRAM,
+        min_batch=MinBatch(1, 1),
+        vram_bytes=_VRAM_BYTES,
         n_gpu_layers=0,
         ctx_size=1024,
         threads=1 if simulated else None,  # the link is a thread as well
     )
+    host = read_host(environment)
+    streamed = replace(streams, spec=NO_DRAFTS)
+    drafting = replace(streams, use_profile=use_profile)
     return [
-        ("plain", "copy, then compute", resolve(replace(streams, spec=False, overlap=False))),
-        ("streamed", "copies under compute", resolve(replace(streams, spec=False))),
-        ("speculative", "and drafts by T(n)", resolve(replace(streams, use_profile=use_profile))),
+        ("plain", "copy, then compute", resolve(replace(streamed, overlap=False), host)),
+        ("streamed", "copies under compute", resolve(streamed, host)),
+        ("speculative", "and drafts by T(n)", resolve(drafting, host)),
     ]
 
 
-def demo() -> None:
+def demo(environment: Environment) -> None:
     """Open the three, run them on the screen, and leave the last frame there."""
     with ExitStack() as closing:
         with report.progress("opening, and measuring T(n)") as on_progress:
-            opened = [open_way(closing, *way, on_progress) for way in ways()]
+            opened = [open_way(closing, *way, on_progress) for way in ways(environment)]
         with report.live(_FRAMES_PER_S) as show:
             for _ in race(opened):
                 show(frame(opened))
