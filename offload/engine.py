@@ -1,20 +1,18 @@
 """The engine: a model file opened on a device, its KV cache, and the sequences in it.
 
 We call `llama_decode`; during it the library calls back into `StreamingDevice` on this thread,
-several times per token. What a callback raises comes out of `extend`.
+several times per token. What a callback raises comes out of `Sequences.extend`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
-from numpy.typing import NDArray
-
+from offload.decoder import Decoder
 from offload.device import DeviceChoice, MinBatch, choose_device, has_gpu
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
@@ -97,7 +95,7 @@ def _keeps_all(options: EngineOptions) -> bool:
     return options.swa_full or options.n_tree_leaves > 0
 
 
-class Engine(Sequences):
+class Engine:
     """Opens a model file and evaluates tokens. Close it, or use it with `with`."""
 
     def __init__(
@@ -137,9 +135,10 @@ class Engine(Sequences):
         except BaseException:
             self.close()
             raise
-        super().__init__(
+        decoder = Decoder(self._context, self.threads, self.device)
+        self.sequences = Sequences(
             self._context,
-            self._decode_batch,
+            decoder.decode,
             architecture=self.facts.architecture,
             is_recurrent=self._model.is_recurrent,
             n_sequences=options.n_sequences,
@@ -271,22 +270,6 @@ class Engine(Sequences):
     ) -> None:
         self.close()
 
-    def _decode_batch(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        sequences: Sequence[int] | Sequence[Sequence[int]],
-        wanted: Sequence[bool],
-    ) -> NDArray[np.float32]:
-        with self.threads.computing(len(tokens)) if self.threads else nullcontext():
-            if self.device is None or not self.device.trace:
-                return self._context.decode(tokens, positions, sequences, wanted)
-            self.device.decoding(True)
-            try:
-                return self._context.decode(tokens, positions, sequences, wanted)
-            finally:
-                self.device.decoding(False)
-
     # -- text ------------------------------------------------------------------------------------
 
     def tokenize(
@@ -303,7 +286,7 @@ class Engine(Sequences):
         return "".join(stream.feed(token) for token in tokens) + stream.finish()
 
     def is_end(self, token: int) -> bool:
-        """Whether the token ends a generation (end of text, end of turn)."""
+        """True for tokens that end a generation (end of text, end of turn)."""
         return self._model.is_end(token)
 
     def token_text(self, token: int) -> str:
@@ -317,26 +300,28 @@ class Engine(Sequences):
 
     @property
     def min_batch(self) -> MinBatch:
-        """From how many tokens streamed weights are computed on the device."""
+        """The tokens from which streamed weights are computed on the device."""
         return self.device.min_batch if self.device is not None else self.options.min_batch
 
-    @min_batch.setter
-    def min_batch(self, value: MinBatch) -> None:
-        # libllama reuses the graph of the decode before, split as it was, while the batch keeps its
-        # size. Decodes of other sizes, forgotten again, make it ask anew.
+    def set_min_batch_by_decoding(self, value: MinBatch) -> None:
+        """Compute streamed weights on the device from `value` tokens on; decodes 3 tokens for it.
+
+        libllama reuses the graph of the decode before, split as it was, while the batch keeps its
+        size. Decodes of other sizes in sequence 0, forgotten again, make it ask anew.
+        """
         if self.device is None or value == self.device.min_batch:
             return
         self.device.min_batch = value
-        start = self.length(0)
+        s, start = self.sequences, self.sequences.length(0)
         if start + 3 > self.n_ctx:
             return
-        checkpoint = None if self.can_rewind or not start else self.checkpoint(0, lasting=True)
+        checkpoint = None if s.can_rewind or not start else s.checkpoint(0, lasting=True)
         for n in (2, 1):
-            self.extend(0, [0] * n, n_logits=0)
+            s.extend(0, [0] * n, n_logits=0)
             if checkpoint is None:
-                self.rewind(0, start)
+                s.rewind(0, start)
             else:
-                self.restore(0, checkpoint)
+                s.restore(0, checkpoint)
 
     def counters(self) -> StreamCounters:
         """What the copy path did since the engine was opened; all zero where nothing streams."""
@@ -349,3 +334,12 @@ class Engine(Sequences):
     @property
     def model(self) -> Model:
         return self._model
+
+    @property
+    def n_vocab(self) -> int:
+        return self._model.n_vocab
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that one sequence can hold."""
+        return self._context.n_ctx

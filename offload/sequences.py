@@ -2,12 +2,12 @@
 
 The context is libllama's; what is kept here is how long each sequence is and what of it can be
 dropped again. Recurrent and hybrid memories cannot be cut: they roll back by snapshots of the
-last decode (llama.cpp's n_rs_seq) or by checkpoints (MECHANISMS E01).
+last decode (llama.cpp's n_rs_seq) or by checkpoints (docs/background.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from offload.ggml.llama import ON_DEVICE, PARTIAL_STATE, Context
 from offload.tree import Tree
 
 Rows = NDArray[np.float32]
-# (tokens, positions, sequences of each row, whether its logits are wanted) -> logits
+# (tokens, positions, sequences of each row, True where its logits are wanted) -> logits
 Decode = Callable[
     [Sequence[int], Sequence[int], Sequence[int] | Sequence[Sequence[int]], Sequence[bool]], Rows
 ]
@@ -26,10 +26,10 @@ Decode = Callable[
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The recurrent state of a sequence at `length` tokens (E01).
+    """The recurrent state of a sequence at `length` tokens.
 
-    On the device the library keeps one per sequence: `serial` tells whether this is still it.
-    Else `state` holds all of it, and `serial` is 0.
+    On the device the library keeps one per sequence, with a number: `serial`, of which only the
+    newest can be restored. Else `state` holds all of it, and `serial` is 0.
     """
 
     length: int
@@ -40,7 +40,7 @@ class Checkpoint:
 
 @dataclass
 class RollbackCounters:
-    """How rejected tokens were taken back."""
+    """Counts of the ways in which rejected tokens were taken back."""
 
     rewinds: int = 0  # cells cut, or a snapshot of the last decode taken up
     checkpoints: int = 0
@@ -87,7 +87,7 @@ class Sequences:
         self._tree: Tree | None = None  # between extend_tree and keep_path
 
     def length(self, sequence: int = 0) -> int:
-        """How many tokens the sequence holds. Raises BadRequest for one that does not exist."""
+        """Tokens that the sequence holds. Raises BadRequest for one that does not exist."""
         if not 0 <= sequence < self._n_sequences:
             raise BadRequest(
                 f"sequence {sequence} does not exist; the engine has {self._n_sequences}"
@@ -125,6 +125,17 @@ class Sequences:
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty((0, self.n_vocab), np.float32)
+
+    def prefill(self, sequence: int, tokens: Sequence[int]) -> Iterator[None]:
+        """Append tokens without logits; yields behind each decode, where the caller may stop.
+
+        Raises what `extend` raises; the sequence then holds what was evaluated before.
+        """
+        done = 0
+        for end in self._chunk_ends(len(tokens), len(tokens)):
+            self.extend(sequence, tokens[done:end], 0)
+            done = end
+            yield
 
     def _chunk_ends(self, n_tokens: int, first_wanted: int) -> list[int]:
         """Ends of the decodes: n_batch tokens at most, n_outputs wanted rows at most."""
@@ -241,7 +252,7 @@ class Sequences:
     # -- going back ------------------------------------------------------------------------------
 
     def can_drop(self, sequence: int, n_tokens: int) -> bool:
-        """Whether `rewind` can take the last `n_tokens` off the sequence as it is now."""
+        """True if `rewind` can take the last `n_tokens` off the sequence as it is now."""
         held = self.length(sequence)
         if n_tokens in (0, held):
             return True
@@ -302,7 +313,7 @@ class Sequences:
         self._was_cut(sequence, length)
 
     def checkpoint(self, sequence: int, *, lasting: bool = False) -> Checkpoint:
-        """The state of the sequence now: its recurrent parts (E01, PARTIAL_ONLY).
+        """The state of the sequence now: its recurrent parts (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY).
 
         Unless `lasting`, it stays on the device where that is switched on, and the next one of
         this sequence invalidates it (LLAMA_STATE_SEQ_FLAGS_ON_DEVICE).
@@ -320,7 +331,7 @@ class Sequences:
     def restore(self, sequence: int, checkpoint: object) -> None:
         """Go back to a checkpoint of this sequence.
 
-        The attention cells of later tokens survive a partial restore, so they are removed (E05).
+        The attention cells of later tokens survive a partial restore, so they are removed.
         Raises BadRequest for one that a newer one has replaced, or whose cells are gone since the
         sequence was shorter in between.
         """

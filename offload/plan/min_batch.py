@@ -7,13 +7,12 @@ estimate of bytes ÷ bandwidth leaves out (router reads, cache hits, overlap) co
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.device import MinBatch
 from offload.engine import Engine
+from offload.timing import median_decode_s
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 NEVER = 1 << 30
@@ -53,24 +52,18 @@ def measure(engine: Engine, tokens: Sequence[int], repetitions: int = 2) -> list
 
     The sequence is left empty, and the thresholds as they were.
     """
+
+    def median_s(n: int) -> float:
+        engine.sequences.rewind(0, 0)
+        return median_decode_s(engine.sequences, 0, [tokens[:n]] * (repetitions + 1))
+
     sizes = [n for n in SIZES if n <= min(len(tokens), engine.options.n_outputs)]
     before = engine.min_batch
     try:
-        engine.min_batch = MinBatch(NEVER, NEVER)
-        cpu = {n: _decode_s(engine, tokens[:n], repetitions) for n in sizes}
-        engine.min_batch = MinBatch(1, 1)
-        streamed = {n: _decode_s(engine, tokens[:n], repetitions) for n in sizes}
+        engine.set_min_batch_by_decoding(MinBatch(NEVER, NEVER))
+        cpu = {n: median_s(n) for n in sizes}
+        engine.set_min_batch_by_decoding(MinBatch(1, 1))
+        streamed = {n: median_s(n) for n in sizes}
     finally:
-        engine.min_batch = before
+        engine.set_min_batch_by_decoding(before)
     return [BothSides(n, cpu[n], streamed[n]) for n in sizes]
-
-
-def _decode_s(engine: Engine, tokens: Sequence[int], repetitions: int) -> float:
-    times = []
-    for _ in range(repetitions + 1):
-        engine.rewind(0, 0)
-        start = time.perf_counter()
-        engine.extend(0, tokens)
-        times.append(time.perf_counter() - start)
-    engine.rewind(0, 0)
-    return statistics.median(times[1:])

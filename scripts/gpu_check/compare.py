@@ -98,7 +98,8 @@ def _options(device: str, streaming: StreamingOptions) -> EngineOptions:
 def _run(path: Path, options: EngineOptions, *, streams: bool = False) -> Logits:
     with Engine(path, options) as engine:
         rows = [
-            engine.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)]) for n in BATCHES
+            engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+            for n in BATCHES
         ]
         assert streams == (engine.counters().cuts > 0), "another path ran than was to be compared"
     return np.concatenate(rows)

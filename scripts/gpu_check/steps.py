@@ -90,7 +90,7 @@ def measure_ways(load: Workload) -> tuple[dict[str, Way], str]:
 
 def _time(engine: Engine, load: Workload) -> Way:
     way = Way()
-    engine.extend(0, tokens_of(PREFIX, 0, engine.n_vocab), n_logits=0)
+    engine.sequences.extend(0, tokens_of(PREFIX, 0, engine.n_vocab), n_logits=0)
     for n in load.batches:
         times = []
         for repetition in range(load.repetitions + 1):
@@ -98,9 +98,9 @@ def _time(engine: Engine, load: Workload) -> Way:
                 before = engine.counters()
             tokens = tokens_of(n, repetition, engine.n_vocab)
             start = time.perf_counter()
-            rows = engine.extend(0, tokens, n_logits=1)
+            rows = engine.sequences.extend(0, tokens, n_logits=1)
             times.append(time.perf_counter() - start)
-            engine.rewind(0, PREFIX)
+            engine.sequences.rewind(0, PREFIX)
         after = engine.counters()
         hits, misses = after.hits - before.hits, after.misses - before.misses
         way.step_s[n] = statistics.median(times[1:])

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-import statistics
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -20,6 +18,7 @@ from typing import Any
 import psutil
 
 from offload.device import MinBatch
+from offload.timing import median_decode_s
 from specoffload import report
 from specoffload.config.resolution import Config, demo_file
 from specoffload.session.generation import GenerateOptions, GenerationStats
@@ -169,20 +168,14 @@ def _profile(config: Config, repetitions: int) -> list[float]:
 
 
 def _decode_s(session: Session, n: int, repetitions: int) -> float:
-    engine = session.target
+    engine, sequences = session.target, session.target.sequences
     tokens = engine.tokenize(prompts()[0] * 4)
     start = min(16, len(tokens) // 2)
-    if engine.length(SEQUENCE) < start:
-        engine.rewind(SEQUENCE, 0)
-        engine.extend(SEQUENCE, tokens[:start], n_logits=0)
+    if sequences.length(SEQUENCE) < start:
+        sequences.rewind(SEQUENCE, 0)
+        sequences.extend(SEQUENCE, tokens[:start], n_logits=0)
     batch = (tokens[start:] * n)[:n]
-    times = []
-    for _ in range(repetitions + 1):
-        began = time.perf_counter()
-        engine.extend(SEQUENCE, batch)
-        times.append(time.perf_counter() - began)
-        engine.rewind(SEQUENCE, start)
-    return statistics.median(times[1:])
+    return median_decode_s(sequences, SEQUENCE, [batch] * (repetitions + 1))
 
 
 def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]], dict[str, int]]:

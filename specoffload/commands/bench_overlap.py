@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset
+from offload.timing import decode_s
 from specoffload import report
 from specoffload.commands.bench import commit, machine
 
@@ -191,10 +191,8 @@ def _step(
             if i == 2:
                 before = engine.counters()
             tokens = [(17 * k + 101 * i + 3) % engine.n_vocab for k in range(case.n_tokens)]
-            start = time.perf_counter()
-            engine.extend(0, tokens, n_logits=1)
-            times.append(time.perf_counter() - start)
-            engine.rewind(0, 0)
+            times.append(decode_s(engine.sequences, 0, tokens, n_logits=1))
+            engine.sequences.rewind(0, 0)
         after = engine.counters()
     per_step = (after.streamed_bytes - before.streamed_bytes) // repetitions
     return _Steps(times[2:], per_step, after.hits - before.hits, after.misses - before.misses)

@@ -22,6 +22,7 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.plan.placement import make_plan
 from offload.streaming.options import StreamingOptions
+from offload.timing import median_decode_s
 from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.types import Policy
@@ -162,13 +163,11 @@ def transfer_bound(config: Config) -> tuple[Config, str]:
 def _token_s(engine: Engine, n: int = 24) -> tuple[float, float]:
     """Seconds (the median) and bytes copied (the mean) of one token behind real text."""
     text = real_text(engine)
-    engine.extend(SEQUENCE, text[:32], n_logits=0)
-    times, before = [], engine.counters().streamed_bytes
-    for token in text[32 : 32 + n]:
-        began = time.perf_counter()
-        engine.extend(SEQUENCE, [token])
-        times.append(time.perf_counter() - began)
-    return sorted(times)[n // 2], (engine.counters().streamed_bytes - before) / n
+    engine.sequences.extend(SEQUENCE, text[:32], n_logits=0)
+    before = engine.counters().streamed_bytes
+    batches = [[token] for token in text[32 : 32 + n]]
+    one_s = median_decode_s(engine.sequences, SEQUENCE, batches, grow=True)
+    return one_s, (engine.counters().streamed_bytes - before) / n
 
 
 def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> dict[str, Any]:

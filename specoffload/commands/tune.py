@@ -6,7 +6,6 @@ candidate worth it, keeps the best with its numbers, and says why. Later starts 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,6 +22,7 @@ from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.model_file import read_facts
 from offload.nodes.numa_plan import make_numa_plan
+from offload.timing import median_decode_s
 from specoffload import report
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
@@ -121,16 +121,13 @@ def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mappin
 
 
 def _decode_s(engine: Engine, n: int) -> float:
-    """Median seconds of a decode of `n` tokens; the first is warm-up. The sequence grows."""
-    times: list[float] = []
-    for repeat in range(1 + _REPEATS):
-        first = engine.length(SEQUENCE)
-        tokens = [(997 * (first + i) + 11) % engine.n_vocab for i in range(n)]
-        start_s = time.perf_counter()
-        engine.extend(SEQUENCE, tokens, n_logits=1)
-        if repeat:
-            times.append(time.perf_counter() - start_s)
-    return statistics.median(times)
+    """Median seconds of a decode of `n` tokens; the sequence grows."""
+    first = engine.sequences.length(SEQUENCE)
+    batches = [
+        [(997 * (first + repeat * n + i) + 11) % engine.n_vocab for i in range(n)]
+        for repeat in range(1 + _REPEATS)
+    ]
+    return median_decode_s(engine.sequences, SEQUENCE, batches, n_logits=1, grow=True)
 
 
 def show(result: TuneResult, pairs: list[PairBandwidth], path: Path) -> None:

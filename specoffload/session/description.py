@@ -39,8 +39,8 @@ def describe(
         speculation=notes if speculation is None else speculation.notes,
         memory=MemoryFacts(
             architecture=target.facts.architecture,
-            can_rewind=target.can_rewind,
-            n_rs_seq=target.n_rs_seq,
+            can_rewind=target.sequences.can_rewind,
+            n_rs_seq=target.sequences.n_rs_seq,
             device_checkpoints=spec.device_checkpoints,
             speculates=speculation is not None,
             typed=tuple(given[name] for name in _ROLLBACK_OPTIONS if name in given),

@@ -108,5 +108,5 @@ def choose_min_batch(config: Config, target: Engine) -> tuple[str, ...]:
         return ("--min-batch auto has no effect: nothing streams here",)
     tokens = [(997 * i + 11) % target.n_vocab for i in range(_N_MEASURED)]
     n, why = choose(measure(target, tokens))
-    target.min_batch = MinBatch(n, n)
+    target.set_min_batch_by_decoding(MinBatch(n, n))
     return (why,)

@@ -34,32 +34,32 @@ class PromptCache:
         while self._checkpoints and self._checkpoints[-1].length > common:
             self._checkpoints.pop()
         self._held = []  # until it is known what is left
-        if target.can_drop(sequence, target.length(sequence) - common):
-            target.rewind(sequence, common)
+        if target.sequences.can_drop(sequence, target.sequences.length(sequence) - common):
+            target.sequences.rewind(sequence, common)
         elif self._checkpoints:
-            target.restore(sequence, self._checkpoints[-1])
+            target.sequences.restore(sequence, self._checkpoints[-1])
         else:
-            target.rewind(sequence, 0)
-        n_held = target.length(sequence)
+            target.sequences.rewind(sequence, 0)
+        n_held = target.sequences.length(sequence)
         self._held = list(tokens[:n_held])
         return n_held
 
     def mark(self) -> None:
         """The prompt has been evaluated: keep a checkpoint of it where cutting is impossible."""
         target, sequence = self._target, self._sequence
-        length = target.length(sequence)
+        length = target.sequences.length(sequence)
         newest = self._checkpoints[-1].length if self._checkpoints else 0
-        if not target.can_rewind and self._checkpoints.maxlen and length > newest:
-            self._checkpoints.append(target.checkpoint(sequence, lasting=True))
+        if not target.sequences.can_rewind and self._checkpoints.maxlen and length > newest:
+            self._checkpoints.append(target.sequences.checkpoint(sequence, lasting=True))
 
     def keep(self, history: Sequence[int]) -> None:
         """The sequence holds the beginning of `history`."""
-        self._held = list(history[: self._target.length(self._sequence)])
+        self._held = list(history[: self._target.sequences.length(self._sequence)])
         while self._checkpoints and self._checkpoints[-1].length > len(self._held):
             self._checkpoints.pop()
 
     def forget(self) -> None:
         """Drop everything: the next prompt is evaluated whole."""
-        self._target.rewind(self._sequence, 0)
+        self._target.sequences.rewind(self._sequence, 0)
         self._held.clear()
         self._checkpoints.clear()

@@ -148,8 +148,7 @@ class Session:
             mine = self._n_generations
             n_cached = self._cache.reuse(tokens)
             closing.callback(lambda: self._keep(mine, history))
-            for end in self._prefill_ends(n_cached, len(tokens) - 1):
-                self.target.extend(SEQUENCE, tokens[self.target.length(SEQUENCE) : end], 0)
+            for _ in self.target.sequences.prefill(SEQUENCE, tokens[n_cached:-1]):
                 yield Piece("")  # here a client that has gone can end it
                 self._check_current(mine)
             self._cache.mark()
@@ -178,13 +177,13 @@ class Session:
                 SEQUENCE, tokens, sampler, options, n_predict=n_predict, is_end=is_end
             )
         return decode_alone(
-            self.target,
+            self.target.sequences,
             SEQUENCE,
             tokens,
             chooser=sampler,
             n_predict=n_predict,
             is_end=is_end,
-            n_cached=self.target.length(SEQUENCE),
+            n_cached=self.target.sequences.length(SEQUENCE),
         )
 
     def _keep(self, generation: int, history: list[int]) -> None:
@@ -195,13 +194,8 @@ class Session:
         if generation != self._n_generations:
             raise BadRequest("another generation was started before this one had ended")
 
-    def _prefill_ends(self, start: int, end: int) -> list[int]:
-        """Where the pieces of a prompt end; all are whole decodes but the last."""
-        n_batch = self.target.options.n_batch
-        return [min(at + n_batch, end) for at in range(start, end, n_batch)]
-
     def _counts(self) -> EngineCounts:
-        rollbacks = self.target.rollbacks
+        rollbacks = self.target.sequences.rollbacks
         return EngineCounts(
             self.target.counters().streamed_bytes, rollbacks.checkpoints, rollbacks.restores
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from offload.engine import Engine
 from offload.errors import BadRequest
+from offload.timing import median_decode_s
 from specdec.costs.measure import MeasureOptions, measure, measure_step
 from specdec.costs.profile import CostProfile, ProfileKey
 from specdec.errors import BadProfile
@@ -139,18 +140,12 @@ def measure_quickly(
 
 def _once(target: Engine, tokens: Sequence[int]) -> float:
     """One decode of `tokens`, after one that is dropped."""
-    took = 0.0
-    for _ in range(2):
-        began = time.perf_counter()
-        target.extend(SEQUENCE, tokens)
-        took = time.perf_counter() - began
-        target.rewind(SEQUENCE, 0)
-    return took
+    return median_decode_s(target.sequences, SEQUENCE, [tokens] * 2)
 
 
 def draft_step_s(draft: Engine, text: Sequence[int]) -> float:
     """The time of one token of an idle draft."""
-    return measure_step(draft, SEQUENCE, text, 16)
+    return measure_step(draft.sequences, SEQUENCE, text, 16)
 
 
 def run_measure(
@@ -176,4 +171,12 @@ def run_measure(
     if not 0 < options.n_max <= target.options.n_outputs:
         raise BadRequest(f"batches of {options.n_max} exceed {target.options.n_outputs} rows")
     theirs = None if draft is None else real_text(draft)
-    return measure(target, text, options, draft=draft, draft_text=theirs, key=key, clock=clock)
+    return measure(
+        target.sequences,
+        text,
+        options,
+        draft=None if draft is None else draft.sequences,
+        draft_text=theirs,
+        key=key,
+        clock=clock,
+    )

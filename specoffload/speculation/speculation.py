@@ -59,14 +59,14 @@ class Speculation:
             assert draft is not None
             assert isinstance(self.policy, Throughput)
             for engine in (target, draft):
-                if not engine.can_rewind:
+                if not engine.sequences.can_rewind:
                     raise BadOption(
                         f"{options.name('tree')} needs memory that can be cut; "
                         f"{engine.facts.path.name} ({engine.facts.architecture}) is recurrent: "
                         "leave it out"
                     )
             self._tree = TreeDrafter(
-                draft,
+                draft.sequences,
                 self.policy,
                 p_split=options.p_split,
                 n_vocab=target.n_vocab,
@@ -78,16 +78,16 @@ class Speculation:
         options = self._config.options
         if options.accept is AcceptRule.REJECT:
             drafter = ModelDrafter(
-                draft,
+                draft.sequences,
                 distribution=self._sampling.draft_probabilities,
                 rng=self._sampling.rng,
                 n_vocab=self._target.n_vocab,
             )
         else:
-            drafter = ModelDrafter(draft, n_vocab=self._target.n_vocab)
+            drafter = ModelDrafter(draft.sequences, n_vocab=self._target.n_vocab)
         if options.replacements is None:
             return drafter
-        inner = drafter if draft.n_vocab <= self._target.n_vocab else ModelDrafter(draft)
+        inner = drafter if draft.n_vocab <= self._target.n_vocab else ModelDrafter(draft.sequences)
         return TranslatedDrafter(
             inner, _vocabulary(self._target), _vocabulary(draft), options.replacements
         )
@@ -125,11 +125,11 @@ class Speculation:
         is_end: IsEnd,
     ) -> Iterator[Round]:
         """The rounds of one generation; raises what `specdec.decode` raises."""
-        n_cached = self._target.length(sequence)
+        n_cached = self._target.sequences.length(sequence)
         if self._tree is not None:
             assert isinstance(self.policy, Throughput)
             found = decode_tree(
-                self._target,
+                self._target.sequences,
                 sequence,
                 prompt,
                 drafter=self._tree,
@@ -141,7 +141,7 @@ class Speculation:
             )
         else:
             found = decode(
-                self._target,
+                self._target.sequences,
                 sequence,
                 prompt,
                 drafter=self.drafter,

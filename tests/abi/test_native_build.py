@@ -95,7 +95,10 @@ def test_the_real_trial_comes_back_with_an_answer() -> None:
 def test_a_batch_is_computed_whatever_the_trial_says(tiny_dense: Path, tmp_path: Path) -> None:
     options = EngineOptions(device="cpu", n_ctx=256, trial_folder=tmp_path)
     with Engine(tiny_dense, options) as engine:
-        assert engine.extend(0, list(range(1, 20)), n_logits=1).shape == (1, engine.n_vocab)
+        assert engine.sequences.extend(0, list(range(1, 20)), n_logits=1).shape == (
+            1,
+            engine.n_vocab,
+        )
         verdict = amx_verdict(tmp_path, Trial("is not tried again"))
         said = [note for note in engine.notes if note.startswith("AMX")]
         assert said == ([] if verdict is None or verdict.works else [verdict.sentence])

@@ -47,12 +47,13 @@ def options(
 
 def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> Logits:
     """Logits of batches of the given sizes in one sequence, then of a batch after a rewind."""
-    engine.rewind(0, 0)
+    engine.sequences.rewind(0, 0)
     rows = [
-        engine.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)]) for n in batches
+        engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+        for n in batches
     ]
-    engine.rewind(0, 4)
-    return np.concatenate([*rows, engine.extend(0, [7, 8, 9])])
+    engine.sequences.rewind(0, 4)
+    return np.concatenate([*rows, engine.sequences.extend(0, [7, 8, 9])])
 
 
 def logits_of(path: Path, opened: EngineOptions, batches: Sequence[int] = BATCHES) -> Logits:

@@ -206,16 +206,16 @@ def test_the_mla_switch_rounds_otherwise_and_streaming_does_not_change_its_bits(
 def test_products_below_the_threshold_stay_with_the_cpu(gpu: DeviceChoice, moe: Path) -> None:
     opened: EngineOptions = options(gpu, StreamingOptions(), min_batch=MinBatch(experts=4, dense=4))
     with Engine(moe, opened) as engine:
-        engine.extend(0, [1, 2, 3])
+        engine.sequences.extend(0, [1, 2, 3])
         assert engine.counters().cuts == 0
-        engine.extend(0, [1, 2, 3, 4])
+        engine.sequences.extend(0, [1, 2, 3, 4])
         assert engine.counters().cuts == len(engine.facts.expert_weights)
 
 
 def test_slots_lie_in_the_memory_of_the_device(gpu: DeviceChoice, moe: Path) -> None:
     lib = library()
     with Engine(moe, options(gpu, StreamingOptions(n_gpu_layers=1))) as engine:
-        engine.extend(0, [1, 2, 3])
+        engine.sequences.extend(0, [1, 2, 3])
         assert engine.device is not None
         arenas = [arena for arena in executor_of(engine)._arenas if arena is not None]
         assert len(arenas) > 1

@@ -46,8 +46,8 @@ def test_a_failing_copier_ends_the_request_and_the_next_one_is_served(
         with monkeypatch.context() as patch:
             patch.setattr(DeviceCopier, entry, fail)
             with pytest.raises(Broken, match=entry):
-                engine.extend(0, [(13 * i) % engine.n_vocab for i in range(24)])
-        assert engine.length(0) == 0
+                engine.sequences.extend(0, [(13 * i) % engine.n_vocab for i in range(24)])
+        assert engine.sequences.length(0) == 0
         assert_same(async_gpu, logits(engine), resident_moe)
 
 
@@ -68,14 +68,14 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
         return right(self, *arguments) if left >= 0 else -1
 
     with Engine(moe, options(async_gpu, half(moe))) as engine:
-        first = engine.extend(0, [1, 2, 3])
+        first = engine.sequences.extend(0, [1, 2, 3])
         with monkeypatch.context() as patch:
             patch.setattr(ScheduledExecutor, "_submit", fail)
             with pytest.raises(DeviceFailed, match="failed with status"):
-                engine.extend(0, [5, 6, 7, 8])
-        assert engine.length(0) == 3, "what the sequence held before is still there"
-        engine.rewind(0, 0)
-        assert_same(async_gpu, engine.extend(0, [1, 2, 3]), first)
+                engine.sequences.extend(0, [5, 6, 7, 8])
+        assert engine.sequences.length(0) == 3, "what the sequence held before is still there"
+        engine.sequences.rewind(0, 0)
+        assert_same(async_gpu, engine.sequences.extend(0, [1, 2, 3]), first)
         assert_same(async_gpu, logits(engine), resident_moe)
 
 
@@ -103,7 +103,7 @@ def test_what_is_taken_from_the_device_is_given_back_when_closed(
     count("ggml_backend_buffer_free", -1, "buffers")
     for _ in range(5):
         with Engine(moe, options(async_gpu, half(moe))) as engine:
-            engine.extend(0, [1, 2, 3, 4])
+            engine.sequences.extend(0, [1, 2, 3, 4])
             assert held["events"] > 0
             assert held["backends"] >= 2, "one computes, one copies"
             assert held["buffers"] > 0

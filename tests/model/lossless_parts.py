@@ -110,7 +110,7 @@ def assert_each_position_once(engine: Engine, sequence: int = SEQUENCE) -> None:
     found = sorted(cell_positions(engine, sequence))
     twice = sorted({a for a, b in zip(found, found[1:], strict=False) if a == b})
     assert not twice, f"positions {twice} have several cells"
-    wanted = set(range(engine.length(sequence)))
+    wanted = set(range(engine.sequences.length(sequence)))
     wrong = sorted(wanted ^ set(found))
     assert not wrong, (
         f"{len(wanted)} tokens are held, and positions {wrong} are missing or too many"
@@ -135,9 +135,9 @@ def distance_from_fresh(
     splits += [[0, n - last, n] for last in range(1, min(9, n))]
     found = float("inf")
     for split in splits:
-        engine.rewind(SEQUENCE, 0)
+        engine.sequences.rewind(SEQUENCE, 0)
         for start, end in itertools.pairwise(dict.fromkeys(split)):
-            fresh = engine.extend(SEQUENCE, tokens[start:end], 1)[0]
+            fresh = engine.sequences.extend(SEQUENCE, tokens[start:end], 1)[0]
         found = min(found, float(np.abs(fresh - row).max()))
         if found < BATCH_NOISE / 2:
             break
@@ -177,12 +177,12 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         engine = self._engine
-        extend, extend_tree = engine.extend, engine.extend_tree
+        extend, extend_tree = engine.sequences.extend, engine.sequences.extend_tree
 
         def watched(
             sequence: int, tokens: Sequence[int], n_logits: int | None = None
         ) -> NDArray[np.float32]:
-            length = engine.length(sequence)
+            length = engine.sequences.length(sequence)
             rows = extend(sequence, tokens, n_logits)
             if len(rows) == len(tokens):
                 self.rows.append((length + 1, rows[0].copy()))
@@ -191,13 +191,13 @@ class _Watch:
         def watched_tree(
             sequence: int, tokens: Sequence[int], parents: Sequence[int]
         ) -> NDArray[np.float32]:
-            length = engine.length(sequence)
+            length = engine.sequences.length(sequence)
             rows = extend_tree(sequence, tokens, parents)
             self.rows.append((length + 1, rows[0].copy()))
             self.n_branching += len(set(parents)) < len(parents)
             return rows
 
-        engine.extend, engine.extend_tree = watched, watched_tree  # type: ignore[method-assign]
+        engine.sequences.extend, engine.sequences.extend_tree = watched, watched_tree  # type: ignore[method-assign]
         if self._speculation is not None:
             rounds = self._speculation.rounds
 
@@ -210,7 +210,7 @@ class _Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._engine.extend, self._engine.extend_tree
+        del self._engine.sequences.extend, self._engine.sequences.extend_tree
         if self._speculation is not None:
             del self._speculation.rounds
 
@@ -262,12 +262,14 @@ class Judge:
         key = (tuple(prompt), tuple(tokens), size)
         if key not in self._known:
             engine = self.engine
-            engine.rewind(SEQUENCE, 0)
+            engine.sequences.rewind(SEQUENCE, 0)
             if len(prompt) > 1:
-                engine.extend(SEQUENCE, prompt[:-1], n_logits=0)
+                engine.sequences.extend(SEQUENCE, prompt[:-1], n_logits=0)
             fed = [prompt[-1], *tokens[:-1]]
             batches = [fed[i : i + size] for i in range(0, len(fed), size)]
-            self._known[key] = [row for b in batches for row in engine.extend(SEQUENCE, b)]
+            self._known[key] = [
+                row for b in batches for row in engine.sequences.extend(SEQUENCE, b)
+            ]
         return self._known[key]
 
     def check(self, run: Run, request: GenerateOptions) -> int:

@@ -152,9 +152,9 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
 def test_the_context_ends_and_nothing_is_lost(tiny_moe: Path) -> None:
     with Engine(tiny_moe, EngineOptions(device="cpu", n_ctx=256)) as engine:
         n_ctx = engine.n_ctx
-        engine.extend(0, [1] * (n_ctx - 1), n_logits=0)
+        engine.sequences.extend(0, [1] * (n_ctx - 1), n_logits=0)
         with pytest.raises(DoesNotFit):
-            engine.extend(0, [1, 2])
-        assert engine.extend(0, [1]).shape[0] == 1
+            engine.sequences.extend(0, [1, 2])
+        assert engine.sequences.extend(0, [1]).shape[0] == 1
         with pytest.raises(BadRequest):
-            engine.rewind(0, n_ctx + 1)
+            engine.sequences.rewind(0, n_ctx + 1)

@@ -58,9 +58,9 @@ def assert_each_token_is_the_targets_choice(
     """Plain decoding's logits, one token at a time, for each prefix of the answer."""
     engine = judge.target
     judge.forget()
-    engine.extend(SEQUENCE, prompt[:-1], n_logits=0)
+    engine.sequences.extend(SEQUENCE, prompt[:-1], n_logits=0)
     for last, token in zip([prompt[-1], *tokens], tokens, strict=False):
-        row = engine.extend(SEQUENCE, [last])[0]
+        row = engine.sequences.extend(SEQUENCE, [last])[0]
         assert row.max() - row[token] <= NEAR_TIE, f"token {token}, argmax {int(np.argmax(row))}"
     judge.forget()
 
@@ -108,8 +108,8 @@ def logits_in_batches(
 ) -> NDArray[np.float32]:
     opened.forget()
     engine = opened.target
-    engine.extend(SEQUENCE, prompt[:-1], n_logits=0)
-    rows = [engine.extend(SEQUENCE, fed[i : i + size]) for i in range(0, len(fed), size)]
+    engine.sequences.extend(SEQUENCE, prompt[:-1], n_logits=0)
+    rows = [engine.sequences.extend(SEQUENCE, fed[i : i + size]) for i in range(0, len(fed), size)]
     return np.concatenate(rows)
 
 
@@ -133,7 +133,7 @@ def test_a_conversation_goes_on_from_what_it_shares() -> None:
         longer = [*prompt, *opened.tokenize(second, add_special=False, parse_special=True)]
         wanted = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
         again = [t for piece in opened.generate(longer, wanted) for t in piece.tokens]
-        reused = opened.target.length(SEQUENCE)
+        reused = opened.target.sequences.length(SEQUENCE)
         opened.forget()
         assert generate(opened, first) == one
     assert reused > len(prompt)
@@ -170,9 +170,9 @@ def test_the_resident_and_the_streamed_model_give_equal_logits(judge: Session) -
     tokens = judge.tokenize(held_out()[3], add_special=True, parse_special=True)[:40]
     with session("sim", min_batch="1", spec=NO_DRAFTS) as opened:
         assert opened.config.min_batch == MinBatch(1, 1)
-        streamed = opened.target.extend(SEQUENCE, tokens)
+        streamed = opened.target.sequences.extend(SEQUENCE, tokens)
     with session("cpu", spec=NO_DRAFTS) as opened:
-        plain = opened.target.extend(SEQUENCE, tokens)
+        plain = opened.target.sequences.extend(SEQUENCE, tokens)
     assert np.array_equal(streamed, plain)
 
 

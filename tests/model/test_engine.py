@@ -32,7 +32,8 @@ def logits_of(path: Path, opened: EngineOptions, batches: Sequence[int]) -> NDAr
     """Logits of batches of the given sizes, one after the other in one sequence."""
     with Engine(path, opened) as engine:
         rows = [
-            engine.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)]) for n in batches
+            engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
+            for n in batches
         ]
     return np.concatenate(rows)
 
@@ -62,10 +63,10 @@ def test_below_the_threshold_nothing_reaches_the_copy_path_and_at_it_everything_
         n_cuts = len(engine.facts.expert_weights)
         assert n_cuts > 0
         for n in (1, 2):
-            engine.extend(0, [5] * n)
+            engine.sequences.extend(0, [5] * n)
             assert engine.counters().cuts == 0, f"{n} tokens are below the threshold of 3"
         for i, n in enumerate((3, 4, 9), start=1):
-            engine.extend(0, [5] * n)
+            engine.sequences.extend(0, [5] * n)
             assert engine.counters().cuts == i * n_cuts
         assert engine.counters().streamed_bytes > 0
 
@@ -73,34 +74,34 @@ def test_below_the_threshold_nothing_reaches_the_copy_path_and_at_it_everything_
 def test_the_cut_list_is_found_once_per_graph(tiny_moe: Path) -> None:
     with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
         assert isinstance(engine.device, StreamingDevice)
-        engine.extend(0, [1] * 4)
-        engine.extend(0, [1] * 4)
+        engine.sequences.extend(0, [1] * 4)
+        engine.sequences.extend(0, [1] * 4)
         walks = engine.device.cuts.n_walks
         for _ in range(5):
-            engine.extend(0, [1] * 4)
+            engine.sequences.extend(0, [1] * 4)
         assert engine.device.cuts.n_walks == walks
 
 
 def test_rewinding_gives_the_logits_of_a_fresh_evaluation(tiny_moe: Path) -> None:
     with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
-        engine.extend(0, [1, 2, 3, 4])
-        engine.extend(0, [9, 9, 9])
-        engine.rewind(0, 4)
-        again = engine.extend(0, [5])
+        engine.sequences.extend(0, [1, 2, 3, 4])
+        engine.sequences.extend(0, [9, 9, 9])
+        engine.sequences.rewind(0, 4)
+        again = engine.sequences.extend(0, [5])
     with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
-        engine.extend(0, [1, 2, 3, 4])
-        fresh = engine.extend(0, [5])
+        engine.sequences.extend(0, [1, 2, 3, 4])
+        fresh = engine.sequences.extend(0, [5])
     assert np.array_equal(again, fresh)
 
 
 def test_sequences_do_not_see_each_other(tiny_moe: Path) -> None:
     with Engine(tiny_moe, options("sim", n_sequences=2)) as engine:
-        engine.extend(0, [1, 2, 3])
-        engine.extend(1, [7, 7])
-        one, two = engine.extend_batch([(0, [4, 5]), (1, [8])])
-        assert (engine.length(0), engine.length(1)) == (5, 3)
+        engine.sequences.extend(0, [1, 2, 3])
+        engine.sequences.extend(1, [7, 7])
+        one, two = engine.sequences.extend_batch([(0, [4, 5]), (1, [8])])
+        assert (engine.sequences.length(0), engine.sequences.length(1)) == (5, 3)
     with Engine(tiny_moe, options("sim")) as engine:
-        alone = engine.extend(0, [1, 2, 3, 4, 5], n_logits=2)
+        alone = engine.sequences.extend(0, [1, 2, 3, 4, 5], n_logits=2)
     assert one.shape == (2, alone.shape[1])
     assert two.shape == (1, alone.shape[1])
     np.testing.assert_allclose(one, alone, atol=1e-3)
@@ -111,15 +112,15 @@ def test_only_the_wanted_rows_come_back_and_long_inputs_are_cut_into_batches(
 ) -> None:
     tokens = [(7 * i) % 250 for i in range(150)]
     with Engine(tiny_dense, options("cpu", n_batch=64, n_ubatch=64, n_outputs=16)) as engine:
-        last = engine.extend(0, tokens, n_logits=1)
+        last = engine.sequences.extend(0, tokens, n_logits=1)
         assert last.shape[0] == 1
-        engine.rewind(0, 0)
-        rows = engine.extend(0, tokens, n_logits=40)
+        engine.sequences.rewind(0, 0)
+        rows = engine.sequences.extend(0, tokens, n_logits=40)
         assert rows.shape[0] == 40
         # Another cut into batches takes other kernels, so the bits may differ, the choice may not.
         assert np.argmax(rows[-1]) == np.argmax(last)
         assert np.corrcoef(rows[-1], last[0])[0, 1] > 0.999
-        assert engine.extend(0, [1], n_logits=0).shape[0] == 0
+        assert engine.sequences.extend(0, [1], n_logits=0).shape[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -135,11 +136,11 @@ def test_tokens_that_cannot_be_evaluated_are_refused_and_nothing_is_lost(
     tiny_moe: Path, tokens: list[int], error: type[Exception], words: str
 ) -> None:
     with Engine(tiny_moe, options("sim")) as engine:
-        engine.extend(0, [1, 2])
+        engine.sequences.extend(0, [1, 2])
         with pytest.raises(error, match=words):
-            engine.extend(0, tokens)
-        assert engine.length(0) == 2
-        assert engine.extend(0, [3]).shape == (1, engine.n_vocab)
+            engine.sequences.extend(0, tokens)
+        assert engine.sequences.length(0) == 2
+        assert engine.sequences.extend(0, [3]).shape == (1, engine.n_vocab)
 
 
 def test_an_unknown_device_is_refused_with_the_names_that_exist(tiny_moe: Path) -> None:
@@ -159,14 +160,14 @@ def test_what_a_callback_raises_during_a_decode_comes_out_of_extend(
         raise Boom(hook)
 
     with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
-        before = engine.extend(0, [1, 2, 3])
+        before = engine.sequences.extend(0, [1, 2, 3])
         with monkeypatch.context() as patch:
             patch.setattr(StreamingDevice, hook, explode)
             with pytest.raises(Boom, match=hook):
-                engine.extend(0, [4, 5])  # another size, so that the graph is built anew
-        assert engine.length(0) == 3
-        engine.rewind(0, 0)
-        assert np.array_equal(engine.extend(0, [1, 2, 3]), before), "the engine goes on"
+                engine.sequences.extend(0, [4, 5])  # another size, so that the graph is built anew
+        assert engine.sequences.length(0) == 3
+        engine.sequences.rewind(0, 0)
+        assert np.array_equal(engine.sequences.extend(0, [1, 2, 3]), before), "the engine goes on"
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
@@ -175,16 +176,16 @@ def test_ctrl_c_ends_a_decode_and_the_engine_goes_on(tiny_moe: Path, device: str
     tokens = [(7 * i) % 250 for i in range(4000)]
     with Engine(tiny_moe, opened) as engine:
         start = time.perf_counter()
-        engine.extend(0, tokens, n_logits=1)
+        engine.sequences.extend(0, tokens, n_logits=1)
         whole_s = time.perf_counter() - start
-        engine.rewind(0, 0)
+        engine.sequences.rewind(0, 0)
         timer = threading.Timer(whole_s / 5, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            engine.extend(0, tokens, n_logits=1)
+            engine.sequences.extend(0, tokens, n_logits=1)
         timer.join()
-        assert engine.length(0) == 0
-        assert np.isfinite(engine.extend(0, [1, 2, 3])).all()
+        assert engine.sequences.length(0) == 0
+        assert np.isfinite(engine.sequences.extend(0, [1, 2, 3])).all()
 
 
 def test_a_signal_whose_handler_returns_does_not_lose_the_decode(tiny_moe: Path) -> None:
@@ -194,12 +195,12 @@ def test_a_signal_whose_handler_returns_does_not_lose_the_decode(tiny_moe: Path)
     try:
         with Engine(tiny_moe, EngineOptions(device="cpu", n_ctx=2048)) as engine:
             start = time.perf_counter()
-            expected = engine.extend(0, tokens, n_logits=1)
+            expected = engine.sequences.extend(0, tokens, n_logits=1)
             whole_s = time.perf_counter() - start
-            engine.rewind(0, 0)
+            engine.sequences.rewind(0, 0)
             timer = threading.Timer(whole_s / 3, os.kill, (os.getpid(), signal.SIGUSR1))
             timer.start()
-            again = engine.extend(0, tokens, n_logits=1)
+            again = engine.sequences.extend(0, tokens, n_logits=1)
             timer.join()
             assert seen == [signal.SIGUSR1]
             assert np.array_equal(again, expected)
@@ -213,7 +214,7 @@ def test_opening_and_closing_fifty_times_leaks_nothing(tiny_moe: Path) -> None:
     def cycle(n: int) -> None:
         for _ in range(n):
             with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
-                engine.extend(0, [1, 2, 3])
+                engine.sequences.extend(0, [1, 2, 3])
         gc.collect()
 
     cycle(15)  # pools and caches fill first
@@ -243,31 +244,31 @@ def test_a_tree_row_has_the_logits_of_its_own_branch_and_a_kept_path_goes_on(
             while at >= 0:
                 branch.append(tokens[at])
                 at = parents[at]
-            engine.rewind(0, 0)
-            expected.append(engine.extend(0, prompt + branch[::-1])[-1])
-        engine.rewind(0, 0)
-        engine.extend(0, [*prompt, 10, 20, 40])
-        after = engine.extend(0, [99])
+            engine.sequences.rewind(0, 0)
+            expected.append(engine.sequences.extend(0, prompt + branch[::-1])[-1])
+        engine.sequences.rewind(0, 0)
+        engine.sequences.extend(0, [*prompt, 10, 20, 40])
+        after = engine.sequences.extend(0, [99])
     with Engine(path, options("sim", n_tree_leaves=4, flash_attn="off")) as engine:
         for _ in range(3):
-            engine.rewind(0, 0)
-            engine.extend(0, prompt)
-            rows = engine.extend_tree(0, tokens, parents)
+            engine.sequences.rewind(0, 0)
+            engine.sequences.extend(0, prompt)
+            rows = engine.sequences.extend_tree(0, tokens, parents)
             np.testing.assert_allclose(rows, np.stack(expected), atol=1e-3)
             assert [int(r.argmax()) for r in rows] == [int(r.argmax()) for r in expected]
-            engine.keep_path(0, [0, 1, 3])
-            assert engine.length(0) == 6
-            np.testing.assert_allclose(engine.extend(0, [99]), after, atol=1e-3)
-            engine.rewind(0, 3)
-            engine.extend_tree(0, tokens, parents)
-            engine.keep_path(0, [])
-            assert engine.length(0) == 3
+            engine.sequences.keep_path(0, [0, 1, 3])
+            assert engine.sequences.length(0) == 6
+            np.testing.assert_allclose(engine.sequences.extend(0, [99]), after, atol=1e-3)
+            engine.sequences.rewind(0, 3)
+            engine.sequences.extend_tree(0, tokens, parents)
+            engine.sequences.keep_path(0, [])
+            assert engine.sequences.length(0) == 3
 
 
 def test_a_tree_with_too_many_leaves_is_refused(tiny_dense: Path) -> None:
     with Engine(tiny_dense, options("cpu", n_tree_leaves=1)) as engine:
-        engine.extend(0, [1])
+        engine.sequences.extend(0, [1])
         with pytest.raises(DoesNotFit, match="2 leaves"):
-            engine.extend_tree(0, [1, 2], [-1, -1])
+            engine.sequences.extend_tree(0, [1, 2], [-1, -1])
         with pytest.raises(BadRequest, match="keep_path"):
-            engine.keep_path(0, [])
+            engine.sequences.keep_path(0, [])

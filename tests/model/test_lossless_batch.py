@@ -41,13 +41,15 @@ def test_sequences_decoded_together_write_the_targets_own_texts(
         ]
         policy = Throughput(cheap_batches()[0], n_max=15, refresh=False)
         n_rounds = n_drafted = n_accepted = 0
-        for rounds in decode_batch(target, members, drafter=ModelDrafter(draft), policy=policy):
+        for rounds in decode_batch(
+            target.sequences, members, drafter=ModelDrafter(draft.sequences), policy=policy
+        ):
             n_rounds += 1
             n_drafted += sum(r.n_drafted for _, r in rounds)
             n_accepted += sum(r.n_accepted for _, r in rounds)
             for member, _ in rounds:
-                assert target.length(member.sequence) == len(member.history) - 1
-        kept = [target.extend(m.sequence, m.history[-1:])[0] for m in members]
+                assert target.sequences.length(member.sequence) == len(member.history) - 1
+        kept = [target.sequences.extend(m.sequence, m.history[-1:])[0] for m in members]
         copied = target.counters().streamed_bytes
     assert 0 < n_accepted < n_drafted, "drafts were made, kept and rejected"
     assert n_rounds < max(LENGTHS), "one decode served several tokens"

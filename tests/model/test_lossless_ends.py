@@ -191,7 +191,7 @@ def test_the_end_of_a_grammar_inside_a_draft_ends_the_text(
         judge.check(run, request)
     else:
         judge.check_support(run, request)
-    assert opened.target.length(SEQUENCE) == len(run.prompt) + len(run.tokens) - 1
+    assert opened.target.sequences.length(SEQUENCE) == len(run.prompt) + len(run.tokens) - 1
     assert_goes_on(opened, judge, run)
 
 
@@ -207,7 +207,7 @@ def test_closing_inside_a_text_leaves_memory_to_go_on_from(
             break
     pieces.close()  # type: ignore[attr-defined]
     assert seen == whole.tokens[: len(seen)]
-    assert opened.target.length(SEQUENCE) == len(whole.prompt) + len(seen) - 1
+    assert opened.target.sequences.length(SEQUENCE) == len(whole.prompt) + len(seen) - 1
     assert_goes_on(opened, judge, replace(whole, tokens=seen))
 
 

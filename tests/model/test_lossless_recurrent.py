@@ -116,8 +116,8 @@ class Recurrent:
 
     def afresh(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Logits after `tokens`, which an empty memory evaluates in one batch."""
-        self.fresh.rewind(0, 0)
-        return self.fresh.extend(0, tokens, 1)[0]
+        self.fresh.sequences.rewind(0, 0)
+        return self.fresh.sequences.extend(0, tokens, 1)[0]
 
     def _without_ties(self) -> tuple[list[int], list[int]]:
         """A prompt whose greedy continuation no noise changes, and both together."""
@@ -128,7 +128,7 @@ class Recurrent:
                 second, best = np.partition(row, -2)[-2:]
                 gap = min(gap, best - second)
                 text = [*text, int(row.argmax())]
-                row = self.fresh.extend(0, text[-1:], 1)[0]
+                row = self.fresh.sequences.extend(0, text[-1:], 1)[0]
             if gap > 2 * NOISE:
                 return prompt, text
         raise AssertionError("every prompt has a tie")
@@ -144,8 +144,8 @@ def recurrent(request: pytest.FixtureRequest, models: Path) -> Iterator[Recurren
     path = write_model(models, name)
     options = EngineOptions(device="cpu", n_ctx=128, n_rs_seq=n_rs_seq)
     with Engine(path, options) as target, Engine(path, replace(options, n_rs_seq=0)) as fresh:
-        assert not target.can_rewind
-        assert target.n_rs_seq == n_rs_seq
+        assert not target.sequences.can_rewind
+        assert target.sequences.n_rs_seq == n_rs_seq
         yield Recurrent(name, target, fresh)
 
 
@@ -192,12 +192,12 @@ def rounds(
 ) -> tuple[list[Round], float]:
     """All rounds, and how far the target's logits were at most from a fresh evaluation's."""
     target = models.target
-    target.rewind(0, 0)
+    target.sequences.rewind(0, 0)
     chooser = chooser or Greedy()
     acceptance = Compared(models, chooser)
     out, length = [], len(models.prompt)
     for round_ in decode(
-        target,
+        target.sequences,
         0,
         models.prompt,
         drafter=drafter,
@@ -209,7 +209,7 @@ def rounds(
     ):
         out.append(round_)
         length += len(round_.emitted)
-        assert target.length(0) == length - 1
+        assert target.sequences.length(0) == length - 1
         if models.name not in PURE:
             assert_each_position_once(target)
     return out, max(acceptance.distances)
@@ -250,9 +250,9 @@ def test_the_comparison_sees_a_token_that_stays_in_the_recurrent_state(
     recurrent: Recurrent,
 ) -> None:
     target, prompt = recurrent.target, recurrent.prompt
-    target.rewind(0, 0)
-    target.extend(0, [*prompt, 50], 0)
-    assert np.abs(target.extend(0, [7])[0] - recurrent.afresh([*prompt, 7])).max() > FAR
+    target.sequences.rewind(0, 0)
+    target.sequences.extend(0, [*prompt, 50], 0)
+    assert np.abs(target.sequences.extend(0, [7])[0] - recurrent.afresh([*prompt, 7])).max() > FAR
 
 
 def test_the_count_of_cells_catches_a_restore_without_the_removal_of_later_cells(
@@ -262,16 +262,16 @@ def test_the_count_of_cells_catches_a_restore_without_the_removal_of_later_cells
     if recurrent.name in PURE:
         pytest.skip("there are no attention cells to leave behind")
     target, first = recurrent.target, len(recurrent.prompt)
-    target.rewind(0, 0)
-    target.extend(0, recurrent.prompt, 0)
+    target.sequences.rewind(0, 0)
+    target.sequences.extend(0, recurrent.prompt, 0)
     assert_each_position_once(target)
     state = target._context.state(0, PARTIAL_STATE)
-    target.extend(0, [50, 51, 52], 0)
+    target.sequences.extend(0, [50, 51, 52], 0)
     target._context.set_state(0, state, PARTIAL_STATE)
     target._lengths[0] = first
     with pytest.raises(AssertionError, match=rf"positions \[{first}, "):
         assert_each_position_once(target)
-    target.extend(0, [7, 8, 9], 0)
+    target.sequences.extend(0, [7, 8, 9], 0)
     with pytest.raises(AssertionError, match="have several cells"):
         assert_each_position_once(target)
     found = sorted(cell_positions(target))
@@ -288,14 +288,14 @@ class DraftedAfresh:
     name = "draft"
 
     def __init__(self, model: Engine, fresh: Engine) -> None:
-        self._drafter, self._fresh = ModelDrafter(model), fresh
+        self._drafter, self._fresh = ModelDrafter(model.sequences), fresh
         self.n_compared = 0
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
         draft = self._drafter.propose(sequence, history, policy, limit)
         for i, (token, p) in enumerate(zip(draft.tokens, draft.probs, strict=True)):
-            self._fresh.rewind(0, 0)
-            row = self._fresh.extend(0, [*history, *draft.tokens[:i]], 1)[0]
+            self._fresh.sequences.rewind(0, 0)
+            row = self._fresh.sequences.extend(0, [*history, *draft.tokens[:i]], 1)[0]
             assert row.max() - row[token] < NOISE
             assert abs(p - 1 / np.exp(row - row[token]).sum()) < NOISE
             self.n_compared += 1
@@ -355,7 +355,7 @@ def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
             assert (run.stats.n_cached_tokens > 0) == (turn > 0)
             history += run.tokens
             rejected += run.n_rejected
-        kept = opened.target.extend(0, history[-1:])[0]
+        kept = opened.target.sequences.extend(0, history[-1:])[0]
         copied = opened.target.counters().streamed_bytes
     assert rejected > 0
     assert (copied > 0) == streamed

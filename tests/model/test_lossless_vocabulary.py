@@ -150,7 +150,7 @@ def test_special_tokens_reach_the_draft_as_its_own(
     with open_session(exact, {**FIXED, "--spec-replace": REPLACE}, draft=permuted) as opened:
         draft = opened.draft
         assert draft is not None
-        extend, read = draft.extend, list[int]()
+        extend, read = draft.sequences.extend, list[int]()
 
         def watched(sequence: int, tokens: list[int], n_logits: int | None = None) -> object:
             read.extend(tokens)

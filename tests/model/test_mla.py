@@ -74,9 +74,9 @@ def evaluate(engine: Engine, sizes: Sequence[int]) -> Logits:
     """Logits of batches of these sizes, each after the same three tokens."""
     rows = []
     for n in sizes:
-        engine.rewind(0, 0)
-        engine.extend(0, [3, 1, 4], n_logits=0)
-        rows.append(engine.extend(0, [(7 * i + n) % engine.n_vocab for i in range(n)]))
+        engine.sequences.rewind(0, 0)
+        engine.sequences.extend(0, [3, 1, 4], n_logits=0)
+        rows.append(engine.sequences.extend(0, [(7 * i + n) % engine.n_vocab for i in range(n)]))
     return rows
 
 
@@ -186,12 +186,12 @@ def test_by_default_as_many_tokens_are_replaced_as_there_are_heads(
         counters = switch_of(engine).counters
         for n in range(1, N_HEAD + 1):
             before = counters.replaced
-            engine.extend(0, [5] * n)
+            engine.sequences.extend(0, [5] * n)
             assert counters.replaced == before + N_LAYERS, f"{n} tokens"
         assert not counters.kept
         replaced = counters.replaced
         for i, n in enumerate((N_HEAD + 1, 20), start=1):
-            engine.extend(0, [5] * n)
+            engine.sequences.extend(0, [5] * n)
             assert counters.replaced == replaced, f"{n} tokens"
             assert counters.kept == {Kept.ABOVE_CROSSOVER: i * N_LAYERS}
 
@@ -246,7 +246,7 @@ def test_streamed_weights_and_products_the_device_does_not_take_are_left_alone(
 
 def test_a_product_that_somebody_else_reads_is_left_alone(opened: Open, tiny_moe: Path) -> None:
     with opened(tiny_moe, 64, stream_experts=False) as engine:
-        engine.extend(0, [1, 2])
+        engine.sequences.extend(0, [1, 2])
         switch = switch_of(engine)
         graph, _ = switch_of(engine).graphs[-1]
         sites = switch.sites(graph)
@@ -259,7 +259,7 @@ def test_a_product_that_somebody_else_reads_is_left_alone(opened: Open, tiny_moe
 
 def test_uses_are_counted_as_in_the_whole_graph(opened: Open, tiny_moe: Path) -> None:
     with opened(tiny_moe, 0, stream_experts=False) as engine:
-        engine.extend(0, [1, 2])
+        engine.sequences.extend(0, [1, 2])
         graph, _ = switch_of(engine).graphs[-1]
         nodes = tensor.node_addresses(graph)
         sources = [tensor.source(node, i) for node in nodes for i in range(10)]
@@ -276,11 +276,11 @@ def test_a_graph_is_rewritten_once_and_its_cuts_are_found_once(
     with opened(tiny_moe, 64, min_batch=MinBatch(experts=1, dense=1)) as engine:
         device = engine.device
         assert device is not None
-        engine.extend(0, [1] * 3)
-        engine.extend(0, [1] * 3)
+        engine.sequences.extend(0, [1] * 3)
+        engine.sequences.extend(0, [1] * 3)
         walks, copy = device.cuts.n_walks, switch_of(engine).graphs[-1]
         for _ in range(4):
-            engine.extend(0, [1] * 3)
+            engine.sequences.extend(0, [1] * 3)
             assert switch_of(engine).graphs[-1] == copy
         assert device.cuts.n_walks == walks
         assert engine.counters().cuts > 0
@@ -322,7 +322,7 @@ def test_auto_measures_nothing_that_the_device_does_not_take(opened: Open, tiny_
     with opened(tiny_moe, "auto", stream_experts=False) as engine:
         switch = switch_of(engine)
         switch._supports = lambda node: tensor.at(node).ne[3] == 1
-        engine.extend(0, [1])
+        engine.sequences.extend(0, [1])
         ((crossover, table),) = switch.measured.values()
         assert [timing.n_tokens for timing in table] == [1]
         assert crossover <= 1
@@ -336,8 +336,8 @@ def test_auto_without_memory_to_measure_says_so_and_takes_the_heads(
 
     monkeypatch.setattr(mla_rewrite, "measure_crossover", no_memory)
     with opened(tiny_moe, "auto") as engine:
-        engine.extend(0, [1] * N_HEAD)
-        engine.extend(0, [1] * (N_HEAD + 1))
+        engine.sequences.extend(0, [1] * N_HEAD)
+        engine.sequences.extend(0, [1] * (N_HEAD + 1))
         switch = switch_of(engine)
         assert switch.counters.replaced == N_LAYERS
         assert len(switch.notes) == 1

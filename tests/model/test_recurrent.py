@@ -44,8 +44,8 @@ def options(device: str, **changes: object) -> EngineOptions:
 
 
 def fresh(engine: Engine, tokens: list[int]) -> NDArray[np.float32]:
-    engine.rewind(0, 0)
-    return engine.extend(0, tokens, 1)[0]
+    engine.sequences.rewind(0, 0)
+    return engine.sequences.extend(0, tokens, 1)[0]
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
@@ -55,55 +55,55 @@ def test_a_restored_checkpoint_gives_the_bits_of_a_fresh_evaluation(
 ) -> None:
     with Engine(hybrid, options(device, device_checkpoints=on_device)) as engine:
         wanted = fresh(engine, [*PROMPT, 5, 6, 7])
-        engine.rewind(0, 0)
-        engine.extend(0, PROMPT, 0)
-        checkpoint = engine.checkpoint(0)
+        engine.sequences.rewind(0, 0)
+        engine.sequences.extend(0, PROMPT, 0)
+        checkpoint = engine.sequences.checkpoint(0)
         for rejected in ([5, 6, 9, 9], [8], [5, 1]):
-            engine.extend(0, rejected)
-            engine.restore(0, checkpoint)
-            assert engine.length(0) == len(PROMPT)
-        engine.extend(0, [5, 6], 0)
-        assert np.array_equal(engine.extend(0, [7])[0], wanted)
-        counted = engine.rollbacks
+            engine.sequences.extend(0, rejected)
+            engine.sequences.restore(0, checkpoint)
+            assert engine.sequences.length(0) == len(PROMPT)
+        engine.sequences.extend(0, [5, 6], 0)
+        assert np.array_equal(engine.sequences.extend(0, [7])[0], wanted)
+        counted = engine.sequences.rollbacks
         assert (counted.checkpoints, counted.restores) == (1, 3)
         assert (counted.checkpoint_bytes == 0) == on_device
 
 
 def test_a_replaced_checkpoint_on_the_device_is_refused(hybrid: Path) -> None:
     with Engine(hybrid, options("cpu")) as engine:
-        engine.extend(0, PROMPT, 0)
-        lasting = engine.checkpoint(0, lasting=True)
-        first = engine.checkpoint(0)
-        engine.extend(0, [1], 0)
-        second = engine.checkpoint(0)
+        engine.sequences.extend(0, PROMPT, 0)
+        lasting = engine.sequences.checkpoint(0, lasting=True)
+        first = engine.sequences.checkpoint(0)
+        engine.sequences.extend(0, [1], 0)
+        second = engine.sequences.checkpoint(0)
         with pytest.raises(BadRequest, match="checkpoint 1 of sequence 0 was replaced by 2"):
-            engine.restore(0, first)
-        engine.restore(0, second)
-        engine.restore(0, lasting)
-        assert engine.length(0) == len(PROMPT)
-        assert np.array_equal(engine.extend(0, [5])[0], fresh(engine, [*PROMPT, 5]))
+            engine.sequences.restore(0, first)
+        engine.sequences.restore(0, second)
+        engine.sequences.restore(0, lasting)
+        assert engine.sequences.length(0) == len(PROMPT)
+        assert np.array_equal(engine.sequences.extend(0, [5])[0], fresh(engine, [*PROMPT, 5]))
 
 
 @pytest.mark.parametrize("lasting", [True, False])
 def test_a_checkpoint_whose_cells_are_gone_is_refused(hybrid: Path, lasting: bool) -> None:
     with Engine(hybrid, options("cpu")) as engine:
-        engine.extend(0, PROMPT, 0)
-        checkpoint = engine.checkpoint(0, lasting=lasting)
-        engine.extend(0, [1, 2], 0)
-        engine.restore(0, checkpoint)  # the cells below it were never touched
-        engine.rewind(0, 0)
-        engine.extend(0, PROMPT[::-1] + PROMPT, 0)
+        engine.sequences.extend(0, PROMPT, 0)
+        checkpoint = engine.sequences.checkpoint(0, lasting=lasting)
+        engine.sequences.extend(0, [1, 2], 0)
+        engine.sequences.restore(0, checkpoint)  # the cells below it were never touched
+        engine.sequences.rewind(0, 0)
+        engine.sequences.extend(0, PROMPT[::-1] + PROMPT, 0)
         with pytest.raises(BadRequest, match="is void: the sequence was cut to 0 since"):
-            engine.restore(0, checkpoint)
+            engine.sequences.restore(0, checkpoint)
 
 
 def test_a_new_threshold_holds_at_once_on_a_recurrent_model(hybrid: Path) -> None:
     with Engine(hybrid, options("sim")) as engine:
-        engine.extend(0, PROMPT, 0)
-        engine.extend(0, [1, 2, 3, 4], 0)
-        engine.min_batch = MinBatch(1000, 1000)
+        engine.sequences.extend(0, PROMPT, 0)
+        engine.sequences.extend(0, [1, 2, 3, 4], 0)
+        engine.set_min_batch_by_decoding(MinBatch(1000, 1000))
         before = engine.counters().streamed_bytes
-        row = engine.extend(0, [5, 6, 7, 8])[-1]
+        row = engine.sequences.extend(0, [5, 6, 7, 8])[-1]
         assert engine.counters().streamed_bytes == before
         wanted = fresh(engine, [*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8])
         assert np.abs(row - wanted).max() <= NEAR_TIE
@@ -111,37 +111,37 @@ def test_a_new_threshold_holds_at_once_on_a_recurrent_model(hybrid: Path) -> Non
 
 @pytest.mark.parametrize("n_dropped", [1, 2, 3, 4])
 def test_snapshots_take_back_tokens_of_the_last_decode(snapshots: Engine, n_dropped: int) -> None:
-    assert snapshots.n_rs_seq == 4
+    assert snapshots.sequences.n_rs_seq == 4
     draft = [5, 6, 7, 8, 9]
     kept = draft[: len(draft) - n_dropped]
     wanted = fresh(snapshots, [*PROMPT, *kept, 11])
-    snapshots.rewind(0, 0)
-    snapshots.extend(0, PROMPT, 0)
-    snapshots.extend(0, draft)
-    snapshots.rewind(0, len(PROMPT) + len(kept))
-    assert np.abs(snapshots.extend(0, [11])[0] - wanted).max() <= NEAR_TIE
+    snapshots.sequences.rewind(0, 0)
+    snapshots.sequences.extend(0, PROMPT, 0)
+    snapshots.sequences.extend(0, draft)
+    snapshots.sequences.rewind(0, len(PROMPT) + len(kept))
+    assert np.abs(snapshots.sequences.extend(0, [11])[0] - wanted).max() <= NEAR_TIE
 
 
 def test_snapshots_of_earlier_decodes_are_refused_though_the_library_takes_them(
     snapshots: Engine,
 ) -> None:
-    snapshots.rewind(0, 0)
-    snapshots.extend(0, [*PROMPT, 1, 2, 3, 4], 0)
-    snapshots.extend(0, [5])  # writes one state: those before it are of another time
-    assert not snapshots.can_drop(0, 1)
+    snapshots.sequences.rewind(0, 0)
+    snapshots.sequences.extend(0, [*PROMPT, 1, 2, 3, 4], 0)
+    snapshots.sequences.extend(0, [5])  # writes one state: those before it are of another time
+    assert not snapshots.sequences.can_drop(0, 1)
     with pytest.raises(BadRequest, match="recurrent.*checkpoint"):
-        snapshots.rewind(0, len(PROMPT) + 3)
-    snapshots.extend(0, [6, 7, 8])
-    snapshots.rewind(0, len(PROMPT) + 6)
+        snapshots.sequences.rewind(0, len(PROMPT) + 3)
+    snapshots.sequences.extend(0, [6, 7, 8])
+    snapshots.sequences.rewind(0, len(PROMPT) + 6)
     with pytest.raises(BadRequest, match="only to the last 0 less"):
-        snapshots.rewind(0, len(PROMPT) + 5)  # the second step back finds nothing
-    snapshots.extend(0, [9])
+        snapshots.sequences.rewind(0, len(PROMPT) + 5)  # the second step back finds nothing
+    snapshots.sequences.extend(0, [9])
 
 
 def test_an_architecture_without_snapshots_says_so(models: Path) -> None:
     path = write_preset(WITHOUT, models / "without.gguf", size="tiny", seed=4)
     with Engine(path, EngineOptions(device="cpu", n_ctx=256, n_rs_seq=4)) as engine:
-        assert engine.n_rs_seq == 0
+        assert engine.sequences.n_rs_seq == 0
 
 
 @pytest.mark.parametrize("n_rs_seq", [0, 2, 8])
@@ -151,7 +151,7 @@ def test_speculation_on_snapshots_writes_the_targets_own_text(models: Path, n_rs
     with Engine(path, EngineOptions(device="cpu", n_ctx=256, n_rs_seq=n_rs_seq)) as engine:
         rejected, text = 0, []
         for round_ in decode(
-            engine,
+            engine.sequences,
             0,
             prompt,
             drafter=SuffixDrafter(min_match=1),
@@ -162,14 +162,14 @@ def test_speculation_on_snapshots_writes_the_targets_own_text(models: Path, n_rs
         ):
             rejected += round_.n_drafted - round_.n_accepted
             text += round_.emitted
-        counted = engine.rollbacks
+        counted = engine.sequences.rollbacks
         assert rejected > 0
         assert (counted.checkpoints > 0) == (n_rs_seq < 4)
         assert (counted.rewinds > 0) == (n_rs_seq >= 4)
-        engine.rewind(0, 0)
-        engine.extend(0, prompt[:-1], 0)
+        engine.sequences.rewind(0, 0)
+        engine.sequences.extend(0, prompt[:-1], 0)
         for last, token in zip([prompt[-1], *text], text, strict=False):
-            row = engine.extend(0, [last])[0]
+            row = engine.sequences.extend(0, [last])[0]
             assert row.max() - row[token] <= NEAR_TIE
 
 
@@ -179,10 +179,10 @@ def test_an_edited_conversation_is_evaluated_from_the_last_prompt_it_shares(hybr
 
         def turn(prompt: list[int], answer: list[int]) -> int:
             n_cached = cache.reuse(prompt)
-            assert n_cached == engine.length(0)
-            engine.extend(0, prompt[n_cached:-1], 0)
+            assert n_cached == engine.sequences.length(0)
+            engine.sequences.extend(0, prompt[n_cached:-1], 0)
             cache.mark()
-            engine.extend(0, [prompt[-1], *answer[:-1]], 0)
+            engine.sequences.extend(0, [prompt[-1], *answer[:-1]], 0)
             cache.keep([*prompt, *answer])
             return n_cached
 
@@ -194,8 +194,8 @@ def test_an_edited_conversation_is_evaluated_from_the_last_prompt_it_shares(hybr
         assert turn([*second, 9, 8, 8, 8], [1]) == len(second) + 1
         # The second prompt has another beginning: nothing is left.
         assert turn([63, *second], [1]) == 0
-        engine.extend(0, [1])
-        kept = engine.extend(0, [5])[0]
+        engine.sequences.extend(0, [1])
+        kept = engine.sequences.extend(0, [5])[0]
         assert np.abs(kept - fresh(engine, [63, *second, 1, 5])).max() <= NEAR_TIE
 
 

@@ -55,7 +55,7 @@ def test_min_batch_auto_is_measured_set_and_told(engines: list[Engine]) -> None:
         assert f"--min-batch auto: {chosen.experts};" in why or "never" in why
         assert f"from {chosen.experts} tokens on" in " ".join(session.notes)
         assert session.target.counters().streamed_bytes > 0, "streaming was one of the two sides"
-        assert session.target.length(0) == 0
+        assert session.target.sequences.length(0) == 0
         pieces = list(session.generate("def f(", GenerateOptions(n_predict=4, ignore_eos=True)))
         assert sum(len(piece.tokens) for piece in pieces) == 4
 
@@ -125,7 +125,7 @@ def test_ctrl_c_while_min_batch_is_measured_leaves_nothing_open(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(engine: Engine, tokens: list[int]) -> None:
-        engine.extend(0, tokens[:2])
+        engine.sequences.extend(0, tokens[:2])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(opening, "measure", interrupted)

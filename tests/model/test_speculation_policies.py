@@ -186,8 +186,8 @@ def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
             history += run.tokens
             rejected += run.n_rejected
         engine = opened.target
-        assert engine.length(SEQUENCE) == len(history) - 1
-        kept = engine.extend(SEQUENCE, history[-1:])[0]
+        assert engine.sequences.length(SEQUENCE) == len(history) - 1
+        kept = engine.sequences.extend(SEQUENCE, history[-1:])[0]
     assert rejected > 0
     assert distance_from_fresh(judge.engine, history, 1, kept) < BATCH_NOISE
 

@@ -46,10 +46,11 @@ def options(streaming: StreamingOptions, device: str = "sim", min_batch: int = 1
 
 def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> NDArray[np.float32]:
     rows = [
-        engine.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)]) for n in batches
+        engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+        for n in batches
     ]
-    engine.rewind(0, 4)
-    return np.concatenate([*rows, engine.extend(0, [7, 8, 9])])
+    engine.sequences.rewind(0, 4)
+    return np.concatenate([*rows, engine.sequences.extend(0, [7, 8, 9])])
 
 
 @pytest.fixture(scope="module")
@@ -144,18 +145,18 @@ def test_a_budget_below_the_smallest_working_set_is_refused_with_numbers(tiny_mo
 
 def test_what_is_cached_is_not_copied_again(tiny_moe: Path) -> None:
     with Engine(tiny_moe, options(StreamingOptions())) as engine:
-        engine.extend(0, [5] * 4)
-        engine.rewind(0, 0)
+        engine.sequences.extend(0, [5] * 4)
+        engine.sequences.rewind(0, 0)
         before = engine.counters().streamed_bytes
-        engine.extend(0, [5] * 4)
+        engine.sequences.extend(0, [5] * 4)
         assert engine.counters().streamed_bytes == before
 
 
 def test_the_link_is_held_to_its_bandwidth(tiny_moe: Path) -> None:
     with Engine(tiny_moe, options(SERIAL, "sim:bw=20MB/s")) as engine:
-        engine.extend(0, [1, 2])
+        engine.sequences.extend(0, [1, 2])
         before, start = engine.counters().streamed_bytes, time.perf_counter()
-        engine.extend(0, [3, 4])
+        engine.sequences.extend(0, [3, 4])
         elapsed_s = time.perf_counter() - start
         streamed = engine.counters().streamed_bytes - before
     assert streamed > 0
@@ -185,8 +186,8 @@ def test_a_failing_copy_ends_the_request_and_the_next_one_is_served(
         with monkeypatch.context() as patch:
             patch.setattr(ThreadCopier, "_copy", fail)
             with pytest.raises(DeviceFailed, match="the link is down"):
-                engine.extend(0, [1, 2, 3])
-        assert engine.length(0) == 0
+                engine.sequences.extend(0, [1, 2, 3])
+        assert engine.sequences.length(0) == 0
         assert np.array_equal(logits(engine), expected)
 
 
@@ -197,7 +198,7 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
         with monkeypatch.context() as patch:
             patch.setattr(ScheduledExecutor, "_submit", lambda *_: -1)
             with pytest.raises(DeviceFailed, match="failed with status"):
-                engine.extend(0, [1, 2, 3])
+                engine.sequences.extend(0, [1, 2, 3])
         assert np.array_equal(logits(engine), expected)
 
 
@@ -214,17 +215,17 @@ def test_the_threshold_may_change_while_the_model_is_open(
     tiny_moe: Path, expected: NDArray[np.float32]
 ) -> None:
     with Engine(tiny_moe, options(StreamingOptions(), min_batch=1000)) as engine:
-        engine.extend(0, [1, 2])
-        engine.rewind(0, 0)
+        engine.sequences.extend(0, [1, 2])
+        engine.sequences.rewind(0, 0)
         assert engine.counters().cuts == 0
-        engine.min_batch = MinBatch(1, 1)
+        engine.set_min_batch_by_decoding(MinBatch(1, 1))
         assert np.array_equal(logits(engine), expected)
         streamed = engine.counters().cuts
         assert streamed > 0
-        engine.rewind(0, 0)
-        engine.min_batch = MinBatch(1000, 1000)
+        engine.sequences.rewind(0, 0)
+        engine.set_min_batch_by_decoding(MinBatch(1000, 1000))
         at = engine.counters().cuts
-        engine.extend(0, [1, 2])
+        engine.sequences.extend(0, [1, 2])
         assert engine.counters().cuts == at
 
 
@@ -234,7 +235,7 @@ def test_auto_measures_both_sides(tiny_moe: Path) -> None:
         assert [side.n_tokens for side in sides] == [1, 2, 3, 4, 6, 8, 12, 16]
         assert all(side.cpu_s > 0 and side.streamed_s > 0 for side in sides)
         assert engine.counters().cuts > 0
-        assert engine.length(0) == 0
+        assert engine.sequences.length(0) == 0
         assert engine.min_batch == MinBatch(7, 7)
 
 

@@ -75,12 +75,12 @@ def test_a_processor_lost_while_running_is_noticed_and_logged(
     monkeypatch.setattr("offload.nodes.threads._CHECK_EVERY", 3)
     with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
         assert engine.threads is not None
-        engine.extend(0, [1])
+        engine.sequences.extend(0, [1])
         lost = numa.decode.cpus[1]
         monkeypatch.setattr("offload.nodes.threads._bound_cpus", lambda: {numa.decode.cpus[0]})
-        engine.extend(0, [1])
+        engine.sequences.extend(0, [1])
         assert engine.threads.notes == [], "only every third decode is checked"
-        engine.extend(0, [1])
+        engine.sequences.extend(0, [1])
         assert any(f"processor {lost} as planned" in note for note in engine.threads.notes)
         assert any(f"processor {lost}" in record.getMessage() for record in caplog.records)
 
@@ -88,7 +88,7 @@ def test_a_processor_lost_while_running_is_noticed_and_logged(
 def logits_of(path: Path, options: EngineOptions) -> NDArray[np.float32]:
     with Engine(path, options) as engine:
         rows = [
-            engine.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
+            engine.sequences.extend(0, [(11 * i + 3 * n) % engine.n_vocab for i in range(n)])
             for n in (1, 2, 9)
         ]
     return np.concatenate(rows)
@@ -119,7 +119,7 @@ def test_each_thread_is_found_where_the_plan_has_it(tiny_dense: Path) -> None:
         assert engine.threads is not None
         assert engine.threads.bound == {"decode": numa.decode.cpus, "batch": numa.batch.cpus}
         assert engine.threads.notes == []
-        engine.extend(0, [1])
+        engine.sequences.extend(0, [1])
         engine.threads.check()
         assert engine.threads.bound["decode"] == numa.decode.cpus
     assert os.sched_getaffinity(0) == before, "the calling thread is left as it was"
@@ -156,7 +156,7 @@ def test_a_processor_beyond_the_mask_leaves_the_threads_alone_and_says_so(tiny_d
         assert engine.threads is not None
         assert "600" in engine.threads.notes[0]
         assert engine.threads.bound == {}
-        assert np.isfinite(engine.extend(0, [1, 2])).all()
+        assert np.isfinite(engine.sequences.extend(0, [1, 2])).all()
 
 
 @needs_two

@@ -36,55 +36,55 @@ def test_what_is_forgotten_changes_no_logits(engine: Engine, windowed: Path) -> 
     options = EngineOptions(**OPTIONS, swa_full=True)  # type: ignore[arg-type]
     with Engine(windowed, options) as full:
         for target in (engine, full):
-            target.extend(0, tokens(600), n_logits=0)
-        expected = full.extend(0, tokens(9, 600))
-        assert np.array_equal(engine.extend(0, tokens(9, 600)), expected)
+            target.sequences.extend(0, tokens(600), n_logits=0)
+        expected = full.sequences.extend(0, tokens(9, 600))
+        assert np.array_equal(engine.sequences.extend(0, tokens(9, 600)), expected)
         # A rejected draft is taken back: its end lies within the window.
         for target in (engine, full):
-            target.rewind(0, 602)
-        expected = full.extend(0, tokens(5, 700))
-        assert np.array_equal(engine.extend(0, tokens(5, 700)), expected)
+            target.sequences.rewind(0, 602)
+        expected = full.sequences.extend(0, tokens(5, 700))
+        assert np.array_equal(engine.sequences.extend(0, tokens(5, 700)), expected)
 
 
 def test_going_back_behind_the_window_is_refused_and_going_back_to_the_start_is_not(
     engine: Engine,
 ) -> None:
-    engine.extend(0, tokens(600), n_logits=0)
-    assert engine.can_drop(0, 8)
-    assert engine.can_drop(0, 600)
-    assert not engine.can_drop(0, 500)
+    engine.sequences.extend(0, tokens(600), n_logits=0)
+    assert engine.sequences.can_drop(0, 8)
+    assert engine.sequences.can_drop(0, 600)
+    assert not engine.sequences.can_drop(0, 500)
     with pytest.raises(BadRequest, match="--swa-full"):
-        engine.rewind(0, 100)
-    assert engine.length(0) == 600, "what was refused changes nothing"
-    engine.rewind(0, 0)
-    assert engine.length(0) == 0
+        engine.sequences.rewind(0, 100)
+    assert engine.sequences.length(0) == 600, "what was refused changes nothing"
+    engine.sequences.rewind(0, 0)
+    assert engine.sequences.length(0) == 0
 
 
 def test_all_can_be_kept(windowed: Path) -> None:
     options = EngineOptions(**OPTIONS, swa_full=True)  # type: ignore[arg-type]
     with Engine(windowed, options) as full:
-        full.extend(0, tokens(600), n_logits=0)
-        assert full.can_drop(0, 500)
-        full.rewind(0, 100)
-        assert full.length(0) == 100
+        full.sequences.extend(0, tokens(600), n_logits=0)
+        assert full.sequences.can_drop(0, 500)
+        full.sequences.rewind(0, 100)
+        assert full.sequences.length(0) == 100
 
 
 def test_a_prompt_that_shares_only_what_was_forgotten_is_evaluated_anew(engine: Engine) -> None:
     cache = PromptCache(engine, 0, 4)
     first = tokens(600)
     assert cache.reuse(first) == 0
-    engine.extend(0, first, n_logits=0)
+    engine.sequences.extend(0, first, n_logits=0)
     cache.keep(first)
     assert cache.reuse([*first[:100], 7, 8, 9]) == 0
-    fresh = engine.extend(0, [*first[:100], 7, 8, 9], n_logits=1)
-    engine.rewind(0, 0)
-    assert np.array_equal(fresh, engine.extend(0, [*first[:100], 7, 8, 9], n_logits=1))
+    fresh = engine.sequences.extend(0, [*first[:100], 7, 8, 9], n_logits=1)
+    engine.sequences.rewind(0, 0)
+    assert np.array_equal(fresh, engine.sequences.extend(0, [*first[:100], 7, 8, 9], n_logits=1))
 
 
 def test_a_prompt_that_goes_on_is_not(engine: Engine) -> None:
     cache = PromptCache(engine, 0, 4)
     first = tokens(600)
-    engine.extend(0, first, n_logits=0)
+    engine.sequences.extend(0, first, n_logits=0)
     cache.keep(first)
     assert cache.reuse([*first, 3, 4]) == 600
 
@@ -92,13 +92,13 @@ def test_a_prompt_that_goes_on_is_not(engine: Engine) -> None:
 def test_trees_see_their_windows(windowed: Path) -> None:
     options = EngineOptions(**OPTIONS, n_tree_leaves=4)  # type: ignore[arg-type]
     with Engine(windowed, options) as engine:
-        engine.extend(0, tokens(600), n_logits=0)
-        chain = engine.extend(0, [3, 4, 5])
-        engine.rewind(0, 600)
-        rows = engine.extend_tree(0, [3, 9, 4, 5], [-1, -1, 0, 2])
-        engine.keep_path(0, (0, 2, 3))
+        engine.sequences.extend(0, tokens(600), n_logits=0)
+        chain = engine.sequences.extend(0, [3, 4, 5])
+        engine.sequences.rewind(0, 600)
+        rows = engine.sequences.extend_tree(0, [3, 9, 4, 5], [-1, -1, 0, 2])
+        engine.sequences.keep_path(0, (0, 2, 3))
         assert np.allclose(rows[[0, 2, 3]], chain, atol=1e-4)
-        assert engine.length(0) == 603
+        assert engine.sequences.length(0) == 603
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "f32", "bf16", "q4_0"])
@@ -109,7 +109,7 @@ def test_a_cache_of_another_type_computes_nearly_the_same(kind: str, models: Pat
     logits = []
     for options in (plain, other):
         with Engine(path, options) as opened:
-            logits.append(opened.extend(0, tokens(40)))
+            logits.append(opened.sequences.extend(0, tokens(40)))
     likeness = np.corrcoef(logits[0].ravel(), logits[1].ravel())[0, 1]
     assert likeness > (0.98 if kind == "q4_0" else 0.999)
 
@@ -120,4 +120,4 @@ def test_a_latent_cache_has_one_type(tiny_moe: Path) -> None:
     with Engine(
         tiny_moe, EngineOptions(device="sim", n_ctx=256, type_k="q8_0", type_v="q8_0")
     ) as engine:
-        assert np.isfinite(engine.extend(0, tokens(20))).all()
+        assert np.isfinite(engine.sequences.extend(0, tokens(20))).all()
