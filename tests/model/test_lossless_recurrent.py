@@ -268,7 +268,7 @@ def test_the_count_of_cells_catches_a_restore_without_the_removal_of_later_cells
     state = target._context.state(0, PARTIAL_STATE)
     target.sequences.extend(0, [50, 51, 52], 0)
     target._context.set_state(0, state, PARTIAL_STATE)
-    target._lengths[0] = first
+    target.sequences._lengths[0] = first
     with pytest.raises(AssertionError, match=rf"positions \[{first}, "):
         assert_each_position_once(target)
     target.sequences.extend(0, [7, 8, 9], 0)

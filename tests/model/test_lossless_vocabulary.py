@@ -156,7 +156,7 @@ def test_special_tokens_reach_the_draft_as_its_own(
             read.extend(tokens)
             return extend(sequence, tokens, n_logits)
 
-        monkeypatch.setattr(draft, "extend", watched)
+        monkeypatch.setattr(draft.sequences, "extend", watched)
         run = generate(opened, texts()[0], GREEDY)
         ours = [opened.target.token_text(token) for token in run.prompt]
         theirs = [draft.token_text(token) for token in read[: len(run.prompt)]]

@@ -99,7 +99,7 @@ def test_tokens_and_probabilities_are_libllamas(files: Files, dtype: str) -> Non
         exact_llama(files.exact) as llama,
     ):
         for prompt in files.prompts:
-            draft.sequences.rewind(0, 0)
+            draft.rewind(0, 0)
             for differences in judged(llama, prompt, draft.draft([(0, prompt)], N_STEPS)):
                 worst = np.maximum(worst, differences)
                 n_other += differences[2] > 0
@@ -149,7 +149,7 @@ def test_every_quantisation_is_read_as_libllama_reads_it(quant: str, tmp_path: P
         types = {place.entry.type for place in draft.facts.weights.values()}
         assert quant.lower() in {kind.lower() for kind in types}
         for prompt in random_prompts(512)[:5]:
-            draft.sequences.rewind(0, 0)
+            draft.rewind(0, 0)
             found = list(judged(llama, prompt, draft.draft([(0, prompt)], N_STEPS)))
             assert np.max(found, axis=0) == pytest.approx(np.zeros(3), abs=1e-4)
 
@@ -236,7 +236,7 @@ def test_any_order_of_calls_leaves_what_a_fresh_evaluation_would(
 
 
 def from_scratch(draft: TorchDraft, history: list[int], n_steps: int) -> Drafted:
-    draft.sequences.rewind(0, 0)
+    draft.rewind(0, 0)
     return draft.draft([(0, history)], n_steps)
 
 
@@ -245,7 +245,7 @@ def test_a_long_prompt_in_chunks_is_the_prompt_token_by_token(tiny: Path) -> Non
     with TorchDraft(tiny, TorchDraftOptions(n_ctx=N_CTX, dtype="f32")) as draft:
         whole = draft.draft([(0, prompt)], 4)
         assert draft.counters.n_fed == len(prompt)
-        draft.sequences.rewind(0, 0)
+        draft.rewind(0, 0)
         for token in prompt[:-1]:
             draft.draft([(0, [token])], 1)
         same(draft.draft([(0, prompt[-1:])], 4), 0, whole)
@@ -278,11 +278,11 @@ def test_replayed_steps_are_the_eager_ones(
         for draft in (eager, captured):
             draft.found = []  # type: ignore[attr-defined]
             for prompt in random_prompts(512)[:6]:
-                draft.sequences.rewind(0, 0)
-                draft.sequences.rewind(1, 0)
+                draft.rewind(0, 0)
+                draft.rewind(1, 0)
                 draft.found.append(draft.draft([(0, prompt[:3]), (1, prompt)], 5))  # type: ignore[attr-defined]
                 draft.found.append(draft.draft_more([1], 3))  # type: ignore[attr-defined]
-                draft.sequences.rewind(1, len(prompt) + 2)
+                draft.rewind(1, len(prompt) + 2)
                 drawing = Drawing(0.8, uniforms)
                 draft.found.append(draft.draft([(1, prompt[:2])], 5, drawing))  # type: ignore[attr-defined]
         for a, b in zip(eager.found, captured.found, strict=True):  # type: ignore[attr-defined]
@@ -316,7 +316,7 @@ def test_graphs_touch_only_tensors_that_stay(tiny: Path) -> None:
         addresses = [steps._inputs.data_ptr(), steps._out.data_ptr(), steps._staged.data_ptr()]
         n_captures = draft.counters.n_captures
         for length in range(3, 60):
-            draft.sequences.rewind(0, min(length, draft.sequences.length(0)))
+            draft.rewind(0, min(length, draft.length(0)))
             draft.draft([(0, [length, 7])], 2)
         now = [steps._inputs.data_ptr(), steps._out.data_ptr(), steps._staged.data_ptr()]
         assert addresses == now
@@ -368,7 +368,7 @@ def test_a_pruned_vocabulary_drafts_the_best_of_what_was_kept(
         assert some.layout.pieces["output"].shape == (len(kept), all_.shape.n_embd)
         for prompt in random_prompts(512)[:10]:
             for draft in (all_, some):
-                draft.sequences.rewind(0, 0)
+                draft.rewind(0, 0)
             row = all_.draft([(0, prompt)], 1, drawing).row(0, 0)
             of_kept = np.zeros(512)
             of_kept[list(kept)] = row[list(kept)]
@@ -385,7 +385,7 @@ def test_a_pruned_vocabulary_drafts_the_best_of_what_was_kept(
 def test_padding_that_the_target_does_not_have_is_never_drafted(tiny: Path) -> None:
     with TorchDraft(tiny, TorchDraftOptions(n_ctx=N_CTX, dtype="f32", n_vocab=40)) as draft:
         for prompt in random_prompts(512)[:20]:
-            draft.sequences.rewind(0, 0)
+            draft.rewind(0, 0)
             assert draft.draft([(0, prompt)], 4).tokens.max() < 40
 
 
@@ -399,7 +399,7 @@ def test_int8_is_its_unpacked_twin_and_near_the_whole(files: Files) -> None:
         with TorchDraft(files.path, options) as draft:
             found = []
             for prompt in files.prompts[:30]:
-                draft.sequences.rewind(0, 0)
+                draft.rewind(0, 0)
                 found.append(draft.draft([(0, prompt)], 1))
             outs.append((np.array([f.tokens[0, 0] for f in found]),
                          np.array([f.p[0, 0] for f in found])))  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 from numa.machine import read_topology
 from numa.topology import Topology
 
-TREES = Path(__file__).parents[2] / "fixtures" / "sysfs"
+TREES = Path(__file__).parent / "fixtures" / "sysfs"
 
 
 def grow(name: str, root: Path) -> Path:
