@@ -78,7 +78,7 @@ def choose_device(wanted: str) -> DeviceChoice:
     names = ["auto", "cpu", "sim", *(d.name for d in gpus)]
     close = difflib.get_close_matches(wanted, names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise DeviceUnavailable(f"--device {wanted}: this machine has {', '.join(names)}{hint}")
+    raise DeviceUnavailable(f"device {wanted}: this machine has {', '.join(names)}{hint}")
 
 
 @dataclass(frozen=True)

@@ -208,13 +208,14 @@ def synthetic_rates(options: SpecOptions) -> tuple[float, ...]:
             f"{options.name('drafters')} synthetic needs either rates of acceptance or a mean "
             "length (docs/flags.md)"
         )
-    if rates is None:
+    try:
+        if rates is not None:
+            return check_rates(rates)
         assert length is not None
         return rates_of_length(length, LONGEST if options.n_max is None else options.n_max)
-    try:
-        return check_rates(rates)
-    except ValueError as e:
-        raise BadOption(f"{options.name('synth_rates')}: {e}") from None
+    except BadOption as e:
+        name = "synth_len" if rates is None else "synth_rates"
+        raise BadOption(f"{options.name(name)}: {e}") from None
 
 
 __all__ = ["ModelDrafter", "build_acceptance", "build_drafter", "build_policy", "synthetic_rates"]

@@ -17,6 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from offload.errors import BadRequest
 from offload.model import ModelFacts, TensorEntry, layer_of
+from offload.plan.cache_types import CACHE_TYPES
 
 _F32 = 4
 _MASK = 2  # bytes of an attention mask's cell
@@ -92,8 +93,9 @@ def forgetting_window(facts: ModelFacts) -> int:
     return shape.window if shape.windowed else 0
 
 
-# What llama.cpp's -ctk and -ctv take.
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+def type_of_values(facts: ModelFacts, type_k: str) -> str:
+    """The type of V where only K's was chosen: MLA keeps one cache for both."""
+    return type_k if _Shape(facts).is_mla else "f16"
 
 
 def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: str) -> str:

@@ -29,7 +29,7 @@ def parse_sim(device: str) -> SimSpec:
         key, equals, value = part.partition("=")
         if not equals or key not in ("vram", "bw", "latency"):
             raise DeviceUnavailable(
-                f"--device {device}: {part!r} is not vram=SIZE, bw=RATE or latency=TIME"
+                f"device {device}: {part!r} is not vram=SIZE, bw=RATE or latency=TIME"
             )
         values[key] = value
     try:
@@ -39,4 +39,4 @@ def parse_sim(device: str) -> SimSpec:
             parse_seconds(values["latency"]) if "latency" in values else 0.0,
         )
     except ValueError as e:
-        raise DeviceUnavailable(f"--device {device}: {e}") from e
+        raise DeviceUnavailable(f"device {device}: {e}") from e

@@ -1,4 +1,4 @@
-"""Synthetic acceptance: drafts accepted at given rates, whatever they say (`--spec-synth-*`).
+"""Synthetic acceptance: drafts accepted at given rates, whatever they say.
 
 Measures the systems part of speculation alone, without a trained draft. The text that
 comes out is nonsense and must be declared invalid.
@@ -22,11 +22,11 @@ def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
     for i, rate in enumerate(rates):
         if not 0.0 <= rate <= before:
             raise BadOption(
-                f"--spec-synth-rates: entry {i + 1} is {rate}; rates lie in [0, 1] and never rise"
+                f"entry {i + 1} of the rates is {rate}: rates lie in [0, 1] and never rise"
             )
         before = rate
     if not rates:
-        raise BadOption("--spec-synth-rates has no entries")
+        raise BadOption("there are no rates")
     return tuple(rates)
 
 
@@ -36,7 +36,7 @@ def rates_of_length(length: float, n_max: int) -> tuple[float, ...]:
     Raises BadOption unless 1 <= length <= n_max + 1.
     """
     if not 1.0 <= length <= n_max + 1:
-        raise BadOption(f"--spec-synth-len {length} must lie in [1, {n_max + 1}]")
+        raise BadOption(f"a mean length of {length} must lie in [1, {n_max + 1}]")
     low, high = 0.0, 1.0
     for _ in range(60):
         p = (low + high) / 2

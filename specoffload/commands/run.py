@@ -48,12 +48,12 @@ def _exists(argument: str) -> bool:
 def read_prompt(words: str | None, file: Path | None) -> str:
     """The prompt's text. Raises UsageError when there is none, or it cannot be read."""
     if words is not None and file is not None:
-        raise UsageError("-p and -f exclude each other")
+        raise UsageError(f"a prompt and the file {file} are given: one of them is enough")
     if file is not None:
         try:
             words = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
-            raise UsageError(f"-f {file}: cannot be read as UTF-8 text ({e})") from e
+            raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
     if not words:
         raise UsageError('the prompt is empty: specoffload run "def fibonacci(n):", or -p TEXT')
     return words
@@ -62,13 +62,13 @@ def read_prompt(words: str | None, file: Path | None) -> str:
 def read_grammar(words: str | None, file: Path | None) -> str | None:
     """The grammar's text, if any. Raises UsageError when it cannot be read."""
     if words is not None and file is not None:
-        raise UsageError("--grammar and --grammar-file exclude each other")
+        raise UsageError(f"a grammar and the file {file} are given: one of them is enough")
     if file is None:
         return words or None
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"--grammar-file {file}: cannot be read as UTF-8 text ({e})") from e
+        raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
 
 
 def run_prompt(config: Config, prompt_text: Callable[[], str], options: GenerateOptions) -> None:

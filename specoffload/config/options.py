@@ -39,6 +39,8 @@ class DraftOptions:
     threads_batch: int | None = None
     device: str | None = None
     flash_attn: Toggle | None = None
+    type_k: str | None = None
+    type_v: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ class Options:
     threads: int | None = None
     threads_batch: int | None = None
     flash_attn: Toggle = Toggle.AUTO
+    type_k: str = "f16"  # of the KV cache
+    type_v: str | None = None
+    swa_full: bool = False
     vram_bytes: int | None = None
     n_gpu_layers: int | None = None
     n_cpu_moe: int | None = None

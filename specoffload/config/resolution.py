@@ -36,6 +36,9 @@ class Config:
     threads: int
     threads_batch: int
     flash_attn: str
+    type_k: str
+    type_v: str | None  # None: f16, with MLA as `type_k`
+    swa_full: bool
     spec: SpecConfig
     streaming: StreamingOptions
     min_batch_auto: bool
@@ -75,6 +78,9 @@ def resolve(options: Options, host: Host) -> Config:
         threads=threads.n_decode,
         threads_batch=threads.n_batch,
         flash_attn=options.flash_attn,
+        type_k=options.type_k,
+        type_v=options.type_v,
+        swa_full=options.swa_full,
         spec=resolve_speculation(
             options,
             has_draft=draft is not None,

@@ -36,6 +36,8 @@ _ENGINE_NAMES = {
     "threads_batch": "n_threads_batch",
     "device": "device",
     "flash_attn": "flash_attn",
+    "type_k": "type_k",
+    "type_v": "type_v",
 }
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from offload.errors import BadRequest
+from specoffload.config.flags import sampling
+from specoffload.config.flags.flag import FLOAT, INT, SWITCH
 from specoffload.server.wire import (
     ChatRequest,
     CompletionRequest,
@@ -78,17 +80,12 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "xtc_probability": (0, 0.0),
 }
 
-_PASSED_ON = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repeat_penalty",
-    "repeat_last_n",
-    "frequency_penalty",
-    "presence_penalty",
-    "ignore_eos",
-)
+# Fields that go as they are into the GenerateOptions of the same meaning, by its name.
+_PASSED_ON = {
+    flag.request: flag.field
+    for flag in sampling.FLAGS
+    if flag.request and flag.kind in (INT, FLOAT, SWITCH)
+}
 _ROLES = ("system", "developer", "user", "assistant")
 _N_SEEDS = 2**32 - 1  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "random"
 
@@ -113,9 +110,13 @@ def generate_options(request: GenerationRequest, defaults: GenerateOptions) -> G
     if request.stream_options is not None and not request.stream:
         raise BadRequest("stream_options has no effect without stream: true")
     changes: dict[str, Any] = {
-        name: value for name in _PASSED_ON if (value := getattr(request, name)) is not None
+        field: value
+        for name, field in _PASSED_ON.items()
+        if (value := getattr(request, name)) is not None
     }
-    changes |= _structure(request)
+    structure = _structure(request)
+    if structure:  # instead of the default's, whichever form that has
+        changes |= {"grammar": None, "json_schema": None, **structure}
     if request.stop is not None:
         changes["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     if request.seed is not None and request.seed != -1:

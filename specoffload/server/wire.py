@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from specoffload.config.flags import sampling
 from specoffload.server.messages import Problem
 from specoffload.session.generation import FinishReason, GenerationStats
 
@@ -28,6 +29,15 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None  # padding against traffic analysis: OpenAI's own
 
 
+_RANGES = {flag.request: flag for flag in sampling.FLAGS if flag.request}
+
+
+def _ranged(name: str) -> Any:
+    """A field that may be left out, with the range of the flag of the same meaning."""
+    flag = _RANGES[name]
+    return Field(None, ge=flag.least, gt=flag.above, le=flag.most)
+
+
 StopText = Annotated[str, Field(min_length=1)]
 
 
@@ -37,14 +47,14 @@ class GenerationRequest(_Request):
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=-1)  # -1, as in llama-server: to the context's end
-    temperature: float | None = Field(None, ge=0)
-    top_k: int | None = Field(None, ge=0)
-    top_p: float | None = Field(None, ge=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repeat_penalty: float | None = Field(None, gt=0)
-    repeat_last_n: int | None = Field(None, ge=-1)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    temperature: float | None = _ranged("temperature")
+    top_k: int | None = _ranged("top_k")
+    top_p: float | None = _ranged("top_p")
+    min_p: float | None = _ranged("min_p")
+    repeat_penalty: float | None = _ranged("repeat_penalty")
+    repeat_last_n: int | None = _ranged("repeat_last_n")
+    frequency_penalty: float | None = _ranged("frequency_penalty")
+    presence_penalty: float | None = _ranged("presence_penalty")
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None

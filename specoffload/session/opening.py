@@ -11,7 +11,7 @@ from dataclasses import replace
 from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions, context_spec
 from offload.model_file import read_facts
-from offload.plan.context import context_memory
+from offload.plan.context import context_memory, type_of_values
 from offload.plan.min_batch import choose, measure
 from offload.store.store import StoreOptions
 from specoffload.config.resolution import Config
@@ -40,6 +40,9 @@ def open_target(config: Config, on_progress: Callable[[float], None] | None = No
         n_threads=config.threads,
         n_threads_batch=config.threads_batch,
         flash_attn=config.flash_attn,
+        type_k=config.type_k,
+        type_v=_type_v(config),
+        swa_full=config.swa_full,
         streaming=replace(config.streaming, reserve_bytes=draft_bytes(config)),
         mla_crossover=config.mla_crossover,
         stream_experts=config.stream_experts,
@@ -48,6 +51,12 @@ def open_target(config: Config, on_progress: Callable[[float], None] | None = No
         trial_folder=spec.profile_dir,
     )
     return Engine(config.model, options, on_progress)
+
+
+def _type_v(config: Config) -> str:
+    if config.type_v is not None or config.type_k == "f16":
+        return config.type_v or "f16"
+    return type_of_values(read_facts(config.model), config.type_k)
 
 
 def draft_bytes(config: Config) -> int:

@@ -15,6 +15,7 @@ from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import BothSides
 from specdec.errors import SpecDecError, VocabularyMismatch
+from specoffload.config.options import DraftOptions
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session import opening
@@ -176,3 +177,28 @@ def test_without_speculation_nothing_of_it_is_opened_or_on_the_way() -> None:
     assert last.stats is not None
     assert last.stats.n_tokens == last.stats.n_rounds == 6
     assert last.stats.n_drafted == last.stats.n_draft_steps == 0
+
+
+# -- the KV cache
+
+
+def test_the_types_of_the_cache_and_full_windows_reach_the_engine(
+    tiny_moe: Path, tiny_dense: Path
+) -> None:
+    chosen = {"type_k": "q8_0", "flash_attn": "on", "swa_full": True, "spec": NO_DRAFTS}
+    with Session(config_of(model=tiny_moe, **chosen)) as session:  # MLA: one cache for both
+        opened = session.target.options
+        assert (opened.type_k, opened.type_v, opened.swa_full) == ("q8_0", "q8_0", True)
+        pieces = list(session.generate("def", GenerateOptions(n_predict=2)))
+        assert sum(len(piece.tokens) for piece in pieces) == 2
+    other = {"type_k": "bf16", "type_v": "f32", "spec": NO_DRAFTS}
+    with Session(config_of(model=tiny_dense, **other)) as session:
+        assert (session.target.options.type_k, session.target.options.type_v) == ("bf16", "f32")
+
+
+def test_the_draft_has_types_of_its_own() -> None:
+    of_draft = DraftOptions(type_k="bf16", type_v="bf16")
+    with Session(config_of(of_draft=of_draft, use_profile=False)) as session:
+        assert session.draft is not None
+        assert session.draft.options.type_k == "bf16"
+        assert session.target.options.type_k == "f16"

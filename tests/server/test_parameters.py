@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from offload.errors import BadRequest
+from specoffload.config.flags import sampling
+from specoffload.config.flags.flag import Flag
 from specoffload.server.parameters import INERT, REFUSED, generate_options
 from specoffload.server.wire import ChatRequest, CompletionRequest
 from specoffload.session.generation import GenerateOptions
@@ -99,3 +102,21 @@ def test_penalties_and_grammar_reach_the_generator() -> None:
 
 def test_an_empty_grammar_and_a_text_format_ask_for_nothing() -> None:
     assert _options(grammar="", json_schema={}, response_format={"type": "text"}) == DEFAULTS
+
+
+@pytest.mark.parametrize("flag", [f for f in sampling.FLAGS if f.request], ids=lambda f: f.request)
+def test_a_request_has_every_sampling_flag_with_its_range(flag: Flag) -> None:
+    assert flag.request in CompletionRequest.model_fields
+    if flag.least is not None and flag.most is not None:
+        for outside in (flag.least - 1, flag.most + 1):
+            with pytest.raises(ValidationError):
+                CompletionRequest(prompt="x", **{flag.request: outside})
+        assert getattr(_options(**{flag.request: flag.most}), flag.field) == flag.most
+
+
+def test_the_form_that_a_request_asks_for_stands_instead_of_the_default_one() -> None:
+    defaults = GenerateOptions(grammar='root ::= "a"')
+    request = CompletionRequest(prompt="x", json_schema={"type": "object"})
+    found = generate_options(request, defaults)
+    assert (found.grammar, found.json_schema) == (None, '{"type": "object"}')
+    assert generate_options(CompletionRequest(prompt="x"), defaults) == defaults

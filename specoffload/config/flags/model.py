@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from specoffload.config.flags.flag import INT, PATH, Flag, Panel
+from offload.plan.cache_types import CACHE_TYPES
+from specoffload.config.flags.flag import INT, PATH, SWITCH, Flag, Panel, choice
 from specoffload.config.flags.reading import TOGGLE
 from specoffload.config.options import Options
 
@@ -29,6 +30,21 @@ FLAGS = (
     Flag(
         Options, "flash_attn", ("--flash-attn", "-fa"), TOGGLE, "Flash attention.", _P,
         variables=("LLAMA_ARG_FLASH_ATTN",), bare="on",
+    ),
+    Flag(
+        Options, "type_k", ("--cache-type-k", "-ctk"), choice(CACHE_TYPES),
+        "Type of the KV cache's keys.", _P, variables=("LLAMA_ARG_CACHE_TYPE_K",),
+        more=f"{', '.join(CACHE_TYPES)}. Quantised types need flash attention.",
+    ),
+    Flag(
+        Options, "type_v", ("--cache-type-v", "-ctv"), choice(CACHE_TYPES),
+        "Type of the KV cache's values.", _P, variables=("LLAMA_ARG_CACHE_TYPE_V",),
+        default_words="f16, with MLA the keys'",
+    ),
+    Flag(
+        Options, "swa_full", ("--swa-full",), SWITCH,
+        "Keep all that sliding windows have passed, so that it can be cut anywhere.", _P,
+        variables=("LLAMA_ARG_SWA_FULL",),
     ),
     Flag(
         Options, "ctx_checkpoints", ("--ctx-checkpoints", "-ctxcp", "--swa-checkpoints"), INT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from offload.plan.cache_types import CACHE_TYPES
 from specdec.options import (
     MOST_DRAFTED,
     AcceptRule,
@@ -64,6 +65,20 @@ MODEL = (
     Flag(
         DraftOptions, "flash_attn", ("--flash-attn-draft",), TOGGLE, "The draft's flash attention.",
         _P, needs=_DRAFT, default_words="the target's", bare="on",
+    ),
+)  # fmt: skip
+
+_TYPES = choice(CACHE_TYPES)
+TYPES = (
+    Flag(
+        DraftOptions, "type_k", ("--cache-type-k-draft", "-ctkd", "--spec-draft-type-k"), _TYPES,
+        "Type of the draft's keys.", _P, needs=_DRAFT, default_words="f16",
+        variables=("LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K",),
+    ),
+    Flag(
+        DraftOptions, "type_v", ("--cache-type-v-draft", "-ctvd", "--spec-draft-type-v"), _TYPES,
+        "Type of the draft's values.", _P, needs=_DRAFT, default_words="f16",
+        variables=("LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",),
     ),
 )  # fmt: skip
 
@@ -197,4 +212,4 @@ WITHOUT_MODEL = (
     ),
 )  # fmt: skip
 
-FLAGS = (*MODEL, DRAFT_PARAMS, *DRAFTING, *WITHOUT_MODEL)
+FLAGS = (*MODEL, *TYPES, DRAFT_PARAMS, *DRAFTING, *WITHOUT_MODEL)

@@ -1,0 +1,46 @@
+"""Flags that messages, docstrings and pages speak of exist in the table of flags."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from specoffload.config.command_line import HELP
+from specoffload.config.flags.table import TABLE
+from specoffload.config.typer_commands import HELP_ALL
+
+ROOT = Path(__file__).parents[3]
+_NAME = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w*-])")
+OURS = {name for flag in TABLE for name in (*flag.names, *flag.off)}
+OTHERS = {
+    "--short",  # git's
+    "--gpu",  # of scripts/setup
+    "--ulimit",  # docker's
+    "--fit-target",  # llama.cpp's
+    "--version",
+    HELP_ALL,
+    *HELP,
+}
+SOURCES = [
+    path
+    for package in ("numa", "specdec", "offload", "specoffload")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if "synth" not in path.parts  # it has a command line of its own
+]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_flag_that_a_text_names_is_one_of_ours(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = set(_NAME.findall(node.value)) - OURS - OTHERS
+            assert not named, f"{path.name}:{node.lineno}: {sorted(named)}"
+
+
+@pytest.mark.parametrize("name", ["flags", "mla", "numa", "server", "speculation", "trace"])
+def test_a_flag_that_a_page_names_is_one_of_ours(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert set(_NAME.findall(text)) - OURS - OTHERS == set()
