@@ -74,7 +74,8 @@ def executor_maker(plan: Plan, choice: DeviceChoice, options: StreamingOptions) 
 
     def make(backend: Backend) -> Executor:
         if not options.overlap or not plan.arenas:
-            return SerialExecutor(buft, backend, copier=_copier(choice, backend, options))
+            copier = _copier(choice, backend, options)
+            return SerialExecutor(buft, backend, copier, options.trace)
         table = SlotTable({i: arena.n_slots for i, arena in enumerate(plan.arenas)})
         schedule = Schedule(table, make_cache_rule(options.cache), options.depth, options.n_guesses)
         return ScheduledExecutor(

@@ -6,6 +6,7 @@ to give the same bits as this one.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -17,17 +18,26 @@ from offload.ggml.graph import Cut, CutList
 from offload.ggml.library.lib import library
 from offload.ggml.pydevice import Backend
 from offload.ggml.router import ids_like, read_router
+from offload.model import layer_of
 from offload.streaming.copy import Copier, Transfer
 from offload.streaming.counters import StreamCounters
+from offload.trace import COMPUTE, NO_TRACE, Trace
 
 
 class SerialExecutor:
     """Runs graphs with cuts on one inner backend."""
 
-    def __init__(self, buft: int, backend: Backend, copier: Copier | None = None) -> None:
+    def __init__(
+        self,
+        buft: int,
+        backend: Backend,
+        copier: Copier | None = None,
+        trace: Trace = NO_TRACE,
+    ) -> None:
         """`copier` holds the copies to a link; without one they go straight to the backend."""
         self._lib = library()
         self._buft, self._backend, self._copier = buft, backend, copier
+        self._trace = trace
         self._arenas: dict[tuple[int, int, int, int], Arena] = {}
         self._ids_memory: DeviceMemory | None = None
         self.counters = StreamCounters()
@@ -59,7 +69,11 @@ class SerialExecutor:
         if first >= end:
             return 0
         part = cut_list.part(first, end)
-        return int(self._lib.ggml_backend_graph_compute_async(self._backend.inner, part))
+        start_s = time.perf_counter()
+        status = int(self._lib.ggml_backend_graph_compute_async(self._backend.inner, part))
+        if self._trace:
+            self._trace.add(COMPUTE, f"nodes {first}-{end}", start_s, time.perf_counter())
+        return status
 
     def _run_cut(self, cut_list: CutList, cut: Cut) -> int:
         self._lib.ggml_backend_synchronize(self._backend.inner)
@@ -68,7 +82,7 @@ class SerialExecutor:
         if cut.kind == "dense":
             size = self._lib.ggml_nbytes(cut.weight)
             slots = self._arena(cut.weight, 1, size).slots(0, 1)
-            self._copy(slots, 0, weight.data, size)
+            self._copy(cut.weight, slots, 0, weight.data, size)
             return self._run_patched(cut_list, cut, slots, None)
         raw = read_router(cut.ids, self._backend.inner)
         used, inverse = np.unique(raw, return_inverse=True)
@@ -77,7 +91,7 @@ class SerialExecutor:
         slots = arena.slots(0, len(used))
         for slot, expert in enumerate(used):
             source = weight.data + int(expert) * arena.slot_bytes
-            self._copy(slots, slot * arena.slot_bytes, source, arena.slot_bytes)
+            self._copy(cut.weight, slots, slot * arena.slot_bytes, source, arena.slot_bytes)
         self.counters.streamed_experts += len(used)
         ids = self._upload_ids(cut.ids, remapped)
         return self._run_patched(cut_list, cut, slots, ids)
@@ -92,9 +106,11 @@ class SerialExecutor:
             arena = self._arenas[key] = Arena(self._buft, weight, n_slots, slot_bytes)
         return arena
 
-    def _copy(self, target: Any, offset: int, source: int, size: int) -> None:
+    def _copy(self, weight: int, target: Any, offset: int, source: int, size: int) -> None:
         if self._copier is not None:
-            self._copier.copy(Transfer(target, offset, source, size), None)
+            self._copier.copy(
+                Transfer(target, offset, source, size, *self._described(weight)), None
+            )
             self._copier.drain()
         else:
             self._lib.ggml_backend_tensor_set_async(
@@ -103,6 +119,13 @@ class SerialExecutor:
             self._lib.ggml_backend_synchronize(self._backend.inner)
         self.counters.copies += 1
         self.counters.streamed_bytes += size
+
+    def _described(self, weight: int) -> tuple[str, dict[str, int | str]]:
+        """A copy's name and arguments, for the trace."""
+        if not self._trace:
+            return "", {}
+        name = tensor.name_of(weight)
+        return name, {"layer": layer_of(name), "reason": "needed", "graph": self.counters.graphs}
 
     def _upload_ids(self, ids: int, remapped: NDArray[np.int32]) -> Any:
         if self._ids_memory is None or self._ids_memory.size_bytes < remapped.nbytes:
