@@ -1,7 +1,8 @@
 """Measuring a profile on a running target: T(n) for n = 1..N, and the draft's step.
 
-As the scripts of llama.cpp #17034 ended up, with two differences on purpose: times are
-averaged, not speeds, and the tokens are real text, because the experts a batch uses depend on it.
+Every decode that is timed gets tokens that follow in the text: on tokens that were just decoded
+each expert would still lie where it is fast to reach, and a batch would seem to cost what it never
+costs again. The text is real, because the experts that a batch uses depend on it.
 """
 
 from __future__ import annotations
@@ -10,19 +11,85 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+from specdec.costs.estimate import Estimate, Wanted, estimate, next_size
 from specdec.costs.profile import CostProfile, ProfileKey
 from specdec.errors import BadProfile
 from specdec.types import Target
 
+Clock = Callable[[], float]
 Progress = Callable[[float], None]
+
+# Below this T(1) a graph that is built anew, for another batch size than before, would show.
+_LEAD_BELOW_S = 0.05
+_SPAN = 3  # largest batches that fit behind a depth before the memory is cut back to it
 
 
 @dataclass(frozen=True)
 class MeasureOptions:
+    """`sizes` in the order in which they are timed, all of 1..n_max when empty; the others are
+    interpolated, or beyond the largest extrapolated. Each is timed `n_repeats` times, then up to
+    `n_most` times where its repetitions do not agree, while `budget_s` lasts, which the depths
+    share. A first set of all is dropped where there is no budget."""
+
     n_max: int = 64
     n_repeats: int = 4
     depths: tuple[int, ...] = (0, 512)
-    sizes: tuple[int, ...] = ()  # empty: all of 1..n_max; the others are interpolated
+    sizes: tuple[int, ...] = ()
+    n_most: int = 0  # 0: n_repeats
+    budget_s: float = float("inf")
+
+
+def timed_extend(
+    target: Target, sequence: int, tokens: Sequence[int], clock: Clock = perf_counter
+) -> float:
+    """Seconds of one decode of these tokens, which are appended."""
+    began = clock()
+    target.extend(sequence, tokens)
+    return clock() - began
+
+
+class TextWalk:
+    """Goes on through a text, at about `depth` tokens of context, batch by batch.
+
+    The memory is cut back to `depth` when it holds `span` tokens more; the text is not: it begins
+    anew only at its end.
+    """
+
+    def __init__(
+        self, target: Target, sequence: int, text: Sequence[int], depth: int, span: int
+    ) -> None:
+        self._target, self._sequence, self._text = target, sequence, text
+        self._depth, self._end = depth, min(depth + span, target.n_ctx)
+        target.rewind(sequence, 0)
+        if depth:
+            target.extend(sequence, text[:depth], 0)
+        # More is taken back here than the snapshots of a last decode reach.
+        recurrent = depth and not target.can_rewind
+        self._checkpoint = target.checkpoint(sequence) if recurrent else None
+        self._at = depth if depth + span <= len(text) else 0
+
+    def time_s(self, n: int, clock: Clock = perf_counter, *, lead: bool = False) -> float:
+        """Seconds of a decode of the next `n` tokens; with `lead` it follows one of the same size,
+        as in plain decoding."""
+        target, sequence = self._target, self._sequence
+        if target.length(sequence) + n * (1 + lead) > self._end:
+            self._cut_back()
+        if lead and target.length(sequence) + 2 * n <= target.n_ctx:
+            target.extend(sequence, self._next(n))
+        return timed_extend(target, sequence, self._next(n), clock)
+
+    def _next(self, n: int) -> list[int]:
+        taken = list(self._text[self._at : self._at + n])
+        while len(taken) < n:
+            taken += self._text[: n - len(taken)]
+        self._at = (self._at + n) % len(self._text)
+        return taken
+
+    def _cut_back(self) -> None:
+        if self._checkpoint is None:
+            self._target.rewind(self._sequence, self._depth)
+        else:
+            self._target.restore(self._sequence, self._checkpoint)
 
 
 def measure(
@@ -34,15 +101,13 @@ def measure(
     draft_text: Sequence[int] | None = None,
     key: ProfileKey | None = None,
     sequence: int = 0,
-    clock: Callable[[], float] = perf_counter,
+    clock: Clock = perf_counter,
     on_progress: Progress | None = None,
 ) -> CostProfile:
     """The profile of `target` on `text`, whose sequence is left empty.
 
-    Each depth runs one whole set of sizes as warm-up, which is dropped, and then `n_repeats`
-    sets. `draft_text` is for a draft of another vocabulary.
-
-    Raises BadProfile when the text or the context is too short for depth + n_max tokens.
+    `draft_text` is for a draft of another vocabulary. Raises BadProfile when the text or the
+    context is too short for depth + n_max tokens.
     """
     sizes = options.sizes or tuple(range(1, options.n_max + 1))
     deepest = max(options.depths) + options.n_max
@@ -51,60 +116,69 @@ def measure(
             f"measuring needs {deepest} tokens of text and context; there are {len(text)} and "
             f"{target.n_ctx}: lower the depth or the largest batch"
         )
-    if sizes[0] != 1 or list(sizes) != sorted(set(sizes)):
-        raise BadProfile(f"batch sizes must rise from 1, not {sizes}")
-    depths = []
+    if sizes[0] != 1 or len(set(sizes)) < len(sizes) or max(sizes) > options.n_max:
+        raise BadProfile(f"batch sizes must begin with 1 and differ, not {sizes}")
+    found: list[tuple[int, Estimate]] = []
     for i, depth in enumerate(options.depths):
-        means = _measure_depth(target, sequence, text, depth, sizes, options.n_repeats, clock)
-        depths.append((depth, _fill(sizes, means, options.n_max)))
+        report = None
         if on_progress is not None:
-            on_progress((i + 1) / len(options.depths))
+            report = _part(on_progress, i, len(options.depths))
+        found.append((depth, _at_depth(target, sequence, text, depth, options, clock, report)))
     step_s = tuple(
-        sum(column) / len(depths) for column in zip(*(s for _, s in depths), strict=True)
+        sum(column) / len(found) for column in zip(*(e.step_s for _, e in found), strict=True)
     )
+    uncertain = sorted({n for _, e in found for n in e.uncertain})
     n_steps = min(16, options.n_max)
     theirs = text if draft_text is None else draft_text
     draft_s = 0.0 if draft is None else measure_step(draft, sequence, theirs, n_steps, clock)
-    return CostProfile(step_s, draft_s, key or ProfileKey(), depths=tuple(depths))
+    return CostProfile(
+        step_s,
+        draft_s,
+        key or ProfileKey(),
+        depths=tuple((depth, e.step_s) for depth, e in found),
+        uncertain=tuple(uncertain),
+    )
 
 
-def _measure_depth(
+def _part(on_progress: Progress, i: int, n: int) -> Progress:
+    return lambda share: on_progress((i + min(1.0, share)) / n)
+
+
+def _at_depth(
     target: Target,
     sequence: int,
     text: Sequence[int],
     depth: int,
-    sizes: Sequence[int],
-    n_repeats: int,
-    clock: Callable[[], float],
-) -> list[float]:
+    options: MeasureOptions,
+    clock: Clock,
+    on_progress: Progress | None,
+) -> Estimate:
+    sizes = options.sizes or tuple(range(1, options.n_max + 1))
+    walk = TextWalk(target, sequence, text, depth, _SPAN * options.n_max)
+    began = clock()
+    walk.time_s(1, clock)
+    one_s = walk.time_s(1, clock)
+    lead = one_s < _LEAD_BELOW_S
+    samples: dict[int, list[float]] = {n: [] for n in sizes}
+    budget_s = options.budget_s / len(options.depths)
+    if budget_s < float("inf"):
+        samples[1].append(one_s)
+    else:
+        for n in sizes:  # the first results of a machine are too slow
+            walk.time_s(n, clock, lead=lead)
+    wanted = Wanted(sizes, options.n_repeats, max(options.n_most, options.n_repeats), budget_s)
+    n_timed, n_least = 0, len(sizes) * options.n_repeats
+    while True:
+        spent_s = clock() - began
+        size = next_size(samples, wanted, spent_s)
+        if size is None:
+            break
+        samples[size].append(walk.time_s(size, clock, lead=lead))
+        n_timed += 1
+        if on_progress is not None:
+            on_progress(n_timed / n_least if budget_s == float("inf") else spent_s / budget_s)
     target.rewind(sequence, 0)
-    if depth:
-        target.extend(sequence, text[:depth], 0)
-    # More than a verification is taken back here: snapshots of the last decode do not reach.
-    recurrent = depth and not target.can_rewind
-    checkpoint = target.checkpoint(sequence) if recurrent else None
-    sums = [0.0] * len(sizes)
-    for repeat in range(n_repeats + 1):
-        for i, n in enumerate(sizes):
-            at = depth + (repeat * 7) % max(1, len(text) - depth - n + 1)
-            lead, fed = text[at : at + n], text[at + n : at + 2 * n]
-            if len(fed) < n or depth + 2 * n > target.n_ctx:
-                lead, fed = text[:0], lead
-            if len(lead):
-                # A decode of another size than the one before rebuilds the library's graph, and
-                # finds its caches as that size left them. Plain decoding, the yardstick, does not.
-                target.extend(sequence, lead)
-            began = clock()
-            target.extend(sequence, fed)
-            took = clock() - began
-            if checkpoint is None:
-                target.rewind(sequence, depth)
-            else:
-                target.restore(sequence, checkpoint)
-            if repeat:
-                sums[i] += took
-    target.rewind(sequence, 0)
-    return [s / n_repeats for s in sums]
+    return estimate(samples, options.n_max)
 
 
 def measure_step(
@@ -112,28 +186,15 @@ def measure_step(
     sequence: int,
     text: Sequence[int],
     n_steps: int,
-    clock: Callable[[], float] = perf_counter,
+    clock: Clock = perf_counter,
 ) -> float:
     """The mean time of one token of the draft; as many steps are warm-up and dropped."""
     n = max(1, min(n_steps, draft.n_ctx // 2, len(text) // 2))
     draft.rewind(sequence, 0)
     took = 0.0
     for i in range(2 * n):
-        began = clock()
-        draft.extend(sequence, [text[i % len(text)]], 1)
+        token_s = timed_extend(draft, sequence, [text[i % len(text)]], clock)
         if i >= n:
-            took += clock() - began
+            took += token_s
     draft.rewind(sequence, 0)
     return took / n
-
-
-def _fill(sizes: Sequence[int], means: Sequence[float], n_max: int) -> tuple[float, ...]:
-    """Times of 1..n_max, sizes between measured ones interpolated linearly."""
-    out: list[float] = []
-    for (n0, t0), (n1, t1) in zip(
-        zip(sizes, means, strict=True), list(zip(sizes, means, strict=True))[1:], strict=False
-    ):
-        out += [t0 + (t1 - t0) * (n - n0) / (n1 - n0) for n in range(n0, n1)]
-    out.append(means[-1])
-    out += [means[-1]] * (n_max - len(out))
-    return tuple(out)

@@ -46,6 +46,9 @@ def plot_profile(profile: CostProfile, path: Path) -> None:
         ylabel="Normalized Cost (relative to batch size 1)",
         ylim=(0, None),
     )
+    if profile.uncertain:
+        doubtful = [profile.normalised[n - 1] for n in profile.uncertain]
+        left.plot(profile.uncertain, doubtful, "o", color="white", mec="C0", label="uncertain")
     unit, scale = ("T(1)", 1.0) if profile.relative else ("ms", 1e3)
     right.plot(n, [t * scale for t in profile.step_s], marker="o", markersize=3, label="mean")
     if rises:

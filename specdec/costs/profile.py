@@ -39,7 +39,8 @@ class CostProfile:
     """`step_s[n-1]` is T(n) in seconds, or in units of T(1) when `relative`.
 
     `draft_step_s` is the time of one draft decode in the same unit, 0 when unknown or free.
-    `depths` holds the T(n) at each context depth that `step_s` averages.
+    `depths` holds the T(n) at each context depth that `step_s` averages. `uncertain` are sizes
+    that were interpolated, timed once only, or timed on a machine that was busy with other work.
     """
 
     step_s: tuple[float, ...]
@@ -47,6 +48,7 @@ class CostProfile:
     key: ProfileKey = field(default_factory=ProfileKey)
     relative: bool = False
     depths: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    uncertain: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises BadProfile naming the first entry that is not a time."""
@@ -55,6 +57,9 @@ class CostProfile:
             raise BadProfile(f"the draft step takes {self.draft_step_s} s, which is no time")
         for depth, steps in self.depths:
             check_positive(steps, f"T(n) at depth {depth}")
+        wrong = next((n for n in self.uncertain if not 1 <= n <= len(self.step_s)), None)
+        if wrong is not None:
+            raise BadProfile(f"batch size {wrong} is marked uncertain and is not in the profile")
 
     @property
     def n_max(self) -> int:

@@ -36,6 +36,7 @@ def save(path: Path, costs: CostProfile, calibration: Calibration | None = None)
         "draft_step_s": costs.draft_step_s,
         "relative": costs.relative,
         "depths": [{"depth": d, "step_s": list(s)} for d, s in costs.depths],
+        "uncertain": list(costs.uncertain),
         "calibration": (calibration or Calibration()).as_data(),
     }
     with whole_file(path) as f:
@@ -82,8 +83,15 @@ def _parse(data: Any) -> StoredProfile:
         ProfileKey(**key),
         data.get("relative") is True,
         tuple((_depth(d.get("depth")), _numbers(d.get("step_s"), "step_s")) for d in depths),
+        _sizes(data.get("uncertain", [])),
     )
     return StoredProfile(costs, Calibration.from_data(data.get("calibration", {})))
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise BadProfile("its uncertain sizes are no list of whole numbers")
+    return tuple(values)
 
 
 def _depth(value: Any) -> int:

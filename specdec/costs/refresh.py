@@ -18,6 +18,7 @@ _SINGLE = 0.03
 _COMMON = 0.15  # of what sizes in use share, moved at each refresh
 _FADE = 0.9  # of how much a size is in use, at each refresh
 _UNUSED = 0.02
+_KNOWN_ROUNDS = 12  # observations after which a size that was uncertain is known
 _OUTLIER = 3.0  # a step this much over its expectation was something else (a page fault, a probe)
 
 
@@ -35,6 +36,8 @@ class RefreshedCosts:
         self.times = list(self._base)
         self._n_stale = 0
         self._in_use: dict[int, float] = {}  # size -> recent rounds of it
+        # Sizes that were guessed, and how often they were seen since: the first rounds say most.
+        self._guessed = {n: 0 for n in profile.uncertain if n <= n_max}
 
     @property
     def is_relative(self) -> bool:
@@ -65,7 +68,10 @@ class RefreshedCosts:
         if ratio > _OUTLIER:
             ratio = _OUTLIER
         self._overall *= 1.0 + _OVERALL * (ratio - 1.0)
-        self._single[n - 1] *= 1.0 + _SINGLE * (ratio - 1.0)
+        if n in self._guessed:
+            self._learn_guessed(n, ratio)
+        else:
+            self._single[n - 1] *= 1.0 + _SINGLE * (ratio - 1.0)
         self._in_use[n] = self._in_use.get(n, 0.0) + 1.0
         if n_draft_steps:
             step = draft_s / n_draft_steps
@@ -74,6 +80,14 @@ class RefreshedCosts:
         self._n_stale += 1
         if self._n_stale >= _STALE_ROUNDS:
             self._refresh()
+
+    def _learn_guessed(self, n: int, ratio: float) -> None:
+        seen = self._guessed[n] + 1
+        self._single[n - 1] *= 1.0 + (ratio - 1.0) / (2 + seen)
+        self.times[n - 1] = self._base[n - 1] * self._single[n - 1] * self._overall
+        self._guessed[n] = seen
+        if seen >= _KNOWN_ROUNDS:
+            del self._guessed[n]
 
     def _share_common(self) -> None:
         """Give all sizes what those in use have in common, for that is the machine's."""
@@ -103,4 +117,5 @@ class RefreshedCosts:
             draft_step_s=self._draft_s,
             relative=self._profile.relative and not self._scaled,
             depths=(),
+            uncertain=tuple(n for n in sorted(self._guessed) if n <= len(steps)),
         )

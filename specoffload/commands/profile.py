@@ -97,7 +97,7 @@ def _measured(
     depths = " and ".join(map(str, options.depths))
     report.note(
         f"T(n) for n = 1..{n_max} behind {depths} tokens of real text, {repetitions} times each "
-        "after a warm-up that is dropped"
+        f"after a warm-up that is dropped, and up to {options.n_most} times until they agree"
     )
     # What was learnt of the drafters stays true when the machine is measured again.
     return StoredProfile(costs, Calibration() if before is None else before.calibration)
@@ -126,7 +126,7 @@ def _show(costs: CostProfile) -> None:
             f"{costs.step_s[n - 1] * unit:.2f}",
             f"{costs.step_s[n - 1] / costs.step_s[0]:.2f}",
             f"{costs.normalised[n - 1]:.3f}",
-            "rises" if n in costs.bumps else "",
+            ", ".join(_remarks(costs, n)),
         )
         for n in _SHOWN
         if n <= costs.n_max
@@ -140,6 +140,11 @@ def _show(costs: CostProfile) -> None:
         report.line(f"one draft step: {step}{share:.2f} of T(1)")
     for warning in costs.warnings:
         report.note(warning)
+
+
+def _remarks(costs: CostProfile, n: int) -> list[str]:
+    rises = ["rises"] if n in costs.bumps else []
+    return [*rises, "uncertain"] if n in costs.uncertain else rises
 
 
 def _plot(path: Path, found: StoredProfile) -> None:
@@ -158,5 +163,6 @@ def _as_data(costs: CostProfile, path: Path) -> dict[str, object]:
         "draft_step_s": costs.draft_step_s,
         "depths": [{"depth": depth, "step_s": list(steps)} for depth, steps in costs.depths],
         "bumps": list(costs.bumps),
+        "uncertain": list(costs.uncertain),
         "stored": str(path),
     }

@@ -51,7 +51,7 @@ def open_costs(
     if stored is not None:
         notes = (f"profile: {why}", *_warned(stored.costs))
         return RunCosts(stored.costs, stored.calibration, path, notes)
-    costs, how = measure_quickly(target, draft, key, on_progress, longest=longest)
+    costs, how = measure_quickly(target, draft, key, on_progress)
     failed = store(path, costs, None)
     notes = (f"profile: {why}; {how} (--no-profile to skip)", *_warned(costs))
     if failed is not None:

@@ -25,7 +25,6 @@ from specdec.costs.profile_io import (
 from specdec.costs.refresh import RefreshedCosts
 from specdec.errors import BadProfile
 from specdec.simulation.fake import FakeTarget
-from specoffload.speculation.profiling import quick_plan
 
 KEY = ProfileKey("m", "d", "p", "8", "CUDA0", "0.3.36")
 
@@ -73,7 +72,7 @@ def test_a_profile_is_saved_and_loaded_with_its_calibration(tmp_path: Path) -> N
     calibration = Calibration()
     for i in range(200):
         calibration.observe("draft", 0.9, i % 2 == 0)
-    costs = CostProfile((1.0, 1.5, 1.7), 0.1, KEY, depths=((0, (1.0, 1.5, 1.7)),))
+    costs = CostProfile((1.0, 1.5, 1.7), 0.1, KEY, depths=((0, (1.0, 1.5, 1.7)),), uncertain=(2,))
     save(tmp_path / "p.json", costs, calibration)
     stored = load(tmp_path / "p.json", KEY)
     assert stored.costs == costs
@@ -110,6 +109,9 @@ def test_a_damaged_profile_is_refused(tmp_path: Path) -> None:
         {"format": 99},
         {"depths": [1]},
         {"depths": [{"depth": 0}]},
+        {"uncertain": [0]},
+        {"uncertain": [2.5]},
+        {"uncertain": 2},
         {"calibration": {"draft": {}}},
         {"calibration": []},
         {"calibration": {"draft": {"total": [1], "accepted": [2], "sum_p": [1], "shift": 0}}},
@@ -270,13 +272,6 @@ def test_a_profile_edited_by_hand_is_refused_before_it_is_used(
     path.write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(BadProfile, match=f"damaged.*{message}"):
         load(path)
-
-
-def test_a_first_start_measures_as_far_as_the_longest_draft_asks() -> None:
-    for one_s in (1e-4, 10.0):  # with time to spare, and without
-        planned = quick_plan(one_s, 2 * one_s, (), 1000, longest=41)
-        assert planned.options.n_max == 41
-        assert 41 in planned.options.sizes
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,117 @@
+"""From timed decodes to T(n): which size to time next, and the best estimate of all. Pure.
+
+Times of a busy machine are skewed: most are right, some far too long. So medians are taken, a size
+is timed again until its repetitions agree or the time is up, and what is still uncertain is drawn
+towards its neighbours and marked.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+TOLERANCE = 0.03  # relative error of a median from which on repetitions agree
+_JAGGEDNESS = 0.05  # by which T(n) may well differ from the line between its neighbours
+_MAD_TO_SIGMA, _MEDIAN_TO_MEAN = 1.4826, 1.2533  # of a normal distribution
+
+Samples = Mapping[int, Sequence[float]]  # batch size -> seconds of each repetition
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """T(1..n_max) in seconds; `uncertain` are sizes that were not timed, or whose repetitions do
+    not agree."""
+
+    step_s: tuple[float, ...]
+    uncertain: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Sizes in the order in which they are timed, each `n_least` times and up to `n_most` times
+    while its repetitions do not agree, within `budget_s`."""
+
+    sizes: tuple[int, ...]
+    n_least: int = 1
+    n_most: int = 4
+    budget_s: float = float("inf")
+
+
+def relative_error(times: Sequence[float]) -> float:
+    """Standard error of the median over the median; infinite for a single time."""
+    if len(times) < 2:
+        return float("inf")
+    middle = statistics.median(times)
+    spread = statistics.median([abs(t - middle) for t in times])
+    return _MEDIAN_TO_MEAN * _MAD_TO_SIGMA * spread / math.sqrt(len(times)) / middle
+
+
+def next_size(samples: Samples, wanted: Wanted, spent_s: float) -> int | None:
+    """The size to time next, or None when all agree or nothing more fits the time.
+
+    Every size gets its first time before any gets its second. The first of all is timed whatever
+    it takes.
+    """
+    counts = {n: len(samples.get(n, ())) for n in wanted.sizes}
+    if not any(counts.values()):
+        return wanted.sizes[0]
+    left_s = wanted.budget_s - spent_s
+    open_ = [
+        n
+        for n, count in counts.items()
+        if count < wanted.n_least
+        or (count < wanted.n_most and wanted.n_most > 1 and relative_error(samples[n]) > TOLERANCE)
+    ]
+    fitting = [n for n in open_ if expected_s(samples, n) <= left_s]
+    return min(fitting, key=lambda n: counts[n], default=None)
+
+
+def expected_s(samples: Samples, n: int) -> float:
+    """T(n) roughly: on the line through the sizes around it that were timed. Beyond them a token
+    costs what it does between the last two: no less than nothing, and no more than one alone."""
+    known = sorted(size for size in samples if samples[size])
+    times = {size: statistics.median(samples[size]) for size in known}
+    low = max((size for size in known if size <= n), default=known[0])
+    high = min((size for size in known if size > n), default=None)
+    if low == n:
+        return times[n]
+    if high is not None:
+        return times[low] + (times[high] - times[low]) * (n - low) / (high - low)
+    alone_s = times[known[0]] / known[0]
+    slope_s = alone_s
+    if len(known) > 1:
+        before = known[-2]
+        slope_s = min(alone_s, max(0.0, (times[low] - times[before]) / (low - before)))
+    return times[low] + slope_s * (n - low)
+
+
+def estimate(samples: Samples, n_max: int) -> Estimate:
+    """Medians where repetitions agree; the rest between its neighbours, and marked.
+
+    A size whose repetitions have a relative error e is drawn to the line between the sizes around
+    it that agree, the more the larger e is. One that was timed once only stays as it is, since
+    costs have jumps, but counts as uncertain.
+    """
+    medians = {n: statistics.median(times) for n, times in samples.items() if times}
+    errors = {n: relative_error(samples[n]) for n in medians}
+    firm = {n: medians[n] for n, e in errors.items() if e <= TOLERANCE or len(samples[n]) < 2}
+    known = dict(medians)
+    for n, error in errors.items():
+        if n not in firm and firm:
+            weight = _JAGGEDNESS**2 / (_JAGGEDNESS**2 + error**2)
+            known[n] = weight * medians[n] + (1.0 - weight) * _between(firm, n, medians[n])
+    sizes = sorted(known)
+    steps = [expected_s({size: [known[size]] for size in sizes}, n) for n in range(1, n_max + 1)]
+    uncertain = [n for n in range(1, n_max + 1) if errors.get(n, float("inf")) > TOLERANCE]
+    return Estimate(tuple(steps), tuple(uncertain))
+
+
+def _between(firm: Mapping[int, float], n: int, otherwise: float) -> float:
+    """The line between the neighbours of n; without one on both sides, `otherwise`."""
+    low = max((size for size in firm if size < n), default=None)
+    high = min((size for size in firm if size > n), default=None)
+    if low is None or high is None:
+        return otherwise
+    return firm[low] + (firm[high] - firm[low]) * (n - low) / (high - low)
