@@ -6,7 +6,7 @@ several times per token. What a callback raises comes out of `Sequences.extend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from offload.store.store import Store, StoreOptions
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions, executor_maker, plan_streaming
-from offload.text import TextStream
+from offload.text import ModelText
 
 _HOST_NAME = "SPEC_HOST"
 
@@ -95,7 +95,7 @@ def _keeps_all(options: EngineOptions) -> bool:
     return options.swa_full or options.n_tree_leaves > 0
 
 
-class Engine:
+class Engine(ModelText):
     """Opens a model file and evaluates tokens. Close it, or use it with `with`."""
 
     def __init__(
@@ -270,33 +270,7 @@ class Engine:
     ) -> None:
         self.close()
 
-    # -- text ------------------------------------------------------------------------------------
-
-    def tokenize(
-        self, text: str, *, add_special: bool = True, parse_special: bool = False
-    ) -> list[int]:
-        return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
-
-    def text_stream(self, *, special: bool = False) -> TextStream:
-        """A detokeniser that never yields half a character."""
-        return TextStream(lambda token: self._model.piece(token, special=special))
-
-    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        stream = self.text_stream(special=special)
-        return "".join(stream.feed(token) for token in tokens) + stream.finish()
-
-    def is_end(self, token: int) -> bool:
-        """True for tokens that end a generation (end of text, end of turn)."""
-        return self._model.is_end(token)
-
-    def token_text(self, token: int) -> str:
-        """The vocabulary's spelling of a token, for comparing vocabularies."""
-        return self._model.token_text(token)
-
-    @property
-    def chat_template(self) -> str | None:
-        """The Jinja template the file carries."""
-        return self._model.chat_template()
+    # -- what it computes with --------------------------------------------------------------------
 
     @property
     def min_batch(self) -> MinBatch:
@@ -330,10 +304,6 @@ class Engine:
             for executor in self.device.executors.values():
                 total += executor.counters
         return total
-
-    @property
-    def model(self) -> Model:
-        return self._model
 
     @property
     def n_vocab(self) -> int:

@@ -1,9 +1,11 @@
-"""Tokens to text as they come: bytes are held back until a character is whole."""
+"""Text of a model's tokens. As they come, bytes are held back until a character is whole."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from offload.ggml.llama import Model
 
 
 class TextStream:
@@ -20,3 +22,39 @@ class TextStream:
     def finish(self) -> str:
         """What is left at the end: a truncated character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
+
+
+class ModelText:
+    """What whoever opened a model says of its vocabulary."""
+
+    _model: Model
+
+    def tokenize(
+        self, text: str, *, add_special: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def text_stream(self, *, special: bool = False) -> TextStream:
+        """A detokeniser that never yields half a character."""
+        return TextStream(lambda token: self._model.piece(token, special=special))
+
+    def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        stream = self.text_stream(special=special)
+        return "".join(stream.feed(token) for token in tokens) + stream.finish()
+
+    def is_end(self, token: int) -> bool:
+        """True if the token ends a generation (end of text, end of turn)."""
+        return self._model.is_end(token)
+
+    def token_text(self, token: int) -> str:
+        """The vocabulary's spelling of a token, for comparing vocabularies."""
+        return self._model.token_text(token)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template the file carries."""
+        return self._model.chat_template()
+
+    @property
+    def model(self) -> Model:
+        return self._model

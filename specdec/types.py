@@ -147,6 +147,7 @@ class Draft:
     rows: tuple[NDArray[np.float64], ...] = ()
     n_steps: int = 0  # decodes of a draft model spent on it
     parents: tuple[int, ...] = ()  # of a tree: the index of each token's parent, -1 at the root
+    gaps: tuple[float, ...] = ()  # p of each token, dropped ones too, above the second best's
     catch_up_s: float = 0.0  # evaluating a prompt that the draft model had not seen: no step
     others: tuple[Draft, ...] = ()  # of a chain's other drafters: evidence, though not verified
 

@@ -80,6 +80,9 @@ class Drafted:
 class TorchDraft:
     """A draft model in torch. Close it, or use it with `with`."""
 
+    can_rewind = True
+    n_rs_seq = 0  # nothing is recurrent
+
     def __init__(
         self,
         path: str | Path,
@@ -165,6 +168,54 @@ class TorchDraft:
                 self._lengths[sequence] += n
                 self.counters.n_fed += n
                 at += n
+
+    def extend(
+        self, sequence: int, tokens: Sequence[int], n_logits: int | None = None
+    ) -> NDArray[np.float32]:
+        """Append tokens; logits [n_logits, n_vocab] after each of the last `n_logits`, all unless
+        said. The slow way to draft, one copy of all logits per token; -inf where nothing was kept.
+        """
+        n = len(tokens) if n_logits is None else n_logits
+        if not tokens or not 0 <= n <= len(tokens):
+            raise BadRequest(f"{n} rows of logits were asked of {len(tokens)} tokens")
+        start = self.length(sequence)
+        self.feed(sequence, tokens[: len(tokens) - n])
+        rows = np.full((n, self.n_vocab), -np.inf, np.float32)
+        kept = slice(None) if self._kept is None else self._kept
+        try:
+            for i, token in enumerate(tokens[len(tokens) - n :]):
+                rows[i, kept] = self._logits_after(sequence, token)
+        except BaseException:
+            self._lengths[sequence] = start
+            raise
+        return rows
+
+    def _logits_after(self, sequence: int, token: int) -> NDArray[np.float32]:
+        self._check(sequence, (token,), 0)
+        at = self._lengths[sequence]
+        with self._failing(), torch.inference_mode(), self._working() as (network, _):
+            tokens = torch.tensor([[token]], device=self._device)
+            positions = torch.tensor([[at]], device=self._device)
+            x = network.hidden(tokens, positions, bucket(at + 1, self.n_ctx), lane=sequence)
+            row: NDArray[np.float32] = (
+                network.logits(x[0], self._sizes.n_out(self.shape))[0].cpu().numpy()
+            )
+        self._lengths[sequence] += 1
+        self.counters.n_fed += 1
+        self.counters.n_host_copies += 1
+        return row
+
+    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[NDArray[np.float32]]:
+        """`extend` of several sequences, one after the other."""
+        return [self.extend(sequence, tokens) for sequence, tokens in parts]
+
+    def checkpoint(self, sequence: int) -> int:
+        """The length: what is held can be cut to any."""
+        return self.length(sequence)
+
+    def restore(self, sequence: int, checkpoint: object) -> None:
+        assert isinstance(checkpoint, int)
+        self.rewind(sequence, checkpoint)
 
     # -- drafting ---------------------------------------------------------------------------------
 

@@ -9,14 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Protocol
 
 from specdec.decoding.accept import Acceptance
 from specdec.decoding.rollback import Rollback
 from specdec.decoding.rounds import check_start, end_of, prefill
-from specdec.drafters.model import ModelDrafter
 from specdec.policies.joint import allocate
 from specdec.policies.throughput import Throughput
-from specdec.types import Decision, Draft, End, IsEnd, Round, Target, Walk
+from specdec.types import Decision, Draft, End, IsEnd, Policy, Round, Target, Walk
+
+
+class BatchDrafter(Protocol):
+    """A drafter that serves several sequences in one step."""
+
+    def forget(self, sequence: int) -> None: ...
+
+    def propose_many(
+        self, requests: Sequence[tuple[int, Sequence[int], int]], policy: Policy
+    ) -> list[tuple[Draft, Walk]]:
+        """Drafts for several (sequence, history, limit), with the policy's walk of each."""
+        ...
 
 
 @dataclass(slots=True)
@@ -34,7 +46,7 @@ class BatchMember:
 
 
 def decode_batch(
-    target: Target, members: Sequence[BatchMember], *, drafter: ModelDrafter, policy: Throughput
+    target: Target, members: Sequence[BatchMember], *, drafter: BatchDrafter, policy: Throughput
 ) -> Iterator[list[tuple[BatchMember, Round]]]:
     """Rounds of all members until each has ended; a member that has ended leaves the batch.
 
@@ -74,7 +86,7 @@ def _start(target: Target, member: BatchMember) -> None:
 
 
 def _drafts(
-    target: Target, active: Sequence[BatchMember], drafter: ModelDrafter, policy: Throughput
+    target: Target, active: Sequence[BatchMember], drafter: BatchDrafter, policy: Throughput
 ) -> tuple[list[Draft], list[Walk]]:
     """Drafts cut to what pays over all members, and how the policy came to them."""
     requests = [

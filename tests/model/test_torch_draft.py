@@ -30,6 +30,9 @@ from offload.errors import BadModel, BadRequest, DoesNotFit  # noqa: E402
 from offload.synth import write_preset  # noqa: E402
 from offload.torch_draft.draft import Drafted, TorchDraft, TorchDraftOptions  # noqa: E402
 from offload.torch_draft.steps import Drawing  # noqa: E402
+from specdec.drafters.block import BlockDrafter  # noqa: E402
+from specdec.drafters.model import ModelDrafter  # noqa: E402
+from specdec.policies.p_min import PMin  # noqa: E402
 from specoffload.config.resolution import demo_file  # noqa: E402
 
 N_CTX = 512
@@ -259,6 +262,26 @@ def test_k_tokens_are_k_steps_and_one_copy(three: TorchDraft) -> None:
     three.draft([(0, [1, 2]), (2, [3])], 8)
     three.draft_more([0, 2], 4)
     assert (three.counters.n_steps, three.counters.n_host_copies) == (before[0] + 12, before[1] + 2)
+
+
+def test_drafts_in_blocks_are_those_of_a_step_per_token(
+    three: TorchDraft, fresh: TorchDraft
+) -> None:
+    """Over the same model, whose logits a step per token brings to the host."""
+    for s in range(3):
+        three.rewind(s, 0)
+    fresh.rewind(0, 0)
+    single, blocks = ModelDrafter(fresh), BlockDrafter(three)
+    rng = np.random.default_rng(21)
+    text = [1, 2, 3]
+    for i in range(25):
+        limit = int(rng.integers(1, 9))
+        a = single.propose(0, text, PMin(8, 0.2), limit)
+        b = blocks.propose(0, text, PMin(8, 0.2), limit)
+        assert a.tokens == b.tokens
+        assert b.probs == pytest.approx(a.probs, abs=1e-4)
+        text += [*a.tokens[: i % 3], int(rng.integers(512))]
+    assert three.counters.n_host_copies < fresh.counters.n_host_copies
 
 
 # -- captured steps -------------------------------------------------------------------------------

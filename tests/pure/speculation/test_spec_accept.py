@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from block_model import FakeBlockModel
 
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import MatchAcceptance
 from specdec.decoding.decode import decode
 from specdec.decoding.reject import RejectionAcceptance, Sampler, residual, sample
+from specdec.drafters.block import BlockDrafter
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.offer import offer
@@ -22,7 +24,7 @@ from specdec.policies.p_min import PMin
 from specdec.policies.published import Costs
 from specdec.policies.throughput import Throughput
 from specdec.simulation.fake import FakeTarget
-from specdec.types import Decision, Draft, Policy, Round
+from specdec.types import Decision, Draft, Drafter, Policy, Round
 
 N_DRAWS = 100_000
 N_VOCAB = 6
@@ -131,14 +133,20 @@ class Habitual:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(policy: str) -> None:
+@pytest.mark.parametrize("block", [0, 1, None])
+def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(
+    policy: str, block: int | None
+) -> None:
+    """`block` 0: a step per token; else drafts in blocks, of that length or of any."""
     rng = np.random.default_rng(3)
     sampler = Remembering(0.9, rng=rng)
     draft_sampler = Remembering(1.3)
     pairs = np.zeros((4, 4))
     target = FakeTarget(n_vocab=4, logits_seed=5, order=1)
-    draft = FakeTarget(n_vocab=4, logits_seed=6, order=1)
-    drafter = ModelDrafter(draft, distribution=draft_sampler.probabilities, rng=rng)
+    draft = FakeBlockModel(n_vocab=4, logits_seed=6, order=1)
+    drafter: Drafter = ModelDrafter(draft, distribution=draft_sampler.probabilities, rng=rng)
+    if block != 0:
+        drafter = BlockDrafter(draft, temperature=lambda: 1.3, rng=rng, block=block)
     deciding = POLICIES[policy]()
     lengths = Counter[int]()
     for _ in range(N_TEXTS):
