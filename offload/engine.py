@@ -23,7 +23,7 @@ from offload.ggml.threadpool import has_openmp
 from offload.mla.decision import Crossover
 from offload.model import ModelFacts
 from offload.model_file import read_facts
-from offload.native_build import amx_verdict, missing_in_build
+from offload.native_build import may_repack, missing_in_build
 from offload.nodes.numa_plan import NumaPlan
 from offload.nodes.page_placer import NOT_OURS, PagePlacer
 from offload.nodes.threads import PinnedThreads
@@ -212,17 +212,9 @@ class Engine(ModelText):
         self.store.finish(on_progress)
 
     def _may_repack(self) -> bool:
-        """True if weights may go into ggml's extra buffers, repacked for this processor.
-
-        llama.cpp 0.3.36 aborts with them on a quantised k_b of MLA, where they are AMX's.
-        """
-        if any(name.endswith("attn_k_b.weight") for name in self.facts.weights):
-            return False
-        verdict = amx_verdict(self.options.trial_folder)
-        if verdict is None or verdict.works:
-            return True
-        self.notes.append(verdict.sentence)
-        return False
+        verdict = may_repack(self.facts.weights, self.options.trial_folder)
+        self.notes += [verdict.sentence] if verdict.sentence else []
+        return verdict.works
 
     def _context_options(self, n_ctx: int) -> ContextOptions:
         o = self.options

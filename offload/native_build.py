@@ -13,7 +13,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,16 @@ def _cpu_backend_digest() -> str:
     for path in sorted(p for p in _library_files() if "ggml-cpu" in p.name):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def may_repack(weight_names: Iterable[str], folder: Path | None) -> AmxVerdict:
+    """May weights go into ggml's extra buffers, repacked for this processor?
+
+    llama.cpp 0.3.36 aborts with them on a quantised k_b of MLA, where they are AMX's.
+    """
+    if any(name.endswith("attn_k_b.weight") for name in weight_names):
+        return AmxVerdict(False)
+    return amx_verdict(folder) or AmxVerdict(True)
 
 
 def amx_verdict(folder: Path | None, trial: Callable[[], str] | None = None) -> AmxVerdict | None:

@@ -113,7 +113,9 @@ def bench(line: CommandLine) -> None:
     else:
         from specoffload.commands.bench import bench_config
 
-        bench_config(config_of(line), n_predict=own.n_predict, repetitions=own.repetitions)
+        bench_config(
+            config_of(line), n_predict=own.n_predict, repetitions=own.repetitions, vs=own.vs
+        )
 
 
 def profile(line: CommandLine) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +16,9 @@ from numpy.typing import NDArray
 
 from offload.device import DeviceChoice, MinBatch
 from offload.engine import Engine, EngineOptions
+from offload.errors import DeviceFailed
 from offload.streaming.options import StreamingOptions
+from specoffload.peers.process import Llama
 
 PREFIX = 16  # tokens that stand before every step
 ALLOWED = 1.0  # |a - b| / |b| of a step's logits: near-ties of routers; unrelated rows have 1.4
@@ -123,7 +123,7 @@ def measure_peers(
     for name, min_batch in (("offload", "1"), ("default", None)):
         try:
             peers[name] = _peer(load, min_batch, max(10.0, left_s()))
-        except (RuntimeError, subprocess.TimeoutExpired) as e:
+        except DeviceFailed as e:
             sys.stderr.write(f"llama.cpp by itself ({name}) is left out: {e}\n")
             peers[name] = None
     return peers
@@ -133,23 +133,32 @@ def _peer(load: Workload, min_batch: str | None, timeout_s: float) -> dict[int, 
     environment = {k: v for k, v in os.environ.items() if k != "GGML_OP_OFFLOAD_MIN_BATCH"}
     if min_batch is not None:
         environment["GGML_OP_OFFLOAD_MIN_BATCH"] = min_batch
-    asked = {
+    options = {
         "path": str(load.path),
         "device": load.choice.name if load.choice.on_gpu else None,
-        "batches": load.batches,
-        "repetitions": load.repetitions,
-        "n_ctx": load.n_ctx,
-        "n_threads": load.n_threads,
+        "cpu_weights": r"\.ffn_(up|down|gate|gate_up)_exps\.weight$",
+        "repack": False,
         "flash_attn": {"auto": -1, "off": 0}[load.flash_attn],
+        "n_ctx": load.n_ctx,
+        "n_batch": max(*load.batches, PREFIX),
+        "n_ubatch": max(load.batches),
+        "n_threads": load.n_threads,
+        "n_threads_batch": load.n_threads,
     }
-    command = [sys.executable, str(Path(__file__).with_name("peer.py")), json.dumps(asked)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_s
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:].strip() or f"status {done.returncode}")
-    times: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return {int(n): seconds for n, seconds in times.items()}
+    end = time.monotonic() + timeout_s
+    medians = {}
+    with Llama(options, environment) as llama:
+        llama.prefill(tokens_of(PREFIX, 0, llama.n_vocab))
+        for n in load.batches:
+            times = []
+            for repetition in range(load.repetitions + 1):
+                if time.monotonic() > end:
+                    raise DeviceFailed(f"no time left for batches of {n} tokens")
+                times.append(
+                    llama.prefill(tokens_of(n, repetition, llama.n_vocab), start=PREFIX)[0]
+                )
+            medians[n] = statistics.median(times[1:])
+    return medians
 
 
 def ceilings(

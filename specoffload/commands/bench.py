@@ -6,27 +6,39 @@ the first repetition dropped as warm-up.
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from offload.device import MinBatch
+from offload.device import MinBatch, choose_device, has_gpu
+from offload.errors import OffloadError
+from offload.ggml.llama import FLASH_ATTN
+from offload.ggml.props import memory_of
+from offload.model_file import read_facts
+from offload.native_build import may_repack
+from offload.plan.context import ContextSpec, context_memory
+from offload.plan.placement import MARGIN_BYTES
 from offload.timing import median_decode_s
 from specoffload import report
 from specoffload.config.resolution import Config, demo_file
-from specoffload.session.generation import GenerateOptions, GenerationStats
+from specoffload.peers.llama_server import measure_server, program_of, sweep
+from specoffload.peers.paths import LlamaPath, Measured, SessionPath, Workload, measure_in_turns
+from specoffload.peers.process import Llama
+from specoffload.peers.tuned import UBATCHES, TunedLlama, tune_for
 from specoffload.session.session import SEQUENCE, Session
 
 PROFILE_SIZES = tuple(range(1, 17))
 _NEVER = MinBatch(experts=1 << 30, dense=1 << 30)
 N_PROMPTS = 4
+LONG_PROMPT = 2048  # tokens, for the speed of prefill
 
 
 def prompts(kind: str = "code") -> list[str]:
@@ -35,8 +47,14 @@ def prompts(kind: str = "code") -> list[str]:
     return [row["text"] for row in rows if row["kind"] == kind]
 
 
-def bench_config(config: Config, *, n_predict: int, repetitions: int) -> None:
-    """Measure what `config` asks for and print it."""
+def bench_config(
+    config: Config, *, n_predict: int, repetitions: int, vs: str | None = None
+) -> None:
+    """Measure what `config` asks for beside llama.cpp, and print it.
+
+    `vs`: `llama-server=PATH`, a program of the user's to compare with over HTTP as well.
+    """
+    llama_server = None if vs is None else program_of(vs)
     if config.device == "auto" and not has_gpu():
         config = replace(config, device="sim")
         report.note("no GPU here: the wrapped device is measured on sim, the CPU posing as one")
@@ -47,35 +65,145 @@ def bench_config(config: Config, *, n_predict: int, repetitions: int) -> None:
         "overlap": [],  # filled by --overlap
         "policies": {},  # filled by --policies
     }
-    texts = prompts()[:N_PROMPTS]
-    plain_config = replace(config, device="cpu" if config.device.startswith("sim") else
-                           config.device, draft=None)  # fmt: skip
-    paths = {"plain": plain_config, "wrapped": replace(config, draft=None, stream_experts=False)}
-    if config.draft is not None:
-        paths["spec"] = config
-    result["in_turns"] = _fit_together(config, len(paths))
     with report.progress("measuring") as bar:
-        done = _generations(paths, texts, n_predict, repetitions, in_turns=result["in_turns"])
+        result |= _side_by_side(config, n_predict, repetitions)
         bar(0.6)
-        plain, wrapped, spec = done["plain"], done["wrapped"], done.get("spec")
-        result |= {
-            "plain_tps": plain.tokens_per_s,
-            "wrapped_tps": wrapped.tokens_per_s,
-            "wrapped_ratio": plain.decode_s / wrapped.decode_s,
-        }
-        if spec is not None:
-            result |= {
-                "spec_tps": spec.tokens_per_s,
-                "acceptance_rate": spec.acceptance_rate,
-                "tokens_per_round": spec.tokens_per_round,
-            }
-        best = max(result["wrapped_tps"], result.get("spec_tps", 0.0))
-        result["vs"] = {"llama.cpp": best / plain.tokens_per_s}
         result["profile"] = _profile(config, repetitions)
         bar(0.8)
         result["min_batch"], result["counters"] = _both_sides(config, repetitions)
+    if llama_server is not None:
+        _beside_llama_server(result, config, llama_server, n_predict)
     _show(result)
     report.line(json.dumps(result))
+
+
+def _side_by_side(config: Config, n_predict: int, repetitions: int) -> dict[str, Any]:
+    """llama.cpp, our device without a draft, and with one, on the same prompts."""
+    peers = _tuned_peers(config)
+    ours = {"wrapped": replace(config, draft=None)}
+    if config.draft is not None:
+        ours["spec"] = config
+    choice = choose_device(config.device)
+    if choice.sim is not None and choice.sim.vram_bytes is None and not config.streaming.vram_bytes:
+        # The wrapped device alone: the same loop with and without it, nothing streams.
+        ours["unwrapped"] = replace(config, draft=None, device="cpu")
+        ours["wrapped"] = replace(ours["wrapped"], stream_experts=False)
+    work = _workload(config, n_predict)
+    found = measure_in_turns(
+        {name: functools.partial(_open_llama, config, t) for name, t in peers.items()}
+        | {name: functools.partial(_open_session, c) for name, c in ours.items()},
+        work,
+        repetitions=repetitions,
+        together=(together := _fit_together(config, len(peers) + len(ours))),
+        on_left_out=lambda name, e: report.note(f"{name} is left out: {e}"),
+    )
+    result = side_by_side(found, work.n_long) | {"in_turns": together}
+    result["peers"] = {
+        name: asdict(tuned) | {"command": tuned.command_line(config.model.name)}
+        for name, tuned in peers.items()
+    }
+    return result
+
+
+def side_by_side(found: Mapping[str, Measured], n_long_prompt: int) -> dict[str, Any]:
+    """Speeds and ratios of what was measured: `plain` is llama.cpp at a ubatch of 512, or at the
+    best of several. Pure."""
+    speeds = {name: measured.median.tokens_per_s for name, measured in found.items()}
+    prefills = {name: n_long_prompt / measured.prefill_s for name, measured in found.items()}
+    out: dict[str, Any] = {"prefill_tps": prefills, "decode_tps": speeds}
+    plain = [m.median for name, m in found.items() if name.startswith("llama.cpp")]
+    out |= {f"{name}_tps": speeds[name] for name in ("wrapped", "unwrapped", "spec")
+            if name in speeds}  # fmt: skip
+    if plain:
+        out["plain_tps"] = max(stats.tokens_per_s for stats in plain)
+    if spec := found.get("spec"):
+        out["acceptance_rate"] = spec.median.acceptance_rate
+        out["tokens_per_round"] = spec.median.tokens_per_round
+    if "unwrapped" in found and "wrapped" in found:
+        out["wrapped_ratio"] = found["unwrapped"].median.decode_s / found["wrapped"].median.decode_s
+    mine = [speeds[name] for name in ("wrapped", "spec") if name in speeds]
+    out["vs"] = {}
+    for name in speeds:
+        if name.startswith("llama.cpp") and mine:
+            out["vs"][name] = max(mine) / speeds[name]
+            ours = max(prefills[n] for n in ("wrapped", "spec") if n in prefills)
+            out["vs"][f"{name}, prefill"] = ours / prefills[name]
+    return out
+
+
+def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
+    """llama.cpp with a ubatch of 512, and with larger ones, each tuned for our memory."""
+    facts = read_facts(config.model)
+    choice = choose_device(config.device)
+    n_ctx = config.ctx_size or facts.number("context_length", 4096)
+    vram = None
+    if choice.on_gpu:
+        vram = config.streaming.vram_bytes or memory_of(choice.address)[0] - MARGIN_BYTES
+    ubatches = UBATCHES if choice.on_gpu else UBATCHES[:1]
+    peers = {}
+    for n in ubatches:
+        if n <= max(n_ctx, UBATCHES[0]):
+            context = context_memory(facts, ContextSpec(n_ctx=n_ctx, n_ubatch=n))
+            peers[f"llama.cpp -ub {n}"] = tune_for(
+                facts, vram_bytes=vram, reserve_bytes=context.total_bytes, n_ubatch=n
+            )
+    return peers
+
+
+@contextmanager
+def _open_llama(config: Config, tuned: TunedLlama) -> Iterator[LlamaPath]:
+    facts = read_facts(config.model)
+    options = {
+        "path": str(config.model),
+        "device": choose_device(config.device).name if tuned.on_gpu else None,
+        "cpu_weights": tuned.cpu_weights(),
+        "repack": may_repack(facts.weights, config.spec.profile_dir).works,
+        "flash_attn": FLASH_ATTN[config.flash_attn],
+        "n_ctx": config.ctx_size or facts.number("context_length", 4096),
+        "n_batch": max(2048, tuned.n_ubatch),
+        "n_ubatch": tuned.n_ubatch,
+        "n_threads": config.threads,
+        "n_threads_batch": config.threads_batch,
+    }
+    with Llama(options) as llama:
+        yield LlamaPath(llama)
+
+
+@contextmanager
+def _open_session(config: Config) -> Iterator[SessionPath]:
+    with Session(config) as session:
+        yield SessionPath(session)
+
+
+def _beside_llama_server(
+    result: dict[str, Any], config: Config, program: Path, n_predict: int
+) -> None:
+    """Add the user's own llama-server to `result`: as tuned, and with the draft's flags swept."""
+    tuned = next(iter(_tuned_peers(config).values()))
+    rows = []
+    for asked in sweep(config.draft):
+        try:
+            rows.append(
+                measure_server(program, config, tuned, asked, prompts()[:N_PROMPTS], n_predict)
+            )
+        except OffloadError as e:
+            report.note(f"llama-server {' '.join(asked)} is left out: {e}")
+    result["llama_server"] = [asdict(row) for row in rows]
+    if rows:
+        best = max(row.decode_tps for row in rows)
+        mine = max(result.get("wrapped_tps", 0.0), result.get("spec_tps", 0.0))
+        result["vs"]["llama-server"] = mine / best
+
+
+def _workload(config: Config, n_predict: int) -> Workload:
+    """The embedded pair's held-out prompts: they do not repeat themselves."""
+    n_ctx = config.ctx_size or LONG_PROMPT
+    return Workload(
+        texts=tuple(prompts()[:N_PROMPTS]),
+        long_text="\n".join([*prompts(), *prompts("prose")]),
+        n_predict=n_predict,
+        n_long=max(1, min(LONG_PROMPT, n_ctx - n_predict - 1)),
+    )
 
 
 def machine() -> dict[str, Any]:
@@ -104,12 +232,6 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def has_gpu() -> bool:
-    from offload.device import devices
-
-    return any(device.on_gpu for device in devices())
-
-
 def _fit_together(config: Config, n_paths: int) -> bool:
     """True if all paths can be open at once, so that repetitions take turns: no GPU's memory to
     share, and copies of the weights in a quarter of the free memory."""
@@ -118,64 +240,32 @@ def _fit_together(config: Config, n_paths: int) -> bool:
     return on_cpu and 4 * size_bytes < psutil.virtual_memory().available
 
 
-def _generations(
-    paths: Mapping[str, Config],
-    texts: Sequence[str],
-    n_predict: int,
-    repetitions: int,
-    *,
-    in_turns: bool,
-) -> dict[str, GenerationStats]:
-    """All prompts once per repetition on every path; the repetition of median decode time.
-
-    Paths that take turns share what a busy machine does to them.
-    """
-    groups = [list(paths)] if in_turns else [[name] for name in paths]
-    found: dict[str, GenerationStats] = {}
-    for group in groups:
-        totals: dict[str, list[GenerationStats]] = {name: [] for name in group}
-        with ExitStack() as stack:
-            sessions = {name: stack.enter_context(Session(paths[name])) for name in group}
-            for _ in range(repetitions + 1):
-                for name, session in sessions.items():
-                    totals[name].append(_total(session, texts, n_predict))
-        for name, all_stats in totals.items():
-            measured = sorted(all_stats[1:], key=lambda stats: stats.decode_s)
-            found[name] = measured[len(measured) // 2]
-    return found
-
-
-def _total(session: Session, texts: Sequence[str], n_predict: int) -> GenerationStats:
-    options = GenerateOptions(n_predict=n_predict, ignore_eos=True)
-    done = [_last_stats(session, text, options) for text in texts]
-    names = ("n_prompt_tokens", "n_tokens", "prefill_s", "decode_s", "n_rounds",
-             "n_drafted", "n_accepted", "streamed_bytes")  # fmt: skip
-    return GenerationStats(**{n: sum(getattr(s, n) for s in done) for n in names})
-
-
-def _last_stats(session: Session, text: str, options: GenerateOptions) -> GenerationStats:
-    stats = None
-    for piece in session.generate(text, options):
-        stats = piece.stats
-    assert stats is not None
-    return stats
-
-
 def _profile(config: Config, repetitions: int) -> list[float]:
     """T(n) in seconds for n = 1..16 behind a short real prompt."""
     with Session(replace(config, draft=None)) as session:
-        return [_decode_s(session, n, repetitions) for n in PROFILE_SIZES]
+        walk = _Walk(session)
+        return [walk.decode_s(n, repetitions) for n in PROFILE_SIZES]
 
 
-def _decode_s(session: Session, n: int, repetitions: int) -> float:
-    engine, sequences = session.target, session.target.sequences
-    tokens = engine.tokenize(prompts()[0] * 4)
-    start = min(16, len(tokens) // 2)
-    if sequences.length(SEQUENCE) < start:
+class _Walk:
+    """Batches of a text that moves on: experts of the last batch are not those of the next."""
+
+    def __init__(self, session: Session) -> None:
+        self._sequences = sequences = session.target.sequences
+        self._tokens = session.target.tokenize("\n".join([*prompts(), *prompts("prose")]))
+        self._at = 0
         sequences.rewind(SEQUENCE, 0)
-        sequences.extend(SEQUENCE, tokens[:start], n_logits=0)
-    batch = (tokens[start:] * n)[:n]
-    return median_decode_s(sequences, SEQUENCE, [batch] * (repetitions + 1))
+        sequences.extend(SEQUENCE, self._take(min(16, len(self._tokens) // 2)), n_logits=0)
+
+    def _take(self, n: int) -> list[int]:
+        taken = [self._tokens[(self._at + i) % len(self._tokens)] for i in range(n)]
+        self._at += n
+        return taken
+
+    def decode_s(self, n: int, repetitions: int) -> float:
+        """The median of decodes of `n` tokens, new ones each time, behind the same prefix."""
+        batches = [self._take(n) for _ in range(repetitions + 1)]
+        return median_decode_s(self._sequences, SEQUENCE, batches)
 
 
 def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
@@ -187,9 +277,11 @@ def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]],
     with Session(replace(config, draft=None, min_batch=_NEVER)) as session:
         if not session.target.facts.n_experts:
             return [], {}
-        cpu = {n: _decode_s(session, n, repetitions) for n in sizes}
+        walk = _Walk(session)
+        cpu = {n: walk.decode_s(n, repetitions) for n in sizes}
     with Session(always) as session:
-        streamed = {n: _decode_s(session, n, repetitions) for n in sizes}
+        walk = _Walk(session)
+        streamed = {n: walk.decode_s(n, repetitions) for n in sizes}
         counters = asdict(session.target.counters())
     rows = [
         {
@@ -203,13 +295,21 @@ def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]],
     return rows, counters
 
 
+def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """llama.cpp first, then ours; ratios of decoding to llama.cpp at its best."""
+    plain = result.get("plain_tps")
+    rows = []
+    for name, prefill in result["prefill_tps"].items():
+        tps = result["decode_tps"][name]
+        ratio = f"{tps / plain:.2f}" if plain else "-"
+        rows.append((name, f"{tps:.1f}", f"{prefill:.0f}", ratio))
+    return rows
+
+
 def _show(result: dict[str, Any]) -> None:
-    rows = [("plain", f"{result['plain_tps']:.1f}", "1.00")]
-    for name in ("wrapped", "spec"):
-        tps = result.get(f"{name}_tps")
-        if tps is not None:
-            rows.append((name, f"{tps:.1f}", f"{tps / result['plain_tps']:.2f}"))
-    report.table("decoding", ("path", "tokens/s", "x plain"), rows)
+    report.table(
+        "side by side", ("path", "decode t/s", "prefill t/s", "x llama.cpp"), _rows(result)
+    )
     if result.get("acceptance_rate") is not None:
         report.line(
             f"acceptance {result['acceptance_rate']:.0%}, "

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offload.device import MinBatch
+from offload.device import MinBatch, has_gpu
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.plan.placement import make_plan
@@ -27,7 +27,7 @@ from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.types import Policy
 from specoffload import report
-from specoffload.commands.bench import commit, has_gpu, machine, prompts
+from specoffload.commands.bench import commit, machine, prompts
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions, GenerationStats

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 
 from rich.console import RenderableType
 
-from offload.device import MinBatch
+from offload.device import MinBatch, has_gpu
 from offload.trace import Trace
 from offload.trace_report import report as trace_report
 from specoffload import report
-from specoffload.commands.bench import has_gpu
 from specoffload.commands.demo_screen import Column, screen
 from specoffload.config.environment import Environment
 from specoffload.config.host import read_host

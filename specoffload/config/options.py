@@ -118,6 +118,7 @@ class BenchOptions:
     repetitions: int = 5
     overlap: bool = False
     policies: bool = False
+    vs: str | None = None
 
 
 @dataclass(frozen=True)

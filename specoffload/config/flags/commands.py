@@ -89,6 +89,11 @@ BENCH = (
         BenchOptions, "policies", ("--policies",), SWITCH,
         "Compare draft-length policies (code, prose, noise).", _P, commands=_BENCH,
     ),
+    Flag(
+        BenchOptions, "vs", ("--vs",), TEXT,
+        "llama-server=PATH: compare with this program too, its draft flags swept.", _P,
+        commands=_BENCH,
+    ),
 )  # fmt: skip
 
 PROFILE = (

@@ -1,0 +1,136 @@
+"""llama.cpp by itself as a child process, and a llama-server over HTTP, beside sessions of ours."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offload.engine import Engine, EngineOptions
+from offload.errors import DeviceFailed, DeviceUnavailable
+from offload.synth import write_preset
+from specoffload.config.environment import Environment
+from specoffload.config.host import read_host
+from specoffload.config.options import Options
+from specoffload.config.resolution import demo_file, resolve
+from specoffload.peers.llama_server import measure_server
+from specoffload.peers.process import Llama
+from specoffload.peers.tuned import TunedLlama
+
+OPTIONS = {
+    "path": str(demo_file("target.gguf")),
+    "device": None,
+    "cpu_weights": "",
+    "repack": False,
+    "flash_attn": -1,
+    "n_ctx": 512,
+    "n_batch": 512,
+    "n_ubatch": 512,
+    "n_threads": 1,
+    "n_threads_batch": 1,
+}
+
+
+def test_the_child_writes_what_our_engine_writes() -> None:
+    with Llama(OPTIONS) as llama:
+        prompt = llama.tokenize("def fibonacci(n):")
+        _, token = llama.prefill(prompt)
+        written = [token, *llama.decode(token, 20, start=len(prompt)).tokens]
+        again = [token, *llama.decode(token, 20, start=len(prompt)).tokens]
+    assert written == again
+    with Engine(demo_file("target.gguf"), EngineOptions(device="cpu", n_ctx=512)) as engine:
+        assert engine.tokenize("def fibonacci(n):") == prompt
+        row = engine.sequences.extend(0, prompt, 1)[0]
+        ours = [int(np.argmax(row))]
+        for _ in range(20):
+            ours.append(int(np.argmax(engine.sequences.extend(0, ours[-1:], 1)[0])))
+    assert written == ours
+
+
+def test_what_llama_cpp_refuses_is_a_sentence(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF but no more")
+    with pytest.raises(DeviceFailed, match="could not be loaded"):
+        Llama({**OPTIONS, "path": str(bad)})
+    with Llama(OPTIONS) as llama:
+        with pytest.raises(DeviceFailed, match="decoding .* failed"):
+            llama.prefill([1] * 600)  # more than the context holds
+        assert llama.prefill([1, 2])[0] > 0, "it goes on"
+
+
+def test_a_child_that_dies_is_a_sentence() -> None:
+    with Llama(OPTIONS) as llama:
+        llama._process.kill()
+        with pytest.raises(DeviceFailed, match="ended with status"):
+            llama.prefill([1, 2])
+
+
+SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+if "--help" in sys.argv:
+    print("--spec-draft-n-max N")
+    raise SystemExit
+drafts = "-md" in sys.argv
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["temperature"] == 0 and body["n_predict"] == 7, body
+        if "--fail" in sys.argv: self.send_response(500); self.end_headers(); return
+        timings = {"prompt_n": 10, "prompt_ms": 10, "predicted_n": 7, "predicted_ms": 7}
+        if drafts: timings |= {"draft_n": 4, "draft_n_accepted": 3}
+        self.send_response(200); self.end_headers()
+        self.wfile.write(json.dumps({"timings": timings}).encode())
+    def log_message(self, *_): pass
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def llama_server(tmp_path: Path) -> Path:
+    program = tmp_path / "llama-server"
+    program.write_text(f"#!{sys.executable}\n{SERVER}")
+    program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    return program
+
+
+def test_a_llama_server_is_started_asked_and_stopped(llama_server: Path) -> None:
+    config = resolve(Options(), read_host(Environment()))
+    tuned = TunedLlama(0, 0, 512, on_gpu=False)
+    speed = measure_server(llama_server, config, tuned, (), ["a", "b"], 7)
+    assert (speed.prefill_tps, speed.decode_tps, speed.acceptance_rate) == (1000, 1000, None)
+    drafting = ("-md", "d.gguf", "--draft-max", "16")
+    speed = measure_server(llama_server, config, tuned, drafting, ["a"], 7)
+    assert speed.acceptance_rate == 0.75
+    with pytest.raises(DeviceFailed, match="500"):
+        measure_server(llama_server, config, tuned, ("--fail",), ["a"], 7)
+    with pytest.raises(DeviceUnavailable, match="cannot be run"):
+        measure_server(llama_server.with_name("none"), config, tuned, (), ["a"], 7)
+    running = subprocess.run(["ps", "-ef"], capture_output=True, text=True).stdout
+    assert str(llama_server) not in running
+
+
+def test_bench_of_a_model_ten_times_the_devices_memory(models: Path) -> None:
+    path = write_preset(
+        "qwen3-30b-a3b", models / "ten.gguf", size="tiny", n_layer=8, n_expert=64, n_ff_exp=256
+    )
+    vram = path.stat().st_size // 10
+    done = subprocess.run(
+        [sys.executable, "-m", "specoffload", "bench", str(path), "--min-batch", "3",
+         "--device", "sim", "--vram", str(vram), "-n", "4", "-r", "1", "-c", "256", "-ub", "32",
+         "-t", "1"],
+        capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["counters"]["streamed_bytes"] > 0
+    assert {row["chosen"] for row in result["min_batch"] if row["n"] < 3} == {"cpu"}
+    assert {row["chosen"] for row in result["min_batch"] if row["n"] >= 3} == {"stream"}
+    assert result["vs"]["llama.cpp -ub 512"] == result["wrapped_tps"] / result["plain_tps"]
