@@ -37,6 +37,11 @@ class StreamingOptions:
     trace: Trace = NO_TRACE
 
 
+def free_bytes(choice: DeviceChoice) -> int:
+    """What the device has free now, less the margin that is left to others."""
+    return max(0, memory_of(choice.address)[0] - MARGIN_BYTES)
+
+
 def plan_streaming(
     facts: ModelFacts,
     choice: DeviceChoice,
@@ -53,7 +58,7 @@ def plan_streaming(
     if budget is None and choice.sim is not None:
         budget = choice.sim.vram_bytes
     if budget is None and choice.on_gpu:
-        budget = max(0, memory_of(choice.address)[0] - MARGIN_BYTES)
+        budget = free_bytes(choice)
         reserve = options.reserve_bytes + context_bytes_wanted
     return make_plan(
         facts,

@@ -21,11 +21,10 @@ import psutil
 from offload.device import MinBatch, choose_device, has_gpu
 from offload.errors import OffloadError
 from offload.ggml.llama import FLASH_ATTN
-from offload.ggml.props import memory_of
 from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.context import ContextSpec, context_memory
-from offload.plan.placement import MARGIN_BYTES
+from offload.streaming.options import free_bytes
 from offload.timing import median_decode_s
 from specoffload import report
 from specoffload.config.resolution import Config, demo_file
@@ -138,7 +137,7 @@ def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
     n_ctx = config.ctx_size or facts.number("context_length", 4096)
     vram = None
     if choice.on_gpu:
-        vram = config.streaming.vram_bytes or memory_of(choice.address)[0] - MARGIN_BYTES
+        vram = config.streaming.vram_bytes or free_bytes(choice)
     ubatches = UBATCHES if choice.on_gpu else UBATCHES[:1]
     peers = {}
     for n in ubatches:
