@@ -1,7 +1,7 @@
 """How an owner would tune llama.cpp for a file and so much device memory: pure.
 
 As many layers' experts on the device as fit beside everything else, the first layers' on the CPU
-(`--n-cpu-moe`), nothing mapped, flash attention as here. It is what `--fit on` arrives at.
+(`--n-cpu-moe`), nothing mapped, flash attention as here.
 """
 
 from __future__ import annotations
