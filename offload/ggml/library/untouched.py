@@ -140,7 +140,8 @@ def answer_requests(requests: TextIO, answers: TextIO) -> None:
                     answer = getattr(opened, do)(**asked)
             except Refused as e:
                 answer = {"error": str(e)}
-            print(json.dumps(answer), file=answers, flush=True)
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
     finally:
         if opened is not None:
             opened.close()
@@ -150,7 +151,8 @@ def main() -> None:
     quiet = llama.llama_log_callback(lambda *_: None)
     llama.llama_log_set(quiet, None)
     llama.llama_backend_init()
-    answer_requests(sys.stdin, sys.stdout)
+    with open(1, "w", closefd=False) as answers:
+        answer_requests(sys.stdin, answers)
 
 
 if __name__ == "__main__":
