@@ -17,6 +17,7 @@ from offload.device import DeviceChoice, MinBatch, choose_device, has_gpu
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import opening
+from offload.ggml.library.prepare import prepare
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.threadpool import has_openmp
@@ -112,8 +113,8 @@ class Engine(ModelText):
         )
         self.options = options = replace(options, flash_attn=flash_attn)
         self.choice: DeviceChoice = choose_device(options.device)
-        # What the library's build keeps from being used, in sentences.
-        self.notes: list[str] = [*missing_in_build(has_gpu=has_gpu())]
+        # What library and environment keep from being used, in sentences.
+        self.notes: list[str] = [*prepare(), *missing_in_build(has_gpu=has_gpu())]
         self.numa: NumaPlan | None = None
         if options.numa is not None:
             self.numa = options.numa.in_mask_order(openmp=has_openmp())

@@ -5,7 +5,6 @@ No list of tensors is kept here: names and shapes come from the library that wil
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -88,7 +87,6 @@ def _survives(header: Path) -> None:
 
 
 def _main() -> int:
-    os.putenv("GGML_NO_BACKTRACE", "1")  # an abort would start a debugger
     try:
         wanted_tensors(Path(sys.argv[1]))
     except OffloadError as e:

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from numa.memory import PlacedMemory
 from offload.errors import BadModel
+from offload.ggml import pinning
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
 from offload.ggml.library.unpopulated import without_populating
 from offload.ggml.memory import HostRange
-from offload.ggml.pinning import Pinner
+from offload.ggml.pinning import Pinner, pieces_of, plain_register
 from offload.model_file import read_facts
 from offload.store.store import Store, StoreOptions
 
@@ -25,22 +29,29 @@ CPU = abi.GGML_BACKEND_DEVICE_TYPE_CPU
 class FakeGpu:
     """A device whose registry pins what it is asked to, or refuses."""
 
-    def __init__(self, *, accepts: bool) -> None:
+    def __init__(self, *, accepts: bool, most_bytes: int = 1 << 62) -> None:
         self.pinned: dict[int, int] = {}
+        self.n_asked = 0
         self._name = C.create_string_buffer(b"FAKE")
         self._keep: list[Any] = []
 
         def register(address: int, size: int) -> bool:
-            if accepts:
+            self.n_asked += 1
+            taken = accepts and sum(self.pinned.values()) + size <= most_bytes
+            if taken:
                 self.pinned[address] = size
-            return accepts
+            return taken
+
+        def unregister(address: int) -> None:
+            self.pinned.pop(address, None)
 
         entries = {
             b"ggml_backend_register_host_buffer": self._thunk(
                 C.CFUNCTYPE(C.c_bool, C.c_void_p, C.c_size_t), register
             ),
             b"ggml_backend_unregister_host_buffer": self._thunk(
-                C.CFUNCTYPE(None, C.c_void_p), lambda address: self.pinned.pop(address) and None
+                C.CFUNCTYPE(None, C.c_void_p),
+                lambda address: self.pinned.pop(address, None) and None,
             ),
         }
         self._registry = abi.ggml_backend_reg()
@@ -81,7 +92,8 @@ def test_memory_is_pinned_through_the_registry_and_given_back_once() -> None:
 def test_a_refusal_names_the_memory_lock_limit_where_that_may_be_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pinner = Pinner(FakeGpu(accepts=False).address)
+    gpu = FakeGpu(accepts=False)
+    pinner = Pinner(gpu.address)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
     result = pinner.pin(HostRange(0x10000, 3 << 30))
     assert not result.ok
@@ -90,6 +102,91 @@ def test_a_refusal_names_the_memory_lock_limit_where_that_may_be_why(
     assert "ulimit -l" in result.reason
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     assert "GGML_CUDA_REGISTER_HOST" in pinner.pin(HostRange(0x10000, 3 << 30)).reason
+
+
+def test_memory_is_pinned_in_pieces_and_copies_are_cut_at_their_borders() -> None:
+    gpu = FakeGpu(accepts=True)
+    pinner = Pinner(gpu.address, most_at_once_bytes=4096)
+    memory = HostRange(0x10000, 3 * 4096 - 100)
+    result = pinner.pin(memory)
+    assert (result.ok, result.reason) == (True, "pinned by the FAKE backend in 3 pieces")
+    assert gpu.pinned == {0x10000: 4096, 0x11000: 4096, 0x12000: 4096 - 100}
+    assert pieces_of(0x10000, 4096) == [(0, 4096)], "up to a border"
+    assert pieces_of(0x11000, 96) == [(0, 96)], "from a border"
+    assert pieces_of(0x10FFF, 2) == [(0, 1), (1, 1)]
+    assert pieces_of(0x10010, 0x2000) == [(0, 0xFF0), (0xFF0, 0x1000), (0x1FF0, 0x10)]
+    assert pieces_of(0x20000, 1 << 40) == [(0, 1 << 40)], "memory of others"
+    pinner.unpin(memory)
+    assert gpu.pinned == {}
+    assert pieces_of(0x10010, 0x2000) == [(0, 0x2000)]
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 12))
+def test_the_parts_of_a_copy_are_the_copy_and_each_lies_in_one_piece(
+    start: int, size: int, step: int
+) -> None:
+    gpu = FakeGpu(accepts=True)
+    pinner = Pinner(gpu.address, most_at_once_bytes=step)
+    memory = HostRange(0x10000, 80)
+    pinner.pin(memory)
+    parts = pieces_of(memory.address + start, size)
+    assert [i for at, n in parts for i in range(at, at + n)] == list(range(size))
+    for at, n in parts:
+        first, last = start + at, start + at + n - 1
+        assert first // step == last // step
+    pinner.unpin(memory)
+
+
+def test_a_piece_that_is_refused_gives_the_others_back() -> None:
+    gpu = FakeGpu(accepts=True, most_bytes=2 * 4096)
+    pinner = Pinner(gpu.address, most_at_once_bytes=4096)
+    assert not pinner.pin(HostRange(0x10000, 3 * 4096)).ok
+    assert gpu.n_asked == 3
+    assert gpu.pinned == {}
+    assert pieces_of(0x10000, 3 * 4096) == [(0, 3 * 4096)]
+
+
+def test_children_do_not_get_pinned_memory() -> None:
+    gpu = FakeGpu(accepts=True)
+    pinner = Pinner(gpu.address)
+    with PlacedMemory(4 << 20) as placed:
+        memory = HostRange.of_placed(placed)
+        memory.array()[:] = 1
+        pinner.pin(memory)
+        assert "dc" in flags_of(placed), "not copied on fork"
+        pinner.unpin(memory)
+        assert "dc" not in flags_of(placed)
+
+
+def flags_of(memory: PlacedMemory) -> set[str]:
+    """The kernel's flags of the mapping, as /proc/self/smaps has them."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head, *rest = line.split()
+        if "-" in head and not head.endswith(":"):
+            start, stop = (int(part, 16) for part in head.split("-"))
+            inside = start <= memory.address < stop
+        elif inside and head == "VmFlags:":
+            return set(rest)
+    raise AssertionError("the mapping is gone")
+
+
+def test_the_plain_registration_needs_a_cuda_runtime(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f10 r-xp 00000000 00:00 0 /lib/libc.so.6\n")
+    assert plain_register(maps) is None
+    assert plain_register(tmp_path / "none") is None
+
+
+def test_a_device_without_read_only_pages_pins_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(accepts=False)
+    plain: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        pinning, "plain_register", lambda: lambda a, n: plain.append((a, n)) is None
+    )
+    assert Pinner(gpu.address).pin(HostRange(0x10000, 4096)).ok
+    assert gpu.n_asked == 1, "read-only pages first"
+    assert plain == [(0x10000, 4096)]
 
 
 def test_a_backend_that_cannot_pin_says_so() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from offload.errors import DeviceFailed, LibraryMismatch
 from offload.ggml.library import abi
+from offload.ggml.library.prepare import prepare
 
 P = C.c_void_p
 STR = C.c_char_p
@@ -248,7 +249,7 @@ def library() -> Library:
 
     Raises LibraryMismatch when llama-cpp-python is not the pinned release.
     """
-    _prepare()
+    prepare()
     import llama_cpp
     import llama_cpp.llama_cpp as structs
 
@@ -261,17 +262,6 @@ def library() -> Library:
     log.stop_in_one_sentence(loaded)
     loaded.llama_backend_init()
     return loaded
-
-
-def _prepare() -> None:
-    """Set what the library reads from the environment for itself; what is set already stays.
-
-    Without GGML_CUDA_REGISTER_HOST ggml refuses to pin memory of ours; without GGML_NO_BACKTRACE
-    an assertion starts a debugger.
-    """
-    setenv = C.CDLL(None).setenv
-    for name in (b"GGML_CUDA_REGISTER_HOST", b"GGML_NO_BACKTRACE"):
-        setenv(name, b"1", 0)
 
 
 @functools.cache
