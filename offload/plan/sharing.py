@@ -1,0 +1,257 @@
+"""Shares device memory out between layers, slots and the buffers of a ubatch, by expected time.
+
+Pure. Every way of sharing is priced by the machine model and the fastest that fits is taken. Where
+a whole layer's experts get slots without a dense weight having to stream, that comes before all
+else: prompts are then computed by the device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from offload.model import ModelFacts, TensorEntry, layer_of
+from offload.plan.machine import Machine, ModelWork, Sharing, best_s, prefill_s
+from offload.plan.slot_layout import SlotLayout, SlotPool, slot_layout
+
+UBATCHES = (512, 1024, 2048, 4096, 8192)
+SMALL_UBATCHES = (128, 256)  # where 512 leaves no room for a layer's experts
+_AHEAD = 8  # a ring has room for one in so many experts of the next layer
+_LOOKED_UP = frozenset(
+    {
+        *("token_embd.weight", "per_layer_token_embd.weight", "position_embd.weight"),
+        *("token_types.weight", "token_embd_norm.weight", "token_embd_norm.bias"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a plan is made for: a prompt, then tokens in batches."""
+
+    n_prompt: int = 4096
+    n_generated: int = 512
+    n_batch: int = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way of sharing device memory, and what it is expected to take."""
+
+    streamed_experts: frozenset[int]  # layers whose experts stream
+    streamed_dense: frozenset[int]
+    n_ubatch: int
+    sharing: Sharing
+    expected_s: float
+    has_ring: bool
+
+    @property
+    def is_sound(self) -> bool:
+        """True if a whole layer's experts run on the device, for batches of some size, without a
+        dense weight having to stream."""
+        return self.has_ring and not self.streamed_dense and self.n_ubatch not in SMALL_UBATCHES
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.streamed_experts or self.streamed_dense)
+
+
+def spread(n: int, n_layers: int) -> frozenset[int]:
+    """`n` of the layers, evenly over the model: the link then works while the others compute."""
+    n = max(0, min(n, n_layers))
+    return frozenset(i for i in range(n_layers) if (i + 1) * n // n_layers > i * n // n_layers)
+
+
+def ring_slots(pool: SlotPool) -> int:
+    """Slots for all experts of a layer and some of the next."""
+    return min(pool.most_slots, pool.n_experts + max(1, pool.n_experts // _AHEAD))
+
+
+def least_slots(layout: SlotLayout) -> list[int]:
+    """For each pool what one token needs of a layer, or twice a layer's dense weights."""
+    needed = []
+    for index, pool in enumerate(layout.pools):
+        if pool.n_experts:
+            needed.append(min(pool.most_slots, max(1, pool.n_used)))
+            continue
+        per_layer = Counter(group.layer for group in layout.groups if group.pool == index)
+        needed.append(min(pool.most_slots, 2 * max(per_layer.values())))
+    return needed
+
+
+class Weights:
+    """What of a model can stream, and what that saves."""
+
+    def __init__(
+        self, facts: ModelFacts, experts: Sequence[TensorEntry], dense: Sequence[TensorEntry]
+    ) -> None:
+        """`experts` and `dense` are the weights that may stream."""
+        self.facts = facts
+        self.resident_bytes = device_bytes(facts)
+        self.expert_layers = sorted({layer_of(e.name) for e in experts})
+        n_layers, n = facts.n_layers, len(self.expert_layers)
+        expert_bytes, dense_bytes = _bytes_by_layer(experts), _bytes_by_layer(dense)
+        every = [frozenset(self.expert_layers[i] for i in spread(n - r, n)) for r in range(n + 1)]
+        # By number of layers whose experts are resident: those whose experts stream, their bytes.
+        self.experts = [(chosen, sum(expert_bytes[i] for i in chosen)) for chosen in every]
+        # By number of layers whose dense weights stream: these layers, their bytes.
+        some = [spread(d, n_layers) for d in range(n_layers + 1)]
+        self.dense = [(chosen, sum(dense_bytes[i] for i in chosen)) for chosen in some]
+        self.layout = slot_layout(experts, facts.n_experts, facts.n_experts_used)
+        ring = slot_layout(dense, 0, 0)
+        self.dense_ring_bytes = ring.with_slots(least_slots(ring)).size_bytes if dense else 0
+
+
+def _bytes_by_layer(entries: Sequence[TensorEntry]) -> dict[int, int]:
+    sizes: dict[int, int] = defaultdict(int)
+    for entry in entries:
+        sizes[layer_of(entry.name)] += entry.size_bytes
+    return sizes
+
+
+def device_bytes(facts: ModelFacts) -> int:
+    """Bytes of the weights that would be on the device if none streamed.
+
+    Embeddings of tokens and layers are looked up by the CPU, in host memory; the device has a copy
+    where they are the output matrix too.
+    """
+    tied = not any(entry.name == "output.weight" for entry in facts.loaded)
+    looked_up = _LOOKED_UP - {"token_embd.weight"} if tied else _LOOKED_UP
+    return sum(entry.size_bytes for entry in facts.loaded if entry.name not in looked_up)
+
+
+def choose_sharing(
+    weights: Weights,
+    work: ModelWork,
+    machine: Machine,
+    workload: Workload,
+    *,
+    budget_bytes: int,
+    reserve_bytes: Callable[[int], int],
+    ubatches: Sequence[int],
+    n_resident: Sequence[int],
+    n_dense_streamed: Sequence[int],
+) -> Choice | None:
+    """The fastest way that fits `budget_bytes`; None if none fits.
+
+    `reserve_bytes(n_ubatch)` is what the context takes. `n_resident` and `n_dense_streamed` are the
+    numbers of layers that may be tried.
+    """
+    best: Choice | None = None
+    for n_ubatch in ubatches:
+        if n_ubatch in SMALL_UBATCHES and best is not None and best.is_sound:
+            break
+        left = budget_bytes - reserve_bytes(n_ubatch)
+        for choice in _ways(weights, left, n_ubatch, n_resident, n_dense_streamed):
+            if best is not None and best.is_sound and not choice.is_sound:
+                continue
+            if not choice.streams:
+                return choice  # with all weights there, a larger ubatch would only take memory
+            seconds = _expected_s(machine, work, workload, choice)
+            if best is None or (choice.is_sound, -seconds) > (best.is_sound, -best.expected_s):
+                best = replace(choice, expected_s=seconds)
+    return best
+
+
+def _ways(
+    weights: Weights,
+    left_bytes: int,
+    n_ubatch: int,
+    n_resident: Sequence[int],
+    n_dense_streamed: Sequence[int],
+) -> Iterator[Choice]:
+    """The ways that fit and may be best.
+
+    Experts become resident only where all dense weights are, which serve every token. Of the dense
+    weights as few stream as leave room for any slots, and as few as leave room for a ring.
+    """
+
+    def way(resident: int, n_dense: int) -> Choice | None:
+        experts, expert_bytes = weights.experts[resident]
+        dense, dense_bytes = weights.dense[n_dense]
+        room = left_bytes - (weights.resident_bytes - expert_bytes - dense_bytes)
+        room -= weights.dense_ring_bytes if dense_bytes else 0
+        n_slots, has_ring = _slots(weights.layout, room, len(experts))
+        if room < 0 or (experts and not n_slots):
+            return None
+        return Choice(
+            experts, dense, n_ubatch, Sharing(n_slots, resident, len(dense)), 0.0, has_ring
+        )
+
+    fewest = n_dense_streamed[0]
+    found = [choice for n in n_resident if (choice := way(n, fewest)) is not None]
+    yield from found
+    fits, has_ring = bool(found), any(choice.has_ring for choice in found)
+    for n_dense in n_dense_streamed[1:]:
+        if has_ring:
+            return
+        choice = way(n_resident[0], n_dense)
+        if choice is not None and (choice.has_ring or not fits):
+            yield choice
+            fits, has_ring = True, choice.has_ring
+
+
+def _slots(layout: SlotLayout, room_bytes: int, n_layers: int) -> tuple[int, bool]:
+    """Slots for the experts of `n_layers` layers; 0 if not even one token's fit. True: a ring."""
+    if not n_layers or not layout.pools:
+        return 0, True
+    least = sum(max(1, pool.n_used) * pool.slot_bytes for pool in layout.pools)
+    if room_bytes < least:
+        return 0, False
+    rings = sum(ring_slots(pool) * pool.slot_bytes for pool in layout.pools)
+    most = n_layers * max(1, layout.pools[0].n_experts)
+    size = sum(pool.slot_bytes * pool.n_groups for pool in layout.pools)
+    mean = size / sum(pool.n_groups for pool in layout.pools)
+    if room_bytes < rings:
+        return max(1, int(room_bytes / sum(pool.slot_bytes for pool in layout.pools))), False
+    return min(most, int(room_bytes / mean)), True
+
+
+def _expected_s(machine: Machine, work: ModelWork, workload: Workload, choice: Choice) -> float:
+    n_rounds = workload.n_generated / workload.n_batch
+    return prefill_s(
+        machine, work, choice.sharing, workload.n_prompt, choice.n_ubatch
+    ) + n_rounds * best_s(machine, work, choice.sharing, workload.n_batch)
+
+
+def sized(layout: SlotLayout, room_bytes: int) -> SlotLayout | None:
+    """The layout with as many slots as `room_bytes` hold; None if it does not hold the least.
+
+    Every pool gets what one token needs, then a ring, then its share of the rest by the bytes that
+    stream through it.
+    """
+    if layout.size_bytes <= room_bytes:
+        return layout
+    counts = least_slots(layout)
+    if layout.with_slots(counts).size_bytes > room_bytes:
+        return None
+    experts = [pool.n_experts > 0 for pool in layout.pools]
+    rings = [ring_slots(pool) if pool.n_experts else 0 for pool in layout.pools]
+    # Dense weights are read in a circle: slots for more than the next two layers hold nothing in
+    # time, so that experts have what is left.
+    everything = [
+        pool.most_slots if is_expert or not any(experts) else 0
+        for pool, is_expert in zip(layout.pools, experts, strict=True)
+    ]
+    for wanted in (rings, everything):
+        counts = _grown(layout, counts, wanted, room_bytes)
+    return layout.with_slots(counts)
+
+
+def _grown(
+    layout: SlotLayout, counts: Sequence[int], wanted: Sequence[int], room_bytes: int
+) -> list[int]:
+    """`counts` grown towards `wanted`, all by the same share of the way, within `room_bytes`."""
+    missing = [max(0, most - n) for n, most in zip(counts, wanted, strict=True)]
+    size = sum(n * pool.slot_bytes for n, pool in zip(missing, layout.pools, strict=True))
+    left = room_bytes - layout.with_slots(counts).size_bytes
+    if size <= left:
+        return [n + more for n, more in zip(counts, missing, strict=True)]
+    grown = [n + more * left // size for n, more in zip(counts, missing, strict=True)]
+    # What rounding down left goes to the largest slots first, a few at most.
+    for i in sorted(range(len(grown)), key=lambda i: -layout.pools[i].slot_bytes):
+        spare = room_bytes - layout.with_slots(grown).size_bytes
+        more = min(counts[i] + missing[i] - grown[i], spare // layout.pools[i].slot_bytes)
+        grown[i] += max(0, more)
+    return grown

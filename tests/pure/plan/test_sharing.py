@@ -1,0 +1,213 @@
+"""Device memory shared out by expected time: what is resident, what streams, how large a ubatch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
+from offload.plan.machine import TYPICAL, Sharing, best_s, model_work, prefill_s
+from offload.plan.sharing import (
+    SMALL_UBATCHES,
+    UBATCHES,
+    Choice,
+    Weights,
+    Workload,
+    choose_sharing,
+    device_bytes,
+    least_slots,
+    ring_slots,
+    sized,
+)
+from offload.plan.slot_layout import slot_layout
+
+N_LAYERS, N_EXPERTS, N_USED = 12, 64, 4
+ROW, N_FF = 2048, 1024
+EXPERT = ROW * N_FF * 34 // 32  # bytes of one matrix of one expert, q8_0
+DENSE = ROW * ROW * 34 // 32
+
+
+def facts() -> ModelFacts:
+    entries = [
+        TensorEntry("token_embd.weight", "q8_0", (ROW, 32000), 0, ROW * 32000 * 34 // 32),
+        TensorEntry("output.weight", "q8_0", (ROW, 32000), 0, ROW * 32000 * 34 // 32),
+    ]
+    for i in range(N_LAYERS):
+        for kind in ("attn_q", "attn_output"):
+            entries.append(TensorEntry(f"blk.{i}.{kind}.weight", "q8_0", (ROW, ROW), 0, DENSE))
+        for kind, shape in (("gate", (ROW, N_FF)), ("up", (ROW, N_FF)), ("down", (N_FF, ROW))):
+            name = f"blk.{i}.ffn_{kind}_exps.weight"
+            size = EXPERT * N_EXPERTS
+            entries.append(TensorEntry(name, "q8_0", (*shape, N_EXPERTS), 0, size))
+    metadata = {
+        "qwen3moe.block_count": N_LAYERS,
+        "qwen3moe.embedding_length": ROW,
+        "qwen3moe.expert_count": N_EXPERTS,
+        "qwen3moe.expert_used_count": N_USED,
+    }
+    header = Header(dict(metadata), tuple(entries), 1 << 40)
+    weights = {e.name: WeightPlace(Path("m.gguf"), e) for e in entries}
+    return ModelFacts(Path("m.gguf"), "qwen3moe", "m", header, weights)
+
+
+FACTS = facts()
+EXPERTS = [e for e in FACTS.loaded if "_exps" in e.name]
+DENSE_WEIGHTS = [e for e in FACTS.loaded if ".attn_" in e.name]
+WEIGHTS = Weights(FACTS, EXPERTS, DENSE_WEIGHTS)
+WORK = model_work(FACTS)
+ALL = device_bytes(FACTS)
+LAYER = 3 * EXPERT * N_EXPERTS
+UBATCH_BYTES = 40_000  # what a token of a ubatch takes
+
+
+def choose(budget: int, ubatches: tuple[int, ...] = (*UBATCHES, *SMALL_UBATCHES)) -> Choice | None:
+    return choose_sharing(
+        WEIGHTS,
+        WORK,
+        TYPICAL,
+        Workload(),
+        budget_bytes=budget,
+        reserve_bytes=lambda n: UBATCH_BYTES * n,
+        ubatches=ubatches,
+        n_resident=range(N_LAYERS + 1),
+        n_dense_streamed=range(N_LAYERS + 1),
+    )
+
+
+def expected_s(choice: Choice) -> float:
+    assert choice is not None
+    prefill = prefill_s(TYPICAL, WORK, choice.sharing, 4096, choice.n_ubatch)
+    return prefill + 512 * best_s(TYPICAL, WORK, choice.sharing, 1)
+
+
+def test_embeddings_that_are_only_looked_up_are_not_on_the_device() -> None:
+    everything = sum(e.size_bytes for e in FACTS.loaded)
+    assert device_bytes(FACTS) == everything - FACTS.weights["token_embd.weight"].entry.size_bytes
+
+
+def test_an_embedding_that_is_the_output_matrix_too_is() -> None:
+    weights = {n: w for n, w in FACTS.weights.items() if n != "output.weight"}
+    tied = ModelFacts(FACTS.path, FACTS.architecture, "m", FACTS.header, weights)
+    assert device_bytes(tied) == sum(w.entry.size_bytes for w in weights.values())
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 2 * ALL), st.integers(1, ALL // 2))
+def test_more_memory_never_stops_fitting_nor_loses_time(budget: int, more: int) -> None:
+    less, larger = choose(budget), choose(budget + more)
+    if less is None:
+        return
+    assert larger is not None
+    # A plan that lets prompts run on the device comes first; among equals time decides.
+    if less.is_sound == larger.is_sound:
+        assert larger.expected_s <= less.expected_s * (1 + 1e-9)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 2 * ALL))
+def test_what_is_chosen_fits(budget: int) -> None:
+    choice = choose(budget)
+    if choice is None:
+        return
+    streamed = [e for e in EXPERTS if int(e.name.split(".")[1]) in choice.streamed_experts]
+    dense = [e for e in DENSE_WEIGHTS if int(e.name.split(".")[1]) in choice.streamed_dense]
+    resident = ALL - sum(e.size_bytes for e in (*streamed, *dense))
+    room = budget - UBATCH_BYTES * choice.n_ubatch - resident
+    layout = sized(slot_layout([*dense, *streamed], N_EXPERTS, N_USED), room)
+    assert layout is not None
+    assert layout.size_bytes <= room
+    experts = [pool for pool in layout.pools if pool.n_experts]
+    if choice.has_ring:
+        assert all(pool.n_slots >= ring_slots(pool) for pool in experts)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.7, 0.9])
+def test_the_chosen_ubatch_is_within_a_twentieth_of_the_best(share: float) -> None:
+    budget = int(share * ALL)
+    chosen = choose(budget)
+    assert chosen is not None
+    each = [choose(budget, (n,)) for n in range(512, 8193, 256)]
+    best = min(c.expected_s for c in each if c is not None and c.is_sound == chosen.is_sound)
+    assert expected_s(chosen) <= 1.05 * best
+
+
+def test_everything_is_resident_where_it_fits_with_the_smallest_ubatch() -> None:
+    choice = choose(2 * ALL)
+    assert choice is not None
+    assert not choice.streams
+    assert choice.n_ubatch == UBATCHES[0]
+
+
+def test_prompts_run_on_the_device_wherever_a_layer_s_experts_have_room() -> None:
+    ring = ring_slots(WEIGHTS.layout.pools[0]) * WEIGHTS.layout.pools[0].slot_bytes
+    dense = ALL - N_LAYERS * LAYER
+    choice = choose(dense + ring + UBATCH_BYTES * 512)
+    assert choice is not None
+    assert choice.is_sound
+    assert choice.n_ubatch == 512
+    less = choose(dense + ring + UBATCH_BYTES * 512 - 1)
+    assert less is not None
+    assert not less.is_sound
+
+
+def test_memory_beyond_a_ring_goes_where_it_saves_time() -> None:
+    """Resident layers and slots both serve decoding; the faster way of the two is taken."""
+    dense = ALL - N_LAYERS * LAYER
+    for n in range(3, N_LAYERS):
+        choice = choose(dense + n * LAYER, (512,))
+        assert choice is not None
+        for resident in range(n - 1):
+            n_slots = (n - resident) * N_EXPERTS - 20
+            other = Sharing(n_slots, resident)
+            assert choice.expected_s <= 1.01 * (
+                prefill_s(TYPICAL, WORK, other, 4096, 512) + 512 * best_s(TYPICAL, WORK, other, 1)
+            )
+
+
+# -- sizing
+
+
+@given(st.integers(0, 2 * N_LAYERS * LAYER))
+def test_a_layout_is_sized_to_its_room_or_refused(room: int) -> None:
+    whole = slot_layout([*EXPERTS, *DENSE_WEIGHTS], N_EXPERTS, N_USED)
+    least = whole.with_slots(least_slots(whole)).size_bytes
+    found = sized(whole, room)
+    assert (found is None) == (room < least)
+    if found is None:
+        return
+    assert found.size_bytes <= room
+    for pool, n in zip(found.pools, least_slots(whole), strict=True):
+        assert n <= pool.n_slots <= pool.most_slots
+    experts = [pool for pool in found.pools if pool.n_experts]
+    wasted = room - found.size_bytes
+    assert found == whole or all(
+        pool.n_slots == pool.most_slots or wasted < pool.slot_bytes for pool in experts
+    )
+
+
+@given(st.integers(0, N_LAYERS * LAYER), st.integers(0, LAYER))
+def test_more_room_never_takes_a_slot_away(room: int, more: int) -> None:
+    whole = slot_layout([*EXPERTS, *DENSE_WEIGHTS], N_EXPERTS, N_USED)
+    before, after = sized(whole, room), sized(whole, room + more)
+    if before is None:
+        return
+    assert after is not None
+    assert all(a.n_slots >= b.n_slots for a, b in zip(after.pools, before.pools, strict=True))
+
+
+def test_types_that_share_no_slots_each_get_a_ring_before_any_gets_more() -> None:
+    other = [
+        TensorEntry(e.name, "f32", e.shape, 0, e.size_bytes * 4 * 32 // 34)
+        if int(e.name.split(".")[1]) % 2
+        else e
+        for e in EXPERTS
+    ]
+    whole = slot_layout(other, N_EXPERTS, N_USED)
+    assert len(whole.pools) == 2
+    rings = sum(ring_slots(pool) * pool.slot_bytes for pool in whole.pools)
+    found = sized(whole, rings + 10 * max(pool.slot_bytes for pool in whole.pools))
+    assert found is not None
+    assert all(pool.n_slots >= ring_slots(pool) for pool in found.pools)
