@@ -79,14 +79,3 @@ def choose_device(wanted: str) -> DeviceChoice:
     close = difflib.get_close_matches(wanted, names, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise DeviceUnavailable(f"device {wanted}: this machine has {', '.join(names)}{hint}")
-
-
-@dataclass(frozen=True)
-class MinBatch:
-    """From how many tokens on a streamed weight's product runs on the device.
-
-    Below it the CPU computes the product in place, at native speed.
-    """
-
-    experts: int = 32
-    dense: int = 32

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from offload.decoder import Decoder
-from offload.device import DeviceChoice, MinBatch, choose_device, has_gpu
+from offload.device import DeviceChoice, choose_device, has_gpu
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import opening
@@ -34,6 +34,7 @@ from offload.plan.context import (
     context_memory,
     forgetting_window,
 )
+from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan
 from offload.sequences import Sequences
 from offload.store.store import Store, StoreOptions

@@ -18,9 +18,9 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib.patches import Patch
 
-from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
+from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
 from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset

@@ -10,13 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.device import MinBatch
-from offload.engine import Engine
-from offload.timing import median_decode_s
-
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 NEVER = 1 << 30
 _PAYS = 0.97  # streaming must be this much faster: a tie is noise, and the CPU needs no copies
+
+
+@dataclass(frozen=True)
+class MinBatch:
+    """The number of tokens from which a streamed weight's product runs on the device.
+
+    Below it the CPU computes the product in place, at native speed.
+    """
+
+    experts: int = 32
+    dense: int = 32
 
 
 @dataclass(frozen=True)
@@ -45,25 +51,3 @@ def choose(sides: Sequence[BothSides]) -> tuple[int, str]:
         f"--min-batch auto: {chosen.n_tokens}; there streaming takes "
         f"{chosen.streamed_s * 1e3:.1f} ms and the CPU {chosen.cpu_s * 1e3:.1f} ms"
     )
-
-
-def measure(engine: Engine, tokens: Sequence[int], repetitions: int = 2) -> list[BothSides]:
-    """Time both sides at each size that fits, on the beginning of `tokens`, in sequence 0.
-
-    The sequence is left empty, and the thresholds as they were.
-    """
-
-    def median_s(n: int) -> float:
-        engine.sequences.rewind(0, 0)
-        return median_decode_s(engine.sequences, 0, [tokens[:n]] * (repetitions + 1))
-
-    sizes = [n for n in SIZES if n <= min(len(tokens), engine.options.n_outputs)]
-    before = engine.min_batch
-    try:
-        engine.set_min_batch_by_decoding(MinBatch(NEVER, NEVER))
-        cpu = {n: median_s(n) for n in sizes}
-        engine.set_min_batch_by_decoding(MinBatch(1, 1))
-        streamed = {n: median_s(n) for n in sizes}
-    finally:
-        engine.set_min_batch_by_decoding(before)
-    return [BothSides(n, cpu[n], streamed[n]) for n in sizes]

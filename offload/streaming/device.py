@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from offload.device import DeviceChoice, MinBatch
+from offload.device import DeviceChoice
 from offload.ggml import tensor
 from offload.ggml.graph import Cut, CutList, Cuts
 from offload.ggml.hostbuffer import HostBufferType
@@ -20,6 +20,7 @@ from offload.ggml.library.lib import op_number
 from offload.ggml.mla_rewrite import MlaSwitch
 from offload.ggml.pydevice import FAILED, Backend, PyDevice
 from offload.mla.decision import Crossover
+from offload.plan.min_batch import MinBatch
 from offload.plan.placement import ArenaPlan, Shape
 from offload.streaming.counters import StreamCounters
 from offload.streaming.serial import SerialExecutor

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.device import DeviceChoice, MinBatch
+from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
+from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
 from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.device import DeviceChoice, MinBatch
+from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
+from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions
 from specoffload.peers.process import Llama
 

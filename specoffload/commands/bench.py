@@ -18,12 +18,13 @@ from typing import Any
 
 import psutil
 
-from offload.device import MinBatch, choose_device, has_gpu
+from offload.device import choose_device, has_gpu
 from offload.errors import OffloadError
 from offload.ggml.llama import FLASH_ATTN
 from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.context import ContextSpec, context_memory
+from offload.plan.min_batch import MinBatch
 from offload.streaming.options import free_bytes
 from offload.timing import median_decode_s
 from specoffload import report

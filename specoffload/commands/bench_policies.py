@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offload.device import MinBatch, has_gpu
+from offload.device import has_gpu
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
+from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
 from offload.streaming.options import StreamingOptions
 from offload.timing import median_decode_s

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from rich.console import RenderableType
 
-from offload.device import MinBatch, has_gpu
+from offload.device import has_gpu
+from offload.plan.min_batch import MinBatch
 from offload.trace import Trace
 from offload.trace_report import report as trace_report
 from specoffload import report

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from numa.place import Strategy
-from offload.device import MinBatch
 from offload.mla.decision import Crossover
+from offload.plan.min_batch import MinBatch
 from specdec.options import SpecOptions
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from offload.device import MinBatch
 from offload.mla.decision import Crossover
 from offload.nodes.numa_plan import NumaPlan
+from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE, Trace
 from specdec.options import DrafterName

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions, context_spec
 from offload.model_file import read_facts
 from offload.plan.context import context_memory, type_of_values
-from offload.plan.min_batch import choose, measure
+from offload.plan.min_batch import MinBatch, choose
 from offload.store.store import StoreOptions
 from specoffload.config.resolution import Config
+from specoffload.session.min_batch import measure
 from specoffload.speculation.vocabulary import check_same_vocabulary
 
 TREE_LEAVES = 32  # of a verified tree

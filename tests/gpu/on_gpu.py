@@ -12,8 +12,9 @@ import pytest
 from budgets import budget
 from numpy.typing import NDArray
 
-from offload.device import DeviceChoice, MinBatch
+from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
+from offload.plan.min_batch import MinBatch
 from offload.streaming.copy import DeviceCopier, Transfer
 from offload.streaming.options import StreamingOptions
 from offload.streaming.scheduled import ScheduledExecutor

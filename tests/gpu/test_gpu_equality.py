@@ -20,11 +20,12 @@ from on_gpu import (
     options,
 )
 
-from offload.device import DeviceChoice, MinBatch
+from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.ggml.library import abi
 from offload.ggml.library.lib import library
+from offload.plan.min_batch import MinBatch
 from offload.schedule.predict import Routing
 from offload.streaming.options import StreamingOptions
 

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.device import MinBatch, choose_device
+from offload.device import choose_device
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.plan.context import ContextSpec
+from offload.plan.min_batch import MinBatch
 from offload.streaming.device import StreamingDevice
 
 _MIB = 1 << 20

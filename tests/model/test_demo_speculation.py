@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 from resolved import config_of
 
-from offload.device import MinBatch
+from offload.plan.min_batch import MinBatch
 from specoffload.config.resolution import demo_file
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
+from offload.plan.min_batch import MinBatch
 from offload.streaming.device import StreamingDevice
 from offload.synth import write_preset
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from lossless_parts import BATCH_NOISE, N_CTX, NEAR_TIE, Judge, cheap_batches
 
-from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
+from offload.plan.min_batch import MinBatch
 from specdec.decoding.accept import Greedy, MatchAcceptance
 from specdec.decoding.decode_batch import BatchMember, decode_batch
 from specdec.drafters.model import ModelDrafter

@@ -11,7 +11,6 @@ import pytest
 from numpy.typing import NDArray
 
 import offload.engine
-from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.ggml import mla_rewrite, tensor
@@ -21,6 +20,7 @@ from offload.ggml.mla_nodes import graph_of
 from offload.ggml.mla_rewrite import MlaSwitch, use_count
 from offload.ggml.pydevice import Backend, PyDevice
 from offload.mla.decision import Crossover, Form, Kept, choose_crossover, measured_sizes
+from offload.plan.min_batch import MinBatch
 from offload.streaming.device import StreamingDevice
 from offload.synth import write_preset
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import resolved
 
-from offload.device import MinBatch
 from offload.engine import Engine
 from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
-from offload.plan.min_batch import BothSides
+from offload.plan.min_batch import BothSides, MinBatch
 from specdec.errors import SpecDecError, VocabularyMismatch
 from specoffload.config.options import DraftOptions
 from specoffload.config.resolution import Config, demo_file
@@ -144,7 +143,8 @@ def test_ctrl_c_at_any_report_of_progress_leaves_nothing_open(
     reports: list[float] = []
     Session(config_of(), reports.append).close()
     assert all_are_closed(engines)
-    for at in (1, 2, len(reports) // 2, len(reports) - 1):
+    measuring = next(i for i, share in enumerate(reports) if i and share < reports[i - 1])
+    for at in (1, 2, measuring - 1, measuring + 1, measuring + 3):
         for file in tmp_path.iterdir():
             file.unlink()
         left = iter(range(at))

@@ -12,20 +12,20 @@ import pytest
 from budgets import budget
 from numpy.typing import NDArray
 
-from offload.device import MinBatch
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.library.lib import op_number
 from offload.ggml.pydevice import PyDevice
 from offload.ggml.tensor import op_of
 from offload.model_file import read_facts
-from offload.plan.min_batch import measure
+from offload.plan.min_batch import MinBatch
 from offload.schedule.predict import Routing
 from offload.streaming.copy import ThreadCopier, Transfer
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 from offload.streaming.scheduled import ScheduledExecutor
 from offload.synth import write_preset
+from specoffload.session.min_batch import measure
 
 BATCHES = (1, 5, 40, 3, 12, 2, 70, 4)
 SERIAL = StreamingOptions(overlap=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Literal
 
-from offload.device import MinBatch
 from offload.mla.decision import Crossover
+from offload.plan.min_batch import MinBatch
 from offload.units import parse_bytes
 from specdec.options import DRAFTER_ALIASES, DrafterName
 from specoffload.config.flags.flag import FALSE, TRUE, Kind, choice

@@ -59,7 +59,7 @@ PRINTS = {"sys.stdout", "sys.stderr"}
 # law -> path -> why it may for now, and who changes it
 _HANDLES = "until devices, backends and tensors are handles too"
 ALLOWED: dict[str, dict[str, str]] = {
-    "pure": {"offload/plan/min_batch.py": "measuring moves out of the plan"},
+    "pure": {},
     "print": {
         "offload/synth/__main__.py": "a command line of its own: it moves beside scripts/synth",
         "offload/synth/discover.py": "speaks from a child process, with the command line",

@@ -12,7 +12,7 @@ from resolved import config_of, line_of
 from typer.testing import CliRunner
 
 from numa.place import Strategy
-from offload.device import MinBatch
+from offload.plan.min_batch import MinBatch
 from specdec.errors import BadOption
 from specdec.options import DrafterName, PolicyName, SpecOptions
 from specoffload.cli import app
