@@ -1,4 +1,4 @@
-"""Threads pinned, weights' rows on the node whose threads read them (DESIGN section 6).
+"""Threads pinned, weights' rows on the node whose threads read them (docs/numa.md).
 
 Deciding: topology, pinning, rows, place, tune. Doing: bind, memory, measure, over sys (the only
 ctypes). Looking: doctor. On a machine with one memory node all of it is a no-op.

@@ -36,7 +36,7 @@ class BoundThread:
 
 @dataclass(frozen=True)
 class BindReport:
-    """What binding a team achieved; `notes` has one sentence for each thing that did not happen."""
+    """A team's binding as it came out; `notes` has a sentence for each thing that did not come."""
 
     team: str
     threads: tuple[BoundThread, ...]

@@ -1,4 +1,4 @@
-"""What the control group of this process allows: processors, nodes and memory, version 1 and 2.
+"""The limits of this process's control group: processors, nodes and memory, version 1 and 2.
 
 A container sees the host's /sys; only its control group and /proc/self/status tell which part of
 the machine is its own.

@@ -1,4 +1,4 @@
-"""What stands in the way of local memory on this machine, as plain findings. Prints nothing.
+"""The obstacles to local memory on this machine, as plain findings. Prints nothing.
 
 `read_facts` looks, `diagnose` judges (pure), `strategy_shares` places a trial memory per strategy
 and asks the kernel where its pages lie. "bad" costs a large factor, "warn" some, "info" is to know.
@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the kernel says besides the topology. None where it does not say.
+    """The kernel's answers besides the topology; None where it gives none.
 
     `cache_bytes` is the page cache per node, `map_cache_bytes` the pages per node of one model
     file mapped into this process. `lock_limit_bytes` None means unlimited.
@@ -228,7 +228,7 @@ def _about_memory(topology: Topology, facts: Facts, needed_bytes: int) -> list[F
 
 
 def _about_cache(topology: Topology, facts: Facts) -> list[Finding]:
-    """Page cache stays where its first reader ran, for whoever maps the file (A17)."""
+    """Page cache stays where its first reader ran, for whoever maps the file (llama.cpp #11744)."""
     if not topology.is_numa:
         return []
     mapped = {n: b for n, b in facts.map_cache_bytes.items() if b}

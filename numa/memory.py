@@ -39,7 +39,7 @@ class Residency:
 
 @dataclass(frozen=True)
 class ApplyReport:
-    """What placing achieved. `how` is "nothing", "first touch" or "mbind"; `notes` the refusals."""
+    """A placing as it came out. `how` is "nothing", "first touch" or "mbind"; `notes` refusals."""
 
     how: str
     local_share: float | None
@@ -217,7 +217,7 @@ class PlacedMemory:
         sys.advise(self.address + start_bytes, size_bytes, sys.MADV_COLLAPSE)
 
     def huge_bytes(self) -> int:
-        """How much of it lies in huge pages; 0 if unknown."""
+        """Bytes of it in huge pages; 0 if unknown."""
         return huge_bytes_at(self.address)
 
     def sample(self, n_pages: int = _SAMPLE_PAGES, seed: int = 0) -> tuple[list[int], list[int]]:
@@ -283,7 +283,7 @@ def _work_lists(
     *,
     by_policy: bool,
 ) -> WorkLists:
-    """What each processor's thread touches: pieces of its node, shared out in turn.
+    """The ranges that each processor's thread touches: pieces of its node, shared out in turn.
 
     Several nodes go in stripes, unless a policy places the pages whoever touches them. Raises
     NoSuchNode for a node without processors.

@@ -1,4 +1,4 @@
-"""Which processor each compute thread runs on. Pure: decides, touches nothing (PEERS 7.3).
+"""Which processor each compute thread runs on. Pure: decides, touches nothing.
 
 Physical cores first, hardware siblings last; a core or two left for the API process and the
 device's host threads; threads numbered node by node, so that ggml's contiguous row slabs
@@ -90,7 +90,7 @@ class ThreadPlan:
 
 @dataclass(frozen=True)
 class ThreadRequest:
-    """What the user asked for; None means that the plan chooses.
+    """The user's wishes; None means that the plan chooses.
 
     `node` keeps every thread on one node; `smt` allows hardware siblings; `order` "alternate" puts
     thread i on node i modulo n, as llama.cpp's `distribute` does.

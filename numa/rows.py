@@ -1,4 +1,4 @@
-"""Which thread reads which rows of a weight: ggml's own partition. Pure (PEERS 7.3).
+"""Which thread reads which rows of a weight: ggml's own partition. Pure.
 
 Valid once `ggml_numa_init` has run on a machine where `Topology.ggml_is_numa` holds. Then ggml
 gives thread i of n a contiguous slab of rows, the same at each call, except in the drivers that

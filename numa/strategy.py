@@ -91,7 +91,7 @@ def touchers(topology: Topology, team: Team) -> dict[int, list[int]]:
 def stealing_sentence(
     weights: Sequence[Weight], n_tokens: int, build: Build | None = None
 ) -> str | None:
-    """What the plan says of batches of `n_tokens`: the share no placement helps, None if 0."""
+    """The plan's words on batches of `n_tokens`: the share no placement helps, None if 0."""
     stolen, total = stolen_bytes(weights, n_tokens, build)
     if not stolen:
         return None

@@ -63,7 +63,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Topology:
-    """What this process may use of the machine, and what it may not.
+    """The machine, and the part of it that this process may use.
 
     `cores` holds every online core, `allowed_cpus` those the cpuset leaves to this process.
     `from_kernel` is False where the single node is an assumption.
@@ -123,7 +123,7 @@ class Topology:
 
     @property
     def ggml_is_numa(self) -> bool:
-        """What `ggml_is_numa()` answers after `ggml_numa_init`: it counts /sys/.../node0, node1...
+        """The answer of `ggml_is_numa()` after `ggml_numa_init`: it counts /sys/.../node0, node1...
 
         It stops at the first gap and at 8 nodes, and looks at no cpuset
         (ggml-cpu.c:ggml_numa_init). Only when true is the partition of `numa.rows` static.

@@ -2,7 +2,8 @@
 
 Pure but for the callback: `search` asks `measure(candidate)` for decode times T(n) and picks the
 best. Strategies are compared at full width first, then thread counts and huge pages of the winner:
-no strategy wins everywhere (PEERS 7.3), and trying every combination would take an hour.
+no strategy wins everywhere (docs/background.md, NUMA), and to try every combination would take an
+hour.
 """
 
 import json
@@ -69,7 +70,7 @@ class TuneResult:
 
 
 def fingerprint(topology: Topology) -> str:
-    """What a tuned choice depends on: usable cores and rounded memory per node."""
+    """The machine that a tuned choice depends on: usable cores and rounded memory per node."""
     cores = topology.usable_cores
     parts = [
         f"node{n.id}:{sum(c.node == n.id for c in cores)}c,{round(n.memory_bytes / (1 << 30))}g"

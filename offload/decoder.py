@@ -14,7 +14,7 @@ from offload.streaming.device import StreamingDevice
 
 
 class Decoder:
-    """What `Sequences` decodes with."""
+    """The decoding that `Sequences` needs."""
 
     def __init__(
         self, context: Context, threads: PinnedThreads | None, device: StreamingDevice | None

@@ -48,7 +48,7 @@ _HOST_NAME = "SPEC_HOST"
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How a model is opened. Names are llama.cpp's where the meaning is the same."""
+    """The options of opening a model. Names are llama.cpp's where the meaning is the same."""
 
     device: str = "auto"
     min_batch: MinBatch = MinBatch()
@@ -292,7 +292,7 @@ class Engine(ModelText):
                 s.restore(0, checkpoint)
 
     def counters(self) -> StreamCounters:
-        """What the copy path did since the engine was opened; all zero where nothing streams."""
+        """Counts of the copy path since the engine was opened; all zero where nothing streams."""
         total = StreamCounters()
         if self.device is not None:
             for executor in self.device.executors.values():

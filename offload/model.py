@@ -27,7 +27,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says before its weights begin."""
+    """A GGUF file's contents before its weights begin."""
 
     metadata: dict[str, Value | tuple[Value, ...]]
     tensors: tuple[TensorEntry, ...]

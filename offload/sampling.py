@@ -1,4 +1,4 @@
-"""What a sampler is asked for, and the bounds of a grammar. Pure."""
+"""The options of a sampler, and the bounds of a grammar. Pure."""
 
 from __future__ import annotations
 

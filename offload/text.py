@@ -20,7 +20,7 @@ class TextStream:
         return self._decoder.decode(self._piece(token))
 
     def finish(self) -> str:
-        """What is left at the end: a truncated character becomes U+FFFD."""
+        """The rest at the end: a truncated character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 

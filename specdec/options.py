@@ -1,4 +1,4 @@
-"""How speculation can be set: the names of drafters, policies and rules, and typed options."""
+"""The settings of speculation: the names of drafters, policies and rules, and typed options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class DrafterName(StrEnum):
-    """What proposes tokens; llama.cpp's names where it has the drafter."""
+    """A source of proposed tokens; llama.cpp's names where it has the drafter."""
 
     NONE = "none"
     DRAFT = "draft"
@@ -27,7 +27,7 @@ DRAFTER_ALIASES = {"draft-simple": DrafterName.DRAFT, "lookup": DrafterName.NGRA
 
 
 class PolicyName(StrEnum):
-    """What decides how many drafted tokens are verified."""
+    """A rule for how many drafted tokens are verified."""
 
     THROUGHPUT = "throughput"
     FIXED = "fixed"
@@ -72,8 +72,8 @@ LONGEST = 16  # llama.cpp's --draft-max; throughput has the profile's
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """How drafts are made, decided and judged. `given` are the fields somebody set, each under the
-    name it was set by: a flag, a variable."""
+    """The choice of drafts, lengths and judgement. `given` are the fields somebody set, each under
+    the name it was set by: a flag, a variable."""
 
     drafters: tuple[DrafterName, ...] = ()  # empty: nobody named any, and nothing drafts
     policy: PolicyName = PolicyName.THROUGHPUT
@@ -113,5 +113,5 @@ class SpecOptions:
         return self.drafters not in ((), (DrafterName.NONE,))
 
     def name(self, option: str) -> str:
-        """What whoever set this field called it, for messages; else the field's own name."""
+        """The name by which this field was set, for messages; else the field's own name."""
         return self.given.get(option, option)

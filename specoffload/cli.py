@@ -45,7 +45,7 @@ tune_app = typer.Typer(help="Measure this machine and keep what is best.", no_ar
 
 
 def config_of(line: CommandLine, options: Options | None = None) -> Config:
-    """What was said, resolved on this machine. Raises UsageError."""
+    """The configuration of what was said, on this machine. Raises UsageError."""
     from specoffload.config.host import read_host
     from specoffload.config.resolution import resolve
 

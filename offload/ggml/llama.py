@@ -102,7 +102,7 @@ class Model:
 
     @property
     def is_recurrent(self) -> bool:
-        """Recurrent or hybrid: its memory cannot drop a partial tail (MECHANISMS E01)."""
+        """Recurrent or hybrid: memory that cannot drop a partial tail (llama.cpp #19493)."""
         recurrent = self._lib.llama_model_is_recurrent(self.handle)
         return bool(recurrent or self._lib.llama_model_is_hybrid(self.handle))
 
@@ -230,7 +230,7 @@ class Context:
         params.n_threads, params.n_threads_batch = options.n_threads, options.n_threads_batch
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
         params.offload_kqv, params.kv_unified = options.offload_kqv, True
-        # Our threshold, in supports_op, replaces ggml's own offload of host weights (D03, D04).
+        # Our threshold, in supports_op, replaces ggml's own offload of host weights.
         params.op_offload = False
         params.swa_full = options.swa_full
         params.no_perf = True

@@ -49,7 +49,7 @@ class HostRange:
         return np.ctypeslib.as_array((C.c_uint8 * self.size_bytes).from_address(self.address))
 
     def n_resident_pages(self) -> int:
-        """How many of its pages are in memory (mincore); the range begins on a page.
+        """The number of its pages that are in memory (mincore); the range begins on a page.
 
         Of a file that is neither owned nor writable the kernel says that all are. Raises OSError.
         """

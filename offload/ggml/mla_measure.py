@@ -1,4 +1,4 @@
-"""Measures both forms of the value projection on a device, at a model's shapes (D10)."""
+"""Measures both forms of the value projection on a device, at a model's shapes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _Bench:
         return [whole, attended, product, permuted, output]
 
     def broadcast(self, n: int) -> tuple[Any, Any]:
-        """What the one node of the broadcast form reads, and that node."""
+        """The tensors that the one node of the broadcast form reads, and that node."""
         vectors = self._tensor((self._kv_lora, 1, self._n_head, n), "NONE", 0)
         if not self._token_major:
             row = int(vectors.nb[1])

@@ -73,7 +73,7 @@ class _Rewritten:
 
 
 class MlaSwitch:
-    """The permute switch of one device (D10)."""
+    """The permute switch of one device (docs/mla.md)."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ def _last(nodes: list[int], node: int, end: int) -> int:
 
 
 def use_count(graph: int, node: int) -> int:
-    """How many nodes of the whole graph, other devices' parts included, read `node`.
+    """The number of nodes of the whole graph, other devices' parts included, that read `node`.
 
     Parts of a graph share its table of uses, keyed by address (ggml_node_get_use_count); -1 when
     the table does not know the node.

@@ -1,4 +1,4 @@
-"""What a device says of itself."""
+"""A device's statements about itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from offload.ggml.library.lib import library
 
 
 def has_async_and_events(device: int) -> bool:
-    """Whether copies can run on a second stream, ordered by events."""
+    """True if copies can run on a second stream, ordered by events."""
     props = abi.ggml_backend_dev_props()
     library().ggml_backend_dev_get_props(device, C.addressof(props))
     return bool(props.caps.async_ and props.caps.events)

@@ -61,11 +61,11 @@ class PyDevice:
     # -- what subclasses may override --------------------------------------------------------
 
     def _supports_op(self, node: int) -> bool:
-        """Whether this device computes the graph node at address `node`."""
+        """True if this device computes the graph node at address `node`."""
         return bool(self._inner_supports_op(self.inner, node))
 
     def _supports_buft(self, buft: int) -> bool:
-        """Whether nodes may read tensors that lie in buffers of this type."""
+        """True if nodes may read tensors that lie in buffers of this type."""
         return bool(self._inner_supports_buft(self.inner, buft))
 
     def _graph_compute(self, backend: Backend, graph: int) -> int:

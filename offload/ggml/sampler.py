@@ -100,7 +100,7 @@ class SamplerChain:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether `choose` is the argmax of the logits whatever came before."""
+        """True if `choose` is the argmax of the logits whatever came before."""
         return not (self._draw or self._penalties or self._grammar)
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
@@ -122,7 +122,7 @@ class SamplerChain:
     def probabilities(
         self, logits: NDArray[np.float32], history: Sequence[int]
     ) -> NDArray[np.float64]:
-        """What `choose` draws from, [n_vocab], summing to 1; a greedy chain is certain.
+        """The distribution that `choose` draws from, [n_vocab], sum 1; a greedy chain is certain.
 
         Raises BadRequest when the grammar leaves no token.
         """

@@ -1,4 +1,4 @@
-"""What random models need of the library: the tensors an architecture wants, and quantising.
+"""The library as random models need it: the tensors an architecture wants, and quantising.
 
 `llama_model_init_from_user` builds a model from metadata alone and hands each tensor to a callback.
 The weights get addresses in a range that is reserved but mapped to nothing, so a model of any size

@@ -64,23 +64,23 @@ def count_nodes() -> bool:
 
 
 def knows_several_nodes() -> bool:
-    """Whether ggml frees the calling thread's affinity after each graph (it does on NUMA)."""
+    """True if ggml frees the calling thread's affinity after each graph (it does on NUMA)."""
     return bool(library().ggml_is_numa())
 
 
 @functools.cache
 def cpu_features() -> dict[str, str]:
-    """What the CPU backend was built with and found: {"AVX512": "1", "OPENMP": "1", ...}."""
+    """The CPU backend's features, as built and found: {"AVX512": "1", "OPENMP": "1", ...}."""
     text: str = library().llama_print_system_info().decode()
     pairs = (part.split("=", 1) for part in text.replace("CPU :", "").split("|") if "=" in part)
     return {name.strip(): value.strip() for name, value in pairs}
 
 
 def has_openmp() -> bool:
-    """Whether graphs are computed by libgomp's threads instead of a pool's own."""
+    """True if graphs are computed by libgomp's threads instead of a pool's own."""
     return cpu_features().get("OPENMP") == "1"
 
 
 def has_llamafile() -> bool:
-    """Whether small quantisations go through llamafile's kernels, which steal rows."""
+    """True if small quantisations go through llamafile's kernels, which steal rows."""
     return bool(library().ggml_cpu_has_llamafile())

@@ -1,4 +1,4 @@
-"""When the value projection of multi-head latent attention runs as matrix-vector products (D10).
+"""When the value projection of multi-head latent attention runs as matrix-vector products.
 
 llama.cpp always computes it as one matrix product per head, over permuted views:
 
@@ -6,7 +6,7 @@ llama.cpp always computes it as one matrix product per head, over permuted views
       permute -> mul_mat with v_b [kv_lora, v_dim, n_head] -> [v_dim, n_tokens, n_head]
       permute -> cont -> [v_dim, n_head, n_tokens]
 
-For few tokens matrix-vector products are faster (the documents' jump at batch 2 and 3): `attended`
+For few tokens matrix-vector products are faster (docs/background.md, MLA): `attended`
 read as [kv_lora, 1, n_head, n_tokens], `v_b` broadcast over the tokens, and the product
 [v_dim, 1, n_head, n_tokens] already lies as `cont` would have put it. This file decides, from
 shapes and addresses alone; offload/ggml/mla_rewrite.py changes the graph.
@@ -29,7 +29,7 @@ heads, or what is measured on the device."""
 
 
 class Form(enum.Enum):
-    """How a replaced site computes."""
+    """The way a replaced site computes."""
 
     DIRECT = "the product is written where cont would have written it"
     COPIED = "the product is written where the old product lay, then copied flat"
@@ -76,7 +76,7 @@ def strides(ne: Shape, element_bytes: int) -> Shape:
 
 
 def _lies_as(ne: Shape, nb: Shape, expected: Shape) -> bool:
-    """Whether the strides are the expected ones, where dimensions of one element do not count."""
+    """True if the strides are the expected ones, where dimensions of one element do not count."""
     return all(n == 1 or a == b for n, a, b in zip(ne, nb, expected, strict=True))
 
 
@@ -109,7 +109,7 @@ class ValueProjection:
 
     @property
     def token_major(self) -> bool:
-        """Whether a token's heads lie side by side, as flash attention leaves them."""
+        """True if a token's heads lie side by side, as flash attention leaves them."""
         return self.attended.nb[2] == self.attended.nb[0] * self.attended.ne[0]
 
     @property
@@ -133,7 +133,7 @@ class ValueProjection:
 
 
 def is_value_projection(site: ValueProjection) -> bool:
-    """Whether the shapes are those of a value projection, so that both forms mean the same."""
+    """True if the shapes are those of a value projection, so that both forms mean the same."""
     weight, product, permuted = site.weight_ne, site.product, site.permuted
     swapped = (product.ne[0], product.ne[2], product.ne[1], product.ne[3])
     swapped_nb = (product.nb[0], product.nb[2], product.nb[1], product.nb[3])
@@ -193,7 +193,7 @@ def decide(site: ValueProjection, crossover: int) -> Form | Kept:
 
 @dataclass(slots=True)
 class MlaCounters:
-    """What the switch did, counted each time a graph is computed."""
+    """Counts of what the switch did, added each time a graph is computed."""
 
     replaced: int = 0
     copied: int = 0  # of those replaced, written elsewhere first because memory overlaps
@@ -201,7 +201,7 @@ class MlaCounters:
 
     @staticmethod
     def of(decisions: Sequence[Form | Kept]) -> MlaCounters:
-        """What one computation of a graph with these decisions adds."""
+        """The counts that one computation of a graph with these decisions adds."""
         forms = [d for d in decisions if isinstance(d, Form)]
         kept = Counter(d for d in decisions if isinstance(d, Kept))
         return MlaCounters(len(forms), forms.count(Form.COPIED), kept)
@@ -228,7 +228,7 @@ def measured_sizes(n_head: int) -> tuple[int, ...]:
 
 
 def hopeless(timing: Timing) -> bool:
-    """Whether larger batches need not be measured: the broadcast form takes over twice as long."""
+    """True if larger batches need not be measured: the broadcast form takes over twice as long."""
     return timing.broadcast_s > 2 * timing.matrix_s
 
 

@@ -1,4 +1,4 @@
-"""What an engine does about memory nodes: decided before it opens. Pure.
+"""An engine's plan for memory nodes, made before it opens. Pure.
 
 A NumaPlan exists only where threads are to be pinned; on a machine with one memory node there is
 none, and nothing of this costs anything.

@@ -1,1 +1,1 @@
-"""What lives where, from the model's header and a budget: pure."""
+"""The plan of what lives where, from the model's header and a budget: pure."""

@@ -45,7 +45,7 @@ _SPARSE = frozenset({"deepseek32", "glm-dsa"})  # attention through a lightning 
 
 @dataclass(frozen=True)
 class ContextSpec:
-    """What is asked of a context. Names and types are llama.cpp's."""
+    """The request for a context. Names and types are llama.cpp's."""
 
     n_ctx: int
     n_ubatch: int = 512
@@ -77,7 +77,7 @@ class ContextMemory:
 
 
 def context_memory(facts: ModelFacts, spec: ContextSpec) -> ContextMemory:
-    """What a context of this model takes."""
+    """The memory that a context of this model takes."""
     shape = _Shape(facts)
     return ContextMemory(
         _kv_bytes(shape, spec),
@@ -136,7 +136,7 @@ def row_bytes(kind: str, n_values: int) -> int:
 
 
 class _Shape:
-    """What of a header decides about memory."""
+    """The parts of a header that decide about memory."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self.facts = facts

@@ -1,8 +1,9 @@
 """From how many tokens streaming beats the CPU: measured on this machine, decided purely.
 
 llama.cpp's fixed 32 is too low for models of many experts on a fast link and too high on others
-(PEERS 3.1). Both sides are timed as whole decodes, so what they share cancels out, and what an
-estimate of bytes ÷ bandwidth leaves out (router reads, cache hits, overlap) counts.
+(docs/background.md, min-batch). Both sides are timed as whole decodes, so what they share cancels
+out, and what an estimate of bytes ÷ bandwidth leaves out (router reads, cache hits, overlap)
+counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lives where: pure, from the model's header and a budget, before anything is loaded.
+"""Placement of weights: pure, from the model's header and a budget, before anything is loaded.
 
 The routed experts lie in host memory and stream through slots; everything else is resident on the
 device while it fits. What does not fit of the rest is streamed too, whole layers spread evenly over

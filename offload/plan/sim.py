@@ -14,7 +14,7 @@ from offload.units import parse_bytes, parse_rate, parse_seconds
 
 @dataclass(frozen=True)
 class SimSpec:
-    """What the simulated device has; None: no limit."""
+    """The resources of the simulated device; None: no limit."""
 
     vram_bytes: int | None = None
     bandwidth_bytes_per_s: float | None = None

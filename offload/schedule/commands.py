@@ -1,4 +1,4 @@
-"""What the schedule is told, and what it answers: small frozen tuples."""
+"""The schedule's questions and answers: small frozen tuples."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Entered(NamedTuple):
 
 
 class Counters:
-    """What a schedule did since it was made."""
+    """Counts of what a schedule did since it was made."""
 
     __slots__ = ("copies", "evictions", "hits", "misses", "prefetched_used", "prefetched_wasted")
 

@@ -21,7 +21,7 @@ def expected_union(n_tokens: int, n_used: int, n_experts: int) -> float:
 
 
 def whole_is_better(n_tokens: int, n_used: int, n_experts: int, n_slots: int) -> tuple[bool, str]:
-    """Whether to copy all of a layer's experts ahead of its router, and why.
+    """True if all of a layer's experts should be copied ahead of its router, and why.
 
     `n_slots` of the pool must hold one whole weight; with two, the next one is copied meanwhile.
     """
@@ -35,7 +35,7 @@ def whole_is_better(n_tokens: int, n_used: int, n_experts: int, n_slots: int) ->
 
 
 class Routing:
-    """What each layer's router chose last, as a guess of what it chooses next.
+    """The experts that each layer's router chose last, as a guess of what it chooses next.
 
     The tokens of a verification batch continue those of the batch before, and neighbours choose
     alike. So the guess is what the last batch chose: what more of its tokens chose comes first,

@@ -87,7 +87,7 @@ class Schedule:
             agenda.clear()
 
     def need(self, need: Need) -> None:
-        """What a cut uses has become known. Raises ValueError for a cut that cannot have it."""
+        """Hear what a cut uses, once known. Raises ValueError for a cut that cannot have it."""
         cut = need.cut
         if not self._at <= cut < self._n_cuts or cut in self._needs:
             raise ValueError(
@@ -200,7 +200,7 @@ class Schedule:
     # -- one cut ---------------------------------------------------------------------------------
 
     def ready(self, cut: int) -> bool:
-        """Whether the cut could be entered without a copy or a wait."""
+        """True if the cut could be entered without a copy or a wait."""
         need = self._needs.get(cut)
         if need is None:
             return False
@@ -300,7 +300,7 @@ class Schedule:
 
 
 def _pinned(known: list[Need], n_slots: int, ring: int) -> frozenset[Piece]:
-    """What to keep of needs that recur, when not all fit: every so many of them, first ones first.
+    """The part to keep of needs that recur, when not all fit: every so many, first ones first.
 
     `ring` is how many of them stream past. Only for dense or whole weights, of one size, that are
     used once: where some are used more often, the farthest next use is the better rule.

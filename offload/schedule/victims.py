@@ -21,7 +21,7 @@ _FAR = 1 << 60
 
 
 class Agenda:
-    """What is still to be copied into one pool, and what it holds that must not go lightly."""
+    """Copies still to be made into one pool, and contents of it that must not go lightly."""
 
     __slots__ = ("copy_reason", "guessed_for", "guesses", "guessing_stuck", "pending", "pinned",
                  "pool", "queue", "slots", "stuck")  # fmt: skip

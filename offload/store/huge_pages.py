@@ -2,7 +2,7 @@
 
 Asking for them before (MADV_HUGEPAGE) makes the reads wait for the kernel to find and clear 2 MiB
 at a time: loading took two to three times as long where memory was fragmented or, in a virtual
-machine, not yet backed (docs/results.md; PEERS 1b tells the same of another engine).
+machine, not yet backed (docs/background.md, pinning).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STEP_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class HugePages:
-    """How many bytes lie in huge pages, what the kernel refused, and how long making them took."""
+    """Bytes in huge pages, the kernel's refusals, and the time that making them took."""
 
     size_bytes: int
     why_not: str

@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        """How much memory the runs take."""
+        """The memory that the runs take."""
         return self.runs[-1].at_bytes + self.runs[-1].size_bytes if self.runs else 0
 
     @property

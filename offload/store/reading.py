@@ -33,7 +33,7 @@ class Target(Protocol):
 
 @dataclass
 class ReadCounters:
-    """What the readers did. `peak_readers` is how many were reading at the same time."""
+    """Counts of the readers' work. `peak_readers` is how many were reading at the same time."""
 
     direct_bytes: int = 0
     cached_bytes: int = 0  # were in the page cache already

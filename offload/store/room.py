@@ -1,4 +1,4 @@
-"""How much memory the streamed weights may take."""
+"""The memory that the streamed weights may take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.errors import DoesNotFit
 
 @dataclass(frozen=True)
 class Room:
-    """How much anonymous memory this process may still take, and what limits it."""
+    """The anonymous memory that this process may still take, and what limits it."""
 
     available_bytes: int
     limited_by: str

@@ -32,7 +32,7 @@ from offload.store.room import check_room, room_now
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """How streamed weights are kept. `chunk_bytes` must be a multiple of the page size."""
+    """Options of keeping streamed weights. `chunk_bytes` must be a multiple of the page size."""
 
     keep_page_cache: bool = False  # --mmap: no memory of our own, for models larger than RAM
     direct: bool = True  # reads past the page cache
@@ -45,7 +45,7 @@ class StoreOptions:
 
 @dataclass(frozen=True)
 class StoreReport:
-    """What loading did. Each `why_not_` is empty where the thing was done."""
+    """The outcome of loading. Each `why_not_` is empty where the thing was done."""
 
     kept_in: str  # "memory" or "page cache"
     n_tensors: int
@@ -86,7 +86,7 @@ class PlacePages(Protocol):
 
 @dataclass
 class _Held:
-    """What the store owns while it is open."""
+    """The memory that the store owns while it is open."""
 
     files: dict[Path, OpenFile] = field(default_factory=dict)
     mappings: dict[Path, mmap.mmap] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class Store:
 
     @property
     def fraction(self) -> float:
-        """How much of the streamed weights has been read, 0 to 1."""
+        """The share of the streamed weights that has been read, 0 to 1."""
         readers = self._held.readers
         if self.options.keep_page_cache or not self.layout.runs:
             return 1.0
@@ -350,7 +350,7 @@ class Store:
                 held.collapsing.wait()  # pinned pages cannot be moved together any more
 
     def huge_pages(self, *, wait: bool = False) -> HugePages:
-        """How many of the weights lie in huge pages by now; `wait` until all are made."""
+        """The weights in huge pages by now; `wait` until all are made."""
         if self._held.collapsing is not None:
             made = self._held.collapsing
             return made.wait() if wait else made.so_far()

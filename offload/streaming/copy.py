@@ -36,7 +36,7 @@ class Transfer:
 
 
 class Copier(Protocol):
-    """What the executor needs of a copy engine."""
+    """A copy engine, as the executor needs it."""
 
     stalled_s: float  # time the host waited for copies
     tickets_survive: bool  # whether tickets of earlier graphs may still be waited for

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class StreamCounters:
-    """What streaming did since the engine was opened."""
+    """Counts of what streaming did since the engine was opened."""
 
     graphs: int = 0
     cuts: int = 0

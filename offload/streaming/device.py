@@ -78,7 +78,7 @@ class StreamingDevice(PyDevice):
         self.executors: dict[int, Executor] = {}
 
     def make_executor(self, backend: Backend) -> Executor:
-        """What serves one backend: as the plan asks for, else the serial executor."""
+        """The executor of one backend: the plan's, else the serial one."""
         if self._make_executor is not None:
             return self._make_executor(backend)
         return SerialExecutor(self.inner_buft, backend)
@@ -104,7 +104,7 @@ class StreamingDevice(PyDevice):
         return super()._supports_op(node)
 
     def _takes(self, node: int, *, experts: bool) -> bool:
-        """Whether a product with a streamed weight runs here; what stands against it is counted."""
+        """True if a product with a streamed weight runs here; what stands against it is counted."""
         view, weight = tensor.at(node), tensor.source(node, 0)
         n_tokens = view.ne[2] if experts else view.ne[1]
         if n_tokens < (self.min_batch.experts if experts else self.min_batch.dense):
@@ -123,7 +123,7 @@ class StreamingDevice(PyDevice):
         return True
 
     def _has_room(self, node: int) -> bool:
-        """Whether all experts that the node may use fit the slots at once."""
+        """True if all experts that the node may use fit the slots at once."""
         weight, ids = tensor.source(node, 0), tensor.at(tensor.source(node, 2))
         arena = self._arenas[self._shape(weight, True)]
         wanted = min(arena.n_experts, int(ids.ne[0]) * int(ids.ne[1]))

@@ -1,4 +1,4 @@
-"""How weights stream: the options, and the parts that a plan and a device call for."""
+"""The options of streaming, and the parts that a plan and a device call for."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def plan_streaming(
 
 
 def executor_maker(plan: Plan, choice: DeviceChoice, options: StreamingOptions) -> MakeExecutor:
-    """What makes the executor of each backend that libllama opens on the device."""
+    """The maker of an executor for each backend that libllama opens on the device."""
     if options.depth < 0:
         raise BadRequest(f"--prefetch-depth {options.depth}: must be 0 or more")
     layers = {entry.name: layer_of(entry.name) for entry in plan.streamed}

@@ -18,7 +18,7 @@ _N_WARM_UP = 3  # the library chooses kernels and makes its workspaces in the fi
 
 
 class Capturer(Protocol):
-    """How steps are run. All of a draft's work is done within `working`."""
+    """A way to run steps. All of a draft's work is done within `working`."""
 
     captures: bool
 
@@ -27,8 +27,8 @@ class Capturer(Protocol):
         ...
 
     def capture(self, step: Step) -> Step:
-        """What runs `step` from now on. May run it first: state that it changes is the caller's
-        to put back."""
+        """A function that runs `step` from now on. May run it first: state that it changes is the
+        caller's to put back."""
         ...
 
     def wait(self) -> None:

@@ -36,7 +36,7 @@ _N_STEPS_DRAWN = 16  # with a distribution of the whole vocabulary kept for each
 
 @dataclass(frozen=True)
 class TorchDraftOptions:
-    """How a draft is opened. `device` is torch's name of one."""
+    """The options of opening a draft. `device` is torch's name of one."""
 
     device: str = "cpu"
     n_ctx: int = 4096
@@ -52,7 +52,7 @@ class TorchDraftOptions:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What steps brought: [n_steps, n_parts] in the order of the parts asked for.
+    """The outcome of steps: [n_steps, n_parts] in the order of the parts asked for.
 
     `gap` is by how much the likeliest token's probability exceeds the second's. With draws,
     `p` is the greatest of the distribution and `rows` [n_steps, n_parts, n_out] all of it.
@@ -326,7 +326,7 @@ class TorchDraft:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """What torch raises becomes ours: the lengths are as before, so the draft may go on."""
+        """Make torch's exceptions ours: the lengths are as before, so the draft may go on."""
         try:
             yield
         except torch.OutOfMemoryError as e:

@@ -42,7 +42,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What was asked of the draft beyond its file. `n_vocab` cuts padding off, `n_kept` is the
+    """Sizes asked of the draft beyond its file. `n_vocab` cuts padding off, `n_kept` is the
     length of a pruned vocabulary (0: all); `n_steps` most drafted between two copies."""
 
     n_ctx: int
@@ -118,7 +118,7 @@ def chunk_length(shape: DraftShape, n_kv: int, scratch_bytes: int) -> int:
 
 
 def bucket(n_positions: int, n_ctx: int) -> int:
-    """How many positions attention reads where `n_positions` are held: few sizes, few graphs."""
+    """Positions that attention reads where `n_positions` are held: few sizes, few graphs."""
     n = _LEAST_KV
     while n < n_positions:
         n *= 2

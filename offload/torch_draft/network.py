@@ -116,7 +116,7 @@ class Network:
         return product(self._normed(x, "output_norm"), self.output(n_out))
 
     def _turns_of(self, positions: Tensor) -> Tensor:
-        """What each head's pairs are multiplied by: queries scaled, values as they are."""
+        """The factors of each head's pairs: queries scaled, values as they are."""
         s = self.shape
         turns = self._turns[positions.flatten()][:, None, :]
         q = (turns * s.attention_scale).expand(-1, s.n_head, -1)

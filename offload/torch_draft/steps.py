@@ -22,7 +22,7 @@ from offload.torch_draft.network import Network
 
 @dataclass
 class StepCounters:
-    """What was done since the draft was opened."""
+    """Counts of what was done since the draft was opened."""
 
     n_steps: int = 0  # tokens drafted per sequence, by replay or without
     n_replays: int = 0  # of them, by replaying a captured graph

@@ -371,8 +371,8 @@ class Throughput:
         )
 
     def _overhear(self, others: Sequence[Draft], emitted: Sequence[int]) -> None:
-        """What drafters that were not chosen would have had accepted. Without it, one that was
-        poor once would never be chosen again."""
+        """Count what drafters that were not chosen would have had accepted. Without it, one that
+        was poor once would never be chosen again."""
         for draft in others:
             for p, right in draft.judged_by(emitted):
                 self.calibration.observe(draft.source, p, right)

@@ -1,1 +1,1 @@
-"""What was asked for, resolved once."""
+"""The user's wishes, resolved once."""

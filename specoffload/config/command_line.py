@@ -34,7 +34,7 @@ class Given:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was said: by place in the sections of `options`, typed words before variables."""
+    """A command line's words, by place in the sections of `options`, typed before variables."""
 
     command: str
     given: Mapping[_Place, Given]

@@ -12,7 +12,7 @@ from specoffload.errors import UsageError
 
 @dataclass(frozen=True)
 class Environment:
-    """What the program reads of its environment; docs/flags.md lists it.
+    """The program's environment variables; docs/flags.md lists it.
 
     `variables` are those that stand for flags, by name, as llama.cpp's do: the table of flags
     knows which.

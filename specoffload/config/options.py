@@ -1,4 +1,4 @@
-"""What a command line says, as plain typed data: one class per part, each filled from the table.
+"""A command line as plain typed data: one class per part, each filled from the table.
 
 A field has its default here and nowhere else. None, or an empty tuple: nothing was said, choose.
 """
@@ -45,8 +45,8 @@ class DraftOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is opened. `given` are the fields somebody set, each under the name it was set
-    by; `remarks` are what the command line's reader has to say of it."""
+    """The options of opening a model. `given` are the fields somebody set, each under the name it
+    was set by; `remarks` are what the command line's reader has to say of it."""
 
     model: Path | None = None
     draft: Path | None = None
@@ -85,7 +85,7 @@ class Options:
     remarks: tuple[str, ...] = ()
 
     def name(self, option: str) -> str:
-        """What whoever set this field called it, for messages; else the field's own name."""
+        """The name by which this field was set, for messages; else the field's own name."""
         return self.given.get(option, option)
 
 

@@ -1,4 +1,4 @@
-"""What a resolution has to say: reasons of automatic choices, and flags that change nothing."""
+"""Remarks of a resolution: reasons of automatic choices, and flags that change nothing."""
 
 from __future__ import annotations
 

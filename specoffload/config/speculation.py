@@ -43,7 +43,7 @@ _ENGINE_NAMES = {
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """What a session needs to speculate. `batch_costs` is GGML_BATCH_COSTS where `costs` reads
+    """A session's settings of speculation. `batch_costs` is GGML_BATCH_COSTS where `costs` reads
     it."""
 
     options: SpecOptions = SpecOptions()
@@ -56,7 +56,7 @@ class SpecConfig:
 
     @property
     def draft_options(self) -> dict[str, Any]:
-        """What was said of the draft, under the names of EngineOptions."""
+        """The options given for the draft, under the names of EngineOptions."""
         said = {f.name: getattr(self.of_draft, f.name) for f in fields(self.of_draft)}
         return {_ENGINE_NAMES[name]: v for name, v in said.items() if v is not None}
 

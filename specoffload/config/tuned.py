@@ -17,7 +17,7 @@ TUNE = "`specoffload tune numa`"
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was measured on this machine, or None and, where there is something to say, why."""
+    """The choice measured on this machine, or None and, where there is something to say, why."""
 
     result: TuneResult | None = None
     why_not: str = ""

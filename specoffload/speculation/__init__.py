@@ -1,1 +1,1 @@
-"""How an opened session drafts: its drafters, its policy, and what batches cost it."""
+"""An opened session's drafting: its drafters, its policy, and what batches cost it."""

@@ -1,4 +1,4 @@
-"""What is checked before the structures of abi.py are laid over the installed library's memory.
+"""Checks before the structures of abi.py are laid over the installed library's memory.
 
 A stale mirror does not fail, it calls another function: the slot of graph_compute was event_wait's
 in 0.3.16. So at load, in this order, each step safe if the ones before it held:
@@ -38,7 +38,7 @@ _BLOCKS = (
 
 
 class Loaded(Protocol):
-    """What is asked of the loaded library: `structs` is the module llama_cpp.llama_cpp."""
+    """The loaded library, as far as it is asked: `structs` is the module llama_cpp.llama_cpp."""
 
     @property
     def structs(self) -> ModuleType: ...
@@ -56,7 +56,7 @@ def check_version(version: str) -> None:
 def check(version: str, lib: Loaded) -> None:
     """Check the installed library against abi.py; takes a few milliseconds.
 
-    Raises LibraryMismatch with one sentence on the first difference. STYLE habit 11.
+    Raises LibraryMismatch with one sentence on the first difference.
     """
     check_version(version)
     _check_layout()

@@ -23,7 +23,7 @@ _always = C.CFUNCTYPE(C.c_bool)(lambda: True)
 
 
 class Asked:
-    """How often libllama asked, once per file: the proof that nothing was populated."""
+    """A count of libllama's questions, once per file: the proof that nothing was populated."""
 
     def __init__(self) -> None:
         self.times = 0

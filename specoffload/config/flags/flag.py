@@ -31,7 +31,7 @@ class Panel(StrEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """How a value is read: `read` raises ValueError saying what the text must be."""
+    """The reading of a value: `read` raises ValueError saying what the text must be."""
 
     metavar: str
     read: Callable[[str], object]
@@ -91,7 +91,7 @@ class Positional:
 
 
 class Need(Enum):
-    """What must be in use for a flag to change anything, besides drafters and policies."""
+    """A condition, besides drafters and policies, under which a flag changes anything."""
 
     DRAFT_MODEL = "a draft model"
     DRAFTS = "drafts"
@@ -99,7 +99,7 @@ class Need(Enum):
 
 
 def need_words(need: Enum) -> str:
-    """What to add for a flag that needs it."""
+    """The words for what to add to a flag that needs it."""
     match need:
         case PolicyName():
             return f"--spec-policy {need}"
@@ -171,7 +171,7 @@ class Flag:
 
     @property
     def range_words(self) -> str:
-        """What a number must be; "" without limits."""
+        """The words for a number's limits; "" without any."""
         low = f"over {_number(self.above)}" if self.above is not None else None
         if self.least is not None:
             low = f"at least {_number(self.least)}"

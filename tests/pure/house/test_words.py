@@ -1,0 +1,112 @@
+"""Words a reader can look up: public sources, sections that exist, docstrings in plain English."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ("numa", "specdec", "offload", "specoffload")
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+# Notes that are in no file of this repository, by title and by entry. (A10 is a GPU as well.)
+TITLES = re.compile(r"\b(?:MECHANISMS|PEERS|DESIGN|STYLE)\b")
+ENTRIES = re.compile(
+    r"\b(?:A(?:0[1-9]|1[1-9]|2[0-2])|B(?:0[1-9]|1\d|2[0-8])|[C-I](?:0[1-9]|1[0-5]))\b"
+)
+PAGES = re.compile(r"docs/(\w+\.md)(?:, ([\w ,:-]+?))?(?=[)\].;\"`]|$)", re.MULTILINE)
+QUESTIONS = {"What", "Whether", "How"}
+
+
+def tracked() -> list[Path]:
+    """The text files of the repository."""
+    names = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    kinds = {".py", ".md", ".toml", ".json", ""}
+    return [
+        path
+        for path in map(ROOT.joinpath, names)
+        if path.suffix in kinds and path.is_file() and path != Path(__file__)
+    ]
+
+
+def anchor(heading: str) -> str:
+    """What a heading is called in a link, as GitHub makes it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    text = page.read_text(encoding="utf-8")
+    return {anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
+def cited(text: str) -> list[str]:
+    """What in `text` stands for a note that a reader does not have."""
+    return TITLES.findall(text) + ENTRIES.findall(text)
+
+
+def test_sources_are_ones_that_a_reader_can_open() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{n}: {words}"
+        for path in tracked()
+        for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if (words := cited(line))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["(PEERS 7.3)", "as in E05, it", "MECHANISMS", "(A17)"])
+def test_a_note_is_recognised(text: str) -> None:
+    assert cited(text)
+
+
+@pytest.mark.parametrize("text", ["H100", "Q4_K", "A100", "A10", "F16", "I64", "E2E", "B200"])
+def test_names_of_other_things_are_not_taken_for_notes(text: str) -> None:
+    assert cited(text) == []
+
+
+def test_the_pages_and_sections_that_are_cited_exist() -> None:
+    missing, n_sections = [], 0
+    for path in tracked():
+        if path.suffix != ".py":
+            continue
+        text = re.sub(r"\s*\n\s*#?\s*", " ", path.read_text(encoding="utf-8"))
+        for name, section in PAGES.findall(text):
+            page = ROOT / "docs" / name
+            named = bool(section) and name == "background.md"  # other pages' commas are commas
+            n_sections += named
+            if not page.is_file() or named and anchor(section) not in anchors(page):
+                missing.append(f"{path.relative_to(ROOT)}: docs/{name}, {section}")
+    assert missing == []
+    assert n_sections > 10
+
+
+def test_every_anchor_of_a_page_leads_to_a_heading() -> None:
+    missing = []
+    for page in [ROOT / "README.md", *DOCS]:
+        for target, at in re.findall(r"\]\(([\w./]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            other = page.parent / target if target else page
+            if at not in anchors(other):
+                missing.append(f"{page.name}: {target}#{at}")
+    assert missing == []
+
+
+def docstrings() -> list[tuple[str, str]]:
+    """(where, text) of every docstring of the four packages."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        (f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", text)
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node))
+    ]
+
+
+def test_docstrings_say_what_a_thing_is_and_ask_no_question() -> None:
+    asking = [where for where, text in docstrings() if text.split()[0].rstrip(",") in QUESTIONS]
+    assert asking == []
