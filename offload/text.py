@@ -25,7 +25,7 @@ class TextStream:
 
 
 class ModelText:
-    """What whoever opened a model says of its vocabulary."""
+    """A model's vocabulary, as whoever opened it tells it."""
 
     _model: Model
 

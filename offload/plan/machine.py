@@ -1,4 +1,4 @@
-"""How long a machine takes for a batch of tokens, from a model's header: pure, small, in one place.
+"""A machine's time for a batch of tokens, from a model's header: pure, small, in one place.
 
 Every part of a layer is bound by the slowest of what it moves and what it computes (the roofline
 model: Williams, Waterman and Patterson, 2009). Experts are chosen independently and uniformly, so
@@ -22,7 +22,7 @@ _AHEAD = 0.5  # a batch that uses this share of a layer's experts has all copied
 
 @dataclass(frozen=True)
 class Machine:
-    """What a machine moves and computes in a second, sustained."""
+    """The bytes that a machine moves and the operations it computes in a second, sustained."""
 
     link_bytes_per_s: float = 25e9  # pinned host memory to the device: PCIe 4.0 x16
     ram_bytes_per_s: float = 70e9  # what all cores together read: two channels of DDR5
@@ -71,7 +71,7 @@ class ModelWork:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How device memory is shared: layers and slots."""
+    """The sharing of device memory: layers and slots."""
 
     n_slots: int = 0  # for experts
     n_resident: int = 0  # layers whose experts are resident
@@ -159,7 +159,7 @@ def streamed_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: in
 
 
 def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
-    """What the device computes of a decode whatever becomes of the streamed weights."""
+    """The part of a decode that the device computes whatever becomes of the streamed weights."""
     gpu = machine.vram_bytes_per_s, machine.gpu_flops
     experts = Part(
         work.union(n_tokens) * work.expert.size_bytes, work.n_used * work.expert.n_weights

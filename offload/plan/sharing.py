@@ -28,7 +28,7 @@ _LOOKED_UP = frozenset(
 
 @dataclass(frozen=True)
 class Workload:
-    """What a plan is made for: a prompt, then tokens in batches."""
+    """The work that a plan is made for: a prompt, then tokens in batches."""
 
     n_prompt: int = 4096
     n_generated: int = 512
@@ -81,7 +81,7 @@ def least_slots(layout: SlotLayout) -> list[int]:
 
 
 class Weights:
-    """What of a model can stream, and what that saves."""
+    """The weights of a model that can stream, and what that saves."""
 
     def __init__(
         self, facts: ModelFacts, experts: Sequence[TensorEntry], dense: Sequence[TensorEntry]

@@ -38,7 +38,7 @@ class StreamingOptions:
 
 
 def free_bytes(choice: DeviceChoice) -> int:
-    """What the device has free now, less the margin that is left to others."""
+    """Bytes free on the device now, less the margin that is left to others."""
     return max(0, memory_of(choice.address)[0] - MARGIN_BYTES)
 
 

@@ -24,7 +24,7 @@ _MEMORY = 0.25
 
 
 class Drawing(Protocol):
-    """How tokens of a block are drawn: uniform numbers [n_steps, n_parts] at a temperature."""
+    """The drawing of a block's tokens: uniform numbers [n_steps, n_parts] at a temperature."""
 
     @property
     def temperature(self) -> float: ...
@@ -88,7 +88,7 @@ class BlockModel(Target, Protocol):
 
 
 class Pace:
-    """How long blocks are: the first of a draft as long as drafts lately were, further ones short.
+    """The lengths of blocks: the first of a draft as long as drafts lately were, further ones short.
 
     With `fixed`, all are of that length: 1 is a step and a copy per token, the slow twin.
     """

@@ -107,7 +107,7 @@ Opens = Callable[[], AbstractContextManager[Path]]
 
 @dataclass(frozen=True)
 class Workload:
-    """What every path does once per repetition: write after each text, and read a long one."""
+    """The work of every path, once per repetition: write after each text, and read a long one."""
 
     texts: tuple[str, ...]
     long_text: str

@@ -1,4 +1,4 @@
-"""How an owner would tune llama.cpp for a file and so much device memory: pure.
+"""The flags that an owner would tune llama.cpp to, for a file and so much device memory: pure.
 
 As many layers' experts on the device as fit beside everything else, the first layers' on the CPU
 (`--n-cpu-moe`), nothing mapped, flash attention as here.

@@ -1,4 +1,4 @@
-"""What the library reads from the environment for itself, set right before it is loaded.
+"""The variables that the library reads for itself, set right before it is loaded.
 
 The C environment is changed, not Python's: children of this process inherit it.
 """
