@@ -88,7 +88,7 @@ class BlockModel(Target, Protocol):
 
 
 class Pace:
-    """The lengths of blocks: the first of a draft as long as drafts lately were, further ones short.
+    """Lengths of blocks: the first of a draft as long as drafts lately were, further ones short.
 
     With `fixed`, all are of that length: 1 is a step and a copy per token, the slow twin.
     """
