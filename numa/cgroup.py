@@ -30,7 +30,6 @@ class Limits:
     nodes: tuple[int, ...] | None = None
     cpuset_cpus: tuple[int, ...] | None = None
     memory_bytes: int | None = None
-    memory_used_bytes: int | None = None
 
 
 def read_limits(root: Path) -> Limits:
@@ -42,25 +41,19 @@ def read_limits(root: Path) -> Limits:
     cpuset: tuple[int, ...] | None = None
     nodes = _status_list(root, "Mems_allowed_list")
     memory: int | None = None
-    used: int | None = None
     for folder in _folders(root, groups, "cpuset"):
         cpuset = _narrow(cpuset, root, folder, _CPUS)
         nodes = _narrow(nodes, root, folder, _NODES)
     for folder in _folders(root, groups, "memory"):
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            text = read(root, f"{folder}/{limit_name}")
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = read(root, f"{folder}/{name}")
             if text is None or not text.isdigit() or int(text) >= _V1_UNLIMITED_BYTES:
                 continue
             if memory is None or int(text) < memory:
                 memory = int(text)
-                usage = read(root, f"{folder}/{used_name}")
-                used = int(usage) if usage and usage.isdigit() else None
     status = _status_list(root, "Cpus_allowed_list")
     cpus = cpuset if status is None or cpuset is None else tuple(c for c in cpuset if c in status)
-    return Limits(status if cpuset is None else cpus, nodes, cpuset, memory, used)
+    return Limits(status if cpuset is None else cpus, nodes, cpuset, memory)
 
 
 def _groups(root: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from numa.memory import PlacedMemory
 from numa.pinning import Team, ThreadPlan
 from numa.place import NodeRead, Placement, locality, sampled_locality
 from numa.sysfs import numbered, parse_size, read, read_int
-from numa.topology import Topology, format_list
+from numa.topology import ONE_NODE, Topology, format_list
 
 Severity = Literal["bad", "warn", "info"]
 
@@ -124,7 +124,7 @@ def _about_nodes(topology: Topology) -> list[Finding]:
             Finding(
                 "one-node",
                 "info",
-                "one memory node: page placement changes nothing here and is left alone",
+                ONE_NODE,
                 "nothing to do",
             )
         ]

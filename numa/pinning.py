@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from numa.errors import NoSuchNode
-from numa.topology import GGML_MAX_CPUS, Core, Topology, format_list
+from numa.topology import GGML_MAX_CPUS, ONE_NODE, Core, Topology, format_list
 
 Order = Literal["by_node", "alternate"]
 
@@ -47,13 +47,6 @@ class Team:
         for cpu in self.cpus:
             mask[cpu] = True
         return mask
-
-    def thread_masks(self) -> list[list[bool]]:
-        """One mask per thread, each with exactly the thread's processor set."""
-        masks = [[False] * GGML_MAX_CPUS for _ in self.cpus]
-        for mask, cpu in zip(masks, self.cpus, strict=True):
-            mask[cpu] = True
-        return masks
 
     def cpus_under_strict_mask(self, *, openmp: bool) -> tuple[int, ...]:
         """Where `strict_cpu` really puts thread i: it hands out set bits in ascending order.
@@ -123,7 +116,7 @@ def plan_threads(topology: Topology, request: ThreadRequest | None = None) -> Th
     batch = _team("batch", topology, cores, request.n_batch or request.n_decode, request, reasons)
     draft = _draft_team(topology, cores, request, gpu_node, reasons)
     if not topology.is_numa:
-        reasons.append("one memory node: page placement changes nothing here and is left alone")
+        reasons.append(ONE_NODE)
     return ThreadPlan(decode, batch, draft, spare_cpus, tuple(dict.fromkeys(reasons)))
 
 

@@ -19,10 +19,8 @@ from numa.place import (
     with_huge_pages,
 )
 from numa.rows import Build, Weight, stolen_bytes
-from numa.topology import Topology
+from numa.topology import ONE_NODE, Topology
 from numa.tune import Candidate
-
-ONE_NODE = "one memory node: page placement changes nothing here and is left alone"
 
 
 def threads_for(

@@ -11,6 +11,8 @@ from numa.errors import BadTopology, NoSuchNode
 GGML_MAX_NODES = 8
 GGML_MAX_CPUS = 512
 
+ONE_NODE = "one memory node: page placement changes nothing here and is left alone"
+
 
 @dataclass(frozen=True)
 class Core:

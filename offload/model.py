@@ -31,7 +31,6 @@ class Header:
 
     metadata: dict[str, Value | tuple[Value, ...]]
     tensors: tuple[TensorEntry, ...]
-    file_size_bytes: int
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.llama import ON_DEVICE, PARTIAL_STATE, Context
-from offload.tree import Tree
+from offload.leaf_sequences import LeafSequences
 
 Rows = NDArray[np.float32]
 # (tokens, positions, sequences of each row, True where its logits are wanted) -> logits
@@ -84,7 +84,7 @@ class Sequences:
         self._n_cuts = [0] * n_sequences
         # (number of a cut, length it left), both rising: the shortest length since any cut
         self._cuts: list[list[tuple[int, int]]] = [[] for _ in range(n_sequences)]
-        self._tree: Tree | None = None  # between extend_tree and keep_path
+        self._tree: LeafSequences | None = None  # between extend_tree and keep_path
 
     def length(self, sequence: int = 0) -> int:
         """Tokens that the sequence holds. Raises BadRequest for one that does not exist."""
@@ -219,7 +219,7 @@ class Sequences:
             raise BadRequest("a tree is being verified: keep_path must come first")
         if not self.can_rewind:
             raise BadRequest(f"{self._architecture} models are recurrent: they verify no trees")
-        tree = Tree(tokens, parents, first_sequence=self._n_sequences)
+        tree = LeafSequences(tokens, parents, first_sequence=self._n_sequences)
         if tree.n_leaves > self._n_tree_leaves or len(tokens) > self._n_outputs:
             raise DoesNotFit(
                 f"a tree of {len(tokens)} tokens and {tree.n_leaves} leaves exceeds "

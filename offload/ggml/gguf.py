@@ -75,7 +75,7 @@ def read_header(path: Path) -> Header:
                 f"{path}: the file ends at byte {size_bytes} but tensor {tensor.name} needs bytes "
                 f"up to {end}; it is damaged or was not downloaded completely"
             )
-    return Header(metadata, tensors, size_bytes)
+    return Header(metadata, tensors)
 
 
 def _value(lib: Library, context: int, i: int) -> Value | tuple[Value, ...] | None:

@@ -63,11 +63,6 @@ def count_nodes() -> bool:
     return bool(lib.ggml_is_numa())
 
 
-def knows_several_nodes() -> bool:
-    """True if ggml frees the calling thread's affinity after each graph (it does on NUMA)."""
-    return bool(library().ggml_is_numa())
-
-
 @functools.cache
 def cpu_features() -> dict[str, str]:
     """The CPU backend's features, as built and found: {"AVX512": "1", "OPENMP": "1", ...}."""

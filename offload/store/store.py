@@ -1,4 +1,4 @@
-"""The store: host memory of the streamed weights, and how the file's bytes come into it.
+"""The store: host memory of the streamed weights, filled from the file by readers of its own.
 
 Life of a store: `loading()` around the loading of the model, in which libllama asks where each
 tensor lies (`place`) and the readers begin; then `finish()`. libllama itself reads only what is

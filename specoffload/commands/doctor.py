@@ -13,8 +13,8 @@ from numa.machine import read_topology
 from numa.pinning import ThreadPlan, plan_threads
 from numa.place import NodeRead, PlacedWeight, Placement, Strategy, node_reads
 from numa.rows import Weight
-from numa.strategy import ONE_NODE, placement_for, threads_for, touchers
-from numa.topology import Topology, format_list
+from numa.strategy import placement_for, threads_for, touchers
+from numa.topology import ONE_NODE, Topology, format_list
 from numa.tune import Candidate
 from offload.store.room import room_now
 from specoffload import report

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from numa.pinning import ThreadPlan, ThreadRequest, plan_threads
 from numa.place import Strategy
-from numa.strategy import ONE_NODE, threads_for
-from numa.topology import Topology
+from numa.strategy import threads_for
+from numa.topology import ONE_NODE, Topology
 from numa.tune import Candidate
 from offload.nodes.numa_plan import NumaPlan, make_numa_plan
 from specoffload.config.host import Host

@@ -180,7 +180,7 @@ def facts_of(shape: DraftShape, **metadata: object) -> ModelFacts:
         name: WeightPlace(path, TensorEntry(name, "f16", size, 0, 0))
         for name, size in shape.weights()
     }
-    header = Header({f"{a}.{k}": v for k, v in values.items()}, (), 0)  # type: ignore[misc]
+    header = Header({f"{a}.{k}": v for k, v in values.items()}, ())  # type: ignore[misc]
     return ModelFacts(path, a, "draft", header, places)
 
 

@@ -24,7 +24,7 @@ def facts(architecture: str = "llama", **metadata: Value | tuple[Value, ...]) ->
     entries = tuple(
         TensorEntry(f"blk.{i}.attn_k.weight", "f16", (256, 128), 0, 65536) for i in range(4)
     )
-    header = Header({f"{architecture}.{k}": v for k, v in values.items()}, entries, 1 << 30)
+    header = Header({f"{architecture}.{k}": v for k, v in values.items()}, entries)
     weights = {e.name: WeightPlace(Path("m.gguf"), e) for e in entries}
     return ModelFacts(Path("m.gguf"), architecture, "m", header, weights)
 

@@ -41,7 +41,7 @@ def model(*, experts: bool = True) -> ModelFacts:
     metadata = {"general.architecture": "x", "x.block_count": N_LAYERS,
                 "x.expert_count": 8 if experts else 0, "x.expert_used_count": 2}  # fmt: skip
     weights = {e.name: WeightPlace(Path("m.gguf"), e) for e in entries}
-    header = Header(metadata, tuple(entries), 0)
+    header = Header(metadata, tuple(entries))
     return ModelFacts(Path("m.gguf"), "x", "x", header, weights)
 
 

@@ -32,7 +32,7 @@ def facts() -> ModelFacts:
         "deepseek2.expert_used_count": N_USED,
     }
     weights = {e.name: WeightPlace(Path("m.gguf"), e) for e in entries}
-    header = Header(metadata, tuple(entries), 10**9)
+    header = Header(metadata, tuple(entries))
     return ModelFacts(Path("m.gguf"), "deepseek2", "m", header, weights)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import BadRequest
-from offload.tree import Tree
+from offload.leaf_sequences import LeafSequences
 
 
 @st.composite
@@ -26,7 +26,7 @@ def ancestors(parents: list[int], node: int) -> set[int]:
 
 @given(parents())
 def test_a_row_sees_its_ancestors_and_no_other_node_of_less_depth(parents: list[int]) -> None:
-    tree = Tree([1] * len(parents), parents, first_sequence=3)
+    tree = LeafSequences([1] * len(parents), parents, first_sequence=3)
     for i in range(len(parents)):
         above = ancestors(parents, i)
         for j in range(len(parents)):
@@ -37,7 +37,7 @@ def test_a_row_sees_its_ancestors_and_no_other_node_of_less_depth(parents: list[
 
 @given(parents(), st.data())
 def test_any_path_is_held_whole_by_one_sequence(parents: list[int], data: st.DataObject) -> None:
-    tree = Tree([1] * len(parents), parents, first_sequence=3)
+    tree = LeafSequences([1] * len(parents), parents, first_sequence=3)
     end = data.draw(st.integers(0, len(parents) - 1))
     path = sorted(ancestors(parents, end))
     sequence = tree.leaf_below(path)
@@ -47,10 +47,10 @@ def test_any_path_is_held_whole_by_one_sequence(parents: list[int], data: st.Dat
 @pytest.mark.parametrize("bad", [[0], [-1, 1], [-1, 5], [-2]])
 def test_a_parent_must_come_before_its_child(bad: list[int]) -> None:
     with pytest.raises(BadRequest):
-        Tree([1] * len(bad), bad, 0)
+        LeafSequences([1] * len(bad), bad, 0)
 
 
 def test_what_is_not_a_path_is_refused() -> None:
-    tree = Tree([1, 2, 3], [-1, 0, 0], 0)
+    tree = LeafSequences([1, 2, 3], [-1, 0, 0], 0)
     with pytest.raises(BadRequest, match="not a path"):
         tree.leaf_below([1, 2])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from offload.errors import BadRequest
 
 
-class Tree:
+class LeafSequences:
     """Depths, rows and leaves of a tree given by parents."""
 
     def __init__(self, tokens: Sequence[int], parents: Sequence[int], first_sequence: int) -> None:

@@ -1,0 +1,27 @@
+"""The tables of C signatures hold what is called, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+LIBRARY = ROOT / "offload" / "ggml" / "library"
+SOON = {"ggml_backend_dev_host_buffer_type", "ggml_backend_dev_supports_op"}  # by handles to come
+ENTRY = re.compile(r'^    "((?:ggml|gguf|llama)_\w+)": ', re.MULTILINE)
+
+
+def sources() -> str:
+    folders = ("offload", "scripts", "tests")
+    paths = (p for folder in folders for p in (ROOT / folder).rglob("*.py"))
+    return "\n".join(p.read_text(encoding="utf-8") for p in paths)
+
+
+@pytest.mark.parametrize("table", ["lib.py", "graph_functions.py"])
+def test_every_entry_is_called_somewhere(table: str) -> None:
+    names = ENTRY.findall((LIBRARY / table).read_text(encoding="utf-8"))
+    assert len(names) > 30
+    called = set(re.findall(r"\.((?:ggml|gguf|llama)_\w+)", sources()))
+    assert sorted(set(names) - called - SOON) == []
