@@ -1,23 +1,47 @@
-"""Placement of weights: pure, from the model's header and a budget, before anything is loaded.
+"""Placement of weights: pure, from a header and a budget, before anything is loaded.
 
-The routed experts lie in host memory and stream through slots; everything else is resident on the
-device while it fits. What does not fit of the rest is streamed too, whole layers spread evenly over
-the model: the dense path. Every choice carries its reason.
+The routed experts lie in host memory and stream through slots, or are resident in some layers;
+everything else is resident on the device while it fits. What does not fit of the rest is streamed
+too, whole layers spread evenly over the model. Every choice carries its reason.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
+from offload.plan.context import ContextSpec, context_memory
+from offload.plan.machine import (
+    TYPICAL,
+    Machine,
+    ModelWork,
+    Sharing,
+    cpu_s,
+    model_work,
+    modelled_crossover,
+    streamed_s,
+)
+from offload.plan.sharing import (
+    SMALL_UBATCHES,
+    UBATCHES,
+    Choice,
+    Weights,
+    Workload,
+    choose_sharing,
+    device_bytes,
+    least_slots,
+    sized,
+    spread,
+)
+from offload.plan.slot_layout import SlotLayout, slot_layout
 
-_RING_LAYERS = 2  # layers of experts that the slots hold at least: one computes, one is copied
 MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target
+DEFAULT_UBATCH = 512
 # Products whose weights may stream: read by MUL_MAT alone, at most once a graph.
 _DENSE = re.compile(
     r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)"
@@ -30,7 +54,7 @@ Shape = tuple[str, int, int, int]  # type, row length, rows, matrices (0: expert
 
 @dataclass(frozen=True)
 class ArenaPlan:
-    """Slots for the weights of one shape and type."""
+    """Slots for the weights of one shape and type: the layout as the executor reads it today."""
 
     shape: Shape
     slot_bytes: int
@@ -39,19 +63,27 @@ class ArenaPlan:
     n_experts: int  # 0 for dense weights
     n_used: int  # experts a token uses
 
-    @property
-    def size_bytes(self) -> int:
-        return self.n_slots * self.slot_bytes
+
+def shape_of(entry: TensorEntry) -> Shape:
+    """The arena an entry streams through."""
+    dims = (*entry.shape, 1, 1, 1)
+    matrices = 0 if is_experts(entry) else dims[2]
+    return entry.type, dims[0], dims[1], matrices
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which weights stream, and the slots they stream through."""
+    """Which weights stream, the slots they stream through, and what else takes device memory."""
 
     streamed: tuple[TensorEntry, ...]
     resident_bytes: int
-    arenas: tuple[ArenaPlan, ...]
+    layout: SlotLayout
     reasons: tuple[str, ...]
+    reserve_bytes: int = 0  # caches, buffers and what others hold
+    n_ubatch: int = DEFAULT_UBATCH
+    min_batch: int | None = None  # tokens from which streaming is expected to pay; None: never
+    chunk_tokens: int = 0  # larger batches go in chunks, whose experts fit the slots; 0: none do
+    declined: tuple[str, ...] = ()  # batches that the CPU computes for want of slots
 
     @property
     def streamed_bytes(self) -> int:
@@ -59,18 +91,51 @@ class Plan:
 
     @property
     def slot_bytes(self) -> int:
-        return sum(arena.size_bytes for arena in self.arenas)
+        return self.layout.size_bytes
+
+    @property
+    def arenas(self) -> tuple[ArenaPlan, ...]:
+        """The slots of each pool, split among the types that share it."""
+        places, by_shape = (
+            self.layout.places(),
+            defaultdict[tuple[int, Shape], list[TensorEntry]](list),
+        )
+        for entry in self.streamed:
+            number = self.layout.groups[places[entry.name][0]].pool
+            by_shape[number, shape_of(entry)].append(entry)
+        arenas: dict[Shape, ArenaPlan] = {}
+        for (index, shape), entries in by_shape.items():
+            pool = self.layout.pools[index]
+            kinds = {places[e.name][1] for e in entries}
+            n = max(1, pool.n_experts)
+            share = len(entries) / max(1, pool.n_groups * len(kinds))
+            least = pool.n_used if pool.n_experts else min(2, len(entries))
+            n_slots = min(n * len(entries), max(least, int(pool.n_slots * len(kinds) * share)))
+            arenas[shape] = ArenaPlan(
+                shape,
+                entries[0].size_bytes // n,
+                n_slots,
+                n * len(entries),
+                pool.n_experts,
+                pool.n_used,
+            )
+        return tuple(arenas.values())
 
     def patterns(self) -> tuple[str, ...]:
         """Regular expressions for libllama that match the streamed weights and nothing else."""
         return tuple(_patterns(self.streamed))
 
+    def with_room(self, room_bytes: int) -> Plan:
+        """The same weights through slots of `room_bytes`, as measured once all else has its memory.
 
-def shape_of(entry: TensorEntry) -> Shape:
-    """The arena an entry streams through."""
-    dims = (*entry.shape, 1, 1, 1)
-    matrices = 0 if is_experts(entry) else dims[2]
-    return entry.type, dims[0], dims[1], matrices
+        Raises DoesNotFit where not even the least fits.
+        """
+        return replace(self, layout=_sized(self.layout_of_all, room_bytes))
+
+    @property
+    def layout_of_all(self) -> SlotLayout:
+        """The layout with a slot for everything that streams."""
+        return self.layout.with_slots([pool.most_slots for pool in self.layout.pools])
 
 
 def make_plan(
@@ -81,156 +146,223 @@ def make_plan(
     n_gpu_layers: int | None = None,
     n_cpu_moe: NCpuMoe = None,
     stream_experts: bool = True,
+    context: ContextSpec | None = None,
+    auto_ubatch: bool = False,
+    machine: Machine = TYPICAL,
 ) -> Plan:
-    """Decide for a device with `budget_bytes` for weights and slots (None: no limit).
+    """Decide for a device with `budget_bytes` for everything (None: no limit).
 
-    `reserve_bytes` of it go to the KV cache, compute buffers and a draft. `n_gpu_layers` keeps
-    that many layers' dense weights resident and streams the rest. `n_cpu_moe` streams the experts
-    of that many layers only; "fit" of as few as the budget makes necessary, so that below the
-    min-batch threshold the device computes all others. Raises DoesNotFit when
-    not even the smallest working set fits.
+    `reserve_bytes` of it go to others, such as a draft, and what `context` takes besides;
+    `auto_ubatch` chooses its ubatch. `n_gpu_layers` keeps that many layers' dense weights resident
+    and streams the rest. `n_cpu_moe` streams the experts of that many layers only; "fit" leaves to
+    expected time which are resident. Raises DoesNotFit when not even the smallest working set fits.
     """
-    reasons: list[str] = []
-    entries = [place.entry for place in facts.weights.values()]
-    all_experts = [e for e in entries if is_experts(e)] if stream_experts else []
-    experts, why_experts = _streamed_experts(
-        facts, entries, all_experts, budget_bytes, reserve_bytes, n_cpu_moe
-    )
-    rest = sum(e.size_bytes for e in entries) - sum(e.size_bytes for e in experts)
-    dense = _streamed_dense(facts, entries, experts, budget_bytes, reserve_bytes, n_gpu_layers)
-    resident = rest - sum(e.size_bytes for e in dense)
-    if why_experts:
-        reasons.append(why_experts)
-    if dense and n_gpu_layers is not None:
-        n = len({layer_of(e.name) for e in dense})
-        reasons.append(f"dense weights of {n} of {facts.n_layers} layers stream: --n-gpu-layers")
-    elif dense:
-        n = len({layer_of(e.name) for e in dense})
-        reasons.append(
-            f"dense weights of {n} of {facts.n_layers} layers stream: they exceed --vram"
-        )
-    streamed = (*dense, *experts)
-    left = None if budget_bytes is None else budget_bytes - reserve_bytes - resident
-    arenas, why = _arenas(streamed, facts, left)
-    if why:
-        reasons.append(why)
-    return Plan(streamed, resident, arenas, tuple(reasons))
-
-
-def _streamed_experts(
-    facts: ModelFacts,
-    entries: Sequence[TensorEntry],
-    experts: list[TensorEntry],
-    budget_bytes: int | None,
-    reserve_bytes: int,
-    n_cpu_moe: NCpuMoe,
-) -> tuple[list[TensorEntry], str]:
-    """The experts that stream, and why."""
-    all_stream = f"{len(experts)} expert matrices stream: few of them serve each token"
-    layers = sorted({layer_of(e.name) for e in experts})
-    if not experts or n_cpu_moe is None or (n_cpu_moe == "fit" and budget_bytes is None):
-        return experts, all_stream if experts else ""
-    if n_cpu_moe != "fit":
-        chosen = {layers[i] for i in spread(n_cpu_moe, len(layers))}
-        streamed = [e for e in experts if layer_of(e.name) in chosen]
-        return streamed, f"experts of {len(chosen)} of {len(layers)} layers stream: --n-cpu-moe"
-    assert budget_bytes is not None
-    total = sum(e.size_bytes for e in entries)
-    per_layer = {i: sum(e.size_bytes for e in experts if layer_of(e.name) == i) for i in layers}
-    for n in range(len(layers)):
-        chosen = {layers[i] for i in spread(n, len(layers))}
-        ring = _RING_LAYERS * max((per_layer[i] for i in chosen), default=0)
-        if total - sum(per_layer[i] for i in chosen) + ring + reserve_bytes <= budget_bytes:
-            streamed = [e for e in experts if layer_of(e.name) in chosen]
-            if not streamed:
-                return [], "nothing streams: the whole model fits the device"
-            return streamed, (
-                f"experts of {n} of {len(layers)} layers stream: the others fit the device"
-            )
-    return experts, all_stream
-
-
-def _streamed_dense(
-    facts: ModelFacts,
-    entries: Sequence[TensorEntry],
-    experts: Sequence[TensorEntry],
-    budget_bytes: int | None,
-    reserve_bytes: int,
-    n_gpu_layers: int | None,
-) -> list[TensorEntry]:
-    candidates = [e for e in entries if _DENSE.match(e.name)]
-    if n_gpu_layers is not None:
-        asked = spread(facts.n_layers - n_gpu_layers, facts.n_layers)
-        return [e for e in candidates if layer_of(e.name) in asked]
+    experts = [e for e in facts.loaded if is_experts(e)] if stream_experts else []
+    dense = [e for e in facts.loaded if _DENSE.match(e.name)]
+    work = model_work(facts)
+    asked = _Asked(facts, budget_bytes, reserve_bytes, n_gpu_layers, n_cpu_moe, context)
+    n_expert_layers = len({layer_of(e.name) for e in experts})
     if budget_bytes is None:
-        return []
-    rest = sum(e.size_bytes for e in entries) - sum(e.size_bytes for e in experts)
-    least = _least_bytes(experts, facts)
-    per_layer: dict[int, int] = defaultdict(int)
-    for e in candidates:
-        per_layer[layer_of(e.name)] += e.size_bytes
-    streaming: frozenset[int] = frozenset()
-    for n in range(facts.n_layers + 1):
-        streaming = spread(n, facts.n_layers)
-        resident = rest - sum(per_layer[layer] for layer in streaming)
-        ring = 2 * max((per_layer[layer] for layer in streaming), default=0)
-        if resident + reserve_bytes + least + ring <= budget_bytes:
-            break
-    return [e for e in candidates if layer_of(e.name) in streaming]
-
-
-def spread(n: int, n_layers: int) -> frozenset[int]:
-    """`n` of the layers, evenly over the model: the link then works while the others compute."""
-    n = max(0, min(n, n_layers))
-    return frozenset(i for i in range(n_layers) if (i + 1) * n // n_layers > i * n // n_layers)
-
-
-def _least_bytes(experts: Sequence[TensorEntry], facts: ModelFacts) -> int:
-    """The smallest working set of the experts: what one token uses of one layer."""
-    slot = {shape_of(e): e.size_bytes // max(1, facts.n_experts) for e in experts}
-    return sum(size * max(1, facts.n_experts_used) for size in slot.values())
-
-
-def _arenas(
-    streamed: Sequence[TensorEntry], facts: ModelFacts, budget_bytes: int | None
-) -> tuple[tuple[ArenaPlan, ...], str]:
-    by_shape: dict[Shape, list[TensorEntry]] = defaultdict(list)
-    for entry in streamed:
-        by_shape[shape_of(entry)].append(entry)
-    full = [_full_arena(shape, entries, facts) for shape, entries in by_shape.items()]
-    wanted = sum(arena.size_bytes for arena in full)
-    if budget_bytes is None or wanted <= budget_bytes or not full:
-        return tuple(full), ""
-    least = {a.shape: _least_slots(a, by_shape[a.shape]) for a in full}
-    floor = sum(least[a.shape] * a.slot_bytes for a in full)
-    if floor > budget_bytes:
-        raise DoesNotFit(
-            f"{max(0, budget_bytes) / 2**20:.0f} MiB are left for slots, but the smallest working "
-            f"set needs {floor / 2**20:.0f} MiB; raise --vram or lower --ctx-size"
+        choice = _unlimited(asked, n_expert_layers, experts)
+    else:
+        weights = Weights(facts, experts, dense)
+        found = choose_sharing(
+            weights,
+            work,
+            machine,
+            _workload(context),
+            budget_bytes=budget_bytes,
+            reserve_bytes=asked.reserve_of,
+            ubatches=_ubatches(context, auto_ubatch, has_experts=bool(experts)),
+            n_resident=_resident(n_cpu_moe, n_expert_layers),
+            n_dense_streamed=_dense_streamed(n_gpu_layers, facts.n_layers),
         )
-    # Everyone gets the least; what is left goes to the arenas by the bytes that stream through.
-    share = (budget_bytes - floor) / max(1, wanted - floor)
-    shrunk = []
-    for a in full:
-        n = least[a.shape] + int((a.n_slots - least[a.shape]) * share)
-        shrunk.append(ArenaPlan(a.shape, a.slot_bytes, n, a.n_pieces, a.n_experts, a.n_used))
-    held = sum(a.n_slots * a.slot_bytes for a in shrunk) / max(1, wanted)
-    return tuple(shrunk), f"slots hold {held:.0%} of what streams: limited by --vram"
+        if found is None:
+            raise _does_not_fit(weights, asked, _ubatches(context, auto_ubatch, has_experts=True))
+        choice = found
+    return _plan(asked, choice, experts, dense, work, machine)
 
 
-def _full_arena(shape: Shape, entries: Sequence[TensorEntry], facts: ModelFacts) -> ArenaPlan:
-    n_experts = facts.n_experts if is_experts(entries[0]) else 0
-    per_entry = max(1, n_experts)
-    slot_bytes = entries[0].size_bytes // per_entry
-    n = len(entries) * per_entry
-    return ArenaPlan(shape, slot_bytes, n, n, n_experts, facts.n_experts_used)
+@dataclass(frozen=True)
+class _Asked:
+    """What a plan was asked for."""
+
+    facts: ModelFacts
+    budget_bytes: int | None
+    reserve_bytes: int
+    n_gpu_layers: int | None
+    n_cpu_moe: NCpuMoe
+    context: ContextSpec | None
+
+    def reserve_of(self, n_ubatch: int) -> int:
+        if self.context is None:
+            return self.reserve_bytes
+        spec = self.context.with_ubatch(n_ubatch)
+        return self.reserve_bytes + context_memory(self.facts, spec).total_bytes
 
 
-def _least_slots(arena: ArenaPlan, entries: Sequence[TensorEntry]) -> int:
-    """One cut's worth: a dense weight; or the experts that one token uses."""
-    if not arena.n_experts:
-        return min(arena.n_slots, 2 * max(Counter(layer_of(e.name) for e in entries).values()))
-    return min(arena.n_slots, max(1, arena.n_used))
+def _workload(context: ContextSpec | None) -> Workload:
+    most = Workload()
+    return most if context is None else replace(most, n_prompt=min(context.n_ctx, UBATCHES[-1]))
+
+
+def _ubatches(
+    context: ContextSpec | None, auto_ubatch: bool, *, has_experts: bool
+) -> tuple[int, ...]:
+    if context is None:
+        return (DEFAULT_UBATCH,)
+    if not auto_ubatch:
+        return (context.n_ubatch,)
+    if not has_experts:
+        return (min(DEFAULT_UBATCH, context.n_ctx),)
+    needed = [n for n in UBATCHES if n == UBATCHES[0] or n < 2 * context.n_ctx]
+    return (*needed, *SMALL_UBATCHES)
+
+
+def _resident(n_cpu_moe: NCpuMoe, n_expert_layers: int) -> Sequence[int]:
+    if n_cpu_moe is None or not n_expert_layers:
+        return (0,)
+    if n_cpu_moe == "fit":
+        return range(n_expert_layers + 1)
+    return (max(0, n_expert_layers - n_cpu_moe),)
+
+
+def _dense_streamed(n_gpu_layers: int | None, n_layers: int) -> Sequence[int]:
+    if n_gpu_layers is None:
+        return range(n_layers + 1)
+    return (max(0, n_layers - n_gpu_layers),)
+
+
+def _unlimited(asked: _Asked, n_expert_layers: int, experts: Sequence[TensorEntry]) -> Choice:
+    """Without a budget all experts stream, through a slot each, unless a number was asked for."""
+    resident = 0 if asked.n_cpu_moe == "fit" else _resident(asked.n_cpu_moe, n_expert_layers)[0]
+    weights = Weights(asked.facts, experts, [])
+    n_dense = 0 if asked.n_gpu_layers is None else asked.facts.n_layers - asked.n_gpu_layers
+    streamed, _ = weights.experts[resident]
+    n_ubatch = asked.context.n_ubatch if asked.context else DEFAULT_UBATCH
+    dense = spread(n_dense, asked.facts.n_layers)
+    n_slots = len(streamed) * asked.facts.n_experts
+    return Choice(streamed, dense, n_ubatch, Sharing(n_slots, resident, len(dense)), 0.0, True)
+
+
+def _plan(
+    asked: _Asked,
+    choice: Choice,
+    experts: Sequence[TensorEntry],
+    dense: Sequence[TensorEntry],
+    work: ModelWork,
+    machine: Machine,
+) -> Plan:
+    facts = asked.facts
+    streamed_experts = [e for e in experts if layer_of(e.name) in choice.streamed_experts]
+    streamed_dense = [e for e in dense if layer_of(e.name) in choice.streamed_dense]
+    streamed = sorted((*streamed_dense, *streamed_experts), key=lambda e: layer_of(e.name))
+    resident = device_bytes(facts) - sum(e.size_bytes for e in streamed)
+    reserve = asked.reserve_of(choice.n_ubatch)
+    layout = slot_layout(streamed, facts.n_experts, facts.n_experts_used)
+    full_bytes = layout.size_bytes
+    if asked.budget_bytes is not None:
+        layout = _sized(layout, asked.budget_bytes - reserve - resident)
+    sharing = choice.sharing.with_slots(_expert_slots(layout))
+    reasons = [*_why_experts(asked, choice, experts), *_why_dense(asked, choice)]
+    if layout.size_bytes < full_bytes:
+        held = layout.size_bytes / full_bytes
+        reasons.append(f"slots hold {held:.0%} of what streams: limited by --vram")
+    chunk, chunk_reasons, declined = _chunks(layout, work, sharing, machine, choice.n_ubatch)
+    crossing = modelled_crossover(machine, work, sharing) if streamed else None
+    return Plan(
+        tuple(streamed),
+        resident,
+        layout,
+        (*reasons, *chunk_reasons),
+        reserve,
+        choice.n_ubatch,
+        crossing,
+        chunk,
+        declined,
+    )
+
+
+def _expert_slots(layout: SlotLayout) -> int:
+    return sum(pool.n_slots for pool in layout.pools if pool.n_experts)
+
+
+def _sized(layout: SlotLayout, room_bytes: int) -> SlotLayout:
+    found = sized(layout, room_bytes)
+    if found is None:
+        least = layout.with_slots(least_slots(layout)).size_bytes
+        raise DoesNotFit(
+            f"{max(0, room_bytes) / 2**20:.1f} MiB are left for slots, but the smallest working "
+            f"set needs {least / 2**20:.1f} MiB; raise --vram or lower --ctx-size"
+        )
+    return found
+
+
+def _does_not_fit(weights: Weights, asked: _Asked, ubatches: Sequence[int]) -> DoesNotFit:
+    reserve = min(asked.reserve_of(n) for n in ubatches)
+    expert_bytes, dense_bytes = weights.experts[0][1], weights.dense[-1][1]
+    if asked.n_gpu_layers is not None:
+        dense_bytes = weights.dense[_dense_streamed(asked.n_gpu_layers, asked.facts.n_layers)[0]][1]
+    resident = weights.resident_bytes - expert_bytes - dense_bytes
+    least = sum(max(1, pool.n_used) * pool.slot_bytes for pool in weights.layout.pools)
+    ring = weights.dense_ring_bytes if dense_bytes else 0
+    assert asked.budget_bytes is not None
+    needed = resident + reserve + least + ring
+    return DoesNotFit(
+        f"{asked.budget_bytes / 2**20:.1f} MiB of device memory are too few: {needed / 2**20:.1f} "
+        f"MiB are the least, {resident / 2**20:.1f} for weights that cannot stream, "
+        f"{(least + ring) / 2**20:.1f} for slots and {reserve / 2**20:.1f} for the context; raise "
+        "--vram, lower --ctx-size or take a smaller cache (-ctk q8_0 -ctv q8_0)"
+    )
+
+
+def _why_experts(asked: _Asked, choice: Choice, experts: Sequence[TensorEntry]) -> tuple[str, ...]:
+    if not experts:
+        return ()
+    n_layers = len({layer_of(e.name) for e in experts})
+    n = len(choice.streamed_experts)
+    if not n and not choice.streamed_dense:
+        return ("nothing streams: the whole model fits the device",)
+    if n == n_layers:
+        return (f"{len(experts)} expert matrices stream: few of them serve each token",)
+    if isinstance(asked.n_cpu_moe, int):
+        return (f"experts of {n} of {n_layers} layers stream: --n-cpu-moe",)
+    return (
+        f"experts of {n} of {n_layers} layers stream: resident, the others save more time than "
+        "as slots",
+    )
+
+
+def _why_dense(asked: _Asked, choice: Choice) -> tuple[str, ...]:
+    n = len(choice.streamed_dense)
+    if not n:
+        return ()
+    why = "--n-gpu-layers" if asked.n_gpu_layers is not None else "they exceed --vram"
+    return (f"dense weights of {n} of {asked.facts.n_layers} layers stream: {why}",)
+
+
+def _chunks(
+    layout: SlotLayout, work: ModelWork, sharing: Sharing, machine: Machine, n_ubatch: int
+) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
+    """Tokens of a chunk where a layer's experts have no slots all at once; reasons; declined."""
+    tight = [p for p in layout.pools if p.n_experts and p.n_slots < p.n_experts]
+    if not tight:
+        return 0, (), ()
+    pool = min(tight, key=lambda p: p.n_slots)
+    chunk = max(1, pool.n_slots // max(1, pool.n_used))
+    what = f"{pool.n_slots} slots are fewer than the {pool.n_experts} experts of a layer"
+    smallest = sharing.with_slots(pool.n_slots)
+    chunked, cpu = (f(machine, work, smallest, n_ubatch) for f in (streamed_s, cpu_s))
+    if chunked < cpu:
+        return chunk, (f"{what}: batches are computed in chunks of {chunk} tokens",), ()
+    return (
+        0,
+        (),
+        (
+            f"{what}: batches of more than {chunk} tokens are computed by the CPU, which is faster "
+            f"than chunks of {chunk} tokens",
+        ),  # fmt: skip
+    )
 
 
 def _patterns(streamed: Sequence[TensorEntry]) -> list[str]:
