@@ -185,7 +185,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a plan was asked for."""
+    """The limits of a plan, and what others hold of its memory."""
 
     facts: ModelFacts
     budget_bytes: int | None
