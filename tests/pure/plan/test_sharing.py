@@ -48,7 +48,7 @@ def facts() -> ModelFacts:
         "qwen3moe.expert_count": N_EXPERTS,
         "qwen3moe.expert_used_count": N_USED,
     }
-    header = Header(dict(metadata), tuple(entries), 1 << 40)
+    header = Header(dict(metadata), tuple(entries))
     weights = {e.name: WeightPlace(Path("m.gguf"), e) for e in entries}
     return ModelFacts(Path("m.gguf"), "qwen3moe", "m", header, weights)
 
