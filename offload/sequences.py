@@ -68,8 +68,8 @@ class Sequences:
         self._context, self._decode = context, decode
         self._architecture = architecture
         self._n_sequences, self._n_tree_leaves = n_sequences, n_tree_leaves
-        self._n_outputs = n_outputs
-        self._n_batch = context.n_batch
+        self.n_outputs = n_outputs
+        self.n_batch = context.n_batch
         self._n_swa = n_swa
         self._device_checkpoints = device_checkpoints
         self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx
@@ -141,45 +141,60 @@ class Sequences:
         """Ends of the decodes: n_batch tokens at most, n_outputs wanted rows at most."""
         ends, done = [], 0
         while done < n_tokens:
-            end = min(done + self._n_batch, n_tokens)
-            if end - max(done, first_wanted) > self._n_outputs:
-                end = max(done, first_wanted) + self._n_outputs
+            end = min(done + self.n_batch, n_tokens)
+            if end - max(done, first_wanted) > self.n_outputs:
+                end = max(done, first_wanted) + self.n_outputs
             ends.append(end)
             done = end
         return ends
 
-    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[Rows]:
-        """Append tokens to several sequences in one decode; logits of all rows, per part."""
+    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int], int]]) -> list[Rows]:
+        """Append tokens to several sequences in one decode: (sequence, tokens, n_logits) of each;
+        logits after each of the last `n_logits` tokens, per part.
+
+        After an error each sequence holds what it held before, or nothing if the model is
+        recurrent. Raises BadRequest, DoesNotFit, DeviceFailed.
+        """
+        # Recurrent memories batch only sequences of rising numbers.
+        order = sorted(range(len(parts)), key=lambda i: parts[i][0])
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
+        wanted: list[bool] = []
         starts = {}
-        for sequence, part in parts:
+        for i in order:
+            sequence, part, n_logits = parts[i]
             start = self.length(sequence)
             if sequence in starts:
                 raise BadRequest(f"sequence {sequence} appears twice in one batch")
-            self._check(part, start, len(part))
+            self._check(part, start, n_logits)
             starts[sequence] = start
             tokens += part
             positions += range(start, start + len(part))
             sequences += [sequence] * len(part)
-        if len(tokens) > self._n_outputs:
-            raise DoesNotFit(
-                f"a batch of {len(tokens)} rows exceeds the largest verification batch of "
-                f"{self._n_outputs}; raise --draft-max's room or serve fewer sequences"
-            )
+            wanted += [False] * (len(part) - n_logits) + [True] * n_logits
+        self._check_size(len(tokens), sum(wanted))
         try:
-            rows = self._decode(tokens, positions, sequences, [True] * len(tokens))
+            rows = self._decode(tokens, positions, sequences, wanted)
         except BaseException:
             for sequence, start in starts.items():
                 self._undo(sequence, start)
             raise
-        out, at = [], 0
-        for sequence, part in parts:
+        out: list[Rows] = [rows] * len(parts)
+        at = 0
+        for i in order:
+            sequence, part, n_logits = parts[i]
             self._grown(sequence, starts[sequence] + len(part), len(part))
-            out.append(rows[at : at + len(part)])
-            at += len(part)
+            out[i] = rows[at : at + n_logits]
+            at += n_logits
         return out
+
+    def _check_size(self, n_tokens: int, n_wanted: int) -> None:
+        if n_tokens > self.n_batch or n_wanted > self.n_outputs:
+            raise DoesNotFit(
+                f"a batch of {n_tokens} tokens with {n_wanted} rows of logits exceeds "
+                f"{self.n_batch} tokens (--batch-size) or {self.n_outputs} rows"
+            )
 
     def _grown(self, sequence: int, length: int, n_decoded: int) -> None:
         self._lengths[sequence] = length
@@ -220,10 +235,10 @@ class Sequences:
         if not self.can_rewind:
             raise BadRequest(f"{self._architecture} models are recurrent: they verify no trees")
         tree = LeafSequences(tokens, parents, first_sequence=self._n_sequences)
-        if tree.n_leaves > self._n_tree_leaves or len(tokens) > self._n_outputs:
+        if tree.n_leaves > self._n_tree_leaves or len(tokens) > self.n_outputs:
             raise DoesNotFit(
                 f"a tree of {len(tokens)} tokens and {tree.n_leaves} leaves exceeds "
-                f"{self._n_outputs} rows or {self._n_tree_leaves} leaves"
+                f"{self.n_outputs} rows or {self._n_tree_leaves} leaves"
             )
         self._check(tokens, start, len(tokens), n_positions=1 + max(tree.depths))
         for leaf in tree.sequences:

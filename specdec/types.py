@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,16 @@ class Target(Protocol):
         verified, from snapshots the decode left (llama.cpp's name); 0: checkpoints only."""
         ...
 
+    @property
+    def n_batch(self) -> int:
+        """Tokens that one decode takes."""
+        ...
+
+    @property
+    def n_outputs(self) -> int:
+        """Rows whose logits one decode gives."""
+        ...
+
     def length(self, sequence: int) -> int: ...
 
     def extend(
@@ -47,8 +57,11 @@ class Target(Protocol):
         `n_logits` of them. The array is the caller's."""
         ...
 
-    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[NDArray[np.float32]]:
-        """One decode for several sequences; all rows of each."""
+    def extend_batch(
+        self, parts: Sequence[tuple[int, Sequence[int], int]]
+    ) -> list[NDArray[np.float32]]:
+        """One decode for several sequences: (sequence, tokens, n_logits) of each, and as in
+        `extend` the rows of each. `n_batch` tokens and `n_outputs` rows at most."""
         ...
 
     def rewind(self, sequence: int, length: int) -> None:
@@ -242,4 +255,20 @@ class Drafter(Protocol):
 
     def forget(self, sequence: int) -> None:
         """The sequence starts anew; what is kept for it may be compared or dropped."""
+        ...
+
+
+@runtime_checkable
+class BatchDrafter(Drafter, Protocol):
+    """A drafter that can serve several sequences in one step."""
+
+    @property
+    def samples(self) -> bool:
+        """True if tokens are drawn: then each sequence has to be asked by itself."""
+        ...
+
+    def propose_many(
+        self, requests: Sequence[tuple[int, Sequence[int], int]], policy: Policy
+    ) -> list[tuple[Draft, Walk]]:
+        """Drafts for several (sequence, history, limit), with the policy's walk of each."""
         ...

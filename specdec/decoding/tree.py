@@ -14,7 +14,9 @@ from time import perf_counter
 import numpy as np
 
 from specdec.decoding.accept import MatchAcceptance
-from specdec.decoding.rounds import check_start, play_rounds, prefill
+from specdec.decoding.decode import rounds_of
+from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.member import BatchMember, check_start
 from specdec.drafters.memory import DraftMemory
 from specdec.errors import SpecDecError
 from specdec.policies.joint import best_count
@@ -23,6 +25,7 @@ from specdec.types import Chooser, Decision, Draft, IsEnd, Round, TreeTarget
 
 SOURCE = "tree"
 FIRST = "draft"  # the likeliest child of a node is what a chain would draft
+_NO_TREE = Draft((), (), SOURCE, Decision(0, "no tree beside other work"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,62 @@ class TreeDrafter:
         self._memory.forget(sequence)
 
 
+class TreeDrafting:
+    """Trees by `drafter`, one sequence at a time: the decoding loop's `Drafting`, and its `play`.
+
+    Beside parts of prompts, and while the policy has decided so, a round is one plain token.
+    """
+
+    def __init__(self, target: TreeTarget, drafter: TreeDrafter, policy: Throughput) -> None:
+        """Raises SpecDecError for a target whose memory cannot be cut."""
+        if not target.can_rewind:
+            raise SpecDecError(
+                "tree drafts need a target whose memory can be cut, not a recurrent one"
+            )
+        self._target, self._drafter, self._policy = target, drafter, policy
+
+    def propose(self, member: BatchMember) -> Draft:
+        return _NO_TREE
+
+    def propose_many(self, members: Sequence[BatchMember]) -> list[Draft]:
+        return [_NO_TREE] * len(members)
+
+    def learn(self, member: BatchMember, round_: Round) -> None:
+        self._policy.learn(round_)
+
+    def learn_many(
+        self, rounds: Sequence[tuple[BatchMember, Round]], draft_s: float, *, is_priced: bool
+    ) -> None:
+        """Several plain rounds in one batch teach nothing about trees."""
+
+    def forget(self, sequence: int) -> None:
+        self._drafter.forget(sequence)
+
+    def play(self, member: BatchMember) -> Round:
+        """The round's draft is the path that was accepted and what the tree held beside it;
+        `n_drafted` counts every node verified."""
+        began = perf_counter()
+        room = min(member.n_left - 1, self._target.n_ctx - len(member.history), self._policy.n_max)
+        tree = self._drafter.grow(member.sequence, member.history, max(0, room))
+        drafted = perf_counter()
+        path = _verify(self._target, member, tree)
+        verify_s = perf_counter() - drafted
+        draft = Draft(
+            tree.tokens,
+            tree.probs,
+            SOURCE,
+            Decision(len(tree.tokens), tree.reason, tree.rest),
+            n_steps=tree.n_steps,
+            parents=tree.parents,
+            catch_up_s=tree.catch_up_s,
+        )
+        emitted = tuple(member.history[len(member.history) - path.n_emitted :])
+        draft_s = drafted - began - tree.catch_up_s
+        round_ = Round(draft, path.n_accepted, emitted, draft_s, verify_s)
+        _learn(self._policy, round_, path)
+        return round_
+
+
 def decode_tree(
     target: TreeTarget,
     sequence: int,
@@ -178,39 +237,12 @@ def decode_tree(
     is_end: IsEnd,
     n_cached: int = 0,
 ) -> Iterator[Round]:
-    """As `decode`, with trees. A round's draft is the path that was accepted and what the tree
-    held beside it; `n_drafted` counts every node verified. Raises SpecDecError."""
-    if not target.can_rewind:
-        raise SpecDecError("tree drafts need a target whose memory can be cut, not a recurrent one")
+    """As `decode`, with trees. Raises SpecDecError."""
+    drafting = TreeDrafting(target, drafter, policy)
     check_start(target, sequence, prompt, n_cached)
-    drafter.forget(sequence)
-    history = list(prompt)
-    prefill(target, sequence, history, n_cached)
-
-    def play(limit: int) -> Round:
-        began = perf_counter()
-        tree = drafter.grow(sequence, history, limit)
-        drafted = perf_counter()
-        path = _verify(target, sequence, history, tree, chooser, is_end)
-        verified = perf_counter()
-        draft_s = drafted - began - tree.catch_up_s
-        draft = Draft(
-            tree.tokens,
-            tree.probs,
-            SOURCE,
-            Decision(len(tree.tokens), tree.reason, tree.rest),
-            n_steps=tree.n_steps,
-            parents=tree.parents,
-            catch_up_s=tree.catch_up_s,
-        )
-        emitted = tuple(history[len(history) - path.n_emitted :])
-        round_ = Round(draft, path.n_accepted, emitted, draft_s, verified - drafted)
-        _learn(policy, round_, path)
-        return round_
-
-    yield from play_rounds(
-        target, sequence, history, n_predict, is_end, policy, MatchAcceptance(chooser), play
-    )
+    accept = MatchAcceptance(chooser)
+    member = BatchMember(sequence, list(prompt), chooser, accept, n_predict, is_end, n_cached)
+    return rounds_of(DecodingLoop(target, drafting, drafting.play), member)
 
 
 def source_of(rank: int) -> str:
@@ -239,21 +271,15 @@ class _Path:
     evidence: list[tuple[str, float, bool]]
 
 
-def _verify(
-    target: TreeTarget,
-    sequence: int,
-    history: list[int],
-    tree: DraftTree,
-    chooser: Chooser,
-    is_end: IsEnd,
-) -> _Path:
+def _verify(target: TreeTarget, member: BatchMember, tree: DraftTree) -> _Path:
     """One decode of the last token and the tree; the target keeps the accepted path, or after an
     exception nothing of it."""
+    history, sequence = member.history, member.sequence
     n_history = len(history)
     tokens = [history[-1], *tree.tokens]
     rows = target.extend_tree(sequence, tokens, [-1, *(p + 1 for p in tree.parents)])
     try:
-        path, kept = _descend(rows, history, tree, chooser, is_end)
+        path, kept = _descend(rows, history, tree, member.chooser, member.is_end)
     except BaseException:
         del history[n_history:]
         target.keep_path(sequence, ())

@@ -153,6 +153,11 @@ class BlockDrafter:
         self._pace.wanted(found.n_fed, limit)
         return found.draft(self.name, self._memory.catch_up_s(sequence))
 
+    @property
+    def samples(self) -> bool:
+        """True if tokens are drawn."""
+        return self._temperature is not None
+
     def propose_many(
         self, requests: Sequence[tuple[int, Sequence[int], int]], policy: Policy
     ) -> list[tuple[Draft, Walk]]:

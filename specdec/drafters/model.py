@@ -102,6 +102,11 @@ class ModelDrafter:
         self._memory.forget(sequence)
 
     @property
+    def samples(self) -> bool:
+        """True if tokens are drawn, not the most likely ones."""
+        return self._distribution is not None
+
+    @property
     def n_rows(self) -> int:
         """Tokens that the model has decoded so far."""
         return self._memory.n_rows
@@ -127,7 +132,7 @@ class ModelDrafter:
         tokens: list[list[int]] = [[] for _ in requests]
         probs: list[list[float]] = [[] for _ in requests]
         while drafting:
-            rows = self._model.extend_batch(parts)
+            rows = self._model.extend_batch([(s, new, 1) for s, new in parts])
             for sequence, new in parts:
                 self._memory.fed(sequence, new)
             parts, still = [], []

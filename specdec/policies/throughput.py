@@ -11,7 +11,7 @@ hopeless one costs next to nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -350,7 +350,7 @@ class Throughput:
         source = draft.source
         walk = self._walks.pop(source, None)
         if draft.others:
-            self._overhear(draft.others, round_.emitted)
+            self.overhear(draft.others, round_.emitted)
         evidence = round_.evidence
         for p, accepted in evidence:
             self.calibration.observe(source, p, accepted)
@@ -370,14 +370,21 @@ class Throughput:
             draft_s=round_.draft_s,
         )
 
-    def _overhear(self, others: Sequence[Draft], emitted: Sequence[int]) -> None:
+    def overhear(
+        self,
+        others: Sequence[Draft],
+        emitted: Sequence[int],
+        walks: Mapping[str, Walk] | None = None,
+    ) -> None:
         """Count what drafters that were not chosen would have had accepted. Without it, one that
-        was poor once would never be chosen again."""
+        was poor once would never be chosen again. `walks` are theirs where several sequences
+        share the batch."""
         for draft in others:
             for p, right in draft.judged_by(emitted):
                 self.calibration.observe(draft.source, p, right)
-            walk = self._walks.pop(draft.source, None)
-            if walk is not None and walk.limit > 0:
+            begun: Walk | None = self._walks.pop(draft.source, None)
+            walk = begun if walks is None else walks.get(draft.source)
+            if isinstance(walk, ThroughputWalk) and walk.limit > 0:
                 known = self._sources[draft.source]
                 self._judge(known, walk, walk.n * known.step, False)
 

@@ -55,8 +55,11 @@ class FakeTarget:
         n_rs_seq: int = 0,
         logits_seed: int | None = None,
         n_batch: int | None = None,
+        n_outputs: int = 1 << 30,
     ) -> None:
         self.n_vocab = n_vocab
+        self.n_batch = n_batch or 1 << 30
+        self.n_outputs = n_outputs
         self.n_ctx = n_ctx
         self.can_rewind = not recurrent
         self.n_rs_seq = n_rs_seq
@@ -66,7 +69,6 @@ class FakeTarget:
         self._agreement = agreement
         self._logits_seed = logits_seed
         self._rows: dict[tuple[int, ...], NDArray[np.float32]] = {}  # random ones, made once
-        self._n_batch = n_batch
         self._cells: dict[int, list[tuple[int, int]]] = {}
         self._tree: dict[int, tuple[list[int], list[int]]] = {}
 
@@ -118,12 +120,12 @@ class FakeTarget:
         n = len(tokens) if n_logits is None else n_logits
         if not tokens or not 0 <= n <= len(tokens):
             raise ValueError(f"{n} rows of {len(tokens)} tokens")
-        if self._n_batch is not None and len(tokens) > self._n_batch:
+        if len(tokens) > self.n_batch:
             # As the engine does: a long prompt goes in chunks, and rows are wanted of the end.
-            if n > self._n_batch:
-                raise ValueError(f"{n} rows exceed a batch of {self._n_batch}")
-            for at in range(0, len(tokens) - n, self._n_batch):
-                self._append(sequence, tokens[at : min(at + self._n_batch, len(tokens) - n)])
+            if n > self.n_batch:
+                raise ValueError(f"{n} rows exceed a batch of {self.n_batch}")
+            for at in range(0, len(tokens) - n, self.n_batch):
+                self._append(sequence, tokens[at : min(at + self.n_batch, len(tokens) - n)])
             if not n:
                 return np.empty((0, self.n_vocab), np.float32)
             return self._append(sequence, tokens[len(tokens) - n :])
@@ -147,9 +149,14 @@ class FakeTarget:
         self._snapshots[sequence] = min(len(tokens) - 1, self.n_rs_seq)
         return rows
 
-    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[NDArray[np.float32]]:
+    def extend_batch(
+        self, parts: Sequence[tuple[int, Sequence[int], int]]
+    ) -> list[NDArray[np.float32]]:
+        n_rows, n_wanted = sum(len(t) for _, t, _ in parts), sum(n for _, _, n in parts)
+        if n_rows > self.n_batch or n_wanted > self.n_outputs:
+            raise ValueError(f"a batch of {n_rows} tokens with {n_wanted} rows is too large")
         before = len(self.calls)
-        rows = [self._append(sequence, tokens) for sequence, tokens in parts]
+        rows = [self._append(sequence, tokens)[len(tokens) - n :] for sequence, tokens, n in parts]
         self.calls[before:] = [sum(self.calls[before:])]
         return rows
 

@@ -95,7 +95,7 @@ def simulate(
     rest = 0
     while at < n:
         if rest:
-            rest -= 1  # as in `play_rounds`: the draft that was decided on, an empty one, holds
+            rest -= 1  # as in the decoding loop: the draft that was decided on, an empty one, holds
         else:
             draft, asked_unknown = _draft(trace, at, policy, source)
             unknown += asked_unknown

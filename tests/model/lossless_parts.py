@@ -167,7 +167,7 @@ class Run:
 
 
 class _Watch:
-    """Stands before a session's rounds, and its target's `extend` and `extend_tree`."""
+    """Stands before a session's rounds, and before the decodes of its target."""
 
     def __init__(self, opened: Session) -> None:
         self._engine, self._speculation = opened.target, opened.speculation
@@ -177,7 +177,9 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         engine = self._engine
-        extend, extend_tree = engine.sequences.extend, engine.sequences.extend_tree
+        sequences = engine.sequences
+        extend, extend_tree = sequences.extend, sequences.extend_tree
+        extend_batch = sequences.extend_batch
 
         def watched(
             sequence: int, tokens: Sequence[int], n_logits: int | None = None
@@ -197,7 +199,18 @@ class _Watch:
             self.n_branching += len(set(parents)) < len(parents)
             return rows
 
-        engine.sequences.extend, engine.sequences.extend_tree = watched, watched_tree  # type: ignore[method-assign]
+        def watched_batch(
+            parts: Sequence[tuple[int, Sequence[int], int]],
+        ) -> list[NDArray[np.float32]]:
+            lengths = [sequences.length(sequence) for sequence, _, _ in parts]
+            found = extend_batch(parts)
+            for length, (_, tokens, _), rows in zip(lengths, parts, found, strict=True):
+                if len(rows) == len(tokens):
+                    self.rows.append((length + 1, rows[0].copy()))
+            return found
+
+        sequences.extend, sequences.extend_tree = watched, watched_tree  # type: ignore[method-assign]
+        sequences.extend_batch = watched_batch  # type: ignore[method-assign]
         if self._speculation is not None:
             rounds = self._speculation.rounds
 
@@ -210,7 +223,8 @@ class _Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._engine.sequences.extend, self._engine.sequences.extend_tree
+        sequences = self._engine.sequences
+        del sequences.extend, sequences.extend_tree, sequences.extend_batch
         if self._speculation is not None:
             del self._speculation.rounds
 

@@ -98,7 +98,7 @@ def test_sequences_do_not_see_each_other(tiny_moe: Path) -> None:
     with Engine(tiny_moe, options("sim", n_sequences=2)) as engine:
         engine.sequences.extend(0, [1, 2, 3])
         engine.sequences.extend(1, [7, 7])
-        one, two = engine.sequences.extend_batch([(0, [4, 5]), (1, [8])])
+        one, two = engine.sequences.extend_batch([(0, [4, 5], 2), (1, [8], 1)])
         assert (engine.sequences.length(0), engine.sequences.length(1)) == (5, 3)
     with Engine(tiny_moe, options("sim")) as engine:
         alone = engine.sequences.extend(0, [1, 2, 3, 4, 5], n_logits=2)

@@ -11,7 +11,9 @@ from lossless_parts import BATCH_NOISE, N_CTX, NEAR_TIE, Judge, cheap_batches
 from offload.engine import Engine, EngineOptions
 from offload.plan.min_batch import MinBatch
 from specdec.decoding.accept import Greedy, MatchAcceptance
-from specdec.decoding.decode_batch import BatchMember, decode_batch
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.member import BatchMember
 from specdec.drafters.model import ModelDrafter
 from specdec.policies.throughput import Throughput
 from specoffload.commands.bench import prompts
@@ -24,7 +26,7 @@ LENGTHS = (30, 12, 21)  # they end one after the other
 def test_sequences_decoded_together_write_the_targets_own_texts(
     exact: Path, judge: Judge, streamed: bool
 ) -> None:
-    n = len(LENGTHS)
+    n, greedy = len(LENGTHS), Greedy()
     options = EngineOptions(
         device="sim" if streamed else "cpu",
         min_batch=MinBatch(1, 1),
@@ -35,16 +37,19 @@ def test_sequences_decoded_together_write_the_targets_own_texts(
     alone = EngineOptions(device="cpu", n_ctx=N_CTX * n, n_sequences=n)
     with Engine(exact, options) as target, Engine(demo_file("draft.gguf"), alone) as draft:
         texts = [target.tokenize(text) for text in (*prompts("code")[:2], prompts("prose")[0])]
-        members = [
-            BatchMember(s, list(texts[s]), MatchAcceptance(Greedy()), LENGTHS[s], lambda _: False)
-            for s in range(n)
-        ]
         policy = Throughput(cheap_batches()[0], n_max=15, refresh=False)
+        drafting = ChainDrafting(target.sequences, ModelDrafter(draft.sequences), policy)
+        loop = DecodingLoop(target.sequences, drafting)
+        members = [
+            BatchMember(s, list(text), greedy, MatchAcceptance(greedy), LENGTHS[s], lambda _: False)
+            for s, text in enumerate(texts)
+        ]
+        for member in members:
+            loop.add(member)
         n_rounds = n_drafted = n_accepted = 0
-        for rounds in decode_batch(
-            target.sequences, members, drafter=ModelDrafter(draft.sequences), policy=policy
-        ):
-            n_rounds += 1
+        while not loop.is_idle:
+            rounds = loop.step().rounds
+            n_rounds += bool(rounds)
             n_drafted += sum(r.n_drafted for _, r in rounds)
             n_accepted += sum(r.n_accepted for _, r in rounds)
             for member, _ in rounds:

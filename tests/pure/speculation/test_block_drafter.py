@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import Greedy, MatchAcceptance
 from specdec.decoding.decode import decode
-from specdec.decoding.decode_batch import BatchMember, decode_batch
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import DecodingLoop
+from specdec.decoding.member import BatchMember
 from specdec.drafters.block import BlockDrafter, Pace
 from specdec.drafters.model import ModelDrafter
 from specdec.policies.fixed import Fixed
@@ -99,15 +101,19 @@ def test_sequences_drafted_together_have_their_own_plain_texts(
 ) -> None:
     target = FakeTarget(n_vocab=16, seed=seed, n_ctx=60)
     draft = FakeBlockModel(n_vocab=16, seed=seed, agreement=agreement, n_ctx=50)
+    greedy = Greedy()
     members = [
-        BatchMember(s, [s, s + 1, 3] * (1 + 4 * s), MatchAcceptance(Greedy()), n, never)
+        BatchMember(s, [s, s + 1, 3] * (1 + 4 * s), greedy, MatchAcceptance(greedy), n, never)
         for s, n in enumerate(lengths)
     ]
     prompts = [list(member.history) for member in members]
     policy = Throughput(CHEAP, refresh=False)
     drafter = BlockDrafter(draft, block=block)
-    for rounds in decode_batch(target, members, drafter=drafter, policy=policy):
-        for member, _ in rounds:
+    loop = DecodingLoop(target, ChainDrafting(target, drafter, policy))
+    for member in members:
+        loop.add(member)
+    while not loop.is_idle:
+        for member, _ in loop.step().rounds:
             assert target.tokens(member.sequence) == member.history[:-1]
     for member, prompt, n in zip(members, prompts, lengths, strict=True):
         expected = prompt

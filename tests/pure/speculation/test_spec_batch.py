@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import Greedy, MatchAcceptance
 from specdec.decoding.decode import decode
-from specdec.decoding.decode_batch import BatchMember, decode_batch
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import DecodingLoop, Step
+from specdec.decoding.member import BatchMember
 from specdec.decoding.stats import SpecStats, reason_kind
 from specdec.decoding.tree import DraftTree, TreeDrafter, decode_tree
 from specdec.drafters.model import ModelDrafter
@@ -28,7 +31,7 @@ from specdec.simulation.synthetic import (
     check_rates,
     rates_of_length,
 )
-from specdec.types import Decision, Draft, Round
+from specdec.types import Decision, Draft, Drafter, Policy, Round
 
 # Batches that cost almost nothing more, so that drafts are worth it.
 CHEAP = CostProfile(tuple(1.0 + 0.01 * n for n in range(32)), 0.01)
@@ -47,6 +50,24 @@ def plain(target: FakeTarget, prompt: list[int], n: int, end: int | None = None)
     return text
 
 
+def member_of(
+    sequence: int, prompt: list[int], n_predict: int, end: int | None = None
+) -> BatchMember:
+    greedy = Greedy()
+    accept = MatchAcceptance(greedy)
+    return BatchMember(sequence, list(prompt), greedy, accept, n_predict, lambda t: t == end)
+
+
+def steps(
+    target: FakeTarget, members: list[BatchMember], drafter: Drafter, policy: Policy
+) -> Iterator[Step]:
+    loop = DecodingLoop(target, ChainDrafting(target, drafter, policy))
+    for member in members:
+        loop.add(member)
+    while not loop.is_idle:
+        yield loop.step()
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 100),
@@ -61,13 +82,10 @@ def test_sequences_decoded_together_have_their_own_plain_texts(
     target = FakeTarget(n_vocab=16, seed=seed, recurrent=recurrent, n_ctx=60)
     draft = FakeTarget(n_vocab=16, seed=seed, agreement=agreement, recurrent=recurrent, n_ctx=50)
     prompts = [[s, s + 1, 3] * (1 + 4 * s) for s in range(len(lengths))]
-    members = [
-        BatchMember(s, list(prompts[s]), MatchAcceptance(Greedy()), n, lambda t: t == end)
-        for s, n in enumerate(lengths)
-    ]
+    members = [member_of(s, prompts[s], n, end) for s, n in enumerate(lengths)]
     policy = Throughput(CHEAP, refresh=False)
-    for rounds in decode_batch(target, members, drafter=ModelDrafter(draft), policy=policy):
-        for member, _ in rounds:
+    for step in steps(target, members, ModelDrafter(draft), policy):
+        for member, _ in step.rounds:
             assert target.tokens(member.sequence) == member.history[:-1]
     for member, prompt, n in zip(members, prompts, lengths, strict=True):
         assert member.history == plain(target, prompt, n, end)
@@ -75,9 +93,9 @@ def test_sequences_decoded_together_have_their_own_plain_texts(
 
 def test_one_decode_serves_all_sequences() -> None:
     target, draft = FakeTarget(peak=0.99), FakeTarget(peak=0.99)
-    members = [BatchMember(s, [s], MatchAcceptance(Greedy()), 24, never) for s in range(4)]
+    members = [member_of(s, [s], 24) for s in range(4)]
     policy = Throughput(CHEAP, refresh=False)
-    rounds = list(decode_batch(target, members, drafter=ModelDrafter(draft), policy=policy))
+    rounds = [s.rounds for s in steps(target, members, ModelDrafter(draft), policy) if s.rounds]
     assert len(target.calls) == len(rounds)
     assert len(rounds) < 24 / 2
     assert len(draft.calls) < 4 * 24
@@ -277,18 +295,17 @@ def test_recurrent_memory_is_refused_trees() -> None:
     policy = Throughput(CHEAP)
     with pytest.raises(SpecDecError, match="recurrent"):
         TreeDrafter(FakeTarget(recurrent=True), policy)
-    rounds = decode_tree(
-        FakeTarget(recurrent=True),
-        0,
-        [1],
-        drafter=TreeDrafter(FakeTarget(), policy),
-        policy=policy,
-        chooser=Greedy(),
-        n_predict=1,
-        is_end=never,
-    )
     with pytest.raises(SpecDecError, match="recurrent"):
-        next(rounds)
+        decode_tree(
+            FakeTarget(recurrent=True),
+            0,
+            [1],
+            drafter=TreeDrafter(FakeTarget(), policy),
+            policy=policy,
+            chooser=Greedy(),
+            n_predict=1,
+            is_end=never,
+        )
 
 
 def test_synthetic_rates_are_met_whatever_the_models_say() -> None:
@@ -365,17 +382,17 @@ def played_together(
     target = FakeTarget(n_ctx=4096)
     draft = ModelDrafter(FakeTarget(n_ctx=4096, agreement=agreement, peak=0.7))
     policy = Throughput(profile, n_max=n_max, refresh=False)
-    members = [
-        BatchMember(s, [1 + s, 2, 3], MatchAcceptance(Greedy()), 300, never)
-        for s in range(n_sequences)
-    ]
+    members = [member_of(s, [1 + s, 2, 3], 300) for s in range(n_sequences)]
     time, n_tokens, n_rounds, n_steps = 0.0, 0, 0, 0
-    for rounds in decode_batch(target, members, drafter=draft, policy=policy):
-        steps = max(r.draft.n_steps for _, r in rounds)
+    for step in steps(target, members, draft, policy):
+        rounds = step.rounds
+        if not rounds:
+            continue
+        n_drafts = max(r.draft.n_steps for _, r in rounds)
         time += profile.time(sum(1 + r.n_drafted for _, r in rounds))
-        time += steps * profile.draft_step_s
+        time += n_drafts * profile.draft_step_s
         n_tokens += sum(len(r.emitted) for _, r in rounds)
-        n_rounds, n_steps = n_rounds + 1, n_steps + steps
+        n_rounds, n_steps = n_rounds + 1, n_steps + n_drafts
     return n_tokens / time * profile.time(n_sequences) / n_sequences, n_rounds, n_steps
 
 

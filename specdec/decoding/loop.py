@@ -1,0 +1,328 @@
+"""The decoding loop: draft, verify in one batch with the last tokens, accept, roll back.
+
+One request is a loop of one member; a server's requests share a loop, and with it the rows and the
+price of each batch. After every step the target holds all of a member's history but its last
+token, so that whoever leaves the loop leaves a sequence that the next generation can go on from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Protocol
+
+from specdec.decoding.accept import Verdict
+from specdec.decoding.member import BatchMember, check_start, end_of
+from specdec.decoding.rollback import Rollback, take_back
+from specdec.drafters.none import NO_DRAFT
+from specdec.types import Draft, Round, Target
+
+Piece = tuple[BatchMember, list[int]]  # a part of a prompt
+
+
+class Drafting(Protocol):
+    """Proposes drafts to the loop, and learns from what became of them."""
+
+    def propose(self, member: BatchMember) -> Draft:
+        """A draft for the only member."""
+        ...
+
+    def propose_many(self, members: Sequence[BatchMember]) -> list[Draft]:
+        """A draft for each member, in order; all of their rows fit one decode."""
+        ...
+
+    def learn(self, member: BatchMember, round_: Round) -> None:
+        """Told of a round that had a batch for itself."""
+        ...
+
+    def learn_many(
+        self, rounds: Sequence[tuple[BatchMember, Round]], draft_s: float, *, is_priced: bool
+    ) -> None:
+        """Told of a step, in which drafting took `draft_s`. Without `is_priced` its times say
+        nothing of a batch of these rows: parts of prompts were in it, too."""
+        ...
+
+    def forget(self, sequence: int) -> None:
+        """Another text begins in the sequence."""
+        ...
+
+
+@dataclass(slots=True)
+class Step:
+    """One step: a round of each member that was ready, and who had prompt tokens evaluated.
+
+    Those in `failed` have left the loop; what they raised concerns them alone.
+    """
+
+    rounds: Sequence[tuple[BatchMember, Round]] = ()
+    read: Sequence[BatchMember] = ()
+    failed: Sequence[tuple[BatchMember, Exception]] = ()
+
+
+class DecodingLoop:
+    """Members that share a target: each step decodes one batch for all of them."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafting: Drafting | None = None,
+        play: Callable[[BatchMember], Round] | None = None,
+    ) -> None:
+        """Without `drafting` every round is one token, and nobody decides or learns. `play` decodes
+        the round of one member by itself, for drafts that are no chains of tokens; beside parts of
+        prompts its members draft nothing."""
+        self._target, self._drafting, self._play = target, drafting, play
+        self._ready: list[BatchMember] = []  # the target holds all but their last token
+        self._reading: list[BatchMember] = []  # prompts that wait to be evaluated, in order
+        self._drafts: list[Draft] = []  # of the last step, empty ones while they hold
+        self._rest = 0  # steps for which they do
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._ready or self._reading)
+
+    @property
+    def n_ready(self) -> int:
+        """Members that have a round in the next step."""
+        return len(self._ready)
+
+    @property
+    def n_reading(self) -> int:
+        """Members whose prompt is not evaluated yet."""
+        return len(self._reading)
+
+    def add(self, member: BatchMember) -> None:
+        """Raises SpecDecError for an empty prompt, or a sequence that does not hold exactly the
+        first `n_cached` tokens of it."""
+        check_start(self._target, member.sequence, member.history, member.n_cached)
+        if self._drafting is not None:
+            self._drafting.forget(member.sequence)
+        self._place(member)
+
+    def remove(self, member: BatchMember) -> None:
+        """Take a member out; its sequence stays as it is."""
+        for members in (self._ready, self._reading):
+            if member in members:
+                members.remove(member)
+        self._rest = 0
+
+    def step(self, n_prompt_tokens: int | None = None) -> Step:
+        """Decode one batch: every ready member's last token with its draft, and up to
+        `n_prompt_tokens` of the prompts that wait (None: as many as a decode takes).
+
+        What the target raises passes through, with the step undone.
+        """
+        if self._reading:
+            most = self._target.n_batch
+            pieces = self._pieces(most if n_prompt_tokens is None else min(n_prompt_tokens, most))
+            if pieces:
+                return self._step_with(pieces)
+        return self._rounds()
+
+    # -- prompts ---------------------------------------------------------------------------------
+
+    def _place(self, member: BatchMember) -> None:
+        self._rest = 0
+        if self._target.length(member.sequence) < len(member.history) - 1:
+            self._reading.append(member)
+        elif member.n_left <= 0:
+            member.end = "length"
+        elif len(member.history) > self._target.n_ctx:
+            member.end = "context"
+        else:
+            self._ready.append(member)
+
+    def _pieces(self, n_tokens: int) -> list[Piece]:
+        """The next tokens of the prompts, first come first served."""
+        pieces = []
+        for member in self._reading:
+            held = self._target.length(member.sequence)
+            piece = member.history[held : min(held + n_tokens, len(member.history) - 1)]
+            if not piece:
+                break
+            pieces.append((member, piece))
+            n_tokens -= len(piece)
+        return pieces
+
+    def _step_with(self, pieces: list[Piece]) -> Step:
+        """A step that evaluates parts of prompts beside the rounds."""
+        if self._ready:
+            began = perf_counter()
+            step = self._verified(self._proposed(), pieces, began)
+        else:
+            self._target.extend_batch([(m.sequence, tokens, 0) for m, tokens in pieces])
+            step = Step()
+        step.read = [member for member, _ in pieces]
+        for member in step.read:
+            if self._target.length(member.sequence) == len(member.history) - 1:
+                self._reading.remove(member)
+                self._place(member)
+        return step
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    def _rounds(self) -> Step:
+        ready = self._ready
+        if self._play is not None:
+            return self._played(self._play)
+        if len(ready) == 1:
+            return self._alone(ready[0])
+        if not ready:
+            return Step()
+        began = perf_counter()
+        return self._verified(self._proposed(), [], began)
+
+    def _alone(self, member: BatchMember) -> Step:
+        """A round of the only member. Most of those that draft nothing end here, so that they
+        cost next to nothing."""
+        if self._rest:
+            self._rest -= 1
+            return self._plain(member, self._drafts[0], 0.0)
+        began = perf_counter()
+        draft = NO_DRAFT if self._drafting is None else self._drafting.propose(member)
+        self._rest = draft.decision.rest
+        if self._rest:
+            self._drafts = [draft]
+        if draft.tokens:
+            return self._verified([draft], [], began)
+        return self._plain(member, draft, perf_counter() - began - draft.catch_up_s)
+
+    def _played(self, play: Callable[[BatchMember], Round]) -> Step:
+        ready, rounds = self._ready, []
+        if not ready:
+            return Step()
+        if len(ready) == 1 and self._rest:
+            self._rest -= 1
+            return self._plain(ready[0], self._drafts[0], 0.0)
+        for member in ready:
+            rounds.append((member, self._closed(member, play(member))))
+        self._drafts = [round_.draft for _, round_ in rounds]
+        self._rest = self._drafts[0].decision.rest if len(rounds) == 1 else 0
+        self._leave()
+        return Step(rounds)
+
+    def _proposed(self) -> list[Draft]:
+        """A draft for each ready member, or the empty ones that still hold."""
+        if self._rest:
+            self._rest -= 1
+        elif self._drafting is None:
+            self._drafts, self._rest = [NO_DRAFT] * len(self._ready), NO_DRAFT.decision.rest
+        else:
+            self._drafts = drafts = self._drafting.propose_many(self._ready)
+            self._rest = min([draft.decision.rest for draft in drafts])
+        return self._drafts
+
+    def _plain(self, member: BatchMember, draft: Draft, draft_s: float) -> Step:
+        """A round of the only member without a draft: one decode of its last token."""
+        history, target = member.history, self._target
+        n_history = len(history)
+        began = perf_counter()
+        try:
+            verdict = member.accept(
+                draft, target.extend(member.sequence, history[-1:]), history, member.is_end
+            )
+        except BaseException:
+            del history[n_history:]
+            take_back(target, member.sequence, n_history - 1)
+            self._sort_out()
+            raise
+        verify_s = perf_counter() - began
+        round_ = self._closed(member, Round(draft, 0, tuple(verdict.emitted), draft_s, verify_s))
+        if self._drafting is not None:
+            self._drafting.learn(member, round_)
+        if round_.end:
+            self._leave()
+        return Step(((member, round_),))
+
+    def _verified(self, drafts: list[Draft], pieces: list[Piece], began: float) -> Step:
+        """One decode of every ready member's last token and draft and of the pieces of prompts,
+        judged and rolled back. Drafting began at `began`."""
+        members = self._ready
+        drafted = perf_counter()
+        draft_s = drafted - began - max([draft.catch_up_s for draft in drafts])
+        fed = [[m.history[-1], *d.tokens] for m, d in zip(members, drafts, strict=True)]
+        verdicts, rollbacks = self._judged(members, drafts, fed, pieces)
+        verify_s = perf_counter() - drafted
+        for tokens, verdict, rollback in zip(fed, verdicts, rollbacks, strict=True):
+            if isinstance(verdict, Verdict):
+                rollback.keep(tokens, len(verdict.emitted))
+        rollback_s = perf_counter() - drafted - verify_s
+        rounds, failed = [], []
+        for member, draft, verdict in zip(members, drafts, verdicts, strict=True):
+            if isinstance(verdict, Verdict):
+                n, emitted = verdict.n_accepted, tuple(verdict.emitted)
+                round_ = Round(draft, n, emitted, draft_s, verify_s, rollback_s=rollback_s)
+                rounds.append((member, self._closed(member, round_)))
+            else:
+                failed.append((member, verdict))
+        if self._drafting is not None:
+            is_priced = not (pieces or failed)
+            if is_priced and len(rounds) == 1:
+                self._drafting.learn(*rounds[0])
+            else:
+                self._drafting.learn_many(rounds, draft_s, is_priced=is_priced)
+        for member, _ in failed:
+            self.remove(member)
+        self._leave()
+        return Step(rounds, failed=failed)
+
+    def _judged(
+        self,
+        members: list[BatchMember],
+        drafts: list[Draft],
+        fed: list[list[int]],
+        pieces: list[Piece],
+    ) -> tuple[list[Verdict | Exception], list[Rollback]]:
+        """Decode and judge; a member whose sampler raises gets that instead of a verdict, and is
+        as it was. When the decode raises, all are."""
+        target = self._target
+        lengths = [len(member.history) for member in members]
+        rollbacks = [
+            Rollback(target, m.sequence, len(d.tokens))
+            for m, d in zip(members, drafts, strict=True)
+        ]
+        parts = [(m.sequence, f, len(f)) for m, f in zip(members, fed, strict=True)]
+        parts += [(m.sequence, tokens, 0) for m, tokens in pieces]
+        verdicts: list[Verdict | Exception] = []
+        try:
+            rows = target.extend_batch(parts)
+            for i, member in enumerate(members):
+                try:
+                    verdict = member.accept(drafts[i], rows[i], member.history, member.is_end)
+                except Exception as e:
+                    if len(members) == 1:
+                        raise
+                    del member.history[lengths[i] :]
+                    rollbacks[i].undo()
+                    verdicts.append(e)
+                else:
+                    verdicts.append(verdict)
+        except BaseException:
+            for member, length, rollback in zip(members, lengths, rollbacks, strict=True):
+                del member.history[length:]
+                rollback.undo()
+            self._sort_out()
+            raise
+        return verdicts, rollbacks
+
+    # -- afterwards ------------------------------------------------------------------------------
+
+    def _closed(self, member: BatchMember, round_: Round) -> Round:
+        """The round, which says whether it was the member's last."""
+        member.n_left -= len(round_.emitted)
+        member.end = end_of(self._target.n_ctx, member.history, member.n_left, member.is_end)
+        return replace(round_, end=member.end) if member.end else round_
+
+    def _leave(self) -> None:
+        """Members that have ended leave the loop."""
+        if any([member.end for member in self._ready]):
+            self._ready = [member for member in self._ready if not member.end]
+            self._rest = 0
+
+    def _sort_out(self) -> None:
+        """After a failed decode: a recurrent memory may hold nothing of a member any more, which
+        then has to be read again."""
+        members, self._ready = self._ready, []
+        for member in members:
+            self._place(member)
