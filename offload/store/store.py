@@ -20,7 +20,7 @@ from numa.errors import PlacementRefused
 from numa.memory import PlacedMemory
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.library.callback import Pending
-from offload.ggml.library.unpopulated import without_populating
+from offload.ggml.library.unread_mapping import mapping_without_reading
 from offload.ggml.memory import HostRange, ReservedAddresses
 from offload.ggml.pinning import Pinner
 from offload.model import ModelFacts, TensorEntry, WeightPlace
@@ -56,7 +56,7 @@ class StoreReport:
     huge: HugePages  # as they are now; without pinning they are made in the background
     why_not_pinned: str
     readahead_bytes: int  # resident weights, brought into the page cache for libllama
-    n_left_unpopulated: int  # files that libllama mapped without reading them
+    n_mapped_unread: int  # files that libllama mapped without reading them
     reading_s: float = 0.0
 
     @property
@@ -121,7 +121,7 @@ class Store:
         self._filling = False
         self._starting = threading.Lock()
         self._wanted_bytes = 1
-        self._n_unpopulated = 0
+        self._n_mapped_unread = 0
         self._began_s = 0.0
         self.report: StoreReport | None = None
 
@@ -169,10 +169,10 @@ class Store:
         """
         try:
             self._open()
-            with without_populating(pending) as asked:
+            with mapping_without_reading(pending) as asked:
                 self._filling = True
                 yield self
-            self._n_unpopulated = asked.times
+            self._n_mapped_unread = asked.times
         except BaseException:
             self.close()
             raise
@@ -382,7 +382,7 @@ class Store:
             huge=self.huge_pages(),
             why_not_pinned=why_not_pinned,
             readahead_bytes=held.ahead.asked_bytes if held.ahead else 0,
-            n_left_unpopulated=self._n_unpopulated,
+            n_mapped_unread=self._n_mapped_unread,
             reading_s=reading_s,
         )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.errors import OffloadError
-from offload.ggml.synth_abi import WantedTensor, wanted_tensors
+from offload.ggml.wanted_tensors import WantedTensor, wanted_tensors
 from offload.synth.header import padded, write_header
 from offload.synth.mixture import types_of
 from offload.synth.pool import Tensor

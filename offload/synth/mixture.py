@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
-from offload.ggml.synth_abi import WantedTensor
+from offload.ggml.wanted_tensors import WantedTensor
 from offload.synth.tensortype import ALWAYS_F32, TypePolicy
 
 _LAYER = re.compile(r"^blk\.(\d+)\.")

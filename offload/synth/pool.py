@@ -17,7 +17,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
-from offload.ggml.synth_abi import quantize
+from offload.ggml.quantize import quantize
 from offload.synth.values import Fill
 
 _DIRECT_VALUES = 1 << 20  # tensors up to this many values are drawn whole

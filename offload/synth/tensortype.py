@@ -10,7 +10,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
 from offload.errors import BadRequest
-from offload.ggml.synth_abi import WantedTensor
+from offload.ggml.wanted_tensors import WantedTensor
 
 # What ggml_quantize_chunk makes without an importance matrix.
 NAMES: Mapping[str, Type] = {

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from offload.ggml.synth_abi import WantedTensor
+from offload.ggml.wanted_tensors import WantedTensor
 from offload.synth.shape import Shape
 
 _LOGIT_STD = 3.0  # wide enough that the best token leads the next by more than rounding

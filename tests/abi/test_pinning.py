@@ -17,7 +17,7 @@ from offload.ggml import pinning
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
-from offload.ggml.library.unpopulated import without_populating
+from offload.ggml.library.unread_mapping import mapping_without_reading
 from offload.ggml.memory import HostRange
 from offload.ggml.pinning import Pinner, pieces_of, plain_register
 from offload.model_file import read_facts
@@ -214,7 +214,7 @@ def test_inside_libllama_is_told_not_to_populate_and_everything_else_is_as_befor
     before = lib.ggml_backend_reg_get_proc_address(registry, other)
     pending = Pending()
     assert not is_numa()
-    with without_populating(pending) as asked:
+    with mapping_without_reading(pending) as asked:
         assert is_numa()
         assert lib.ggml_backend_reg_get_proc_address(registry, other) == before
         assert lib.ggml_backend_reg_get_proc_address(registry, b"no such function") is None
@@ -227,7 +227,7 @@ def test_the_registry_is_restored_after_an_exception() -> None:
     before = cpu_registry().iface.get_proc_address
 
     def fail_inside() -> None:
-        with without_populating(Pending()):
+        with mapping_without_reading(Pending()):
             assert cpu_registry().iface.get_proc_address != before
             raise BadModel("inside")
 

@@ -158,7 +158,7 @@ def test_libllama_neither_reads_nor_copies_streamed_weights(mid_moe: Path) -> No
     assert report is not None
     n = len(streamed_of(facts))
     assert (report.n_tensors, loaded.host.n_left_out) == (n, n)
-    assert report.n_left_unpopulated == 1
+    assert report.n_mapped_unread == 1
     assert report.weight_bytes == sum(e.size_bytes for e in streamed_of(facts))
     if report.why_not_direct:
         pytest.skip(report.why_not_direct)
@@ -203,7 +203,7 @@ def test_with_mmap_no_memory_of_our_own_is_taken(mid_moe: Path) -> None:
     assert loaded.store is not None
     assert loaded.store.report is not None
     assert loaded.store.report.kept_in == "page cache"
-    assert loaded.store.report.n_left_unpopulated == 1
+    assert loaded.store.report.n_mapped_unread == 1
     assert np.isfinite(loaded.logits()).all()
     loaded.close()
 
@@ -248,7 +248,7 @@ def test_the_parts_of_a_split_model_are_all_read(
     loaded = load(path, WAYS[way])
     assert loaded.store is not None
     assert loaded.store.report is not None
-    assert loaded.store.report.n_left_unpopulated == n_parts > 1
+    assert loaded.store.report.n_mapped_unread == n_parts > 1
     assert len({run.file for run in loaded.store.layout.runs}) > 1
     assert np.array_equal(loaded.logits(), logits_of(tiny_moe, None))
     loaded.close()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import BadRequest
-from offload.ggml.synth_abi import WantedTensor
+from offload.ggml.wanted_tensors import WantedTensor
 from offload.synth.describe import parse_setting, read_description
 from offload.synth.mixture import RULES, types_of
 from offload.synth.presets import ALIASES, PRESETS

@@ -30,7 +30,7 @@ class Asked:
 
 
 @contextmanager
-def without_populating(pending: Pending) -> Iterator[Asked]:
+def mapping_without_reading(pending: Pending) -> Iterator[Asked]:
     """Models loaded inside are mapped without being read. The registry is restored in any case."""
     lib = library()
     asked = Asked()
