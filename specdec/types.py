@@ -88,6 +88,63 @@ class TreeTarget(Target, Protocol):
         ...
 
 
+class Drawing(Protocol):
+    """The drawing of a block's tokens: uniform numbers [n_steps, n_parts] at a temperature."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def uniforms(self) -> NDArray[np.float64]: ...
+
+
+class Block(Protocol):
+    """Drafted tokens and their numbers, [n_steps, n_parts] each.
+
+    `p` is the probability of the likeliest token, which is the drafted one unless tokens were
+    drawn; `gap` is by how much it exceeds the second's.
+    """
+
+    @property
+    def tokens(self) -> NDArray[np.int64]: ...
+
+    @property
+    def p(self) -> NDArray[np.float32]: ...
+
+    @property
+    def gap(self) -> NDArray[np.float32]: ...
+
+    def row(self, step: int, part: int) -> NDArray[np.float64]:
+        """The distribution [n_vocab] that a token was drawn from."""
+        ...
+
+
+@runtime_checkable
+class BlockModel(Target, Protocol):
+    """A model that can go on drafting by itself."""
+
+    @property
+    def n_steps_max(self) -> int:
+        """Tokens of one block at most."""
+        ...
+
+    def draft(
+        self,
+        parts: Sequence[tuple[int, Sequence[int]]],
+        n_steps: int,
+        drawing: Drawing | None = None,
+    ) -> Block:
+        """Append each sequence's tokens and draft `n_steps` behind them; all drafted tokens but
+        the last are then held."""
+        ...
+
+    def draft_more(
+        self, sequences: Sequence[int], n_steps: int, drawing: Drawing | None = None
+    ) -> Block:
+        """Go on behind the last drafted tokens of these sequences, which are held first."""
+        ...
+
+
 class Chooser(Protocol):
     """The sampler of a request, stateful (penalties, grammar, random numbers)."""
 

@@ -17,7 +17,6 @@ from offload.model_file import read_facts
 from offload.torch_draft.capture import Capturer, CudaGraphs, Eager
 from offload.torch_draft.layout import (
     MAX_FED,
-    DType,
     Layout,
     Sizes,
     bucket,
@@ -26,28 +25,13 @@ from offload.torch_draft.layout import (
 )
 from offload.torch_draft.load import allocate, fill
 from offload.torch_draft.network import Network
+from offload.torch_draft.options import TorchDraftOptions
 from offload.torch_draft.shape import DraftShape, read_shape
 from offload.torch_draft.steps import Drawing, StepCounters, Steps
-from offload.torch_draft.weights import WeightReader
+from offload.torch_draft.weights import check_weights
 
 _N_STEPS = 64  # most drafted at once
 _N_STEPS_DRAWN = 16  # with a distribution of the whole vocabulary kept for each
-
-
-@dataclass(frozen=True)
-class TorchDraftOptions:
-    """The options of opening a draft. `device` is torch's name of one."""
-
-    device: str = "cpu"
-    n_ctx: int = 4096
-    n_sequences: int = 1
-    n_vocab: int = 0  # tokens that may be drafted, 0: all of the file
-    dtype: DType = "bf16"
-    kept: tuple[int, ...] = ()  # a pruned vocabulary: ids that may be drafted, rising
-    samples: bool = False  # drafts may be drawn, with their distributions
-    graphs: bool = True  # off: steps on CUDA run uncaptured, the slow twin
-    packed: bool = True  # off: int8 matrices are unpacked for each product, the slow twin
-    n_threads: int = 1  # on the CPU
 
 
 @dataclass(frozen=True)
@@ -96,9 +80,9 @@ class TorchDraft:
         self.options = o = options or TorchDraftOptions()
         self.facts: ModelFacts = read_facts(path)
         self.shape: DraftShape = read_shape(self.facts)
-        WeightReader(self.facts).check()
+        check_weights(self.facts)
         check_kept(o.kept, o.n_vocab or self.shape.n_vocab)
-        self.n_ctx = o.n_ctx
+        self.n_ctx = self.n_batch = self.n_outputs = o.n_ctx  # any length goes, in chunks
         self.n_vocab = min(o.n_vocab or self.shape.n_vocab, self.shape.n_vocab)
         self.n_steps_max = _N_STEPS_DRAWN if o.samples else _N_STEPS
         self._sizes = Sizes(
@@ -205,9 +189,11 @@ class TorchDraft:
         self.counters.n_host_copies += 1
         return row
 
-    def extend_batch(self, parts: Sequence[tuple[int, Sequence[int]]]) -> list[NDArray[np.float32]]:
-        """`extend` of several sequences, one after the other."""
-        return [self.extend(sequence, tokens) for sequence, tokens in parts]
+    def extend_batch(
+        self, parts: Sequence[tuple[int, Sequence[int], int]]
+    ) -> list[NDArray[np.float32]]:
+        """`extend` of several (sequence, tokens, n_logits), one after the other."""
+        return [self.extend(sequence, tokens, n) for sequence, tokens, n in parts]
 
     def checkpoint(self, sequence: int) -> int:
         """The length: what is held can be cut to any."""

@@ -9,7 +9,8 @@ from offload.ggml.library.log import opening
 from offload.ggml.llama import Model, ModelPlacement
 from offload.model import ModelFacts
 from offload.text import ModelText
-from offload.torch_draft.draft import TorchDraft, TorchDraftOptions
+from offload.torch_draft.draft import TorchDraft
+from offload.torch_draft.options import TorchDraftOptions
 
 
 class TorchEngine(ModelText):

@@ -25,15 +25,6 @@ class WeightReader:
         self._facts = facts
         self._maps: dict[Path, np.memmap[tuple[int], np.dtype[np.uint8]]] = {}
 
-    def check(self) -> None:
-        """Raises BadModel for the first tensor of a type that cannot be read."""
-        for name, place in self._facts.weights.items():
-            if not can_dequantize(place.entry.type):
-                raise BadModel(
-                    f"{self._facts.path.name}: tensor {name} is {place.entry.type}, which gguf "
-                    "cannot dequantise"
-                )
-
     def has(self, name: str) -> bool:
         return name in self._facts.weights
 
@@ -51,7 +42,7 @@ class WeightReader:
         shape = place.entry.shape
         n_in, n_rows = shape[0], shape[1] if len(shape) > 1 else 1
         kind = _kind(place.entry.type)
-        assert kind is not None, name  # check() comes first
+        assert kind is not None, name  # check_weights comes first
         start = place.entry.offset_bytes
         data = self._map(place.file)[start : start + place.entry.size_bytes]
         data = data.reshape(n_rows, -1)
@@ -64,6 +55,16 @@ class WeightReader:
         if path not in self._maps:
             self._maps[path] = np.memmap(path, np.uint8, "r")
         return self._maps[path]
+
+
+def check_weights(facts: ModelFacts) -> None:
+    """Raises BadModel for the first tensor of a type that cannot be read."""
+    for name, place in facts.weights.items():
+        if not can_dequantize(place.entry.type):
+            raise BadModel(
+                f"{facts.path.name}: tensor {name} is {place.entry.type}, which gguf cannot "
+                "dequantise"
+            )
 
 
 def can_dequantize(ggml_name: str) -> bool:

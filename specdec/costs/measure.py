@@ -14,12 +14,14 @@ from time import perf_counter
 from specdec.costs.estimate import Estimate, Wanted, estimate, next_size
 from specdec.costs.profile import CostProfile, ProfileKey
 from specdec.errors import BadProfile
-from specdec.types import Target
+from specdec.types import BlockModel, Target
 
 Clock = Callable[[], float]
 Progress = Callable[[float], None]
 
 # Below this T(1) a graph that is built anew, for another batch size than before, would show.
+_BLOCK = 8  # tokens of a block whose model drafts by itself
+_N_BLOCKS = 3  # that are timed, after as many that are not
 _LEAD_BELOW_S = 0.05
 _SPAN = 3  # largest batches that fit behind a depth before the memory is cut back to it
 
@@ -191,6 +193,8 @@ def measure_step(
     """The mean time of one token of the draft; as many steps are warm-up and dropped."""
     n = max(1, min(n_steps, draft.n_ctx // 2, len(text) // 2))
     draft.rewind(sequence, 0)
+    if isinstance(draft, BlockModel):
+        return _measure_block(draft, sequence, text, min(n, _BLOCK, draft.n_steps_max), clock)
     took = 0.0
     for i in range(2 * n):
         token_s = timed_extend(draft, sequence, [text[i % len(text)]], clock)
@@ -198,3 +202,17 @@ def measure_step(
             took += token_s
     draft.rewind(sequence, 0)
     return took / n
+
+
+def _measure_block(
+    draft: BlockModel, sequence: int, text: Sequence[int], n_steps: int, clock: Clock
+) -> float:
+    """The mean time of one token of blocks of `n_steps`, their way to the host included."""
+    took = 0.0
+    for i in range(2 * _N_BLOCKS):
+        began = clock()
+        draft.draft([(sequence, [text[i % len(text)]])], n_steps)
+        if i >= _N_BLOCKS:
+            took += clock() - began
+        draft.rewind(sequence, 0)
+    return took / (_N_BLOCKS * n_steps)

@@ -11,26 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.drafters.memory import DraftMemory
-from specdec.types import Decision, Draft, Policy, Round, Target, Walk
+from specdec.types import Block, BlockModel, Decision, Draft, Policy, Round, Walk
 
 _FIRST = 4  # the length of the first block of all
 _MEMORY = 0.25
-
-
-class Drawing(Protocol):
-    """The drawing of a block's tokens: uniform numbers [n_steps, n_parts] at a temperature."""
-
-    @property
-    def temperature(self) -> float: ...
-
-    @property
-    def uniforms(self) -> NDArray[np.float64]: ...
 
 
 @dataclass(frozen=True)
@@ -39,52 +28,6 @@ class Draws:
 
     temperature: float
     uniforms: NDArray[np.float64]
-
-
-class Block(Protocol):
-    """Drafted tokens and their numbers, [n_steps, n_parts] each.
-
-    `p` is the probability of the likeliest token, which is the drafted one unless tokens were
-    drawn; `gap` is by how much it exceeds the second's.
-    """
-
-    @property
-    def tokens(self) -> NDArray[np.int64]: ...
-
-    @property
-    def p(self) -> NDArray[np.float32]: ...
-
-    @property
-    def gap(self) -> NDArray[np.float32]: ...
-
-    def row(self, step: int, part: int) -> NDArray[np.float64]:
-        """The distribution [n_vocab] that a token was drawn from."""
-        ...
-
-
-class BlockModel(Target, Protocol):
-    """A model that can go on drafting by itself."""
-
-    @property
-    def n_steps_max(self) -> int:
-        """Tokens of one block at most."""
-        ...
-
-    def draft(
-        self,
-        parts: Sequence[tuple[int, Sequence[int]]],
-        n_steps: int,
-        drawing: Drawing | None = None,
-    ) -> Block:
-        """Append each sequence's tokens and draft `n_steps` behind them; all drafted tokens but
-        the last are then held."""
-        ...
-
-    def draft_more(
-        self, sequences: Sequence[int], n_steps: int, drawing: Drawing | None = None
-    ) -> Block:
-        """Go on behind the last drafted tokens of these sequences, which are held first."""
-        ...
 
 
 class Pace:

@@ -25,12 +25,29 @@ class Toggle(StrEnum):
     OFF = "off"
 
 
+class DraftEngine(StrEnum):
+    """The library that computes the draft model. `auto` measures both once where a GPU has both."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    LLAMA = "llama"
+
+
+class DraftType(StrEnum):
+    """Type of the torch draft's matrices; int8 has a scale for each row."""
+
+    BF16 = "bf16"
+    F32 = "f32"
+    INT8 = "int8"
+
+
 NumaChoice = Strategy | Literal["auto", "none"]
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """The draft's own settings; None: as the target's."""
+    """The draft's own settings; None: as the target's. The last four are of its engine, and all
+    but the first of these of torch's alone."""
 
     batch_size: int | None = None
     ubatch_size: int | None = None
@@ -41,6 +58,10 @@ class DraftOptions:
     flash_attn: Toggle | None = None
     type_k: str | None = None
     type_v: str | None = None
+    engine: DraftEngine = DraftEngine.AUTO
+    matrices: DraftType = DraftType.BF16
+    vocab: Path | None = None  # token ids that may be drafted; None: all
+    graphs: bool = True
 
 
 @dataclass(frozen=True)

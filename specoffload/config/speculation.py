@@ -22,7 +22,7 @@ from specdec.options import (
 from specoffload.config.environment import Environment
 from specoffload.config.flags.flag import Flag, Need, need_words
 from specoffload.config.flags.table import TABLE
-from specoffload.config.options import DraftOptions, Options
+from specoffload.config.options import DraftEngine, DraftOptions, Options
 from specoffload.config.remarks import Remarks
 from specoffload.errors import UsageError
 
@@ -39,6 +39,12 @@ _ENGINE_NAMES = {
     "type_k": "type_k",
     "type_v": "type_v",
 }
+
+# Settings of a draft that one engine reads and the other does not.
+_TORCH_ALONE = frozenset({"matrices", "vocab", "graphs"})
+_LLAMA_ALONE = frozenset(
+    {"batch_size", "ubatch_size", "threads_batch", "flash_attn", "type_k", "type_v"}
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,8 @@ class SpecConfig:
     def draft_options(self) -> dict[str, Any]:
         """The options given for the draft, under the names of EngineOptions."""
         said = {f.name: getattr(self.of_draft, f.name) for f in fields(self.of_draft)}
-        return {_ENGINE_NAMES[name]: v for name, v in said.items() if v is not None}
+        named = {_ENGINE_NAMES[name]: v for name, v in said.items() if name in _ENGINE_NAMES}
+        return {name: value for name, value in named.items() if value is not None}
 
     @property
     def needs_profile(self) -> bool:
@@ -209,14 +216,14 @@ def _effective(
         given: Mapping[str, str] = spec.given if flag.section is SpecOptions else options.given
         if not flag.needs or flag.field not in given:
             continue
-        why = _excluded(flag, spec)
+        why = _excluded(flag, spec) or _other_engines(flag, options)
         if not why and not active & set(flag.needs):
             why = _why_idle(flag, spec)
         if why:
             remarks.no_effect(given[flag.field], why)
             idle[flag.section][flag.field] = flag.default
     if idle[DraftOptions]:
-        idle[Options]["of_draft"] = DraftOptions()
+        idle[Options]["of_draft"] = replace(options.of_draft, **idle[DraftOptions])
     left = {name: used for name, used in spec.given.items() if name not in idle[SpecOptions]}
     return replace(spec, **idle[SpecOptions], given=left), replace(options, **idle[Options])
 
@@ -252,6 +259,18 @@ def _excluded(flag: Flag, spec: SpecOptions) -> str:
                 "a token that was drawn has to be verified, or the answer's distribution would "
                 f"change ({spec.name('accept')} reject)"
             )
+    return ""
+
+
+def _other_engines(flag: Flag, options: Options) -> str:
+    """Why the engine that was named for the draft does not read this flag, "" if it does."""
+    if flag.section is not DraftOptions:
+        return ""
+    engine, name = options.of_draft.engine, options.name("engine")
+    if engine is DraftEngine.LLAMA and flag.field in _TORCH_ALONE:
+        return f"libllama computes the draft ({name} {engine})"
+    if engine is DraftEngine.TORCH and flag.field in _LLAMA_ALONE:
+        return f"torch computes the draft ({name} {engine})"
     return ""
 
 

@@ -10,6 +10,7 @@ from specoffload.session.startup_lines import (
     StartUp,
     StreamedFacts,
 )
+from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation
 
 _ROLLBACK_OPTIONS = ("rs_snapshots", "checkpoints")
@@ -18,7 +19,7 @@ _ROLLBACK_OPTIONS = ("rs_snapshots", "checkpoints")
 def describe(
     config: Config,
     target: Engine,
-    draft: Engine | None,
+    draft: DraftModel | None,
     speculation: Speculation | None,
     chosen: tuple[str, ...],
 ) -> StartUp:
@@ -70,7 +71,7 @@ def _streamed(target: Engine) -> StreamedFacts | None:
     )
 
 
-def _draft(target: Engine, draft: Engine) -> DraftFacts:
+def _draft(target: Engine, draft: DraftModel) -> DraftFacts:
     return DraftFacts(
         file_name=draft.facts.path.name,
         n_params=draft.model.n_params,

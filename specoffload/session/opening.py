@@ -1,4 +1,4 @@
-"""Opening the target and its draft: options of the engines, room for both, the measured min-batch.
+"""Opening the target: options of its engine, room for the draft, the measured min-batch.
 
 Whoever calls closes what is returned; a failure on the way closes what this module opened.
 """
@@ -8,19 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from offload.engine import Engine, EngineOptions, context_spec
+from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
-from offload.plan.context import context_memory, type_of_values
+from offload.plan.context import type_of_values
 from offload.plan.min_batch import MinBatch, choose
 from offload.store.store import StoreOptions
 from specoffload.config.resolution import Config
+from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.min_batch import measure
-from specoffload.speculation.vocabulary import check_same_vocabulary
 
 TREE_LEAVES = 32  # of a verified tree
-TREE_DRAFT_LEAVES = 96  # of a tree that the draft grows, before it is cut
-_DEFAULT_CTX = 4096  # of a draft whose context is not known yet
-_DRAFT_UBATCH = 512  # its weights are resident: more would only take memory
 _N_MEASURED = 64  # tokens on which --min-batch auto measures
 
 
@@ -57,56 +54,6 @@ def _type_v(config: Config) -> str:
     if config.type_v is not None or config.type_k == "f16":
         return config.type_v or "f16"
     return type_of_values(read_facts(config.model), config.type_k)
-
-
-def draft_bytes(config: Config) -> int:
-    """Device memory that the target leaves to the draft: its weights and its context."""
-    if config.draft is None:
-        return 0
-    facts = read_facts(config.draft)
-    options = _of_draft(config, EngineOptions(n_ctx=config.ctx_size or _DEFAULT_CTX))
-    return facts.size_bytes + context_memory(facts, context_spec(facts, options)).total_bytes
-
-
-def _of_draft(config: Config, options: EngineOptions) -> EngineOptions:
-    """The draft's own options over the target's."""
-    options = replace(
-        options,
-        n_ubatch=min(config.ubatch_size, _DRAFT_UBATCH),
-        n_rs_seq=0,  # it decodes token by token, which leaves no snapshots
-        type_k="f16",
-        type_v="f16",
-    )
-    if config.spec.options.tree:
-        options = replace(options, n_tree_leaves=TREE_DRAFT_LEAVES, n_outputs=256)
-    return replace(options, **config.spec.draft_options)
-
-
-def open_draft(config: Config, target: Engine) -> Engine | None:
-    """The draft model, where there is one: resident and never wrapped, since it is small and must
-    answer at once. Raises OffloadError, or VocabularyMismatch for one of another family."""
-    if config.draft is None:
-        return None
-    spec = config.spec
-    options = replace(
-        target.options,
-        device=target.choice.name if target.choice.on_gpu else "cpu",
-        wrapped=False,
-        stream_experts=False,
-        n_ctx=target.n_ctx,
-        # Threads typed for the draft alone are taken as they are, unpinned.
-        numa=None
-        if config.numa is None or "n_threads" in spec.draft_options
-        else config.numa.for_draft(),
-    )
-    draft = Engine(config.draft, _of_draft(config, options))
-    try:
-        if spec.options.replacements is None:
-            check_same_vocabulary(target, draft)
-    except BaseException:
-        draft.close()
-        raise
-    return draft
 
 
 def choose_min_batch(config: Config, target: Engine) -> tuple[str, ...]:

@@ -19,12 +19,14 @@ from specoffload.config.resolution import Config
 from specoffload.session.answer import Answer
 from specoffload.session.chat import render
 from specoffload.session.description import describe
+from specoffload.session.draft_opening import open_draft
 from specoffload.session.generation import GenerateOptions, ModelCard, Piece
-from specoffload.session.opening import choose_min_batch, open_draft, open_target
+from specoffload.session.opening import choose_min_batch, open_target
 from specoffload.session.prompt_cache import PromptCache
 from specoffload.session.sampling import sampling_of
 from specoffload.session.startup_lines import startup_lines
 from specoffload.session.statistics import EngineCounts, Tally
+from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation, drafts_anything
 
 SEQUENCE = 0
@@ -41,10 +43,12 @@ class Session:
         with ExitStack() as opened:
             opened.callback(self._write_trace)  # the last thing done
             self.target: Engine = opened.enter_context(open_target(config, on_progress))
-            self.draft: Engine | None = open_draft(config, self.target)
+            drafting = open_draft(config, self.target)
+            self.draft: DraftModel | None = None if drafting is None else drafting.model
             if self.draft is not None:
-                opened.enter_context(self.draft)
-            self._chosen = choose_min_batch(config, self.target)
+                opened.callback(self.draft.close)
+            engine_lines = () if drafting is None else drafting.notes
+            self._chosen = (*engine_lines, *choose_min_batch(config, self.target))
             if drafts_anything(config.spec.options, has_draft=self.draft is not None):
                 self.speculation = Speculation(config.spec, self.target, self.draft, on_progress)
                 opened.callback(self.speculation.close)

@@ -11,6 +11,7 @@ from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import parse_batch_costs
 from specoffload.config.speculation import SpecConfig
+from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.profile_store import key_of, load_stored, profile_path, store
 from specoffload.speculation.profiling import measure_quickly
 
@@ -30,7 +31,7 @@ class RunCosts:
 def open_costs(
     config: SpecConfig,
     target: Engine,
-    draft: Engine | None,
+    draft: DraftModel | None,
     on_progress: Callable[[float], None] | None = None,
 ) -> RunCosts:
     """May measure for some seconds. Raises BadProfile."""

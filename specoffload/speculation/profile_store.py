@@ -25,6 +25,7 @@ from specdec.costs.profile_io import (
     save,
 )
 from specdec.errors import BadProfile
+from specoffload.speculation.draft_model import DraftModel
 
 _HEADER_BYTES = 1 << 20
 _N_SAMPLES = 64
@@ -45,7 +46,7 @@ def model_hash(facts: ModelFacts) -> str:
     return digest.hexdigest()[:24]
 
 
-def key_of(target: Engine, draft: Engine | None) -> ProfileKey:
+def key_of(target: Engine, draft: DraftModel | None) -> ProfileKey:
     """The key of a profile that is measured on these engines now."""
     o, plan, device = target.options, target.plan, target.choice.name
     parts = [f"flash-attn {o.flash_attn}", f"ubatch {o.n_ubatch}"]
@@ -58,9 +59,9 @@ def key_of(target: Engine, draft: Engine | None) -> ProfileKey:
             f"overlap {s.overlap} depth {s.depth} prefetch {s.prefetch} cache {s.cache}",
         ]
     if draft is not None:
-        device += f" draft {draft.choice.name}"
-        d = draft.options
-        parts.append(f"draft threads {d.n_threads}/{d.n_threads_batch} ubatch {d.n_ubatch}")
+        place, settings = _of_draft(draft)
+        device += f" draft {place}"
+        parts.append(settings)
     return ProfileKey(
         model=model_hash(target.facts),
         draft="" if draft is None else model_hash(draft.facts),
@@ -71,7 +72,20 @@ def key_of(target: Engine, draft: Engine | None) -> ProfileKey:
     )
 
 
-def profile_path(folder: Path, target: Engine, draft: Engine | None, key: ProfileKey) -> Path:
+def _of_draft(draft: DraftModel) -> tuple[str, str]:
+    """Where the draft is computed, and the settings that its step depends on."""
+    if isinstance(draft, Engine):
+        o = draft.options
+        return draft.choice.name, (
+            f"draft threads {o.n_threads}/{o.n_threads_batch} ubatch {o.n_ubatch}"
+        )
+    t = draft.options
+    return f"torch {t.device}", (
+        f"draft {t.dtype} threads {t.n_threads} graphs {t.graphs} kept {len(t.kept)}"
+    )
+
+
+def profile_path(folder: Path, target: Engine, draft: DraftModel | None, key: ProfileKey) -> Path:
     """The file of this run: one per paths and settings, whatever the files' bytes are."""
     draft_path = "" if draft is None else str(draft.facts.path.resolve())
     names = (str(target.facts.path.resolve()), draft_path, key.plan, key.threads, key.device)

@@ -20,6 +20,7 @@ from specdec.costs.profile import CostProfile, ProfileKey
 from specdec.errors import BadProfile
 from specoffload.config.resolution import demo_file
 from specoffload.errors import UsageError
+from specoffload.speculation.draft_model import DraftModel
 
 SEQUENCE = 0
 # A first start may spend so many seconds, or as many times T(1) where that is more.
@@ -36,7 +37,7 @@ _QUICK_MOST = 6  # repetitions of a size
 Progress = Callable[[float], None]
 
 
-def real_text(engine: Engine, file: Path | None = None) -> list[int]:
+def real_text(engine: DraftModel, file: Path | None = None) -> list[int]:
     """Tokens of real text, since the experts that a batch uses depend on it.
 
     The embedded pair's prompts, code and prose, or `file`. Raises UsageError.
@@ -86,7 +87,7 @@ def quick_plan(one_s: float, edges: Sequence[int], n_room: int) -> MeasureOption
 
 def measure_quickly(
     target: Engine,
-    draft: Engine | None,
+    draft: DraftModel | None,
     key: ProfileKey,
     on_progress: Progress | None = None,
 ) -> tuple[CostProfile, str]:
@@ -108,14 +109,14 @@ def measure_quickly(
     )
 
 
-def draft_step_s(draft: Engine, text: Sequence[int]) -> float:
+def draft_step_s(draft: DraftModel, text: Sequence[int]) -> float:
     """The time of one token of an idle draft."""
     return measure_step(draft.sequences, SEQUENCE, text, 16)
 
 
 def run_measure(
     target: Engine,
-    draft: Engine | None,
+    draft: DraftModel | None,
     text: Sequence[int],
     options: MeasureOptions,
     key: ProfileKey,

@@ -16,16 +16,18 @@ from specdec.decoding.accept import Acceptance
 from specdec.decoding.decode import decode
 from specdec.decoding.reject import RejectionAcceptance, Sampler
 from specdec.decoding.tree import TreeDrafter, decode_tree
+from specdec.drafters.block import BlockDrafter
 from specdec.drafters.lookup import NgramCache
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.errors import BadOption
 from specdec.options import AcceptRule, DrafterName, SpecOptions
 from specdec.policies.throughput import Throughput
-from specdec.types import Drafter, IsEnd, Policy, Round
+from specdec.types import BlockModel, Drafter, IsEnd, Policy, Round, Target
 from specoffload.config.speculation import SpecConfig
 from specoffload.session.generation import GenerateOptions
 from specoffload.speculation.costs import open_costs, widened
+from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.profile_store import store
 from specoffload.speculation.round_trace import RoundTrace
 
@@ -41,7 +43,7 @@ class Speculation:
         self,
         config: SpecConfig,
         target: Engine,
-        draft: Engine | None,
+        draft: DraftModel | None,
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
         """May measure T(n) for some seconds. Raises SpecDecError when options do not fit."""
@@ -58,6 +60,7 @@ class Speculation:
         if options.tree:
             assert draft is not None
             assert isinstance(self.policy, Throughput)
+            assert isinstance(draft, Engine)  # torch drafts no trees
             for engine in (target, draft):
                 if not engine.sequences.can_rewind:
                     raise BadOption(
@@ -74,23 +77,26 @@ class Speculation:
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _model_drafter(self, draft: Engine) -> Drafter:
-        options = self._config.options
-        if options.accept is AcceptRule.REJECT:
-            drafter = ModelDrafter(
-                draft.sequences,
-                distribution=self._sampling.draft_probabilities,
-                rng=self._sampling.rng,
-                n_vocab=self._target.n_vocab,
-            )
-        else:
-            drafter = ModelDrafter(draft.sequences, n_vocab=self._target.n_vocab)
-        if options.replacements is None:
+    def _model_drafter(self, draft: DraftModel) -> Drafter:
+        replacements = self._config.options.replacements
+        drafter = self._drafter_of(draft.sequences)
+        if replacements is None:
             return drafter
-        inner = drafter if draft.n_vocab <= self._target.n_vocab else ModelDrafter(draft.sequences)
         return TranslatedDrafter(
-            inner, _vocabulary(self._target), _vocabulary(draft), options.replacements
+            drafter, _vocabulary(self._target), _vocabulary(draft), replacements
         )
+
+    def _drafter_of(self, model: Target) -> Drafter:
+        """In blocks where the model drafts by itself."""
+        options, sampling = self._config.options, self._sampling
+        rejects = options.accept is AcceptRule.REJECT
+        if isinstance(model, BlockModel):
+            temperature = (lambda: sampling.temperature) if rejects else None
+            return BlockDrafter(model, temperature=temperature, rng=sampling.rng)
+        # A draft of another vocabulary has no padding that the target's would not have.
+        n_vocab = self._target.n_vocab if options.replacements is None else None
+        distribution = sampling.draft_probabilities if rejects else None
+        return ModelDrafter(model, distribution=distribution, rng=sampling.rng, n_vocab=n_vocab)
 
     def _tokenize(self, text: str) -> Sequence[int]:
         return self._target.tokenize(text, add_special=False, parse_special=False)
@@ -210,7 +216,8 @@ class _RequestSampling:
     """The sampling of drafts for the request in hand, for rejection sampling."""
 
     def __init__(self) -> None:
-        self._sampler = Sampler(1.0)
+        self.temperature = 1.0
+        self._sampler = Sampler(self.temperature)
         self.rng = np.random.default_rng()
 
     def begin(self, request: GenerateOptions) -> np.random.Generator:
@@ -218,7 +225,8 @@ class _RequestSampling:
         self.rng.bit_generator.state = np.random.default_rng(request.seed).bit_generator.state
         # A greedy request accepts the argmax only; its drafts are sampled sharply all the same,
         # so that what the draft says of a token stays a probability.
-        self._sampler = Sampler(request.temperature if request.temperature > 0 else 0.3)
+        self.temperature = request.temperature if request.temperature > 0 else 0.3
+        self._sampler = Sampler(self.temperature)
         return self.rng
 
     def draft_probabilities(
@@ -232,7 +240,7 @@ def drafts_anything(options: SpecOptions, *, has_draft: bool) -> bool:
     return options.is_on and (has_draft or DrafterName.DRAFT not in options.drafters)
 
 
-def _vocabulary(engine: Engine) -> Vocabulary:
+def _vocabulary(engine: DraftModel) -> Vocabulary:
     return Vocabulary(
         lambda text: engine.tokenize(text, add_special=False, parse_special=True),
         lambda tokens: engine.detokenize(tokens, special=True),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from offload.engine import Engine
 from specdec.errors import VocabularyMismatch
+from specoffload.speculation.draft_model import DraftModel
 
 _MAX_SIZE_DIFFERENCE = 128
 _FIRST_COMPARED = 5  # the first ids are special tokens that families name differently
 
 
-def check_same_vocabulary(target: Engine, draft: Engine) -> None:
+def check_same_vocabulary(target: Engine, draft: DraftModel) -> None:
     """Raises VocabularyMismatch naming the first difference."""
     difference = abs(target.n_vocab - draft.n_vocab)
     if difference > _MAX_SIZE_DIFFERENCE:

@@ -28,7 +28,8 @@ from hypothesis import strategies as st  # noqa: E402
 from offload.engine import Engine, EngineOptions  # noqa: E402
 from offload.errors import BadModel, BadRequest, DoesNotFit  # noqa: E402
 from offload.synth import write_preset  # noqa: E402
-from offload.torch_draft.draft import Drafted, TorchDraft, TorchDraftOptions  # noqa: E402
+from offload.torch_draft.draft import Drafted, TorchDraft  # noqa: E402
+from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
 from offload.torch_draft.steps import Drawing  # noqa: E402
 from specdec.drafters.block import BlockDrafter  # noqa: E402
 from specdec.drafters.model import ModelDrafter  # noqa: E402

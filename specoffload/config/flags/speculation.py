@@ -13,7 +13,7 @@ from specdec.options import (
 )
 from specoffload.config.flags.flag import FLOAT, INT, PATH, SWITCH, TEXT, Flag, Need, Panel, choice
 from specoffload.config.flags.reading import DRAFTERS, RATES, REPLACEMENTS, THREADS, TOGGLE, WORDS
-from specoffload.config.options import DraftOptions, Options
+from specoffload.config.options import DraftEngine, DraftOptions, DraftType, Options
 
 _P = Panel.SPECULATION
 _SIMPLE, _MAP_K, _MAP_K4V = (
@@ -79,6 +79,29 @@ TYPES = (
         DraftOptions, "type_v", ("--cache-type-v-draft", "-ctvd", "--spec-draft-type-v"), _TYPES,
         "Type of the draft's values.", _P, needs=_DRAFT, default_words="f16",
         variables=("LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",),
+    ),
+)  # fmt: skip
+
+ENGINE = (
+    Flag(
+        DraftOptions, "engine", ("--draft-engine",), choice(tuple(DraftEngine)),
+        "What computes the draft model: torch, libllama, or the faster.", _P, needs=_DRAFT,
+        more="auto measures both once on a CUDA device, keeps the result beside the profiles, and "
+        "takes libllama elsewhere ([draft.md](draft.md)).",
+    ),
+    Flag(
+        DraftOptions, "matrices", ("--draft-type",), choice(tuple(DraftType)),
+        "Type of the torch draft's matrices.", _P, needs=_DRAFT,
+    ),
+    Flag(
+        DraftOptions, "vocab", ("--draft-vocab",), PATH,
+        "Token ids that the torch draft may draft.", _P, needs=_DRAFT, default_words="all",
+        more="One per line, as scripts/prune-vocab writes them.",
+    ),
+    Flag(
+        DraftOptions, "graphs", (), SWITCH,
+        "Run the torch draft's steps one kernel at a time, not as CUDA graphs.", _P, needs=_DRAFT,
+        off=("--no-draft-graphs",),
     ),
 )  # fmt: skip
 
@@ -212,4 +235,4 @@ WITHOUT_MODEL = (
     ),
 )  # fmt: skip
 
-FLAGS = (*MODEL, *TYPES, DRAFT_PARAMS, *DRAFTING, *WITHOUT_MODEL)
+FLAGS = (*MODEL, *TYPES, *ENGINE, DRAFT_PARAMS, *DRAFTING, *WITHOUT_MODEL)

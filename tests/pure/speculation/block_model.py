@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.drafters.block import Drawing
 from specdec.simulation.fake import FakeTarget
+from specdec.types import Drawing
 
 
 @dataclass

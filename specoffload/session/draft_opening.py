@@ -1,0 +1,230 @@
+"""Opening the draft model, by libllama or in torch, and the device memory it is left.
+
+Whoever calls closes what is returned; a failure on the way closes what this module opened.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from offload.device import choose_device
+from offload.engine import Engine, EngineOptions, context_spec
+from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
+from offload.model import ModelFacts
+from offload.model_file import read_facts
+from offload.plan.context import context_memory
+from offload.torch_draft.devices import torch_device
+from offload.torch_draft.layout import Sizes, lay_out
+from offload.torch_draft.options import TorchDraftOptions
+from offload.torch_draft.shape import read_shape
+from offload.torch_draft.weights import check_weights
+from specdec.costs.measure import measure_step
+from specdec.options import AcceptRule
+from specoffload.config.options import DraftEngine
+from specoffload.config.resolution import Config
+from specoffload.errors import UsageError
+from specoffload.speculation.draft_engine import (
+    StepTimes,
+    engine_key,
+    load_times,
+    store_times,
+    times_path,
+)
+from specoffload.speculation.draft_model import DraftModel
+from specoffload.speculation.kept_tokens import read_kept
+from specoffload.speculation.profiling import real_text
+from specoffload.speculation.vocabulary import check_same_vocabulary
+
+TREE_DRAFT_LEAVES = 96  # of a tree that the draft grows, before it is cut
+_DEFAULT_CTX = 4096  # of a draft whose context is not known yet
+_DRAFT_UBATCH = 512  # its weights are resident: more would only take memory
+_N_TIMED = 16  # tokens on which the engines are compared
+# What keeps torch from computing this draft, and is no reason not to start.
+_NOT_IN_TORCH = (BadModel, DoesNotFit, DeviceUnavailable, DeviceFailed)
+
+
+@dataclass(frozen=True)
+class OpenedDraft:
+    """The draft model, and the lines that say why this engine computes it."""
+
+    model: DraftModel
+    notes: tuple[str, ...] = ()
+
+
+def draft_bytes(config: Config) -> int:
+    """Device memory that the target leaves to the draft: its weights and its context, by the
+    engine that needs more where either may be chosen."""
+    if config.draft is None:
+        return 0
+    facts = read_facts(config.draft)
+    options = _of_draft(config, EngineOptions(n_ctx=config.ctx_size or _DEFAULT_CTX))
+    by_llama = facts.size_bytes + context_memory(facts, context_spec(facts, options)).total_bytes
+    may_be_torch = config.spec.of_draft.engine is not DraftEngine.LLAMA
+    if not may_be_torch or importlib.util.find_spec("torch") is None:
+        return by_llama
+    try:
+        return max(by_llama, _torch_bytes(config, facts, options.n_ctx))
+    except BadModel:
+        return by_llama
+
+
+def _torch_bytes(config: Config, facts: ModelFacts, n_ctx: int) -> int:
+    shape = read_shape(facts)
+    samples = config.spec.options.accept is AcceptRule.REJECT
+    sizes = Sizes(
+        n_ctx or shape.n_ctx_train, dtype=config.spec.of_draft.matrices.value, samples=samples
+    )
+    return lay_out(shape, sizes).total_bytes
+
+
+def _of_draft(config: Config, options: EngineOptions) -> EngineOptions:
+    """The draft's own options over the target's."""
+    options = replace(
+        options,
+        n_ubatch=min(config.ubatch_size, _DRAFT_UBATCH),
+        n_rs_seq=0,  # it decodes token by token, which leaves no snapshots
+        type_k="f16",
+        type_v="f16",
+    )
+    if config.spec.options.tree:
+        options = replace(options, n_tree_leaves=TREE_DRAFT_LEAVES, n_outputs=256)
+    return replace(options, **config.spec.draft_options)
+
+
+def open_draft(config: Config, target: Engine) -> OpenedDraft | None:
+    """The draft model, where there is one: resident and never wrapped, since it is small and must
+    answer at once.
+
+    By the engine that `--draft-engine` names, else by the faster, else by libllama with the
+    reason. Raises OffloadError, UsageError where torch is asked for and cannot do what else is,
+    or VocabularyMismatch for a draft of another family.
+    """
+    if config.draft is None:
+        return None
+    opened = _opened(config, config.draft, target)
+    try:
+        if config.spec.options.replacements is None:
+            check_same_vocabulary(target, opened.model)
+    except BaseException:
+        opened.model.close()
+        raise
+    return opened
+
+
+def _opened(config: Config, path: Path, target: Engine) -> OpenedDraft:
+    engine = config.spec.of_draft.engine
+    if engine is DraftEngine.LLAMA:
+        return OpenedDraft(_open_llama(config, path, target))
+    if config.spec.options.tree:
+        why = f"{config.spec.options.name('tree')} needs libllama's sequences"
+        if engine is DraftEngine.TORCH:
+            raise UsageError(f"--draft-engine torch drafts no trees: {why}")
+        return _llama_because(why, config, path, target)
+    try:
+        options = _torch_options(config, path, target)
+        if engine is DraftEngine.TORCH:
+            where = f"torch on {options.device}, {options.dtype}"
+            return OpenedDraft(_open_torch(path, options), (f"draft engine: {where} (asked for)",))
+        if options.device == "cpu":
+            return _llama_because("the draft is on no GPU", config, path, target)
+        return faster_engine(config, path, target, options)
+    except _NOT_IN_TORCH as e:
+        if engine is DraftEngine.TORCH:
+            raise
+        return _llama_because(str(e), config, path, target)
+
+
+def _llama_because(why: str, config: Config, path: Path, target: Engine) -> OpenedDraft:
+    return OpenedDraft(_open_llama(config, path, target), (f"draft engine: libllama ({why})",))
+
+
+def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
+    spec = config.spec
+    options = replace(
+        target.options,
+        device=target.choice.name if target.choice.on_gpu else "cpu",
+        wrapped=False,
+        stream_experts=False,
+        n_ctx=target.n_ctx,
+        # Threads typed for the draft alone are taken as they are, unpinned.
+        numa=None
+        if config.numa is None or "n_threads" in spec.draft_options
+        else config.numa.for_draft(),
+    )
+    return Engine(path, _of_draft(config, options))
+
+
+def _torch_options(config: Config, path: Path, target: Engine) -> TorchDraftOptions:
+    """Raises DeviceUnavailable where torch is not there, or not for this device, and BadModel for a
+    draft that it cannot compute."""
+    spec = config.spec
+    of_draft = spec.of_draft
+    choice = target.choice if of_draft.device is None else choose_device(of_draft.device)
+    device = torch_device(choice.name, on_gpu=choice.on_gpu)
+    facts = read_facts(path)
+    check_weights(facts)
+    n_ctx_train = read_shape(facts).n_ctx_train
+    n_ctx = target.n_ctx if of_draft.ctx_size is None else of_draft.ctx_size
+    return TorchDraftOptions(
+        device=device,
+        n_ctx=n_ctx or n_ctx_train,
+        n_sequences=target.options.n_sequences,
+        n_vocab=target.n_vocab if spec.options.replacements is None else 0,
+        dtype=of_draft.matrices.value,
+        kept=() if of_draft.vocab is None else read_kept(of_draft.vocab),
+        samples=spec.options.accept is AcceptRule.REJECT,
+        graphs=of_draft.graphs,
+        n_threads=of_draft.threads or config.threads,
+    )
+
+
+def _open_torch(path: Path, options: TorchDraftOptions) -> DraftModel:
+    from offload.torch_draft.engine import TorchEngine
+
+    return TorchEngine(path, options)
+
+
+def faster_engine(
+    config: Config, path: Path, target: Engine, options: TorchDraftOptions
+) -> OpenedDraft:
+    """The engine whose token takes less time, by an earlier measurement or one made now."""
+    if not config.spec.use_profile or config.spec.profile_dir is None:
+        why = "nothing is measured without a profile; --draft-engine torch takes torch unmeasured"
+        return _llama_because(why, config, path, target)
+    facts = read_facts(path)
+    key = engine_key(facts, options.device, _settings(options, target))
+    file = times_path(config.spec.profile_dir, facts, key)
+    times, how = load_times(file, key)
+    if times is None:
+        times = _measured(config, path, target, options)
+        failed = store_times(file, key, times)
+        how = ", ".join(filter(None, (how, failed)))
+    note = f"draft engine: {times.faster}: {times.words} ({how})"
+    if times.faster is DraftEngine.TORCH:
+        return OpenedDraft(_open_torch(path, options), (note,))
+    return OpenedDraft(_open_llama(config, path, target), (note,))
+
+
+def _settings(options: TorchDraftOptions, target: Engine) -> Mapping[str, object]:
+    """Settings that the time of a token depends on, beside file, device and build."""
+    return {
+        "n_ctx": options.n_ctx,
+        "matrices": options.dtype,
+        "kept": len(options.kept),
+        "samples": options.samples,
+        "graphs": options.graphs,
+        "threads": target.options.n_threads,
+    }
+
+
+def _measured(config: Config, path: Path, target: Engine, options: TorchDraftOptions) -> StepTimes:
+    """One engine after the other, so that the device holds the draft once."""
+    with _open_llama(config, path, target) as llama:
+        text = real_text(llama)
+        llama_s = measure_step(llama.sequences, 0, text, _N_TIMED)
+    with _open_torch(path, options) as torch:
+        torch_s = measure_step(torch.sequences, 0, text, _N_TIMED)
+    return StepTimes(llama_s, torch_s)

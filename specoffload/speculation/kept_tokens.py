@@ -1,0 +1,33 @@
+"""A pruned vocabulary as a file: the token ids that may be drafted, one per line, rising."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specoffload.errors import UsageError
+
+
+def read_kept(path: Path) -> tuple[int, ...]:
+    """The ids; text behind a # is not read. Raises UsageError with the line that is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"--draft-vocab {path}: cannot be read as UTF-8 text ({e})") from e
+    kept: list[int] = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        if not text.isdecimal():
+            raise UsageError(f"--draft-vocab {path}: line {number} is {text!r:.40}, no token id")
+        kept.append(int(text))
+    if not kept:
+        raise UsageError(f"--draft-vocab {path}: holds no token id; scripts/prune-vocab writes one")
+    return tuple(sorted(set(kept)))
+
+
+def write_kept(path: Path, kept: Sequence[int], remark: str) -> None:
+    """Write what `read_kept` reads, with a first line that says where it is from."""
+    text = "".join(f"{token}\n" for token in sorted(set(kept)))
+    path.write_text(f"# {remark}\n{text}", encoding="utf-8")

@@ -1,0 +1,267 @@
+"""Sessions whose draft is computed in torch: the same text, chosen by measurement, refused with
+the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the torch draft needs torch (gpu-draft)")
+
+from lossless_parts import cheap_batches  # noqa: E402
+
+from offload.errors import BadModel, DeviceUnavailable, DoesNotFit  # noqa: E402
+from offload.torch_draft.layout import Sizes, lay_out  # noqa: E402
+from offload.torch_draft.load import allocate  # noqa: E402
+from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
+from offload.torch_draft.shape import read_shape  # noqa: E402
+from specdec.drafters.block import BlockDrafter  # noqa: E402
+from specoffload.config.command_line import read_command_line  # noqa: E402
+from specoffload.config.host import read_host  # noqa: E402
+from specoffload.config.resolution import Config, demo_file, resolve  # noqa: E402
+from specoffload.errors import UsageError  # noqa: E402
+from specoffload.session.draft_opening import draft_bytes, faster_engine, open_draft  # noqa: E402
+from specoffload.session.generation import GenerateOptions  # noqa: E402
+from specoffload.session.opening import open_target  # noqa: E402
+from specoffload.session.session import Session  # noqa: E402
+
+PROMPT = "import os\n\ndef main(argv):\n    "
+GREEDY = GenerateOptions(n_predict=40, ignore_eos=True)
+
+
+def config_of(words: str) -> Config:
+    line = read_command_line("run", ["--device", "cpu", "-t", "1", "-c", "512", *words.split()])
+    return resolve(line.options, read_host())
+
+
+def text_of(session: Session, options: GenerateOptions) -> str:
+    return "".join(piece.text for piece in session.generate(PROMPT, options))
+
+
+@pytest.fixture(scope="module")
+def plain() -> str:
+    with Session(config_of("--no-spec")) as session:
+        return text_of(session, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--policy fixed --draft-max 6",
+        "--policy p-min",
+        "--spec ngram-mod,draft --policy fixed",
+        "--policy fixed --draft-type f32",
+        "--policy fixed --draft-type int8",
+        "--spec-accept reject --policy fixed",
+        "--policy fixed --ctx-size-draft 40",
+    ],
+)
+def test_the_text_is_plain_decodings(words: str, plain: str) -> None:
+    with Session(config_of(f"--draft-engine torch {words}")) as session:
+        assert text_of(session, GREEDY) == plain
+        assert session.draft is not None
+        assert session.draft.sequences.counters.n_steps > 0  # type: ignore[union-attr]
+        assert any("draft engine: torch on cpu" in note for note in session.notes)
+
+
+def test_both_engines_draft_the_same_but_for_rounding() -> None:
+    lengths = []
+    for engine in ("llama", "torch"):
+        words = f"--draft-engine {engine} --policy fixed --draft-max 5"
+        with Session(config_of(words)) as session:
+            pieces = list(session.generate(PROMPT, GREEDY))
+            stats = pieces[-1].stats
+            assert stats is not None
+            lengths.append((stats.n_drafted, stats.n_accepted))
+    (n_llama, accepted_llama), (n_torch, accepted_torch) = lengths
+    assert n_torch == pytest.approx(n_llama, abs=10)
+    assert accepted_torch == pytest.approx(accepted_llama, abs=6)
+
+
+def test_a_seed_repeats_a_sampled_text_where_lengths_are_fixed() -> None:
+    options = GenerateOptions(n_predict=30, ignore_eos=True, temperature=0.9, seed=7)
+    words = "--draft-engine torch --spec-accept reject --policy fixed --draft-max 4"
+    with Session(config_of(words)) as session:
+        first = text_of(session, options)
+        session.forget()
+        assert text_of(session, options) == first
+        assert session.speculation is not None
+        assert isinstance(session.speculation.drafter, BlockDrafter)
+
+
+def test_translated_drafts_come_from_torch_too(plain: str) -> None:
+    words = "--draft-engine torch --policy fixed --spec-replace <a>=<b>"
+    with Session(config_of(words)) as session:
+        assert text_of(session, GREEDY) == plain
+
+
+def test_a_profile_measures_torchs_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    with Session(config_of("--draft-engine torch")) as session:
+        assert session.speculation is not None
+        assert session.speculation.costs.draft_step_s > 0
+    stored = [json.loads(path.read_text()) for path in tmp_path.glob("target-*.json")]
+    assert any("torch cpu" in profile["key"]["device"] for profile in stored)
+
+
+def test_pruned_drafts_leave_the_text_as_it_is(plain: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.txt"
+    kept.write_text("# a third\n" + "".join(f"{token}\n" for token in range(0, 4096, 3)))
+    words = f"--draft-engine torch --policy fixed --draft-vocab {kept}"
+    with Session(config_of(words)) as session:
+        assert text_of(session, GREEDY) == plain
+        assert session.draft is not None
+        assert session.draft.sequences.layout.pieces["output"].shape[0] == 1366  # type: ignore[union-attr]
+
+
+# -- choosing -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    monkeypatch.setattr("specoffload.speculation.costs.measure_quickly", cheap_batches)
+    return tmp_path
+
+
+def chosen(config: Config) -> tuple[str, str]:
+    """The engine that `auto` takes, as on a GPU, and its line."""
+    options = TorchDraftOptions(n_ctx=512, n_threads=1)
+    draft = demo_file("draft.gguf")
+    with open_target(config) as target:
+        opened = faster_engine(config, draft, target, options)
+        opened.model.close()
+    return type(opened.model).__name__, opened.notes[0]
+
+
+def test_both_engines_are_measured_once_and_the_faster_is_taken(folder: Path) -> None:
+    config = config_of("--draft-engine auto")
+    _, line = chosen(config)
+    assert "measured for the first time" in line
+    assert "ms in torch and" in line
+    (file,) = folder.glob("*-engines.json")
+    data = json.loads(file.read_text())
+    for faster, name in (("torch", "TorchEngine"), ("llama", "Engine")):
+        other = {"torch": "llama", "llama": "torch"}[faster]
+        file.write_text(json.dumps(data | {f"{faster}_s": 0.001, f"{other}_s": 0.002}))
+        kind, line = chosen(config)
+        assert kind == name
+        assert f"draft engine: {faster}" in line
+        assert "as measured before" in line
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda data: "{", "cannot be read"),
+        (lambda data: json.dumps([]), "is damaged"),
+        (lambda data: json.dumps(data | {"llama_s": -1.0}), "is damaged"),
+        (lambda data: json.dumps(data | {"format": 9}), "is damaged"),
+        (lambda data: json.dumps(data | {"key": {}}), "of another file or build"),
+    ],
+)
+def test_a_bad_file_is_measured_anew(folder: Path, damage: object, words: str) -> None:
+    config = config_of("--draft-engine auto")
+    chosen(config)
+    (file,) = folder.glob("*-engines.json")
+    data = json.loads(file.read_text())
+    file.write_text(damage(data))  # type: ignore[operator]
+    _, line = chosen(config)
+    assert words in line
+    assert json.loads(file.read_text())["key"] == data["key"]
+
+
+def test_without_a_profile_nothing_is_measured(folder: Path) -> None:
+    kind, line = chosen(config_of("--draft-engine auto --no-profile"))
+    assert kind == "Engine"
+    assert "--draft-engine torch takes torch unmeasured" in line
+    assert not list(folder.glob("*-engines.json"))
+
+
+# -- why not --------------------------------------------------------------------------------------
+
+
+def notes_of(words: str) -> str:
+    with Session(config_of(words)) as session:
+        return "\n".join(session.notes)
+
+
+def test_without_a_gpu_auto_is_libllama_with_the_reason() -> None:
+    assert "draft engine: libllama (the draft is on no GPU)" in notes_of("--policy fixed")
+
+
+def test_without_torch_auto_says_so_and_torch_by_name_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("offload.torch_draft.devices.importlib.util.find_spec", lambda _: None)
+    assert "libllama (the torch draft needs torch, which is not" in notes_of("--policy fixed")
+    with pytest.raises(DeviceUnavailable, match="not installed"):
+        Session(config_of("--draft-engine torch --policy fixed"))
+
+
+def test_trees_are_libllamas() -> None:
+    assert "libllama (--spec-tree needs libllama's sequences)" in notes_of("--spec-tree")
+    with pytest.raises(UsageError, match="drafts no trees"):
+        Session(config_of("--spec-tree --draft-engine torch"))
+
+
+def test_a_draft_that_torch_cannot_compute_is_libllamas(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"-m {tiny_moe} --draft {tiny_moe} --policy fixed"
+    with pytest.raises(BadModel, match="not deepseek2"):
+        Session(config_of(f"{words} --draft-engine torch"))
+    monkeypatch.setattr("specoffload.session.draft_opening.torch_device", lambda *_, **__: "cuda:0")
+    assert "draft engine: libllama (tiny_moe.gguf: the torch draft knows" in notes_of(words)
+
+
+def test_memory_that_is_not_there_is_said_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from offload.model_file import read_facts
+
+    layout = lay_out(read_shape(read_facts(demo_file("draft.gguf"))), Sizes(512))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 30))
+    device = SimpleNamespace(type="cuda")
+    with pytest.raises(DoesNotFit, match=r"needs 5\d MiB .* and 1 MiB are free; lower --vram"):
+        allocate(layout, device, "draft.gguf")  # type: ignore[arg-type]
+
+
+def test_a_device_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.model_file import read_facts
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    layout = lay_out(read_shape(read_facts(demo_file("draft.gguf"))), Sizes(512))
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(DoesNotFit, match="cannot be had on cpu"):
+        allocate(layout, torch.device("cpu"), "draft.gguf")
+
+
+def test_the_target_leaves_room_for_the_engine_that_needs_more() -> None:
+    sizes = {e: draft_bytes(config_of(f"--draft-engine {e}")) for e in ("llama", "torch", "auto")}
+    assert sizes["torch"] == sizes["auto"] >= sizes["llama"] > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no token id"),
+        ("1\nx\n", "line 2 is 'x', no token id"),
+        ("5000\n", "5000 is not"),
+    ],
+)
+def test_a_bad_list_of_kept_tokens_is_one_sentence(text: str, words: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.txt"
+    kept.write_text(text)
+    config = config_of(f"--draft-engine torch --policy fixed --draft-vocab {kept}")
+    with open_target(config) as target, pytest.raises(Exception, match=words) as raised:
+        open_draft(config, target)
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,76 @@
+"""Flags of the draft's engine: what each engine reads, and what is said of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from resolved import config_of, line_of
+
+from specoffload.config.environment import Environment
+from specoffload.config.host import read_host
+from specoffload.config.options import DraftEngine, DraftOptions, DraftType
+from specoffload.config.resolution import Config, resolve
+from specoffload.errors import UsageError
+from specoffload.speculation.kept_tokens import read_kept, write_kept
+
+
+def resolved(*words: str) -> Config:
+    return resolve(line_of(*words).options, read_host(Environment()))
+
+
+def test_the_engine_is_chosen_unless_it_is_named() -> None:
+    assert config_of().spec.of_draft == DraftOptions()
+    assert DraftOptions().engine is DraftEngine.AUTO
+    words = ("--draft-engine", "torch", "--draft-type", "int8", "--no-draft-graphs")
+    of_draft = resolved(*words, "--draft-vocab", "kept.txt").spec.of_draft
+    assert of_draft == DraftOptions(
+        engine=DraftEngine.TORCH, matrices=DraftType.INT8, vocab=Path("kept.txt"), graphs=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "words", "kept"),
+    [
+        ("llama", ("--draft-type", "f32"), DraftOptions(engine=DraftEngine.LLAMA)),
+        ("llama", ("--draft-vocab", "x"), DraftOptions(engine=DraftEngine.LLAMA)),
+        ("llama", ("--no-draft-graphs",), DraftOptions(engine=DraftEngine.LLAMA)),
+        ("torch", ("--ubatch-size-draft", "8"), DraftOptions(engine=DraftEngine.TORCH)),
+        ("torch", ("--cache-type-k-draft", "q8_0"), DraftOptions(engine=DraftEngine.TORCH)),
+    ],
+)
+def test_a_flag_that_the_named_engine_does_not_read_is_said(
+    engine: str, words: tuple[str, ...], kept: DraftOptions
+) -> None:
+    config = resolved("--draft-engine", engine, *words)
+    names = {"llama": "libllama", "torch": "torch"}
+    line = f"{words[0]} has no effect: {names[engine]} computes the draft (--draft-engine {engine})"
+    assert line in config.spec.reasons
+    assert config.spec.of_draft == kept
+    with pytest.raises(UsageError, match="has no effect"):
+        resolved("--draft-engine", engine, *words, "--strict-flags")
+
+
+def test_with_auto_both_engines_flags_are_kept() -> None:
+    config = resolved("--draft-type", "f32", "--ubatch-size-draft", "8")
+    assert not [line for line in config.spec.reasons if "no effect" in line]
+    assert config.spec.draft_options == {"n_ubatch": 8}
+
+
+def test_kept_tokens_are_read_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "kept.txt"
+    write_kept(path, [7, 3, 3, 11], "of a corpus")
+    assert path.read_text().splitlines()[0] == "# of a corpus"
+    assert read_kept(path) == (3, 7, 11)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("# nothing\n", "holds no token id"), ("3\n-1\n", "line 2 is '-1'")]
+)
+def test_a_bad_file_of_kept_tokens_is_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "kept.txt"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        read_kept(path)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_kept(tmp_path / "none.txt")
