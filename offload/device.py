@@ -6,25 +6,20 @@ import difflib
 from dataclasses import dataclass
 
 from offload.errors import DeviceUnavailable
-from offload.ggml.library import abi
-from offload.ggml.library.lib import library
+from offload.ggml.backend import Device, all_devices
 from offload.plan.sim import SimSpec, parse_sim
-
-_CPU = abi.GGML_BACKEND_DEVICE_TYPE_CPU
-_GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
-_IGPU = abi.GGML_BACKEND_DEVICE_TYPE_IGPU
 
 
 @dataclass(frozen=True)
 class DeviceChoice:
     """The device a model is opened on, and why.
 
-    `address` is the real device; `wrapped` says whether our own stands before it.
+    `device` is the real one; `wrapped` says whether our own stands before it.
     """
 
     name: str
     description: str
-    address: int
+    device: Device
     wrapped: bool
     on_gpu: bool
     reason: str
@@ -33,16 +28,13 @@ class DeviceChoice:
 
 def devices() -> list[DeviceChoice]:
     """Every device ggml knows, as it would be chosen by name."""
-    lib = library()
     found = []
-    for i in range(lib.ggml_backend_dev_count()):
-        address = lib.ggml_backend_dev_get(i)
-        kind = lib.ggml_backend_dev_type(address)
-        if kind in (_CPU, _GPU, _IGPU):
-            name = lib.ggml_backend_dev_name(address).decode()
-            description = lib.ggml_backend_dev_description(address).decode()
-            on_gpu = kind != _CPU
-            found.append(DeviceChoice(name, description, address, on_gpu, on_gpu, "asked for"))
+    for device in all_devices():
+        if device.kind in ("cpu", "gpu"):
+            on_gpu = device.kind == "gpu"
+            found.append(
+                DeviceChoice(device.name, device.description, device, on_gpu, on_gpu, "asked for")
+            )
     return found
 
 
@@ -63,15 +55,15 @@ def choose_device(wanted: str) -> DeviceChoice:
     lowered = wanted.lower()
     if lowered == "cpu" or (lowered == "auto" and not gpus):
         reason = "asked for" if lowered == "cpu" else "ggml knows no GPU here"
-        return DeviceChoice("cpu", cpu.description, cpu.address, False, False, reason)
+        return DeviceChoice("cpu", cpu.description, cpu.device, False, False, reason)
     if lowered == "auto":
         best = gpus[0]
         reason = "the first GPU that ggml knows"
-        return DeviceChoice(best.name, best.description, best.address, True, True, reason)
+        return DeviceChoice(best.name, best.description, best.device, True, True, reason)
     if lowered == "sim" or lowered.startswith("sim:"):
         sim = parse_sim(wanted)
         reason = "asked for: the CPU device posing as a GPU"
-        return DeviceChoice(wanted, cpu.description, cpu.address, True, False, reason, sim)
+        return DeviceChoice(wanted, cpu.description, cpu.device, True, False, reason, sim)
     for device in gpus:
         if device.name.lower() == lowered:
             return device

@@ -22,6 +22,7 @@ from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.threadpool import has_openmp
 from offload.mla.decision import Crossover
+from offload.mla.measure import chosen_crossover
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.native_build import may_repack, missing_in_build
@@ -159,27 +160,31 @@ class Engine(ModelText):
         if not self.choice.wrapped:
             return ModelPlacement(use_extra_bufts=self._may_repack())
         if not self.options.wrapped:
-            real = (self.choice.address,) if self.choice.on_gpu else ()
+            real = (self.choice.device,) if self.choice.on_gpu else ()
             return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
         o = self.options
         wanted = context_memory(self.facts, context_spec(self.facts, o)).total_bytes
         self.plan = plan_streaming(self.facts, self.choice, o.streaming, o.stream_experts, wanted)
         self.host = self._host_buffers()
+        crossover = chosen_crossover(
+            o.mla_crossover, self.facts, self.choice.device, token_major=o.flash_attn != "off"
+        )
+        if crossover.note:
+            self.notes.append(crossover.note)
         self.device = StreamingDevice(
             self.choice,
             self.host,
             o.min_batch,
             self._pending,
-            arenas=self.plan.arenas,
+            layout=self.plan.layout,
             make_executor=executor_maker(self.plan, self.choice, o.streaming),
             vram_bytes=self.choice.sim.vram_bytes if self.choice.sim else None,
             trace=o.streaming.trace,
-            mla_crossover=o.mla_crossover,
+            mla_crossover=crossover.n_tokens,
         )
-        host = self.host.address
         return ModelPlacement(
-            devices=(self.device.address,),
-            overrides=tuple((pattern, host) for pattern in self.plan.patterns()),
+            devices=(self.device,),
+            overrides=tuple((pattern, self.host) for pattern in self.plan.patterns()),
             n_gpu_layers=999,
             # Repacked weights are not host memory in ggml's layout and cannot be streamed.
             use_extra_bufts=False,
@@ -195,7 +200,7 @@ class Engine(ModelText):
             self.placer = PagePlacer(self.numa, self.plan.streamed)
         options = replace(
             o.store,
-            pin_for=self.choice.address if self.choice.on_gpu else None,
+            pin_for=self.choice.device if self.choice.on_gpu else None,
             drop_resident=self.choice.on_gpu,
         )
         self.store = Store(self.facts, self.plan.streamed, options, place_pages=self.placer)

@@ -1,69 +1,175 @@
-"""Where the scheduler must act in a graph: cuts found once and kept by the graph's uid.
-
-Walking 1,000 nodes takes 0.2 to 0.6 ms, returning to remembered cuts a few microseconds. ggml gives
-a graph a new uid whenever it splits one anew, and 0 to views, which are not kept.
-"""
+"""Handles of ggml graphs: their nodes, their parts, and copies with other nodes for some."""
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable
+import ctypes as C
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from offload.ggml import tensor
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.library import abi
+from offload.ggml.library.lib import op_number
+from offload.ggml.tensor import Tensor, op_at, source_at
 
-_KEPT_GRAPHS = 32
+GRAPH = abi.ggml_cgraph
+_POINTER = C.sizeof(C.c_void_p)
+_LOOKED_AHEAD = 32  # nodes: backends that fuse look past the end of a list
+# Ours never equal ggml's, which count from 1, and are never used twice: whoever remembers something
+# about a graph by its uid cannot mistake a later one at the same address for it.
+_uids = itertools.count(1 << 63)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A node that reads a streamed weight. Addresses are valid as long as the graph is."""
+class Product:
+    """A node that multiplies with a weight in host memory. Valid as long as its graph is."""
 
     index: int  # in the graph's node order
-    node: int
-    kind: Literal["dense", "experts"]
-    weight: int  # the weight's tensor
-    ids: int  # the router's choice [n_used, n_tokens], 0 for dense
+    node: Tensor
+    weight: Tensor
+    ids: Tensor | None  # the router's choice [n_used, n_tokens] where a layer's experts multiply
+
+    @property
+    def n_tokens(self) -> int:
+        return self.node.shape[2 if self.ids is not None else 1]
 
 
-@dataclass(slots=True)
-class CutList:
-    """The cuts of one graph, and views of its parts as they are asked for."""
-
-    graph: int
-    n_nodes: int
-    cuts: tuple[Cut, ...]
-    _views: dict[tuple[int, int], Any]
-
-    def part(self, first: int, end: int) -> int:
-        """Address of a graph of the nodes [first, end)."""
-        view = self._views.get((first, end))
-        if view is None:
-            view = self._views[first, end] = tensor.view(self.graph, first, end)
-        return tensor.address_of(view)
+def as_product(address: int, index: int = -1) -> Product:
+    """The node at `address`, a MUL_MAT or MUL_MAT_ID."""
+    node = Tensor(address)
+    ids = Tensor(source_at(address, 2)) if op_at(address) == op_number("MUL_MAT_ID") else None
+    return Product(index, node, Tensor(source_at(address, 0)), ids)
 
 
-class Cuts:
-    """Finds and remembers the cuts of graphs."""
+class Graph:
+    """A graph at an address, equal if the addresses are; nothing is owned but what we make."""
 
-    def __init__(self, cut_at: Callable[[int, int], Cut | None]) -> None:
-        """`cut_at(index, node)` says whether the scheduler must act at that node."""
-        self._cut_at = cut_at
-        self._kept: collections.OrderedDict[int, CutList] = collections.OrderedDict()
-        self.n_walks = 0
+    __slots__ = ("_kept", "_struct", "address", "parts")
 
-    def of(self, graph: int) -> CutList:
-        uid = tensor.uid_of(graph)
-        found = self._kept.get(uid) if uid else None
-        if found is not None and found.graph == graph:
-            return found
-        self.n_walks += 1
-        nodes = tensor.node_addresses(graph)
-        cuts = (self._cut_at(i, node) for i, node in enumerate(nodes))
-        found = CutList(graph, len(nodes), tuple(c for c in cuts if c is not None), {})
-        if uid:
-            self._kept[uid] = found
-            if len(self._kept) > _KEPT_GRAPHS:
-                self._kept.popitem(last=False)
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self._struct: Any = GRAPH.from_address(address)
+        self._kept: tuple[Any, ...] = ()
+        self.parts: dict[tuple[int, int], Graph] = {}
+
+    @classmethod
+    def _own(cls, struct: Any, kept: tuple[Any, ...]) -> Graph:
+        made = cls.__new__(cls)
+        made._struct, made.address, made._kept, made.parts = struct, C.addressof(struct), kept, {}
+        return made
+
+    @classmethod
+    def of(cls, nodes: Sequence[Tensor]) -> Graph:
+        """A graph of nodes of our own. No backend fuses them, since nobody counts their uses."""
+        array = _array([node.address for node in nodes])
+        # Backends look each node up: an empty table needs one place, which is free.
+        used, keys, counts = C.c_uint32(0), C.c_size_t(0), C.c_int32(0)
+        struct = GRAPH()
+        struct.n_nodes, struct.nodes = len(nodes), C.addressof(array)
+        struct.use_counts = C.addressof(counts)
+        table = struct.visited_hash_set
+        table.size, table.used, table.keys = 1, C.addressof(used), C.addressof(keys)
+        return cls._own(struct, (array, used, keys, counts, tuple(nodes)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Graph) and other.address == self.address
+
+    def __hash__(self) -> int:
+        return hash(self.address)
+
+    @property
+    def uid(self) -> int:
+        """Identity: 0 in views, new whenever ggml splits a graph anew."""
+        return int(self._struct.uid)
+
+    @property
+    def n_nodes(self) -> int:
+        return int(self._struct.n_nodes)
+
+    def addresses(self) -> list[int]:
+        """Where the nodes are, in compute order."""
+        n, nodes = self._struct.n_nodes, self._struct.nodes
+        return list((C.c_size_t * n).from_address(nodes)) if n and nodes else []
+
+    def nodes(self) -> list[Tensor]:
+        return [Tensor(address) for address in self.addresses()]
+
+    def products(self, host: HostBufferType) -> Iterator[Product]:
+        """The products with weights in the memory of `host`, in compute order."""
+        ops = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
+        for index, address in enumerate(self.addresses()):
+            if op_at(address) in ops and host.holds_at(source_at(address, 0)):
+                yield as_product(address, index)
+
+    def find(self, op: str) -> list[tuple[int, Tensor]]:
+        """The nodes of one operation, with their positions."""
+        number = op_number(op)
+        found = enumerate(self.addresses())
+        return [(i, Tensor(address)) for i, address in found if op_at(address) == number]
+
+    def last(self, node: Tensor, end: int) -> int:
+        """The position of a node among the first `end` ones, -1 if it is not there."""
+        addresses = self.addresses()
+        at = end - 1
+        while at >= 0 and addresses[at] != node.address:
+            at -= 1
+        return at
+
+    def use_count(self, node: Tensor) -> int:
+        """The number of nodes of the whole graph, other devices' parts included, that read `node`.
+
+        Parts of a graph share its table of uses, keyed by address (ggml_node_get_use_count); -1
+        when the table does not know the node.
+        """
+        table = self._struct.visited_hash_set
+        if not table.size or not self._struct.use_counts:
+            return -1
+        at = (node.address >> 4) % table.size
+        for _ in range(table.size):
+            word = C.c_uint32.from_address(table.used + 4 * (at >> 5)).value
+            if not word >> (at & 31) & 1:
+                return -1
+            if C.c_size_t.from_address(table.keys + 8 * at).value == node.address:
+                return C.c_int32.from_address(self._struct.use_counts + 4 * at).value
+            at = (at + 1) % table.size
+        return -1
+
+    def part(self, first: int, end: int) -> Graph:
+        """Nodes [first, end) as a graph without a uid, kept as long as this one."""
+        found = self.parts.get((first, end))
+        if found is None:
+            struct = self._view(end - first)
+            struct.nodes = self._struct.nodes + first * _POINTER
+            found = self.parts[first, end] = Graph._own(struct, ())
         return found
+
+    def replacing(self, nodes: Mapping[int, Tensor], without: Collection[int] = ()) -> Graph:
+        """A copy with other nodes at some positions, and none at others.
+
+        It has this graph's tables, in which ours are not: backends do not fuse them.
+        """
+        addresses = self.addresses()
+        for index, node in nodes.items():
+            addresses[index] = node.address
+        kept = [address for i, address in enumerate(addresses) if i not in without]
+        array = _array(kept)
+        struct = self._view(len(kept))
+        struct.nodes = C.addressof(array)
+        struct.uid = next(_uids) if self.uid else 0
+        return Graph._own(struct, (array, tuple(nodes.values())))
+
+    def _view(self, n_nodes: int) -> Any:
+        struct = GRAPH.from_buffer_copy(self._struct)
+        struct.n_nodes, struct.size, struct.n_leafs, struct.uid = n_nodes, 0, 0, 0
+        struct.grads = struct.grad_accs = struct.leafs = None
+        return struct
+
+
+def _array(addresses: Sequence[int]) -> Any:
+    """A list of nodes for C, with nodes behind its end that compute nothing."""
+    behind = [C.addressof(_nothing)] * _LOOKED_AHEAD
+    return (C.c_void_p * (len(addresses) + _LOOKED_AHEAD))(*addresses, *behind)
+
+
+_nothing = abi.ggml_tensor()  # its operation is 0, NONE

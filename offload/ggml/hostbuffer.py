@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes as C
 from typing import Any, Protocol
 
-from offload.ggml import tensor
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HostMemory, HostRange
+from offload.ggml.tensor import Tensor, buffer_at
 
 
 class TensorHome(Protocol):
@@ -48,6 +48,7 @@ class HostBufferType:
         )
         self.address = C.addressof(self.struct)
         self.buffers: dict[int, HostRange] = {}  # by the buffer's address
+        self.weights: dict[str, Tensor] = {}  # those that lie where their home says, by name
         self.n_left_out = 0  # tensors that libllama wanted to copy in and its home fills
         name_address = C.addressof(self._name)
         iface = self.struct.iface
@@ -90,9 +91,11 @@ class HostBufferType:
 
     def _on_init_tensor(self, _: int, address: int) -> int:
         assert self._home is not None
-        if not tensor.at(address).view_src:  # a view's data follows from its tensor's
-            size = self._lib.ggml_nbytes(address)
-            tensor.at(address).data = self._home.place(tensor.name_of(address), size).address
+        tensor = Tensor(address)
+        if not tensor.is_view:  # a view's data follows from its tensor's
+            name = tensor.name
+            tensor.lie_at(self._home.place(name, tensor.size_bytes))
+            self.weights[name] = tensor
         return int(abi.GGML_STATUS_SUCCESS)
 
     def _on_set_tensor(self, _: int, address: int, data: int, offset: int, size: int) -> None:
@@ -100,12 +103,12 @@ class HostBufferType:
         if self._home.is_filling():
             self.n_left_out += 1
         else:
-            C.memmove(tensor.at(address).data + offset, data, size)
+            C.memmove(Tensor(address).position + offset, data, size)
 
-    def holds(self, tensor: int) -> bool:
-        """True if the tensor at address `tensor` lies in one of our buffers."""
-        return _buffer_at(tensor + _BUFFER).value in self.buffers
+    def holds(self, tensor: Tensor) -> bool:
+        """True if the tensor lies in one of our buffers."""
+        return self.holds_at(tensor.address)
 
-
-_BUFFER = abi.ggml_tensor.buffer.offset
-_buffer_at = C.c_void_p.from_address
+    def holds_at(self, address: int) -> bool:
+        """The same of the tensor at an address."""
+        return buffer_at(address) in self.buffers

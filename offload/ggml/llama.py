@@ -16,6 +16,7 @@ from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit
 from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
+from offload.ggml.tensor import HasAddress
 
 LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 _CTX_PADDING = 256
@@ -29,8 +30,8 @@ ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they ar
 class ModelPlacement:
     """Where the weights go. Pointers are kept alive by whoever made them, for the model's life."""
 
-    devices: tuple[int, ...] = ()  # device addresses; empty: the CPU alone
-    overrides: tuple[tuple[str, int], ...] = ()  # (pattern of tensor names, buffer type)
+    devices: tuple[HasAddress, ...] = ()  # empty: the CPU alone
+    overrides: tuple[tuple[str, HasAddress], ...] = ()  # (pattern of names, buffer type)
     n_gpu_layers: int = 0
     use_extra_bufts: bool = True
     load_mode: str = "auto"
@@ -55,12 +56,13 @@ class Model:
         params.use_extra_bufts = placement.use_extra_bufts
         params.load_mode = LOAD_MODES[placement.load_mode]
         params.no_alloc = placement.no_alloc
-        devices = (C.c_void_p * (len(placement.devices) + 1))(*placement.devices, None)
+        addresses = [device.address for device in placement.devices]
+        devices = (C.c_void_p * (len(addresses) + 1))(*addresses, None)
         params.devices = C.cast(devices, C.c_void_p)
         patterns = [C.create_string_buffer(p.encode()) for p, _ in placement.overrides]
         pairs = (C.c_void_p * (2 * len(patterns) + 2))()
         for i, (pattern, (_, buft)) in enumerate(zip(patterns, placement.overrides, strict=True)):
-            pairs[2 * i], pairs[2 * i + 1] = C.addressof(pattern), buft
+            pairs[2 * i], pairs[2 * i + 1] = C.addressof(pattern), buft.address
         params.tensor_buft_overrides = C.cast(pairs, C.c_void_p)
 
         def progress(done: float, _: object) -> bool:

@@ -22,6 +22,7 @@ from numa.errors import PlacementRefused
 from offload.ggml.library import abi
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
+from offload.ggml.tensor import HasAddress
 
 MOST_AT_ONCE_BYTES = 256 << 30
 _REGISTER = b"ggml_backend_register_host_buffer"
@@ -43,11 +44,11 @@ class PinResult:
 
 
 class Pinner:
-    """Pins memory for the device at address `device` (the real one, not our wrapper of it)."""
+    """Pins memory for a device (the real one, not our wrapper of it)."""
 
-    def __init__(self, device: int, most_at_once_bytes: int = MOST_AT_ONCE_BYTES) -> None:
+    def __init__(self, device: HasAddress, most_at_once_bytes: int = MOST_AT_ONCE_BYTES) -> None:
         lib = library()
-        device_struct = abi.ggml_backend_device.from_address(device)
+        device_struct = abi.ggml_backend_device.from_address(device.address)
         get_name = abi.PROTOTYPES["ggml_backend_reg_i.get_name"]
         self._registry = device_struct.reg
         registry = abi.ggml_backend_reg.from_address(self._registry)

@@ -6,7 +6,7 @@ see each graph before it is computed. Copying a backend keeps its `context` and 
 native entry that is not replaced goes on working on our copy.
 
 Ownership: C keeps addresses, never references. Thunks, names and structures live in fields of the
-PyDevice, which must outlive every model and context that uses it. Inner backends are freed when
+PyDevice, which must outlive every model and context that uses it. Inner streams are freed when
 libllama frees our copies of them.
 """
 
@@ -16,9 +16,13 @@ import ctypes as C
 from collections.abc import Callable
 from typing import Any
 
+from offload.ggml.backend import Device, Stream
+from offload.ggml.graph import Graph, Product, as_product
+from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
-from offload.ggml.library.lib import library
+from offload.ggml.library.lib import library, op_number
+from offload.ggml.tensor import op_at, source_at
 
 GPU = abi.GGML_BACKEND_DEVICE_TYPE_GPU
 FAILED = abi.GGML_STATUS_FAILED
@@ -28,31 +32,35 @@ FAILED = abi.GGML_STATUS_FAILED
 _FORWARDED = (b"ggml_backend_set_n_threads", b"ggml_backend_set_abort_callback")
 
 
-class Backend:
-    """One stream of the device: ours for libllama, and the inner one that computes."""
+class WrappedStream:
+    """A stream that libllama opened on our device: our copy of its struct, and the inner one."""
 
-    def __init__(self, inner: int, device: int) -> None:
+    def __init__(self, inner: Stream, device: int) -> None:
         self.inner = inner
-        self.struct = abi.ggml_backend.from_buffer_copy(abi.ggml_backend.from_address(inner))
+        struct = abi.ggml_backend.from_address(inner.address)
+        self.struct = abi.ggml_backend.from_buffer_copy(struct)
         self.struct.device = device
         self.address = C.addressof(self.struct)
 
 
 class PyDevice:
-    """Wraps the device at address `inner`. Subclasses override the underscore methods.
+    """Wraps `inner`, whose nodes may also read weights that lie in the memory of `host`.
 
-    Whatever those methods raise is kept in `pending`, and C gets the declared failure: "no" from
-    supports_op and supports_buft, GGML_STATUS_FAILED from a computation, NULL from init_backend.
+    Subclasses override takes, compute, memory_bytes, opened and closed. Whatever those raise is
+    kept in `pending`, and C gets the declared failure: "no" from supports_op and supports_buft,
+    GGML_STATUS_FAILED from a computation, NULL from init_backend.
     """
 
-    def __init__(self, inner: int, name: str, pending: Pending) -> None:
+    def __init__(
+        self, inner: Device, name: str, pending: Pending, host: HostBufferType | None = None
+    ) -> None:
         self._lib = library()
-        self.inner, self.name, self.pending = inner, name, pending
-        self.inner_buft: int = self._lib.ggml_backend_dev_buffer_type(inner)
-        self.backends: dict[int, Backend] = {}
+        self.inner, self.name, self.pending, self.host = inner, name, pending, host
+        self.streams: dict[int, WrappedStream] = {}
         self._keep: list[Any] = []
         self._name = C.create_string_buffer(name.encode())
-        self._inner_struct = abi.ggml_backend_device.from_address(inner)
+        self._products = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
+        self._inner_struct = abi.ggml_backend_device.from_address(inner.address)
         self.struct = abi.ggml_backend_device.from_buffer_copy(self._inner_struct)
         self.address = C.addressof(self.struct)
         self._fill_device()
@@ -60,28 +68,25 @@ class PyDevice:
 
     # -- what subclasses may override --------------------------------------------------------
 
-    def _supports_op(self, node: int) -> bool:
-        """True if this device computes the graph node at address `node`."""
-        return bool(self._inner_supports_op(self.inner, node))
+    def takes(self, product: Product) -> bool:
+        """True if this device computes a product with a weight that lies in `host`.
 
-    def _supports_buft(self, buft: int) -> bool:
-        """True if nodes may read tensors that lie in buffers of this type."""
-        return bool(self._inner_supports_buft(self.inner, buft))
+        Asked while a graph is built; all other nodes are the inner device's to answer for.
+        """
+        return self.inner.supports(product.node)
 
-    def _graph_compute(self, backend: Backend, graph: int) -> int:
+    def compute(self, stream: WrappedStream, graph: Graph) -> int:
         """Compute the graph; a ggml_status, 0 for success."""
-        return int(self._inner_compute(backend.inner, graph))
+        return stream.inner.compute(graph)
 
-    def _memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device."""
-        free, total = C.c_size_t(), C.c_size_t()
-        self._lib.ggml_backend_dev_memory(self.inner, C.byref(free), C.byref(total))
-        return free.value, total.value
+    def memory_bytes(self) -> tuple[int, int]:
+        """Free and total."""
+        return self.inner.memory_bytes()
 
-    def _opened(self, backend: Backend) -> None:
+    def opened(self, stream: WrappedStream) -> None:
         """A stream of this device was opened by libllama."""
 
-    def _closed(self, backend: Backend) -> None:
+    def closed(self, stream: WrappedStream) -> None:
         """A stream is about to be freed by libllama."""
 
     # -- the vtables ---------------------------------------------------------------------------
@@ -100,15 +105,14 @@ class PyDevice:
         self._inner_supports_op = self._inner_entry("ggml_backend_device_i.supports_op")
         self._inner_supports_buft = self._inner_entry("ggml_backend_device_i.supports_buft")
         self._inner_props = self._inner_entry("ggml_backend_device_i.get_props")
-        self._inner_compute = self._lib.ggml_backend_graph_compute_async
         name = C.addressof(self._name)
         entries: dict[str, tuple[Any, Callable[..., Any]]] = {
             "get_name": (None, lambda _: name),
             "get_type": (GPU, lambda _: GPU),
             "get_props": (None, self._on_props),
             "get_memory": (None, self._on_memory),
-            "supports_op": (False, lambda _, node: bool(self._supports_op(node))),
-            "supports_buft": (False, lambda _, buft: bool(self._supports_buft(buft))),
+            "supports_op": (False, self._on_supports_op),
+            "supports_buft": (False, self._on_supports_buft),
             "offload_op": (False, lambda _, node: False),
             "init_backend": (None, self._on_init_backend),
         }
@@ -120,7 +124,7 @@ class PyDevice:
         self._registry = abi.ggml_backend_reg()
         self._registry.api_version = abi.GGML_BACKEND_API_VERSION
         name, address = C.addressof(self._name), self.address
-        inner_reg = self._lib.ggml_backend_dev_backend_reg(self.inner)
+        inner_reg = self._lib.ggml_backend_dev_backend_reg(self.inner.address)
 
         def proc_address(_: int, wanted: bytes | None) -> int | None:
             if wanted not in _FORWARDED:
@@ -139,33 +143,45 @@ class PyDevice:
             setattr(self._registry.iface, field, thunk)
         self.struct.reg = C.addressof(self._registry)
 
+    def _on_supports_op(self, _: int, node: int) -> bool:
+        # Asked for every node of every graph that is built: handles are made for few.
+        host = self.host
+        if host is not None and op_at(node) in self._products and host.holds_at(source_at(node, 0)):
+            return bool(self.takes(as_product(node)))
+        return bool(self._inner_supports_op(self.inner.address, node))
+
+    def _on_supports_buft(self, _: int, buft: int) -> bool:
+        if self.host is not None and buft == self.host.address:
+            return True
+        return bool(self._inner_supports_buft(self.inner.address, buft))
+
     def _on_props(self, _: int, props: int) -> None:
-        self._inner_props(self.inner, props)
+        self._inner_props(self.inner.address, props)
         view = abi.ggml_backend_dev_props.from_address(props)
         view.name, view.type, view.device_id = C.addressof(self._name), GPU, None
-        view.memory_free, view.memory_total = self._memory()
+        view.memory_free, view.memory_total = self.memory_bytes()
 
     def _on_memory(self, _: int, free: int, total: int) -> None:
-        values = self._memory()
+        values = self.memory_bytes()
         C.c_size_t.from_address(free).value = values[0]
         C.c_size_t.from_address(total).value = values[1]
 
     def _on_init_backend(self, _: int, params: object) -> int:
-        backend = Backend(self._lib.ggml_backend_dev_init(self.inner, None), self.address)
+        stream = WrappedStream(self.inner.open(), self.address)
         # Kept before anything can fail: from here on C may call the entries below.
-        self.backends[backend.address] = backend
-        backend.struct.iface.graph_compute = self._thunk(
+        self.streams[stream.address] = stream
+        stream.struct.iface.graph_compute = self._thunk(
             "ggml_backend_i.graph_compute",
             FAILED,
-            lambda _, graph: int(self._graph_compute(backend, graph)),
+            lambda _, graph: int(self.compute(stream, Graph(graph))),
         )
-        backend.struct.iface.free = self._thunk("ggml_backend_i.free", None, self._on_free)
-        self._opened(backend)
-        return backend.address
+        stream.struct.iface.free = self._thunk("ggml_backend_i.free", None, self._on_free)
+        self.opened(stream)
+        return stream.address
 
     def _on_free(self, address: int) -> None:
-        backend = self.backends.pop(address)
+        stream = self.streams.pop(address)
         try:
-            self._closed(backend)
+            self.closed(stream)
         finally:
-            self._lib.ggml_backend_free(backend.inner)
+            stream.inner.close()

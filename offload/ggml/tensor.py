@@ -1,72 +1,259 @@
-"""Views of ggml tensors and graphs at an address: fields by name, nothing copied, nothing owned."""
+"""Handles of ggml tensors (a node of a graph, a weight, or one of our own making) and buffers.
+
+Nothing is owned but what we make: ggml's tensors live as long as their graph or model. Reading is
+by name; writing is left to `Redirect`, which puts back what it changed.
+"""
 
 from __future__ import annotations
 
 import ctypes as C
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+from offload.errors import DoesNotFit
 from offload.ggml.library import abi
+from offload.ggml.library.lib import library, op_number
+from offload.ggml.memory import HostRange
 
 TENSOR = abi.ggml_tensor
-GRAPH = abi.ggml_cgraph
+Dims = tuple[int, int, int, int]  # ggml's order: the row first
 
 _OP = TENSOR.op.offset
 _SRC = TENSOR.src.offset
+_BUFFER = TENSOR.buffer.offset
 _POINTER = C.sizeof(C.c_void_p)
 _int_at = C.c_int.from_address
 _pointer_at = C.c_void_p.from_address
 
 
-def op_of(address: int) -> int:
+def op_at(address: int) -> int:
     """The operation number of the node at `address`; the cheapest question there is (0.2 us)."""
     return _int_at(address + _OP).value
 
 
-def source(address: int, index: int) -> int:
-    """Address of the node's source tensor `index`, 0 when it has none."""
+def source_at(address: int, index: int) -> int:
+    """Address of the node's source `index`, 0 when it has none."""
     return _pointer_at(address + _SRC + index * _POINTER).value or 0
 
 
-def set_source(address: int, index: int, value: int) -> None:
-    """Point the node at another source; the caller restores it after the node was submitted."""
-    _pointer_at(address + _SRC + index * _POINTER).value = value
+def buffer_at(address: int) -> int:
+    """Address of the buffer that the tensor lies in, 0 when it has none."""
+    return _pointer_at(address + _BUFFER).value or 0
 
 
-def at(address: int) -> Any:
-    """The tensor at `address` as a structure of offload/ggml/library/abi.py."""
-    return TENSOR.from_address(address)
+class HasAddress(Protocol):
+    """A handle of something that the library knows by its address."""
+
+    @property
+    def address(self) -> int: ...
 
 
-def copy_of(address: int) -> Any:
-    """A tensor of our own that begins as a copy of the one at `address`."""
-    return TENSOR.from_buffer_copy(TENSOR.from_address(address))
+class Buffer:
+    """Memory of a device, all zero at first: NaN in what nobody wrote would spread. Close it."""
+
+    def __init__(self, buffer_type: int, size_bytes: int, what: str) -> None:
+        self._lib = library()
+        self.size_bytes = size_bytes
+        address = self._lib.ggml_backend_buft_alloc_buffer(buffer_type, size_bytes)
+        if not address:
+            raise DoesNotFit(
+                f"{size_bytes / 2**20:.0f} MiB of device memory for {what} could not be had; "
+                "lower --vram"
+            )
+        self.address: int = address
+        self.base: int = self._lib.ggml_backend_buffer_get_base(address)
+        self._lib.ggml_backend_buffer_clear(address, 0)
+
+    @property
+    def is_host(self) -> bool:
+        return bool(self._lib.ggml_backend_buffer_is_host(self.address))
+
+    def close(self) -> None:
+        address, self.address = self.address, 0
+        if address:
+            self._lib.ggml_backend_buffer_free(address)
 
 
-def address_of(structure: Any) -> int:
-    return C.addressof(structure)
+class Tensor:
+    """A tensor at an address. Equal if the addresses are."""
+
+    __slots__ = ("_kept", "_struct", "address")
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self._struct: Any = TENSOR.from_address(address)
+        self._kept: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def _own(cls, struct: Any, kept: tuple[Tensor, ...] = ()) -> Tensor:
+        made = cls.__new__(cls)
+        made._struct, made.address, made._kept = struct, C.addressof(struct), kept
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tensor) and other.address == self.address
+
+    def __hash__(self) -> int:
+        return hash(self.address)
+
+    def __repr__(self) -> str:
+        return f"<Tensor {self.name} {self.type} {self.shape}>"
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return bytes(self._struct.name).split(b"\0", 1)[0].decode("utf-8", "replace")
+
+    @property
+    def type(self) -> str:
+        """The type's name in ggml, e.g. q4_K."""
+        name: bytes = library().ggml_type_name(self._struct.type)
+        return name.decode()
+
+    @property
+    def shape(self) -> Dims:
+        a, b, c, d = self._struct.ne
+        return a, b, c, d
+
+    @property
+    def strides(self) -> Dims:
+        """Bytes from one element, row, matrix to the next."""
+        a, b, c, d = self._struct.nb
+        return a, b, c, d
+
+    @property
+    def position(self) -> int:
+        """The address of the data, to be compared with others; 0 if it has none yet."""
+        return self._struct.data or 0
+
+    @property
+    def size_bytes(self) -> int:
+        return int(library().ggml_nbytes(self.address))
+
+    @property
+    def is_view(self) -> bool:
+        return bool(self._struct.view_src)
+
+    @property
+    def is_output(self) -> bool:
+        """True if the caller of the graph wants to read it."""
+        return bool(self._struct.flags & abi.GGML_TENSOR_FLAG_OUTPUT)
+
+    def is_op(self, name: str) -> bool:
+        """True if the node computes the operation of that name, e.g. MUL_MAT."""
+        return bool(self._struct.op == op_number(name))
+
+    def source(self, index: int) -> Tensor | None:
+        """The tensor that the node reads as its source `index`."""
+        address = source_at(self.address, index)
+        return Tensor(address) if address else None
+
+    def lie_at(self, memory: HostRange) -> None:
+        """Have the data there, as the owner of the buffer decides."""
+        self._struct.data = memory.address
+
+    # -- making ----------------------------------------------------------------------------------
+
+    def alike(
+        self,
+        shape: Dims | None = None,
+        strides: Dims | None = None,
+        *,
+        at: tuple[Buffer, int] | None = None,
+    ) -> Tensor:
+        """A tensor of our own like this one: no view, `at` an offset of a buffer if given."""
+        struct = TENSOR.from_buffer_copy(self._struct)
+        _shape(struct, shape, strides)
+        struct.view_src, struct.view_offs, struct.extra = None, 0, None
+        if at is not None:
+            _place(struct, *at)
+        return Tensor._own(struct)
+
+    def computing(
+        self, op: str, sources: Sequence[Tensor], *, shape: Dims | None = None,
+        strides: Dims | None = None, like: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """A node of our own that writes where this one lies, with `like`'s parameters of the op."""
+        struct = TENSOR.from_buffer_copy(self._struct)
+        _shape(struct, shape, strides)
+        struct.op = op_number(op)
+        if like is not None:
+            struct.op_params = like._struct.op_params
+        addresses = [source.address for source in sources]
+        struct.src[:] = addresses + [None] * (len(struct.src) - len(addresses))
+        return Tensor._own(struct, tuple(sources))
+
+    def viewed(
+        self, shape: Dims, strides: Dims, op: str = "VIEW", params: Sequence[int] = ()
+    ) -> Tensor:
+        """The same memory in another shape: a view, or what `op` with its parameters makes."""
+        made = self.computing(op, [self], shape=shape, strides=strides)
+        made._struct.view_src = self._struct.view_src or self.address
+        for i, param in enumerate(params):
+            made._struct.op_params[i] = param
+        return made
 
 
-def name_of(address: int) -> str:
-    return bytes(at(address).name).split(b"\0", 1)[0].decode("utf-8", "replace")
+def new_tensor(
+    type_name: str, shape: Dims, at: tuple[Buffer, int], op: str = "NONE",
+    sources: Sequence[Tensor] = (), strides: Dims | None = None,
+) -> Tensor:  # fmt: skip
+    """A tensor of our own at an offset of a buffer, contiguous unless `strides` are given."""
+    struct = TENSOR()
+    struct.type = type_number(type_name)
+    lib = library()
+    row_bytes = lib.ggml_row_size(struct.type, shape[0])
+    element_bytes = lib.ggml_type_size(struct.type)
+    nb = element_bytes, row_bytes, row_bytes * shape[1], row_bytes * shape[1] * shape[2]
+    _shape(struct, shape, strides or nb)
+    _place(struct, *at)
+    struct.op = op_number(op)
+    for i, source in enumerate(sources):
+        struct.src[i] = source.address
+    return Tensor._own(struct, tuple(sources))
 
 
-def node_addresses(graph: int) -> list[int]:
-    """Addresses of the graph's nodes in compute order."""
-    g = GRAPH.from_address(graph)
-    if not g.nodes or not g.n_nodes:
-        return []
-    return list((C.c_size_t * g.n_nodes).from_address(g.nodes))
+def host_bytes(memory: HostRange) -> Tensor:
+    """Host memory as a row of bytes, to copy from."""
+    struct, n = TENSOR(), memory.size_bytes
+    struct.type, struct.data = type_number("i8"), memory.address
+    _shape(struct, (n, 1, 1, 1), (1, n, n, n))
+    return Tensor._own(struct)
 
 
-def uid_of(graph: int) -> int:
-    """Identity of a graph: 0 in views, new whenever ggml splits a graph anew."""
-    return int(GRAPH.from_address(graph).uid)
+def type_number(name: str) -> int:
+    """The number of a type by its name in ggml. Raises ValueError for an unknown one."""
+    lib = library()
+    for number in range(abi.GGML_TYPE_COUNT):
+        if (lib.ggml_type_name(number) or b"").decode() == name:
+            return number
+    raise ValueError(f"the installed library knows no type {name}")
 
 
-def view(graph: int, first: int, end: int) -> Any:
-    """Nodes [first, end) of a graph as a graph of its own, which must not outlive it."""
-    part = GRAPH.from_buffer_copy(GRAPH.from_address(graph))
-    part.nodes = part.nodes + first * _POINTER
-    part.n_nodes, part.size, part.n_leafs, part.uid = end - first, 0, 0, 0
-    part.grads = part.grad_accs = part.leafs = None
-    return part
+def _shape(struct: Any, shape: Dims | None, strides: Dims | None) -> None:
+    if shape is not None:
+        struct.ne[:] = shape
+    if strides is not None:
+        struct.nb[:] = strides
+
+
+def _place(struct: Any, buffer: Buffer, offset_bytes: int) -> None:
+    struct.buffer, struct.data = buffer.address, buffer.base + offset_bytes
+
+
+class Redirect:
+    """One source of a node, pointed elsewhere while the node is submitted."""
+
+    __slots__ = ("_original", "_pointer")
+
+    def __init__(self, node: Tensor, index: int) -> None:
+        self._pointer = _pointer_at(node.address + _SRC + index * _POINTER)
+        self._original = self._pointer.value
+
+    def to(self, target: Tensor) -> None:
+        """Read `target` instead; the caller keeps it until the computation is complete."""
+        self._pointer.value = target.address
+
+    def back(self) -> None:
+        self._pointer.value = self._original

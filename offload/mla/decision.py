@@ -6,10 +6,10 @@ llama.cpp always computes it as one matrix product per head, over permuted views
       permute -> mul_mat with v_b [kv_lora, v_dim, n_head] -> [v_dim, n_tokens, n_head]
       permute -> cont -> [v_dim, n_head, n_tokens]
 
-For few tokens matrix-vector products are faster (docs/background.md, MLA): `attended`
-read as [kv_lora, 1, n_head, n_tokens], `v_b` broadcast over the tokens, and the product
+For few tokens matrix-vector products are faster (docs/background.md, MLA): `attended` read as
+[kv_lora, 1, n_head, n_tokens], `v_b` broadcast over the tokens, and the product
 [v_dim, 1, n_head, n_tokens] already lies as `cont` would have put it. This file decides, from
-shapes and addresses alone; offload/ggml/mla_rewrite.py changes the graph.
+shapes and addresses alone; offload/mla/switch.py changes the graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Shape = tuple[int, int, int, int]  # ggml's order: the row length first
+Dims = tuple[int, int, int, int]  # ggml's order: the row length first
 
 Crossover = int | Literal["heads", "auto"]
 """Most tokens for which the broadcast form is taken: a number (0: never), as many as the model has
@@ -35,7 +35,7 @@ class Form(enum.Enum):
     COPIED = "the product is written where the old product lay, then copied flat"
 
 
-class Kept(enum.StrEnum):
+class LeftAlone(enum.StrEnum):
     """Why a site was left as llama.cpp built it."""
 
     ABOVE_CROSSOVER = "more tokens than the crossover"
@@ -50,8 +50,8 @@ class Kept(enum.StrEnum):
 class Memory:
     """A tensor's shape and where it lies: `ne` elements, `nb` strides in bytes, `data` address."""
 
-    ne: Shape
-    nb: Shape
+    ne: Dims
+    nb: Dims
     data: int
 
     @property
@@ -67,7 +67,7 @@ class Memory:
         )
 
 
-def strides(ne: Shape, element_bytes: int) -> Shape:
+def strides(ne: Dims, element_bytes: int) -> Dims:
     """Strides in bytes of a contiguous tensor."""
     nb = [element_bytes]
     for n in ne[:3]:
@@ -75,7 +75,7 @@ def strides(ne: Shape, element_bytes: int) -> Shape:
     return nb[0], nb[1], nb[2], nb[3]
 
 
-def _lies_as(ne: Shape, nb: Shape, expected: Shape) -> bool:
+def _lies_as(ne: Dims, nb: Dims, expected: Dims) -> bool:
     """True if the strides are the expected ones, where dimensions of one element do not count."""
     return all(n == 1 or a == b for n, a, b in zip(ne, nb, expected, strict=True))
 
@@ -90,7 +90,7 @@ class ValueProjection:
     permuted [v_dim, n_head, n_tokens per stream, n_streams], a view of product
     """
 
-    weight_ne: Shape
+    weight_ne: Dims
     attended: Memory
     product: Memory
     permuted: Memory
@@ -113,12 +113,12 @@ class ValueProjection:
         return self.attended.nb[2] == self.attended.nb[0] * self.attended.ne[0]
 
     @property
-    def vectors_ne(self) -> Shape:
+    def vectors_ne(self) -> Dims:
         """The attention output as the broadcast form reads it."""
         return self.attended.ne[0], 1, self.n_head, self.n_tokens
 
     @property
-    def vectors_nb(self) -> Shape:
+    def vectors_nb(self) -> Dims:
         """Its strides in bytes; raises ValueError for a site that `decide` would not replace."""
         stride = token_stride(self.attended)
         if stride is None:
@@ -127,7 +127,7 @@ class ValueProjection:
         return element_bytes, element_bytes * self.attended.ne[0], head_stride, stride
 
     @property
-    def product_ne(self) -> Shape:
+    def product_ne(self) -> Dims:
         """The product of the broadcast form, contiguous."""
         return self.weight_ne[1], 1, self.n_head, self.n_tokens
 
@@ -167,7 +167,7 @@ def token_stride(attended: Memory) -> int | None:
     return attended.nb[3] // n_tokens
 
 
-def decide(site: ValueProjection, crossover: int) -> Form | Kept:
+def decide(site: ValueProjection, crossover: int) -> Form | LeftAlone:
     """The form of one site, given the most tokens for which the broadcast form is wanted.
 
     The allocator gives `output` memory that is free once `product` is computed, and the attention
@@ -176,18 +176,18 @@ def decide(site: ValueProjection, crossover: int) -> Form | Kept:
     of the same size, still alive until `output` is made, and never overlaps what it was made from.
     """
     if site.n_tokens > crossover:
-        return Kept.ABOVE_CROSSOVER
+        return LeftAlone.ABOVE_CROSSOVER
     if site.streamed:
-        return Kept.STREAMED
+        return LeftAlone.STREAMED
     if site.shared:
-        return Kept.SHARED
+        return LeftAlone.SHARED
     if token_stride(site.attended) is None:
-        return Kept.UNEVEN_TOKENS
+        return LeftAlone.UNEVEN_TOKENS
     # Other nodes between the two may still use the memory that `output` will have.
     if site.adjacent and not site.output.overlaps(site.attended):
         return Form.DIRECT
     if site.product.overlaps(site.attended) or site.product.overlaps(site.output):
-        return Kept.OVERLAP
+        return LeftAlone.OVERLAP
     return Form.COPIED
 
 
@@ -197,20 +197,20 @@ class MlaCounters:
 
     replaced: int = 0
     copied: int = 0  # of those replaced, written elsewhere first because memory overlaps
-    kept: Counter[Kept] = field(default_factory=Counter)
+    left_alone: Counter[LeftAlone] = field(default_factory=Counter)
 
     @staticmethod
-    def of(decisions: Sequence[Form | Kept]) -> MlaCounters:
+    def of(decisions: Sequence[Form | LeftAlone]) -> MlaCounters:
         """The counts that one computation of a graph with these decisions adds."""
         forms = [d for d in decisions if isinstance(d, Form)]
-        kept = Counter(d for d in decisions if isinstance(d, Kept))
-        return MlaCounters(len(forms), forms.count(Form.COPIED), kept)
+        left_alone = Counter(d for d in decisions if isinstance(d, LeftAlone))
+        return MlaCounters(len(forms), forms.count(Form.COPIED), left_alone)
 
     def add(self, other: MlaCounters) -> None:
         self.replaced += other.replaced
         self.copied += other.copied
-        if other.kept:
-            self.kept.update(other.kept)
+        if other.left_alone:
+            self.left_alone.update(other.left_alone)
 
 
 @dataclass(frozen=True, slots=True)

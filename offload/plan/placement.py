@@ -49,26 +49,6 @@ _DENSE = re.compile(
 )
 
 NCpuMoe = int | Literal["fit"] | None
-Shape = tuple[str, int, int, int]  # type, row length, rows, matrices (0: experts, a slot is one)
-
-
-@dataclass(frozen=True)
-class ArenaPlan:
-    """Slots for the weights of one shape and type: the layout as the executor reads it today."""
-
-    shape: Shape
-    slot_bytes: int
-    n_slots: int
-    n_pieces: int  # all that could ever be cached
-    n_experts: int  # 0 for dense weights
-    n_used: int  # experts a token uses
-
-
-def shape_of(entry: TensorEntry) -> Shape:
-    """The arena an entry streams through."""
-    dims = (*entry.shape, 1, 1, 1)
-    matrices = 0 if is_experts(entry) else dims[2]
-    return entry.type, dims[0], dims[1], matrices
 
 
 @dataclass(frozen=True)
@@ -92,34 +72,6 @@ class Plan:
     @property
     def slot_bytes(self) -> int:
         return self.layout.size_bytes
-
-    @property
-    def arenas(self) -> tuple[ArenaPlan, ...]:
-        """The slots of each pool, split among the types that share it."""
-        places, by_shape = (
-            self.layout.places(),
-            defaultdict[tuple[int, Shape], list[TensorEntry]](list),
-        )
-        for entry in self.streamed:
-            number = self.layout.groups[places[entry.name][0]].pool
-            by_shape[number, shape_of(entry)].append(entry)
-        arenas: dict[Shape, ArenaPlan] = {}
-        for (index, shape), entries in by_shape.items():
-            pool = self.layout.pools[index]
-            kinds = {places[e.name][1] for e in entries}
-            n = max(1, pool.n_experts)
-            share = len(entries) / max(1, pool.n_groups * len(kinds))
-            least = pool.n_used if pool.n_experts else min(2, len(entries))
-            n_slots = min(n * len(entries), max(least, int(pool.n_slots * len(kinds) * share)))
-            arenas[shape] = ArenaPlan(
-                shape,
-                entries[0].size_bytes // n,
-                n_slots,
-                n * len(entries),
-                pool.n_experts,
-                pool.n_used,
-            )
-        return tuple(arenas.values())
 
     def patterns(self) -> tuple[str, ...]:
         """Regular expressions for libllama that match the streamed weights and nothing else."""

@@ -23,12 +23,14 @@ from typing import Protocol
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from offload.model import layer_of
+
 # Kernels count the blocks of a tensor, slots included, in C's int.
 MOST_BLOCKS = 2**31 - 1
 _ALIGNMENT = 256  # bytes; what the devices' buffers ask for at most
+_READ_AT_ONCE = 256  # elements of a row
 _LITTLE = 1 / 64  # of a stride: padding that costs nothing worth talking about
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.weight$")
-_LAYER = re.compile(r"^blk\.(\d+)\.")
 _DENSE = "weight"
 
 
@@ -167,23 +169,29 @@ def slot_layout(
             for member, matrices in zip(alike, parts, strict=True):
                 names = {kind: weight.name for kind, weight in member.items()}
                 sizes = {m.kind: m.size_bytes for m in matrices}
-                layer = _layer_of(next(iter(names.values())))
+                layer = layer_of(next(iter(names.values())))
                 groups.append(WeightGroup(len(pools) - 1, layer, names, sizes))
     return SlotLayout(tuple(pools), tuple(sorted(groups, key=lambda group: group.layer)))
 
 
 @dataclass(frozen=True, order=True)
 class _Matrix:
-    """One matrix of a piece: what fits a slot is decided by these three alone."""
+    """One matrix of a piece: what fits a slot is decided by these alone."""
 
     kind: str
     block_bytes: int
     size_bytes: int
+    is_overrun: bool  # kernels read past its last row, and must not find another type's bytes there
 
 
 def _matrices(member: Mapping[str, Weight], n_pieces: int) -> tuple[_Matrix, ...]:
     return tuple(
-        _Matrix(kind, _block_bytes(weight), weight.size_bytes // n_pieces)
+        _Matrix(
+            kind,
+            _block_bytes(weight),
+            weight.size_bytes // n_pieces,
+            weight.shape[0] % _READ_AT_ONCE != 0,
+        )
         for kind, weight in member.items()
     )
 
@@ -232,9 +240,11 @@ def _kinds(parts: Sequence[tuple[_Matrix, ...]]) -> tuple[SlotKind, ...] | None:
 
 
 def _stride(matrices: Collection[_Matrix]) -> int | None:
-    """Room for the largest, in whole blocks of all of them; None if that pads too much."""
+    """Room for the largest, in whole blocks of all of them; None if they cannot share."""
     largest = max(matrix.size_bytes for matrix in matrices)
     blocks = math.lcm(*(matrix.block_bytes for matrix in matrices))
+    if len(matrices) > 1 and any(matrix.is_overrun for matrix in matrices):
+        return None
     if largest % blocks == 0:
         return largest  # neighbouring experts then go in one copy
     for unit, most in ((math.lcm(blocks, _ALIGNMENT), _LITTLE), (blocks, 4 * _LITTLE)):
@@ -250,8 +260,3 @@ def _block_bytes(weight: Weight) -> int:
         return int(GGML_QUANT_SIZES[GGMLQuantizationType[weight.type.upper()]][1])
     except KeyError:
         return weight.size_bytes // math.prod(weight.shape[1:])
-
-
-def _layer_of(name: str) -> int:
-    found = _LAYER.match(name)
-    return int(found[1]) if found else -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,18 +21,29 @@ def expected_union(n_tokens: int, n_used: int, n_experts: int) -> float:
     return n_experts * (1.0 - (1.0 - n_used / n_experts) ** n_tokens)
 
 
-def whole_is_better(n_tokens: int, n_used: int, n_experts: int, n_slots: int) -> tuple[bool, str]:
-    """True if all of a layer's experts should be copied ahead of its router, and why.
+class Fetch(enum.Enum):
+    """Which of a layer's experts are copied, and when that is known."""
 
-    `n_slots` of the pool must hold one whole weight; with two, the next one is copied meanwhile.
+    CHOSEN = "those that the router chose, when its ids have been read back"
+    ALL = "all of them ahead of the router, into any slots"
+    ALL_IN_ORDER = "all of them ahead of the router, so that its ids hold and are not read back"
+
+
+def fetch_of(n_tokens: int, n_used: int, n_experts: int, n_slots: int) -> tuple[Fetch, str]:
+    """The experts of a layer to copy, and why.
+
+    In order they take `n_experts` neighbouring slots. Where those of a second layer are too few,
+    the slots that are left over still take part of the next layer while this one computes.
     """
     union = expected_union(n_tokens, n_used, n_experts)
     share = f"{n_tokens} tokens use about {union:.0f} of {n_experts} experts"
     if n_slots < n_experts:
-        return False, f"{share}, but {n_slots} slots cannot hold them all"
+        return Fetch.CHOSEN, f"{share}, but {n_slots} slots cannot hold them all"
     if union < _WHOLE_SHARE * n_experts:
-        return False, f"{share}: copying the others would cost more than reading the ids back"
-    return True, f"{share}: copying all needs no ids"
+        return Fetch.CHOSEN, f"{share}: copying the others would cost more than reading ids back"
+    if n_experts < n_slots < 2 * n_experts:
+        return Fetch.ALL, f"{share}, and {n_slots} slots hold part of the next layer"
+    return Fetch.ALL_IN_ORDER, f"{share}: copying all needs no ids"
 
 
 class Routing:

@@ -95,24 +95,29 @@ class PoolSlots:
 
     def acquire(self, slots: Iterable[int], use: int) -> None:
         """A cut that is use number `use` begins to read ready slots."""
-        state, users, last_use = self.state, self.users, self.last_use
+        # As by _move, which would be called for every expert of every layer.
+        state, users, last_use, counts = self.state, self.users, self.last_use, self.counts
         for slot in slots:
-            if not users[slot]:
-                self._move(slot, IN_USE)
+            if not users[slot] and state[slot] == READY:
+                state[slot] = IN_USE
+                counts[READY] -= 1
+                counts[IN_USE] += 1
             elif state[slot] != IN_USE:
-                raise IllegalMove(f"slot {slot} has users and is {STATES[state[slot]]}")
+                raise IllegalMove(f"slot {slot} is {STATES[state[slot]]} and cannot become in use")
             users[slot] += 1
             last_use[slot] = use
 
     def release(self, slots: Iterable[int]) -> None:
         """A cut has been submitted: its reads are covered by the slots' last use."""
-        users = self.users
+        users, state, counts = self.users, self.state, self.counts
         for slot in slots:
             if not users[slot]:
                 raise IllegalMove(f"slot {slot} is released more often than it was acquired")
             users[slot] -= 1
             if not users[slot]:
-                self._move(slot, READY)
+                state[slot] = READY
+                counts[IN_USE] -= 1
+                counts[READY] += 1
 
     def evict(self, slot: int) -> Piece:
         """Forget the piece of a slot nobody uses; the piece."""

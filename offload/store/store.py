@@ -23,6 +23,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.library.unread_mapping import mapping_without_reading
 from offload.ggml.memory import HostRange, ReservedAddresses
 from offload.ggml.pinning import Pinner
+from offload.ggml.tensor import HasAddress
 from offload.model import ModelFacts, TensorEntry, WeightPlace
 from offload.store.huge_pages import Collapsing, HugePages
 from offload.store.layout import PAGE_BYTES, Layout, Run, cut_into_chunks, plan_layout
@@ -37,7 +38,7 @@ class StoreOptions:
     keep_page_cache: bool = False  # --mmap: no memory of our own, for models larger than RAM
     direct: bool = True  # reads past the page cache
     huge_pages: bool = True
-    pin_for: int | None = None  # address of the real device whose copies the memory serves
+    pin_for: HasAddress | None = None  # the real device whose copies the memory serves
     drop_resident: bool = True  # off where resident weights are used in the page cache (CPU, sim)
     n_readers: int = 4
     chunk_bytes: int = 8 << 20

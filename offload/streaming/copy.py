@@ -13,23 +13,24 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from offload.errors import DeviceFailed
-from offload.ggml import tensor
-from offload.ggml.library.lib import library
+from offload.ggml.backend import Device, Event, Stream, copy_now
+from offload.ggml.tensor import Tensor
 from offload.trace import COPY, NO_TRACE, Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`size_bytes` from host address `source` to `offset` of a slot tensor."""
+    """`size_bytes` at `source_bytes` of a tensor in host memory to `target_bytes` of another."""
 
-    target: Any  # a tensor structure, kept alive until the copy is done
-    offset_bytes: int
-    source: int
+    target: Tensor  # kept until the copy is done
+    target_bytes: int
+    source: Tensor
+    source_bytes: int
     size_bytes: int
     name: str = ""
     args: Mapping[str, int | str] = field(default_factory=dict)  # for the trace
@@ -50,8 +51,8 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """A ticket for everything enqueued so far."""
 
-    def wait(self, ticket: Any) -> None:
-        """Order the computation after the ticket. Raises DeviceFailed if a copy failed."""
+    def wait(self, tickets: Collection[Any]) -> None:
+        """Order the computation after the tickets. Raises DeviceFailed if a copy failed."""
 
     def fence(self) -> Any:
         """The point that the computation submitted so far ends at."""
@@ -68,33 +69,28 @@ class Copier(Protocol):
 class Events:
     """Events of one device, taken within a graph and given back at the next one's begin."""
 
-    def __init__(self, device: int) -> None:
-        self._lib, self._device = library(), device
-        self._free: list[int] = []
-        self._taken: list[int] = []
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: list[Event] = []
+        self._taken: list[Event] = []
 
-    def take(self) -> int:
-        if self._free:
-            event = self._free.pop()
-        else:
-            made = self._lib.ggml_backend_event_new(self._device)
-            if not made:
-                raise DeviceFailed("the device refused to make another event")
-            event = int(made)
+    def take(self) -> Event:
+        """Raises DeviceFailed."""
+        event = self._free.pop() if self._free else self._device.event()
         self._taken.append(event)
         return event
 
     def recycle(self) -> None:
         # Synchronising is free for an event that has passed, and lets Vulkan reuse its parts.
         for event in self._taken:
-            self._lib.ggml_backend_event_synchronize(event)
+            event.synchronize()
         self._free += self._taken
         self._taken.clear()
 
     def close(self) -> None:
         self.recycle()
         for event in self._free:
-            self._lib.ggml_backend_event_free(event)
+            event.close()
         self._free.clear()
 
 
@@ -103,12 +99,12 @@ class DeviceCopier:
 
     tickets_survive = False  # their events are used again
 
-    def __init__(self, device: int, compute: int, trace: Trace = NO_TRACE) -> None:
-        """`compute` is the inner backend that computes."""
-        self._lib = lib = library()
+    def __init__(self, compute: Stream, trace: Trace = NO_TRACE) -> None:
+        """`compute` is the stream that computes."""
         self._compute = compute
-        self._stream: int | None = lib.ggml_backend_dev_init(device, None)
-        self._events = Events(device)
+        self._stream = compute.device.open()
+        self._is_open = True
+        self._events = Events(compute.device)
         self._watcher = _Watcher(trace) if trace else None
         self._unmarked: list[tuple[Transfer, float]] = []
         self._kept: list[Any] = []  # structures that enqueued copies refer to
@@ -121,50 +117,51 @@ class DeviceCopier:
         self._kept.clear()
 
     def copy(self, transfer: Transfer, after: Any) -> None:
-        lib = self._lib
         if after is not None:
-            lib.ggml_backend_event_wait(self._stream, after)
+            self._stream.wait(after)
         self._kept.append(transfer.target)
         if self._watcher is not None:
             self._unmarked.append((transfer, time.perf_counter()))
-        lib.ggml_backend_tensor_set_async(
-            self._stream,
-            tensor.address_of(transfer.target),
+        self._stream.copy(
+            transfer.target,
+            transfer.target_bytes,
             transfer.source,
-            transfer.offset_bytes,
+            transfer.source_bytes,
             transfer.size_bytes,
         )
 
-    def mark(self) -> int:
+    def mark(self) -> Event:
         event = self._events.take()
-        self._lib.ggml_backend_event_record(event, self._stream)
+        self._stream.record(event)
         if self._watcher is not None:
             self._watcher.watch(event, self._unmarked)
             self._unmarked = []
         return event
 
-    def wait(self, ticket: int) -> None:
-        self._lib.ggml_backend_event_wait(self._compute, ticket)
+    def wait(self, tickets: Collection[Event]) -> None:
+        for ticket in tickets:
+            self._compute.wait(ticket)
 
-    def fence(self) -> int:
+    def fence(self) -> Event:
         event = self._events.take()
-        self._lib.ggml_backend_event_record(event, self._compute)
+        self._compute.record(event)
         return event
 
     def drain(self) -> None:
-        self._lib.ggml_backend_synchronize(self._stream)
+        self._stream.synchronize()
 
     def abandon(self) -> None:
         self.drain()
 
     def close(self) -> None:
-        stream, self._stream = self._stream, None
+        if not self._is_open:
+            return
+        self._is_open = False
         if self._watcher is not None:
             self._watcher.close()
-        if stream:
-            self._lib.ggml_backend_synchronize(stream)
-            self._events.close()
-            self._lib.ggml_backend_free(stream)
+        self._stream.synchronize()
+        self._events.close()
+        self._stream.close()
 
 
 class _Watcher:
@@ -175,12 +172,12 @@ class _Watcher:
     """
 
     def __init__(self, trace: Trace) -> None:
-        self._lib, self._trace = library(), trace
-        self._queue: queue.Queue[tuple[int, list[tuple[Transfer, float]]] | None] = queue.Queue()
+        self._trace = trace
+        self._queue: queue.Queue[tuple[Event, list[tuple[Transfer, float]]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="copy trace", daemon=True)
         self._thread.start()
 
-    def watch(self, event: int, copies: list[tuple[Transfer, float]]) -> None:
+    def watch(self, event: Event, copies: list[tuple[Transfer, float]]) -> None:
         self._queue.put((event, copies))
 
     def drain(self) -> None:
@@ -194,7 +191,7 @@ class _Watcher:
         free_s = 0.0
         while (item := self._queue.get()) is not None:
             event, copies = item
-            self._lib.ggml_backend_event_synchronize(event)
+            event.synchronize()
             end_s = time.perf_counter()
             start_s = max([free_s, *(asked_s for _, asked_s in copies[:1])])
             per_byte_s = (end_s - start_s) / max(1, sum(t.size_bytes for t, _ in copies))
@@ -232,7 +229,6 @@ class ThreadCopier:
     tickets_survive = True
 
     def __init__(self, link: Link | None = None, trace: Trace = NO_TRACE) -> None:
-        self._lib = library()
         self._link = link or Link()
         self._trace = trace
         self._queue: queue.SimpleQueue[tuple[Transfer, float] | None] = queue.SimpleQueue()
@@ -254,7 +250,8 @@ class ThreadCopier:
     def mark(self) -> int:
         return self._n_enqueued
 
-    def wait(self, ticket: int) -> None:
+    def wait(self, tickets: Collection[int]) -> None:
+        ticket = max(tickets, default=0)
         if self._n_done < ticket:
             start = time.perf_counter()
             with self._progress:
@@ -267,7 +264,7 @@ class ThreadCopier:
         return None
 
     def drain(self) -> None:
-        self.wait(self._n_enqueued)
+        self.wait((self._n_enqueued,))
 
     def abandon(self) -> None:
         with self._progress:
@@ -304,10 +301,11 @@ class ThreadCopier:
                 self._progress.notify_all()
 
     def _copy(self, transfer: Transfer) -> None:
-        self._lib.ggml_backend_tensor_set(
-            tensor.address_of(transfer.target),
+        copy_now(
+            transfer.target,
+            transfer.target_bytes,
             transfer.source,
-            transfer.offset_bytes,
+            transfer.source_bytes,
             transfer.size_bytes,
         )
         left_s = self._link_free_s - time.perf_counter()

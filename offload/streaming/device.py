@@ -1,32 +1,36 @@
 """The wrapped device through which weights are streamed.
 
-`llama_decode` runs on our thread; during it the library calls `StreamingDevice._graph_compute`,
-once per part of the model that the device computes, also on this thread.
+`llama_decode` runs on our thread; during it the library calls `StreamingDevice.compute`, once per
+part of the model that the device computes, also on this thread.
 """
 
 from __future__ import annotations
 
+import collections
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from offload.device import DeviceChoice
-from offload.ggml import tensor
-from offload.ggml.graph import Cut, CutList, Cuts
+from offload.ggml.backend import Stream
+from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
-from offload.ggml.library.lib import op_number
-from offload.ggml.mla_rewrite import MlaSwitch
-from offload.ggml.pydevice import FAILED, Backend, PyDevice
-from offload.mla.decision import Crossover
+from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
+from offload.ggml.tensor import Tensor
+from offload.mla.decision import MlaCounters
+from offload.mla.switch import MlaSwitch
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import ArenaPlan, Shape
+from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.streaming.counters import StreamCounters
-from offload.streaming.serial import SerialExecutor
 from offload.trace import CPU, NO_TRACE, Trace
 
 WRAPPED_NAME = "SPEC0"
+_KEPT_GRAPHS = 32
+
+Run = Callable[[], int]  # computes a graph; a ggml_status
 
 
 class Executor(Protocol):
@@ -34,12 +38,22 @@ class Executor(Protocol):
 
     counters: StreamCounters
 
-    def compute(self, cut_list: CutList) -> int: ...
+    def prepare(self, graph: Graph, products: Sequence[Product]) -> Run:
+        """Find out what stays the same every time the graph is computed."""
 
     def close(self) -> None: ...
 
 
-MakeExecutor = Callable[[Backend], Executor]
+MakeExecutor = Callable[[Stream, HostBufferType], Executor]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGraph:
+    """One of ggml's graphs, and all that was found out about it."""
+
+    original: Graph
+    run: Run
+    mla: MlaCounters  # what each computation adds
 
 
 class StreamingDevice(PyDevice):
@@ -52,114 +66,98 @@ class StreamingDevice(PyDevice):
         min_batch: MinBatch,
         pending: Pending,
         *,
-        arenas: Sequence[ArenaPlan] = (),
-        make_executor: MakeExecutor | None = None,
+        layout: SlotLayout,
+        make_executor: MakeExecutor,
         vram_bytes: int | None = None,
         trace: Trace = NO_TRACE,
-        mla_crossover: Crossover = "heads",
+        mla_crossover: int | None = None,
     ) -> None:
-        """`arenas` limit what the device takes; without them there is always room for a slot.
+        """`layout` limits what the device takes. `vram_bytes` is what it says it has.
 
-        `vram_bytes` is what the device says it has, the real device's own when None.
+        `mla_crossover`: see MlaSwitch. Changing `min_batch` later is for graphs that are built
+        from then on; ggml builds one anew when the number of tokens changes.
         """
-        super().__init__(choice.address, WRAPPED_NAME, pending)
-        self.choice, self.host, self.min_batch = choice, host, min_batch
+        super().__init__(choice.device, WRAPPED_NAME, pending, host)
+        self.choice, self.min_batch, self.trace = choice, min_batch, trace
         self.declined: Counter[str] = Counter()  # why products went to the CPU
-        self._arenas = {arena.shape: arena for arena in arenas}
         self._make_executor = make_executor
         self._vram_bytes = vram_bytes
-        self._shapes: dict[int, Shape] = {}
-        self.trace = trace
+        self._pools = {
+            name: layout.pools[layout.groups[group].pool]
+            for name, (group, _) in layout.places().items()
+        }
+        self._pool_of_weight: dict[Tensor, SlotPool | None] = {}
         self._cpu_since_s: float | None = None  # inside a decode: since when the CPU computes
-        self._mul_mat, self._mul_mat_id = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
-        self.cuts = Cuts(self._cut_at)
-        self.mla = MlaSwitch(self.inner_buft, super()._supports_op, self.host.holds, mla_crossover)
+        self.mla = MlaSwitch(mla_crossover, self.inner.supports, host.holds)
+        self.executors: dict[WrappedStream, Executor] = {}
+        self._prepared: collections.OrderedDict[int, PreparedGraph] = collections.OrderedDict()
+        self._not_kept: collections.deque[PreparedGraph] = collections.deque(maxlen=2)
         self.n_graphs = 0
-        self.executors: dict[int, Executor] = {}
+        self.n_prepared = 0
 
-    def make_executor(self, backend: Backend) -> Executor:
-        """The executor of one backend: the plan's, else the serial one."""
-        if self._make_executor is not None:
-            return self._make_executor(backend)
-        return SerialExecutor(self.inner_buft, backend)
-
-    def _memory(self) -> tuple[int, int]:
+    def memory_bytes(self) -> tuple[int, int]:
         if self._vram_bytes is None:
-            return super()._memory()
+            return super().memory_bytes()
         return self._vram_bytes, self._vram_bytes
 
-    def _opened(self, backend: Backend) -> None:
-        self.executors[backend.address] = self.make_executor(backend)
+    def opened(self, stream: WrappedStream) -> None:
+        assert self.host is not None
+        self.executors[stream] = self._make_executor(stream.inner, self.host)
 
-    def _closed(self, backend: Backend) -> None:
-        self.executors.pop(backend.address).close()
+    def closed(self, stream: WrappedStream) -> None:
+        self._prepared.clear()
+        self._not_kept.clear()
+        self.executors.pop(stream).close()
 
-    def _supports_buft(self, buft: int) -> bool:
-        return buft == self.host.address or super()._supports_buft(buft)
+    # -- which products it takes -------------------------------------------------------------------
 
-    def _supports_op(self, node: int) -> bool:
-        op = tensor.op_of(node)
-        if op in (self._mul_mat, self._mul_mat_id) and self.host.holds(tensor.source(node, 0)):
-            return self._takes(node, experts=op == self._mul_mat_id)
-        return super()._supports_op(node)
-
-    def _takes(self, node: int, *, experts: bool) -> bool:
+    def takes(self, product: Product) -> bool:
         """True if a product with a streamed weight runs here; what stands against it is counted."""
-        view, weight = tensor.at(node), tensor.source(node, 0)
-        n_tokens = view.ne[2] if experts else view.ne[1]
-        if n_tokens < (self.min_batch.experts if experts else self.min_batch.dense):
+        experts = product.ids is not None
+        if product.n_tokens < (self.min_batch.experts if experts else self.min_batch.dense):
             return False
-        if self._arenas:
-            if tensor.at(weight).view_src or self._shape(weight, experts) not in self._arenas:
-                name = tensor.name_of(weight)
-                self.declined[f"{name}: the graph reads it in a layout that has no slots"] += 1
-                return False
-            if experts and not self._has_room(node):
-                return False
-        if not super()._supports_op(node):
-            kind = self._lib.ggml_type_name(tensor.at(weight).type).decode()
-            self.declined[f"{self.choice.name} cannot multiply {kind} weights"] += 1
+        pool = self._pool_of(product.weight)
+        if pool is None:
+            name = product.weight.name
+            self.declined[f"{name}: the graph reads it in a layout that has no slots"] += 1
+            return False
+        if product.ids is not None and not self._has_room(product.ids, pool):
+            return False
+        if not self.inner.supports(product.node):
+            self.declined[f"{self.choice.name} cannot multiply {product.weight.type} weights"] += 1
             return False
         return True
 
-    def _has_room(self, node: int) -> bool:
+    def _has_room(self, ids: Tensor, pool: SlotPool) -> bool:
         """True if all experts that the node may use fit the slots at once."""
-        weight, ids = tensor.source(node, 0), tensor.at(tensor.source(node, 2))
-        arena = self._arenas[self._shape(weight, True)]
-        wanted = min(arena.n_experts, int(ids.ne[0]) * int(ids.ne[1]))
-        if wanted <= arena.n_slots:
+        n_used, n_tokens, _, _ = ids.shape
+        wanted = min(pool.n_experts, n_used * n_tokens)
+        if wanted <= pool.n_slots:
             return True
         self.declined[
-            f"{ids.ne[1]} tokens may use {wanted} experts, and --vram leaves {arena.n_slots} slots"
+            f"{n_tokens} tokens may use {wanted} experts, and --vram leaves {pool.n_slots} slots"
         ] += 1
         return False
 
-    def _shape(self, weight: int, experts: bool) -> Shape:
-        shape = self._shapes.get(weight)
-        if shape is None:
-            view = tensor.at(weight)
-            kind = self._lib.ggml_type_name(view.type).decode()
-            matrices = 0 if experts else int(view.ne[2])
-            shape = self._shapes[weight] = kind, int(view.ne[0]), int(view.ne[1]), matrices
-        return shape
+    def _pool_of(self, weight: Tensor) -> SlotPool | None:
+        """The slots that the weight streams through; None if it has none, read as it is here."""
+        if weight not in self._pool_of_weight:
+            pool = None if weight.is_view else self._pools.get(weight.name)
+            self._pool_of_weight[weight] = pool
+        return self._pool_of_weight[weight]
 
-    def _cut_at(self, index: int, node: int) -> Cut | None:
-        op = tensor.op_of(node)
-        if op != self._mul_mat and op != self._mul_mat_id:
-            return None
-        weight = tensor.source(node, 0)
-        if not self.host.holds(weight):
-            return None
-        if op == self._mul_mat_id:
-            return Cut(index, node, "experts", weight, tensor.source(node, 2))
-        return Cut(index, node, "dense", weight, 0)
+    # -- graphs ------------------------------------------------------------------------------------
 
-    def _graph_compute(self, backend: Backend, graph: int) -> int:
+    def compute(self, stream: WrappedStream, graph: Graph) -> int:
         self.n_graphs += 1
         if self.trace and self._cpu_since_s is not None:
             self.trace.add(CPU, "CPU part of the graph", self._cpu_since_s, time.perf_counter())
         try:
-            return self._compute(backend, graph)
+            if self.pending.first is not None:
+                return FAILED  # a callback failed while this decode's graph was built
+            prepared = self._of(stream, graph)
+            self.mla.counters.add(prepared.mla)
+            return prepared.run()
         finally:
             self._cpu_since_s = time.perf_counter()
 
@@ -169,11 +167,29 @@ class StreamingDevice(PyDevice):
             self.trace.add(CPU, "CPU part of the graph", self._cpu_since_s, time.perf_counter())
         self._cpu_since_s = time.perf_counter() if active else None
 
-    def _compute(self, backend: Backend, graph: int) -> int:
-        if self.pending.first is not None:
-            return FAILED  # a callback failed while this decode's graph was built
-        graph = self.mla.apply(graph, backend.inner)
-        cut_list = self.cuts.of(graph)
-        if not cut_list.cuts:
-            return super()._graph_compute(backend, graph)
-        return self.executors[backend.address].compute(cut_list)
+    def _of(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
+        """The prepared graph, kept by the graph's uid: finding its cuts takes 0.5 us a node."""
+        uid = graph.uid
+        found = self._prepared.get(uid) if uid else None
+        if found is not None and found.original == graph:
+            return found
+        prepared = self._prepare(stream, graph)
+        if not uid:  # a view, which ggml may change
+            self._not_kept.append(prepared)  # what was submitted may refer to it
+            return prepared
+        self._prepared[uid] = prepared
+        if len(self._prepared) > _KEPT_GRAPHS:
+            self._prepared.popitem(last=False)
+        return prepared
+
+    def _prepare(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
+        assert self.host is not None
+        self.n_prepared += 1
+        computed, counts = self.mla.rewrite(graph)
+        products = tuple(computed.products(self.host))
+        if products:
+            run = self.executors[stream].prepare(computed, products)
+        else:
+            inner = stream.inner
+            run = lambda: inner.compute(computed)  # noqa: E731
+        return PreparedGraph(graph, run, counts)

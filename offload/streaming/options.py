@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from offload.device import DeviceChoice
 from offload.errors import BadRequest
-from offload.ggml.library.lib import library
-from offload.ggml.props import has_async_and_events, memory_of
-from offload.ggml.pydevice import Backend
-from offload.model import ModelFacts, layer_of
+from offload.ggml.backend import Stream
+from offload.ggml.hostbuffer import HostBufferType
+from offload.model import ModelFacts
 from offload.plan.placement import MARGIN_BYTES, NCpuMoe, Plan, make_plan
 from offload.schedule.cache_rules import make_cache_rule
 from offload.schedule.schedule import Schedule
@@ -39,7 +38,7 @@ class StreamingOptions:
 
 def free_bytes(choice: DeviceChoice) -> int:
     """Bytes free on the device now, less the margin that is left to others."""
-    return max(0, memory_of(choice.address)[0] - MARGIN_BYTES)
+    return max(0, choice.device.memory_bytes()[0] - MARGIN_BYTES)
 
 
 def plan_streaming(
@@ -71,35 +70,27 @@ def plan_streaming(
 
 
 def executor_maker(plan: Plan, choice: DeviceChoice, options: StreamingOptions) -> MakeExecutor:
-    """The maker of an executor for each backend that libllama opens on the device."""
+    """The maker of an executor for each stream that libllama opens on the device."""
     if options.depth < 0:
         raise BadRequest(f"--prefetch-depth {options.depth}: must be 0 or more")
-    layers = {entry.name: layer_of(entry.name) for entry in plan.streamed}
-    buft = library().ggml_backend_dev_buffer_type(choice.address)
 
-    def make(backend: Backend) -> Executor:
-        if not options.overlap or not plan.arenas:
-            copier = _copier(choice, backend, options)
-            return SerialExecutor(buft, backend, copier, options.trace)
-        table = SlotTable({i: arena.n_slots for i, arena in enumerate(plan.arenas)})
-        schedule = Schedule(table, make_cache_rule(options.cache), options.depth, options.n_guesses)
+    def make(stream: Stream, host: HostBufferType) -> Executor:
+        copier = _copier(choice, stream, options)
+        if not options.overlap or not plan.layout.pools:
+            return SerialExecutor(stream, copier, options.trace)
+        table = SlotTable({i: pool.n_slots for i, pool in enumerate(plan.layout.pools)})
+        rule = make_cache_rule(options.cache)
+        schedule = Schedule(table, rule, options.depth, options.n_guesses)
         return ScheduledExecutor(
-            buft,
-            backend,
-            plan.arenas,
-            schedule,
-            _copier(choice, backend, options),
-            layers,
-            options.trace,
-            prefetch=options.prefetch,
+            stream, host, plan.layout, schedule, copier, options.trace, prefetch=options.prefetch
         )
 
     return make
 
 
-def _copier(choice: DeviceChoice, backend: Backend, options: StreamingOptions) -> Copier:
-    if has_async_and_events(choice.address):
-        return DeviceCopier(choice.address, backend.inner, options.trace)
+def _copier(choice: DeviceChoice, stream: Stream, options: StreamingOptions) -> Copier:
+    if stream.device.has_async_and_events:
+        return DeviceCopier(stream, options.trace)
     link = Link()
     if choice.sim is not None:
         link = Link(choice.sim.bandwidth_bytes_per_s, choice.sim.latency_s)

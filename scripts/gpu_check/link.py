@@ -6,12 +6,10 @@ import time
 from typing import Any
 
 from offload.device import DeviceChoice
-from offload.ggml import tensor
-from offload.ggml.arena import DeviceMemory
-from offload.ggml.library import abi
-from offload.ggml.library.lib import library
-from offload.ggml.memory import AnonymousMemory, HostRange
+from offload.ggml.backend import Stream
+from offload.ggml.memory import AnonymousMemory
 from offload.ggml.pinning import Pinner
+from offload.ggml.tensor import Tensor, host_bytes, new_tensor
 
 _REPETITIONS = 7
 
@@ -21,22 +19,21 @@ def measure_link(choice: DeviceChoice, size_bytes: int) -> dict[str, Any]:
 
     Where pinning is refused both are of memory that is not, and `why_not_pinned` says why.
     """
-    lib = library()
-    backend = lib.ggml_backend_dev_init(choice.address, None)
-    buft = lib.ggml_backend_dev_buffer_type(choice.address)
-    target = DeviceMemory(buft, size_bytes, "the link's measurement")
-    host, pinner = AnonymousMemory(), Pinner(choice.address)
+    stream = choice.device.open()
+    buffer = choice.device.allocate(size_bytes, "the link's measurement")
+    host, pinner = AnonymousMemory(), Pinner(choice.device)
     memory = host.allocate(size_bytes)
-    view = _bytes_tensor(target, size_bytes)
+    target = new_tensor("i8", (size_bytes, 1, 1, 1), (buffer, 0))
+    source = host_bytes(memory)
     try:
-        pageable = _best(backend, view, memory)
+        pageable = _best(stream, target, source, size_bytes)
         pinned = pinner.pin(memory)
-        fastest = _best(backend, view, memory) if pinned.ok else pageable
+        fastest = _best(stream, target, source, size_bytes) if pinned.ok else pageable
     finally:
         pinner.unpin(memory)
         host.free(memory)
-        target.close()
-        lib.ggml_backend_free(backend)
+        buffer.close()
+        stream.close()
     return {
         "size_bytes": size_bytes,
         "pinned_bytes_per_s": fastest,
@@ -45,22 +42,11 @@ def measure_link(choice: DeviceChoice, size_bytes: int) -> dict[str, Any]:
     }
 
 
-def _bytes_tensor(memory: DeviceMemory, size_bytes: int) -> Any:
-    """All of the memory as a row of f32 (type 0)."""
-    made = abi.ggml_tensor()
-    made.type, made.buffer, made.data = 0, memory.buffer, memory.base
-    for i, (n, stride) in enumerate(((size_bytes // 4, 4), *((1, size_bytes),) * 3)):
-        made.ne[i], made.nb[i] = n, stride
-    return made
-
-
-def _best(backend: int, view: Any, memory: HostRange) -> float:
-    lib, times, size_bytes = library(), [], memory.size_bytes
+def _best(stream: Stream, target: Tensor, source: Tensor, size_bytes: int) -> float:
+    times = []
     for _ in range(_REPETITIONS):
         start = time.perf_counter()
-        lib.ggml_backend_tensor_set_async(
-            backend, tensor.address_of(view), memory.address, 0, size_bytes
-        )
-        lib.ggml_backend_synchronize(backend)
+        stream.copy(target, 0, source, 0, size_bytes)
+        stream.synchronize()
         times.append(time.perf_counter() - start)
     return size_bytes / min(times)

@@ -73,7 +73,6 @@ def library_lines(folder: Path) -> list[str]:
     """The library's version, what its self-test says, and its devices. Raises LibraryMismatch."""
     from offload.device import devices
     from offload.ggml.library import abi
-    from offload.ggml.props import has_async_and_events, memory_of
     from offload.ggml.threadpool import cpu_features
     from offload.native_build import amx_verdict, missing_in_build
 
@@ -84,8 +83,8 @@ def library_lines(folder: Path) -> list[str]:
         f"CPU backend: {features}",
     ]
     for device in found:
-        free, total = memory_of(device.address)
-        copies = "asynchronous copies" if has_async_and_events(device.address) else "copies wait"
+        free, total = device.device.memory_bytes()
+        copies = "asynchronous copies" if device.device.has_async_and_events else "copies wait"
         lines.append(
             f"device {device.name}: {device.description}, {report.bytes_text(free)} of"
             f" {report.bytes_text(total)} free" + (f", {copies}" if device.on_gpu else "")

@@ -48,7 +48,6 @@ def describe(
         ),
         declined=() if device is None else tuple(device.declined),
         others=(
-            *(() if device is None else device.mla.notes),
             *target.numa_notes,
             *chosen,
             *config.reasons,

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from offload.ggml.backend import Device
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
-from offload.ggml.library.lib import library
+from offload.ggml.library.lib import library, op_number
 from offload.ggml.memory import HostRange
 from offload.ggml.pydevice import FAILED, PyDevice
 
@@ -28,12 +29,21 @@ def explode(*_: Any) -> Any:
 
 
 class ExplodingDevice(PyDevice):
-    _supports_op = explode
-    _supports_buft = explode
-    _graph_compute = explode
-    _memory = explode
-    _opened = explode
-    _closed = explode
+    takes = explode
+    compute = explode
+    memory_bytes = explode
+    opened = explode
+    closed = explode
+
+
+class ExplodingHost:
+    """Stands for the host buffer type of a device."""
+
+    holds_at = explode
+
+    @property
+    def address(self) -> int:
+        return int(explode())
 
 
 class ExplodingMemory:
@@ -41,9 +51,8 @@ class ExplodingMemory:
     free = explode
 
 
-def inner_device() -> int:
-    address: int = library().ggml_backend_dev_by_type(_CPU)
-    return address
+def inner_device() -> Device:
+    return Device(library().ggml_backend_dev_by_type(_CPU))
 
 
 @pytest.fixture
@@ -53,10 +62,11 @@ def pending() -> Pending:
 
 @pytest.fixture
 def device(pending: Pending) -> Iterator[ExplodingDevice]:
-    made = ExplodingDevice(inner_device(), "TEST0", pending)
+    host: Any = ExplodingHost()
+    made = ExplodingDevice(inner_device(), "TEST0", pending, host)
     yield made
-    for backend in made.backends.values():
-        library().ggml_backend_free(backend.inner)
+    for stream in made.streams.values():
+        stream.inner.close()
 
 
 def call(owner: Any, entry: str, *arguments: Any) -> Any:
@@ -74,17 +84,16 @@ def assert_kept(pending: Pending) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "arguments", "declared"),
-    [
-        ("supports_op", (None,), False),
-        ("supports_buft", (None,), False),
-        ("init_backend", (None,), None),
-    ],
+    ("entry", "declared"),
+    [("supports_op", False), ("supports_buft", False), ("init_backend", None)],
 )
 def test_a_device_entry_that_raises_gives_c_the_declared_failure(
-    device: ExplodingDevice, pending: Pending, entry: str, arguments: tuple[Any, ...], declared: Any
+    device: ExplodingDevice, pending: Pending, entry: str, declared: Any
 ) -> None:
-    result = call(device.struct, f"ggml_backend_device_i.{entry}", device.address, *arguments)
+    node = abi.ggml_tensor()
+    node.op = op_number("MUL_MAT")
+    argument = None if entry == "init_backend" else C.addressof(node)
+    result = call(device.struct, f"ggml_backend_device_i.{entry}", device.address, argument)
     assert result == declared
     assert_kept(pending)
 
@@ -113,19 +122,19 @@ def test_get_props_that_raises_keeps_the_exception(
 
 def test_a_backend_whose_computation_raises_reports_failure(pending: Pending) -> None:
     class FailingCompute(PyDevice):
-        _graph_compute = explode
-        _closed = explode
+        compute = explode
+        closed = explode
 
     device = FailingCompute(inner_device(), "TEST0", pending)
     address = call(device.struct, "ggml_backend_device_i.init_backend", device.address, None)
-    backend = device.backends[address]
+    stream = device.streams[address]
     graph = abi.ggml_cgraph()
-    result = call(backend.struct, "ggml_backend_i.graph_compute", address, C.addressof(graph))
+    result = call(stream.struct, "ggml_backend_i.graph_compute", address, C.addressof(graph))
     assert result == FAILED
     assert_kept(pending)
-    call(backend.struct, "ggml_backend_i.free", address)
+    call(stream.struct, "ggml_backend_i.free", address)
     assert_kept(pending)
-    assert device.backends == {}, "a failing hook must not leak the backend"
+    assert device.streams == {}, "a failing hook must not leak the backend"
 
 
 def test_a_buffer_type_whose_memory_raises_returns_no_buffer(pending: Pending) -> None:
@@ -154,7 +163,7 @@ def test_a_free_that_raises_is_kept(pending: Pending) -> None:
 
 def test_every_entry_the_device_replaces_is_python_and_guarded(pending: Pending) -> None:
     device = PyDevice(inner_device(), "TEST0", pending)
-    inner = abi.ggml_backend_device.from_address(device.inner)
+    inner = abi.ggml_backend_device.from_address(device.inner.address)
     replaced = {
         name
         for name, _ in abi.ggml_backend_device_i._fields_

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numa.memory import PlacedMemory
 from offload.errors import BadModel
 from offload.ggml import pinning
+from offload.ggml.backend import Device
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
@@ -80,7 +81,7 @@ def cpu_device() -> int:
 
 def test_memory_is_pinned_through_the_registry_and_given_back_once() -> None:
     gpu = FakeGpu(accepts=True)
-    pinner = Pinner(gpu.address)
+    pinner = Pinner(gpu)
     result = pinner.pin(HostRange(0x10000, 4096))
     assert (result.ok, result.reason) == (True, "pinned by the FAKE backend")
     assert gpu.pinned == {0x10000: 4096}
@@ -93,7 +94,7 @@ def test_a_refusal_names_the_memory_lock_limit_where_that_may_be_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = FakeGpu(accepts=False)
-    pinner = Pinner(gpu.address)
+    pinner = Pinner(gpu)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
     result = pinner.pin(HostRange(0x10000, 3 << 30))
     assert not result.ok
@@ -106,7 +107,7 @@ def test_a_refusal_names_the_memory_lock_limit_where_that_may_be_why(
 
 def test_memory_is_pinned_in_pieces_and_copies_are_cut_at_their_borders() -> None:
     gpu = FakeGpu(accepts=True)
-    pinner = Pinner(gpu.address, most_at_once_bytes=4096)
+    pinner = Pinner(gpu, most_at_once_bytes=4096)
     memory = HostRange(0x10000, 3 * 4096 - 100)
     result = pinner.pin(memory)
     assert (result.ok, result.reason) == (True, "pinned by the FAKE backend in 3 pieces")
@@ -126,7 +127,7 @@ def test_the_parts_of_a_copy_are_the_copy_and_each_lies_in_one_piece(
     start: int, size: int, step: int
 ) -> None:
     gpu = FakeGpu(accepts=True)
-    pinner = Pinner(gpu.address, most_at_once_bytes=step)
+    pinner = Pinner(gpu, most_at_once_bytes=step)
     memory = HostRange(0x10000, 80)
     pinner.pin(memory)
     parts = pieces_of(memory.address + start, size)
@@ -139,7 +140,7 @@ def test_the_parts_of_a_copy_are_the_copy_and_each_lies_in_one_piece(
 
 def test_a_piece_that_is_refused_gives_the_others_back() -> None:
     gpu = FakeGpu(accepts=True, most_bytes=2 * 4096)
-    pinner = Pinner(gpu.address, most_at_once_bytes=4096)
+    pinner = Pinner(gpu, most_at_once_bytes=4096)
     assert not pinner.pin(HostRange(0x10000, 3 * 4096)).ok
     assert gpu.n_asked == 3
     assert gpu.pinned == {}
@@ -148,7 +149,7 @@ def test_a_piece_that_is_refused_gives_the_others_back() -> None:
 
 def test_children_do_not_get_pinned_memory() -> None:
     gpu = FakeGpu(accepts=True)
-    pinner = Pinner(gpu.address)
+    pinner = Pinner(gpu)
     with PlacedMemory(4 << 20) as placed:
         memory = HostRange.of_placed(placed)
         memory.array()[:] = 1
@@ -184,14 +185,14 @@ def test_a_device_without_read_only_pages_pins_plain_ones(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         pinning, "plain_register", lambda: lambda a, n: plain.append((a, n)) is None
     )
-    assert Pinner(gpu.address).pin(HostRange(0x10000, 4096)).ok
+    assert Pinner(gpu).pin(HostRange(0x10000, 4096)).ok
     assert gpu.n_asked == 1, "read-only pages first"
     assert plain == [(0x10000, 4096)]
 
 
 def test_a_backend_that_cannot_pin_says_so() -> None:
-    assert not Pinner(cpu_device()).can_pin
-    result = Pinner(cpu_device()).pin(HostRange(0x10000, 4096))
+    assert not Pinner(Device(cpu_device())).can_pin
+    result = Pinner(Device(cpu_device())).pin(HostRange(0x10000, 4096))
     assert (result.ok, result.reason) == (False, "the CPU backend cannot pin memory of ours")
 
 
@@ -239,7 +240,7 @@ def test_the_registry_is_restored_after_an_exception() -> None:
 def test_the_store_pins_its_memory_after_the_pages_are_huge_and_unpins_it(tiny_moe: Path) -> None:
     gpu = FakeGpu(accepts=True)
     facts = read_facts(tiny_moe)
-    store = Store(facts, facts.expert_weights, StoreOptions(pin_for=gpu.address))
+    store = Store(facts, facts.expert_weights, StoreOptions(pin_for=gpu))
     with store.loading(Pending()):
         for entry in facts.expert_weights:
             store.place(entry.name, entry.size_bytes)

@@ -9,7 +9,6 @@ import pytest
 from on_gpu import Logits, logits_of, options
 
 from offload.device import DeviceChoice, devices
-from offload.ggml.props import has_async_and_events
 from offload.synth import write_preset
 
 
@@ -28,7 +27,7 @@ def gpu() -> DeviceChoice:
 @pytest.fixture(scope="session")
 def async_gpu(gpu: DeviceChoice) -> DeviceChoice:
     """A GPU whose copies run on a stream of their own, ordered by events."""
-    if not has_async_and_events(gpu.address):
+    if not gpu.device.has_async_and_events:
         pytest.skip(f"{gpu.name} has no asynchronous copies or no events")
     return gpu
 

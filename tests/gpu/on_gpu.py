@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
+from offload.ggml.backend import Event
 from offload.plan.min_batch import MinBatch
 from offload.streaming.copy import DeviceCopier, Transfer
 from offload.streaming.options import StreamingOptions
@@ -107,11 +108,11 @@ def count_orders(patch: pytest.MonkeyPatch) -> Census:
         census.fenced_copies += after is not None
         copy(self, transfer, after)
 
-    def counted_wait(self: DeviceCopier, ticket: int) -> None:
-        census.waits += 1
-        wait(self, ticket)
+    def counted_wait(self: DeviceCopier, tickets: Collection[Event]) -> None:
+        census.waits += len(tickets)
+        wait(self, tickets)
 
-    def counted_fence(self: DeviceCopier) -> int:
+    def counted_fence(self: DeviceCopier) -> Event:
         census.fences += 1
         return fence(self)
 

@@ -24,7 +24,6 @@ from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.ggml.library import abi
-from offload.ggml.library.lib import library
 from offload.plan.min_batch import MinBatch
 from offload.schedule.predict import Routing
 from offload.streaming.options import StreamingOptions
@@ -106,7 +105,7 @@ def test_one_token_at_a_time_through_the_fewest_slots_is_resident(
     streaming = replace(streaming, vram_bytes=budget(moe, streaming, "least"))
     with Engine(moe, options(gpu, streaming)) as engine:
         assert engine.plan is not None
-        assert all(arena.n_slots == arena.n_used for arena in engine.plan.arenas)
+        assert all(pool.n_slots == pool.n_used for pool in engine.plan.layout.pools)
         got = logits(engine, ones)[:6]
         assert engine.counters().evictions > 0
         # 3 tokens after the rewind may use more experts than there are slots; the 6 before may not.
@@ -160,7 +159,7 @@ def test_dense_layers_and_experts_stream_together(
     streaming = StreamingOptions(n_gpu_layers=1, depth=depth)
     with Engine(moe, options(gpu, streaming)) as engine:
         assert engine.plan is not None
-        assert {arena.n_experts > 0 for arena in engine.plan.arenas} == {True, False}
+        assert {pool.n_experts > 0 for pool in engine.plan.layout.pools} == {True, False}
         assert_same(gpu, logits(engine), resident_moe)
 
 
@@ -214,16 +213,14 @@ def test_products_below_the_threshold_stay_with_the_cpu(gpu: DeviceChoice, moe: 
 
 
 def test_slots_lie_in_the_memory_of_the_device(gpu: DeviceChoice, moe: Path) -> None:
-    lib = library()
     with Engine(moe, options(gpu, StreamingOptions(n_gpu_layers=1))) as engine:
         engine.sequences.extend(0, [1, 2, 3])
         assert engine.device is not None
-        arenas = [arena for arena in executor_of(engine)._arenas if arena is not None]
-        assert len(arenas) > 1
-        for arena in arenas:
-            assert arena.memory.buffer is not None
-            buffer = abi.ggml_backend_buffer.from_address(arena.memory.buffer)
-            assert buffer.buft == engine.device.inner_buft
-            assert not lib.ggml_backend_buffer_is_host(arena.memory.buffer)
+        buffers = [b for memory in executor_of(engine).memories for b in memory.buffers]
+        assert len(buffers) > 3, "gate, up and down, and dense weights"
+        for buffer in buffers:
+            struct = abi.ggml_backend_buffer.from_address(buffer.address)
+            assert struct.buft == engine.device.inner.buffer_type
+            assert not buffer.is_host
         assert engine.host is not None
         assert engine.host.buffers, "and what streams through them lies in host memory"

@@ -7,6 +7,7 @@ other at once. Each must be right with the events, and is wrong without.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from on_gpu import Logits, assert_same, budget, count_orders, half, logits, opti
 
 from offload.device import DeviceChoice
 from offload.engine import Engine
-from offload.ggml import tensor
-from offload.ggml.library.lib import library
+from offload.ggml.backend import Event, copy_now
 from offload.streaming.copy import DeviceCopier, Transfer
 from offload.streaming.options import StreamingOptions
 
@@ -65,9 +65,9 @@ class LateCopies:
         )
         late = self
 
-        def wait(copier: DeviceCopier, ticket: int) -> None:
+        def wait(copier: DeviceCopier, tickets: Collection[Event]) -> None:
             late.flush(copier)
-            late._wait(copier, copier.mark())
+            late._wait(copier, [copier.mark()])
 
         def begin(copier: DeviceCopier) -> None:
             late.flush(copier)
@@ -91,15 +91,15 @@ class EarlyCopies:
         self.n_fenced = 0
 
         def copy(_: DeviceCopier, transfer: Transfer, after: Any) -> None:
-            lib = library()
             if after is not None:
                 self.n_fenced += 1
                 if obey:
-                    lib.ggml_backend_event_synchronize(after)
-            lib.ggml_backend_tensor_set(
-                tensor.address_of(transfer.target),
+                    after.synchronize()
+            copy_now(
+                transfer.target,
+                transfer.target_bytes,
                 transfer.source,
-                transfer.offset_bytes,
+                transfer.source_bytes,
                 transfer.size_bytes,
             )
 

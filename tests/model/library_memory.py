@@ -14,9 +14,12 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
+from offload.model_file import read_facts
 from offload.plan.context import ContextSpec
 from offload.plan.min_batch import MinBatch
+from offload.plan.placement import make_plan
 from offload.streaming.device import StreamingDevice
+from offload.streaming.options import StreamingOptions, executor_maker
 
 _MIB = 1 << 20
 _CACHE = re.compile(r"size = +([\d.]+) MiB .*K \(")
@@ -55,10 +58,18 @@ def allocated(path: Path, spec: ContextSpec, flash_attn: str = "auto") -> Alloca
     """Open `path` on a wrapped device with its experts in host memory, allocating nothing."""
     pending = Pending()
     host = HostBufferType("SPEC_HOST", AnonymousMemory(), pending)
-    device = StreamingDevice(choose_device("sim"), host, MinBatch(1, 1), pending)
+    choice, plan = choose_device("sim"), make_plan(read_facts(path), budget_bytes=None)
+    device = StreamingDevice(
+        choice,
+        host,
+        MinBatch(1, 1),
+        pending,
+        layout=plan.layout,
+        make_executor=executor_maker(plan, choice, StreamingOptions()),
+    )
     placement = ModelPlacement(
-        (device.address,),
-        ((r"ffn_.*_exps\.weight", host.address),),
+        (device,),
+        ((r"ffn_.*_exps\.weight", host),),
         n_gpu_layers=999,
         use_extra_bufts=False,
         load_mode="none",

@@ -71,15 +71,15 @@ def test_below_the_threshold_nothing_reaches_the_copy_path_and_at_it_everything_
         assert engine.counters().streamed_bytes > 0
 
 
-def test_the_cut_list_is_found_once_per_graph(tiny_moe: Path) -> None:
+def test_a_graph_is_prepared_once(tiny_moe: Path) -> None:
     with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
         assert isinstance(engine.device, StreamingDevice)
         engine.sequences.extend(0, [1] * 4)
         engine.sequences.extend(0, [1] * 4)
-        walks = engine.device.cuts.n_walks
+        prepared = engine.device.n_prepared
         for _ in range(5):
             engine.sequences.extend(0, [1] * 4)
-        assert engine.device.cuts.n_walks == walks
+        assert engine.device.n_prepared == prepared
 
 
 def test_rewinding_gives_the_logits_of_a_fresh_evaluation(tiny_moe: Path) -> None:
@@ -152,7 +152,7 @@ class Boom(Exception):
     pass
 
 
-@pytest.mark.parametrize("hook", ["_graph_compute", "_supports_op"])
+@pytest.mark.parametrize("hook", ["compute", "takes"])
 def test_what_a_callback_raises_during_a_decode_comes_out_of_extend(
     tiny_moe: Path, hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

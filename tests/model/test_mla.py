@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,29 @@ import pytest
 from numpy.typing import NDArray
 
 import offload.engine
+import offload.mla.measure
+import offload.mla.switch
+import offload.streaming.device
+from offload.device import choose_device
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
-from offload.ggml import mla_rewrite, tensor
-from offload.ggml.library.lib import library
+from offload.ggml.backend import Device
+from offload.ggml.graph import Graph
+from offload.ggml.library import abi
 from offload.ggml.memory import HostRange
-from offload.ggml.mla_nodes import graph_of
-from offload.ggml.mla_rewrite import MlaSwitch, use_count
-from offload.ggml.pydevice import Backend, PyDevice
-from offload.mla.decision import Crossover, Form, Kept, choose_crossover, measured_sizes
+from offload.ggml.pydevice import WrappedStream
+from offload.ggml.tensor import Tensor
+from offload.mla.decision import (
+    Crossover,
+    Form,
+    LeftAlone,
+    MlaCounters,
+    choose_crossover,
+    measured_sizes,
+)
+from offload.mla.measure import chosen_crossover
+from offload.mla.switch import MlaSwitch, broadcast_nodes
+from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.streaming.device import StreamingDevice
 from offload.synth import write_preset
@@ -30,36 +45,26 @@ Open = Callable[..., Engine]
 
 
 class Recorded(MlaSwitch):
-    """Remembers which graph was given and which was computed."""
+    """Remembers which graph was given and which was made of it."""
 
-    graphs: list[tuple[int, int]]
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.graphs: list[tuple[Graph, Graph]] = []
 
-    def apply(self, graph: int, backend: int) -> int:
-        copy = super().apply(graph, backend)
-        self.graphs.append((graph, copy))
-        return copy
+    def rewrite(self, graph: Graph) -> tuple[Graph, MlaCounters]:
+        made, counts = super().rewrite(graph)
+        self.graphs.append((graph, made))
+        return made, counts
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens an engine on `sim` whose device has the switch, with the given crossover."""
+    monkeypatch.setattr(offload.streaming.device, "MlaSwitch", Recorded)
 
     def open_engine(path: Path, crossover: Crossover, **changes: Any) -> Engine:
-        class Switched(StreamingDevice):
-            def __init__(self, *arguments: Any, **named: Any) -> None:
-                super().__init__(*arguments, **named)
-                supports = super(StreamingDevice, self)._supports_op
-                self.applies_itself = hasattr(self, "mla")
-                self.mla = Recorded(self.inner_buft, supports, self.host.holds, crossover)
-                self.mla.graphs = []
-
-            def _graph_compute(self, backend: Backend, graph: int) -> int:
-                if not self.applies_itself:
-                    graph = self.mla.apply(graph, backend.inner)
-                return super()._graph_compute(backend, graph)
-
-        monkeypatch.setattr(offload.engine, "StreamingDevice", Switched)
-        return Engine(path, EngineOptions(device="sim", n_ctx=256, n_threads=1, **changes))
+        options = EngineOptions(device="sim", n_ctx=256, n_threads=1, mla_crossover=crossover)
+        return Engine(path, replace(options, **changes))
 
     return open_engine
 
@@ -101,32 +106,29 @@ class Compared(StreamingDevice):
 
     differences: list[tuple[int, float]]  # tokens, largest difference in standard deviations
 
-    def _graph_compute(self, backend: Backend, graph: int) -> int:
-        lib, done = library(), 0
+    def compute(self, stream: WrappedStream, graph: Graph) -> int:
+        done = 0
 
-        def run(part: Any) -> None:
-            assert not lib.ggml_backend_graph_compute_async(backend.inner, tensor.address_of(part))
+        def run(part: Graph) -> None:
+            assert not stream.inner.compute(part)
 
-        for site in MlaSwitch(self.inner_buft, super()._supports_op, self.host.holds).sites(graph):
-            run(tensor.view(graph, done, site.product_index))
+        assert self.host is not None
+        for site in MlaSwitch(None, self.inner.supports, self.host.holds).sites(graph):
+            run(graph.part(done, site.product_index))
             done = site.output_index + 1
-            vectors, product, _ = mla_rewrite.broadcast_nodes(site, Form.COPIED)
-            part, array = graph_of(graph, [tensor.address_of(product)])
-            run(part)
-            assert vectors.data
-            assert len(array) == 1
-            broadcast = floats(tensor.address_of(product))
-            run(tensor.view(graph, site.product_index, done))
+            product, _ = broadcast_nodes(site, Form.COPIED)
+            run(Graph.of([product]))
+            broadcast = floats(product)
+            run(graph.part(site.product_index, done))
             matrix = floats(site.output)
             difference = float(abs(broadcast - matrix).max() / matrix.std())
             self.differences.append((site.form.n_tokens, difference))
-        run(tensor.view(graph, done, len(tensor.node_addresses(graph))))
+        run(graph.part(done, graph.n_nodes))
         return 0
 
 
-def floats(address: int) -> NDArray[np.float32]:
-    size_bytes = library().ggml_nbytes(address)
-    return HostRange(tensor.at(address).data, size_bytes).array().view(np.float32).copy()
+def floats(tensor: Tensor) -> NDArray[np.float32]:
+    return HostRange(tensor.position, tensor.size_bytes).array().view(np.float32).copy()
 
 
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
@@ -174,7 +176,7 @@ def test_1_to_64_tokens_give_the_same_logits_with_the_switch_as_without(
             counters = switch_of(engine).counters
             assert counters.replaced == 2 * 64 * N_LAYERS
             assert 0 < counters.copied < counters.replaced, "both ways through memory occur"
-            assert not counters.kept
+            assert not counters.left_alone
     assert largest_difference(runs[0], without) < limit
     assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True)), "bit by bit, each time"
 
@@ -188,19 +190,20 @@ def test_by_default_as_many_tokens_are_replaced_as_there_are_heads(
             before = counters.replaced
             engine.sequences.extend(0, [5] * n)
             assert counters.replaced == before + N_LAYERS, f"{n} tokens"
-        assert not counters.kept
+        assert not counters.left_alone
         replaced = counters.replaced
         for i, n in enumerate((N_HEAD + 1, 20), start=1):
             engine.sequences.extend(0, [5] * n)
             assert counters.replaced == replaced, f"{n} tokens"
-            assert counters.kept == {Kept.ABOVE_CROSSOVER: i * N_LAYERS}
+            assert counters.left_alone == {LeftAlone.ABOVE_CROSSOVER: i * N_LAYERS}
 
 
 def test_switched_off_ggml_gets_its_own_graph(opened: Open, tiny_moe: Path) -> None:
     with opened(tiny_moe, 0) as engine:
         evaluate(engine, (1, 4))
-        assert all(graph == copy for graph, copy in switch_of(engine).graphs)
-        assert not switch_of(engine).counters.kept
+        assert switch_of(engine).graphs
+        assert all(graph is made for graph, made in switch_of(engine).graphs)
+        assert not switch_of(engine).counters.left_alone
 
 
 def test_writing_over_the_attention_output_would_be_seen(
@@ -208,7 +211,7 @@ def test_writing_over_the_attention_output_would_be_seen(
 ) -> None:
     with opened(tiny_float, 0, flash_attn="on") as engine:
         expected = evaluate(engine, (2, 4))
-    monkeypatch.setattr(mla_rewrite, "decide", lambda site, crossover: Form.DIRECT)
+    monkeypatch.setattr(offload.mla.switch, "decide", lambda site, crossover: Form.DIRECT)
     with opened(tiny_float, 64, flash_attn="on") as engine:
         careless = evaluate(engine, (2, 4))
     assert largest_difference(careless, expected) > 0.01
@@ -219,7 +222,7 @@ def test_without_room_between_the_nodes_the_copied_form_gives_the_same_logits(
 ) -> None:
     with opened(tiny_float, 0) as engine:
         expected = evaluate(engine, (1, 3, 9))
-    monkeypatch.setattr(mla_rewrite, "decide", lambda site, crossover: Form.COPIED)
+    monkeypatch.setattr(offload.mla.switch, "decide", lambda site, crossover: Form.COPIED)
     with opened(tiny_float, 64) as engine:
         copied = evaluate(engine, (1, 3, 9))
         assert switch_of(engine).counters.copied == switch_of(engine).counters.replaced > 0
@@ -228,19 +231,19 @@ def test_without_room_between_the_nodes_the_copied_form_gives_the_same_logits(
 
 @pytest.mark.parametrize(
     ("name", "answer", "reason"),
-    [("_streamed", True, Kept.STREAMED), ("_supports", False, Kept.UNSUPPORTED)],
+    [("_is_streamed", True, LeftAlone.STREAMED), ("_supports", False, LeftAlone.UNSUPPORTED)],
 )
 def test_streamed_weights_and_products_the_device_does_not_take_are_left_alone(
-    opened: Open, tiny_moe: Path, name: str, answer: bool, reason: Kept
+    opened: Open, tiny_moe: Path, name: str, answer: bool, reason: LeftAlone
 ) -> None:
     with opened(tiny_moe, 0) as engine:
         expected = evaluate(engine, (2,))
     with opened(tiny_moe, 64) as engine:
-        setattr(switch_of(engine), name, lambda address: answer)
+        setattr(switch_of(engine), name, lambda tensor: answer)
         left = evaluate(engine, (2,))
         counters = switch_of(engine).counters
         assert counters.replaced == 0
-        assert counters.kept == {reason: 2 * N_LAYERS}
+        assert counters.left_alone == {reason: 2 * N_LAYERS}
     assert np.array_equal(left[0], expected[0])
 
 
@@ -252,8 +255,8 @@ def test_a_product_that_somebody_else_reads_is_left_alone(opened: Open, tiny_moe
         sites = switch.sites(graph)
         assert len(sites) == N_LAYERS
         assert not any(site.form.shared for site in sites)
-        wanted = tensor.at(sites[1].product)
-        wanted.flags |= 2  # GGML_TENSOR_FLAG_OUTPUT
+        wanted = abi.ggml_tensor.from_address(sites[1].product.address)
+        wanted.flags |= abi.GGML_TENSOR_FLAG_OUTPUT
         assert [site.form.shared for site in switch.sites(graph)] == [False, True, False, False]
 
 
@@ -261,28 +264,25 @@ def test_uses_are_counted_as_in_the_whole_graph(opened: Open, tiny_moe: Path) ->
     with opened(tiny_moe, 0, stream_experts=False) as engine:
         engine.sequences.extend(0, [1, 2])
         graph, _ = switch_of(engine).graphs[-1]
-        nodes = tensor.node_addresses(graph)
-        sources = [tensor.source(node, i) for node in nodes for i in range(10)]
-        last = nodes[-1]
-        counts = {node: use_count(graph, node) for node in nodes if node != last}
+        nodes = graph.nodes()
+        sources = [node.source(i) for node in nodes for i in range(10)]
+        counts = {node: graph.use_count(node) for node in nodes[:-1]}
         assert counts == {node: sources.count(node) for node in counts}
         assert max(counts.values()) > 1
-        assert use_count(graph, 0x1230) == -1
+        assert graph.use_count(Tensor(0x1230)) == -1
 
 
-def test_a_graph_is_rewritten_once_and_its_cuts_are_found_once(
-    opened: Open, tiny_moe: Path
-) -> None:
+def test_a_graph_is_rewritten_and_prepared_once(opened: Open, tiny_moe: Path) -> None:
     with opened(tiny_moe, 64, min_batch=MinBatch(experts=1, dense=1)) as engine:
-        device = engine.device
-        assert device is not None
+        assert engine.device is not None
         engine.sequences.extend(0, [1] * 3)
         engine.sequences.extend(0, [1] * 3)
-        walks, copy = device.cuts.n_walks, switch_of(engine).graphs[-1]
+        prepared, rewritten = engine.device.n_prepared, len(switch_of(engine).graphs)
+        replaced = switch_of(engine).counters.replaced
         for _ in range(4):
             engine.sequences.extend(0, [1] * 3)
-            assert switch_of(engine).graphs[-1] == copy
-        assert device.cuts.n_walks == walks
+        assert engine.device.n_prepared == prepared == rewritten
+        assert switch_of(engine).counters.replaced == replaced + 4 * N_LAYERS
         assert engine.counters().cuts > 0
 
 
@@ -299,33 +299,44 @@ def test_streamed_experts_and_the_switch_give_the_bits_of_resident_ones_and_the_
 
 
 @pytest.mark.parametrize("flash_attn", ["on", "off"])
-def test_auto_measures_both_forms_once_and_keeps_to_what_it_found(
+def test_auto_measures_when_the_model_is_opened_and_keeps_to_what_it_found(
     opened: Open, tiny_moe: Path, flash_attn: str
 ) -> None:
     with opened(tiny_moe, 0, flash_attn=flash_attn) as engine:
         expected = evaluate(engine, (1, 2, 8, 20))
     with opened(tiny_moe, "auto", flash_attn=flash_attn) as engine:
-        rows = evaluate(engine, (1, 2, 8, 20))
         switch = switch_of(engine)
-        assert list(switch.measured) == [(64, 32, N_HEAD, 1)]
-        ((crossover, table),) = switch.measured.values()
-        sizes = measured_sizes(N_HEAD)
-        assert tuple(t.n_tokens for t in table) == sizes[: len(table)]
-        assert all(t.matrix_s > 0 and t.broadcast_s > 0 for t in table)
-        assert crossover == choose_crossover(table)
+        crossover = switch.crossover
+        assert crossover is not None
+        rows = evaluate(engine, (1, 2, 8, 20))
+        assert switch.crossover == crossover
         evaluations = (3, 1, 3, 2, 3, 8, 3, 20)
         assert switch.counters.replaced == N_LAYERS * sum(n <= crossover for n in evaluations)
     assert largest_difference(rows, expected) < 1e-3
 
 
-def test_auto_measures_nothing_that_the_device_does_not_take(opened: Open, tiny_moe: Path) -> None:
-    with opened(tiny_moe, "auto", stream_experts=False) as engine:
-        switch = switch_of(engine)
-        switch._supports = lambda node: tensor.at(node).ne[3] == 1
-        engine.sequences.extend(0, [1])
-        ((crossover, table),) = switch.measured.values()
-        assert [timing.n_tokens for timing in table] == [1]
-        assert crossover <= 1
+@pytest.mark.parametrize("token_major", [True, False])
+@pytest.mark.parametrize("model", ["tiny_moe", "tiny_float"])
+def test_auto_times_both_forms_for_1_to_2_n_head_tokens(
+    model: str, token_major: bool, request: pytest.FixtureRequest
+) -> None:
+    facts, device = read_facts(request.getfixturevalue(model)), choose_device("sim").device
+    chosen = chosen_crossover("auto", facts, device, token_major=token_major)
+    sizes = measured_sizes(N_HEAD)
+    assert tuple(t.n_tokens for t in chosen.table) == sizes[: len(chosen.table)]
+    assert all(t.matrix_s > 0 and t.broadcast_s > 0 for t in chosen.table)
+    assert chosen.n_tokens == choose_crossover(chosen.table)
+    assert not chosen.note
+
+
+def test_auto_measures_nothing_that_the_device_does_not_take(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Device, "supports", lambda _, node: node.shape[3] == 1)
+    device = choose_device("sim").device
+    chosen = chosen_crossover("auto", read_facts(tiny_moe), device, token_major=True)
+    assert [timing.n_tokens for timing in chosen.table] == [1]
+    assert chosen.n_tokens in (0, 1)
 
 
 def test_auto_without_memory_to_measure_says_so_and_takes_the_heads(
@@ -334,15 +345,23 @@ def test_auto_without_memory_to_measure_says_so_and_takes_the_heads(
     def no_memory(*_: object, **__: object) -> None:
         raise DoesNotFit("7 MiB of device memory could not be had")
 
-    monkeypatch.setattr(mla_rewrite, "measure_crossover", no_memory)
+    monkeypatch.setattr(offload.mla.measure, "measure_crossover", no_memory)
     with opened(tiny_moe, "auto") as engine:
         engine.sequences.extend(0, [1] * N_HEAD)
         engine.sequences.extend(0, [1] * (N_HEAD + 1))
-        switch = switch_of(engine)
-        assert switch.counters.replaced == N_LAYERS
-        assert len(switch.notes) == 1
-        assert "7 MiB" in switch.notes[0]
-        assert f"taking {N_HEAD}" in switch.notes[0]
+        assert switch_of(engine).counters.replaced == N_LAYERS
+        (note,) = [note for note in engine.notes if "mla-crossover" in note]
+        assert "7 MiB" in note
+        assert f"taking {N_HEAD}" in note
+
+
+def test_a_model_without_the_projection_is_not_measured(
+    tiny_dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload.mla.measure, "measure_crossover", None)
+    device = choose_device("sim").device
+    chosen = chosen_crossover("auto", read_facts(tiny_dense), device, token_major=True)
+    assert (chosen.n_tokens, chosen.table) == (None, ())
 
 
 def test_models_without_latent_attention_have_no_sites(opened: Open, tiny_dense: Path) -> None:
@@ -350,10 +369,9 @@ def test_models_without_latent_attention_have_no_sites(opened: Open, tiny_dense:
         evaluate(engine, (1, 3))
         counters = switch_of(engine).counters
         assert counters.replaced == 0
-        assert not counters.kept
+        assert not counters.left_alone
 
 
 def test_the_real_device_is_asked_not_the_wrapped_one(opened: Open, tiny_moe: Path) -> None:
     with opened(tiny_moe, 64) as engine:
-        supports = switch_of(engine)._supports
-        assert supports.__func__ is PyDevice._supports_op  # type: ignore[attr-defined]
+        assert switch_of(engine)._supports == engine.choice.device.supports

@@ -77,7 +77,7 @@ def load(
     host = HostBufferType("TEST", store or AnonymousMemory(), pending, home=store)
     patterns = patterns or make_plan(facts, budget_bytes=None).patterns()
     placement = ModelPlacement(
-        overrides=tuple((pattern, host.address) for pattern in patterns),
+        overrides=tuple((pattern, host) for pattern in patterns),
         use_extra_bufts=False,
         load_mode="mmap",
     )
@@ -318,7 +318,7 @@ def test_what_is_raised_while_waiting_stops_the_readers_and_gives_the_memory_bac
     pending = Pending()
     host = HostBufferType("TEST", store, pending, home=store)
     patterns = make_plan(facts, budget_bytes=None).patterns()
-    overrides = tuple((pattern, host.address) for pattern in patterns)
+    overrides = tuple((pattern, host) for pattern in patterns)
     placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
     with store.loading(pending):
         model = Model(mid_moe, placement, pending, store.watching(None))
@@ -344,7 +344,7 @@ def test_ctrl_c_while_libllama_loads_ends_the_loading(mid_moe: Path) -> None:
 
     pending = Pending()
     host = HostBufferType("TEST", store, pending, home=store)
-    overrides = ((r"_exps\.weight$", host.address),)
+    overrides = ((r"_exps\.weight$", host),)
     placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
     with pytest.raises(KeyboardInterrupt), store.loading(pending):
         Model(mid_moe, placement, pending, store.watching(interrupt))
@@ -414,7 +414,7 @@ def test_progress_rises_to_one(mid_moe: Path) -> None:
     store = Store(facts, streamed_of(facts), ON_CPU)
     told: list[float] = []
     host = HostBufferType("TEST", store, pending, home=store)
-    overrides = ((r"_exps\.weight$", host.address),)
+    overrides = ((r"_exps\.weight$", host),)
     placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
     with store.loading(pending):
         model = Model(mid_moe, placement, pending, store.watching(told.append))

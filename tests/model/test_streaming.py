@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
-from offload.ggml.library.lib import op_number
-from offload.ggml.pydevice import PyDevice
-from offload.ggml.tensor import op_of
+from offload.ggml.backend import Device
+from offload.ggml.tensor import Tensor
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.schedule.predict import Routing
@@ -242,10 +241,10 @@ def test_auto_measures_both_sides(tiny_moe: Path) -> None:
 def test_a_type_the_device_cannot_multiply_goes_to_the_cpu_and_is_said(
     tiny_moe: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: PyDevice, node: int) -> bool:
-        return op_of(node) != op_number("MUL_MAT_ID")
+    def refuse(self: Device, node: Tensor) -> bool:
+        return not node.is_op("MUL_MAT_ID")
 
-    monkeypatch.setattr(PyDevice, "_supports_op", refuse)
+    monkeypatch.setattr(Device, "supports", refuse)
     with Engine(tiny_moe, options(StreamingOptions())) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().cuts == 0
@@ -256,7 +255,7 @@ def test_a_type_the_device_cannot_multiply_goes_to_the_cpu_and_is_said(
 def test_a_weight_without_slots_goes_to_the_cpu_and_is_said(
     tiny_moe: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StreamingDevice, "_shape", lambda *_: ("q8_0", 1, 1, 1))
+    monkeypatch.setattr(StreamingDevice, "_pool_of", lambda *_: None)
     with Engine(tiny_moe, options(StreamingOptions())) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.device is not None

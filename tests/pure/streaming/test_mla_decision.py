@@ -13,11 +13,11 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from offload.mla.decision import (
+    Dims,
     Form,
-    Kept,
+    LeftAlone,
     Memory,
     MlaCounters,
-    Shape,
     Timing,
     ValueProjection,
     choose_crossover,
@@ -33,7 +33,7 @@ KV_LORA, V_DIM = 6, 3
 FAR = 1 << 20
 
 
-def swapped(shape: Shape) -> Shape:
+def swapped(shape: Dims) -> Dims:
     return shape[0], shape[2], shape[1], shape[3]
 
 
@@ -69,7 +69,7 @@ def projection(
     )
 
 
-def read(memory: NDArray[np.float32], ne: Shape, nb: Shape) -> NDArray[np.float32]:
+def read(memory: NDArray[np.float32], ne: Dims, nb: Dims) -> NDArray[np.float32]:
     """Floats as ggml reads them; axes in numpy's order, the row last."""
     return as_strided(memory, shape=ne[::-1], strides=nb[::-1])
 
@@ -89,7 +89,7 @@ def test_both_forms_give_the_same_bytes_in_the_same_places(
         assert not token_major
         assert n_streams > 1
         assert n_tokens > 1
-        assert decide(site, 10**9) is Kept.UNEVEN_TOKENS
+        assert decide(site, 10**9) is LeftAlone.UNEVEN_TOKENS
         with pytest.raises(ValueError, match="distance"):
             _ = site.vectors_nb
         return
@@ -107,14 +107,16 @@ def test_both_forms_give_the_same_bytes_in_the_same_places(
 
 def test_tokens_up_to_the_crossover_are_replaced_and_more_are_not() -> None:
     assert decide(projection(4), 4) is Form.DIRECT
-    assert decide(projection(5), 4) is Kept.ABOVE_CROSSOVER
-    assert decide(projection(2, n_streams=3), 5) is Kept.ABOVE_CROSSOVER, "streams count together"
-    assert decide(projection(1), 0) is Kept.ABOVE_CROSSOVER
+    assert decide(projection(5), 4) is LeftAlone.ABOVE_CROSSOVER
+    assert decide(projection(2, n_streams=3), 5) is LeftAlone.ABOVE_CROSSOVER, (
+        "streams count together"
+    )
+    assert decide(projection(1), 0) is LeftAlone.ABOVE_CROSSOVER
 
 
 def test_streamed_and_shared_sites_are_left_alone() -> None:
-    assert decide(replace(projection(2), streamed=True), 9) is Kept.STREAMED
-    assert decide(replace(projection(2), shared=True), 9) is Kept.SHARED
+    assert decide(replace(projection(2), streamed=True), 9) is LeftAlone.STREAMED
+    assert decide(replace(projection(2), shared=True), 9) is LeftAlone.SHARED
 
 
 def test_an_output_over_the_attention_output_goes_by_the_memory_of_the_old_product() -> None:
@@ -122,7 +124,7 @@ def test_an_output_over_the_attention_output_goes_by_the_memory_of_the_old_produ
     size = projection(3).attended.size_bytes
     assert decide(projection(3, places=(0, FAR, size - 1)), 9) is Form.COPIED
     assert decide(projection(3, places=(0, FAR, size)), 9) is Form.DIRECT
-    assert decide(projection(3, places=(0, 8, 0)), 9) is Kept.OVERLAP
+    assert decide(projection(3, places=(0, 8, 0)), 9) is LeftAlone.OVERLAP
 
 
 def test_nodes_in_between_may_use_the_output_memory_so_it_is_written_last() -> None:
@@ -152,7 +154,7 @@ def test_no_form_writes_where_it_still_reads(
         assert not attended & product
         assert not product & output
     else:
-        assert decision is Kept.OVERLAP
+        assert decision is LeftAlone.OVERLAP
         assert attended & output or not adjacent
         assert attended & product or product & output
 
@@ -177,11 +179,13 @@ def test_other_shapes_are_not_value_projections(changes: dict[str, object]) -> N
 
 def test_counters_tell_direct_copied_and_the_reasons_apart() -> None:
     counters = MlaCounters()
-    one = MlaCounters.of([Form.DIRECT, Form.COPIED, Kept.STREAMED, Kept.STREAMED, Kept.OVERLAP])
+    one = MlaCounters.of(
+        [Form.DIRECT, Form.COPIED, LeftAlone.STREAMED, LeftAlone.STREAMED, LeftAlone.OVERLAP]
+    )
     counters.add(one)
     counters.add(one)
     assert (counters.replaced, counters.copied) == (4, 2)
-    assert counters.kept == {Kept.STREAMED: 4, Kept.OVERLAP: 2}
+    assert counters.left_alone == {LeftAlone.STREAMED: 4, LeftAlone.OVERLAP: 2}
 
 
 def timings(gains: Sequence[float]) -> list[Timing]:

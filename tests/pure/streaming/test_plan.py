@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offload.errors import DoesNotFit
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.plan.placement import make_plan, shape_of, spread
+from offload.plan.placement import make_plan, spread
 from offload.units import parse_bytes, parse_rate, parse_seconds
 
 N_LAYERS, N_EXPERTS, N_USED = 6, 8, 2
@@ -45,14 +45,14 @@ def test_without_a_limit_the_experts_stream_and_all_of_them_have_a_slot() -> Non
     assert plan.streamed_bytes == EXPERT_BYTES
     assert plan.resident_bytes == DENSE_BYTES
     assert plan.slot_bytes == EXPERT_BYTES
-    assert all(arena.n_slots == arena.n_pieces for arena in plan.arenas)
+    assert all(pool.n_slots == pool.n_pieces for pool in plan.layout.pools)
 
 
-def test_experts_and_dense_weights_of_one_shape_have_arenas_of_their_own() -> None:
+def test_experts_and_dense_weights_of_one_shape_have_pools_of_their_own() -> None:
     plan = make_plan(facts(), budget_bytes=None, n_gpu_layers=0)
-    kinds = {arena.n_experts for arena in plan.arenas}
-    assert kinds == {0, N_EXPERTS}
-    assert len({arena.shape for arena in plan.arenas}) == len(plan.arenas)
+    assert [(pool.n_experts, pool.n_groups) for pool in plan.layout.pools] == [
+        (N_EXPERTS, N_LAYERS), (0, 3 * N_LAYERS),
+    ]  # fmt: skip
 
 
 @given(st.integers(DENSE_BYTES // 4, DENSE_BYTES + 2 * EXPERT_BYTES))
@@ -62,8 +62,8 @@ def test_whatever_the_budget_the_plan_keeps_it_or_says_that_nothing_fits(budget:
     except DoesNotFit:
         return
     assert plan.resident_bytes + plan.slot_bytes <= budget
-    assert all(1 <= arena.n_slots <= arena.n_pieces for arena in plan.arenas)
-    assert all(arena.n_slots >= N_USED for arena in plan.arenas if arena.n_experts)
+    assert all(1 <= pool.n_slots <= pool.n_pieces for pool in plan.layout.pools)
+    assert all(pool.n_slots >= N_USED for pool in plan.layout.pools if pool.n_experts)
     assert plan.resident_bytes + plan.streamed_bytes == DENSE_BYTES + EXPERT_BYTES
     assert plan.reasons
 
@@ -98,13 +98,6 @@ def test_streamed_layers_are_as_many_as_asked_and_evenly_spread(n: int, n_layers
     assert len(layers) == min(n, n_layers)
     gaps = [b - a for a, b in zip(layers, layers[1:], strict=False)]
     assert not gaps or max(gaps) - min(gaps) <= 1
-
-
-def test_a_slot_of_experts_is_one_matrix_and_a_dense_slot_all_of_them() -> None:
-    experts = TensorEntry("blk.0.ffn_up_exps.weight", "q4_K", (64, 32, 8), 0, 1)
-    heads = TensorEntry("blk.0.attn_v_b.weight", "q8_0", (64, 32, 8), 0, 1)
-    assert shape_of(experts) == ("q4_K", 64, 32, 0)
-    assert shape_of(heads) == ("q8_0", 64, 32, 8)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,13 @@ def test_types_without_a_common_stride_have_pools_of_their_own() -> None:
     assert [group.pool for group in layout.groups] == [0, 0, 1]
 
 
+def test_rows_that_kernels_read_past_share_with_nobody_else() -> None:
+    # Behind a matrix that is smaller than its slot lie bytes of another type: NaN, as like as not.
+    some, others = experts(0, same("q4_0"), 512, 96), experts(1, same("q5_0"), 512, 96)
+    assert len(layout_of(some, others).pools) == 2
+    assert len(layout_of(some, experts(1, same("q4_0"), 512, 96)).pools) == 1
+
+
 def test_dense_weights_of_one_shape_share_slots_whatever_their_type() -> None:
     rows = [
         weight(f"blk.{i}.{name}.weight", "q6_K" if i and name == "attn_v" else "q4_K", 512, 512)

@@ -14,7 +14,7 @@ from offload.errors import OffloadError
 from offload.schedule.cache_rules import CACHE_RULES, Lfu, Lru, VictimQueue, make_cache_rule
 from offload.schedule.coalesce import Span, coalesce
 from offload.schedule.commands import Copy
-from offload.schedule.predict import Routing, expected_union, whole_is_better
+from offload.schedule.predict import Fetch, Routing, expected_union, fetch_of
 from offload.schedule.slots import LEGAL, STATES, IllegalMove, PoolSlots, SlotTable
 
 # -- slots ---------------------------------------------------------------------------------------
@@ -259,14 +259,22 @@ def test_an_impossible_router_is_refused() -> None:
         expected_union(1, 9, 8)
 
 
-def test_large_batches_copy_whole_weights_if_they_fit() -> None:
-    assert whole_is_better(512, 8, 256, 256)[0]
-    whole, why = whole_is_better(512, 8, 256, 255)
-    assert not whole
+def test_large_batches_copy_all_experts_if_they_fit() -> None:
+    assert fetch_of(512, 8, 256, 256)[0] is Fetch.ALL_IN_ORDER
+    assert fetch_of(512, 8, 256, 512)[0] is Fetch.ALL_IN_ORDER
+    fetch, why = fetch_of(512, 8, 256, 255)
+    assert fetch is Fetch.CHOSEN
     assert "255 slots cannot hold" in why
-    whole, why = whole_is_better(16, 8, 256, 512)
-    assert not whole
+    fetch, why = fetch_of(16, 8, 256, 512)
+    assert fetch is Fetch.CHOSEN
     assert "about 102 of 256" in why
+
+
+@pytest.mark.parametrize("n_slots", [257, 400, 511])
+def test_slots_for_less_than_two_layers_take_part_of_the_next_one_meanwhile(n_slots: int) -> None:
+    fetch, why = fetch_of(512, 8, 256, n_slots)
+    assert fetch is Fetch.ALL
+    assert f"{n_slots} slots hold part" in why
 
 
 def test_routing_guesses_what_the_last_batch_used_most() -> None:

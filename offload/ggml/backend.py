@@ -1,0 +1,199 @@
+"""Handles of ggml's devices, their streams (which ggml calls backends) and events."""
+
+from __future__ import annotations
+
+import ctypes as C
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import DeviceFailed
+from offload.ggml.graph import Graph
+from offload.ggml.library import abi
+from offload.ggml.library.lib import library
+from offload.ggml.pinning import pieces_of
+from offload.ggml.tensor import Buffer, Tensor
+
+_PADDING_BYTES = 4096  # more than 512 elements of any quantised type
+_KINDS = {
+    abi.GGML_BACKEND_DEVICE_TYPE_CPU: "cpu",
+    abi.GGML_BACKEND_DEVICE_TYPE_GPU: "gpu",
+    abi.GGML_BACKEND_DEVICE_TYPE_IGPU: "gpu",
+}
+
+
+class Device:
+    """A device that ggml knows. Equal if the addresses are."""
+
+    def __init__(self, address: int) -> None:
+        self._lib = library()
+        self.address = address
+        self.buffer_type: int = self._lib.ggml_backend_dev_buffer_type(address)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device) and other.address == self.address
+
+    def __hash__(self) -> int:
+        return hash(self.address)
+
+    @property
+    def name(self) -> str:
+        name: bytes = self._lib.ggml_backend_dev_name(self.address)
+        return name.decode()
+
+    @property
+    def description(self) -> str:
+        text: bytes = self._lib.ggml_backend_dev_description(self.address)
+        return text.decode()
+
+    @property
+    def kind(self) -> str:
+        """cpu, gpu, or other for accelerators that stand beside the CPU."""
+        return _KINDS.get(self._lib.ggml_backend_dev_type(self.address), "other")
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Free and total."""
+        free, total = C.c_size_t(), C.c_size_t()
+        self._lib.ggml_backend_dev_memory(self.address, C.byref(free), C.byref(total))
+        return free.value, total.value
+
+    @property
+    def has_async_and_events(self) -> bool:
+        """True if copies can run on a second stream, ordered by events."""
+        props = abi.ggml_backend_dev_props()
+        self._lib.ggml_backend_dev_get_props(self.address, C.addressof(props))
+        return bool(props.caps.async_ and props.caps.events)
+
+    def supports(self, node: Tensor) -> bool:
+        """True if the device computes a node like this."""
+        return bool(self._lib.ggml_backend_dev_supports_op(self.address, node.address))
+
+    def open(self) -> Stream:
+        """A stream of its own, to be closed."""
+        return Stream(self._lib.ggml_backend_dev_init(self.address, None), self)
+
+    def allocate(self, size_bytes: int, what: str) -> Buffer:
+        """Cleared memory of the device, and room behind it for kernels that read past a row's end.
+
+        Raises DoesNotFit naming `what` it was for.
+        """
+        return Buffer(self.buffer_type, size_bytes + _PADDING_BYTES, what)
+
+    def event(self) -> Event:
+        """Raises DeviceFailed."""
+        made = self._lib.ggml_backend_event_new(self.address)
+        if not made:
+            raise DeviceFailed("the device refused to make another event")
+        return Event(made)
+
+
+def all_devices() -> list[Device]:
+    """Every device of the installed library, in its order."""
+    lib = library()
+    return [Device(lib.ggml_backend_dev_get(i)) for i in range(lib.ggml_backend_dev_count())]
+
+
+class Event:
+    """A point in a stream that another one can wait for."""
+
+    __slots__ = ("_lib", "address")
+
+    def __init__(self, address: int) -> None:
+        self._lib, self.address = library(), address
+
+    def synchronize(self) -> None:
+        """Wait on the host until it has passed."""
+        self._lib.ggml_backend_event_synchronize(self.address)
+
+    def close(self) -> None:
+        self._lib.ggml_backend_event_free(self.address)
+
+
+class RouterIds:
+    """Host memory for what a router chose: `values` [n_tokens, n_used] of a tensor of ids."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.tensor = ids
+        n_used, n_tokens, _, _ = ids.shape
+        stride = ids.strides[1] // 4
+        raw = np.zeros((n_tokens, stride), np.int32)
+        self.position: int = raw.ctypes.data
+        self.size_bytes = ((n_tokens - 1) * stride + n_used) * 4
+        self.values = raw[:, :n_used]
+
+
+class SlotIds:
+    """Ids that mean slots: `values` [n_tokens, n_used], and the tensor that they are copied to."""
+
+    def __init__(self, like: Tensor, buffer: Buffer, offset_bytes: int) -> None:
+        """As the router's ids `like` are, but contiguous, at an offset of a buffer."""
+        n_used, n_tokens, _, _ = like.shape
+        row = 4 * n_used
+        strides = 4, row, row * n_tokens, row * n_tokens
+        self.tensor = like.alike(strides=strides, at=(buffer, offset_bytes))
+        self.values = np.zeros((n_tokens, n_used), np.int32)
+        self.position: int = self.values.ctypes.data
+        self.size_bytes = self.values.nbytes
+
+
+class Stream:
+    """An in-order queue of copies and computations on a device."""
+
+    def __init__(self, address: int, device: Device) -> None:
+        """Takes the backend at `address` over."""
+        self._lib = library()
+        self.address, self.device = address, device
+        self._set = self._lib.ggml_backend_tensor_set_async
+        self._get = self._lib.ggml_backend_tensor_get_async
+        self._compute = self._lib.ggml_backend_graph_compute_async
+        self._synchronize = self._lib.ggml_backend_synchronize
+
+    def close(self) -> None:
+        address, self.address = self.address, 0
+        if address:
+            self._lib.ggml_backend_free(address)
+
+    def compute(self, graph: Graph) -> int:
+        """Enqueue a graph; a ggml_status. What it refers to has to live until it is complete."""
+        return int(self._compute(self.address, graph.address))
+
+    def synchronize(self) -> None:
+        """Return when everything enqueued is complete."""
+        self._synchronize(self.address)
+
+    def copy(
+        self, target: Tensor, offset_bytes: int, source: Tensor, source_bytes: int, size_bytes: int
+    ) -> None:
+        """Enqueue a copy of `size_bytes` at `source_bytes` of a tensor in host memory."""
+        at = source.position + source_bytes
+        for start, n in pieces_of(at, size_bytes):
+            self._set(self.address, target.address, at + start, offset_bytes + start, n)
+
+    def upload(self, values: SlotIds) -> None:
+        """Enqueue a copy of the values, which may not change until it is complete."""
+        self._set(self.address, values.tensor.address, values.position, 0, values.size_bytes)
+
+    def read(self, ids: RouterIds) -> NDArray[np.int32]:
+        """A router's choice [n_tokens, n_used], when everything enqueued is complete.
+
+        The array is written again the next time.
+        """
+        self._get(self.address, ids.tensor.address, ids.position, 0, ids.size_bytes)
+        self._synchronize(self.address)
+        return ids.values
+
+    def record(self, event: Event) -> None:
+        """The event has passed when all that is enqueued so far is complete."""
+        self._lib.ggml_backend_event_record(event.address, self.address)
+
+    def wait(self, event: Event) -> None:
+        """Let all that is enqueued from now on start after the event has passed."""
+        self._lib.ggml_backend_event_wait(self.address, event.address)
+
+
+def copy_now(
+    target: Tensor, offset_bytes: int, source: Tensor, source_bytes: int, size_bytes: int
+) -> None:
+    """Copy from host memory, by the calling thread, past all streams."""
+    at = source.position + source_bytes
+    library().ggml_backend_tensor_set(target.address, at, offset_bytes, size_bytes)
