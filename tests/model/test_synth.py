@@ -47,6 +47,7 @@ PUBLISHED_PARAMETERS = {
     "qwen2.5-72b": 72.7,
     "qwen2.5-32b": 32.8,
     "qwen2.5-0.5b": 0.494,
+    "qwen3-0.6b": 0.596,
     "mistral-large": 123,
     "mistral-7b": 7.25,
     "llama-3.3-70b": 70.6,
