@@ -15,6 +15,7 @@ import typer
 from specoffload import __version__, report
 from specoffload.config.command_line import CommandLine
 from specoffload.config.options import (
+    AnswerFiles,
     BenchOptions,
     DoctorOptions,
     Options,
@@ -55,22 +56,25 @@ def config_of(line: CommandLine, options: Options | None = None) -> Config:
     return resolve(options, read_host(line.environment))
 
 
-def run(line: CommandLine) -> None:
-    """Continue a prompt: with the embedded pair, or with MODEL.gguf -p PROMPT."""
-    from specoffload.commands.run import (
-        read_grammar,
-        read_prompt,
-        run_prompt,
-        split_model_and_prompt,
+def sampling_of(line: CommandLine) -> GenerateOptions:
+    """What was said of answers, files read. Raises UsageError for one that cannot be."""
+    from specoffload.commands.run import read_text
+
+    said, files = line.of(GenerateOptions), line.of(AnswerFiles)
+    return replace(
+        said,
+        grammar=read_text(said.grammar, files.grammar),
+        json_schema=read_text(said.json_schema, files.json_schema),
     )
 
-    own, sampling, options = line.of(RunOptions), line.of(GenerateOptions), line.options
+
+def run(line: CommandLine) -> None:
+    """Continue a prompt: with the embedded pair, or with MODEL.gguf -p PROMPT."""
+    from specoffload.commands.run import read_prompt, run_prompt, split_model_and_prompt
+
+    own, options = line.of(RunOptions), line.options
     model, prompt = split_model_and_prompt(own.words, options.model, own.prompt)
-    sampling = replace(
-        sampling,
-        n_predict=own.n_predict,
-        grammar=read_grammar(sampling.grammar, own.grammar_file),
-    )
+    sampling = replace(sampling_of(line), n_predict=own.n_predict)
     options = replace(options, model=model)
     if model is None and prompt is not None and prompt == own.words and len(prompt.split()) == 1:
         options = replace(
@@ -95,7 +99,7 @@ def serve(line: CommandLine) -> None:
         port=own.port,
         api_key=own.api_key,
         max_queue=own.max_queue,
-        defaults=line.of(GenerateOptions),
+        defaults=sampling_of(line),
     )
 
 

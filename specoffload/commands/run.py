@@ -47,22 +47,16 @@ def _exists(argument: str) -> bool:
 
 def read_prompt(words: str | None, file: Path | None) -> str:
     """The prompt's text. Raises UsageError when there is none, or it cannot be read."""
-    if words is not None and file is not None:
-        raise UsageError(f"a prompt and the file {file} are given: one of them is enough")
-    if file is not None:
-        try:
-            words = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
+    words = read_text(words, file)
     if not words:
         raise UsageError('the prompt is empty: specoffload run "def fibonacci(n):", or -p TEXT')
     return words
 
 
-def read_grammar(words: str | None, file: Path | None) -> str | None:
-    """The grammar's text, if any. Raises UsageError when it cannot be read."""
+def read_text(words: str | None, file: Path | None) -> str | None:
+    """Text that is typed or in a file, if either. Raises UsageError when it cannot be read."""
     if words is not None and file is not None:
-        raise UsageError(f"a grammar and the file {file} are given: one of them is enough")
+        raise UsageError(f"{words!r} and the file {file} are given: one of them is enough")
     if file is None:
         return words or None
     try:

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from specdec.options import SpecOptions
 from specoffload.config.environment import Environment
-from specoffload.config.flags.flag import FALSE, TRUE, Flag
-from specoffload.config.flags.table import POSITIONALS, TABLE
+from specoffload.config.flags.flag import FALSE, OPENS, TRUE, Flag
+from specoffload.config.flags.foreign import Answer, Becomes, Foreign, NoEffect, Refused
+from specoffload.config.flags.table import FOREIGN, POSITIONALS, TABLE
 from specoffload.config.options import DraftOptions, Options
 from specoffload.errors import UsageError
 
@@ -39,6 +40,7 @@ class CommandLine:
     command: str
     given: Mapping[_Place, Given]
     remarks: tuple[str, ...] = ()
+    idle: tuple[tuple[str, str], ...] = ()  # flags that change nothing here, and why
     environment: Environment = field(default_factory=Environment)
 
     def of(self, section: type[_T]) -> _T:
@@ -65,6 +67,7 @@ class CommandLine:
             of_draft=self.of(DraftOptions),
             given=self._names(Options) | self._names(DraftOptions),
             remarks=self.remarks,
+            idle=self.idle,
         )
 
 
@@ -79,7 +82,9 @@ def read_command_line(
     reader.read_variables(environment.variables)
     if (Options, "draft_params") in reader.given:
         reader.read_draft_params(reader.given[Options, "draft_params"])
-    return CommandLine(command, reader.given, tuple(reader.remarks), environment)
+    return CommandLine(
+        command, reader.given, tuple(reader.remarks), tuple(reader.idle), environment
+    )
 
 
 def flags_of(command: str) -> list[Flag]:
@@ -93,17 +98,21 @@ def names_of(flags: Sequence[Flag]) -> dict[str, Flag]:
 
 
 class _Reader:
-    """Walks over the words once."""
+    """Walks over the words once, then over the variables."""
 
     def __init__(self, command: str) -> None:
         self.given: dict[_Place, Given] = {}
         self.words: list[str] = []
         self.remarks: list[str] = []
+        self.idle: list[tuple[str, str]] = []
         self._command = command
         self._flags = flags_of(command)
         self._by_name = names_of(self._flags)
+        self._foreign = _foreign_names() if command in OPENS else {}
+        self._weak = False  # what was given stays
 
-    def read(self, words: Sequence[str]) -> None:
+    def read(self, words: Sequence[str], used: str = "") -> None:
+        """`used` is the name that stands for all of the words."""
         rest = list(words)
         while rest:
             word = rest.pop(0)
@@ -112,31 +121,34 @@ class _Reader:
                 return
             if not word.startswith("-") or word == "-":
                 self.words.append(word)
-                continue
-            self._read_flag(word, rest)
+            else:
+                self._read_flag(word, rest, used)
 
-    def _read_flag(self, word: str, rest: list[str]) -> None:
+    def _read_flag(self, word: str, rest: list[str], used: str) -> None:
         name, inline = word, None
         if word.startswith("--"):
             name, equals, text = word.partition("=")
             name, inline = name.replace("_", "-"), text if equals else None
         flag = self._by_name.get(name)
         if flag is None:
-            raise UsageError(self._unknown(name))
-        if name in flag.off or flag.is_switch:
+            self._read_foreign(name, inline, rest)
+        elif name in flag.off or flag.is_switch:
             if inline is not None:
                 raise UsageError(f"{name} takes no value")
-            self._set(flag, flag.off_value if name in flag.off else True, name)
-            return
-        text = self._value_of(flag, name, rest) if inline is None else inline
-        self._read_value(flag, name, text)
+            self._set(flag, flag.off_value if name in flag.off else True, used or name)
+        else:
+            text = self._value_of(flag, name, rest) if inline is None else inline
+            self._read_value(flag, used or name, text)
 
     def _value_of(self, flag: Flag, name: str, rest: list[str]) -> str:
         """The word behind a flag, unless it is the next flag."""
         if flag.bare is not None and not (rest and _is_read(flag, rest[0])):
             return flag.bare
-        if not rest or rest[0] in self._by_name:
-            raise UsageError(f"{name} needs a value: {flag.help}")
+        return self._next(name, rest, flag.help)
+
+    def _next(self, name: str, rest: list[str], about: str = "") -> str:
+        if not rest or rest[0] in self._by_name or rest[0] in self._foreign:
+            raise UsageError(f"{name} needs a value{about and f': {about}'}")
         return rest.pop(0)
 
     def _read_value(self, flag: Flag, name: str, text: str) -> None:
@@ -144,13 +156,62 @@ class _Reader:
             other = self._by_name[flag.digits_mean]
             self.remarks.append(f"{name} {text} is read as {flag.digits_mean} {text}")
             flag = other
+        read_as = dict(flag.reads_as).get(text)
+        if read_as is not None:
+            self.remarks.append(f"{name} {text} is read as {name} {read_as}")
+            text = read_as
         try:
             self._set(flag, flag.read(text), name)
         except ValueError as e:
             raise UsageError(f"{name} {text}: {e}") from None
 
     def _set(self, flag: Flag, value: object, name: str) -> None:
-        self.given[flag.section, flag.field] = Given(value, name)
+        place = (flag.section, flag.field)
+        before = self.given.get(place)
+        if before is not None and self._weak:
+            return
+        if flag.repeats:
+            kept = before.value if before is not None else ()
+            assert isinstance(kept, tuple)
+            value = (*kept, value)
+        self.given[place] = Given(value, name)
+
+    # -- flags of llama.cpp that are none of ours
+
+    def _read_foreign(self, name: str, inline: str | None, rest: list[str]) -> None:
+        foreign = self._foreign.get(name)
+        if foreign is None:
+            raise UsageError(self._unknown(name))
+        if name in foreign.off:
+            self._take(foreign.off_answer, name, "")
+            return
+        values = [inline] if inline is not None else []
+        if foreign.optional:
+            if not values and rest and rest[0] in foreign.optional:
+                values.append(rest.pop(0))
+        else:
+            while len(values) < foreign.n_values:
+                values.append(self._next(name, rest))
+        self._answer(foreign, name, " ".join(values))
+
+    def _answer(self, foreign: Foreign, name: str, value: str) -> None:
+        try:
+            self._take(foreign.answered(value), name, value)
+        except ValueError as e:
+            raise UsageError(f"{name} {value}: {e}") from None
+
+    def _take(self, answer: Answer, name: str, value: str) -> None:
+        typed = f"{name} {value}".strip()
+        match answer:
+            case NoEffect(why):
+                self.idle.append((typed, why))
+            case Refused(why):
+                raise UsageError(f"{typed}: {why}")
+            case Becomes(words):
+                self.remarks.append(f"{typed} is read as {' '.join(words)}")
+                self.read(words, name)
+
+    # -- positional words
 
     def place_words(self) -> None:
         """The words without a flag, of which a command takes one at most."""
@@ -168,29 +229,53 @@ class _Reader:
             )
         self.given[place] = Given(taken.kind.read(self.words[0]), self.words[0])
 
+    # -- variables
+
     def read_variables(self, variables: Mapping[str, str]) -> None:
         """Those that stand for flags; what was typed wins, then the first in the table."""
-        read = set()
+        self._weak = True
         for flag in self._flags:
             for name in flag.variables:
-                read.add(name)
                 if name in variables and (flag.section, flag.field) not in self.given:
                     self._read_variable(flag, name, variables[name])
-        known = {name for flag in TABLE for name in flag.variables}
+        for name in sorted(set(_FOREIGN_VARIABLES) & set(variables)):
+            self._read_foreign_variable(_FOREIGN_VARIABLES[name], name, variables[name])
+        self._weak = False
+        known = {*_FOREIGN_VARIABLES, *(name for flag in TABLE for name in flag.variables)}
         unread = [n for n in sorted(variables) if n.startswith("LLAMA_ARG_") and n not in known]
         if unread:
             self.remarks.append(f"set in the environment and not read here: {', '.join(unread)}")
 
     def _read_variable(self, flag: Flag, name: str, text: str) -> None:
         if not flag.is_switch:
+            text = dict(flag.reads_as).get(text, text)
             try:
                 self._set(flag, flag.read(text), name)
             except ValueError as e:
                 raise UsageError(f"{name}={text}: {e}") from None
-        elif text in TRUE or text in FALSE:
-            self._set(flag, text in TRUE, name)
         else:
-            raise UsageError(f"{name}={text}: must be one of {', '.join((*TRUE, *FALSE))}")
+            self._set(flag, _truth(name, text), name)
+
+    def _read_foreign_variable(self, foreign: Foreign, name: str, text: str) -> None:
+        """A variable may be meant for other programs, so what is refused is only noted."""
+        if self._command not in OPENS:
+            return
+        is_switch = foreign.n_values == 0 and not foreign.optional
+        answer = foreign.off_answer
+        if not is_switch or _truth(name, text):
+            try:
+                answer = foreign.answered(text)
+            except ValueError as e:
+                raise UsageError(f"{name}={text}: {e}") from None
+        if isinstance(answer, Refused):
+            answer = NoEffect(answer.why)
+        if isinstance(answer, NoEffect):
+            self.idle.append((name, answer.why))
+        elif isinstance(answer, Becomes):
+            self.read(answer.words, name)
+            self.remarks.append(f"{name}={text} is read as {' '.join(answer.words)}")
+
+    # -- the draft's own command line
 
     def read_draft_params(self, given: Given) -> None:
         """`--draft-params "..."`: a command line of the draft's own; flags of its own typed
@@ -209,7 +294,8 @@ class _Reader:
             if place[0] is DraftOptions:
                 self.given.setdefault(place, Given(found.value, name))
             else:
-                self.remarks.append(f"{name} has no effect on a draft here")
+                self.idle.append((name, "a draft has no such choice here"))
+        self.idle += [(f"{given.name}: {name}", why) for name, why in inner.idle]
 
     def _unknown(self, name: str) -> str:
         elsewhere = sorted(
@@ -220,6 +306,19 @@ class _Reader:
         near = difflib.get_close_matches(name, [*self._by_name, *HELP], 1)
         hint = f"; did you mean {near[0]}?" if near else f"; specoffload {self._command} --help"
         return f"there is no flag {name}{hint}"
+
+
+_FOREIGN_VARIABLES = {name: foreign for foreign in FOREIGN for name in foreign.variables}
+
+
+def _foreign_names() -> dict[str, Foreign]:
+    return {name: foreign for foreign in FOREIGN for name in (*foreign.names, *foreign.off)}
+
+
+def _truth(name: str, text: str) -> bool:
+    if text not in TRUE and text not in FALSE:
+        raise UsageError(f"{name}={text}: must be one of {', '.join((*TRUE, *FALSE))}")
+    return text in TRUE
 
 
 def _is_read(flag: Flag, text: str) -> bool:

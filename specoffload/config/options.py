@@ -70,6 +70,7 @@ class Options:
     was set by; `remarks` are what the command line's reader has to say of it."""
 
     model: Path | None = None
+    alias: str | None = None
     draft: Path | None = None
     device: str = "auto"
     min_batch: MinBatch | Literal["auto"] | None = None
@@ -104,6 +105,7 @@ class Options:
     draft_params: tuple[str, ...] = ()  # a command line that fills `of_draft` too
     given: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    idle: tuple[tuple[str, str], ...] = ()  # flags that change nothing here, each with the reason
 
     def name(self, option: str) -> str:
         """The name by which this field was set, for messages; else the field's own name."""
@@ -118,7 +120,14 @@ class RunOptions:
     prompt: str | None = None
     file: Path | None = None
     n_predict: int | None = 128  # None: to the end of the context
-    grammar_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class AnswerFiles:
+    """Files with what an answer must look like, instead of text on the command line."""
+
+    grammar: Path | None = None
+    json_schema: Path | None = None
 
 
 @dataclass(frozen=True)

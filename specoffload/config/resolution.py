@@ -27,6 +27,7 @@ class Config:
     """Everything a session needs to open; nobody changes it later."""
 
     model: Path
+    alias: str | None
     draft: Path | None
     device: str
     min_batch: MinBatch
@@ -64,11 +65,14 @@ def resolve(options: Options, host: Host) -> Config:
     remarks = Remarks(options.strict)
     for remark in options.remarks:
         remarks.reason(remark)
+    for name, why in options.idle:
+        remarks.no_effect(name, why)
     model, draft = _models(options, remarks)
     threads = choose_threads(options, host, remarks)
     auto = options.min_batch == "auto"
     return Config(
         model=model,
+        alias=options.alias,
         draft=draft,
         device=options.device,
         min_batch=options.min_batch if isinstance(options.min_batch, MinBatch) else MinBatch(),

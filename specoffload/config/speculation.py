@@ -108,11 +108,8 @@ def measuring_only(options: Options) -> Options:
 
 
 def remark(options: Options, idle: Iterable[str], why: str) -> Options:
-    """`options` with the remark that those flags change nothing. Raises UsageError if strict."""
-    remarks = Remarks(options.strict)
-    for name in idle:
-        remarks.no_effect(name, why)
-    return replace(options, remarks=(*options.remarks, *remarks.lines))
+    """`options` with it noted that those flags change nothing."""
+    return replace(options, idle=(*options.idle, *((name, why) for name in idle)))
 
 
 def resolve_speculation(
@@ -212,16 +209,24 @@ def _effective(
     """Both without what changes nothing; each such flag is remarked on."""
     active = _active(spec, has_draft)
     idle: dict[type, dict[str, Any]] = {SpecOptions: {}, Options: {}, DraftOptions: {}}
+    working: set[str] = set()  # names of flags that do something, perhaps in one of several fields
+    why_not: list[tuple[str, str]] = []
     for flag in TABLE:
         given: Mapping[str, str] = spec.given if flag.section is SpecOptions else options.given
         if not flag.needs or flag.field not in given:
             continue
+        name = given[flag.field]
         why = _excluded(flag, spec) or _other_engines(flag, options)
         if not why and not active & set(flag.needs):
             why = _why_idle(flag, spec)
-        if why:
-            remarks.no_effect(given[flag.field], why)
-            idle[flag.section][flag.field] = flag.default
+        if not why:
+            working.add(name)
+            continue
+        why_not.append((name, why))
+        idle[flag.section][flag.field] = flag.default
+    for name, why in dict(why_not).items():
+        if name not in working:
+            remarks.no_effect(name, why)
     if idle[DraftOptions]:
         idle[Options]["of_draft"] = replace(options.of_draft, **idle[DraftOptions])
     left = {name: used for name, used in spec.given.items() if name not in idle[SpecOptions]}

@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand
 
+from specoffload import __version__, report
 from specoffload.config.command_line import HELP, CommandLine, flags_of, read_command_line
 from specoffload.config.environment import read_environment
 from specoffload.config.flags.flag import OPENS, Flag, Panel
@@ -57,6 +58,9 @@ def _class_for(command: str) -> type[TyperCommand]:
                     for param in self.params:
                         setattr(param, "hidden", False)  # noqa: B010  # arguments have none
                 return super().parse_args(ctx, ["--help"])
+            if "--version" in before:
+                report.line(f"specoffload {__version__}")
+                raise typer.Exit
             if ctx.resilient_parsing:  # the shell asks for completions
                 return super().parse_args(ctx, args)
             ctx.obj = read_command_line(command, args, read_environment())

@@ -77,7 +77,7 @@ class Session:
     def card(self) -> ModelCard:
         model = self.target.model
         return ModelCard(
-            name=self.target.facts.path.stem,
+            name=self.config.alias or self.target.facts.path.stem,
             n_ctx=self.target.n_ctx,
             n_vocab=self.target.n_vocab,
             architecture=self.target.facts.architecture,

@@ -118,7 +118,8 @@ class Flag:
 
     `needs` are alternatives: drafters, policies or `Need`s; none: it always takes effect. `request`
     is the field of an HTTP request with the same meaning. `bare` is the value where none follows.
-    `digits_mean` is the flag that a value of digits alone is for.
+    `reads_as` are llama.cpp's words for values that have another name here. `digits_mean` is the
+    flag that a value of digits alone is for.
     """
 
     section: type
@@ -139,7 +140,9 @@ class Flag:
     commands: frozenset[str] = OPENS
     request: str = ""
     bare: str | None = None
+    reads_as: tuple[tuple[str, str], ...] = ()
     digits_mean: str = ""
+    repeats: bool = False  # each value is added to those before
     first: bool = False  # one of those that people need first
 
     @property

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from offload.plan.cache_types import CACHE_TYPES
-from specoffload.config.flags.flag import INT, PATH, SWITCH, Flag, Panel, choice
+from specoffload.config.flags.flag import INT, PATH, SWITCH, TEXT, Flag, Panel, choice
 from specoffload.config.flags.reading import TOGGLE
 from specoffload.config.options import Options
 
 _P = Panel.MODEL
 
 FLAGS = (
+    Flag(
+        Options, "alias", ("--alias", "-a"), TEXT, "Name of the model in answers.", _P,
+        variables=("LLAMA_ARG_ALIAS",), default_words="the file's",
+    ),
     Flag(
         Options, "model", ("--model", "-m"), PATH, "GGUF file of the target.", _P,
         variables=("LLAMA_ARG_MODEL",), default_words="the embedded pair", first=True,

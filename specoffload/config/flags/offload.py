@@ -19,6 +19,7 @@ FLAGS = (
         more="auto is the first GPU, wrapped, else the plain CPU. cpu is libllama untouched. sim "
         "is the CPU wrapped as if it were a GPU, with limits sim:vram=64MiB,bw=2GB/s,latency=20us.",
         variables=("LLAMA_ARG_DEVICE",), commands=_AND_TUNE, first=True,
+        reads_as=(("none", "cpu"),),
     ),
     Flag(
         Options, "vram_bytes", ("--vram",), BYTES,
@@ -89,6 +90,7 @@ FLAGS = (
         "Where threads and weights go on several memory nodes.", _P,
         more="auto takes what `specoffload tune numa` measured, else rows; none leaves both to the "
         "kernel; on one node nothing changes ([numa.md](numa.md)).", variables=("LLAMA_ARG_NUMA",),
+        reads_as=(("isolate", "single"), ("numactl", "none")),
     ),
     Flag(
         Options, "numa_node", ("--numa-node",), INT,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from specoffload.config.flags.flag import OPENS, Flag, Panel, need_words
-from specoffload.config.flags.table import TABLE
+from specoffload.config.flags.foreign import Already, Becomes, Foreign, NoEffect, Refused
+from specoffload.config.flags.table import FOREIGN, TABLE
 
 _HEAD = """# Flags
 
@@ -26,6 +27,13 @@ cannot be understood is an error, never a silent default.
 Exit codes: 0 done, 1 something failed, 2 the input was bad, 130 interrupted.
 """
 
+_THEIRS = """## llama.cpp's and ik_llama.cpp's other flags
+
+A command line that runs there starts here. What is so already is accepted without a word; what is
+read as something else, or changes nothing, is said in one line at start, and the last is an error
+with `--strict-flags`; what would make another program of it is refused, with what to do instead.
+"""
+
 _TITLES = {
     Panel.MODEL: "The model and its memory",
     Panel.OFFLOAD: "The device, what streams, threads and memory nodes",
@@ -44,7 +52,38 @@ def flags_page() -> str:
         rows = [_row(flag) for flag in TABLE if flag.panel is panel]
         table = ["| flag | default | variable | meaning |", "|---|---|---|---|", *rows]
         parts.append("\n".join((f"## {title}\n", *table)) + "\n")
-    return "\n".join((*parts, _TAIL))
+    return "\n".join((*parts, _theirs(), _TAIL))
+
+
+def _theirs() -> str:
+    """Flags grouped by their answer, in the order of the tables."""
+    groups: dict[str, list[str]] = {}
+    for flag in FOREIGN:
+        groups.setdefault(_answer_words(flag), []).append(_names(flag))
+    rows = [f"| {answer} | {', '.join(names)} |" for answer, names in sorted(groups.items())]
+    return "\n".join((_THEIRS, "| answer | flags |", "|---|---|", *rows)) + "\n"
+
+
+def _names(flag: Foreign) -> str:
+    short = [name for name in flag.names if not name.startswith("--")][:1]
+    long = [name for name in flag.names if name.startswith("--")][:1]
+    return " ".join(f"`{name}`" for name in (*short, *long, *flag.off[-1:])) or " ".join(
+        f"`{name}`" for name in flag.variables
+    )
+
+
+def _answer_words(flag: Foreign) -> str:
+    match flag.answer:
+        case Already():
+            return "already so"
+        case Becomes(words):
+            return _cell(f"read as `{' '.join(words)}`")
+        case NoEffect(why):
+            return _cell(f"no effect: {why}")
+        case Refused(why):
+            return _cell(f"refused: {why}")
+        case _:
+            return "by its value"
 
 
 def _row(flag: Flag) -> str:

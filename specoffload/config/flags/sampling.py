@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from specoffload.config.flags.flag import FLOAT, INT, PATH, SWITCH, TEXT, Flag, Panel
 from specoffload.config.flags.reading import SEED
-from specoffload.config.options import RunOptions
+from specoffload.config.options import AnswerFiles
 from specoffload.session.generation import GenerateOptions
 
 _P = Panel.SAMPLING
 _ANSWERS = frozenset({"run", "serve"})
-_RUN = frozenset({"run"})
 
 FLAGS = (
     Flag(
@@ -64,11 +63,20 @@ FLAGS = (
         commands=_ANSWERS, request="grammar",
     ),
     Flag(
-        RunOptions, "grammar_file", ("--grammar-file",), PATH, "File with that grammar.", _P,
-        commands=_RUN,
+        AnswerFiles, "grammar", ("--grammar-file",), PATH, "File with that grammar.", _P,
+        commands=_ANSWERS,
     ),
     Flag(
         GenerateOptions, "json_schema", ("--json-schema", "-j"), TEXT,
         "JSON schema of the answer.", _P, commands=_ANSWERS, request="json_schema",
+    ),
+    Flag(
+        AnswerFiles, "json_schema", ("--json-schema-file", "-jf"), PATH, "File with that schema.",
+        _P, commands=_ANSWERS,
+    ),
+    Flag(
+        GenerateOptions, "stop", ("--reverse-prompt", "-r"), TEXT,
+        "Text at which the answer ends; may be given several times.", _P, commands=_ANSWERS,
+        request="stop", repeats=True,
     ),
 )  # fmt: skip

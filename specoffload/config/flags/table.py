@@ -5,9 +5,20 @@ variables (`command_line`), the names and ranges of a request's fields (`specoff
 checks of what takes effect (`speculation`) and docs/flags.md (`page`).
 """
 
-from specoffload.config.flags import commands, model, offload, sampling, speculation
+from specoffload.config.flags import (
+    commands,
+    ik_llama,
+    llama,
+    llama_server,
+    llama_tools,
+    model,
+    offload,
+    sampling,
+    speculation,
+)
 from specoffload.config.flags.commands import POSITIONALS
 from specoffload.config.flags.flag import Flag
+from specoffload.config.flags.foreign import Foreign
 
 TABLE: tuple[Flag, ...] = (
     *model.FLAGS,
@@ -17,4 +28,11 @@ TABLE: tuple[Flag, ...] = (
     *commands.FLAGS,
 )
 
-__all__ = ["POSITIONALS", "TABLE"]
+FOREIGN: tuple[Foreign, ...] = (
+    *llama.FOREIGN,
+    *llama_server.FOREIGN,
+    *ik_llama.FOREIGN,
+    *llama_tools.FOREIGN,
+)
+
+__all__ = ["FOREIGN", "POSITIONALS", "TABLE"]

@@ -129,7 +129,7 @@ def test_a_flag_that_may_stand_bare_swallows_nothing(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("-np", "2"), "there is no flag -np"),
+        (("-nq", "2"), "there is no flag -nq"),
         (("--draft-mx", "2"), "did you mean --draft-max?"),
         (("--thread", "2"), "did you mean --threads?"),
         (("--port", "80"), "--port is no flag of run, but of serve"),
@@ -326,8 +326,8 @@ def test_a_bad_command_line_of_the_draft_is_answered(text: str, message: str) ->
 
 
 def test_what_a_draft_does_not_have_is_said() -> None:
-    (remark,) = line_of("--draft-params", "--top-k 3").remarks
-    assert remark == "--draft-params: --top-k has no effect on a draft here"
+    (idle,) = line_of("--draft-params", "--top-k 3").idle
+    assert idle == ("--draft-params: --top-k", "a draft has no such choice here")
 
 
 # -- models and prompts

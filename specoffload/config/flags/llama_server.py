@@ -1,0 +1,188 @@
+"""llama-server's flags, and those of logs and benches, that are none of ours."""
+
+from __future__ import annotations
+
+from specoffload.config.flags.foreign import (
+    ALREADY,
+    Answer,
+    Becomes,
+    NoEffect,
+    Refused,
+    foreign,
+    off_at,
+    switches,
+    valued,
+)
+
+_NO_UI = NoEffect("there is no web interface")
+_NO_TOOLS = NoEffect("there are no tools of the server's own")
+_ONE_MODEL = Refused("one model is served: give it with --model")
+_BROWSERS = NoEffect("no headers for browsers of other origins are sent")
+_PROXY = Refused("this server speaks plain HTTP: put a proxy before it that does")
+_TEMPLATE = Refused("the file's own chat template is used: leave it out")
+_REASONING = NoEffect("reasoning stays in the text as the model writes it")
+_LOG = NoEffect("the log goes to standard error as it is")
+_NO_EMBEDDINGS = Refused("there are no embeddings here: leave it out")
+_NO_SLOTS = NoEffect("there are no slots to show or save")
+_BENCH = NoEffect("bench measures plain, wrapped and speculative decoding; `profile` measures T(n)")
+_DEBUG_LEVEL = 4  # llama.cpp's, of 5
+
+
+def _verbosity(value: str) -> Answer:
+    try:
+        level = int(value)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
+    return Becomes(("--verbose",)) if level >= _DEBUG_LEVEL else ALREADY
+
+
+SERVER = (
+    *valued(
+        NoEffect("requests are answered one at a time; --max-queue others wait"),
+        "-np --parallel LLAMA_ARG_N_PARALLEL",
+    ),
+    foreign(
+        "-cb --cont-batching !-nocb !--no-cont-batching LLAMA_ARG_CONT_BATCHING", ALREADY
+    ),
+    foreign(
+        "--cache-prompt !--no-cache-prompt LLAMA_ARG_CACHE_PROMPT", ALREADY,
+        off=NoEffect("a prompt's known beginning is not evaluated again; answers are the same"),
+    ),
+    *valued(
+        NoEffect("a prompt's known beginning is not evaluated again, its later parts are"),
+        "--cache-reuse LLAMA_ARG_CACHE_REUSE", "-sps --slot-prompt-similarity",
+    ),
+    *switches(NoEffect("there is no /metrics yet"), "--metrics LLAMA_ARG_ENDPOINT_METRICS"),
+    *switches(
+        NoEffect("/props is there, and cannot be written"), "--props LLAMA_ARG_ENDPOINT_PROPS",
+    ),
+    *switches(_NO_SLOTS, "--slots !--no-slots LLAMA_ARG_ENDPOINT_SLOTS"),
+    *valued(_NO_SLOTS, "--slot-save-path"),
+    *valued(NoEffect("this program reads text only"), "--media-path"),
+    *valued(
+        NoEffect("a connection lives as long as its answer"),
+        "-to --timeout LLAMA_ARG_TIMEOUT", "--sse-ping-interval LLAMA_ARG_SSE_PING_INTERVAL",
+        "--threads-http LLAMA_ARG_THREADS_HTTP",
+    ),
+    *switches(NoEffect("the address is taken alone"), "--reuse-port LLAMA_ARG_REUSE_PORT"),
+    foreign("--sleep-idle-seconds", off_at(
+        lambda x: x < 0, NoEffect("the model stays in memory while the server runs")
+    ), n_values=1),
+    *valued(
+        _ONE_MODEL, "--models-dir LLAMA_ARG_MODELS_DIR", "--models-preset LLAMA_ARG_MODELS_PRESET",
+    ),
+    *valued(NoEffect("one model is served"), "--models-max LLAMA_ARG_MODELS_MAX",
+            "--tags LLAMA_ARG_TAGS"),
+    *switches(
+        NoEffect("one model is served"),
+        "--models-autoload !--no-models-autoload LLAMA_ARG_MODELS_AUTOLOAD",
+    ),
+    *valued(
+        Refused("give the key with --api-key, or in LLAMA_API_KEY"),
+        "--api-key-file LLAMA_ARG_API_KEY_FILE",
+    ),
+    *valued(
+        _PROXY, "--ssl-key-file LLAMA_ARG_SSL_KEY_FILE", "--ssl-cert-file LLAMA_ARG_SSL_CERT_FILE",
+    ),
+    *valued(
+        Refused("paths begin at the root: put a proxy before the server that moves them"),
+        "--api-prefix LLAMA_ARG_API_PREFIX",
+    ),
+    *valued(
+        _BROWSERS, "--cors-origins LLAMA_ARG_CORS_ORIGINS", "--cors-methods LLAMA_ARG_CORS_METHODS",
+        "--cors-headers LLAMA_ARG_CORS_HEADERS",
+    ),
+    *switches(
+        _BROWSERS, "--cors-credentials !--no-cors-credentials LLAMA_ARG_CORS_CREDENTIALS"
+    ),
+    *valued(
+        _NO_UI, "--path LLAMA_ARG_STATIC_PATH", "--ui-config --webui-config LLAMA_ARG_UI_CONFIG",
+        "--ui-config-file --webui-config-file LLAMA_ARG_UI_CONFIG_FILE",
+    ),
+    foreign(
+        "--ui --webui !--no-ui !--no-webui LLAMA_ARG_UI",
+        lambda value: ALREADY if value == "none" else _NO_UI,
+        n_values=1, optional=("none", "auto", "llamacpp"),
+    ),
+    *switches(
+        _NO_UI,
+        "--ui-mcp-proxy --webui-mcp-proxy !--no-ui-mcp-proxy !--no-webui-mcp-proxy "
+        "LLAMA_ARG_UI_MCP_PROXY",
+    ),
+    *valued(
+        _NO_TOOLS, "--tools LLAMA_ARG_TOOLS", "--tools-runtime LLAMA_ARG_TOOLS_RUNTIME",
+        "--mcp-servers-config LLAMA_ARG_MCP_SERVERS_CONFIG",
+        "--mcp-servers-json LLAMA_ARG_MCP_SERVERS_JSON",
+    ),
+    foreign("-ag --agent !-no-ag !--no-agent LLAMA_ARG_AGENT", _NO_TOOLS),
+    *switches(
+        _NO_EMBEDDINGS, "--embedding --embeddings LLAMA_ARG_EMBEDDINGS",
+        "--rerank --reranking LLAMA_ARG_RERANKING",
+    ),
+    *valued(NoEffect("there are no embeddings here"), "--embd-normalize"),
+)  # fmt: skip
+
+CHAT = (
+    foreign(
+        "--jinja !--no-jinja LLAMA_ARG_JINJA", ALREADY,
+        off=NoEffect("chat templates are always rendered as Jinja"),
+    ),
+    *valued(
+        _TEMPLATE, "--chat-template LLAMA_ARG_CHAT_TEMPLATE",
+        "--chat-template-file LLAMA_ARG_CHAT_TEMPLATE_FILE",
+        "--chat-template-kwargs LLAMA_ARG_CHAT_TEMPLATE_KWARGS",
+    ),
+    foreign(
+        "--reasoning-format LLAMA_ARG_THINK",
+        lambda value: ALREADY if value == "none" else _REASONING, n_values=1,
+    ),
+    foreign(
+        "-rea --reasoning LLAMA_ARG_REASONING",
+        lambda value: ALREADY if value == "auto" else NoEffect(
+            "the model reasons as its template says"
+        ),
+        n_values=1,
+    ),
+    foreign("--reasoning-budget LLAMA_ARG_THINK_BUDGET", off_at(lambda x: x < 0, _REASONING),
+            n_values=1),
+    *valued(
+        _REASONING, "--reasoning-effort LLAMA_ARG_REASONING_EFFORT",
+        "--reasoning-budget-message LLAMA_ARG_THINK_BUDGET_MESSAGE",
+    ),
+    *switches(
+        _REASONING,
+        "--reasoning-preserve !--no-reasoning-preserve LLAMA_ARG_REASONING_PRESERVE",
+    ),
+    foreign(
+        "--skip-chat-parsing !--no-skip-chat-parsing LLAMA_ARG_SKIP_CHAT_PARSING", ALREADY,
+        off=NoEffect("an answer is text, as the model writes it"),
+    ),
+    foreign(
+        "--prefill-assistant !--no-prefill-assistant LLAMA_ARG_PREFILL_ASSISTANT",
+        NoEffect("an answer begins anew"),
+    ),
+)  # fmt: skip
+
+LOGS = (
+    foreign("-lv --verbosity --log-verbosity LLAMA_ARG_LOG_VERBOSITY", _verbosity, n_values=1),
+    *switches(
+        _LOG, "--log-disable", "--log-jsonl !--no-log-jsonl LLAMA_ARG_LOG_JSONL",
+        "--log-prefix !--no-log-prefix LLAMA_ARG_LOG_PREFIX",
+        "--log-timestamps !--no-log-timestamps LLAMA_ARG_LOG_TIMESTAMPS",
+        "--log-enable", "--log-new", "--log-append", "--log-test",
+    ),
+    *valued(_LOG, "--log-file LLAMA_ARG_LOG_FILE", "--log-prompts-dir", "--log-format"),
+    foreign("--log-colors LLAMA_ARG_LOG_COLORS", _LOG, n_values=1,
+            optional=("on", "off", "auto", "0", "1")),
+)  # fmt: skip
+
+BENCH = (
+    *switches(_BENCH, "-pps", "-tgs"),
+    *valued(_BENCH, "-npp", "-ntg", "-npl"),
+    foreign(
+        "--output-format",
+        lambda value: ALREADY if value in ("md", "jsonl") else _BENCH, n_values=1,
+    ),
+)  # fmt: skip
+
+FOREIGN = (*SERVER, *CHAT, *LOGS, *BENCH)

@@ -1,0 +1,288 @@
+"""Every flag of the pinned llama.cpp, and ik_llama.cpp's own, is known: same, translated, so
+already, or refused with what to use instead."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from resolved import line_of
+
+from offload.plan.min_batch import MinBatch
+from specdec.options import DrafterName
+from specoffload.config.command_line import HELP, flags_of, names_of
+from specoffload.config.flags.flag import FALSE, OPENS, TRUE, Flag
+from specoffload.config.flags.foreign import Already, Becomes, Foreign, NoEffect, Refused
+from specoffload.config.flags.reading import ALL_LAYERS, NEVER
+from specoffload.config.flags.table import FOREIGN, TABLE
+from specoffload.config.options import DraftOptions
+from specoffload.errors import UsageError
+from specoffload.session.generation import GenerateOptions
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+LLAMA = json.loads((FIXTURES / "llama_flags.json").read_text(encoding="utf-8"))["flags"]
+OWN: dict[str, Flag] = {name: f for c in sorted(OPENS) for name, f in names_of(flags_of(c)).items()}
+THEIRS: dict[str, Foreign] = {name: f for f in FOREIGN for name in (*f.names, *f.off)}
+OF_PROGRAM = {*HELP, "--version"}
+OPTIONAL = {"-fit", "-co", "--color", "--fit", "--context-shift", "--log-colors", "--webui", "--ui"}
+
+
+def class_of(name: str) -> str:
+    """Which of the four it is in; "unknown" fails the tests."""
+    if name in OWN or name in OF_PROGRAM:
+        return "same"
+    theirs = THEIRS.get(name)
+    if theirs is None:
+        return "unknown"
+    answer = theirs.off_answer if name in theirs.off else theirs.answer
+    match answer:
+        case Already():
+            return "already"
+        case Refused():
+            return "refused"
+        case _:
+            return "translated"
+
+
+def ik_flags() -> list[tuple[list[str], int]]:
+    text = (FIXTURES / "ik_llama_flags.txt").read_text(encoding="utf-8")
+    rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
+    return [(row[:-1], int(row[-1])) for row in rows]
+
+
+def test_every_flag_of_the_pinned_llama_cpp_is_in_one_of_the_four_classes() -> None:
+    names = [name for flag in LLAMA for name in (*flag["names"], *flag["off"])]
+    classes = {name: class_of(name) for name in names}
+    assert [name for name, found in classes.items() if found == "unknown"] == []
+    counted = Counter(classes.values())
+    assert sum(counted.values()) == len(set(names)) > 500
+    assert set(counted) == {"same", "translated", "already", "refused"}
+
+
+def test_the_names_of_one_flag_mean_the_same_here() -> None:
+    for flag in LLAMA:
+        for group in (flag["names"], flag["off"]):
+            # --draft is the draft model here, unless a number follows.
+            group = [name for name in group if name != "--draft"]
+            homes = {id(OWN.get(name) or THEIRS.get(name)) for name in group}
+            assert len(homes) <= 1, group
+
+
+def test_every_variable_of_the_pinned_llama_cpp_is_known() -> None:
+    ours = {name for flag in TABLE for name in flag.variables}
+    theirs = {name for flag in FOREIGN for name in flag.variables}
+    wanted = {flag["variable"] for flag in LLAMA if flag["variable"]}
+    assert wanted - ours - theirs - {"HF_TOKEN"} == set()
+    assert ours & theirs == set()
+
+
+def test_as_many_values_follow_as_in_llama_cpp() -> None:
+    for flag in LLAMA:
+        for name in flag["names"]:
+            if name in OF_PROGRAM or name in OPTIONAL:
+                continue
+            own = OWN.get(name)
+            n_values = int(not own.is_switch) if own is not None else THEIRS[name].n_values
+            assert n_values == flag["n_values"], name
+
+
+def test_every_flag_of_ik_llama_cpp_is_known_and_takes_as_many_values() -> None:
+    flags = ik_flags()
+    assert len(flags) > 200
+    for names, n_values in flags:
+        for name in names:
+            assert class_of(name) != "unknown", name
+            if name in OF_PROGRAM or name in OPTIONAL:
+                continue
+            own, theirs = OWN.get(name), THEIRS.get(name)
+            if own is not None:
+                taken = int(not own.is_switch and name not in own.off)
+            else:
+                assert theirs is not None
+                taken = 0 if name in theirs.off else theirs.n_values
+            assert taken == n_values, name
+
+
+def test_a_name_is_declared_once_and_is_ours_or_theirs() -> None:
+    names = [name for flag in FOREIGN for name in (*flag.names, *flag.off)]
+    assert [name for name, n in Counter(names).items() if n > 1] == []
+    assert set(names) & set(OWN) == set()
+
+
+_NAME = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w*-])")
+
+
+def test_an_answer_names_flags_of_ours_alone() -> None:
+    samples = ("1", "on", "off", "none", "4", "top_k", "k", "exps=CPU", "blk.1=CUDA0", "mmap")
+    n_checked = 0
+    for flag in FOREIGN:
+        answers = [flag.off_answer]
+        for sample in samples:
+            try:
+                answers.append(flag.answered(sample))
+            except ValueError:
+                continue
+        for answer in answers:
+            if isinstance(answer, NoEffect | Refused):
+                n_checked += 1
+                assert set(_NAME.findall(answer.why)) <= {*OWN, "--dry-run"}, answer.why
+            elif isinstance(answer, Becomes):
+                n_checked += 1
+                assert {word for word in answer.words if word.startswith("--")} <= set(OWN)
+    assert n_checked > len(FOREIGN)
+
+
+# -- what becomes of them
+
+
+def test_a_flag_that_is_so_already_is_taken_without_a_word() -> None:
+    line = line_of(
+        "--jinja", "-cb", "--no-warmup", "--no-context-shift", "--offline", "--op-offload"
+    )
+    assert (line.given, line.remarks, line.idle) == ({}, (), ())
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "value"),
+    [
+        (("-cmoe",), "n_cpu_moe", ALL_LAYERS),
+        (("-ot", "exps=CPU"), "n_cpu_moe", ALL_LAYERS),
+        (("-ot", r"\.ffn_.*_exps\.=CPU"), "n_cpu_moe", ALL_LAYERS),
+        (("-ot", r"blk\.\d+\.ffn_(up|down|gate)_exps=CPU"), "n_cpu_moe", ALL_LAYERS),
+        (("--no-op-offload",), "min_batch", MinBatch(NEVER, NEVER)),
+        (("--no-flash-attn",), "flash_attn", "off"),
+        (("-lm", "mmap"), "mmap", True),
+        (("-lm", "none"), "mmap", False),
+        (("-lv", "4"), "verbose", True),
+        (("--numa", "isolate"), "numa", "single"),
+        (("--numa", "numactl"), "numa", "none"),
+        (("-dev", "none"), "device", "cpu"),
+    ],
+)
+def test_a_flag_that_is_translated_says_so_in_one_line(
+    words: tuple[str, ...], field: str, value: object
+) -> None:
+    options = line_of(*words).options
+    assert getattr(options, field) == value
+    assert options.given[field] == words[0]
+    (remark,) = options.remarks
+    assert remark.startswith(f"{' '.join(words)} is read as ")
+    assert options.idle == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("-ot", r"blk\.(3|4|5)\.ffn_.*=CUDA0,exps=CPU"), "what fits"),
+        (("-ot", r"attn=CPU"), "it names no experts"),
+        (("--mlock",), "memory of our own"),
+        (("-ts", "1,1,1"), "one GPU"),
+        (("-amb", "512"), "--ubatch-size"),
+        (("-mla", "3"), None),
+        (("-mla", "0"), "MLA is always used"),
+        (("-ngld", "99"), "the draft lies on its device whole"),
+        (("-fit", "on"), None),
+        (("-fit", "off"), "chosen to fit"),
+        (("-fit",), None),
+        (("--mirostat", "0"), None),
+        (("--metrics",), "/metrics"),
+    ],
+)
+def test_a_flag_that_changes_nothing_is_said_once_or_is_so_already(
+    words: tuple[str, ...], why: str | None
+) -> None:
+    line = line_of(*words, command="serve")
+    assert line.given == {}
+    assert [name for name, _ in line.idle] == ([] if why is None else [" ".join(words)])
+    assert all(why is not None and why in said for _, said in line.idle)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rpc", "h:1"), "--rpc h:1: other machines' GPUs are not used: leave it out"),
+        (("-hf", "user/repo"), "-hf user/repo: models are not fetched here"),
+        (("--mirostat", "2"), "--mirostat 2: there is no such sampler here"),
+        (("--api-key-file", "k"), "--api-key-file k: give the key with --api-key"),
+        (("--hellaswag",), "--hellaswag: it is a flag of llama.cpp's llama-perplexity"),
+        (("-ot", "exps"), "-ot exps: 'exps' is not PATTERN=BUFFER"),
+        (("-ot", "(=CPU"), "is no regular expression"),
+        (("--samplers", "magic"), "'magic' is no sampler"),
+        (("--top-nsigma", "much"), "--top-nsigma much: must be a number"),
+        (("-ts",), "-ts needs a value"),
+        (("--control-vector-layer-range", "1"), "--control-vector-layer-range needs a value"),
+    ],
+)
+def test_a_flag_that_is_refused_says_what_to_do(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        line_of(*words, command="serve")
+    assert message in str(caught.value)
+
+
+def test_the_last_of_several_wins_among_theirs_and_ours() -> None:
+    assert line_of("-ot", "exps=CPU", "--n-cpu-moe", "3").options.n_cpu_moe == 3
+    assert line_of("--n-cpu-moe", "3", "-cmoe").options.n_cpu_moe == ALL_LAYERS
+
+
+def test_samplers_that_a_chain_leaves_out_are_off() -> None:
+    sampling = line_of("--top-k", "1", "--samplers", "top_k", command="serve").of(GenerateOptions)
+    assert sampling == GenerateOptions(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
+    penalised = line_of("--samplers", "penalties;top_k;top_p;min_p;temperature;dry;xtc")
+    assert penalised.given == {}
+    assert line_of("--sampling-seq", "kpmte").given == {}
+    assert line_of("--sampler-seq", "kt").of(GenerateOptions).top_p == 1.0
+
+
+def test_a_size_that_was_of_all_n_gram_drafters_is_one_flag_still() -> None:
+    words = ("--spec-type", "ngram-map-k", "--spec-ngram-size-n", "7", "--spec-ngram-min-hits", "2")
+    spec = line_of(*words).options.spec
+    assert spec.drafters == (DrafterName.NGRAM_MAP_K,)
+    assert (spec.ngram_map_k_size_n, spec.ngram_map_k_min_hits) == (7, 2)
+    assert {spec.name(f"ngram_{k}_size_n") for k in ("simple", "map_k", "map_k4v")} == {
+        "--spec-ngram-size-n"
+    }
+
+
+def test_the_draft_s_command_line_knows_them_too() -> None:
+    text = "--seed 3 -sm layer -ngl 99 -ctk q4_0 -ctv q4_0 -khad -cuda fusion=1 --no-flash-attn"
+    line = line_of("--draft-params", text)
+    assert line.options.of_draft == DraftOptions(type_k="q4_0", type_v="q4_0", flash_attn="off")  # type: ignore[arg-type]
+    assert [name for name, _ in line.idle] == [
+        "--draft-params: --seed",
+        "--draft-params: -ngl",
+        "--draft-params: -sm layer",
+        "--draft-params: -khad",
+        "--draft-params: -cuda fusion=1",
+    ]
+
+
+# -- their variables
+
+
+def test_their_variables_are_answered_as_their_flags_and_refuse_nothing() -> None:
+    line = line_of(
+        command="serve",
+        LLAMA_ARG_JINJA="1",
+        LLAMA_ARG_CPU_MOE="on",
+        LLAMA_ARG_RPC="h:1",
+        LLAMA_ARG_ENDPOINT_METRICS="1",
+        LLAMA_ARG_N_PARALLEL="4",
+    )
+    assert line.options.n_cpu_moe == ALL_LAYERS
+    assert [name for name, _ in line.idle] == [
+        "LLAMA_ARG_ENDPOINT_METRICS",
+        "LLAMA_ARG_N_PARALLEL",
+        "LLAMA_ARG_RPC",
+    ]
+    assert line_of("-ncmoe", "2", LLAMA_ARG_CPU_MOE="1").options.n_cpu_moe == 2
+
+
+def test_a_switch_of_theirs_that_a_variable_sets_off_is_off() -> None:
+    for text in (*TRUE, *FALSE):
+        idle = line_of(command="serve", LLAMA_ARG_CACHE_PROMPT=text).idle
+        assert bool(idle) == (text in FALSE)
+    with pytest.raises(UsageError, match="LLAMA_ARG_JINJA=maybe: must be one of"):
+        line_of(command="serve", LLAMA_ARG_JINJA="maybe")
