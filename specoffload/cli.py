@@ -57,7 +57,7 @@ def config_of(line: CommandLine, options: Options | None = None) -> Config:
 
 
 def sampling_of(line: CommandLine) -> GenerateOptions:
-    """What was said of answers, files read. Raises UsageError for one that cannot be."""
+    """The sampling that was asked for, files read. Raises UsageError for one that cannot be."""
     from specoffload.commands.run import read_text
 
     said, files = line.of(GenerateOptions), line.of(AnswerFiles)

@@ -17,7 +17,7 @@ from specoffload.config.environment import Environment
 from specoffload.config.flags.flag import FALSE, OPENS, TRUE, Flag
 from specoffload.config.flags.foreign import Answer, Becomes, Foreign, NoEffect, Refused
 from specoffload.config.flags.table import FOREIGN, POSITIONALS, TABLE
-from specoffload.config.options import DraftOptions, Options
+from specoffload.config.options import DraftOptions, Options, of_draft
 from specoffload.errors import UsageError
 
 HELP = ("-h", "--help", "--usage")
@@ -65,7 +65,8 @@ class CommandLine:
             self.of(Options),
             spec=replace(self.of(SpecOptions), given=self._names(SpecOptions)),
             of_draft=self.of(DraftOptions),
-            given=self._names(Options) | self._names(DraftOptions),
+            given=self._names(Options)
+            | {of_draft(name): used for name, used in self._names(DraftOptions).items()},
             remarks=self.remarks,
             idle=self.idle,
         )

@@ -64,6 +64,11 @@ class DraftOptions:
     graphs: bool = True
 
 
+def of_draft(field: str) -> str:
+    """The name under which `Options.given` has a field of DraftOptions."""
+    return f"draft.{field}"
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of opening a model. `given` are the fields somebody set, each under the name it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -22,7 +22,7 @@ from specdec.options import (
 from specoffload.config.environment import Environment
 from specoffload.config.flags.flag import Flag, Need, need_words
 from specoffload.config.flags.table import TABLE
-from specoffload.config.options import DraftEngine, DraftOptions, Options
+from specoffload.config.options import DraftEngine, DraftOptions, Options, of_draft
 from specoffload.config.remarks import Remarks
 from specoffload.errors import UsageError
 
@@ -212,10 +212,9 @@ def _effective(
     working: set[str] = set()  # names of flags that do something, perhaps in one of several fields
     why_not: list[tuple[str, str]] = []
     for flag in TABLE:
-        given: Mapping[str, str] = spec.given if flag.section is SpecOptions else options.given
-        if not flag.needs or flag.field not in given:
+        name = _used_name(flag, options, spec)
+        if not flag.needs or name is None:
             continue
-        name = given[flag.field]
         why = _excluded(flag, spec) or _other_engines(flag, options)
         if not why and not active & set(flag.needs):
             why = _why_idle(flag, spec)
@@ -231,6 +230,14 @@ def _effective(
         idle[Options]["of_draft"] = replace(options.of_draft, **idle[DraftOptions])
     left = {name: used for name, used in spec.given.items() if name not in idle[SpecOptions]}
     return replace(spec, **idle[SpecOptions], given=left), replace(options, **idle[Options])
+
+
+def _used_name(flag: Flag, options: Options, spec: SpecOptions) -> str | None:
+    """The name by which the flag's field was set, if it was."""
+    if flag.section is SpecOptions:
+        return spec.given.get(flag.field)
+    field = of_draft(flag.field) if flag.section is DraftOptions else flag.field
+    return options.given.get(field)
 
 
 def _active(spec: SpecOptions, has_draft: bool) -> set[Enum]:
@@ -271,7 +278,7 @@ def _other_engines(flag: Flag, options: Options) -> str:
     """Why the engine that was named for the draft does not read this flag, "" if it does."""
     if flag.section is not DraftOptions:
         return ""
-    engine, name = options.of_draft.engine, options.name("engine")
+    engine, name = options.of_draft.engine, options.name(of_draft("engine"))
     if engine is DraftEngine.LLAMA and flag.field in _TORCH_ALONE:
         return f"libllama computes the draft ({name} {engine})"
     if engine is DraftEngine.TORCH and flag.field in _LLAMA_ALONE:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Already:
-    """What it asks for is so here: accepted without a word."""
+    """It asks for what is so here: accepted without a word."""
 
 
 @dataclass(frozen=True)

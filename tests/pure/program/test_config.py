@@ -366,7 +366,9 @@ def test_every_automatic_choice_has_a_reason() -> None:
 
 def test_what_was_said_needs_no_reason() -> None:
     one = replace(read_host(Environment()), n_physical=1, n_allowed=1)
-    config = resolve(line_of("-m", "m.gguf", "-t", "1").options, one)
+    words = ("-m", "m.gguf", "-t", "1", "-b", "9", "-fa", "-ctk", "f16", "-dev", "cpu")
+    config = resolve(line_of(*words).options, one)
+    assert config.spec.reasons == ()
     assert (config.threads, config.threads_batch, config.draft) == (1, 1, None)
     assert all("one memory node" in reason for reason in config.reasons)
 
