@@ -1,4 +1,4 @@
-"""Fewer, longer copies: neighbouring experts of one weight into neighbouring slots. Pure."""
+"""Fewer, longer copies: neighbouring experts of one layer into neighbouring slots. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from offload.schedule.commands import Copy
 
 
 class Span(NamedTuple):
-    """Copy experts `expert`..`expert + n - 1` of a weight into slots `slot`..`slot + n - 1`."""
+    """Copy experts `expert`..`expert + n - 1` of a group into slots `slot`..`slot + n - 1`."""
 
     pool: int
     slot: int
-    weight: int
+    group: int
     expert: int
     n: int
     after: int | None  # the last use that has to have finished; None: nobody ever read the slots
@@ -26,18 +26,18 @@ def coalesce(copies: Iterable[Copy]) -> list[Span]:
     The `after` of a span is the latest of its copies'.
     """
     spans: list[Span] = []
-    for pool, slot, (weight, expert), _, _, after in copies:
+    for pool, slot, (group, expert), _, _, after in copies:
         if spans:
             last = spans[-1]
             n = last.n
             if (
                 last.slot + n == slot
                 and last.expert + n == expert
-                and last.weight == weight
+                and last.group == group
                 and last.pool == pool
             ):
                 latest = last.after if after is None else max(after, last.after or 0)
-                spans[-1] = Span(pool, last.slot, weight, last.expert, n + 1, latest)
+                spans[-1] = Span(pool, last.slot, group, last.expert, n + 1, latest)
                 continue
-        spans.append(Span(pool, slot, weight, expert, 1, after))
+        spans.append(Span(pool, slot, group, expert, 1, after))
     return spans

@@ -12,7 +12,7 @@ NEEDED, AHEAD, PREDICTED = "needed", "ahead", "predicted"
 class Need(NamedTuple):
     """The pieces that a cut uses, of one pool; they may repeat.
 
-    `contiguous`: the pieces are experts 0..n-1 of one weight and must lie in slots [r*n, (r+1)*n)
+    `contiguous`: the pieces are experts 0..n-1 of one group and must lie in slots [r*n, (r+1)*n)
     for some r, in order, so that the router's ids hold without a remap.
     """
 

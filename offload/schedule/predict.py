@@ -1,4 +1,4 @@
-"""Which experts a layer will use before its router has said so. Pure: it sees ids, nothing else."""
+"""A layer's experts before its router has chosen them. Pure: it sees ids, nothing else."""
 
 from __future__ import annotations
 

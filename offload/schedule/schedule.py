@@ -2,8 +2,8 @@
 
 What happens around it
 ----------------------
-A graph computes its *cuts*, the nodes that use a streamed weight, in order 0..n-1. Copies go into
-one queue in order. For every graph the executor calls
+A graph computes its *cuts*, each of which uses a group of streamed weights, in order 0..n-1. Copies
+go into one queue in order. For every graph the executor calls
 
     begin(n_cuts)           then need() for what is known and predict() for what is guessed
     per cut: issue(cut)     commands to enqueue before the cut is reached
@@ -302,8 +302,8 @@ class Schedule:
 def _pinned(known: list[Need], n_slots: int, ring: int) -> frozenset[Piece]:
     """The part to keep of needs that recur, when not all fit: every so many, first ones first.
 
-    `ring` is how many of them stream past. Only for dense or whole weights, of one size, that are
-    used once: where some are used more often, the farthest next use is the better rule.
+    `ring` is how many of them stream past. Only for dense weights or whole layers of one size that
+    are used once: where some are used more often, the farthest next use is the better rule.
     """
     units = list(dict.fromkeys(need.pieces for need in known))
     n = len(units)

@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-A *pool* is device memory for weights of one shape and type, cut into equal *slots*. A *piece*
-`(weight, expert)` is what one slot holds: one expert's matrix, or a dense weight as `(weight, 0)`.
+A *pool* is device memory cut into equal *slots*. A *piece* `(group, expert)` is what one slot
+holds: gate, up and down of one expert of a layer, or a dense weight as `(group, 0)`.
 A slot lives through
 
     FREE ──> RESERVED ──> LOADING ──> READY <──> IN_USE

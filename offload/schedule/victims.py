@@ -188,7 +188,7 @@ class Placer:
         agenda.guessed_for.pop(piece, None)
         self.in_flight.discard(piece)
 
-    # -- whole weights ---------------------------------------------------------------------------
+    # -- whole layers ----------------------------------------------------------------------------
 
     def _place_region(
         self, agenda: Agenda, need: Need, reason: str, out: list[Command], forced: bool
@@ -305,7 +305,7 @@ def _pairs(pieces: Sequence[Piece], slots: Sequence[int]) -> list[tuple[Piece, i
     """
     if len(pieces) < 2:
         return list(zip(pieces, slots, strict=True))
-    want = _runs([weight << 32 | expert for weight, expert in sorted(pieces)])
+    want = _runs([group << 32 | expert for group, expert in sorted(pieces)])
     have = _runs(slots)
     pairs: list[tuple[int, int]] = []
     want.sort(key=lambda run: -run[1])

@@ -163,7 +163,7 @@ def test_a_guess_for_a_cut_that_is_behind_is_ignored() -> None:
     assert schedule.issue(2) == []
 
 
-def test_no_guess_is_copied_into_an_arena_where_something_needed_waits_for_room() -> None:
+def test_no_guess_is_copied_into_a_pool_where_something_needed_waits_for_room() -> None:
     schedule = schedule_of(4, depth=3)
     schedule.begin(3)
     schedule.need(dense(0, 9))

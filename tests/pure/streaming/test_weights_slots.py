@@ -91,7 +91,7 @@ def test_a_broken_table_is_noticed() -> None:
             table.check()
 
 
-def test_one_piece_in_two_arenas_is_noticed() -> None:
+def test_one_piece_in_two_pools_is_noticed() -> None:
     table = SlotTable({0: 1, 1: 1})
     table.pools[0].reserve(0, (1, 1))
     table.pools[1].reserve(0, (1, 1))
@@ -210,8 +210,8 @@ def test_the_lazy_queue_takes_what_sorting_everything_would_take(seed: int, name
 # -- spans ---------------------------------------------------------------------------------------
 
 
-def copy(slot: int, expert: int, after: int | None = None, weight: int = 1, pool: int = 0) -> Copy:
-    return Copy(pool, slot, (weight, expert), 0, "needed", after)
+def copy(slot: int, expert: int, after: int | None = None, group: int = 1, pool: int = 0) -> Copy:
+    return Copy(pool, slot, (group, expert), 0, "needed", after)
 
 
 def test_neighbours_become_one_span_that_waits_for_the_last_reader() -> None:
@@ -221,9 +221,9 @@ def test_neighbours_become_one_span_that_waits_for_the_last_reader() -> None:
     assert coalesce([copy(3, 10), copy(4, 11, 7)]) == [Span(0, 3, 1, 10, 2, 7)]
 
 
-def test_only_neighbours_in_slot_expert_weight_and_arena_are_joined() -> None:
+def test_only_neighbours_in_slot_expert_group_and_pool_are_joined() -> None:
     first = copy(3, 10)
-    for other in (copy(5, 11), copy(4, 12), copy(4, 11, weight=2), copy(4, 11, pool=1),
+    for other in (copy(5, 11), copy(4, 12), copy(4, 11, group=2), copy(4, 11, pool=1),
                   copy(2, 9)):  # fmt: skip
         assert len(coalesce([first, other])) == 2
     assert coalesce([]) == []

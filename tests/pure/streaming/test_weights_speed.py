@@ -58,7 +58,7 @@ def schedule_of(n_slots: int, rule: str = "lru") -> Schedule:
     return Schedule(SlotTable({0: n_slots}), make_cache_rule(rule), depth=3)
 
 
-def test_a_cut_costs_no_more_in_a_large_arena(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cut_costs_no_more_in_a_large_pool(capsys: pytest.CaptureFixture[str]) -> None:
     large = schedule_of(256 * 3 * N_LAYERS)
     per_cut_us(large, every_expert, n_graphs=2)
     costs = {

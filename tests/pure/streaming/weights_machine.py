@@ -57,7 +57,7 @@ class Machine:
         assert len(places) == len(set(places)), "two copies of one batch into the same slot"
         for span in coalesce(copies):
             writes: dict[Place, Piece] = {
-                (span.pool, span.slot + i): (span.weight, span.expert + i) for i in range(span.n)
+                (span.pool, span.slot + i): (span.group, span.expert + i) for i in range(span.n)
             }
             self.n_enqueued += 1
             self.copies.append(Transfer(self.n_enqueued, span.after, writes))
