@@ -23,7 +23,6 @@ from offload.streaming.copy import ThreadCopier, Transfer
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 from offload.streaming.scheduled import ScheduledExecutor
-from offload.synth import write_preset
 from specoffload.session.min_batch import measure
 
 BATCHES = (1, 5, 40, 3, 12, 2, 70, 4)
@@ -199,15 +198,6 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
             with pytest.raises(DeviceFailed, match="failed with status"):
                 engine.sequences.extend(0, [1, 2, 3])
         assert np.array_equal(logits(engine), expected)
-
-
-def test_a_model_with_one_expert_matrix_for_gate_and_up_streams_too(models: Path) -> None:
-    path = write_preset("qwen3moe", models / "fused.gguf", size="tiny", seed=3)
-    with Engine(path, options(SERIAL, "cpu")) as engine:
-        plain = logits(engine)
-    with Engine(path, options(StreamingOptions())) as engine:
-        assert np.array_equal(logits(engine), plain)
-        assert engine.counters().streamed_experts > 0
 
 
 def test_the_threshold_may_change_while_the_model_is_open(
