@@ -10,7 +10,7 @@ import llama_cpp
 import numpy as np
 from rich.progress import Progress
 
-from train_demo.llama import quiet
+from offload.ggml.library.lib import library
 from train_demo.shapes import SEED
 
 N_PARALLEL = 32
@@ -22,18 +22,18 @@ class ParallelGreedy:
     """Decodes `N_PARALLEL` sequences of one model side by side, each by its own greedy choice."""
 
     def __init__(self, path: Path, n_threads: int) -> None:
-        with quiet():
-            settings = llama_cpp.llama_model_default_params()
-            settings.n_gpu_layers = 0
-            self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
-            if not self.model:
-                raise FileNotFoundError(f"llama.cpp cannot load {path.name}")
-            options = llama_cpp.llama_context_default_params()
-            options.n_ctx = N_PARALLEL * 256
-            options.n_batch = options.n_ubatch = 512
-            options.n_seq_max = N_PARALLEL
-            options.n_threads = options.n_threads_batch = n_threads
-            self.context = llama_cpp.llama_init_from_model(self.model, options)
+        library()  # its log then goes into a logger that is silent by itself
+        settings = llama_cpp.llama_model_default_params()
+        settings.n_gpu_layers = 0
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
+        if not self.model:
+            raise FileNotFoundError(f"llama.cpp cannot load {path.name}")
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx = N_PARALLEL * 256
+        options.n_batch = options.n_ubatch = 512
+        options.n_seq_max = N_PARALLEL
+        options.n_threads = options.n_threads_batch = n_threads
+        self.context = llama_cpp.llama_init_from_model(self.model, options)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
         self.batch = llama_cpp.llama_batch_init(512, 0, 1)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import llama_cpp
 import numpy as np
 
+from offload.ggml.library.lib import library
 from train_demo.shapes import N_CTX
 
 
@@ -23,20 +21,20 @@ class LlamaModel:
         """`exact_cache` keeps keys and values as float32; llama.cpp's default rounds to float16,
         which alone can flip a close call of the router."""
         cache = llama_cpp.GGML_TYPE_F32 if exact_cache else llama_cpp.GGML_TYPE_F16
-        with quiet():
-            self.llama = llama_cpp.Llama(
-                str(path),
-                n_ctx=N_CTX,
-                n_batch=N_CTX,
-                n_ubatch=512,
-                n_gpu_layers=0,
-                logits_all=True,
-                type_k=cache,
-                type_v=cache,
-                n_threads=n_threads,
-                n_threads_batch=n_threads,
-                verbose=False,
-            )
+        library()  # its log then goes into a logger that is silent by itself
+        self.llama = llama_cpp.Llama(
+            str(path),
+            n_ctx=N_CTX,
+            n_batch=N_CTX,
+            n_ubatch=512,
+            n_gpu_layers=0,
+            logits_all=True,
+            type_k=cache,
+            type_v=cache,
+            n_threads=n_threads,
+            n_threads_batch=n_threads,
+            verbose=False,
+        )
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = self.llama.tokenize(text.encode(), add_bos=False, special=False)
@@ -65,20 +63,3 @@ class LlamaModel:
 
     def close(self) -> None:
         self.llama.close()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Drops llama.cpp's log lines while the block runs."""
-
-    @llama_cpp.llama_log_callback
-    def drop(level: int, text: bytes, user: ctypes.c_void_p) -> None:
-        return None
-
-    llama_cpp.llama_log_set(drop, ctypes.c_void_p(0))
-    _kept.append(drop)
-    yield
-
-
-# llama.cpp keeps the callback after the block; a freed one would be called into.
-_kept: list[object] = []

@@ -208,7 +208,7 @@ def test_a_signal_whose_handler_returns_does_not_lose_the_decode(tiny_moe: Path)
         signal.signal(signal.SIGUSR1, previous)
 
 
-def test_opening_and_closing_fifty_times_leaks_nothing(tiny_moe: Path) -> None:
+def test_opening_and_closing_a_hundred_times_leaks_nothing(tiny_moe: Path) -> None:
     process = psutil.Process()
 
     def cycle(n: int) -> None:
@@ -218,11 +218,14 @@ def test_opening_and_closing_fifty_times_leaks_nothing(tiny_moe: Path) -> None:
         gc.collect()
 
     cycle(15)  # pools and caches fill first
-    before = process.memory_info().rss
-    cycle(50)
-    grown = process.memory_info().rss - before
+    grown = []
+    for _ in range(4):
+        before = process.memory_info().rss
+        cycle(25)
+        grown.append(process.memory_info().rss - before)
+    # The allocator keeps pages now and then; what leaks grows every time.
     size = tiny_moe.stat().st_size
-    assert grown < size, f"{grown} bytes grown over 50 models of {size} bytes"
+    assert min(grown) < size // 4, f"{grown} bytes grown over 25 models of {size} bytes each time"
 
 
 def test_closing_twice_is_harmless(tiny_moe: Path) -> None:
