@@ -157,11 +157,16 @@ def simulate(line: CommandLine) -> None:
     if own.trace is not None:
         for name in line.names(SimulateOptions, "n_tokens", "seed"):
             report.note(f"{name} has no effect: the tokens of the trace are replayed")
+    idle = ("draft_share",) if own.draft_steps else ("target_step",)
+    for name in line.names(SimulateOptions, *idle):
+        report.note(f"{name} has no effect {'with' if own.draft_steps else 'without'} --draft-step")
     simulate_policies(
         profile=own.profile,
         trace=own.trace,
         n_tokens=own.n_tokens,
         draft_share=own.draft_share,
+        draft_steps=own.draft_steps,
+        target_step=own.target_step,
         seed=own.seed,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from specdec.simulation.simulate import (
     simulate,
 )
 from specoffload import report
+from specoffload.commands.simulate_steps import simulate_draft_steps
 
 _N_TOKENS = 2000
 _ORACLE_LONGEST = 24
@@ -38,12 +39,18 @@ def simulate_policies(
     n_tokens: int | None,
     draft_share: float,
     seed: int | None,
+    draft_steps: Sequence[float] = (),
+    target_step: float = 0.1,
 ) -> None:
     """Print a table; the last line is one JSON object. Raises BadProfile or SpecDecError for files
     that cannot be read."""
     n_tokens = _N_TOKENS if n_tokens is None else n_tokens
     seed = 1 if seed is None else seed
     curves = published_curves() if profile is None else {profile.stem: read_profile(profile)}
+    if draft_steps:
+        texts = synthetic_traces(n_tokens, seed) if trace is None else [_read_trace(trace)]
+        simulate_draft_steps(curves, texts, draft_steps, target_step)
+        return
     makes, left_out = applicable(named_policies(), curves.values())
     for policy, why in left_out.items():
         report.note(f"{policy} is left out: {why}")
@@ -87,11 +94,7 @@ def read_profile(path: Path) -> CostProfile:
 def _replay(
     curves: dict[str, CostProfile], makes: Mapping[str, Make], file: Path, draft_share: float
 ) -> None:
-    try:
-        trace = parse_trace(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as e:
-        raise SpecDecError(f"--trace {file}: cannot be read as UTF-8 text ({e})") from e
-    _say_unknown(trace)
+    trace = _read_trace(file)
     results: dict[str, dict[str, float]] = {}
     asked: dict[str, dict[str, int]] = {}
     for name, curve in curves.items():
@@ -115,6 +118,16 @@ def _replay(
         )
     found = {"n_tokens": len(trace.p), "n_unknown": len(trace.unknown), "n_cut_short": asked}
     report.line(json.dumps({"replayed": results, **found}))
+
+
+def _read_trace(file: Path) -> DraftTrace:
+    """A recorded text, with a line on what is not known of it. Raises SpecDecError."""
+    try:
+        trace = parse_trace(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise SpecDecError(f"--trace {file}: cannot be read as UTF-8 text ({e})") from e
+    _say_unknown(trace)
+    return trace
 
 
 def _say_unknown(trace: DraftTrace) -> None:

@@ -176,6 +176,8 @@ class SimulateOptions:
     trace: Path | None = None
     n_tokens: int | None = None
     draft_share: float = 0.05
+    draft_steps: tuple[float, ...] = ()  # seconds; empty: policies are compared instead
+    target_step: float = 0.1
     seed: int | None = None
 
 

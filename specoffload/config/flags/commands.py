@@ -13,7 +13,7 @@ from specoffload.config.flags.flag import (
     Panel,
     Positional,
 )
-from specoffload.config.flags.reading import N_PREDICT, SEED
+from specoffload.config.flags.reading import N_PREDICT, SECONDS, SEED
 from specoffload.config.options import (
     BenchOptions,
     DoctorOptions,
@@ -139,6 +139,17 @@ SIMULATE = (
     Flag(
         SimulateOptions, "draft_share", ("--draft-share",), FLOAT,
         "A draft step in units of T(1), if unmeasured.", _P, least=0, most=1, commands=_SIMULATE,
+    ),
+    Flag(
+        SimulateOptions, "draft_steps", ("--draft-step",), SECONDS,
+        "Seconds of a draft step: what each makes of `throughput`.", _P, commands=_SIMULATE,
+        more="Tokens/s, draft lengths and the share of drafting on every curve, in place of the "
+        "policies' comparison.",
+    ),
+    Flag(
+        SimulateOptions, "target_step", ("--target-step",), FLOAT,
+        "T(1) in seconds of curves without a unit, for --draft-step.", _P, above=0,
+        commands=_SIMULATE,
     ),
     Flag(
         SimulateOptions, "seed", ("--seed", "-s"), SEED, "Of the texts.", _P,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import Literal
 
@@ -84,6 +85,14 @@ def rates(text: str) -> tuple[float, ...]:
         raise ValueError("must be numbers, comma separated") from None
 
 
+def seconds(text: str) -> tuple[float, ...]:
+    """Times, comma separated."""
+    values = rates(text)
+    if not all(0 < value < math.inf for value in values):
+        raise ValueError("must be above 0")
+    return values
+
+
 def n_predict(text: str) -> int | None:
     """A negative number is "to the end of the context": llama.cpp's -1 and -2."""
     value = _whole(text)
@@ -142,6 +151,7 @@ BYTES = Kind("SIZE", parse_bytes)
 DRAFTERS = Kind("NAME,...", drafters)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
 RATES = Kind("P,...", rates)
+SECONDS = Kind("SECONDS,...", seconds)
 SEED = Kind("N", seed)
 N_PREDICT = Kind("N", n_predict)
 THREADS = Kind("N", threads)
