@@ -43,16 +43,13 @@ def build_policy(
 ) -> Policy:
     """The policy over a profile, drafts no longer than `options.n_max`.
 
-    Raises BadOption when the longest draft exceeds what the profile measured, BadProfile when the
-    policy cannot be built on it.
+    A policy that reads T(n) drafts no longer than the profile was measured. Raises BadProfile when
+    it cannot be built on it.
     """
     longest = min(profile.n_max - 1, MOST_DRAFTED)
     n_max = options.n_max
-    if n_max is not None and n_max > longest and options.policy in PRICED:
-        raise BadOption(
-            f"{options.name('n_max')} {n_max}: the profile has batches up to {profile.n_max}, so "
-            f"drafts up to {longest}; lower it, or give a profile of more (specoffload profile)"
-        )
+    if n_max is not None and options.policy in PRICED:
+        n_max = min(n_max, longest)
     match options.policy:
         case PolicyName.THROUGHPUT:
             return Throughput(profile, calibration, n_max=longest if n_max is None else n_max)

@@ -161,10 +161,18 @@ class _Reader:
         if read_as is not None:
             self.remarks.append(f"{name} {text} is read as {name} {read_as}")
             text = read_as
+        text = self._capped(flag, text, f"{name} {text}")
         try:
             self._set(flag, flag.read(text), name)
         except ValueError as e:
             raise UsageError(f"{name} {text}: {e}") from None
+
+    def _capped(self, flag: Flag, text: str, said: str) -> str:
+        """The text of `most` instead of a greater number, where llama.cpp knows no limit."""
+        if not (flag.capped and text.isdecimal() and int(text) > (flag.most or 0)):
+            return text
+        self.remarks.append(f"{said} is read as {flag.most:g}, the most there is room for")
+        return f"{flag.most:g}"
 
     def _set(self, flag: Flag, value: object, name: str) -> None:
         place = (flag.section, flag.field)
@@ -249,7 +257,7 @@ class _Reader:
 
     def _read_variable(self, flag: Flag, name: str, text: str) -> None:
         if not flag.is_switch:
-            text = dict(flag.reads_as).get(text, text)
+            text = self._capped(flag, dict(flag.reads_as).get(text, text), f"{name}={text}")
             try:
                 self._set(flag, flag.read(text), name)
             except ValueError as e:

@@ -113,7 +113,13 @@ class Speculation:
             line += "; the profile has one batch size only, which leaves no room to draft"
         elif not isinstance(self.policy, Throughput):
             line += f" (at most {self.policy.n_max})"
-        return (line, *self._costs.notes, *self._config.reasons)
+        lines = (line, *self._costs.notes, *self._config.reasons)
+        wanted, n_max = options.n_max, self.policy.n_max
+        if wanted is None or wanted <= n_max:
+            return lines
+        n_sizes = self._costs.profile.n_max
+        why = f"the profile has batches of up to {n_sizes} tokens, so drafts have up to {n_max}"
+        return (*lines, f"{options.name('n_max')} {wanted}: {why}")
 
     @property
     def costs(self) -> CostProfile:

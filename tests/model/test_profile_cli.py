@@ -168,7 +168,7 @@ def test_the_environment_selects_costs(folder: Path, monkeypatch: pytest.MonkeyP
         (("--no-spec", "--policy", "fixed", "--strict-flags"), "nothing drafts with --no-spec"),
         (("--spec", "none", "--policy", "fixed", "--strict-flags"), "nothing drafts"),
         (("--draft-params", "-c many"), "--draft-params: -c many: must be a whole number"),
-        (("--draft-max", "64"), "--draft-max 64: must be between 0 and 63"),
+        (("--draft-max", "-1"), "--draft-max -1: must be between 0 and 63"),
         (("--draft-params", "-fa maybe"), "--draft-params: 'maybe' is no flag"),
         (("--policy", "p-min", "--draft-p-min", "7"), "must be between 0 and 1"),
     ],

@@ -143,6 +143,7 @@ class Flag:
     reads_as: tuple[tuple[str, str], ...] = ()
     digits_mean: str = ""
     repeats: bool = False  # each value is added to those before
+    capped: bool = False  # a number over `most` is lowered to it, which is said
     first: bool = False  # one of those that people need first
 
     @property

@@ -127,6 +127,7 @@ DRAFTING = (
         SpecOptions, "n_max", ("--draft-max", "--spec-draft-n-max", "--draft-n"), INT,
         "Most tokens drafted each round.", _P, needs=_DRAFTS, default_words="by policy",
         variables=("LLAMA_ARG_SPEC_DRAFT_N_MAX", "LLAMA_ARG_DRAFT_MAX"), least=0, most=MOST_DRAFTED,
+        capped=True,
     ),
     Flag(
         SpecOptions, "n_min", ("--draft-min", "--spec-draft-n-min", "--draft-n-min"), INT,

@@ -139,8 +139,8 @@ def test_a_flag_that_may_stand_bare_swallows_nothing(
         (("-c", "-1"), "-c -1: must be at least 0"),
         (("--ctx-size=x",), "--ctx-size x: must be"),
         (("--mmap=1",), "--mmap takes no value"),
-        (("--draft-max", "64"), "--draft-max 64: must be between 0 and 63"),
-        (("--spec-draft-n-max", "64"), "--spec-draft-n-max 64: must be"),
+        (("--draft-max", "-1"), "--draft-max -1: must be between 0 and 63"),
+        (("--spec-draft-n-max", "x"), "--spec-draft-n-max x: must be"),
         (("--draft-p-min", "nan"), "--draft-p-min nan: must be a number"),
         (("--policy", "p_min"), "--policy p_min: must be one of throughput, "),
         (("--spec", "ngram-mod,ngram-mod"), "names a drafter twice"),
@@ -224,6 +224,16 @@ def test_a_number_for_the_draft_is_read_as_its_longest_length() -> None:
     assert line.options.spec.n_max == 16
     assert line.remarks == ("--draft 16 is read as --draft-max 16",)
     assert line_of("--draft", "./16").options.draft == Path("./16")
+
+
+def test_a_longest_draft_without_room_is_the_longest_with_room() -> None:
+    line = line_of("--draft-max", "64")
+    assert line.options.spec.n_max == 63
+    assert line.remarks == ("--draft-max 64 is read as 63, the most there is room for",)
+    line = line_of(LLAMA_ARG_SPEC_DRAFT_N_MAX="100")
+    assert line.options.spec.n_max == 63
+    assert line.remarks[0].startswith("LLAMA_ARG_SPEC_DRAFT_N_MAX=100 is read as 63")
+    assert line_of("--draft-max", "63").remarks == ()
 
 
 def test_a_value_may_begin_with_a_hyphen_unless_it_is_a_flag() -> None:

@@ -38,10 +38,16 @@ def test_every_policy_is_built_and_honours_the_longest_draft(name: PolicyName) -
     assert n <= 3
 
 
-def test_a_draft_longer_than_the_profile_is_refused_under_the_name_it_was_set_by() -> None:
-    for given, name in (({}, "n_max"), ({"n_max": "--draft-max"}, "--draft-max")):
-        with pytest.raises(BadOption, match=f"^{name} 100: the profile has batches up to 64"):
-            build_policy(SpecOptions(n_max=100, given=given), PROFILE)
+@pytest.mark.parametrize("policy", sorted(PRICED - {PolicyName.RATIONAL}))
+def test_a_priced_draft_is_no_longer_than_the_profile_was_measured(policy: PolicyName) -> None:
+    short = CostProfile((1.0, 1.2, 1.4, 1.6), 0.1)
+    assert build_policy(SpecOptions(policy=policy, n_max=100), short).n_max == 3
+    assert build_policy(SpecOptions(policy=policy, n_max=2), short).n_max == 2
+
+
+def test_an_option_goes_by_the_name_it_was_set_by() -> None:
+    assert SpecOptions(given={"n_max": "--draft-max"}).name("n_max") == "--draft-max"
+    assert SpecOptions().name("n_max") == "n_max"
 
 
 FREE = [n for n in DrafterName if n not in ("none", "draft", "synthetic")]

@@ -1,0 +1,129 @@
+"""Command lines that people published for llama.cpp and ik_llama.cpp start here.
+
+Each opens a random model of its architecture and answers one token; what is refused there, several
+machines, is refused with a sentence.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from offload.device import has_gpu
+from offload.synth import write_preset
+from specoffload.cli import sampling_of
+from specoffload.config.command_line import CommandLine, read_command_line
+from specoffload.config.environment import read_environment
+from specoffload.config.host import read_host
+from specoffload.config.options import Toggle
+from specoffload.config.resolution import Config, resolve
+from specoffload.errors import UsageError
+from specoffload.session.session import Session
+
+FILE = Path(__file__).parents[1] / "fixtures" / "launch_lines.txt"
+COMMANDS = {"server": "serve", "cli": "run", "bench": "bench"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One line of the file."""
+
+    preset: str
+    environ: dict[str, str]
+    command: str
+    words: tuple[str, ...]
+    source: str
+
+    @property
+    def refused(self) -> bool:
+        return "--rpc" in self.words
+
+
+def launches() -> list[Launch]:
+    found = []
+    for row in FILE.read_text(encoding="utf-8").splitlines():
+        if row.startswith("#"):
+            continue
+        line, _, source = row.partition(" ## ")
+        preset, _, line = line.partition(" | ")
+        words = shlex.split(line)
+        n_assigned = next(i for i, word in enumerate(words) if word in COMMANDS)
+        environ = dict(word.split("=", 1) for word in words[:n_assigned])
+        command = COMMANDS[words[n_assigned]]
+        found.append(Launch(preset, environ, command, tuple(words[n_assigned + 1 :]), source))
+    return found
+
+
+LAUNCHES = launches()
+STARTING = [launch for launch in LAUNCHES if not launch.refused]
+
+
+def line_of(launch: Launch, target: Path, draft: Path) -> CommandLine:
+    places = {"TARGET": str(target), "DRAFT": str(draft), "LOOKUP": str(target.with_suffix(".bin"))}
+    words = [places.get(word, word) for word in launch.words]
+    return read_command_line(launch.command, words, read_environment(launch.environ))
+
+
+def configured(launch: Launch, models: Path, folder: Path) -> tuple[CommandLine, Config]:
+    """The line over tiny models of one vocabulary, with the wrapped device if there is no GPU."""
+    target, draft = models / f"launch-{launch.preset}.gguf", models / "launch-draft.gguf"
+    for preset, path in ((launch.preset, target), ("qwen2.5-0.5b", draft)):
+        if not path.exists():
+            write_preset(preset, path, size="tiny", seed=3)
+    line = line_of(launch, target, draft)
+    options = line.options
+    if options.device == "auto" and not has_gpu():
+        options = replace(options, device="sim")
+    environment = replace(line.environment, profile_folder=folder)
+    return line, resolve(options, read_host(environment))
+
+
+@pytest.mark.parametrize("launch", STARTING, ids=lambda launch: shlex.join(launch.words)[:70])
+def test_a_published_line_starts_and_answers(launch: Launch, models: Path, tmp_path: Path) -> None:
+    line, config = configured(launch, models, tmp_path)
+    with Session(config) as session:
+        wanted = replace(sampling_of(line), n_predict=1, ignore_eos=True)
+        pieces = list(session.generate("def f(n):", wanted))
+        assert sum(len(piece.tokens) for piece in pieces) == 1
+        notes = session.notes
+    said = [name for name, _ in line.idle]
+    assert all(any(note.startswith(f"{name} has no effect") for note in notes) for name in said)
+    assert set(line.remarks) <= set(notes)
+
+
+@pytest.mark.parametrize(
+    "launch", [launch for launch in LAUNCHES if launch.refused], ids=lambda launch: launch.source
+)
+def test_several_machines_are_refused_with_a_sentence(launch: Launch) -> None:
+    with pytest.raises(UsageError, match="--rpc .*: other machines' GPUs are not used"):
+        line_of(launch, Path("t.gguf"), Path("d.gguf"))
+
+
+def test_a_line_is_strict_about_what_changes_nothing_where_that_is_asked_for(
+    models: Path, tmp_path: Path
+) -> None:
+    launch = next(launch for launch in STARTING if "-amb" in launch.words)
+    strict = replace(launch, words=(*launch.words, "--strict-flags"))
+    with pytest.raises(UsageError, match=r"has no effect: .* \(--strict-flags\)"):
+        configured(strict, models, tmp_path)
+
+
+def test_the_usual_line_for_deepseek_means_what_it_means_there(
+    models: Path, tmp_path: Path
+) -> None:
+    launch = next(launch for launch in STARTING if "32768" in launch.words)
+    line, config = configured(launch, models, tmp_path)
+    assert (config.ctx_size, config.type_k, config.flash_attn) == (32768, "q8_0", Toggle.ON)
+    assert config.alias == "r1"
+    assert config.streaming.n_cpu_moe == line.options.n_cpu_moe != 0
+    assert config.spec.options.n_max == 16
+    assert [name for name, _ in line.idle] == ["-np 2", "--metrics"]
+
+
+def test_every_published_line_is_tried() -> None:
+    assert len(LAUNCHES) == 15
+    assert len(STARTING) == 14
+    assert {launch.command for launch in LAUNCHES} == {"serve", "run", "bench"}
