@@ -10,7 +10,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,11 @@ from offload.trace import COMPUTE, COPY, Event, Trace
 from offload.trace_report import report
 from specdec.costs.measure import MeasureOptions, measure
 from specoffload.commands.bench import machine
-from specoffload.config.resolution import Options, resolve
+from specoffload.commands.demo import ways
+from specoffload.config.host import read_host
+from specoffload.config.options import Options
+from specoffload.config.resolution import resolve
+from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.session import Session
 from specoffload.speculation.profiling import real_text
 
@@ -42,7 +46,7 @@ WORDS = {
     "ahead": "copied ahead, known to be needed",
     "predicted": "copied on a guess",
 }
-SHAPE = {"n_layer": 8, "n_embd": 1024, "n_expert_used": 4, "n_ff_exp": 1024, "quant": "q4_K"}
+SHAPE: dict[str, Any] = {"n_layer": 8, "n_embd": 1024, "n_expert_used": 4, "n_ff_exp": 1024, "quant": "q4_K"}
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,9 @@ def steps(
             tokens = [(17 * k + 101 * i + 3) % engine.n_vocab for k in range(n_tokens)]
             before = engine.counters().streamed_bytes
             began = time.perf_counter()
-            engine.extend(0, tokens, n_logits=1)
+            engine.sequences.extend(0, tokens, n_logits=1)
             ended = time.perf_counter()
-            engine.rewind(0, 0)
+            engine.sequences.rewind(0, 0)
             events = [
                 event._replace(start_s=event.start_s - began, end_s=event.end_s - began)
                 for event in trace.events()
@@ -279,23 +283,24 @@ def label_copies(
         axes.text(left, 1.56, name, fontsize=8)
 
 
-def draw_costs(folder: Path, out: Path) -> None:
-    """T(n) of the embedded pair's target, streaming and on the plain CPU."""
+def draw_costs(_: Path, out: Path, sizes: tuple[int, int, int] = (32, 5, 128)) -> None:
+    """T(n) of the embedded pair's target, streaming and on the plain CPU; `sizes` are the largest
+    batch, repetitions and depth."""
     # The demo's regime: every layer streams through slots for half of them.
-    streamed = Options(
-        device="sim:bw=2GB/s", min_batch="1", vram="8MiB", n_gpu_layers=0, ctx_size=1024, threads=1
+    streamed = ways()[1][2]
+    plain = resolve(
+        Options(device="cpu", ctx_size=1024, threads=1, spec=NO_DRAFTS), read_host(None)
     )
-    plain = Options(device="cpu", ctx_size=1024, threads=1)
     figure, axes = pyplot.subplots(figsize=(5.2, 3.2))
-    n_max, repeats, depth = 32, 5, 128
-    for options, label, colour, marker in (
+    n_max, repeats, depth = sizes
+    for config, label, colour, marker in (
         (streamed, "weights stream (2 GB/s link)", NEEDED, "o"),
         (plain, "weights in memory (CPU)", COMPUTED, "s"),
     ):
-        with Session(resolve(Options(**(vars(options) | {"spec": False})))) as session:
+        with Session(config) as session:
             target = session.target
             asked = MeasureOptions(n_max, repeats, (depth,))
-            times = measure(target, real_text(target), asked).step_s
+            times = measure(target.sequences, real_text(target), asked).step_s
         n = range(1, n_max + 1)
         named = f"{label}: T(1) = {times[0] * 1e3:.1f} ms"
         ratios = [t / times[0] for t in times]
@@ -315,7 +320,7 @@ def draw_costs(folder: Path, out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
-PICTURES = {"overlap": draw_overlap, "layer": draw_layer, "costs": draw_costs}
+PICTURES: dict[str, Callable[[Path, Path], None]] = {"overlap": draw_overlap, "layer": draw_layer, "costs": draw_costs}
 
 
 def main() -> None:

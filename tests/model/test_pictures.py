@@ -1,0 +1,59 @@
+"""scripts/pictures: each picture is drawn from runs, here of small models."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "draw_pictures.py"
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is an extra")
+    matplotlib.use("Agg")
+    spec = importlib.util.spec_from_file_location("draw_pictures", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["draw_pictures"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    module.SHAPE = {**module.SHAPE, "n_embd": 256, "n_ff_exp": 256}
+    return module
+
+
+def test_the_three_runs_of_a_picture_differ_as_they_should(
+    pictures: ModuleType, tmp_path: Path
+) -> None:
+    runs = pictures.run(tmp_path, n_experts=16, n_tokens=4, slots=0.4)
+    assert runs.resident.copied_bytes == 0
+    assert min(runs.serial.copied_bytes, runs.scheduled.copied_bytes) > 0
+    for step in (runs.serial, runs.scheduled):
+        assert {"copy", "compute"} <= {event.lane for event in step.events}
+        assert all(-1e-3 <= event.start_s <= step.seconds for event in step.events)
+    ahead = [any(e.args.get("reason") == "ahead" for e in step.events)
+             for step in (runs.serial, runs.scheduled)]  # fmt: skip
+    assert ahead == [False, True]
+
+
+@pytest.mark.parametrize("name", ["overlap", "layer"])
+def test_a_picture_is_drawn(pictures: ModuleType, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "picture.png"
+    pictures.PICTURES[name](tmp_path, out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert 5_000 < out.stat().st_size < 100_000
+
+
+def test_what_is_copied_again_is_counted_by_expert(pictures: ModuleType) -> None:
+    assert list(pictures.spread("3")) == [3]
+    assert list(pictures.spread("3-5")) == [3, 4, 5]
+
+
+def test_the_costs_are_drawn(pictures: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "costs.png"
+    pictures.draw_costs(tmp_path, out, sizes=(4, 1, 16))
+    assert out.read_bytes().startswith(b"\x89PNG")
