@@ -37,7 +37,7 @@ from offload.plan.context import (
 )
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import Plan
-from offload.sequences import Sequences
+from offload.sequences import Decode, Sequences
 from offload.store.store import Store, StoreOptions
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import StreamingDevice
@@ -138,10 +138,9 @@ class Engine(ModelText):
         except BaseException:
             self.close()
             raise
-        decoder = Decoder(self._context, self.threads, self.device)
         self.sequences = Sequences(
             self._context,
-            decoder.decode,
+            self._decode(),
             architecture=self.facts.architecture,
             is_recurrent=self._model.is_recurrent,
             n_sequences=options.n_sequences,
@@ -155,6 +154,12 @@ class Engine(ModelText):
         )
 
     # -- opening and closing --------------------------------------------------------------------
+
+    def _decode(self) -> Decode:
+        traced = self.device is not None and bool(self.device.trace)
+        if self.threads is None and not traced:
+            return self._context.decode  # nothing to bind, nobody to tell
+        return Decoder(self._context, self.threads, self.device).decode
 
     def _place(self) -> ModelPlacement:
         if not self.choice.wrapped:

@@ -46,7 +46,13 @@ WORDS = {
     "ahead": "copied ahead, known to be needed",
     "predicted": "copied on a guess",
 }
-SHAPE: dict[str, Any] = {"n_layer": 8, "n_embd": 1024, "n_expert_used": 4, "n_ff_exp": 1024, "quant": "q4_K"}
+SHAPE: dict[str, Any] = {
+    "n_layer": 8,
+    "n_embd": 1024,
+    "n_expert_used": 4,
+    "n_ff_exp": 1024,
+    "quant": "q4_K",
+}
 
 
 @dataclass(frozen=True)
@@ -320,7 +326,11 @@ def draw_costs(_: Path, out: Path, sizes: tuple[int, int, int] = (32, 5, 128)) -
     figure.savefig(out, dpi=110)
 
 
-PICTURES: dict[str, Callable[[Path, Path], None]] = {"overlap": draw_overlap, "layer": draw_layer, "costs": draw_costs}
+PICTURES: dict[str, Callable[[Path, Path], None]] = {
+    "overlap": draw_overlap,
+    "layer": draw_layer,
+    "costs": draw_costs,
+}
 
 
 def main() -> None:

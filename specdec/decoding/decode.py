@@ -1,4 +1,4 @@
-"""One generation: a decoding loop of one member, as an iterator of its rounds."""
+"""One generation: a decoding loop of one member, and the iterator of its rounds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decode(
     check_start(target, sequence, prompt, n_cached)
     accept = acceptance or MatchAcceptance(chooser)
     member = BatchMember(sequence, list(prompt), chooser, accept, n_predict, is_end, n_cached)
-    return rounds_of(DecodingLoop(target, ChainDrafting(target, drafter, policy)), member)
+    return DecodingLoop(target, ChainDrafting(target, drafter, policy)).rounds_of(member)
 
 
 def decode_alone(
@@ -52,12 +52,4 @@ def decode_alone(
     check_start(target, sequence, prompt, n_cached)
     accept = MatchAcceptance(chooser)
     member = BatchMember(sequence, list(prompt), chooser, accept, n_predict, is_end, n_cached)
-    return rounds_of(DecodingLoop(target), member)
-
-
-def rounds_of(loop: DecodingLoop, member: BatchMember) -> Iterator[Round]:
-    """The rounds of the only member of a loop."""
-    loop.add(member)
-    while not loop.is_idle:
-        for _, round_ in loop.step().rounds:
-            yield round_
+    return DecodingLoop(target).rounds_of(member)

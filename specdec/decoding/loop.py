@@ -7,7 +7,7 @@ token, so that whoever leaves the loop leaves a sequence that the next generatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
@@ -119,6 +119,13 @@ class DecodingLoop:
             if pieces:
                 return self._step_with(pieces)
         return self._rounds()
+
+    def rounds_of(self, member: BatchMember) -> Iterator[Round]:
+        """The rounds of the loop's only member, which is added when the first is asked for."""
+        self.add(member)
+        while not self.is_idle:
+            for _, round_ in self.step().rounds:
+                yield round_
 
     # -- prompts ---------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from time import perf_counter
 import numpy as np
 
 from specdec.decoding.accept import MatchAcceptance
-from specdec.decoding.decode import rounds_of
 from specdec.decoding.loop import DecodingLoop
 from specdec.decoding.member import BatchMember, check_start
 from specdec.drafters.memory import DraftMemory
@@ -242,7 +241,7 @@ def decode_tree(
     check_start(target, sequence, prompt, n_cached)
     accept = MatchAcceptance(chooser)
     member = BatchMember(sequence, list(prompt), chooser, accept, n_predict, is_end, n_cached)
-    return rounds_of(DecodingLoop(target, drafting, drafting.play), member)
+    return DecodingLoop(target, drafting, drafting.play).rounds_of(member)
 
 
 def source_of(rank: int) -> str:
