@@ -32,11 +32,11 @@ from offload.nodes.threads import PinnedThreads
 from offload.plan.context import (
     ContextSpec,
     check_cache_types,
-    context_memory,
     forgetting_window,
 )
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import Plan
+from offload.plan.placement import DEFAULT_UBATCH, Plan
+from offload.plan.sharing import UBATCHES
 from offload.sequences import Decode, Sequences
 from offload.store.store import Store, StoreOptions
 from offload.streaming.counters import StreamCounters
@@ -59,7 +59,8 @@ class EngineOptions:
     wrapped: bool = True  # off: libllama sees the real device, as for a draft
     n_ctx: int = 4096
     n_batch: int = 2048
-    n_ubatch: int = 512
+    n_ubatch: int | None = 512  # None: what the plan chooses, up to most_ubatch
+    most_ubatch: int = UBATCHES[-1]
     n_sequences: int = 1
     n_outputs: int = 64
     n_tree_leaves: int = 0  # leaves that a drafted tree may have (extend_tree)
@@ -80,7 +81,7 @@ def context_spec(facts: ModelFacts, options: EngineOptions) -> ContextSpec:
     """The context that these options ask for, as the plan counts it."""
     return ContextSpec(
         n_ctx=options.n_ctx or facts.number("context_length", 4096),
-        n_ubatch=options.n_ubatch,
+        n_ubatch=options.n_ubatch or DEFAULT_UBATCH,
         n_sequences=options.n_sequences + options.n_tree_leaves,
         n_outputs=options.n_outputs,
         n_rs_seq=options.n_rs_seq,
@@ -168,8 +169,15 @@ class Engine(ModelText):
             real = (self.choice.device,) if self.choice.on_gpu else ()
             return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
         o = self.options
-        wanted = context_memory(self.facts, context_spec(self.facts, o)).total_bytes
-        self.plan = plan_streaming(self.facts, self.choice, o.streaming, o.stream_experts, wanted)
+        self.plan = plan_streaming(
+            self.facts,
+            self.choice,
+            o.streaming,
+            o.stream_experts,
+            context_spec(self.facts, o),
+            o.most_ubatch if o.n_ubatch is None else None,
+        )
+        self.options = o = replace(o, n_ubatch=o.n_ubatch or self.plan.n_ubatch)
         self.host = self._host_buffers()
         crossover = chosen_crossover(
             o.mla_crossover, self.facts, self.choice.device, token_major=o.flash_attn != "off"
@@ -230,10 +238,11 @@ class Engine(ModelText):
 
     def _context_options(self, n_ctx: int) -> ContextOptions:
         o = self.options
+        n_ubatch = o.n_ubatch or DEFAULT_UBATCH
         return ContextOptions(
             n_ctx=n_ctx,
-            n_batch=max(o.n_batch, o.n_outputs),
-            n_ubatch=o.n_ubatch,
+            n_batch=max(o.n_batch, o.n_outputs, n_ubatch),
+            n_ubatch=n_ubatch,
             n_sequences=o.n_sequences + o.n_tree_leaves,
             n_outputs=o.n_outputs,
             n_rs_seq=o.n_rs_seq,

@@ -19,6 +19,7 @@ from specoffload.config.options import (
     BenchOptions,
     DoctorOptions,
     Options,
+    PlanOptions,
     ProfileOptions,
     RunOptions,
     ServeOptions,
@@ -142,6 +143,13 @@ def profile(line: CommandLine) -> None:
     )
 
 
+def plan(line: CommandLine) -> None:
+    """Say what would live where, from the header alone: weights, slots, context, ubatch."""
+    from specoffload.commands.plan import plan_config
+
+    plan_config(config_of(line), line.of(PlanOptions))
+
+
 def demo(line: CommandLine) -> None:
     """Watch one prompt decoded plainly, streamed and speculatively, side by side."""
     from specoffload.commands.demo import demo as show
@@ -196,7 +204,7 @@ def tune_numa(line: CommandLine) -> None:
     tune(config_of(line), line.environment.profile_folder, time_limit_s=limit_s)
 
 
-for command in (run, serve, bench, profile, demo, simulate, trace, doctor):
+for command in (run, serve, bench, profile, plan, demo, simulate, trace, doctor):
     add_command(app, command.__name__, command)
 app.add_typer(tune_app, name="tune")
 add_command(tune_app, "numa", tune_numa, under="tune")

@@ -99,15 +99,16 @@ def make_plan(
     n_cpu_moe: NCpuMoe = None,
     stream_experts: bool = True,
     context: ContextSpec | None = None,
-    auto_ubatch: bool = False,
+    most_ubatch: int | None = None,
     machine: Machine = TYPICAL,
 ) -> Plan:
     """Decide for a device with `budget_bytes` for everything (None: no limit).
 
     `reserve_bytes` of it go to others, such as a draft, and what `context` takes besides;
-    `auto_ubatch` chooses its ubatch. `n_gpu_layers` keeps that many layers' dense weights resident
-    and streams the rest. `n_cpu_moe` streams the experts of that many layers only; "fit" leaves to
-    expected time which are resident. Raises DoesNotFit when not even the smallest working set fits.
+    with `most_ubatch` its ubatch is chosen, up to that. `n_gpu_layers` keeps that many layers'
+    dense weights resident and streams the rest. `n_cpu_moe` streams the experts of that many layers
+    only; "fit" leaves to expected time which are resident. Raises DoesNotFit when not even the
+    smallest working set fits.
     """
     experts = [e for e in facts.loaded if is_experts(e)] if stream_experts else []
     dense = [e for e in facts.loaded if _DENSE.match(e.name)]
@@ -125,12 +126,12 @@ def make_plan(
             _workload(context),
             budget_bytes=budget_bytes,
             reserve_bytes=asked.reserve_of,
-            ubatches=_ubatches(context, auto_ubatch, has_experts=bool(experts)),
+            ubatches=_ubatches(context, most_ubatch, has_experts=bool(experts)),
             n_resident=_resident(n_cpu_moe, n_expert_layers),
             n_dense_streamed=_dense_streamed(n_gpu_layers, facts.n_layers),
         )
         if found is None:
-            raise _does_not_fit(weights, asked, _ubatches(context, auto_ubatch, has_experts=True))
+            raise _does_not_fit(weights, asked, _ubatches(context, most_ubatch, has_experts=True))
         choice = found
     return _plan(asked, choice, experts, dense, work, machine)
 
@@ -159,16 +160,16 @@ def _workload(context: ContextSpec | None) -> Workload:
 
 
 def _ubatches(
-    context: ContextSpec | None, auto_ubatch: bool, *, has_experts: bool
+    context: ContextSpec | None, most: int | None, *, has_experts: bool
 ) -> tuple[int, ...]:
     if context is None:
         return (DEFAULT_UBATCH,)
-    if not auto_ubatch:
+    if most is None:
         return (context.n_ubatch,)
     if not has_experts:
-        return (min(DEFAULT_UBATCH, context.n_ctx),)
+        return (min(DEFAULT_UBATCH, most),)
     needed = [n for n in UBATCHES if n == UBATCHES[0] or n < 2 * context.n_ctx]
-    return (*needed, *SMALL_UBATCHES)
+    return tuple(n for n in (*needed, *SMALL_UBATCHES) if n <= most) or (most,)
 
 
 def _resident(n_cpu_moe: NCpuMoe, n_expert_layers: int) -> Sequence[int]:

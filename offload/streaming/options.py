@@ -9,6 +9,7 @@ from offload.errors import BadRequest
 from offload.ggml.backend import Stream
 from offload.ggml.hostbuffer import HostBufferType
 from offload.model import ModelFacts
+from offload.plan.context import ContextSpec
 from offload.plan.placement import MARGIN_BYTES, NCpuMoe, Plan, make_plan
 from offload.schedule.cache_rules import make_cache_rule
 from offload.schedule.schedule import Schedule
@@ -24,7 +25,8 @@ from offload.trace import NO_TRACE, Trace
 class StreamingOptions:
     """Switches of the layer scheduler; each has a slow twin it is tested equal to."""
 
-    vram_bytes: int | None = None  # None: what is free, less a margin
+    vram_bytes: int | None = None  # for weights and slots alone; None: as device_bytes says
+    device_bytes: int | None = None  # for all there is on a GPU; None: what is free, less a margin
     n_cpu_moe: NCpuMoe = None  # layers whose experts stream; None: all; "fit": as few as must
     n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: what fits
     reserve_bytes: int = 0  # of the budget, for others: a draft and its context
@@ -46,26 +48,30 @@ def plan_streaming(
     choice: DeviceChoice,
     options: StreamingOptions,
     stream_experts: bool,
-    context_bytes_wanted: int = 0,
+    context: ContextSpec,
+    most_ubatch: int | None = None,
 ) -> Plan:
-    """The plan for this device. Raises DoesNotFit.
+    """The plan for this device; with `most_ubatch` it chooses the context's ubatch. Raises
+    DoesNotFit.
 
-    `--vram` is for weights and slots alone; of what the device has free, `context_bytes_wanted` and
-    `reserve_bytes` are left for the KV cache, the compute buffers and a draft.
+    On a GPU the context, its buffers and `reserve_bytes` are part of the budget. A simulated device
+    computes in host memory: there the budget is for weights and slots alone.
     """
-    budget, reserve = options.vram_bytes, 0
-    if budget is None and choice.sim is not None:
-        budget = choice.sim.vram_bytes
+    budget, counted = options.vram_bytes, False
     if budget is None and choice.on_gpu:
-        budget = free_bytes(choice)
-        reserve = options.reserve_bytes + context_bytes_wanted
+        counted = True
+        budget = options.device_bytes if options.device_bytes is not None else free_bytes(choice)
+    elif budget is None and choice.sim is not None:
+        budget = options.device_bytes or choice.sim.vram_bytes
     return make_plan(
         facts,
         budget_bytes=budget if stream_experts else None,
-        reserve_bytes=reserve,
+        reserve_bytes=options.reserve_bytes if counted else 0,
         n_gpu_layers=options.n_gpu_layers,
         n_cpu_moe=options.n_cpu_moe,
         stream_experts=stream_experts,
+        context=context if counted else None,
+        most_ubatch=most_ubatch,
     )
 
 

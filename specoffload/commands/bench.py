@@ -84,7 +84,11 @@ def _side_by_side(config: Config, n_predict: int, repetitions: int) -> dict[str,
     if config.draft is not None:
         ours["spec"] = config
     choice = choose_device(config.device)
-    if choice.sim is not None and choice.sim.vram_bytes is None and not config.streaming.vram_bytes:
+    if (
+        choice.sim is not None
+        and choice.sim.vram_bytes is None
+        and not config.streaming.device_bytes
+    ):
         # The wrapped device alone: the same loop with and without it, nothing streams.
         ours["unwrapped"] = replace(config, draft=None, device="cpu")
         ours["wrapped"] = replace(ours["wrapped"], stream_experts=False)
@@ -138,7 +142,7 @@ def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
     n_ctx = config.ctx_size or facts.number("context_length", 4096)
     vram = None
     if choice.on_gpu:
-        vram = config.streaming.vram_bytes or free_bytes(choice)
+        vram = config.streaming.device_bytes or free_bytes(choice)
     ubatches = UBATCHES if choice.on_gpu else UBATCHES[:1]
     peers = {}
     for n in ubatches:

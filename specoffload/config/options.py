@@ -81,7 +81,7 @@ class Options:
     min_batch: MinBatch | Literal["auto"] | None = None
     ctx_size: int = 4096
     batch_size: int = 2048
-    ubatch_size: int = 512
+    ubatch_size: int | None = None
     threads: int | None = None
     threads_batch: int | None = None
     flash_attn: Toggle = Toggle.AUTO
@@ -166,6 +166,15 @@ class ProfileOptions:
     plot: Path | None = None
     export_to: Path | None = None
     import_from: Path | None = None
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Of `plan`; None is a typical machine's."""
+
+    as_json: bool = False
+    link_bytes_per_s: float | None = None
+    ram_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)

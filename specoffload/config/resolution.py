@@ -12,6 +12,7 @@ from pathlib import Path
 from offload.mla.decision import Crossover
 from offload.nodes.numa_plan import NumaPlan
 from offload.plan.min_batch import MinBatch
+from offload.plan.sharing import UBATCHES
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE, Trace
 from specdec.options import DrafterName
@@ -33,7 +34,8 @@ class Config:
     min_batch: MinBatch
     ctx_size: int
     batch_size: int
-    ubatch_size: int
+    ubatch_size: int | None  # None: what the plan chooses, up to most_ubatch
+    most_ubatch: int
     threads: int
     threads_batch: int
     flash_attn: str
@@ -78,7 +80,8 @@ def resolve(options: Options, host: Host) -> Config:
         min_batch=options.min_batch if isinstance(options.min_batch, MinBatch) else MinBatch(),
         ctx_size=options.ctx_size,
         batch_size=options.batch_size,
-        ubatch_size=min(options.ubatch_size, options.batch_size),
+        ubatch_size=options.ubatch_size and min(options.ubatch_size, options.batch_size),
+        most_ubatch=options.batch_size if "batch_size" in options.given else UBATCHES[-1],
         threads=threads.n_decode,
         threads_batch=threads.n_batch,
         flash_attn=options.flash_attn,
@@ -122,7 +125,7 @@ def _models(options: Options, remarks: Remarks) -> tuple[Path, Path | None]:
 
 def _streaming(options: Options) -> StreamingOptions:
     return StreamingOptions(
-        vram_bytes=options.vram_bytes,
+        device_bytes=options.vram_bytes,
         n_cpu_moe="fit" if options.n_cpu_moe is None else options.n_cpu_moe,
         n_gpu_layers=options.n_gpu_layers,
         overlap=options.overlap,

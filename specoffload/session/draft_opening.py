@@ -16,6 +16,7 @@ from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.context import context_memory
+from offload.plan.sharing import device_bytes
 from offload.torch_draft.devices import torch_device
 from offload.torch_draft.layout import Sizes, lay_out
 from offload.torch_draft.options import TorchDraftOptions
@@ -61,7 +62,7 @@ def draft_bytes(config: Config) -> int:
         return 0
     facts = read_facts(config.draft)
     options = _of_draft(config, EngineOptions(n_ctx=config.ctx_size or _DEFAULT_CTX))
-    by_llama = facts.size_bytes + context_memory(facts, context_spec(facts, options)).total_bytes
+    by_llama = device_bytes(facts) + context_memory(facts, context_spec(facts, options)).total_bytes
     may_be_torch = config.spec.of_draft.engine is not DraftEngine.LLAMA
     if not may_be_torch or importlib.util.find_spec("torch") is None:
         return by_llama
@@ -84,7 +85,7 @@ def _of_draft(config: Config, options: EngineOptions) -> EngineOptions:
     """The draft's own options over the target's."""
     options = replace(
         options,
-        n_ubatch=min(config.ubatch_size, _DRAFT_UBATCH),
+        n_ubatch=min(config.ubatch_size or _DRAFT_UBATCH, _DRAFT_UBATCH),
         n_rs_seq=0,  # it decodes token by token, which leaves no snapshots
         type_k="f16",
         type_v="f16",

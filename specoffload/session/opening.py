@@ -12,6 +12,7 @@ from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.plan.context import type_of_values
 from offload.plan.min_batch import MinBatch, choose
+from offload.plan.placement import DEFAULT_UBATCH
 from offload.store.store import StoreOptions
 from specoffload.config.resolution import Config
 from specoffload.session.draft_opening import draft_bytes
@@ -23,16 +24,22 @@ _N_MEASURED = 64  # tokens on which --min-batch auto measures
 
 def open_target(config: Config, on_progress: Callable[[float], None] | None = None) -> Engine:
     """The model that answers. Raises OffloadError."""
+    return Engine(config.model, target_options(config), on_progress)
+
+
+def target_options(config: Config) -> EngineOptions:
+    """The options of the target's engine."""
     spec = config.spec
-    options = EngineOptions(
+    return EngineOptions(
         device=config.device,
         min_batch=config.min_batch,
         n_ctx=config.ctx_size,
         n_batch=config.batch_size,
         n_ubatch=config.ubatch_size,
+        most_ubatch=config.most_ubatch,
         n_outputs=max(1 + spec.longest, 64),
         n_tree_leaves=TREE_LEAVES if spec.options.tree else 0,
-        n_rs_seq=spec.n_rs_seq(config.ubatch_size),
+        n_rs_seq=spec.n_rs_seq(config.ubatch_size or DEFAULT_UBATCH),
         device_checkpoints=spec.device_checkpoints,
         n_threads=config.threads,
         n_threads_batch=config.threads_batch,
@@ -47,7 +54,6 @@ def open_target(config: Config, on_progress: Callable[[float], None] | None = No
         numa=config.numa,
         trial_folder=spec.profile_dir,
     )
-    return Engine(config.model, options, on_progress)
 
 
 def _type_v(config: Config) -> str:

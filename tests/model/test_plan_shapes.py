@@ -46,7 +46,7 @@ def plan_of(facts: ModelFacts, gib: float, n_ctx: int, machine: Machine = TYPICA
             budget_bytes=int(gib * GIB),
             n_cpu_moe="fit",
             context=ContextSpec(n_ctx),
-            auto_ubatch=True,
+            most_ubatch=UBATCHES[-1],
             machine=machine,
         )
     except DoesNotFit:

@@ -13,6 +13,7 @@ from offload.engine import Engine
 from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import BothSides, MinBatch
+from offload.plan.sharing import device_bytes
 from specdec.errors import SpecDecError, VocabularyMismatch
 from specoffload.config.options import DraftOptions
 from specoffload.config.resolution import Config, demo_file
@@ -84,8 +85,8 @@ def test_the_target_leaves_room_for_the_draft_and_its_context() -> None:
     with Session(config) as session:
         reserved = session.target.options.streaming.reserve_bytes
         assert session.draft is not None
-        context = context_memory(facts, ContextSpec(256, min(config.ubatch_size, 512)))
-        assert reserved == facts.size_bytes + context.total_bytes
+        context = context_memory(facts, ContextSpec(256, 512))
+        assert reserved == device_bytes(facts) + context.total_bytes
         assert reserved > session.draft.model.size_bytes
     with Session(replace(config, draft=None)) as session:
         assert session.target.options.streaming.reserve_bytes == 0

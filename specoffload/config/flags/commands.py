@@ -13,11 +13,12 @@ from specoffload.config.flags.flag import (
     Panel,
     Positional,
 )
-from specoffload.config.flags.reading import N_PREDICT, SECONDS, SEED
+from specoffload.config.flags.reading import N_PREDICT, RATE, SECONDS, SEED
 from specoffload.config.options import (
     BenchOptions,
     DoctorOptions,
     Options,
+    PlanOptions,
     ProfileOptions,
     RunOptions,
     ServeOptions,
@@ -28,6 +29,7 @@ from specoffload.config.options import (
 from specoffload.session.generation import GenerateOptions
 
 _P = Panel.COMMAND
+_PLAN = frozenset({"plan"})
 _RUN, _SERVE = frozenset({"run"}), frozenset({"serve"})
 _BENCH, _PROFILE, _SIMULATE = frozenset({"bench"}), frozenset({"profile"}), frozenset({"simulate"})
 
@@ -123,6 +125,22 @@ PROFILE = (
     ),
 )  # fmt: skip
 
+PLAN = (
+    Flag(
+        PlanOptions, "as_json", ("--json",), SWITCH, "One JSON object and nothing else.", _P,
+        commands=_PLAN, first=True,
+    ),
+    Flag(
+        PlanOptions, "link_bytes_per_s", ("--link",), RATE,
+        "Host memory to device, e.g. 12GB/s.", _P, default_words="25GB/s", commands=_PLAN,
+    ),
+    Flag(
+        PlanOptions, "ram_bytes_per_s", ("--ram",), RATE,
+        "What all cores read of host memory, e.g. 200GB/s.", _P, default_words="70GB/s",
+        commands=_PLAN,
+    ),
+)  # fmt: skip
+
 SIMULATE = (
     Flag(
         SimulateOptions, "profile", ("--profile",), PATH, "Costs.", _P,
@@ -184,7 +202,7 @@ SHOWN = (
     ),
 )  # fmt: skip
 
-FLAGS = (*RUN, *SERVE, *BENCH, *PROFILE, *SIMULATE, *MACHINE, *SHOWN)
+FLAGS = (*RUN, *SERVE, *BENCH, *PROFILE, *PLAN, *SIMULATE, *MACHINE, *SHOWN)
 
 _OPENED = (OPENS - _RUN) | {"tune numa"}
 

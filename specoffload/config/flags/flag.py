@@ -14,7 +14,8 @@ from typing import Any
 
 from specdec.options import DrafterName, PolicyName
 
-OPENS = frozenset({"run", "serve", "bench", "profile"})  # the commands that open a model
+# The commands that open a model, and the one that says how it would be opened.
+OPENS = frozenset({"run", "serve", "bench", "profile", "plan"})
 
 
 class Panel(StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.plan.cache_types import CACHE_TYPES
 from specoffload.config.flags.flag import INT, PATH, SWITCH, TEXT, Flag, Panel, choice
-from specoffload.config.flags.reading import TOGGLE
+from specoffload.config.flags.reading import AUTO_INT, TOGGLE
 from specoffload.config.options import Options
 
 _P = Panel.MODEL
@@ -27,9 +27,11 @@ FLAGS = (
         variables=("LLAMA_ARG_BATCH",), least=1,
     ),
     Flag(
-        Options, "ubatch_size", ("--ubatch-size", "-ub"), INT,
-        "Tokens computed at once in prefill.", _P, more="Transfers are paid once per ubatch.",
-        variables=("LLAMA_ARG_UBATCH",), least=1,
+        Options, "ubatch_size", ("--ubatch-size", "-ub"), AUTO_INT,
+        "Tokens computed at once in prefill: N or auto.", _P,
+        more="What streams is copied once for each, so that auto takes as many as prompts need "
+        "and memory holds beside the slots, 512 to 8192; 512 where nothing streams.",
+        variables=("LLAMA_ARG_UBATCH",), least=1, default_words="auto",
     ),
     Flag(
         Options, "flash_attn", ("--flash-attn", "-fa"), TOGGLE, "Flash attention.", _P,

@@ -23,8 +23,10 @@ FLAGS = (
     ),
     Flag(
         Options, "vram_bytes", ("--vram",), BYTES,
-        "Device memory for weights and slots, e.g. 12GiB.", _P,
-        more="What does not fit streams; a budget below the smallest working set is an error.",
+        "Device memory to use, e.g. 12GiB.", _P,
+        more="For weights, slots, the context and its buffers, and a draft; on sim for weights and "
+        "slots alone, since the others are in host memory. What does not fit streams; less than "
+        "the smallest working set is an error.",
         default_words="what is free, less 1 GiB", commands=_AND_TUNE, first=True,
     ),
     Flag(

@@ -10,9 +10,9 @@ _HEAD = """# Flags
 
 Made from the table of flags by `scripts/gen-flags`. Names are llama.cpp's where the meaning is the
 same. `specoffload COMMAND --help` shows those of each command; flags without a note in brackets are
-of `run`, `serve`, `bench` and `profile`. The last of several wins, and what is typed wins over a
-variable. A flag that changes nothing in a run is named at start; with `--strict-flags` it is an
-error.
+of `run`, `serve`, `bench`, `profile` and `plan`. The last of several wins, and what is typed wins
+over a variable. A flag that changes nothing in a run is named at start; with `--strict-flags` it is
+an error.
 """
 
 _TAIL = """## Environment

@@ -8,7 +8,7 @@ from typing import Literal
 
 from offload.mla.decision import Crossover
 from offload.plan.min_batch import MinBatch
-from offload.units import parse_bytes
+from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName
 from specoffload.config.flags.flag import FALSE, TRUE, Kind, choice
 from specoffload.config.options import Toggle
@@ -125,6 +125,11 @@ def words(text: str) -> tuple[str, ...]:
         raise ValueError(f"cannot be split into words: {e}") from None
 
 
+def auto_or_whole(text: str) -> int | None:
+    """A number, or `auto`."""
+    return None if text == "auto" else _whole(text)
+
+
 def _whole(text: str) -> int:
     try:
         return int(text)
@@ -147,6 +152,8 @@ def seed(text: str) -> int | None:
 
 MIN_BATCH = Kind("N", min_batch)
 CROSSOVER = Kind("N", crossover)
+AUTO_INT = Kind("N", auto_or_whole)
+RATE = Kind("SIZE/s", parse_rate)
 BYTES = Kind("SIZE", parse_bytes)
 DRAFTERS = Kind("NAME,...", drafters)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)

@@ -385,7 +385,7 @@ def test_what_was_said_needs_no_reason() -> None:
 
 def test_the_streaming_of_a_configuration_is_what_was_typed() -> None:
     streaming = resolved("--vram", "1GiB", "-ncmoe", "3", "--no-overlap", "-ngl", "all").streaming
-    assert streaming.vram_bytes == 1 << 30
+    assert streaming.device_bytes == 1 << 30
     assert (streaming.n_cpu_moe, streaming.overlap) == (3, False)
     assert streaming.n_gpu_layers is not None
     assert streaming.n_gpu_layers > 1000

@@ -1,0 +1,198 @@
+"""`specoffload plan`: what would live where, from a model's header alone."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from offload.device import DeviceChoice, choose_device
+from offload.engine import context_spec
+from offload.model import ModelFacts, is_experts, layer_of
+from offload.model_file import read_facts
+from offload.plan.context import ContextMemory, ContextSpec, context_memory
+from offload.plan.machine import TYPICAL, Machine, Sharing, best_s, model_work, prefill_s
+from offload.plan.min_batch import NEVER
+from offload.plan.placement import Plan, make_plan
+from offload.streaming.options import free_bytes
+from specoffload import report
+from specoffload.config.options import PlanOptions
+from specoffload.config.resolution import Config
+from specoffload.session.opening import target_options
+
+_GIB = 1 << 30
+_DEFAULT_VRAM = 24 * _GIB  # what most of those have who ask
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what it was made for."""
+
+    facts: ModelFacts
+    plan: Plan
+    vram_bytes: int | None
+    context: ContextSpec
+    memory: ContextMemory
+    draft_bytes: int
+    machine: Machine
+    why_vram: str
+
+
+def plan_config(config: Config, own: PlanOptions) -> None:
+    """Print the plan of a command line that `serve` would take; nothing is opened.
+
+    Raises BadModel or DoesNotFit.
+    """
+    planned = planned_for(config, own)
+    if own.as_json:
+        report.line(json.dumps(as_dict(planned)))
+    else:
+        _show(planned)
+
+
+def planned_for(config: Config, own: PlanOptions) -> Planned:
+    """The plan that this configuration would have on its device, or on one of that much memory."""
+    facts = read_facts(config.model)
+    options = target_options(config)
+    machine = _machine(own)
+    context = context_spec(facts, options)
+    of_draft = options.streaming.reserve_bytes
+    vram, why = _vram(config, choose_device(config.device))
+    plan = make_plan(
+        facts,
+        budget_bytes=vram,
+        reserve_bytes=of_draft,
+        n_gpu_layers=config.streaming.n_gpu_layers,
+        n_cpu_moe=config.streaming.n_cpu_moe,
+        context=context,
+        most_ubatch=config.most_ubatch if config.ubatch_size is None else None,
+        machine=machine,
+    )
+    context = context.with_ubatch(plan.n_ubatch)
+    memory = context_memory(facts, context)
+    return Planned(facts, plan, vram, context, memory, of_draft, machine, why)
+
+
+def _machine(own: PlanOptions) -> Machine:
+    return replace(
+        TYPICAL,
+        link_bytes_per_s=own.link_bytes_per_s or TYPICAL.link_bytes_per_s,
+        ram_bytes_per_s=own.ram_bytes_per_s or TYPICAL.ram_bytes_per_s,
+    )
+
+
+def _vram(config: Config, choice: DeviceChoice) -> tuple[int, str]:
+    """Device memory to plan for, and where the number comes from."""
+    asked = config.streaming.device_bytes
+    if asked is None and choice.sim is not None:
+        asked = choice.sim.vram_bytes
+    if asked is not None:
+        return asked, "asked for"
+    if choice.on_gpu:
+        return free_bytes(choice), f"what {choice.name} has free, less 1 GiB"
+    return _DEFAULT_VRAM, "no GPU here: planned for one of 24 GiB (--vram)"
+
+
+def as_dict(planned: Planned) -> dict[str, Any]:
+    """The plan for a script to read. Sizes are bytes; `min_batch` is null where streaming never
+    pays."""
+    plan, facts = planned.plan, planned.facts
+    return {
+        "model": facts.path.name,
+        "architecture": facts.architecture,
+        "vram_bytes": planned.vram_bytes,
+        "ctx_size": planned.context.n_ctx,
+        "resident_bytes": plan.resident_bytes,
+        "streamed_bytes": plan.streamed_bytes,
+        "reserve_bytes": plan.reserve_bytes,
+        "reserve": asdict(planned.memory) | {"draft_bytes": planned.draft_bytes},
+        "slot_bytes": plan.slot_bytes,
+        "slots": _slots(plan),
+        "streamed_layers": _streamed_layers(plan),
+        "ubatch": plan.n_ubatch,
+        "min_batch": None if plan.min_batch == NEVER else plan.min_batch,
+        "chunk_tokens": plan.chunk_tokens,
+        "declined": list(plan.declined),
+        "reasons": list(plan.reasons),
+        "expected": _expected(planned),
+        "machine": asdict(planned.machine),
+    }
+
+
+def _slots(plan: Plan) -> dict[str, dict[str, int]]:
+    """Slots by kind of weight; by kind and pool where layers of other types have slots apart."""
+    kinds = Counter(kind.name for pool in plan.layout.pools for kind in pool.kinds)
+    return {
+        kind.name if kinds[kind.name] == 1 else f"{kind.name} ({pool.name})": {
+            "n_slots": pool.n_slots,
+            "n_experts": pool.n_experts,
+            "stride_bytes": kind.stride_bytes,
+        }
+        for pool in plan.layout.pools
+        for kind in pool.kinds
+    }
+
+
+def _streamed_layers(plan: Plan) -> dict[str, int]:
+    return {
+        "experts": len({layer_of(e.name) for e in plan.streamed if is_experts(e)}),
+        "dense": len({layer_of(e.name) for e in plan.streamed if not is_experts(e)}),
+    }
+
+
+def _expected(planned: Planned) -> dict[str, float]:
+    """Speeds of the machine model: a first guess, where nothing was measured."""
+    plan, work, machine = planned.plan, model_work(planned.facts), planned.machine
+    layers = _streamed_layers(plan)
+    n_slots = sum(pool.n_slots for pool in plan.layout.pools if pool.n_experts)
+    sharing = Sharing(n_slots, work.n_expert_layers - layers["experts"], layers["dense"])
+    n_prompt = min(planned.context.n_ctx, 4096)
+    return {
+        "decode_tps": 1 / best_s(machine, work, sharing, 1),
+        "prefill_tps": n_prompt / prefill_s(machine, work, sharing, n_prompt, plan.n_ubatch),
+    }
+
+
+def _show(planned: Planned) -> None:
+    plan, facts, memory = planned.plan, planned.facts, planned.memory
+    experts = f", {facts.n_experts} experts, {facts.n_experts_used} used" if facts.n_experts else ""
+    report.line(
+        f"{facts.path.name}: {facts.architecture}, {facts.size_bytes / _GIB:.1f} GiB, "
+        f"{facts.n_layers} layers{experts}"
+    )
+    rows = [
+        ("resident weights", plan.resident_bytes, ""),
+        ("KV cache", memory.kv_bytes, f"{planned.context.n_ctx} tokens"),
+        ("recurrent states", memory.recurrent_bytes, ""),
+        ("compute buffers", memory.compute_bytes + memory.pool_bytes, f"ubatch {plan.n_ubatch}"),
+        ("draft", planned.draft_bytes, ""),
+        *(
+            (f"slots: {pool.name}", pool.size_bytes, f"{pool.n_slots} of {pool.n_pieces}")
+            for pool in plan.layout.pools
+            if pool.n_experts
+        ),
+        (
+            "slots: dense weights",
+            sum(pool.size_bytes for pool in plan.layout.pools if not pool.n_experts),
+            f"{_streamed_layers(plan)['dense']} layers stream",
+        ),
+    ]
+    vram = planned.vram_bytes or 0
+    used = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes
+    shown = [(name, f"{size / _GIB:.2f}", of) for name, size, of in rows if size]
+    shown += [("free", f"{(vram - used) / _GIB:.2f}", ""),
+              ("device memory", f"{vram / _GIB:.2f}", planned.why_vram)]  # fmt: skip
+    report.table("Device memory", ("", "GiB", ""), shown)
+    report.line(f"streams from host memory: {plan.streamed_bytes / _GIB:.1f} GiB")
+    threshold = "never" if plan.min_batch is None else f"{plan.min_batch} tokens"
+    report.line(f"streaming is expected to pay from: {threshold} (--min-batch auto measures it)")
+    expected = _expected(planned)
+    machine = planned.machine
+    report.line(
+        f"expected at {machine.link_bytes_per_s / 1e9:g} GB/s of link and "
+        f"{machine.ram_bytes_per_s / 1e9:g} GB/s of RAM: prefill "
+        f"{expected['prefill_tps']:.0f} tokens/s, decoding {expected['decode_tps']:.1f} tokens/s"
+    )
+    for line in (*plan.reasons, *plan.declined):
+        report.line(line)

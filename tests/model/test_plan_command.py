@@ -1,0 +1,127 @@
+"""`specoffload plan`: the plan of a header, for people and for scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from offload.engine import Engine, EngineOptions
+from offload.errors import BadModel, DoesNotFit
+from offload.ggml import llama
+from offload.streaming.options import StreamingOptions
+from offload.synth import plan_preset, write_header_only
+from specoffload.cli import app
+
+GIB = 1 << 30
+KEYS = {
+    *("model", "architecture", "vram_bytes", "ctx_size", "resident_bytes", "streamed_bytes"),
+    *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
+    *("chunk_tokens", "declined", "reasons", "expected", "machine"),
+}
+
+
+@pytest.fixture(scope="module")
+def r1(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("header") / "r1.gguf"
+    return write_header_only(plan_preset("deepseek-r1", size="full"), path)
+
+
+@pytest.fixture(autouse=True)
+def no_model_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("a model was opened")
+
+    monkeypatch.setattr(llama, "Model", opened)
+
+
+def planned(*words: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["plan", *words, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_a_script_reads_one_object_with_these_keys(r1: Path) -> None:
+    plan = planned(str(r1), "--vram", "24GiB")
+    assert set(plan) == KEYS
+    assert plan["resident_bytes"] + plan["reserve_bytes"] + plan["slot_bytes"] <= 24 * GIB
+    assert plan["reserve_bytes"] == sum(plan["reserve"].values())
+    assert set(plan["slots"]) == {"gate", "up", "down"}
+    assert {slots["n_experts"] for slots in plan["slots"].values()} == {256}
+    assert len({slots["n_slots"] for slots in plan["slots"].values()}) == 1, "one number per expert"
+    assert plan["slots"]["gate"]["n_slots"] > 256
+    assert plan["declined"] == []
+    assert plan["min_batch"] < plan["ubatch"]
+
+
+def test_it_follows_the_command_line_that_serve_would_have(r1: Path) -> None:
+    plain = planned(str(r1), "--vram", "24GiB")
+    assert planned(str(r1), "--vram", "24GiB", "-ub", "512")["ubatch"] == 512
+    assert planned(str(r1), "--vram", "24GiB", "-b", "1024")["ubatch"] <= 1024
+    longer = planned(str(r1), "--vram", "24GiB", "-c", "32768")
+    assert longer["reserve"]["kv_bytes"] == 8 * plain["reserve"]["kv_bytes"]
+    small = planned(str(r1), "--vram", "24GiB", "-c", "32768", "-ctk", "q8_0", "-ctv", "q8_0")
+    assert small["reserve"]["kv_bytes"] == longer["reserve"]["kv_bytes"] * 34 // 64
+    some = planned(str(r1), "--vram", "80GiB", "-ncmoe", "50")
+    assert some["streamed_layers"] == {"experts": 50, "dense": 0}
+    drafted = planned(str(r1), "--vram", "24GiB", "-md", str(demo_draft()))
+    assert drafted["reserve"]["draft_bytes"] > 0
+    assert drafted["reserve_bytes"] == plain["reserve_bytes"] + drafted["reserve"]["draft_bytes"]
+
+
+def demo_draft() -> Path:
+    from specoffload.config.resolution import demo_file
+
+    return demo_file("draft.gguf")
+
+
+def test_a_slower_link_raises_the_threshold(r1: Path) -> None:
+    fast = planned(str(r1), "--vram", "24GiB", "--link", "50GB/s")
+    slow = planned(str(r1), "--vram", "24GiB", "--link", "12GB/s")
+    assert slow["min_batch"] > fast["min_batch"]
+    assert slow["expected"]["prefill_tps"] < fast["expected"]["prefill_tps"]
+
+
+def test_people_see_what_takes_the_memory(r1: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(r1), "--vram", "24GiB"], catch_exceptions=False)
+    assert result.exit_code == 0
+    for words in ("376.7 GiB, 61 layers, 256 experts", "resident weights", "KV cache", "ubatch",
+                  "slots: experts", "is expected to pay from"):  # fmt: skip
+        assert words in result.stdout
+
+
+def test_what_does_not_fit_is_refused_with_numbers_and_flags(r1: Path) -> None:
+    with pytest.raises(DoesNotFit, match=r"8192\.0 MiB .* 8925\.9 for the context; .*-ctk q8_0"):
+        planned(str(r1), "--vram", "8GiB", "-c", "131072")
+    with pytest.raises(BadModel, match="no such file"):
+        planned("missing.gguf")
+
+
+def test_a_ring_that_does_not_fit_is_said(r1: Path) -> None:
+    plan = planned(str(r1), "--vram", "8GiB")
+    assert plan["slots"]["gate"]["n_slots"] < 256
+    assert "fewer than the 256 experts of a layer" in plan["declined"][0]
+    assert plan["min_batch"] is None
+    # With a CPU slower than the link, chunks of tokens are faster.
+    slow = planned(str(r1), "--vram", "12GiB", "-c", "32768", "-ub", "512", "--link", "400GB/s")
+    assert slow["declined"] == []
+    assert slow["chunk_tokens"] > 0
+    assert any("in chunks of" in reason for reason in slow["reasons"])
+
+
+def test_the_ubatch_is_chosen_where_the_engine_opens_a_model(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    for given, used in ((None, 512), (128, 128)):
+        options = EngineOptions(device="sim", n_ctx=256, n_ubatch=given)
+        with Engine(tiny_moe, options) as engine:
+            assert engine.options.n_ubatch == used
+    half = StreamingOptions(device_bytes=3 << 20)
+    with Engine(tiny_moe, EngineOptions(device="sim", n_ctx=256, streaming=half)) as engine:
+        assert engine.plan is not None
+        assert engine.plan.resident_bytes + engine.plan.slot_bytes <= 3 << 20
