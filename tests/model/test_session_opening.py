@@ -15,10 +15,10 @@ from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import BothSides, MinBatch
 from offload.plan.sharing import device_bytes
 from specdec.errors import SpecDecError, VocabularyMismatch
-from specoffload.config.options import DraftOptions
+from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.session import opening
+from specoffload.session import draft_opening, opening
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -37,7 +37,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
             super().__init__(*args, **named)  # type: ignore[arg-type]
             opened.append(self)
 
-    monkeypatch.setattr(opening, "Engine", Remembered)
+    for module in (opening, draft_opening):
+        monkeypatch.setattr(module, "Engine", Remembered)
     return opened
 
 
@@ -80,14 +81,14 @@ def test_min_batch_auto_says_where_it_has_no_effect() -> None:
 
 
 def test_the_target_leaves_room_for_the_draft_and_its_context() -> None:
-    config = config_of(spec_given={"--spec-policy": "fixed"})
+    of_draft = DraftOptions(engine=DraftEngine.LLAMA)
+    config = config_of(spec_given={"--spec-policy": "fixed"}, of_draft=of_draft)
     facts = read_facts(demo_file("draft.gguf"))
     with Session(config) as session:
         reserved = session.target.options.streaming.reserve_bytes
         assert session.draft is not None
         context = context_memory(facts, ContextSpec(256, 512))
         assert reserved == device_bytes(facts) + context.total_bytes
-        assert reserved > session.draft.model.size_bytes
     with Session(replace(config, draft=None)) as session:
         assert session.target.options.streaming.reserve_bytes == 0
 
