@@ -191,8 +191,8 @@ class ScheduledExecutor:
             if status:
                 return status
         entered = schedule.enter(step.cut)
+        self._last_use = step.use = entered.use  # counted by the schedule, whatever happens now
         self._enqueue(entered.issued)
-        self._last_use = step.use = entered.use
         step.waits = self._tickets_of(entered.waits) if entered.waits else []
         step.missed = entered.misses > 0 or bool(entered.waits)
         if ids is not None:

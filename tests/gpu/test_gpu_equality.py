@@ -24,9 +24,12 @@ from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.ggml.library import abi
+from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
+from offload.plan.placement import make_plan
 from offload.schedule.predict import Routing
 from offload.streaming.options import StreamingOptions
+from offload.synth import write_preset
 
 # The first test compiles the shaders, minutes of work for a driver in software.
 pytestmark = pytest.mark.timeout(600)
@@ -187,6 +190,40 @@ def test_a_dense_model_of_which_few_layers_fit_is_resident(
         assert engine.plan is not None
         if slots == "least" and streaming.overlap:
             assert counters.streamed_bytes > engine.plan.streamed_bytes, "slots are reused"
+
+
+# Layers of two types in the same slots, whose stride is neither's; biases read by original ids.
+_SHARING = {
+    "mixed": ("deepseek-v3", {"quant": "Q4_K_M", "n_embd": 256, "n_ff_exp": 256, "n_layer": 8}),
+    "biased": ("gpt-oss", {}),
+}
+
+
+@pytest.mark.parametrize("name", _SHARING)
+def test_slots_that_layers_of_different_types_share_are_resident(
+    gpu: DeviceChoice, name: str, models: Path
+) -> None:
+    preset, changes = _SHARING[name]
+    path = write_preset(preset, models / f"gpu_{name}.gguf", size="tiny", seed=3, **changes)
+    batches = (1, 3, 12)
+
+    def rows(streaming: StreamingOptions, **changes: bool) -> Logits:
+        with Engine(path, options(gpu, streaming, **changes)) as engine:
+            n_vocab = engine.n_vocab
+            return np.concatenate(
+                [
+                    engine.sequences.extend(0, [(13 * i + 5 * n) % n_vocab for i in range(n)])
+                    for n in batches
+                ]
+            )
+
+    resident = rows(SERIAL, stream_experts=False)
+    assert_same(gpu, rows(SERIAL), resident)
+    plan = make_plan(read_facts(path), budget_bytes=None)
+    (pool,) = plan.layout.pools
+    for n_slots in (pool.n_experts, 3 * pool.n_experts // 2, 2 * pool.n_experts, pool.n_slots):
+        vram = plan.resident_bytes + n_slots * pool.slot_bytes
+        assert_same(gpu, rows(StreamingOptions(vram_bytes=vram)), resident)
 
 
 def test_the_mla_switch_rounds_otherwise_and_streaming_does_not_change_its_bits(
