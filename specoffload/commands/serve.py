@@ -34,10 +34,12 @@ def serve_config(
     max_queue: int,
     defaults: GenerateOptions,
 ) -> None:
-    """Serve until stopped; `defaults` are for requests that do not say.
+    """Say what was chosen, and serve until stopped; `defaults` are for requests that do not say.
 
     Raises UsageError where an address or a model cannot be had.
     """
+    for reason in (*config.reasons, *config.spec.reasons):
+        report.note(reason)
     factory = functools.partial(open_session, config)
     code = serve(
         factory, host, port, api_key, max_queue=max_queue, defaults=defaults, say=report.line

@@ -303,7 +303,9 @@ class _Reader:
             if place[0] is DraftOptions:
                 self.given.setdefault(place, Given(found.value, name))
             else:
-                self.idle.append((name, "a draft has no such choice here"))
+                whole = place == (Options, "n_gpu_layers")
+                why = "it lies on its device whole" if whole else "a draft has no such choice here"
+                self.idle.append((name, why))
         self.idle += [(f"{given.name}: {name}", why) for name, why in inner.idle]
 
     def _unknown(self, name: str) -> str:

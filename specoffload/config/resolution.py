@@ -18,7 +18,7 @@ from offload.trace import NO_TRACE, Trace
 from specdec.options import DrafterName
 from specoffload.config.host import Host
 from specoffload.config.numa_choice import choose_threads
-from specoffload.config.options import Options
+from specoffload.config.options import Options, Toggle
 from specoffload.config.remarks import Remarks
 from specoffload.config.speculation import SpecConfig, resolve_speculation, uses_draft_model
 
@@ -38,7 +38,7 @@ class Config:
     most_ubatch: int
     threads: int
     threads_batch: int
-    flash_attn: str
+    flash_attn: Toggle
     type_k: str
     type_v: str | None  # None: f16, with MLA as `type_k`
     swa_full: bool

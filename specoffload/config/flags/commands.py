@@ -198,7 +198,7 @@ SHOWN = (
     Flag(
         Options, "strict", ("--strict-flags",), SWITCH,
         "A flag that changes nothing is an error, not a warning.", Panel.DEBUGGING,
-        commands=OPENS | {"tune numa"},
+        commands=OPENS | {"tune numa"}, rare=True,
     ),
 )  # fmt: skip
 
@@ -208,11 +208,11 @@ _OPENED = (OPENS - _RUN) | {"tune numa"}
 
 POSITIONALS = (
     Positional(
-        RunOptions, "words", TEXT, "[MODEL.gguf | PROMPT]",
+        RunOptions, "words", TEXT, "MODEL.gguf|PROMPT",
         "A model, or a prompt for the embedded pair.", _RUN,
     ),
     Positional(
-        Options, "model", PATH, "[MODEL.gguf]", "GGUF file of the target, as with --model.",
+        Options, "model", PATH, "MODEL.gguf", "GGUF file of the target, as with --model.",
         _OPENED,
     ),
     Positional(TraceOptions, "file", PATH, "FILE", "What --trace wrote.", frozenset({"trace"})),

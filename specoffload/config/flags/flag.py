@@ -146,6 +146,7 @@ class Flag:
     repeats: bool = False  # each value is added to those before
     capped: bool = False  # a number over `most` is lowered to it, which is said
     first: bool = False  # one of those that people need first
+    rare: bool = False  # left out of a first help
 
     @property
     def default(self) -> Any:
@@ -160,10 +161,12 @@ class Flag:
 
     @property
     def is_rare(self) -> bool:
-        """True if it is left out of a first help: of one drafter, or the draft model's own."""
+        """True if a first help leaves it out: rare, of one drafter, or the draft model's own."""
         drafters = [need for need in self.needs if isinstance(need, DrafterName)]
-        return self.needs == (Need.DRAFT_MODEL,) or (
-            bool(drafters) and DrafterName.DRAFT not in drafters
+        return (
+            self.rare
+            or self.needs == (Need.DRAFT_MODEL,)
+            or (bool(drafters) and DrafterName.DRAFT not in drafters)
         )
 
     @property

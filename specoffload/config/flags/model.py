@@ -45,18 +45,18 @@ FLAGS = (
     Flag(
         Options, "type_v", ("--cache-type-v", "-ctv"), choice(CACHE_TYPES),
         "Type of the KV cache's values.", _P, variables=("LLAMA_ARG_CACHE_TYPE_V",),
-        default_words="f16, with MLA the keys'",
+        default_words="f16, with MLA the keys'", rare=True,
     ),
     Flag(
         Options, "swa_full", ("--swa-full",), SWITCH,
         "Keep all that sliding windows have passed, so that it can be cut anywhere.", _P,
-        variables=("LLAMA_ARG_SWA_FULL",),
+        variables=("LLAMA_ARG_SWA_FULL",), rare=True,
     ),
     Flag(
         Options, "ctx_checkpoints", ("--ctx-checkpoints", "-ctxcp", "--swa-checkpoints"), INT,
         "Prompts that a recurrent model can go back to.", _P,
         more="Of a conversation, kept in host memory, so that an edited prompt is evaluated from "
         "the last one it shares.",
-        variables=("LLAMA_ARG_CTX_CHECKPOINTS",), least=0,
+        variables=("LLAMA_ARG_CTX_CHECKPOINTS",), least=0, rare=True,
     ),
 )  # fmt: skip

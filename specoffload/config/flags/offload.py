@@ -50,21 +50,21 @@ FLAGS = (
     ),
     Flag(
         Options, "expert_cache", ("--expert-cache",), choice(tuple(CACHE_RULES)),
-        "Which cached slots are replaced.", _P,
+        "Which cached slots are replaced.", _P, rare=True,
     ),
     Flag(
         Options, "prefetch_depth", ("--prefetch-depth",), INT,
         "Weights that copies run ahead of the computation.", _P, least=0,
-        more="0 copies when needed. A layer of experts has three weights.",
+        more="0 copies when needed. A layer of experts has three weights.", rare=True,
     ),
     Flag(
         Options, "overlap", (), SWITCH, "The serial twin: one copy at a time, nothing cached.", _P,
-        off=("--no-overlap",),
+        off=("--no-overlap",), rare=True,
     ),
     Flag(
         Options, "prefetch", (), SWITCH,
         "Do not guess a verification batch's experts from the batch before.", _P,
-        off=("--no-prefetch",),
+        off=("--no-prefetch",), rare=True,
     ),
     Flag(
         Options, "mmap", ("--mmap",), SWITCH,
@@ -77,7 +77,7 @@ FLAGS = (
         Options, "mla_crossover", ("--mla-crossover",), CROSSOVER,
         "Tokens up to which MLA's value product is matrix-vector.", _P,
         more="auto measures it, 0 switches it off ([mla.md](mla.md)).",
-        default_words="the number of heads",
+        default_words="the number of heads", rare=True,
     ),
     Flag(
         Options, "threads", ("--threads", "-t"), THREADS, "CPU threads of a decode.", _P,
@@ -85,7 +85,7 @@ FLAGS = (
     ),
     Flag(
         Options, "threads_batch", ("--threads-batch", "-tb"), THREADS, "CPU threads of prefill.",
-        _P, variables=("LLAMA_ARG_THREADS_BATCH",), default_words="as --threads",
+        _P, variables=("LLAMA_ARG_THREADS_BATCH",), default_words="as --threads", rare=True,
     ),
     Flag(
         Options, "numa", ("--numa",), choice(("auto", "none", *Strategy)),
@@ -96,6 +96,6 @@ FLAGS = (
     ),
     Flag(
         Options, "numa_node", ("--numa-node",), INT,
-        "Keep all threads and streamed weights on this node.", _P, least=0,
+        "Keep all threads and streamed weights on this node.", _P, least=0, rare=True,
     ),
 )  # fmt: skip

@@ -38,17 +38,17 @@ FLAGS = (
     Flag(
         GenerateOptions, "repeat_last_n", ("--repeat-last-n",), INT,
         "Tokens that penalties look at; -1: all.", _P, least=-1, commands=_ANSWERS,
-        request="repeat_last_n",
+        request="repeat_last_n", rare=True,
     ),
     Flag(
         GenerateOptions, "frequency_penalty", ("--frequency-penalty",), FLOAT,
         "Penalty of a token per time it was seen.", _P, variables=("LLAMA_ARG_FREQUENCY_PENALTY",),
-        least=-2, most=2, commands=_ANSWERS, request="frequency_penalty",
+        least=-2, most=2, commands=_ANSWERS, request="frequency_penalty", rare=True,
     ),
     Flag(
         GenerateOptions, "presence_penalty", ("--presence-penalty",), FLOAT,
         "Penalty of a token that was seen at all.", _P, variables=("LLAMA_ARG_PRESENCE_PENALTY",),
-        least=-2, most=2, commands=_ANSWERS, request="presence_penalty",
+        least=-2, most=2, commands=_ANSWERS, request="presence_penalty", rare=True,
     ),
     Flag(
         GenerateOptions, "seed", ("--seed", "-s"), SEED, "Of the random numbers; -1: random.", _P,
@@ -56,7 +56,7 @@ FLAGS = (
     ),
     Flag(
         GenerateOptions, "ignore_eos", ("--ignore-eos",), SWITCH, "Go on after an end token.", _P,
-        commands=_ANSWERS, request="ignore_eos",
+        commands=_ANSWERS, request="ignore_eos", rare=True,
     ),
     Flag(
         GenerateOptions, "grammar", ("--grammar",), TEXT, "GBNF that the answer must follow.", _P,
@@ -77,6 +77,6 @@ FLAGS = (
     Flag(
         GenerateOptions, "stop", ("--reverse-prompt", "-r"), TEXT,
         "Text at which the answer ends; may be given several times.", _P, commands=_ANSWERS,
-        request="stop", repeats=True,
+        request="stop", repeats=True, rare=True,
     ),
 )  # fmt: skip

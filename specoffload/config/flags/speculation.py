@@ -132,7 +132,7 @@ DRAFTING = (
     Flag(
         SpecOptions, "n_min", ("--draft-min", "--spec-draft-n-min", "--draft-n-min"), INT,
         "Shorter drafts are dropped.", _P, needs=(PolicyName.P_MIN,), least=0,
-        variables=("LLAMA_ARG_SPEC_DRAFT_N_MIN", "LLAMA_ARG_DRAFT_MIN"),
+        variables=("LLAMA_ARG_SPEC_DRAFT_N_MIN", "LLAMA_ARG_DRAFT_MIN"), rare=True,
     ),
     Flag(
         SpecOptions, "p_min", ("--draft-p-min", "--spec-draft-p-min"), FLOAT,
@@ -141,16 +141,17 @@ DRAFTING = (
     ),
     Flag(
         SpecOptions, "look_ahead", ("--spec-look-ahead",), INT,
-        "Batch sizes tried past the best.", _P, needs=(PolicyName.COSTS,), least=0,
+        "Batch sizes tried past the best.", _P, needs=(PolicyName.COSTS,), least=0, rare=True,
     ),
     Flag(
         SpecOptions, "tree", ("--spec-tree",), SWITCH,
         "Draft trees (throughput and the draft model alone).", _P, needs=(DrafterName.DRAFT,),
+        rare=True,
     ),
     Flag(
         SpecOptions, "p_split", ("--draft-p-split", "--spec-draft-p-split"), FLOAT,
         "Least probability of a second branch.", _P, needs=(Need.TREE,), least=0, most=1,
-        variables=("LLAMA_ARG_SPEC_DRAFT_P_SPLIT",),
+        variables=("LLAMA_ARG_SPEC_DRAFT_P_SPLIT",), rare=True,
     ),
     Flag(
         SpecOptions, "accept", ("--spec-accept",), choice(tuple(AcceptRule)),
@@ -162,17 +163,17 @@ DRAFTING = (
         SpecOptions, "rs_snapshots", ("--spec-rs-snapshots",), INT,
         "Recurrent models: drafted tokens taken back by snapshots.", _P, needs=_DRAFTS, least=0,
         most=MOST_DRAFTED, more="Where the library has them for the architecture. Each takes the "
-        "memory of one state; 0 uses checkpoints only.",
+        "memory of one state; 0 uses checkpoints only.", rare=True,
     ),
     Flag(
         SpecOptions, "checkpoints", ("--spec-checkpoints",), choice(tuple(CheckpointPlace)),
         "Recurrent models: where the checkpoint before a verification lies.", _P,
-        needs=_DRAFTS,
+        needs=_DRAFTS, rare=True,
     ),
     Flag(
         SpecOptions, "replacements", ("--spec-replace",), REPLACEMENTS,
         "Translate the text of a draft of another vocabulary.", _P, needs=(DrafterName.DRAFT,),
-        more="With these replacements, which may be none.",
+        more="With these replacements, which may be none.", rare=True,
     ),
     Flag(
         Options, "use_profile", (), SWITCH,
@@ -183,6 +184,7 @@ DRAFTING = (
         Options, "record_trace", ("--record-trace",), PATH,
         "Write what was drafted and accepted, for `simulate`.", _P, needs=_DRAFTS,
         more="Best with --spec-policy fixed --draft-max 16: what nobody drafted is unknown.",
+        rare=True,
     ),
 )  # fmt: skip
 
