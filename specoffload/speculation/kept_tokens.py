@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from specoffload.errors import UsageError
@@ -31,3 +31,29 @@ def write_kept(path: Path, kept: Sequence[int], remark: str) -> None:
     """Write what `read_kept` reads, with a first line that says where it is from."""
     text = "".join(f"{token}\n" for token in sorted(set(kept)))
     path.write_text(f"# {remark}\n{text}", encoding="utf-8")
+
+
+def choose_kept(counts: Sequence[int], always: Iterable[int], n: int) -> tuple[int, ...]:
+    """`n` token ids, rising: those of `always`, then the most frequent by `counts` [n_vocab].
+
+    Ids that were never counted are kept only to fill up, lowest first: vocabularies begin with
+    bytes and short words. Raises UsageError where `n` is not possible.
+    """
+    chosen = set(always)
+    if not max(1, len(chosen)) <= n <= len(counts):
+        raise UsageError(
+            f"--keep {n}: must lie between {max(1, len(chosen))}, the tokens that are always kept, "
+            f"and {len(counts)}, all of the vocabulary"
+        )
+    order = sorted(range(len(counts)), key=lambda token: (-counts[token], token))
+    for token in order:
+        if len(chosen) == n:
+            break
+        chosen.add(token)
+    return tuple(sorted(chosen))
+
+
+def coverage(counts: Sequence[int], kept: Iterable[int]) -> float:
+    """The share of counted tokens that are kept."""
+    total = sum(counts)
+    return sum(counts[token] for token in kept) / total if total else 0.0
