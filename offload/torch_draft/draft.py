@@ -113,6 +113,8 @@ class TorchDraft:
             self._capturer.close()
         self._capturer = self._network = self._steps = None
         if self._device.type == "cuda":
+            # The library's workspaces belong to streams that are gone; torch keeps them.
+            getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
             torch.cuda.empty_cache()
 
     def __enter__(self) -> TorchDraft:

@@ -210,4 +210,8 @@ def show_steps(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["draft"]:
+        import draft
+
+        sys.exit(draft.main(sys.argv[2:]))
     sys.exit(main())

@@ -19,7 +19,6 @@ from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.model_file import read_facts
 from offload.synth import write_preset
 
-F32 = 0  # ggml's number of the type
 PRESETS = {"llama": "llama-3.3-70b", "qwen2": "qwen2.5-0.5b", "qwen3": "qwen3-0.6b"}
 
 
@@ -29,7 +28,7 @@ class ExactLlama:
     def __init__(self, path: Path, n_ctx: int = 512) -> None:
         pending = Pending()
         self._model = Model(path, ModelPlacement(), pending)
-        options = ContextOptions(n_ctx, type_k=F32, type_v=F32, flash_attn="off")
+        options = ContextOptions(n_ctx, type_k="f32", type_v="f32", flash_attn="off")
         self._context = Context(self._model, options, pending)
         self.n_vocab = self._model.n_vocab
         self._length = 0

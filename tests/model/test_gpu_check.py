@@ -93,3 +93,39 @@ def test_rows_without_numbers_are_never_equal(compare: ModuleType) -> None:
     broken[5, 7] = np.nan
     assert not compare.compare("a", "b", broken, expected, 1e-2, ties_allowed=True).passed
     assert not compare.compare("a", "b", 0 * expected, 0 * expected, 1e-2).passed
+
+
+# -- scripts/gpu-check draft ----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_a_dry_run_of_the_draft_compares_both_engines_and_ends_with_json() -> None:
+    done = run("draft", "--dry-run-sim")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["ok"]
+    assert report["error"] == ""
+    assert len(report["equality"]) == 6, "bf16 and int8 of three models; graphs need a GPU"
+    assert report["bandwidth_bytes_per_s"] > 1e8
+    engines = [speed["name"] for speed in report["speeds"]]
+    assert engines == ["libllama", "torch", "torch, int8", "torch, 128 kept"]
+    assert {(row["k"], row["engine"]) for row in report["rows"]} == {
+        (k, engine) for k in (1, 4) for engine in engines
+    }
+    for row in report["rows"]:
+        ratio = row["tokens_per_s"] / row["ceiling_tokens_per_s"]
+        assert row["share_of_ceiling"] == pytest.approx(ratio)
+    counters = {speed["name"]: speed["counters"] for speed in report["speeds"]}
+    # 5 drafts of 1 and of 4, all in one block: a step per token, a copy per draft.
+    assert counters["torch"]["n_steps"] == 25
+    assert counters["torch"]["n_host_copies"] == 10
+    by_name = {speed["name"]: speed for speed in report["speeds"]}
+    assert by_name["torch, 128 kept"]["step_bytes"] < by_name["torch"]["step_bytes"]
+    assert by_name["torch, int8"]["step_bytes"] < by_name["torch"]["step_bytes"]
+
+
+@pytest.mark.skipif(any(d.on_gpu for d in devices()), reason="there is a GPU here")
+def test_without_a_gpu_the_draft_check_says_so() -> None:
+    done = run("draft")
+    assert done.returncode == 2
+    assert "no GPU here" in done.stdout

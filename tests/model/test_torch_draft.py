@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from draft_parts import (  # noqa: E402
 )
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from offload.engine import Engine, EngineOptions  # noqa: E402
 from offload.errors import BadModel, BadRequest, DoesNotFit  # noqa: E402
@@ -515,3 +517,14 @@ def test_activations_stay_within_what_was_planned(tiny: Path, dtype: str) -> Non
             draft.draft([(0, [1])], 4, Drawing(1.0, np.full((4, 1), 0.5)))
         assert draft.layout.chunk < 512, "depth limits the chunk, so the limit is tried"
         assert 0.2 * draft.layout.scratch_bytes < live.most <= draft.layout.scratch_bytes
+
+
+def test_everything_is_freed_on_close(tiny: Path) -> None:
+    draft = TorchDraft(tiny, TorchDraftOptions(n_ctx=256))
+    draft.draft([(0, [1, 2])], 3)
+    assert draft._network is not None
+    block = StorageWeakRef(draft._network._t["kv"].untyped_storage())
+    assert not block.expired()
+    draft.close()
+    gc.collect()
+    assert block.expired()
