@@ -42,8 +42,8 @@ def choose_kept(counts: Sequence[int], always: Iterable[int], n: int) -> tuple[i
     chosen = set(always)
     if not max(1, len(chosen)) <= n <= len(counts):
         raise UsageError(
-            f"--keep {n}: must lie between {max(1, len(chosen))}, the tokens that are always kept, "
-            f"and {len(counts)}, all of the vocabulary"
+            f"{n} tokens cannot be kept: it must lie between {max(1, len(chosen))}, those that "
+            f"always are, and {len(counts)}, all of the vocabulary"
         )
     order = sorted(range(len(counts)), key=lambda token: (-counts[token], token))
     for token in order:
