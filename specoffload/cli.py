@@ -86,19 +86,19 @@ def run(line: CommandLine) -> None:
             ),
         )
     config = config_of(line, options)
-    run_prompt(config, lambda: read_prompt(prompt, own.file), sampling)
+    run_prompt(config, lambda: read_prompt(prompt, own.file, escape=own.escape), sampling)
 
 
 def serve(line: CommandLine) -> None:
     """Serve the OpenAI API on a socket."""
-    from specoffload.commands.serve import serve_config
+    from specoffload.commands.serve import all_keys, serve_config
 
     own = line.of(ServeOptions)
     serve_config(
         config_of(line),
         host=own.host,
         port=own.port,
-        api_key=own.api_key,
+        api_key=all_keys(own.api_key, own.api_key_file),
         max_queue=own.max_queue,
         defaults=sampling_of(line),
     )

@@ -45,9 +45,25 @@ def _exists(argument: str) -> bool:
         return False
 
 
-def read_prompt(words: str | None, file: Path | None) -> str:
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|[nrt'\"\\])")
+_ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
+
+
+def unescaped(text: str) -> str:
+    """`text` with llama.cpp's escapes read; another backslash stays."""
+
+    def read(match: re.Match[str]) -> str:
+        what = match[1]
+        return chr(int(what[1:], 16)) if what[0] == "x" else _ESCAPED.get(what, what)
+
+    return _ESCAPE.sub(read, text)
+
+
+def read_prompt(words: str | None, file: Path | None, *, escape: bool = False) -> str:
     """The prompt's text. Raises UsageError when there is none, or it cannot be read."""
     words = read_text(words, file)
+    if words and escape:
+        words = unescaped(words)
     if not words:
         raise UsageError('the prompt is empty: specoffload run "def fibonacci(n):", or -p TEXT')
     return words

@@ -7,10 +7,12 @@ file, the engine process says, and an assertion of the library ends that process
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specoffload import report
 from specoffload.config.resolution import Config
+from specoffload.errors import UsageError
 from specoffload.server.run import serve
 from specoffload.session.generation import GenerateOptions
 
@@ -23,6 +25,22 @@ def open_session(config: Config) -> Session:
     from specoffload.session.session import Session
 
     return Session(config)
+
+
+def all_keys(typed: str | None, file: Path | None) -> str | None:
+    """Typed keys and those of a file's lines, commas between them; None where there are none.
+
+    Raises UsageError for a file that cannot be read or has no key.
+    """
+    if file is None:
+        return typed
+    try:
+        lines = file.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
+    if not lines:
+        raise UsageError(f"{file} has no key, one of which stands on each line")
+    return ",".join(filter(None, (typed, *lines)))
 
 
 def serve_config(

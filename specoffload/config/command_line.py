@@ -314,7 +314,8 @@ class _Reader:
         )
         if elsewhere:
             return f"{name} is no flag of {self._command}, but of {', '.join(elsewhere)}"
-        near = difflib.get_close_matches(name, [*self._by_name, *HELP], 1)
+        known = [*self._by_name, *self._foreign, *HELP]
+        near = difflib.get_close_matches(name, known, 1)
         hint = f"; did you mean {near[0]}?" if near else f"; specoffload {self._command} --help"
         return f"there is no flag {name}{hint}"
 

@@ -124,6 +124,7 @@ class RunOptions:
     words: str | None = None  # the positional argument: a model, or a prompt
     prompt: str | None = None
     file: Path | None = None
+    escape: bool = False  # \n and the like in the prompt are read
     n_predict: int | None = 128  # None: to the end of the context
 
 
@@ -142,6 +143,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8080
     api_key: str | None = None
+    api_key_file: Path | None = None
     max_queue: int = 16
 
 

@@ -193,3 +193,12 @@ def test_with_an_api_key_all_but_health_wants_it(start_server: StartServer) -> N
     assert http.get(server.url + "/health").status_code == 200
     with server.client(api_key="sesame") as client:
         assert client.completions.create(model="any", prompt="x").choices[0].text
+
+
+def test_each_of_several_keys_opens_and_all_of_them_together_do_not(
+    start_server: StartServer,
+) -> None:
+    server = start_server(api_key="sesame,poppy")
+    for key, status in (("sesame", 200), ("poppy", 200), ("sesame,poppy", 401), ("x", 401)):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert http.get(server.url + "/v1/models", headers=headers).status_code == status

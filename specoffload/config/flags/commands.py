@@ -13,7 +13,7 @@ from specoffload.config.flags.flag import (
     Panel,
     Positional,
 )
-from specoffload.config.flags.reading import N_PREDICT, RATE, SECONDS, SEED
+from specoffload.config.flags.reading import KEYS, N_PREDICT, RATE, SECONDS, SEED
 from specoffload.config.options import (
     BenchOptions,
     DoctorOptions,
@@ -43,6 +43,11 @@ RUN = (
         commands=_RUN,
     ),
     Flag(
+        RunOptions, "escape", ("--escape", "-e"), SWITCH,
+        "Read \\n, \\t, \\\\ and the like in the prompt as what they stand for.", _P, commands=_RUN,
+        off=("--no-escape",),
+    ),
+    Flag(
         RunOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
         "Most tokens to write; -1: to the end of the context.", _P, commands=_RUN,
         variables=("LLAMA_ARG_N_PREDICT",), first=True,
@@ -59,8 +64,13 @@ SERVE = (
         variables=("LLAMA_ARG_PORT",), least=0, most=65535, commands=_SERVE, first=True,
     ),
     Flag(
-        ServeOptions, "api_key", ("--api-key",), TEXT, "Bearer token to ask for.", Panel.SERVER,
+        ServeOptions, "api_key", ("--api-key",), KEYS,
+        "Bearer token to ask for; commas separate several.", Panel.SERVER,
         variables=("LLAMA_API_KEY",), commands=_SERVE,
+    ),
+    Flag(
+        ServeOptions, "api_key_file", ("--api-key-file",), PATH, "File of such tokens, one a line.",
+        Panel.SERVER, variables=("LLAMA_ARG_API_KEY_FILE",), commands=_SERVE,
     ),
     Flag(
         ServeOptions, "max_queue", ("--max-queue",), INT,

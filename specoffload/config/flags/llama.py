@@ -372,10 +372,6 @@ TEXT = (
     ),
     foreign("-co --color", NoEffect("the answer is not coloured"), n_values=1, optional=_ON_OFF),
     *valued(NoEffect("the answer alone is shown"), "-ptc --print-token-count"),
-    foreign(
-        "-e --escape !--no-escape",
-        NoEffect("a prompt is taken as it is: $'...' is the shell's way to write a line's end"),
-    ),
     *valued(Refused("prompts are text: give the file with --file"), "-bf --binary-file"),
     *valued(_CACHED, "--prompt-cache"),
     *switches(_CACHED, "--prompt-cache-all", "--prompt-cache-ro"),

@@ -78,10 +78,6 @@ SERVER = (
         "--models-autoload !--no-models-autoload LLAMA_ARG_MODELS_AUTOLOAD",
     ),
     *valued(
-        Refused("give the key with --api-key, or in LLAMA_API_KEY"),
-        "--api-key-file LLAMA_ARG_API_KEY_FILE",
-    ),
-    *valued(
         _PROXY, "--ssl-key-file LLAMA_ARG_SSL_KEY_FILE", "--ssl-cert-file LLAMA_ARG_SSL_CERT_FILE",
     ),
     *valued(

@@ -56,6 +56,11 @@ def drafters(text: str) -> tuple[DrafterName, ...]:
     names = []
     for part in (part.strip() for part in text.split(",")):
         name = DRAFTER_ALIASES.get(part, part)
+        if ":" in part:
+            raise ValueError(
+                f"{part!r} is ik_llama.cpp's form; here a drafter's sizes have flags of their own, "
+                "such as --draft-max and --spec-ngram-mod-n-match"
+            )
         if name not in tuple(DrafterName):
             raise ValueError(f"{part!r} is unknown; there are {', '.join(DrafterName)}")
         names.append(DrafterName(name))
@@ -137,6 +142,14 @@ def _whole(text: str) -> int:
         raise ValueError("must be a whole number") from None
 
 
+def keys(text: str) -> str:
+    """Keys without blanks around them; none may be empty, or everybody would hold it."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ValueError("must be a key, or several with commas between them")
+    return ",".join(parts)
+
+
 def seed(text: str) -> int | None:
     """-1 is random, as in llama.cpp."""
     try:
@@ -160,6 +173,7 @@ REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
 RATES = Kind("P,...", rates)
 SECONDS = Kind("SECONDS,...", seconds)
 SEED = Kind("N", seed)
+KEYS = Kind("KEY,...", keys)
 N_PREDICT = Kind("N", n_predict)
 THREADS = Kind("N", threads)
 LAYERS = Kind("N", layers)

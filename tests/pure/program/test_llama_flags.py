@@ -206,7 +206,7 @@ def test_a_flag_that_changes_nothing_is_said_once_or_is_so_already(
         (("--rpc", "h:1"), "--rpc h:1: other machines' GPUs are not used: leave it out"),
         (("-hf", "user/repo"), "-hf user/repo: models are not fetched here"),
         (("--mirostat", "2"), "--mirostat 2: there is no such sampler here"),
-        (("--api-key-file", "k"), "--api-key-file k: give the key with --api-key"),
+        (("--ssl-key-file", "k"), "--ssl-key-file k: this server speaks plain HTTP: put a proxy"),
         (("--hellaswag",), "--hellaswag: it is a flag of llama.cpp's llama-perplexity"),
         (("-ot", "exps"), "-ot exps: 'exps' is not PATTERN=BUFFER"),
         (("-ot", "(=CPU"), "is no regular expression"),

@@ -1,0 +1,329 @@
+"""Words and variables read by the table of flags: typed values, bad ones in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from resolved import line_of
+
+from offload.plan.min_batch import MinBatch
+from specdec.options import PolicyName
+from specoffload.commands.run import read_prompt, split_model_and_prompt
+from specoffload.commands.serve import all_keys
+from specoffload.config.environment import Environment, read_environment
+from specoffload.config.flags.reading import NEVER
+from specoffload.config.flags.table import TABLE
+from specoffload.config.host import read_host
+from specoffload.config.options import DraftOptions, RunOptions, ServeOptions, Toggle
+from specoffload.config.resolution import resolve
+from specoffload.errors import UsageError
+from specoffload.session.generation import GenerateOptions
+
+# -- reading words
+
+
+def test_words_become_typed_values_under_the_names_that_were_typed() -> None:
+    line = line_of("-m", "m.gguf", "-t", "3", "--draft-max=5", "--policy", "p-min", "-fa")
+    options = line.options
+    assert (options.model, options.threads) == (Path("m.gguf"), 3)
+    assert options.flash_attn is Toggle.ON
+    assert options.spec.policy is PolicyName.P_MIN
+    assert options.spec.n_max == 5
+    assert options.given == {"model": "-m", "threads": "-t", "flash_attn": "-fa"}
+    assert options.spec.given == {"n_max": "--draft-max", "policy": "--policy"}
+
+
+def test_the_last_of_several_wins_and_underscores_are_hyphens() -> None:
+    assert line_of("-c", "1", "--ctx_size", "2", "-c", "3").options.ctx_size == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("-fa",), Toggle.ON),
+        (("-fa", "off", "-c", "9"), Toggle.OFF),
+        (("-fa", "1"), Toggle.ON),
+        (("-fa", "-c", "9"), Toggle.ON),
+        ((), Toggle.AUTO),
+    ],
+)
+def test_a_flag_that_may_stand_bare_swallows_nothing(
+    words: tuple[str, ...], expected: Toggle
+) -> None:
+    options = line_of(*words).options
+    assert options.flash_attn is expected
+    assert options.ctx_size == (9 if "-c" in words else 4096)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-nq", "2"), "there is no flag -nq"),
+        (("--draft-mx", "2"), "did you mean --draft-max?"),
+        (("--thread", "2"), "did you mean --threads?"),
+        (("--port", "80"), "--port is no flag of run, but of serve"),
+        (("-t",), "-t needs a value"),
+        (("-t", "-c", "3"), "-t needs a value"),
+        (("-t", "x"), "-t x: must be a whole number"),
+        (("-c", "-1"), "-c -1: must be at least 0"),
+        (("--ctx-size=x",), "--ctx-size x: must be"),
+        (("--mmap=1",), "--mmap takes no value"),
+        (("--draft-max", "-1"), "--draft-max -1: must be between 0 and 63"),
+        (("--spec-draft-n-max", "x"), "--spec-draft-n-max x: must be"),
+        (("--draft-p-min", "nan"), "--draft-p-min nan: must be a number"),
+        (("--policy", "p_min"), "--policy p_min: must be one of throughput, "),
+        (("--spec", "ngram-mod,ngram-mod"), "names a drafter twice"),
+        (("--spec", "none,suffix"), "none stands alone"),
+        (("--spec", "draft-mtp"), "'draft-mtp' is unknown; there are none, draft, "),
+        (("--expert-cache", "fifo"), "--expert-cache fifo: must be one of lru, lfu"),
+        (("--vram", "much"), "--vram much: "),
+        (("--seed", "-7"), "--seed -7: must lie between"),
+        (("--repeat-penalty", "0"), "--repeat-penalty 0: must be over 0"),
+        (("--spec-synth-rates", "0.5,x"), "must be numbers, comma separated"),
+        (("a", "b"), "'b' is one word too many"),
+    ],
+)
+def test_bad_words_are_answered_under_the_name_that_was_typed(
+    words: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        line_of(*words)
+    assert message in str(caught.value)
+
+
+def refusal_of(words: list[str]) -> str | None:
+    """The sentence with which words are refused, None if they are read."""
+    try:
+        line_of(*words)
+    except UsageError as e:
+        return str(e)
+    return None
+
+
+_NAMES = st.sampled_from([name for flag in TABLE for name in (*flag.names, *flag.off)])
+
+
+@given(st.lists(_NAMES | st.text(max_size=8), max_size=5))
+def test_any_words_are_read_or_refused_under_one_of_them(words: list[str]) -> None:
+    refused = refusal_of(words)
+    assert refused is None or any(
+        word.partition("=")[0].replace("_", "-") in refused or repr(word) in refused
+        for word in words
+    )
+
+
+@given(st.integers(0, 1 << 40), st.sampled_from(["-c", "--ctx-size"]), st.booleans())
+def test_a_number_is_read_back_however_it_is_written(n: int, name: str, joined: bool) -> None:
+    words = [f"--ctx-size={n}"] if joined else [name, str(n)]
+    assert line_of(*words).options.ctx_size == n
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("3", MinBatch(3, 3)),
+        ("dense=8,experts=24", MinBatch(experts=24, dense=8)),
+        ("experts=5", MinBatch(experts=5, dense=32)),
+        ("2, dense=9", MinBatch(experts=2, dense=9)),
+        ("off", MinBatch(NEVER, NEVER)),
+        ("auto", "auto"),
+    ],
+)
+def test_min_batch_is_a_number_or_one_per_kind(text: str, expected: object) -> None:
+    assert line_of("--min-batch", text).options.min_batch == expected
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "x", "", "experts=", "attention=3", "3.5"])
+def test_a_bad_min_batch_is_named(text: str) -> None:
+    with pytest.raises(UsageError, match="--min-batch"):
+        line_of("--min-batch", text)
+
+
+@pytest.mark.parametrize(
+    ("words", "seed"),
+    [((), None), (("-s", "-1"), None), (("--seed", "0"), 0), (("--seed", "42"), 42)],
+)
+def test_a_seed_of_minus_one_is_random(words: tuple[str, ...], seed: int | None) -> None:
+    assert line_of(*words).of(GenerateOptions).seed == seed
+
+
+def test_a_number_for_the_draft_is_read_as_its_longest_length() -> None:
+    line = line_of("--draft", "16")
+    assert line.options.draft is None
+    assert line.options.spec.n_max == 16
+    assert line.remarks == ("--draft 16 is read as --draft-max 16",)
+    assert line_of("--draft", "./16").options.draft == Path("./16")
+
+
+def test_a_longest_draft_without_room_is_the_longest_with_room() -> None:
+    line = line_of("--draft-max", "64")
+    assert line.options.spec.n_max == 63
+    assert line.remarks == ("--draft-max 64 is read as 63, the most there is room for",)
+    line = line_of(LLAMA_ARG_SPEC_DRAFT_N_MAX="100")
+    assert line.options.spec.n_max == 63
+    assert line.remarks[0].startswith("LLAMA_ARG_SPEC_DRAFT_N_MAX=100 is read as 63")
+    assert line_of("--draft-max", "63").remarks == ()
+
+
+def test_a_value_may_begin_with_a_hyphen_unless_it_is_a_flag() -> None:
+    assert line_of("-n", "-1", "-p", "- a list").of(GenerateOptions) == GenerateOptions()
+    with pytest.raises(UsageError, match="-p needs a value"):
+        line_of("-p", "-n", "3")
+    assert line_of("--", "-p").given  # behind -- everything is the prompt
+
+
+# -- variables
+
+
+def test_llama_cpps_variables_stand_for_their_flags_and_others_are_named() -> None:
+    variables = {
+        "LLAMA_ARG_CTX_SIZE": "300",
+        "LLAMA_ARG_SPEC_DRAFT_N_MAX": "5",
+        "LLAMA_ARG_NOT_KNOWN": "mean",
+        "GGML_OFFLOAD_OP_MIN_BATCH_SIZE": "3",
+        "LLAMA_ARG_MMAP": "1",
+    }
+    options = line_of("-t", "1", **variables).options
+    assert (options.ctx_size, options.spec.n_max) == (300, 5)
+    assert options.mmap
+    assert options.min_batch == MinBatch(3, 3)
+    assert options.given["ctx_size"] == "LLAMA_ARG_CTX_SIZE"
+    assert any("not read here: LLAMA_ARG_NOT_KNOWN" in remark for remark in options.remarks)
+    assert line_of("-c", "400", **variables).options.ctx_size == 400
+
+
+def test_a_variable_of_another_command_is_neither_read_nor_named() -> None:
+    assert line_of(LLAMA_ARG_PORT="1").remarks == ()
+    assert line_of(command="serve", LLAMA_ARG_PORT="1").of(ServeOptions).port == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("LLAMA_ARG_THREADS", "x"), ("LLAMA_ARG_MMAP", "maybe"), ("LLAMA_ARG_SPEC_TYPE", "mtp")],
+)
+def test_a_bad_variable_is_named_with_its_value(name: str, text: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}={text}: "):
+        line_of(**{name: text})
+
+
+@pytest.mark.parametrize("text", ["many", "-1"])
+def test_a_bad_look_ahead_is_named(text: str) -> None:
+    with pytest.raises(UsageError, match="GGML_MAX_LOOK_AHEAD"):
+        read_environment({"GGML_MAX_LOOK_AHEAD": text})
+
+
+def test_profiles_lie_where_the_environment_says() -> None:
+    assert read_environment({"SPECOFFLOAD_PROFILE_DIR": "x"}).profile_folder == Path("x")
+    assert read_environment({"XDG_CACHE_HOME": "c"}).profile_folder == Path(
+        "c/specoffload/profiles"
+    )
+    assert read_environment({}).profile_folder == Path.home() / ".cache/specoffload/profiles"
+
+
+# -- the draft's own flags
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("-td", "3", "-cd", "100"), DraftOptions(threads=3, ctx_size=100)),
+        (("-devd", "cpu", "--draft-params", "-tb 2"), DraftOptions(device="cpu", threads_batch=2)),
+        (("--draft-params", "-t 2 -c 0", "-td", "5"), DraftOptions(threads=5, ctx_size=0)),
+        (("--draft-params", "-b 7 -ub 3 -fa"), DraftOptions(7, 3, flash_attn=Toggle.ON)),
+    ],
+)
+def test_flags_of_the_draft_are_typed_one_by_one_or_as_its_command_line(
+    words: tuple[str, ...], expected: DraftOptions
+) -> None:
+    line = line_of(*words)
+    assert line.options.of_draft == expected
+    assert resolve(line.options, read_host(Environment())).spec.of_draft == expected
+
+
+def test_the_draft_s_options_have_the_engine_s_names() -> None:
+    line = line_of("--draft-params", "-t 3 -c 100 -dev cpu -fa off")
+    config = resolve(line.options, read_host(Environment()))
+    assert config.spec.draft_options == {
+        "n_threads": 3,
+        "n_ctx": 100,
+        "device": "cpu",
+        "flash_attn": Toggle.OFF,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("--bogus 3", "--draft-params: there is no flag --bogus"),
+        ("-c many", "--draft-params: -c many: must be a whole number"),
+        ("word", "--draft-params: 'word' is no flag"),
+        ('--device "x', '--draft-params --device "x: cannot be split into words'),
+    ],
+)
+def test_a_bad_command_line_of_the_draft_is_answered(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        line_of("--draft-params", text)
+    assert message in str(caught.value)
+
+
+def test_what_a_draft_does_not_have_is_said() -> None:
+    (idle,) = line_of("--draft-params", "--top-k 3").idle
+    assert idle == ("--draft-params: --top-k", "a draft has no such choice here")
+
+
+# -- models and prompts
+
+
+def test_a_prompt_that_is_no_file_name_is_a_prompt() -> None:
+    for text in ("x" * 5000, "a\0b", "def f(n):", "hi"):
+        assert split_model_and_prompt(text, None, None) == (None, text)
+    assert split_model_and_prompt("word", Path("m.gguf"), None) == (Path("m.gguf"), "word")
+
+
+@pytest.mark.parametrize("word", ["gemma3:270m", "unsloth/DeepSeek-R1:Q4_K_M", "llama3", "a/b"])
+def test_the_name_of_a_model_is_never_a_silent_prompt(word: str) -> None:
+    with pytest.raises(UsageError, match="is no file here"):
+        split_model_and_prompt(word, None, None)
+
+
+def test_a_model_or_a_prompt_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="there is a prompt already"):
+        split_model_and_prompt("def f(n):", None, "text")
+    with pytest.raises(UsageError, match="'a.gguf' and -m b.gguf name two"):
+        line_of("-m", "b.gguf", "a.gguf", command="serve")
+
+
+# -- the prompt's text
+
+
+def test_escapes_of_a_prompt_are_read_where_that_is_asked_for() -> None:
+    text = r"a\nb\t\"c\" \\n \x41 \d"
+    assert read_prompt(text, None) == text
+    assert read_prompt(text, None, escape=True) == 'a\nb\t"c" \\n A \\d'
+    assert line_of("-e").of(RunOptions).escape
+    assert not line_of("-e", "--no-escape").of(RunOptions).escape
+
+
+# -- the server's keys
+
+
+def test_keys_are_typed_in_a_variable_or_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("b\n\nc\n")
+    line = line_of("--api-key", " a , d", "--api-key-file", str(file), command="serve")
+    own = line.of(ServeOptions)
+    assert all_keys(own.api_key, own.api_key_file) == "a,d,b,c"
+    assert line_of(command="serve", LLAMA_API_KEY="k").of(ServeOptions).api_key == "k"
+    assert all_keys(None, None) is None
+    file.write_text("\n")
+    with pytest.raises(UsageError, match="has no key"):
+        all_keys(None, file)
+
+
+@pytest.mark.parametrize("text", ["", " ", "a,", ",a", "a,,b"])
+def test_an_empty_key_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="must be a key"):
+        line_of("--api-key", text, command="serve")
