@@ -290,15 +290,21 @@ class Engine(ModelText):
         """The tokens from which streamed weights are computed on the device."""
         return self.device.min_batch if self.device is not None else self.options.min_batch
 
-    def set_min_batch_by_decoding(self, value: MinBatch) -> None:
-        """Compute streamed weights on the device from `value` tokens on; decodes 3 tokens for it.
+    def set_min_batch(self, value: MinBatch) -> None:
+        """Compute streamed weights on the device from `value` tokens on, in graphs built from now.
 
-        libllama reuses the graph of the decode before, split as it was, while the batch keeps its
-        size. Decodes of other sizes in sequence 0, forgotten again, make it ask anew.
+        libllama reuses the graph of the decode before, split as it was, while the batch has the
+        same number of tokens and of rows of logits.
         """
+        if self.device is not None:
+            self.device.min_batch = value
+
+    def set_min_batch_by_decoding(self, value: MinBatch) -> None:
+        """As `set_min_batch`, from the next decode on: decodes 3 tokens in sequence 0 for it, which
+        are forgotten again."""
         if self.device is None or value == self.device.min_batch:
             return
-        self.device.min_batch = value
+        self.set_min_batch(value)
         s, start = self.sequences, self.sequences.length(0)
         if start + 3 > self.n_ctx:
             return

@@ -114,7 +114,7 @@ class StreamingDevice(PyDevice):
     def takes(self, product: Product) -> bool:
         """True if a product with a streamed weight runs here; what stands against it is counted."""
         experts = product.ids is not None
-        if product.n_tokens < (self.min_batch.experts if experts else self.min_batch.dense):
+        if not self.min_batch.streams(product.n_tokens, experts=experts):
             return False
         pool = self._pool_of(product.weight)
         if pool is None:

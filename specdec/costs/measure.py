@@ -2,11 +2,13 @@
 
 Every decode that is timed gets tokens that follow in the text: on tokens that were just decoded
 each expert would still lie where it is fast to reach, and a batch would seem to cost what it never
-costs again. The text is real, because the experts that a batch uses depend on it.
+costs again. Decodes of the same size lead it, since a cache of experts is left by a batch of 64 as
+none of 1 would find it. The text is real, because the experts that a batch uses depend on it.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -23,7 +25,9 @@ Progress = Callable[[float], None]
 _BLOCK = 8  # tokens of a block whose model drafts by itself
 _N_BLOCKS = 3  # that are timed, after as many that are not
 _LEAD_BELOW_S = 0.05
-_SPAN = 3  # largest batches that fit behind a depth before the memory is cut back to it
+_MOST_IN_A_RUN = 4
+_SPAN = 512  # tokens behind a depth before the memory is cut back to it: text without its own
+# context is another text
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,9 @@ class MeasureOptions:
     """`sizes` in the order in which they are timed, all of 1..n_max when empty; the others are
     interpolated, or beyond the largest extrapolated. Each is timed `n_repeats` times, then up to
     `n_most` times where its repetitions do not agree, while `budget_s` lasts, which the depths
-    share. A first set of all is dropped where there is no budget."""
+    share. A first set of all is dropped where there is no budget. `lead_tokens` go before a timed
+    decode in batches of its size: as many as a cache of experts takes to be what that size makes
+    of it."""
 
     n_max: int = 64
     n_repeats: int = 4
@@ -39,14 +45,27 @@ class MeasureOptions:
     sizes: tuple[int, ...] = ()
     n_most: int = 0  # 0: n_repeats
     budget_s: float = float("inf")
+    lead_tokens: int = 0
+
+    def leads(self, n: int) -> int:
+        """Decodes of n tokens that go before those timed."""
+        return -(-self.lead_tokens // n)
+
+    def run(self, n: int) -> int:
+        """Decodes of n tokens that are timed one after the other, behind the same lead."""
+        return max(1, min(_MOST_IN_A_RUN, self.leads(n)))
 
 
 def timed_extend(
-    target: Target, sequence: int, tokens: Sequence[int], clock: Clock = perf_counter
+    target: Target,
+    sequence: int,
+    tokens: Sequence[int],
+    clock: Clock = perf_counter,
+    n_logits: int | None = None,
 ) -> float:
     """Seconds of one decode of these tokens, which are appended."""
     began = clock()
-    target.extend(sequence, tokens)
+    target.extend(sequence, tokens, n_logits)
     return clock() - began
 
 
@@ -70,15 +89,21 @@ class TextWalk:
         self._checkpoint = target.checkpoint(sequence) if recurrent else None
         self._at = depth if depth + span <= len(text) else 0
 
-    def time_s(self, n: int, clock: Clock = perf_counter, *, lead: bool = False) -> float:
-        """Seconds of a decode of the next `n` tokens; with `lead` it follows one of the same size,
-        as in plain decoding."""
-        target, sequence = self._target, self._sequence
-        if target.length(sequence) + n * (1 + lead) > self._end:
+    def time_s(
+        self,
+        n: int,
+        clock: Clock = perf_counter,
+        n_logits: int | None = None,
+    ) -> float:
+        """Seconds of a decode of the next `n` tokens."""
+        if self._target.length(self._sequence) + n > self._end:
             self._cut_back()
-        if lead and target.length(sequence) + 2 * n <= target.n_ctx:
-            target.extend(sequence, self._next(n))
-        return timed_extend(target, sequence, self._next(n), clock)
+        return timed_extend(self._target, self._sequence, self._next(n), clock, n_logits)
+
+    def lead(self, n: int, n_decodes: int, n_logits: int | None = None) -> None:
+        """Decodes of the next tokens, `n` each, that nobody times."""
+        for _ in range(n_decodes):
+            self.time_s(n, n_logits=n_logits)
 
     def _next(self, n: int) -> list[int]:
         taken = list(self._text[self._at : self._at + n])
@@ -156,18 +181,18 @@ def _at_depth(
     on_progress: Progress | None,
 ) -> Estimate:
     sizes = options.sizes or tuple(range(1, options.n_max + 1))
-    walk = TextWalk(target, sequence, text, depth, _SPAN * options.n_max)
+    walk = TextWalk(target, sequence, text, depth, max(_SPAN, options.n_max))
     began = clock()
     walk.time_s(1, clock)
     one_s = walk.time_s(1, clock)
-    lead = one_s < _LEAD_BELOW_S
+    least_leads = int(one_s < _LEAD_BELOW_S)
     samples: dict[int, list[float]] = {n: [] for n in sizes}
     budget_s = options.budget_s / len(options.depths)
     if budget_s < float("inf"):
         samples[1].append(one_s)
     else:
         for n in sizes:  # the first results of a machine are too slow
-            walk.time_s(n, clock, lead=lead)
+            walk.time_s(n, clock)
     wanted = Wanted(sizes, options.n_repeats, max(options.n_most, options.n_repeats), budget_s)
     n_timed, n_least = 0, len(sizes) * options.n_repeats
     while True:
@@ -175,7 +200,10 @@ def _at_depth(
         size = next_size(samples, wanted, spent_s)
         if size is None:
             break
-        samples[size].append(walk.time_s(size, clock, lead=lead))
+        walk.lead(size, max(least_leads, options.leads(size)))
+        # One place of the text is one repetition: another has other experts.
+        run = [walk.time_s(size, clock) for _ in range(options.run(size))]
+        samples[size].append(statistics.median(run))
         n_timed += 1
         if on_progress is not None:
             on_progress(n_timed / n_least if budget_s == float("inf") else spent_s / budget_s)

@@ -24,7 +24,7 @@ from offload.ggml.llama import FLASH_ATTN
 from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.context import ContextSpec, context_memory
-from offload.plan.min_batch import MinBatch
+from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch
 from offload.streaming.options import free_bytes
 from offload.timing import median_decode_s
 from specoffload import report
@@ -36,7 +36,7 @@ from specoffload.peers.tuned import UBATCHES, TunedLlama, tune_for
 from specoffload.session.session import SEQUENCE, Session
 
 PROFILE_SIZES = tuple(range(1, 17))
-_NEVER = MinBatch(experts=1 << 30, dense=1 << 30)
+_NEVER = MinBatch(experts=NEVER, dense=NEVER)
 N_PROMPTS = 4
 LONG_PROMPT = 2048  # tokens, for the speed of prefill
 
@@ -274,17 +274,15 @@ class _Walk:
 
 def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """For sizes around the threshold: the CPU's time, streaming's time, and what is chosen."""
-    threshold = config.min_batch.experts
-    sizes = sorted({1, 2, 3, 4, 8, 16, 32, threshold} - {0})
-    sizes = [n for n in sizes if n <= 64]
-    always = replace(config, draft=None, min_batch=MinBatch(experts=1, dense=1))
-    with Session(replace(config, draft=None, min_batch=_NEVER)) as session:
+    with Session(replace(config, draft=None)) as session:
         if not session.target.facts.n_experts:
             return [], {}
+        threshold = session.target.min_batch.experts
+        sizes = sorted(n for n in {1, 2, 3, 4, 8, 16, 32, threshold} if n <= VERIFY_MOST)
+        session.target.set_min_batch_by_decoding(_NEVER)
         walk = _Walk(session)
         cpu = {n: walk.decode_s(n, repetitions) for n in sizes}
-    with Session(always) as session:
-        walk = _Walk(session)
+        session.target.set_min_batch_by_decoding(MinBatch(experts=1, dense=1))
         streamed = {n: walk.decode_s(n, repetitions) for n in sizes}
         counters = asdict(session.target.counters())
     rows = [

@@ -156,7 +156,6 @@ def transfer_bound(config: Config) -> tuple[Config, str]:
         device=f"sim:bw={bandwidth:.0f}B/s",
         streaming=streaming,
         min_batch=MinBatch(1, 1),
-        min_batch_auto=False,
     )
     return changed, words
 

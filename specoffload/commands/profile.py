@@ -29,6 +29,7 @@ from specoffload.speculation.profiling import (
     full_options,
     real_text,
     run_measure,
+    streams_in_verification,
 )
 
 _REPETITIONS = 4
@@ -90,7 +91,8 @@ def _measured(
 ) -> StoredProfile:
     target = session.target
     tokens = real_text(target, file)
-    options = full_options(n_max, repetitions, len(tokens), target.n_ctx)
+    streams = streams_in_verification(target)
+    options = full_options(n_max, repetitions, len(tokens), target.n_ctx, streams=streams)
     key = key_of(target, session.draft)
     with report.progress("measuring T(n)") as bar:
         costs = run_measure(target, session.draft, tokens, options, key, bar)

@@ -78,7 +78,7 @@ class Options:
     alias: str | None = None
     draft: Path | None = None
     device: str = "auto"
-    min_batch: MinBatch | Literal["auto"] | None = None
+    min_batch: MinBatch | Literal["auto"] = "auto"
     ctx_size: int = 4096
     batch_size: int = 2048
     ubatch_size: int | None = None

@@ -31,7 +31,7 @@ class Config:
     alias: str | None
     draft: Path | None
     device: str
-    min_batch: MinBatch
+    min_batch: MinBatch | None  # None: measured when it is opened
     ctx_size: int
     batch_size: int
     ubatch_size: int | None  # None: what the plan chooses, up to most_ubatch
@@ -44,7 +44,6 @@ class Config:
     swa_full: bool
     spec: SpecConfig
     streaming: StreamingOptions
-    min_batch_auto: bool
     trace: Path | None
     mla_crossover: Crossover
     mmap: bool
@@ -71,13 +70,12 @@ def resolve(options: Options, host: Host) -> Config:
         remarks.no_effect(name, why)
     model, draft = _models(options, remarks)
     threads = choose_threads(options, host, remarks)
-    auto = options.min_batch == "auto"
     return Config(
         model=model,
         alias=options.alias,
         draft=draft,
         device=options.device,
-        min_batch=options.min_batch if isinstance(options.min_batch, MinBatch) else MinBatch(),
+        min_batch=options.min_batch if isinstance(options.min_batch, MinBatch) else None,
         ctx_size=options.ctx_size,
         batch_size=options.batch_size,
         ubatch_size=options.ubatch_size and min(options.ubatch_size, options.batch_size),
@@ -95,7 +93,6 @@ def resolve(options: Options, host: Host) -> Config:
             strict=options.strict,
         ),
         streaming=_streaming(options),
-        min_batch_auto=auto,
         trace=options.trace,
         mla_crossover=options.mla_crossover,
         mmap=options.mmap,

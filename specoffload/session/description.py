@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from offload.engine import Engine
 from specoffload.config.resolution import Config
+from specoffload.session.min_batch import streamed_kinds
 from specoffload.session.startup_lines import (
     DraftFacts,
     MemoryFacts,
@@ -63,8 +64,7 @@ def _streamed(target: Engine) -> StreamedFacts | None:
     return StreamedFacts(
         streamed_bytes=plan.streamed_bytes,
         slot_bytes=plan.slot_bytes,
-        min_batch_experts=target.min_batch.experts,
-        min_batch_dense=target.min_batch.dense,
+        min_batch=target.min_batch.words(streamed_kinds(target)),
         reasons=plan.reasons,
         reading=None if report is None else report.sentence(),
     )

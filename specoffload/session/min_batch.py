@@ -1,34 +1,210 @@
-"""Measuring both sides of --min-batch on an opened engine."""
+"""--min-batch auto: both sides timed once per machine and model, stored beside the profiles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 from offload.engine import Engine
-from offload.plan.min_batch import NEVER, BothSides, MinBatch
-from offload.timing import median_decode_s
+from offload.model import is_experts
+from offload.plan.min_batch import (
+    NEVER,
+    SIDES,
+    VERIFY_MOST,
+    MinBatch,
+    Side,
+    Times,
+    by_rule,
+    choose,
+    next_time,
+    regimes,
+    rule,
+    share_of,
+)
+from specdec.costs.estimate import TOLERANCE, relative_error
+from specdec.costs.measure import TextWalk
+from specdec.costs.profile import ProfileKey
+from specdec.whole_file import whole_file
+from specoffload.speculation.profile_store import key_of, profile_path
+from specoffload.speculation.profiling import LEAD_TOKENS, real_text
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+Kinds = dict[str, Times]  # of "experts" and "dense", those that stream
+Progress = Callable[[float], None]
+
+_SEQUENCE = 0
+_FORMAT = 1
+# As many seconds as a start may spend on it, or times T(1) where that is more.
+_BUDGET_S, _BUDGET_TOKENS, _MOST_BUDGET_S = 2.0, 40.0, 7.0
+_ONCE_FROM_S = 0.4  # a decode that takes so long is timed once
+_REPEAT_S = 0.12  # a size whose decodes do not agree is timed again so long
+_ON_CPU = MinBatch(NEVER, NEVER)
+_STREAMED = {"experts": MinBatch(1, NEVER), "dense": MinBatch(NEVER, 1)}
 
 
-def measure(engine: Engine, tokens: Sequence[int], repetitions: int = 2) -> list[BothSides]:
-    """Time both sides at each size that fits, on the beginning of `tokens`, in sequence 0.
+@dataclass(frozen=True)
+class Chosen:
+    """The thresholds, and the line that tells where they are from."""
 
-    The sequence is left empty, and the thresholds as they were.
+    min_batch: MinBatch
+    note: str
+
+
+def choose_min_batch(
+    target: Engine, folder: Path | None, on_progress: Progress | None = None
+) -> Chosen:
+    """Measured, or as an earlier start stored it in `folder`; without a folder by rule.
+
+    The engine keeps its thresholds, and its sequence is left empty.
     """
-    sizes = [n for n in SIZES if n <= min(len(tokens), engine.options.n_outputs)]
-    before = engine.min_batch
+    facts, kinds = target.facts, streamed_kinds(target)
+    guess = by_rule(facts.n_experts, facts.n_experts_used)
+    if folder is None:
+        return Chosen(guess, f"--min-batch: nothing is measured, by rule {guess.words(kinds)}")
+    key = key_of(target, None)
+    path = profile_path(folder, target, None, key)
+    path = path.with_stem(f"{path.stem}-min-batch")
+    times, why = _load(path, key)
+    if times is None:
+        began = perf_counter()
+        times = measure(target, real_text(target), on_progress)
+        why = f"{why}; measured in {perf_counter() - began:.1f} s"
+        failed = _store(path, key, times)
+        why = why if failed is None else f"{why}; {failed}"
+    n_most = min(target.options.n_ubatch, target.n_ctx)
+    found = choose(times, n_most, facts.n_experts, facts.n_experts_used)
+    return Chosen(found, f"--min-batch auto: {found.words(kinds)} ({why})")
 
-    def decode_s(n: int) -> float:
-        engine.sequences.rewind(0, 0)
-        return median_decode_s(engine.sequences, 0, [tokens[:n]] * (repetitions + 1))
 
+# -- measuring -------------------------------------------------------------------------------------
+
+
+def streamed_kinds(target: Engine) -> tuple[str, ...]:
+    """Those of "experts" and "dense" that stream."""
+    streamed = () if target.plan is None else target.plan.streamed
+    kinds = {"experts" if is_experts(entry) else "dense" for entry in streamed}
+    return tuple(sorted(kinds, reverse=True))
+
+
+def measure(target: Engine, text: Sequence[int], on_progress: Progress | None = None) -> Kinds:
+    """Both sides' times at the sizes that tell most, of each kind that streams.
+
+    Every timed decode gets tokens that follow in the text, since a batch that was just decoded
+    would find all of its experts in the slots.
+    """
+    before = target.min_batch
     try:
-        engine.set_min_batch_by_decoding(MinBatch(NEVER, NEVER))
-        cpu = {n: decode_s(n) for n in sizes}
-        engine.set_min_batch_by_decoding(MinBatch(1, 1))
-        streamed = {n: decode_s(n) for n in sizes}
+        return _Measuring(target, text, on_progress).times()
     finally:
-        engine.sequences.rewind(0, 0)
-        engine.set_min_batch_by_decoding(before)
-    return [BothSides(n, cpu[n], streamed[n]) for n in sizes]
+        target.sequences.rewind(_SEQUENCE, 0)
+        target.set_min_batch_by_decoding(before)
+
+
+class _Measuring:
+    """One measurement: its walk through the text, and the time it has."""
+
+    def __init__(self, target: Engine, text: Sequence[int], on_progress: Progress | None) -> None:
+        self._target = target
+        self._n_most = min(target.options.n_ubatch, target.n_ctx)
+        self._walk = TextWalk(target.sequences, _SEQUENCE, text, 0, target.n_ctx)
+        self._on_progress = on_progress
+        self._cpu_s: dict[int, float] = {}
+        self._began = perf_counter()
+        self._switch(_ON_CPU)
+        self._walk.time_s(1)
+        one_s = self._walk.time_s(1)
+        self._budget_s = min(max(_BUDGET_S, _BUDGET_TOKENS * one_s), _MOST_BUDGET_S)
+
+    def times(self) -> Kinds:
+        """Of every kind that streams; the CPU's are those of all kinds."""
+        facts = self._target.facts
+        kinds = streamed_kinds(self._target)
+        found: Kinds = {}
+        for i, kind in enumerate(kinds):
+            guess = rule(facts.n_experts, facts.n_experts_used) if kind == "experts" else rule(0, 0)
+            share = share_of(kind, facts.n_experts, facts.n_experts_used)
+            times = found[kind] = Times(cpu=self._cpu_s)
+            parts = regimes(self._n_most)
+            for part, regime in enumerate(parts, 1):
+                # Time that a kind and a regime do not use is left to those that follow.
+                until_s = self._budget_s * (i + part / len(parts)) / len(kinds)
+                while asked := next_time(times, regime, share, guess, until_s - self._spent_s()):
+                    n, side = asked
+                    times.of(side)[n] = self._decode_s(n, kind, side)
+                    if self._on_progress is not None:
+                        self._on_progress(min(1.0, self._spent_s() / self._budget_s))
+        return found
+
+    def _spent_s(self) -> float:
+        return perf_counter() - self._began
+
+    def _switch(self, min_batch: MinBatch) -> None:
+        self._target.set_min_batch(min_batch)
+        # No timed decode has one token and no row of logits: each that follows builds its graph.
+        self._walk.time_s(1, n_logits=0)
+
+    def _decode_s(self, n: int, kind: str, side: Side) -> float:
+        """The median of decodes that agree; of those that take long, the first."""
+        self._switch(_ON_CPU if side == "cpu" else _STREAMED[kind])
+        rows = None if n <= VERIFY_MOST else 1  # all of a verification's, and the last of a prompt
+        first_s = self._walk.time_s(n, n_logits=rows)
+        if first_s >= _ONCE_FROM_S:
+            return first_s
+        if side == "streamed":
+            self._walk.lead(n, LEAD_TOKENS // n, rows)
+        times: list[float] = []
+        while len(times) < 2 or (sum(times) < _REPEAT_S and relative_error(times) > TOLERANCE):
+            times.append(self._walk.time_s(n, n_logits=rows))
+        return statistics.median(times)
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def _store(path: Path, key: ProfileKey, times: Kinds) -> str | None:
+    """Write it; None when done, else why not. A run does not fail for a folder it cannot write."""
+    rows = {
+        kind: {side: sorted(found.of(side).items()) for side in SIDES}
+        for kind, found in times.items()
+    }
+    data = {"format": _FORMAT, "key": asdict(key), "times": rows}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as f:
+            f.write((json.dumps(data, indent=1) + "\n").encode())
+    except OSError as e:
+        return f"not stored: {e}"
+    return None
+
+
+def _load(path: Path, key: ProfileKey) -> tuple[Kinds | None, str]:
+    """The stored times, or None; and in either case the words for it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None, "not measured on this machine yet"
+    except (OSError, ValueError, RecursionError) as e:
+        return None, f"{path} cannot be read: {e}"
+    try:
+        if data["format"] != _FORMAT or data["key"] != asdict(key):
+            return None, f"{path} is of another run"
+        times = {kind: _times(rows) for kind, rows in data["times"].items()}
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
+        return None, f"{path} is damaged: {e!r:.200}"
+    return times, f"measured at an earlier start: {path}"
+
+
+def _times(rows: dict[str, Any]) -> Times:
+    """Raises ValueError unless these are times of batches, or KeyError where a side is missing."""
+    found = Times()
+    for side in SIDES:
+        for n, seconds in rows[side]:
+            if type(n) is not int or n < 1 or not 0 < float(seconds) < math.inf:
+                raise ValueError(f"{n} tokens in {seconds} s are no measurement")
+            found.of(side)[n] = float(seconds)
+    return found

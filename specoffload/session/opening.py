@@ -11,15 +11,14 @@ from dataclasses import replace
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.plan.context import type_of_values
-from offload.plan.min_batch import MinBatch, choose
+from offload.plan.min_batch import MinBatch
 from offload.plan.placement import DEFAULT_UBATCH
 from offload.store.store import StoreOptions
 from specoffload.config.resolution import Config
 from specoffload.session.draft_opening import draft_bytes
-from specoffload.session.min_batch import measure
+from specoffload.session.min_batch import choose_min_batch, streamed_kinds
 
 TREE_LEAVES = 32  # of a verified tree
-_N_MEASURED = 64  # tokens on which --min-batch auto measures
 
 
 def open_target(config: Config, on_progress: Callable[[float], None] | None = None) -> Engine:
@@ -32,7 +31,7 @@ def target_options(config: Config) -> EngineOptions:
     spec = config.spec
     return EngineOptions(
         device=config.device,
-        min_batch=config.min_batch,
+        min_batch=config.min_batch or MinBatch(),
         n_ctx=config.ctx_size,
         n_batch=config.batch_size,
         n_ubatch=config.ubatch_size,
@@ -62,13 +61,13 @@ def _type_v(config: Config) -> str:
     return type_of_values(read_facts(config.model), config.type_k)
 
 
-def choose_min_batch(config: Config, target: Engine) -> tuple[str, ...]:
-    """With `--min-batch auto`, measure and set it; the lines that say what came of it."""
-    if not config.min_batch_auto:
+def set_min_batch(
+    config: Config, target: Engine, on_progress: Callable[[float], None] | None = None
+) -> tuple[str, ...]:
+    """Where no thresholds were given, measure and set them; the lines that tell of it."""
+    if config.min_batch is not None or not streamed_kinds(target):
         return ()
-    if target.plan is None or not target.plan.streamed:
-        return ("--min-batch auto has no effect: nothing streams here",)
-    tokens = [(997 * i + 11) % target.n_vocab for i in range(_N_MEASURED)]
-    n, why = choose(measure(target, tokens))
-    target.set_min_batch_by_decoding(MinBatch(n, n))
-    return (why,)
+    folder = config.spec.profile_dir if config.spec.use_profile else None
+    chosen = choose_min_batch(target, folder, on_progress)
+    target.set_min_batch_by_decoding(chosen.min_batch)
+    return (chosen.note,)

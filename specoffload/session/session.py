@@ -21,7 +21,7 @@ from specoffload.session.chat import render
 from specoffload.session.description import describe
 from specoffload.session.draft_opening import open_draft
 from specoffload.session.generation import GenerateOptions, ModelCard, Piece
-from specoffload.session.opening import choose_min_batch, open_target
+from specoffload.session.opening import open_target, set_min_batch
 from specoffload.session.prompt_cache import PromptCache
 from specoffload.session.sampling import sampling_of
 from specoffload.session.startup_lines import startup_lines
@@ -48,7 +48,7 @@ class Session:
             if self.draft is not None:
                 opened.callback(self.draft.close)
             engine_lines = () if drafting is None else drafting.notes
-            self._chosen = (*engine_lines, *choose_min_batch(config, self.target))
+            self._chosen = (*engine_lines, *set_min_batch(config, self.target, on_progress))
             if drafts_anything(config.spec.options, has_draft=self.draft is not None):
                 self.speculation = Speculation(config.spec, self.target, self.draft, on_progress)
                 opened.callback(self.speculation.close)

@@ -12,8 +12,7 @@ class StreamedFacts:
 
     streamed_bytes: int
     slot_bytes: int
-    min_batch_experts: int  # tokens from which they are computed on the device
-    min_batch_dense: int
+    min_batch: str  # when they are computed on the device, in words
     reasons: tuple[str, ...]  # of the plan
     reading: str | None  # how they were read from disk; None while they are not
 
@@ -89,8 +88,8 @@ def weight_lines(start: StartUp) -> Sequence[str]:
         return [where] if start.has_experts else []
     lines = [
         f"streamed: {s.streamed_bytes / 2**20:.0f} MiB in host memory through "
-        f"{s.slot_bytes / 2**20:.0f} MiB of slots, from {s.min_batch_experts} tokens on "
-        f"(dense {s.min_batch_dense}; --min-batch), below that computed by the CPU",
+        f"{s.slot_bytes / 2**20:.0f} MiB of slots: {s.min_batch} (--min-batch), below that "
+        "computed by the CPU",
         *s.reasons,
     ]
     return lines if s.reading is None else [*lines, s.reading]

@@ -32,7 +32,8 @@ _DEEP_BELOW_S = 0.02  # T(1) up to which a first start measures at both
 _SPANNING = (1, 64, 8, 32, 2, 16, 4)
 _BETWEEN = (3, 5, 6, 9, 12, 24, 48, 7, 33, 10, 17, 20, 40, 56)
 _LEAST_ROOM = 8  # tokens of context
-_QUICK_MOST = 6  # repetitions of a size
+_QUICK_MOST = 12  # repetitions of a size
+LEAD_TOKENS = 16  # before a timed decode, where weights stream through slots
 
 Progress = Callable[[float], None]
 
@@ -53,8 +54,11 @@ def real_text(engine: DraftModel, file: Path | None = None) -> list[int]:
     return engine.tokenize(text, add_special=False, parse_special=False)
 
 
-def full_options(n_max: int, n_repeats: int, n_text: int, n_ctx: int) -> MeasureOptions:
-    """Every batch size; the deepest depth that the text and the context have room for.
+def full_options(
+    n_max: int, n_repeats: int, n_text: int, n_ctx: int, *, streams: bool = False
+) -> MeasureOptions:
+    """Every batch size; the deepest depth that the text and the context have room for. `streams`
+    is true where batches of these sizes find some of their weights in slots.
 
     Raises BadProfile when not even the shallow one fits.
     """
@@ -65,11 +69,19 @@ def full_options(n_max: int, n_repeats: int, n_text: int, n_ctx: int) -> Measure
             f"measuring batches of {n_max} needs as many tokens of text and of context; there are "
             f"{n_text} and {n_ctx}"
         )
-    return MeasureOptions(n_max, n_repeats, depths, n_most=2 * n_repeats)
+    return MeasureOptions(
+        n_max,
+        n_repeats,
+        depths,
+        n_most=2 * n_repeats,
+        lead_tokens=LEAD_TOKENS if streams else 0,
+    )
 
 
-def quick_plan(one_s: float, edges: Sequence[int], n_room: int) -> MeasureOptions:
-    """The measurement of a first start, given T(1): pure.
+def quick_plan(
+    one_s: float, edges: Sequence[int], n_room: int, *, streams: bool = False
+) -> MeasureOptions:
+    """The measurement of a first start, given T(1): pure. `streams` as for `full_options`.
 
     `edges` are sizes from which another way of computing is chosen (--min-batch); `n_room` tokens
     of text and context are there. All sizes up to the largest batch can be drafted for, whatever
@@ -82,7 +94,16 @@ def quick_plan(one_s: float, edges: Sequence[int], n_room: int) -> MeasureOption
     depths = _QUICK_DEPTHS if one_s <= _DEEP_BELOW_S else _QUICK_DEPTHS[:1]
     fitting = tuple(d for d in depths if d + n_max <= n_room) or (n_room - n_max,)
     budget_s = min(max(BUDGET_S, _BUDGET_TOKENS * one_s), _MOST_BUDGET_S)
-    return MeasureOptions(n_max, 1, fitting, sizes, n_most=_QUICK_MOST, budget_s=budget_s)
+    lead_tokens = LEAD_TOKENS if one_s <= _DEEP_BELOW_S else LEAD_TOKENS // 2
+    return MeasureOptions(
+        n_max,
+        1,
+        fitting,
+        sizes,
+        n_most=_QUICK_MOST,
+        budget_s=budget_s,
+        lead_tokens=lead_tokens if streams else 0,
+    )
 
 
 def measure_quickly(
@@ -99,7 +120,7 @@ def measure_quickly(
     began = time.perf_counter()
     one_s = min(decode_s(target.sequences, SEQUENCE, text[i : i + 1]) for i in range(2))
     edges = () if target.plan is None else (target.min_batch.experts, target.min_batch.dense)
-    options = quick_plan(one_s, edges, room)
+    options = quick_plan(one_s, edges, room, streams=streams_in_verification(target))
     costs = run_measure(target, draft, text, options, key, on_progress)
     took_s = time.perf_counter() - began
     n_firm = costs.n_max - len(costs.uncertain)
@@ -107,6 +128,13 @@ def measure_quickly(
         f"measured in {took_s:.1f} s: {n_firm} of {costs.n_max} batch sizes firmly at "
         f"{len(options.depths)} depth(s), the others once or interpolated"
     )
+
+
+def streams_in_verification(target: Engine) -> bool:
+    """True if batches of up to N_MAX tokens find some of their weights in slots."""
+    if target.plan is None or not target.plan.streamed:
+        return False
+    return min(target.min_batch.experts, target.min_batch.dense) <= N_MAX
 
 
 def draft_step_s(draft: DraftModel, text: Sequence[int]) -> float:

@@ -12,13 +12,13 @@ import resolved
 from offload.engine import Engine
 from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
-from offload.plan.min_batch import BothSides, MinBatch
+from offload.plan.min_batch import NEVER, MinBatch, Times
 from offload.plan.sharing import device_bytes
 from specdec.errors import SpecDecError, VocabularyMismatch
 from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.session import draft_opening, opening
+from specoffload.session import draft_opening, min_batch, opening
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -52,29 +52,37 @@ def all_are_closed(engines: list[Engine]) -> bool:
 def test_min_batch_auto_is_measured_set_and_told(engines: list[Engine]) -> None:
     with Session(config_of(min_batch="auto", spec=NO_DRAFTS)) as session:
         (why,) = (note for note in session.notes if note.startswith("--min-batch auto"))
-        chosen = session.target.min_batch
-        assert chosen.experts == chosen.dense
-        assert f"--min-batch auto: {chosen.experts};" in why or "never" in why
-        assert f"from {chosen.experts} tokens on" in " ".join(session.notes)
+        chosen = session.target.min_batch.words(("experts",))
+        assert f"--min-batch auto: {chosen} (" in why
+        assert f"slots: {chosen} (--min-batch)" in " ".join(session.notes)
         assert session.target.counters().streamed_bytes > 0, "streaming was one of the two sides"
         assert session.target.sequences.length(0) == 0
         pieces = list(session.generate("def f(", GenerateOptions(n_predict=4, ignore_eos=True)))
         assert sum(len(piece.tokens) for piece in pieces) == 4
 
 
-@pytest.mark.parametrize(("streamed_s", "chosen"), [(0.5, 2), (2.0, 1 << 30)])
+@pytest.mark.parametrize(("streamed_s", "experts"), [(0.5, (1, 65)), (2.0, (NEVER, NEVER))])
 def test_min_batch_auto_takes_the_side_that_was_faster(
-    monkeypatch: pytest.MonkeyPatch, streamed_s: float, chosen: int
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    streamed_s: float,
+    experts: tuple[int, int],
 ) -> None:
-    sides = [BothSides(1, 1.0, 2.0), BothSides(2, 1.0, streamed_s), BothSides(4, 1.0, streamed_s)]
-    monkeypatch.setattr(opening, "measure", lambda *_: sides)
-    with Session(config_of(min_batch="auto", spec=NO_DRAFTS)) as session:
-        assert session.target.min_batch == MinBatch(chosen, chosen)
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    sizes = (1, 64, 512)
+    times = Times(dict.fromkeys(sizes, 1.0), dict.fromkeys(sizes, streamed_s))
+    monkeypatch.setattr(min_batch, "measure", lambda *_: {"experts": times})
+    with Session(config_of(spec=NO_DRAFTS, ctx_size=1024)) as session:
+        found = session.target.min_batch
+        assert (found.experts, found.prefill_experts) == experts
 
 
-def test_min_batch_auto_says_where_it_has_no_effect() -> None:
-    with Session(config_of(min_batch="auto", spec=NO_DRAFTS, device="cpu")) as session:
-        assert any("--min-batch auto has no effect" in note for note in session.notes)
+def test_nothing_is_measured_where_nothing_streams_or_nothing_may_be() -> None:
+    with Session(config_of(spec=NO_DRAFTS, device="cpu")) as session:
+        assert not any("--min-batch" in note for note in session.notes)
+    with Session(config_of(use_profile=False)) as session:
+        assert any("nothing is measured, by rule" in note for note in session.notes)
+        assert session.target.min_batch == MinBatch(128, 32)
 
 
 # -- room for the draft ----------------------------------------------------------------------------
@@ -124,13 +132,14 @@ def test_speculation_that_does_not_fit_leaves_nothing_open(engines: list[Engine]
 
 
 def test_ctrl_c_while_min_batch_is_measured_leaves_nothing_open(
-    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def interrupted(engine: Engine, tokens: list[int]) -> None:
+    def interrupted(engine: Engine, tokens: list[int], _: object) -> None:
         engine.sequences.extend(0, tokens[:2])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(opening, "measure", interrupted)
+    monkeypatch.setattr(min_batch, "measure", interrupted)
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         Session(config_of(min_batch="auto"))
     assert len(engines) == 2

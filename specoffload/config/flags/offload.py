@@ -32,10 +32,10 @@ FLAGS = (
     Flag(
         Options, "min_batch", ("--min-batch",), MIN_BATCH,
         "Tokens from which streamed weights are computed on the device.", _P,
-        more="Below it the CPU computes them in place. N, per kind dense=N,experts=N, auto (both "
-        "sides are timed when the model is opened), or off.",
+        more="Below it the CPU computes them in place. N, per kind dense=N,experts=N, off, or "
+        "auto: both sides are timed once per machine and model.",
         variables=("GGML_OP_OFFLOAD_MIN_BATCH", "GGML_OFFLOAD_OP_MIN_BATCH_SIZE"),
-        default_words="32", commands=_AND_TUNE, first=True,
+        default_words="auto", commands=_AND_TUNE, first=True,
     ),
     Flag(
         Options, "n_cpu_moe", ("--n-cpu-moe", "-ncmoe"), INT,

@@ -116,10 +116,9 @@ def test_the_streaming_of_a_configuration_is_what_was_typed() -> None:
 
 
 def test_min_batch_auto_is_measured_and_a_number_is_taken() -> None:
-    assert resolved("--min-batch", "auto").min_batch_auto
-    config = resolved("--min-batch", "3")
-    assert (config.min_batch, config.min_batch_auto) == (MinBatch(3, 3), False)
-    assert resolved().min_batch == MinBatch(32, 32)
+    assert resolved("--min-batch", "auto").min_batch is None
+    assert resolved("--min-batch", "3").min_batch == MinBatch(3, 3)
+    assert resolved().min_batch is None, "auto is the default"
 
 
 @pytest.mark.parametrize("strategy", Strategy)

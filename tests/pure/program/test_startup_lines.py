@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from offload.plan.min_batch import MinBatch
 from specdec.types import Decision, Draft, Round
 from specoffload.session.startup_lines import (
     DraftFacts,
@@ -55,9 +56,17 @@ def test_a_context_that_the_library_rounds_is_told_and_one_that_fits_is_not() ->
 
 
 def test_streamed_weights_come_with_their_thresholds_and_reasons() -> None:
-    streamed = StreamedFacts(3 << 20, 1 << 20, 24, 8, ("few serve each token",), "read at once")
+    when = MinBatch(24, 8).words()
+    streamed = StreamedFacts(3 << 20, 1 << 20, when, ("few serve each token",), "read at once")
     said = text(streamed=streamed)
-    for words in ("3 MiB", "1 MiB of slots", "from 24 tokens on", "dense 8", "few serve", "read"):
+    for words in (
+        "3 MiB",
+        "1 MiB of slots",
+        "from 24 tokens on",
+        "dense from 8",
+        "few serve",
+        "read",
+    ):
         assert words in said
     assert "computed by the CPU in place" in text(has_experts=True)
     assert "computed by the CPU in place" not in said

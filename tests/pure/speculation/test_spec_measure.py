@@ -197,7 +197,7 @@ def test_no_token_is_decoded_twice_before_the_text_ends() -> None:
     for n in (1, 64, 8, 64, 64, 64, 3, 64):
         walk.time_s(n, target.clock)
         assert 16 <= target.length(0) <= 16 + 192
-    walk.time_s(32, target.clock, lead=True)
+    walk.lead(32, 2)
     assert fed == list(range(len(fed)))
     short = TextWalk(target, 0, [1, 2, 3], 0, 64)
     assert short.time_s(8, target.clock) == pytest.approx(0.1)

@@ -1,0 +1,110 @@
+"""What is measured of a batch size is what running text then takes, with a cache of 30 %.
+
+In copies, not in seconds: they are what an expert cache makes of a text, and they can be counted.
+`scripts/running-text` compares the seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload.engine import Engine, EngineOptions
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.streaming.options import StreamingOptions
+from specdec.costs.measure import MeasureOptions, TextWalk, measure
+from specoffload.config.resolution import demo_file
+from specoffload.session.min_batch import choose_min_batch, streamed_kinds
+from specoffload.session.min_batch import measure as measure_both_sides
+from specoffload.speculation.profiling import LEAD_TOKENS, real_text
+
+N_MEASURED = 40  # places of the text: one has other experts than the next
+N_TOKENS = 500
+CACHED = 0.3
+SIZES = (1, 2, 4, 8, 16, 32)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    """The embedded target, of whose experts 30 % have slots."""
+    path = demo_file("target.gguf")
+    one = EngineOptions(device="sim", min_batch=MinBatch(1, 1), n_ctx=1024)
+    with Engine(path, one) as whole:
+        assert whole.plan is not None
+        vram = whole.plan.resident_bytes + int(CACHED * whole.plan.slot_bytes)
+    # Guessed copies depend on how far the thread that copies has come.
+    streaming = StreamingOptions(vram_bytes=vram, prefetch=False)
+    options = EngineOptions(
+        device="sim", min_batch=MinBatch(1, 1), n_ctx=1024, n_ubatch=128, streaming=streaming
+    )
+    with Engine(path, options) as engine:
+        assert engine.plan is not None
+        assert engine.plan.slot_bytes <= 1.05 * CACHED * whole.plan.slot_bytes
+        yield engine
+
+
+def test_measured_sizes_copy_what_running_text_copies(engine: Engine) -> None:
+    text = real_text(engine)
+
+    def copied() -> float:
+        """Pieces that were not in their slots when they were needed; a decode always counts."""
+        return engine.counters().misses + 1e-6 * engine.counters().graphs
+
+    options = MeasureOptions(max(SIZES), N_MEASURED, (16,), SIZES, lead_tokens=LEAD_TOKENS)
+    measured = measure(engine.sequences, text, options, clock=copied).step_s
+    for n in SIZES:
+        walk = TextWalk(engine.sequences, 0, text, 16, 900)
+        running = sum(walk.time_s(n, copied) for _ in range(N_TOKENS // n)) / (N_TOKENS // n)
+        assert running > 1.0, "running text copies experts"
+        assert measured[n - 1] == pytest.approx(running, rel=0.1), f"{n} tokens"
+
+
+def test_both_sides_are_timed_on_both_sides(engine: Engine) -> None:
+    before, copies = engine.min_batch, engine.counters().misses
+    times = measure_both_sides(engine, real_text(engine))
+    assert streamed_kinds(engine) == tuple(times) == ("experts",)
+    found = times["experts"]
+    assert {1, 64} <= set(found.cpu)
+    assert 1 in found.streamed
+    assert min(*found.cpu.values(), *found.streamed.values()) > 0
+    assert max(*found.cpu, *found.streamed) <= 128, "the ubatch"
+    assert engine.counters().misses > copies
+    assert engine.min_batch == before
+    assert engine.sequences.length(0) == 0
+
+
+def test_a_choice_is_measured_once_and_a_damaged_one_anew(engine: Engine, tmp_path: Path) -> None:
+    first = choose_min_batch(engine, tmp_path)
+    assert "not measured on this machine yet; measured in" in first.note
+    (file,) = tmp_path.iterdir()
+    again = choose_min_batch(engine, tmp_path)
+    assert again.min_batch == first.min_batch
+    assert "measured at an earlier start" in again.note
+    assert str(file) in again.note
+    whole = file.read_text(encoding="utf-8")
+    for damaged, words in (
+        (whole[:-9], "cannot be read"),
+        (whole.replace('"format": 1', '"format": 7'), "of another run"),
+        (whole.replace('"cpu"', '"gpu"'), "damaged"),
+        ("[]", "damaged"),
+    ):
+        file.write_text(damaged, encoding="utf-8")
+        note = choose_min_batch(engine, tmp_path).note
+        assert words in note
+        assert "measured in" in note
+
+
+def test_a_folder_that_cannot_be_written_ends_nothing(engine: Engine, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "not stored" in choose_min_batch(engine, file / "below").note
+
+
+def test_where_nothing_may_be_measured_the_rule_holds(engine: Engine) -> None:
+    chosen = choose_min_batch(engine, None)
+    experts = engine.facts.n_experts / engine.facts.n_experts_used
+    assert chosen.min_batch == MinBatch(32 * int(experts), 32)
+    assert "nothing is measured" in chosen.note
+    assert chosen.min_batch.experts < NEVER
