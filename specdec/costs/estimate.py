@@ -44,6 +44,8 @@ def relative_error(times: Sequence[float]) -> float:
     if len(times) < 2:
         return float("inf")
     middle = statistics.median(times)
+    if middle <= 0.0:
+        return float("inf")  # a clock too coarse for it
     spread = statistics.median([abs(t - middle) for t in times])
     return _MEDIAN_TO_MEAN * _MAD_TO_SIGMA * spread / math.sqrt(len(times)) / middle
 

@@ -27,6 +27,7 @@ from offload.plan.min_batch import (
     rule,
     share_of,
 )
+from offload.plan.placement import DEFAULT_UBATCH
 from specdec.costs.estimate import TOLERANCE, relative_error
 from specdec.costs.measure import TextWalk
 from specdec.costs.profile import ProfileKey
@@ -76,9 +77,13 @@ def choose_min_batch(
         why = f"{why}; measured in {perf_counter() - began:.1f} s"
         failed = _store(path, key, times)
         why = why if failed is None else f"{why}; {failed}"
-    n_most = min(target.options.n_ubatch, target.n_ctx)
-    found = choose(times, n_most, facts.n_experts, facts.n_experts_used)
+    found = choose(times, _n_most(target), facts.n_experts, facts.n_experts_used)
     return Chosen(found, f"--min-batch auto: {found.words(kinds)} ({why})")
+
+
+def _n_most(target: Engine) -> int:
+    """Tokens of the largest batch that is computed at once."""
+    return min(target.options.n_ubatch or DEFAULT_UBATCH, target.n_ctx)
 
 
 # -- measuring -------------------------------------------------------------------------------------
@@ -110,7 +115,7 @@ class _Measuring:
 
     def __init__(self, target: Engine, text: Sequence[int], on_progress: Progress | None) -> None:
         self._target = target
-        self._n_most = min(target.options.n_ubatch, target.n_ctx)
+        self._n_most = _n_most(target)
         self._walk = TextWalk(target.sequences, _SEQUENCE, text, 0, target.n_ctx)
         self._on_progress = on_progress
         self._cpu_s: dict[int, float] = {}

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from offload.engine import Engine, EngineOptions
-from offload.plan.min_batch import NEVER, MinBatch
+from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions
+from offload.synth import write_preset
 from specdec.costs.measure import MeasureOptions, TextWalk, measure
-from specoffload.config.resolution import demo_file
 from specoffload.session.min_batch import choose_min_batch, streamed_kinds
 from specoffload.session.min_batch import measure as measure_both_sides
 from specoffload.speculation.profiling import LEAD_TOKENS, real_text
@@ -27,9 +27,12 @@ SIZES = (1, 2, 4, 8, 16, 32)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    """The embedded target, of whose experts 30 % have slots."""
-    path = demo_file("target.gguf")
+def engine(models: Path) -> Iterator[Engine]:
+    """A random model of 8 layers of 32 experts, of which 30 % have slots."""
+    path = write_preset(
+        "qwen3moe", models / "running.gguf", size="tiny", seed=5, n_layer=8, n_expert=32,
+        n_expert_used=3,
+    )  # fmt: skip
     one = EngineOptions(device="sim", min_batch=MinBatch(1, 1), n_ctx=1024)
     with Engine(path, one) as whole:
         assert whole.plan is not None
@@ -104,7 +107,5 @@ def test_a_folder_that_cannot_be_written_ends_nothing(engine: Engine, tmp_path: 
 
 def test_where_nothing_may_be_measured_the_rule_holds(engine: Engine) -> None:
     chosen = choose_min_batch(engine, None)
-    experts = engine.facts.n_experts / engine.facts.n_experts_used
-    assert chosen.min_batch == MinBatch(32 * int(experts), 32)
+    assert chosen.min_batch == MinBatch(342, 32), "32 tokens per 3 of 32 experts"
     assert "nothing is measured" in chosen.note
-    assert chosen.min_batch.experts < NEVER

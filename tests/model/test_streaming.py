@@ -23,7 +23,6 @@ from offload.streaming.copy import ThreadCopier, Transfer
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 from offload.streaming.scheduled import ScheduledExecutor
-from specoffload.session.min_batch import measure
 
 BATCHES = (1, 5, 40, 3, 12, 2, 70, 4)
 SERIAL = StreamingOptions(overlap=False)
@@ -216,16 +215,6 @@ def test_the_threshold_may_change_while_the_model_is_open(
         at = engine.counters().cuts
         engine.sequences.extend(0, [1, 2])
         assert engine.counters().cuts == at
-
-
-def test_auto_measures_both_sides(tiny_moe: Path) -> None:
-    with Engine(tiny_moe, options(StreamingOptions(), min_batch=7)) as engine:
-        sides = measure(engine, [(31 * i) % 250 for i in range(20)], repetitions=1)
-        assert [side.n_tokens for side in sides] == [1, 2, 3, 4, 6, 8, 12, 16]
-        assert all(side.cpu_s > 0 and side.streamed_s > 0 for side in sides)
-        assert engine.counters().cuts > 0
-        assert engine.sequences.length(0) == 0
-        assert engine.min_batch == MinBatch(7, 7)
 
 
 def test_a_type_the_device_cannot_multiply_goes_to_the_cpu_and_is_said(
