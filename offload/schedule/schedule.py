@@ -44,7 +44,9 @@ from offload.schedule.victims import Agenda, Placer, add, discard
 
 __all__ = ["Command", "Copy", "Counters", "Entered", "Evict", "Need", "Schedule"]
 
-_RING = 4  # slots of a pool through which pieces stream past the pinned ones, at most
+# Through how many units the others stream past the pinned ones, at most (docs/log.md).
+_RING = 4  # dense weights
+_LAYER_RING = 3  # layers of experts
 
 
 class Schedule:
@@ -302,8 +304,9 @@ class Schedule:
 def _pinned(known: list[Need], n_slots: int, ring: int) -> frozenset[Piece]:
     """The part to keep of needs that recur, when not all fit: every so many, first ones first.
 
-    `ring` is how many of them stream past. Only for dense weights or whole layers of one size that
-    are used once: where some are used more often, the farthest next use is the better rule.
+    `ring` is how many of them stream past, fewer if they are layers. Only for dense weights or all
+    experts of layers, of one size and used once: where some are used more often, the farthest next
+    use is the better rule.
     """
     units = list(dict.fromkeys(need.pieces for need in known))
     n = len(units)
@@ -313,7 +316,7 @@ def _pinned(known: list[Need], n_slots: int, ring: int) -> frozenset[Piece]:
     ):
         return frozenset()
     capacity = n_slots // size if size else n
-    n_pinned = capacity - ring
+    n_pinned = capacity - (ring if size == 1 else min(ring, _LAYER_RING))
     if n <= capacity or n_pinned <= 0:
         return frozenset()
     kept = [u for i, u in enumerate(units) if -(-i * n_pinned // n) != -(-(i + 1) * n_pinned // n)]

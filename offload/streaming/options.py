@@ -33,7 +33,7 @@ class StreamingOptions:
     overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
     depth: int = 8  # cuts that copies run ahead
     prefetch: bool = True  # guess a verification batch's experts from the last one's
-    n_guesses: int = 64  # guessed experts under way at most (docs/log.md)
+    n_guesses: int = 20  # guessed experts under way at most (docs/log.md)
     cache: str = "lru"  # one of CACHE_RULES
     trace: Trace = NO_TRACE
 

@@ -251,6 +251,15 @@ def test_pinned_weights_are_spread_so_that_the_link_is_busy_evenly(n_slots: int)
         assert abs(share - len(pinned) / 4) < 1
 
 
+@pytest.mark.parametrize(("n_layers", "n_pinned"), [(3, 0), (4, 1), (7, 4)])
+def test_whole_layers_are_pinned_past_a_ring_of_three(n_layers: int, n_pinned: int) -> None:
+    needs = [whole(cut, cut, 8) for cut in range(20)]
+    assert len(_pinned(needs, 8 * n_layers + 5, 4)) == 8 * n_pinned
+    schedule = schedule_of(8 * n_layers + 5, depth=4)
+    run(schedule, needs)
+    assert len(run(schedule, needs)) == 8 * (20 - n_pinned)
+
+
 def test_a_piece_that_two_cuts_use_at_once_is_there_once() -> None:
     schedule = schedule_of(1, depth=1)
     schedule.begin(2)
