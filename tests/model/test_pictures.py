@@ -35,9 +35,13 @@ def test_the_three_runs_of_a_picture_differ_as_they_should(
     for step in (runs.serial, runs.scheduled):
         assert {"copy", "compute"} <= {event.lane for event in step.events}
         assert all(-1e-3 <= event.start_s <= step.seconds for event in step.events)
-    ahead = [any(e.args.get("reason") == "ahead" for e in step.events)
-             for step in (runs.serial, runs.scheduled)]  # fmt: skip
-    assert ahead == [False, True]
+    reasons = [
+        {event.args["reason"] for event in step.events if event.lane == "copy"}
+        for step in (runs.serial, runs.scheduled)
+    ]
+    assert reasons[0] == {"needed"}
+    assert reasons[1] & {"ahead", "predicted"}
+    assert all(found <= set(pictures.WORDS) for found in reasons)
 
 
 @pytest.mark.parametrize("name", ["overlap", "layer"])
