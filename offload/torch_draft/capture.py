@@ -74,8 +74,6 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        # What was loaded on the default stream must be there before it is read on this one.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def working(self) -> AbstractContextManager[object]:
         stream: AbstractContextManager[object] = torch.cuda.stream(self._stream)
@@ -88,9 +86,10 @@ class CudaGraphs:
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Other threads of this process may copy weights meanwhile: their calls are none of ours.
-        with torch.cuda.graph(
+        capturing = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
+        )
+        with torch.cuda.device(self._device), capturing:
             step()
         self._graphs.append(graph)
         replay: Step = graph.replay

@@ -14,10 +14,10 @@ _LEAST_VERSION = (2, 8)  # products of bf16 with a result in f32 on CUDA (pytorc
 _CUDA = re.compile(r"^(?:CUDA|ROCm)(\d+)$")
 
 
-def torch_device(ggml_device: str, *, on_gpu: bool) -> str:
-    """torch's name of the device that the target is on: "cpu" where that is no GPU.
+def torch_name(ggml_device: str, *, on_gpu: bool) -> str:
+    """torch's name of a device of ggml's: "cpu" where that is no GPU. torch is not imported.
 
-    Raises DeviceUnavailable: torch is absent, too old, or has no such device.
+    Raises DeviceUnavailable: torch is absent, or has no devices of that kind.
     """
     if importlib.util.find_spec("torch") is None:
         raise DeviceUnavailable(
@@ -29,10 +29,16 @@ def torch_device(ggml_device: str, *, on_gpu: bool) -> str:
     match = _CUDA.match(ggml_device)
     if match is None:
         raise DeviceUnavailable(f"torch has no device {ggml_device}; it knows CUDA and ROCm")
-    return _cuda_device(importlib.import_module("torch"), int(match[1]))
+    return f"cuda:{match[1]}"
 
 
-def _cuda_device(torch: Any, index: int) -> str:
+def check_device(name: str) -> None:
+    """Imports torch and raises DeviceUnavailable where it has no such device or is too old."""
+    if name != "cpu":
+        _check_cuda(importlib.import_module("torch"), int(name.removeprefix("cuda:")))
+
+
+def _check_cuda(torch: Any, index: int) -> None:
     version = str(torch.__version__)
     if not torch.cuda.is_available():
         raise DeviceUnavailable(f"torch {version} finds no CUDA device; install its CUDA build")
@@ -42,4 +48,3 @@ def _cuda_device(torch: Any, index: int) -> str:
     n_devices = torch.cuda.device_count()
     if index >= n_devices:
         raise DeviceUnavailable(f"torch has {n_devices} CUDA devices, and no number {index}")
-    return f"cuda:{index}"

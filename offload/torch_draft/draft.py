@@ -73,7 +73,8 @@ class TorchDraft:
         options: TorchDraftOptions | None = None,
         capturer: Capturer | None = None,
     ) -> None:
-        """Raises BadModel (architecture, tensors, quantisation), DoesNotFit, BadRequest.
+        """Raises BadModel (architecture, tensors, quantisation), DoesNotFit, BadRequest, and
+        DeviceFailed where a step cannot be computed on this GPU.
 
         `capturer` replaces the way that steps are captured.
         """
@@ -106,6 +107,24 @@ class TorchDraft:
         self._kept = np.asarray(o.kept, np.int64) if o.kept else None
         self._lengths = [0] * o.n_sequences
         self._parts: tuple[int, ...] = ()  # sequences of the draft in hand
+        if self._device.type == "cuda":
+            # What was made on the default stream is there before another stream reads it.
+            torch.cuda.synchronize(self._device)
+            self.try_out()
+
+    def try_out(self) -> None:
+        """Draft two tokens and forget them: what a device cannot do fails here and not later.
+
+        Closes the draft and raises DeviceFailed or DoesNotFit where it does.
+        """
+        ways = [None, Drawing(1.0, np.full((2, 1), 0.5))][: 1 + self.options.samples]
+        try:
+            for drawing in ways:
+                self.draft([(0, [0])], 2, drawing)
+                self.rewind(0, 0)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Give the memory back; safe to call twice."""

@@ -22,7 +22,7 @@ from rich.table import Table
 from offload.device import choose_device, devices
 from offload.errors import DeviceUnavailable
 from offload.synth import write_preset
-from offload.torch_draft.devices import torch_device
+from offload.torch_draft.devices import check_device, torch_name
 from offload.torch_draft.layout import DTYPES
 from offload.torch_draft.options import TorchDraftOptions
 from specoffload.commands.bench import commit, machine
@@ -77,7 +77,8 @@ def main(words: list[str]) -> int:
                   "or --device cpu", soft_wrap=True)  # fmt: skip
         return 2
     try:
-        where = torch_device(choice.name, on_gpu=choice.on_gpu)
+        where = torch_name(choice.name, on_gpu=choice.on_gpu)
+        check_device(where)
     except DeviceUnavailable as e:
         out.print(str(e), soft_wrap=True)
         return 2

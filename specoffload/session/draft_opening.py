@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offload.device import choose_device
+from offload.device import DeviceChoice, choose_device
 from offload.engine import Engine, EngineOptions, context_spec
 from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.context import context_memory
 from offload.plan.sharing import device_bytes
-from offload.torch_draft.devices import torch_device
+from offload.torch_draft.devices import check_device, torch_name
 from offload.torch_draft.layout import Sizes, lay_out
 from offload.torch_draft.options import TorchDraftOptions
 from offload.torch_draft.shape import read_shape
@@ -124,13 +124,14 @@ def _opened(config: Config, path: Path, target: Engine) -> OpenedDraft:
         if engine is DraftEngine.TORCH:
             raise UsageError(f"--draft-engine torch drafts no trees: {why}")
         return _llama_because(why, config, path, target)
+    place = _place(config, target)
+    if engine is DraftEngine.AUTO and not place.on_gpu:
+        return _llama_because("the draft is on no GPU", config, path, target)
     try:
-        options = _torch_options(config, path, target)
+        options = _torch_options(config, path, target, place)
         if engine is DraftEngine.TORCH:
             where = f"torch on {options.device}, {options.dtype}"
             return OpenedDraft(_open_torch(path, options), (f"draft engine: {where} (asked for)",))
-        if options.device == "cpu":
-            return _llama_because("the draft is on no GPU", config, path, target)
         return faster_engine(config, path, target, options)
     except _NOT_IN_TORCH as e:
         if engine is DraftEngine.TORCH:
@@ -158,13 +159,20 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
     return Engine(path, _of_draft(config, options))
 
 
-def _torch_options(config: Config, path: Path, target: Engine) -> TorchDraftOptions:
+def _place(config: Config, target: Engine) -> DeviceChoice:
+    """Where the draft goes: beside the target unless it was said."""
+    device = config.spec.of_draft.device
+    return target.choice if device is None else choose_device(device)
+
+
+def _torch_options(
+    config: Config, path: Path, target: Engine, place: DeviceChoice
+) -> TorchDraftOptions:
     """Raises DeviceUnavailable where torch is not there, or not for this device, and BadModel for a
-    draft that it cannot compute."""
+    draft that it cannot compute. torch is not imported."""
     spec = config.spec
     of_draft = spec.of_draft
-    choice = target.choice if of_draft.device is None else choose_device(of_draft.device)
-    device = torch_device(choice.name, on_gpu=choice.on_gpu)
+    device = torch_name(place.name, on_gpu=place.on_gpu)
     facts = read_facts(path)
     check_weights(facts)
     n_ctx_train = read_shape(facts).n_ctx_train
@@ -183,6 +191,7 @@ def _torch_options(config: Config, path: Path, target: Engine) -> TorchDraftOpti
 
 
 def _open_torch(path: Path, options: TorchDraftOptions) -> DraftModel:
+    check_device(options.device)
     from offload.torch_draft.engine import TorchEngine
 
     return TorchEngine(path, options)
@@ -223,6 +232,7 @@ def _settings(options: TorchDraftOptions, target: Engine) -> Mapping[str, object
 
 def _measured(config: Config, path: Path, target: Engine, options: TorchDraftOptions) -> StepTimes:
     """One engine after the other, so that the device holds the draft once."""
+    check_device(options.device)
     with _open_llama(config, path, target) as llama:
         text = real_text(llama)
         llama_s = measure_step(llama.sequences, 0, text, _N_TIMED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch", reason="the torch draft needs torch (gpu-dr
 
 from lossless_parts import cheap_batches  # noqa: E402
 
+from offload.device import choose_device  # noqa: E402
 from offload.errors import BadModel, DeviceUnavailable, DoesNotFit  # noqa: E402
 from offload.torch_draft.layout import Sizes, lay_out  # noqa: E402
 from offload.torch_draft.load import allocate  # noqa: E402
@@ -196,6 +198,21 @@ def test_without_a_gpu_auto_is_libllama_with_the_reason() -> None:
     assert "draft engine: libllama (the draft is on no GPU)" in notes_of("--policy fixed")
 
 
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft's place looks like a CUDA device; libllama computes on the CPU all the same."""
+    place = replace(choose_device("cpu"), name="CUDA0", on_gpu=True)
+    monkeypatch.setattr("specoffload.session.draft_opening._place", lambda *_: place)
+
+
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_torch_without_cuda_is_the_reason(folder: Path) -> None:
+    assert "libllama (torch 2" in notes_of("--policy fixed")
+    with pytest.raises(DeviceUnavailable, match="finds no CUDA device; install its CUDA build"):
+        Session(config_of("--draft-engine torch --policy fixed"))
+
+
+@pytest.mark.usefixtures("as_on_cuda")
 def test_without_torch_auto_says_so_and_torch_by_name_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -211,13 +228,11 @@ def test_trees_are_libllamas() -> None:
         Session(config_of("--spec-tree --draft-engine torch"))
 
 
-def test_a_draft_that_torch_cannot_compute_is_libllamas(
-    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_draft_that_torch_cannot_compute_is_libllamas(tiny_moe: Path) -> None:
     words = f"-m {tiny_moe} --draft {tiny_moe} --policy fixed"
     with pytest.raises(BadModel, match="not deepseek2"):
         Session(config_of(f"{words} --draft-engine torch"))
-    monkeypatch.setattr("specoffload.session.draft_opening.torch_device", lambda *_, **__: "cuda:0")
     assert "draft engine: libllama (tiny_moe.gguf: the torch draft knows" in notes_of(words)
 
 

@@ -28,7 +28,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from offload.engine import Engine, EngineOptions  # noqa: E402
-from offload.errors import BadModel, BadRequest, DoesNotFit  # noqa: E402
+from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit  # noqa: E402
 from offload.synth import write_preset  # noqa: E402
 from offload.torch_draft.draft import Drafted, TorchDraft  # noqa: E402
 from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
@@ -528,3 +528,23 @@ def test_everything_is_freed_on_close(tiny: Path) -> None:
     draft.close()
     gc.collect()
     assert block.expired()
+
+
+def test_a_step_that_the_device_cannot_compute_fails_when_it_is_tried_out(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = TorchDraft(tiny, TorchDraftOptions(n_ctx=256, samples=True))
+    before = draft.draft([(0, [1, 2])], 4).tokens
+    draft.rewind(0, 0)
+    draft.try_out()
+    assert draft.length(0) == 0
+    assert (draft.draft([(0, [1, 2])], 4).tokens == before).all()
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr("offload.torch_draft.network.product", refused)
+    with pytest.raises(DeviceFailed, match="failed on cpu: no kernel image"):
+        draft.try_out()
+    with pytest.raises(BadRequest, match="has been closed"):
+        draft.draft([(0, [1])], 1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from offload.errors import BadModel, DeviceUnavailable
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.torch_draft.devices import torch_device
+from offload.torch_draft.devices import check_device, torch_name
 from offload.torch_draft.layout import (
     ALIGNMENT,
     DTYPES,
@@ -241,11 +241,13 @@ def test_why_there_is_no_torch_draft_is_one_sentence(
     else:
         monkeypatch.setitem(sys.modules, "torch", torch)
     with pytest.raises(DeviceUnavailable, match=words):
-        torch_device(device, on_gpu=True)
+        check_device(torch_name(device, on_gpu=True))
 
 
 def test_the_draft_is_where_the_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", fake_torch(n_devices=2))
-    assert torch_device("CUDA1", on_gpu=True) == "cuda:1"
-    assert torch_device("ROCm0", on_gpu=True) == "cuda:0"
-    assert torch_device("CPU", on_gpu=False) == "cpu"
+    for ggml, name in (("CUDA1", "cuda:1"), ("ROCm0", "cuda:0")):
+        assert torch_name(ggml, on_gpu=True) == name
+        check_device(name)
+    assert torch_name("CPU", on_gpu=False) == "cpu"
+    check_device("cpu")
