@@ -313,7 +313,10 @@ def draw_costs(_: Path, out: Path, sizes: tuple[int, int, int] = (32, 5, 128)) -
         axes.plot(n, ratios, f"{marker}-", color=colour, markersize=3, linewidth=0.8, label=named)
     axes.plot(n, n, color="#999999", linewidth=0.8, linestyle=":", label="n single decodes")
     axes.set(
-        xlabel="n, tokens decoded together", ylabel="T(n) / T(1)", xlim=(1, n_max), ylim=(0, 0.5 * n_max)
+        xlabel="n, tokens decoded together",
+        ylabel="T(n) / T(1)",
+        xlim=(1, n_max),
+        ylim=(0, 0.5 * n_max),
     )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc="upper left")
