@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from specdec.errors import BadProfile
 
 Family = Literal["exponential", "power", "rational"]
-FAMILIES: tuple[Family, ...] = ("exponential", "power", "rational")
 LEAST_TO_FIT = 8  # points that three parameters can be fitted to
 N_FUDGED = 3  # the first entries are above 1 and follow no curve: 1.0 stands for them
 
