@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Iterator
@@ -24,3 +25,9 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, data: object) -> None:
+    """JSON for people to look into, whole or not at all. Raises OSError."""
+    with whole_file(path) as f:
+        f.write((json.dumps(data, indent=1) + "\n").encode())

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +73,27 @@ def write_header_only(planned: Plan, path: Path) -> Path:
     that size.
     """
     _check_place(path)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        write_header(partial, planned.shape, planned.tokenizer, planned.tensors)
+    with _begun(planned, path) as partial:
         try:
             os.truncate(partial, planned.size_bytes)
         except OSError as e:
             size = f"{planned.size_bytes / 1e9:.0f} GB"
             raise BadRequest(f"{path}: no sparse file of {size} can be made there ({e})") from e
+    return path
+
+
+@contextlib.contextmanager
+def _begun(planned: Plan, path: Path) -> Iterator[Path]:
+    """A file with the header, which becomes `path` when the block ends well, else is gone."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        write_header(partial, planned.shape, planned.tokenizer, planned.tensors)
+        yield partial
         partial.replace(path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             partial.unlink()
         raise
-    return path
 
 
 def _check_place(path: Path) -> None:
@@ -106,15 +113,8 @@ def write(planned: Plan, path: Path, seed: int = 0, on_progress: OnProgress | No
             f"{path}: needs {planned.size_bytes / 1e9:.2f} GB but its disk has {free / 1e9:.2f} GB "
             "free; lower --layers, --experts or --scale"
         )
-    partial = path.with_name(path.name + ".partial")
-    try:
-        write_header(partial, planned.shape, planned.tokenizer, planned.tensors)
+    with _begun(planned, path) as partial:
         _append_tensors(partial, planned, Source(seed), on_progress)
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            partial.unlink()
-        raise
     return path
 
 

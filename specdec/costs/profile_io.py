@@ -13,7 +13,7 @@ from typing import Any
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, ProfileKey
 from specdec.errors import BadProfile
-from specdec.whole_file import whole_file
+from specdec.whole_file import write_json
 
 _MOST = 1e300  # floats, and integers that become floats
 _FORMAT = 1
@@ -39,8 +39,7 @@ def save(path: Path, costs: CostProfile, calibration: Calibration | None = None)
         "uncertain": list(costs.uncertain),
         "calibration": (calibration or Calibration()).as_data(),
     }
-    with whole_file(path) as f:
-        f.write((json.dumps(data, indent=1) + "\n").encode())
+    write_json(path, data)
 
 
 def load(path: Path, key: ProfileKey | None = None) -> StoredProfile:

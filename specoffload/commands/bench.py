@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import platform
+import statistics
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,12 +22,13 @@ import psutil
 from offload.device import choose_device, has_gpu
 from offload.errors import OffloadError
 from offload.ggml.llama import FLASH_ATTN
+from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch
 from offload.streaming.options import free_bytes
-from offload.timing import median_decode_s
+from specdec.costs.measure import TextWalk
 from specoffload import report
 from specoffload.config.resolution import Config, demo_file
 from specoffload.peers.llama_server import measure_server, program_of, sweep
@@ -34,10 +36,12 @@ from specoffload.peers.paths import LlamaPath, Measured, SessionPath, Workload, 
 from specoffload.peers.process import Llama
 from specoffload.peers.tuned import UBATCHES, TunedLlama, tune_for
 from specoffload.session.session import SEQUENCE, Session
+from specoffload.speculation.profiling import real_text
 
 PROFILE_SIZES = tuple(range(1, 17))
 _NEVER = MinBatch(experts=NEVER, dense=NEVER)
 N_PROMPTS = 4
+PREFIX = 16  # tokens before what is timed
 LONG_PROMPT = 2048  # tokens, for the speed of prefill
 
 
@@ -65,21 +69,24 @@ def bench_config(
         "overlap": [],  # filled by --overlap
         "policies": {},  # filled by --policies
     }
+    peers = _tuned_peers(config)
     with report.progress("measuring") as bar:
-        result |= _side_by_side(config, n_predict, repetitions)
+        result |= _side_by_side(config, peers, n_predict, repetitions)
         bar(0.6)
         result["profile"] = _profile(config, repetitions)
         bar(0.8)
         result["min_batch"], result["counters"] = _both_sides(config, repetitions)
     if llama_server is not None:
-        _beside_llama_server(result, config, llama_server, n_predict)
+        tuned = next(iter(peers.values()))
+        _beside_llama_server(result, config, llama_server, tuned, n_predict)
     _show(result)
     report.line(json.dumps(result))
 
 
-def _side_by_side(config: Config, n_predict: int, repetitions: int) -> dict[str, Any]:
+def _side_by_side(
+    config: Config, peers: Mapping[str, TunedLlama], n_predict: int, repetitions: int
+) -> dict[str, Any]:
     """llama.cpp, our device without a draft, and with one, on the same prompts."""
-    peers = _tuned_peers(config)
     ours = {"wrapped": replace(config, draft=None)}
     if config.draft is not None:
         ours["spec"] = config
@@ -114,32 +121,32 @@ def side_by_side(found: Mapping[str, Measured], n_long_prompt: int) -> dict[str,
     best of several. Pure."""
     speeds = {name: measured.median.tokens_per_s for name, measured in found.items()}
     prefills = {name: n_long_prompt / measured.prefill_s for name, measured in found.items()}
-    out: dict[str, Any] = {"prefill_tps": prefills, "decode_tps": speeds}
-    plain = [m.median for name, m in found.items() if name.startswith("llama.cpp")]
-    out |= {f"{name}_tps": speeds[name] for name in ("wrapped", "unwrapped", "spec")
-            if name in speeds}  # fmt: skip
-    if plain:
-        out["plain_tps"] = max(stats.tokens_per_s for stats in plain)
+    peers = [name for name in found if name.startswith("llama.cpp")]
+    ours = [name for name in ("wrapped", "spec") if name in found]
+    out: dict[str, Any] = {"prefill_tps": prefills, "decode_tps": speeds, "vs": {}}
+    out |= {f"{name}_tps": speeds[name] for name in found if name not in peers}
+    if peers:
+        out["plain_tps"] = max(speeds[name] for name in peers)
     if spec := found.get("spec"):
         out["acceptance_rate"] = spec.median.acceptance_rate
         out["tokens_per_round"] = spec.median.tokens_per_round
     if "unwrapped" in found and "wrapped" in found:
         out["wrapped_ratio"] = found["unwrapped"].median.decode_s / found["wrapped"].median.decode_s
-    mine = [speeds[name] for name in ("wrapped", "spec") if name in speeds]
-    out["vs"] = {}
-    for name in speeds:
-        if name.startswith("llama.cpp") and mine:
-            out["vs"][name] = max(mine) / speeds[name]
-            ours = max(prefills[n] for n in ("wrapped", "spec") if n in prefills)
-            out["vs"][f"{name}, prefill"] = ours / prefills[name]
+    for name in peers if ours else ():
+        out["vs"][name] = max(speeds[n] for n in ours) / speeds[name]
+        out["vs"][f"{name}, prefill"] = max(prefills[n] for n in ours) / prefills[name]
     return out
+
+
+def _n_ctx(config: Config, facts: ModelFacts) -> int:
+    return config.ctx_size or facts.number("context_length", 4096)
 
 
 def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
     """llama.cpp with a ubatch of 512, and with larger ones, each tuned for our memory."""
     facts = read_facts(config.model)
     choice = choose_device(config.device)
-    n_ctx = config.ctx_size or facts.number("context_length", 4096)
+    n_ctx = _n_ctx(config, facts)
     vram = None
     if choice.on_gpu:
         vram = config.streaming.device_bytes or free_bytes(choice)
@@ -163,8 +170,8 @@ def _open_llama(config: Config, tuned: TunedLlama) -> Iterator[LlamaPath]:
         "cpu_weights": tuned.cpu_weights(),
         "repack": may_repack(facts.weights, config.spec.profile_dir).works,
         "flash_attn": FLASH_ATTN[config.flash_attn],
-        "n_ctx": config.ctx_size or facts.number("context_length", 4096),
-        "n_batch": max(2048, tuned.n_ubatch),
+        "n_ctx": _n_ctx(config, facts),
+        "n_batch": tuned.n_batch,
         "n_ubatch": tuned.n_ubatch,
         "n_threads": config.threads,
         "n_threads_batch": config.threads_batch,
@@ -180,10 +187,9 @@ def _open_session(config: Config) -> Iterator[SessionPath]:
 
 
 def _beside_llama_server(
-    result: dict[str, Any], config: Config, program: Path, n_predict: int
+    result: dict[str, Any], config: Config, program: Path, tuned: TunedLlama, n_predict: int
 ) -> None:
     """Add the user's own llama-server to `result`: as tuned, and with the draft's flags swept."""
-    tuned = next(iter(_tuned_peers(config).values()))
     rows = []
     for asked in sweep(config.draft):
         try:
@@ -247,29 +253,19 @@ def _fit_together(config: Config, n_paths: int) -> bool:
 def _profile(config: Config, repetitions: int) -> list[float]:
     """T(n) in seconds for n = 1..16 behind a short real prompt."""
     with Session(replace(config, draft=None)) as session:
-        walk = _Walk(session)
-        return [walk.decode_s(n, repetitions) for n in PROFILE_SIZES]
+        walk = _walk(session)
+        return [_median_s(walk, n, repetitions) for n in PROFILE_SIZES]
 
 
-class _Walk:
-    """Batches of a text that moves on: experts of the last batch are not those of the next."""
+def _walk(session: Session) -> TextWalk:
+    """A text that moves on: experts of the last batch are not those of the next."""
+    target = session.target
+    return TextWalk(target.sequences, SEQUENCE, real_text(target), PREFIX, VERIFY_MOST)
 
-    def __init__(self, session: Session) -> None:
-        self._sequences = sequences = session.target.sequences
-        self._tokens = session.target.tokenize("\n".join([*prompts(), *prompts("prose")]))
-        self._at = 0
-        sequences.rewind(SEQUENCE, 0)
-        sequences.extend(SEQUENCE, self._take(min(16, len(self._tokens) // 2)), n_logits=0)
 
-    def _take(self, n: int) -> list[int]:
-        taken = [self._tokens[(self._at + i) % len(self._tokens)] for i in range(n)]
-        self._at += n
-        return taken
-
-    def decode_s(self, n: int, repetitions: int) -> float:
-        """The median of decodes of `n` tokens, new ones each time, behind the same prefix."""
-        batches = [self._take(n) for _ in range(repetitions + 1)]
-        return median_decode_s(self._sequences, SEQUENCE, batches)
+def _median_s(walk: TextWalk, n: int, repetitions: int) -> float:
+    """Of decodes of `n` tokens, new ones each time; the first warms up and does not count."""
+    return statistics.median([walk.time_s(n) for _ in range(repetitions + 1)][1:])
 
 
 def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
@@ -280,10 +276,10 @@ def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]],
         threshold = session.target.min_batch.experts
         sizes = sorted(n for n in {1, 2, 3, 4, 8, 16, 32, threshold} if n <= VERIFY_MOST)
         session.target.set_min_batch_by_decoding(_NEVER)
-        walk = _Walk(session)
-        cpu = {n: walk.decode_s(n, repetitions) for n in sizes}
+        walk = _walk(session)
+        cpu = {n: _median_s(walk, n, repetitions) for n in sizes}
         session.target.set_min_batch_by_decoding(MinBatch(experts=1, dense=1))
-        streamed = {n: walk.decode_s(n, repetitions) for n in sizes}
+        streamed = {n: _median_s(walk, n, repetitions) for n in sizes}
         counters = asdict(session.target.counters())
     rows = [
         {

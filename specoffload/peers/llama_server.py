@@ -109,12 +109,7 @@ def _command(program: Path, config: Config, tuned: TunedLlama, flags: Sequence[s
     except (OSError, subprocess.TimeoutExpired) as e:
         raise DeviceUnavailable(f"--vs llama-server={program}: cannot be run ({e})") from e
     own = [str(program), "-m", str(config.model), "-c", str(config.ctx_size or 0),
-           "-t", str(config.threads), "-ub", str(tuned.n_ubatch),
-           "-b", str(max(2048, tuned.n_ubatch))]  # fmt: skip
-    if tuned.on_gpu:
-        own += ["-ngl", "99"]
-    if pattern := tuned.cpu_weights():
-        own += ["-ot", f"{pattern}=CPU", "--no-mmap"]
+           "-t", str(config.threads), *tuned.arguments()]  # fmt: skip
     return own + known_names(flags, done.stdout + done.stderr)
 
 

@@ -7,11 +7,15 @@ As many layers' experts on the device as fit beside everything else, the first l
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.model import ModelFacts, is_experts, layer_of
+from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 
 UBATCHES = (512, 1024, 2048, 4096)
+# A layer's products. Its experts too: they have gone before dense weights do.
+_PRODUCTS = r"blk\.{}\.(attn|ffn)_[a-z_]+\.weight"
 
 
 @dataclass(frozen=True)
@@ -31,19 +35,28 @@ class TunedLlama:
             parts.append(rf"blk\.({layers})\.ffn_(up|down|gate|gate_up)_(ch|)exps")
         if self.n_dense_layers_on_cpu:
             layers = "|".join(map(str, range(self.n_dense_layers_on_cpu)))
-            parts.append(rf"blk\.({layers})\.(attn|ffn)_[a-z_]+\.weight")
+            parts.append(_PRODUCTS.format(f"({layers})"))
         return "|".join(parts)
+
+    @property
+    def n_batch(self) -> int:
+        """llama.cpp's default, or the ubatch where that is larger."""
+        return max(2048, self.n_ubatch)
+
+    def arguments(self) -> list[str]:
+        """llama-server's flags that mean the same."""
+        flags = ["-ub", str(self.n_ubatch), "-b", str(self.n_batch)]
+        if self.on_gpu:
+            flags += ["-ngl", "99"]
+        if self.n_dense_layers_on_cpu:
+            flags += ["-ot", f"{self.cpu_weights()}=CPU", "--no-mmap"]
+        elif self.n_cpu_moe:
+            flags += ["--n-cpu-moe", str(self.n_cpu_moe), "--no-mmap"]
+        return flags
 
     def command_line(self, path: str) -> str:
         """The llama-server command line that means the same."""
-        flags = [f"llama-server -m {path}", f"-ub {self.n_ubatch} -b {max(2048, self.n_ubatch)}"]
-        if self.on_gpu:
-            flags.append("-ngl 99")
-        if self.n_cpu_moe:
-            flags.append(f"--n-cpu-moe {self.n_cpu_moe} --no-mmap")
-        if self.n_dense_layers_on_cpu:
-            flags.append(f"-ot '{self.cpu_weights()}=CPU'")
-        return " ".join(flags)
+        return shlex.join(["llama-server", "-m", path, *self.arguments()])
 
 
 def tune_for(
@@ -56,20 +69,25 @@ def tune_for(
     # llama.cpp keeps the input embeddings on the CPU.
     total = sum(e.size_bytes for e in entries if not e.name.startswith("token_embd."))
     left = vram_bytes - reserve_bytes - total
-    n_cpu_moe = n_dense = 0
-    for layer in range(facts.n_layers):
-        if left >= 0:
-            break
-        left += sum(e.size_bytes for e in entries if is_experts(e) and layer_of(e.name) == layer)
-        n_cpu_moe = layer + 1 if facts.n_experts else 0
-    pattern = re.compile(r"blk\.\d+\.(attn|ffn)_[a-z_]+\.weight$")
-    for layer in range(facts.n_layers):
-        if left >= 0:
-            break
-        left += sum(
-            e.size_bytes
-            for e in entries
-            if not is_experts(e) and layer_of(e.name) == layer and pattern.match(e.name)
-        )
-        n_dense = layer + 1
+    products = [e for e in entries if re.fullmatch(_PRODUCTS.format(r"\d+"), e.name)]
+    n_cpu_moe, left = _moved(left, _by_layer([e for e in entries if is_experts(e)]))
+    n_dense, left = _moved(left, _by_layer([e for e in products if not is_experts(e)]))
     return TunedLlama(n_cpu_moe, n_dense, n_ubatch, on_gpu=True)
+
+
+def _by_layer(entries: Sequence[TensorEntry]) -> list[int]:
+    """Bytes by layer, up to the last that has any."""
+    sizes = [0] * (1 + max((layer_of(e.name) for e in entries), default=-1))
+    for entry in entries:
+        sizes[layer_of(entry.name)] += entry.size_bytes
+    return sizes
+
+
+def _moved(left_bytes: int, layers: Sequence[int]) -> tuple[int, int]:
+    """(layers from the first that go to the CPU until `left_bytes` is not negative, what is left
+    then): all of them if it stays so."""
+    n = 0
+    while left_bytes < 0 and n < len(layers):
+        left_bytes += layers[n]
+        n += 1
+    return n, left_bytes

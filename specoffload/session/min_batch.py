@@ -31,7 +31,7 @@ from offload.plan.placement import DEFAULT_UBATCH
 from specdec.costs.estimate import TOLERANCE, relative_error
 from specdec.costs.measure import TextWalk
 from specdec.costs.profile import ProfileKey
-from specdec.whole_file import whole_file
+from specdec.whole_file import write_json
 from specoffload.speculation.profile_store import key_of, profile_path
 from specoffload.speculation.profiling import LEAD_TOKENS, real_text
 
@@ -180,8 +180,7 @@ def _store(path: Path, key: ProfileKey, times: Kinds) -> str | None:
     data = {"format": _FORMAT, "key": asdict(key), "times": rows}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as f:
-            f.write((json.dumps(data, indent=1) + "\n").encode())
+        write_json(path, data)
     except OSError as e:
         return f"not stored: {e}"
     return None

@@ -15,7 +15,7 @@ from typing import Any
 
 from offload.model import ModelFacts
 from offload.native_build import library_build
-from specdec.whole_file import whole_file
+from specdec.whole_file import write_json
 from specoffload.config.options import DraftEngine
 from specoffload.speculation.profile_store import model_hash
 
@@ -100,8 +100,7 @@ def store_times(path: Path, key: EngineKey, times: StepTimes) -> str:
     data = {"format": _FORMAT, "key": asdict(key), **asdict(times)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path) as f:
-            f.write((json.dumps(data, indent=1) + "\n").encode())
+        write_json(path, data)
     except OSError as e:
         return f"not stored ({e}); SPECOFFLOAD_PROFILE_DIR names another folder"
     return ""
