@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from offload.errors import DeviceFailed
 from offload.ggml.graph import Graph
 from offload.ggml.library import abi
+from offload.ggml.library.interrupt import requested
 from offload.ggml.library.lib import library
 from offload.ggml.pinning import pieces_of
 from offload.ggml.tensor import Buffer, Tensor
@@ -154,7 +155,12 @@ class Stream:
             self._lib.ggml_backend_free(address)
 
     def compute(self, graph: Graph) -> int:
-        """Enqueue a graph; a ggml_status. What it refers to has to live until it is complete."""
+        """Enqueue a graph; a ggml_status. What it refers to has to live until it is complete.
+
+        Nothing is enqueued any more once a signal has asked for the end of the decode.
+        """
+        if requested():
+            return int(abi.GGML_STATUS_ABORTED)
         return int(self._compute(self.address, graph.address))
 
     def synchronize(self) -> None:
@@ -196,4 +202,5 @@ def copy_now(
 ) -> None:
     """Copy from host memory, by the calling thread, past all streams."""
     at = source.position + source_bytes
-    library().ggml_backend_tensor_set(target.address, at, offset_bytes, size_bytes)
+    for start, n in pieces_of(at, size_bytes):
+        library().ggml_backend_tensor_set(target.address, at + start, offset_bytes + start, n)

@@ -258,7 +258,8 @@ class Context:
         self.n_vocab = model.n_vocab
         # A decode that a signal aborts is redone, which recurrent memory does not allow: there
         # signals wait for its end.
-        if not model.is_recurrent:
+        self._can_abort = not model.is_recurrent
+        if self._can_abort:
             interrupt.watch(lib, self.handle)
 
     def close(self) -> None:
@@ -291,7 +292,7 @@ class Context:
         return self._logits([i for i, w in enumerate(wanted) if w])
 
     def _decode_once(self, batch: Any) -> int:
-        with interrupt.during_decode(self._pending):
+        with interrupt.during_decode(self._pending, can_abort=self._can_abort):
             status: int = self._lib.llama_decode(self.handle, batch)
             if status == 0:
                 self._lib.llama_synchronize(self.handle)

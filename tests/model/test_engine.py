@@ -17,8 +17,11 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
+from offload.ggml.library import interrupt
+from offload.ggml.library.callback import Pending
 from offload.plan.min_batch import MinBatch
 from offload.streaming.device import StreamingDevice
+from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset
 
 ALWAYS = MinBatch(experts=1, dense=1)
@@ -206,6 +209,42 @@ def test_a_signal_whose_handler_returns_does_not_lose_the_decode(tiny_moe: Path)
             assert np.array_equal(again, expected)
     finally:
         signal.signal(signal.SIGUSR1, previous)
+
+
+def test_a_signal_is_looked_at_before_each_part_of_a_graph(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, asked = [(7 * i) % 250 for i in range(24)], 0
+
+    def at_the_third_part() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == 3
+
+    serial = StreamingOptions(overlap=False)
+    with Engine(tiny_moe, options("sim", min_batch=ALWAYS, streaming=serial)) as engine:
+        expected = engine.sequences.extend(0, tokens)
+        engine.sequences.rewind(0, 0)
+        whole = engine.counters().cuts
+        monkeypatch.setattr("offload.ggml.backend.requested", at_the_third_part)
+        again = engine.sequences.extend(0, tokens)
+        assert asked > 3, "nobody raised anything: the decode was done again"
+        assert np.array_equal(again, expected)
+        assert 2 * whole < engine.counters().cuts < 3 * whole, "the first try ended at a cut"
+
+
+@pytest.mark.parametrize("can_abort", [True, False])
+def test_a_signal_is_heeded_within_decodes_that_it_may_abort(
+    tiny_moe: Path, can_abort: bool
+) -> None:
+    pending = Pending()
+    with Engine(tiny_moe, options("cpu")), interrupt.during_decode(pending, can_abort=can_abort):
+        assert not interrupt.requested()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.requested() == can_abort
+    assert not interrupt.requested()
+    with pytest.raises(KeyboardInterrupt):
+        pending.raise_first()
 
 
 def test_opening_and_closing_a_hundred_times_leaks_nothing(tiny_moe: Path) -> None:

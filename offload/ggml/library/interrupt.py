@@ -6,7 +6,8 @@ Instead CPython's own C-level handler writes the signal's number to the wake-up 
 ours is a memory file mapped at a fixed address, and the abort callback is libc's `strlen` of that
 memory, zero until a signal came. Only the main thread can install it; elsewhere decodes run to
 their end. A signal whose handler returns, such as a changed window size, aborts a decode as well:
-it is redone.
+it is redone. Backends without an abort callback compute what they were given to its end, so whoever
+gives them parts of a graph asks `requested` before each.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ class _Flag:
 
 
 _flag: _Flag | None = None
+_heeded = False  # within a decode that a signal may abort
+
+
+def requested() -> bool:
+    """True if a signal came within the decode under way and may end it; takes 0.1 us."""
+    return _heeded and _flag is not None and _flag.memory[0] != 0
 
 
 def watch(lib: Any, context: int) -> None:
@@ -53,12 +60,14 @@ def watch(lib: Any, context: int) -> None:
 
 
 @contextmanager
-def during_decode(pending: Pending) -> Iterator[None]:
+def during_decode(pending: Pending, *, can_abort: bool) -> Iterator[None]:
     """Route signals to the abort flag for the time of one decode.
 
+    Unless it `can_abort`, only the library itself looks at the flag, where it was told to.
     Python's own handler must not raise meanwhile: it may run at the entry of a callback, before the
     guard's `try`, and the exception would be lost in C. What it raises is kept in `pending`.
     """
+    global _heeded
     if _flag is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,9 +85,11 @@ def during_decode(pending: Pending) -> Iterator[None]:
     _flag.clear()
     signal.signal(signal.SIGINT, deferred)
     previous = signal.set_wakeup_fd(_flag.fd, warn_on_full_buffer=False)
+    _heeded = can_abort
     try:
         yield
     finally:
+        _heeded = False
         signal.set_wakeup_fd(previous)
         signal.signal(signal.SIGINT, handler)
         _flag.clear()
