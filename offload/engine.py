@@ -190,7 +190,9 @@ class Engine(ModelText):
             o.min_batch,
             self._pending,
             layout=self.plan.layout,
-            make_executor=executor_maker(self.plan, self.choice, o.streaming),
+            make_executor=executor_maker(
+                self.plan, self.choice, o.streaming, self._is_pinned, self.notes.append
+            ),
             vram_bytes=self.choice.sim.vram_bytes if self.choice.sim else None,
             trace=o.streaming.trace,
             mla_crossover=crossover.n_tokens,
@@ -204,6 +206,9 @@ class Engine(ModelText):
             # Mapped files let the store read what streams, and libllama only what is resident.
             load_mode="mmap" if self.store is not None else "auto",
         )
+
+    def _is_pinned(self) -> bool:
+        return self.store is not None and self.store.is_pinned
 
     def _host_buffers(self) -> HostBufferType:
         o = self.options

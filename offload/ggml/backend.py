@@ -12,6 +12,7 @@ from offload.ggml.graph import Graph
 from offload.ggml.library import abi
 from offload.ggml.library.interrupt import requested
 from offload.ggml.library.lib import library
+from offload.ggml.memory import HostRange, copy_bytes
 from offload.ggml.pinning import pieces_of
 from offload.ggml.tensor import Buffer, Tensor
 
@@ -79,6 +80,17 @@ class Device:
         Raises DoesNotFit naming `what` it was for.
         """
         return Buffer(self.buffer_type, size_bytes + _PADDING_BYTES, what)
+
+    def pinned_memory(self, size_bytes: int) -> Buffer | None:
+        """Host memory that copies to the device need not stage; None where there is none."""
+        kind = self._lib.ggml_backend_dev_host_buffer_type(self.address)
+        if not kind:
+            return None
+        made = Buffer(kind, size_bytes, "a ring of pinned memory")
+        if made.kind == kind:
+            return made
+        made.close()  # CUDA's gives pageable memory where it can pin no more
+        return None
 
     def event(self) -> Event:
         """Raises DeviceFailed."""
@@ -195,6 +207,11 @@ class Stream:
     def wait(self, event: Event) -> None:
         """Let all that is enqueued from now on start after the event has passed."""
         self._lib.ggml_backend_event_wait(self.address, event.address)
+
+
+def fill_from(memory: HostRange, source: Tensor, source_bytes: int, size_bytes: int) -> None:
+    """Copy `size_bytes` at `source_bytes` of a tensor in host memory, without Python's lock."""
+    copy_bytes(memory.address, source.position + source_bytes, size_bytes)
 
 
 def copy_now(

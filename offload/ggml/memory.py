@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from numa.memory import PlacedMemory
 from offload.errors import DoesNotFit
 
-copy = C.memmove  # (destination address, source address, n bytes); releases the GIL
+copy_bytes = C.memmove  # (destination address, source address, n bytes); releases the GIL
 
 
 class HostRange:

@@ -65,6 +65,16 @@ class Buffer:
         self._lib.ggml_backend_buffer_clear(address, 0)
 
     @property
+    def kind(self) -> int:
+        """Its buffer type, to be compared with others."""
+        return int(self._lib.ggml_backend_buffer_get_type(self.address))
+
+    @property
+    def host_range(self) -> HostRange:
+        """Of a buffer in host memory: all of it."""
+        return HostRange(self.base, self.size_bytes, self)
+
+    @property
     def is_host(self) -> bool:
         return bool(self._lib.ggml_backend_buffer_is_host(self.address))
 

@@ -267,6 +267,11 @@ class Store:
         held.mappings.clear()
 
     @property
+    def is_pinned(self) -> bool:
+        """True if a device copies from the weights by itself."""
+        return self.report is not None and not self.report.why_not_pinned
+
+    @property
     def memory(self) -> PlacedMemory | None:
         """The memory while it is held; None with --mmap."""
         return self._held.memory

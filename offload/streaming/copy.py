@@ -40,6 +40,7 @@ class Copier(Protocol):
     """A copy engine, as the executor needs it."""
 
     stalled_s: float  # time the host waited for copies
+    bounced_bytes: int  # that went through a ring of pinned memory
     tickets_survive: bool  # whether tickets of earlier graphs may still be waited for
 
     def begin(self) -> None:
@@ -98,6 +99,7 @@ class DeviceCopier:
     """Copies on a second stream of the device; nothing here blocks the host."""
 
     tickets_survive = False  # their events are used again
+    bounced_bytes = 0
 
     def __init__(self, compute: Stream, trace: Trace = NO_TRACE) -> None:
         """`compute` is the stream that computes."""
@@ -227,6 +229,7 @@ class ThreadCopier:
     """
 
     tickets_survive = True
+    bounced_bytes = 0
 
     def __init__(self, link: Link | None = None, trace: Trace = NO_TRACE) -> None:
         self._link = link or Link()

@@ -13,6 +13,7 @@ class StreamCounters:
     cuts: int = 0
     copies: int = 0
     streamed_bytes: int = 0
+    bounced_bytes: int = 0  # of those, through a ring of pinned memory
     streamed_experts: int = 0
     router_reads: int = 0
     hits: int = 0  # pieces that were there before they were needed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.device import DeviceChoice
@@ -14,11 +15,17 @@ from offload.plan.placement import MARGIN_BYTES, NCpuMoe, Plan, make_plan
 from offload.schedule.cache_rules import make_cache_rule
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import SlotTable
+from offload.streaming.bounce import RING_BYTES, BounceCopier
 from offload.streaming.copy import Copier, DeviceCopier, Link, ThreadCopier
 from offload.streaming.device import Executor, MakeExecutor
 from offload.streaming.scheduled import ScheduledExecutor
 from offload.streaming.serial import SerialExecutor
 from offload.trace import NO_TRACE, Trace
+
+_BOUNCING = (
+    f"what is not pinned is copied through a ring of {RING_BYTES >> 20} MiB that is, which a thread"
+    " fills; --no-bounce leaves it to the driver"
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class StreamingOptions:
     reserve_bytes: int = 0  # of the budget, for others: a draft and its context
     overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
     depth: int = 8  # cuts that copies run ahead
+    bounce: bool = True  # copy through a pinned ring what cannot be pinned
     prefetch: bool = True  # guess a verification batch's experts from the last one's
     n_guesses: int = 20  # guessed experts under way at most (docs/log.md)
     cache: str = "lru"  # one of CACHE_RULES
@@ -75,13 +83,25 @@ def plan_streaming(
     )
 
 
-def executor_maker(plan: Plan, choice: DeviceChoice, options: StreamingOptions) -> MakeExecutor:
-    """The maker of an executor for each stream that libllama opens on the device."""
+def executor_maker(
+    plan: Plan,
+    choice: DeviceChoice,
+    options: StreamingOptions,
+    is_pinned: Callable[[], bool] = lambda: True,
+    note: Callable[[str], None] = lambda sentence: None,
+) -> MakeExecutor:
+    """The maker of an executor for each stream that libllama opens on the device.
+
+    `is_pinned` tells, once the weights are loaded, if the device copies from them by itself.
+    `note` gets a sentence for the user on what is done where it does not.
+    """
     if options.depth < 0:
         raise BadRequest(f"--prefetch-depth {options.depth}: must be 0 or more")
 
     def make(stream: Stream, host: HostBufferType) -> Executor:
-        copier = _copier(choice, stream, options)
+        copier = _copier(choice, stream, options, bounce=options.bounce and not is_pinned())
+        if isinstance(copier, BounceCopier):
+            note(_BOUNCING)
         if not options.overlap or not plan.layout.pools:
             return SerialExecutor(stream, copier, options.trace)
         table = SlotTable({i: pool.n_slots for i, pool in enumerate(plan.layout.pools)})
@@ -94,8 +114,13 @@ def executor_maker(plan: Plan, choice: DeviceChoice, options: StreamingOptions) 
     return make
 
 
-def _copier(choice: DeviceChoice, stream: Stream, options: StreamingOptions) -> Copier:
+def _copier(
+    choice: DeviceChoice, stream: Stream, options: StreamingOptions, *, bounce: bool
+) -> Copier:
     if stream.device.has_async_and_events:
+        ring = stream.device.pinned_memory(RING_BYTES) if bounce else None
+        if ring is not None:
+            return BounceCopier(stream, ring, options.trace)
         return DeviceCopier(stream, options.trace)
     link = Link()
     if choice.sim is not None:

@@ -148,6 +148,7 @@ class ScheduledExecutor:
         decided = self.schedule.counters
         for name in ("hits", "misses", "evictions", "prefetched_used", "prefetched_wasted"):
             setattr(self.counters, name, getattr(decided, name))
+        self.counters.bounced_bytes = self.copier.bounced_bytes
 
     def _recover(self, running: _Running) -> None:
         self._restore(running)

@@ -121,6 +121,7 @@ class SerialExecutor:
             )
             self._copier.copy(transfer, None)
             self._copier.drain()
+            self.counters.bounced_bytes = self._copier.bounced_bytes
         else:
             self._stream.copy(target, target_bytes, source, source_bytes, size_bytes)
             self._stream.synchronize()

@@ -95,6 +95,7 @@ class Options:
     prefetch_depth: int = 8
     overlap: bool = True
     prefetch: bool = True
+    bounce: bool = True
     mmap: bool = False
     mla_crossover: Crossover = "heads"
     ctx_checkpoints: int = 32

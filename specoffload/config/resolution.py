@@ -128,6 +128,7 @@ def _streaming(options: Options) -> StreamingOptions:
         overlap=options.overlap,
         depth=options.prefetch_depth,
         prefetch=options.prefetch,
+        bounce=options.bounce,
         cache=options.expert_cache,
         trace=Trace() if options.trace is not None else NO_TRACE,
     )

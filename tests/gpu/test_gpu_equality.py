@@ -28,8 +28,10 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
 from offload.schedule.predict import Routing
+from offload.streaming.bounce import BounceCopier
 from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset
+from offload.trace import NO_TRACE
 
 # The first test compiles the shaders, minutes of work for a driver in software.
 pytestmark = pytest.mark.timeout(600)
@@ -79,7 +81,7 @@ def test_the_serial_stream_gives_the_bits_of_the_resident_model(
 def test_overlapped_is_resident_for_every_policy_and_slot_count(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits, cache: str, slots: str
 ) -> None:
-    streaming = StreamingOptions(cache=cache)
+    streaming = StreamingOptions(cache=cache, bounce=False)
     if slots != "all":
         streaming = replace(streaming, vram_bytes=budget(moe, streaming, slots))
     with Engine(moe, options(gpu, streaming)) as engine:
@@ -104,7 +106,7 @@ def test_one_token_at_a_time_through_the_fewest_slots_is_resident(
 ) -> None:
     ones = (1,) * 6
     expected = logits_of(moe, options(gpu, stream_experts=False), ones)[:6]
-    streaming = StreamingOptions(depth=depth, n_gpu_layers=99)
+    streaming = StreamingOptions(depth=depth, n_gpu_layers=99, bounce=False)
     streaming = replace(streaming, vram_bytes=budget(moe, streaming, "least"))
     with Engine(moe, options(gpu, streaming)) as engine:
         assert engine.plan is not None
@@ -159,7 +161,7 @@ def test_guesses_change_the_copies_and_never_the_logits(
 def test_dense_layers_and_experts_stream_together(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits, depth: int
 ) -> None:
-    streaming = StreamingOptions(n_gpu_layers=1, depth=depth)
+    streaming = StreamingOptions(n_gpu_layers=1, depth=depth, bounce=False)
     with Engine(moe, options(gpu, streaming)) as engine:
         assert engine.plan is not None
         assert {pool.n_experts > 0 for pool in engine.plan.layout.pools} == {True, False}
@@ -169,10 +171,10 @@ def test_dense_layers_and_experts_stream_together(
 @pytest.mark.parametrize(
     "streaming",
     [
-        StreamingOptions(n_gpu_layers=1, overlap=False),
-        StreamingOptions(n_gpu_layers=1, depth=0),
-        StreamingOptions(n_gpu_layers=1),
-        StreamingOptions(n_gpu_layers=0, depth=64),
+        StreamingOptions(n_gpu_layers=1, overlap=False, bounce=False),
+        StreamingOptions(n_gpu_layers=1, depth=0, bounce=False),
+        StreamingOptions(n_gpu_layers=1, bounce=False),
+        StreamingOptions(n_gpu_layers=0, depth=64, bounce=False),
     ],
     ids=["serial", "depth0", "depth4", "everything"],
 )
@@ -261,3 +263,24 @@ def test_slots_lie_in_the_memory_of_the_device(gpu: DeviceChoice, moe: Path) -> 
             assert not buffer.is_host
         assert engine.host is not None
         assert engine.host.buffers, "and what streams through them lies in host memory"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_copies_through_the_pinned_ring_give_the_same(
+    async_gpu: DeviceChoice,
+    moe: Path,
+    resident_moe: Logits,
+    overlap: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("offload.store.store.Store.is_pinned", False)
+    if async_gpu.device.pinned_memory(4096) is None:
+        pytest.skip(f"{async_gpu.name} has no pinned memory of its own")
+    # Parts far smaller than a matrix, so that each copy goes around the ring.
+    monkeypatch.setattr("offload.streaming.options.RING_BYTES", 3 * 4096)
+    monkeypatch.setattr(BounceCopier.__init__, "__defaults__", (NO_TRACE, 4096))
+    with Engine(moe, options(async_gpu, half(moe, bounce=True, overlap=overlap))) as engine:
+        assert_same(async_gpu, logits(engine), resident_moe)
+        counters = engine.counters()
+        assert counters.bounced_bytes == counters.streamed_bytes > 0
+        assert any("--no-bounce" in note for note in engine.notes)

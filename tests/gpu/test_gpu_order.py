@@ -44,7 +44,7 @@ def test_dense_layers_wait_both_ways_too(
     async_gpu: DeviceChoice, dense: Path, resident_dense: Logits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     census = count_orders(monkeypatch)
-    streaming = StreamingOptions(n_gpu_layers=0)
+    streaming = StreamingOptions(n_gpu_layers=0, bounce=False)
     streaming = replace(streaming, vram_bytes=budget(dense, streaming, "least"))
     with Engine(dense, options(async_gpu, streaming)) as engine:
         assert_same(async_gpu, logits(engine), resident_dense)
@@ -137,7 +137,7 @@ def test_without_the_fences_early_copies_are_noticed(
     async_gpu: DeviceChoice, dense: Path, resident_dense: Logits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early = EarlyCopies(monkeypatch, obey=False)
-    streaming = StreamingOptions(n_gpu_layers=0, depth=64)
+    streaming = StreamingOptions(n_gpu_layers=0, depth=64, bounce=False)
     streaming = replace(streaming, vram_bytes=budget(dense, streaming, "least"))
     assert not np.array_equal(run(async_gpu, dense, streaming), resident_dense)
     assert early.n_fenced > 0

@@ -79,6 +79,7 @@ SIGNATURES: dict[str, Signature] = {
     "ggml_backend_buft_name": _sig(STR, P),
     "ggml_backend_buffer_get_base": _sig(P, P, check=_not_null),
     "ggml_backend_buffer_get_size": _sig(SIZE, P),
+    "ggml_backend_buffer_get_type": _sig(P, P),
     "ggml_backend_buffer_free": _sig(None, P),
     "ggml_backend_buffer_clear": _sig(None, P, C.c_uint8),
     "ggml_backend_buffer_is_host": _sig(BOOL, P),

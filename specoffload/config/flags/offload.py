@@ -67,6 +67,12 @@ FLAGS = (
         off=("--no-prefetch",), rare=True,
     ),
     Flag(
+        Options, "bounce", (), SWITCH,
+        "Let the driver stage copies from memory that could not be pinned.", _P,
+        more="Otherwise a thread does, through a small ring of pinned memory.",
+        off=("--no-bounce",),
+    ),
+    Flag(
         Options, "mmap", ("--mmap",), SWITCH,
         "Streamed weights stay in the page cache: for models larger than RAM.", _P,
         more="They are then neither pinned nor placed. Otherwise they lie in memory of our own.",

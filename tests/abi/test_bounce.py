@@ -1,0 +1,210 @@
+"""The bounce ring on a made-up device that copies late, on a thread, in the order of its queue."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from offload.errors import DeviceFailed
+from offload.ggml.memory import AnonymousMemory, HostRange
+from offload.ggml.tensor import host_bytes
+from offload.streaming import bounce
+from offload.streaming.bounce import BounceCopier
+from offload.streaming.copy import Transfer
+
+PART = 64
+
+
+class LateEvent:
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.passed.wait(10), "nobody recorded it"
+
+    def close(self) -> None:
+        pass
+
+
+class LateStream:
+    """An in-order queue whose work is done some time later."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self.device = device
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            time.sleep(self.device.delay_s)
+            work()
+
+    def copy(self, target: Any, target_bytes: int, source: Any, source_bytes: int, n: int) -> None:
+        self.device.asked.append(n)
+
+        def late() -> None:
+            taken = HostRange(source.position + source_bytes, n).array()
+            target[target_bytes : target_bytes + n] = taken
+
+        self._queue.put(late)
+
+    def record(self, event: LateEvent) -> None:
+        event.passed.clear()
+        self._queue.put(event.passed.set)
+
+    def wait(self, event: LateEvent) -> None:
+        self._queue.put(event.synchronize)
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self._queue.put(done.set)
+        assert done.wait(10)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+class LateDevice:
+    def __init__(self, delay_s: float) -> None:
+        self.delay_s = delay_s
+        self.asked: list[int] = []
+
+    def open(self) -> LateStream:
+        return LateStream(self)
+
+    def event(self) -> LateEvent:
+        return LateEvent()
+
+
+class Ring:
+    """Memory that stands for pinned memory."""
+
+    def __init__(self, n_parts: int) -> None:
+        self._memory = AnonymousMemory()
+        self.host_range = self._memory.allocate(4096).part(0, n_parts * PART)
+        self.is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Setup:
+    def __init__(self, n_parts: int = 2, delay_s: float = 0.0005) -> None:
+        self.device = LateDevice(delay_s)
+        self.compute = LateStream(self.device)
+        self.ring = Ring(n_parts)
+        compute: Any = self.compute
+        ring: Any = self.ring
+        self.copier = BounceCopier(compute, ring, part_bytes=PART)
+        self.weights = np.random.default_rng(1).integers(0, 256, 4000).astype(np.uint8)
+        self.source = host_bytes(HostRange(self.weights.ctypes.data, self.weights.size))
+        self.slots: NDArray[np.uint8] = np.zeros(4000, np.uint8)
+
+    def transfer(self, target: int, source: int, n: int) -> Transfer:
+        slots: Any = self.slots
+        return Transfer(slots, target, self.source, source, n)
+
+    def close(self) -> None:
+        self.copier.close()
+        self.compute.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300)), min_size=1, max_size=8),
+    st.integers(1, 3),
+)
+def test_what_is_waited_for_is_there_whatever_the_ring(
+    copies: list[tuple[int, int]], n_parts: int
+) -> None:
+    s = Setup(n_parts, delay_s=0.0002)
+    for i, (start, n) in enumerate(copies):
+        s.copier.copy(s.transfer(400 * i, start, n), None)
+    s.copier.wait([s.copier.mark()])
+    s.compute.synchronize()
+    for i, (start, n) in enumerate(copies):
+        assert np.array_equal(s.slots[400 * i :][:n], s.weights[start:][:n])
+    assert s.copier.bounced_bytes == sum(n for _, n in copies)
+    assert all(n <= PART for n in s.device.asked)
+    s.close()
+    assert s.ring.is_closed
+
+
+def test_a_copy_starts_behind_its_fence() -> None:
+    s = Setup()
+    gate = threading.Event()
+    s.compute._queue.put(lambda: gate.wait(10))  # the computation that still reads the slot
+    fence = s.copier.fence()
+    s.copier.copy(s.transfer(0, 0, 3 * PART), fence)
+    ticket = s.copier.mark()
+    time.sleep(0.01)
+    assert not s.slots.any()
+    gate.set()
+    s.copier.wait([ticket])
+    s.compute.synchronize()
+    assert np.array_equal(s.slots[: 3 * PART], s.weights[: 3 * PART])
+    s.close()
+
+
+def test_asking_does_not_wait() -> None:
+    s = Setup(n_parts=1, delay_s=0.02)
+    s.copier.copy(s.transfer(0, 0, 6 * PART), None)
+    s.copier.mark()
+    assert len(s.device.asked) < 6, "the ring holds one part, and the device has not copied it yet"
+    assert s.copier.stalled_s == 0
+    s.copier.drain()
+    assert len(s.device.asked) == 6
+    assert np.array_equal(s.slots[: 6 * PART], s.weights[: 6 * PART])
+    s.close()
+
+
+def test_graphs_follow_each_other_on_the_same_events() -> None:
+    s = Setup()
+    for graph in range(5):
+        s.copier.begin()
+        s.copier.copy(s.transfer(0, 100 * graph, 5 * PART), s.copier.fence())
+        s.copier.wait([s.copier.mark()])
+        s.compute.synchronize()
+        assert np.array_equal(s.slots[: 5 * PART], s.weights[100 * graph :][: 5 * PART])
+    s.close()
+
+
+def test_a_failure_on_the_thread_is_raised_once_and_the_next_graph_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    s = Setup()
+
+    def fail(*_: object) -> None:
+        raise OSError("the page could not be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bounce, "fill_from", fail)
+        s.copier.copy(s.transfer(0, 0, PART), None)
+        ticket = s.copier.mark()
+        with pytest.raises(DeviceFailed, match="the page could not be read"):
+            s.copier.wait([ticket])
+    s.copier.abandon()
+    s.copier.begin()
+    s.copier.copy(s.transfer(0, 0, PART), None)
+    s.copier.wait([s.copier.mark()])
+    s.compute.synchronize()
+    assert np.array_equal(s.slots[:PART], s.weights[:PART])
+    s.close()
+
+
+def test_closing_twice_ends_the_thread_once() -> None:
+    before = threading.active_count()
+    s = Setup()
+    s.close()
+    s.copier.close()
+    assert threading.active_count() == before
