@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -40,8 +41,14 @@ from offload.plan.sharing import UBATCHES
 from offload.sequences import Decode, Sequences
 from offload.store.store import Store, StoreOptions
 from offload.streaming.counters import StreamCounters
-from offload.streaming.device import StreamingDevice
-from offload.streaming.options import StreamingOptions, executor_maker, plan_streaming
+from offload.streaming.device import MakeExecutor, StreamingDevice
+from offload.streaming.options import (
+    StreamingOptions,
+    executor_maker,
+    is_counted,
+    plan_streaming,
+)
+from offload.streaming.sizing import fitted, for_warm_up, room_left
 from offload.text import ModelText
 
 _HOST_NAME = "SPEC_HOST"
@@ -128,6 +135,7 @@ class Engine(ModelText):
         self.store: Store | None = None
         self.placer: PagePlacer | None = None
         self.device: StreamingDevice | None = None
+        free_before = self.choice.device.memory_bytes()[0]
         try:
             placement = self._place()
             with opening(self.facts.path):
@@ -153,6 +161,11 @@ class Engine(ModelText):
             and not self.facts.number("attention.sliding_window"),
             n_swa=0 if _keeps_all(options) else forgetting_window(self.facts),
         )
+        try:
+            self._size_slots(free_before)
+        except BaseException:
+            self.close()
+            raise
 
     # -- opening and closing --------------------------------------------------------------------
 
@@ -190,9 +203,7 @@ class Engine(ModelText):
             o.min_batch,
             self._pending,
             layout=self.plan.layout,
-            make_executor=executor_maker(
-                self.plan, self.choice, o.streaming, self._is_pinned, self.notes.append
-            ),
+            make_executor=self._executor_maker(self.plan),
             vram_bytes=self.choice.sim.vram_bytes if self.choice.sim else None,
             trace=o.streaming.trace,
             mla_crossover=crossover.n_tokens,
@@ -207,8 +218,17 @@ class Engine(ModelText):
             load_mode="mmap" if self.store is not None else "auto",
         )
 
-    def _is_pinned(self) -> bool:
-        return self.store is not None and self.store.is_pinned
+    def _executor_maker(self, plan: Plan, *, copies: bool = True) -> MakeExecutor:
+        def is_pinned() -> bool:
+            return self.store is not None and self.store.is_pinned
+
+        def note(sentence: str) -> None:
+            if sentence not in self.notes:  # executors are made anew when slots are sized
+                self.notes.append(sentence)
+
+        return executor_maker(
+            plan, self.choice, self.options.streaming, is_pinned, note, copies=copies
+        )
 
     def _host_buffers(self) -> HostBufferType:
         o = self.options
@@ -258,6 +278,50 @@ class Engine(ModelText):
             type_v=o.type_v,
             swa_full=_keeps_all(o),
         )
+
+    def _size_slots(self, free_before: int) -> None:
+        """Give slots what a GPU has left once all else has its memory. Raises DoesNotFit."""
+        plan, device, o = self.plan, self.device, self.options
+        if plan is None or device is None or not plan.layout.pools:
+            return
+        if not (is_counted(self.choice, o.streaming) and o.streaming.warmup):
+            return
+
+        def use(sized: Plan, *, copies: bool = True) -> None:
+            device.use_slots(sized.layout, self._executor_maker(sized, copies=copies))
+
+        warm = for_warm_up(plan)
+        device.release_slots()
+        fitted(warm, warm.slot_bytes, partial(use, copies=False))
+        self._warm_up()
+        device.release_slots()
+        room = room_left(
+            plan,
+            free_before=free_before,
+            free_now=self.choice.device.memory_bytes()[0],
+            device_bytes=o.streaming.device_bytes,
+            others_bytes=o.streaming.reserve_bytes,
+        )
+        self.plan = fitted(plan, room, use)
+        self.notes.append(
+            f"slots: {self.plan.slot_bytes / 2**20:.0f} MiB of device memory after a warm-up of "
+            f"{o.n_ubatch} tokens; from the header {plan.slot_bytes / 2**20:.0f} MiB were expected"
+        )
+
+    def _warm_up(self) -> None:
+        """Compute the largest ubatch once, so that all that kernels take of memory is taken."""
+        device, o = self.device, self.options
+        assert device is not None
+        threshold, device.min_batch = device.min_batch, MinBatch(1, 1)
+        n = min(o.n_ubatch or DEFAULT_UBATCH, self._context.n_ctx - 1)
+        wanted = [i >= n - o.n_outputs for i in range(n)]
+        try:
+            self._context.decode([0] * n, range(n), [0] * n, wanted)
+        finally:
+            device.min_batch = threshold
+        # libllama would take up this graph, split by another threshold, for a batch as large.
+        self._context.decode([0], [n], [0], [False])
+        self._context.remove(0, 0)
 
     def _pin_threads(self) -> PinnedThreads | None:
         if self.numa is None:

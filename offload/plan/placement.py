@@ -84,6 +84,10 @@ class Plan:
         """
         return replace(self, layout=_sized(self.layout_of_all, room_bytes))
 
+    def with_slots(self, n_slots: Sequence[int]) -> Plan:
+        """The same weights through that many slots of each pool."""
+        return replace(self, layout=self.layout.with_slots(n_slots))
+
     @property
     def layout_of_all(self) -> SlotLayout:
         """The layout with a slot for everything that streams."""

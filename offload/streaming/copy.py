@@ -67,6 +67,30 @@ class Copier(Protocol):
     def close(self) -> None: ...
 
 
+class NoCopier:
+    """Copies nothing: for computing once with whatever the slots hold."""
+
+    tickets_survive = True
+    stalled_s = 0.0
+    bounced_bytes = 0
+
+    def begin(self) -> None: ...
+
+    def copy(self, transfer: Transfer, after: Any) -> None: ...
+
+    def mark(self) -> None: ...
+
+    def wait(self, tickets: Collection[Any]) -> None: ...
+
+    def fence(self) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Events:
     """Events of one device, taken within a graph and given back at the next one's begin."""
 

@@ -38,6 +38,9 @@ class Executor(Protocol):
 
     counters: StreamCounters
 
+    def allocate(self) -> None:
+        """Take all device memory now, rather than at first use. Raises DoesNotFit."""
+
     def prepare(self, graph: Graph, products: Sequence[Product]) -> Run:
         """Find out what stays the same every time the graph is computed."""
 
@@ -80,13 +83,8 @@ class StreamingDevice(PyDevice):
         super().__init__(choice.device, WRAPPED_NAME, pending, host)
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
         self.declined: Counter[str] = Counter()  # why products went to the CPU
-        self._make_executor = make_executor
         self._vram_bytes = vram_bytes
-        self._pools = {
-            name: layout.pools[layout.groups[group].pool]
-            for name, (group, _) in layout.places().items()
-        }
-        self._pool_of_weight: dict[Tensor, SlotPool | None] = {}
+        self._stream_through(layout, make_executor)
         self._cpu_since_s: float | None = None  # inside a decode: since when the CPU computes
         self.mla = MlaSwitch(mla_crossover, self.inner.supports, host.holds)
         self.executors: dict[WrappedStream, Executor] = {}
@@ -94,6 +92,37 @@ class StreamingDevice(PyDevice):
         self._not_kept: collections.deque[PreparedGraph] = collections.deque(maxlen=2)
         self.n_graphs = 0
         self.n_prepared = 0
+
+    def _stream_through(self, layout: SlotLayout, make_executor: MakeExecutor) -> None:
+        self._make_executor = make_executor
+        self._pools = {
+            name: layout.pools[layout.groups[group].pool]
+            for name, (group, _) in layout.places().items()
+        }
+        self._pool_of_weight: dict[Tensor, SlotPool | None] = {}
+
+    def release_slots(self) -> None:
+        """Free the memory of all slots; `use_slots` must follow. Nothing may be under way."""
+        self._prepared.clear()
+        self._not_kept.clear()
+        for stream, executor in self.executors.items():
+            stream.inner.synchronize()
+            executor.close()
+
+    def use_slots(self, layout: SlotLayout, make_executor: MakeExecutor) -> None:
+        """After `release_slots`: stream through these, whose memory is taken at once.
+
+        Raises DoesNotFit, and has none then.
+        """
+        assert self.host is not None
+        self._stream_through(layout, make_executor)
+        for stream in self.executors:
+            executor = self.executors[stream] = make_executor(stream.inner, self.host)
+            try:
+                executor.allocate()
+            except BaseException:
+                executor.close()
+                raise
 
     def memory_bytes(self) -> tuple[int, int]:
         if self._vram_bytes is None:

@@ -16,7 +16,7 @@ from offload.schedule.cache_rules import make_cache_rule
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import SlotTable
 from offload.streaming.bounce import RING_BYTES, BounceCopier
-from offload.streaming.copy import Copier, DeviceCopier, Link, ThreadCopier
+from offload.streaming.copy import Copier, DeviceCopier, Link, NoCopier, ThreadCopier
 from offload.streaming.device import Executor, MakeExecutor
 from offload.streaming.scheduled import ScheduledExecutor
 from offload.streaming.serial import SerialExecutor
@@ -40,6 +40,7 @@ class StreamingOptions:
     overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
     depth: int = 8  # cuts that copies run ahead
     bounce: bool = True  # copy through a pinned ring what cannot be pinned
+    warmup: bool = True  # size slots by what a GPU has left after a ubatch; off: by the header
     prefetch: bool = True  # guess a verification batch's experts from the last one's
     n_guesses: int = 20  # guessed experts under way at most (docs/log.md)
     cache: str = "lru"  # one of CACHE_RULES
@@ -65,9 +66,8 @@ def plan_streaming(
     On a GPU the context, its buffers and `reserve_bytes` are part of the budget. A simulated device
     computes in host memory: there the budget is for weights and slots alone.
     """
-    budget, counted = options.vram_bytes, False
-    if budget is None and choice.on_gpu:
-        counted = True
+    budget, counted = options.vram_bytes, is_counted(choice, options)
+    if counted:
         budget = options.device_bytes if options.device_bytes is not None else free_bytes(choice)
     elif budget is None and choice.sim is not None:
         budget = options.device_bytes or choice.sim.vram_bytes
@@ -83,23 +83,33 @@ def plan_streaming(
     )
 
 
+def is_counted(choice: DeviceChoice, options: StreamingOptions) -> bool:
+    """True if the context, its buffers and others are part of the device's budget."""
+    return choice.on_gpu and options.vram_bytes is None
+
+
 def executor_maker(
     plan: Plan,
     choice: DeviceChoice,
     options: StreamingOptions,
     is_pinned: Callable[[], bool] = lambda: True,
     note: Callable[[str], None] = lambda sentence: None,
+    *,
+    copies: bool = True,
 ) -> MakeExecutor:
     """The maker of an executor for each stream that libllama opens on the device.
 
     `is_pinned` tells, once the weights are loaded, if the device copies from them by itself.
-    `note` gets a sentence for the user on what is done where it does not.
+    `note` gets a sentence for the user on what is done where it does not. Without `copies` the
+    executor computes with whatever the slots hold.
     """
     if options.depth < 0:
         raise BadRequest(f"--prefetch-depth {options.depth}: must be 0 or more")
 
     def make(stream: Stream, host: HostBufferType) -> Executor:
-        copier = _copier(choice, stream, options, bounce=options.bounce and not is_pinned())
+        copier: Copier = NoCopier()
+        if copies:
+            copier = _copier(choice, stream, options, bounce=options.bounce and not is_pinned())
         if isinstance(copier, BounceCopier):
             note(_BOUNCING)
         if not options.overlap or not plan.layout.pools:

@@ -100,6 +100,10 @@ class ScheduledExecutor:
         if self._ids_buffer is not None:
             self._ids_buffer.close()
 
+    def allocate(self) -> None:
+        for memory in self.memories:
+            memory.allocate()
+
     # -- one graph -------------------------------------------------------------------------------
 
     def prepare(self, graph: Graph, products: Sequence[Product]) -> Run:

@@ -35,6 +35,9 @@ class SerialExecutor:
         self._ids: Buffer | None = None
         self.counters = StreamCounters()
 
+    def allocate(self) -> None:
+        """Nothing: its memory is for the weights that a graph has."""
+
     def close(self) -> None:
         if self._copier is not None:
             self._copier.close()

@@ -25,6 +25,11 @@ class SlotMemory:
     def stride_bytes(self, kind: str) -> int:
         return self._kinds[kind].stride_bytes
 
+    def allocate(self) -> None:
+        """Make all buffers now. Raises DoesNotFit."""
+        for kind in self._kinds:
+            self.buffer(kind)
+
     def bytes(self, kind: str) -> Tensor:
         """All slots of a kind as one row of bytes, to copy into. Raises DoesNotFit."""
         self.buffer(kind)

@@ -96,6 +96,7 @@ class Options:
     overlap: bool = True
     prefetch: bool = True
     bounce: bool = True
+    warmup: bool = True
     mmap: bool = False
     mla_crossover: Crossover = "heads"
     ctx_checkpoints: int = 32

@@ -129,6 +129,7 @@ def _streaming(options: Options) -> StreamingOptions:
         depth=options.prefetch_depth,
         prefetch=options.prefetch,
         bounce=options.bounce,
+        warmup=options.warmup,
         cache=options.expert_cache,
         trace=Trace() if options.trace is not None else NO_TRACE,
     )

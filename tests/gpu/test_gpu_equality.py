@@ -21,7 +21,7 @@ from on_gpu import (
 )
 
 from offload.device import DeviceChoice
-from offload.engine import Engine, EngineOptions
+from offload.engine import Engine, EngineOptions, context_spec
 from offload.errors import DoesNotFit
 from offload.ggml.library import abi
 from offload.model_file import read_facts
@@ -284,3 +284,21 @@ def test_copies_through_the_pinned_ring_give_the_same(
         counters = engine.counters()
         assert counters.bounced_bytes == counters.streamed_bytes > 0
         assert any("--no-bounce" in note for note in engine.notes)
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_slots_sized_after_a_warm_up_give_the_same(
+    gpu: DeviceChoice, moe: Path, resident_moe: Logits, warmup: bool
+) -> None:
+    opened = options(gpu, StreamingOptions(bounce=False, warmup=warmup))
+    facts = read_facts(moe)
+    plan = make_plan(facts, budget_bytes=1 << 40, context=context_spec(facts, opened))
+    limit = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes // 2
+    streaming = replace(opened.streaming, device_bytes=limit)
+    with Engine(moe, replace(opened, streaming=streaming)) as engine:
+        assert engine.plan is not None
+        assert 0 < engine.plan.slot_bytes <= plan.slot_bytes // 2
+        assert engine.counters().copies == 0, "a warm-up copies nothing"
+        assert_same(gpu, logits(engine), resident_moe)
+        assert engine.counters().copies > 0
+        assert any("after a warm-up of 16 tokens" in note for note in engine.notes) == warmup

@@ -386,7 +386,6 @@ TEXT = (
         Refused("run continues text; `specoffload serve` takes messages with a system prompt"),
         "-sys --system-prompt", "-sysf --system-prompt-file",
     ),
-    foreign("--warmup !--no-warmup", NoEffect("nothing is warmed up")),
     foreign("--completion-bash", Refused("there is no completion for shells: leave it out")),
     *valued(Refused("`specoffload serve` is a server, and run needs none"), "--server-base"),
     *switches(NoEffect("there is no /infill"), "--spm-infill"),

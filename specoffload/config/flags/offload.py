@@ -70,7 +70,13 @@ FLAGS = (
         Options, "bounce", (), SWITCH,
         "Let the driver stage copies from memory that could not be pinned.", _P,
         more="Otherwise a thread does, through a small ring of pinned memory.",
-        off=("--no-bounce",),
+        off=("--no-bounce",), rare=True,
+    ),
+    Flag(
+        Options, "warmup", ("--warmup",), SWITCH,
+        "Compute a ubatch of nothing, then give slots what the GPU has left.", _P,
+        more="Otherwise slots get what the file's header lets expect.",
+        off=("--no-warmup",), rare=True,
     ),
     Flag(
         Options, "mmap", ("--mmap",), SWITCH,

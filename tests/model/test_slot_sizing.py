@@ -1,0 +1,221 @@
+"""Slots sized by what a device has left: measured, refused, and tried again with fewer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import offload.engine as engine_module
+from offload.device import DeviceChoice, choose_device
+from offload.engine import Engine, EngineOptions
+from offload.errors import DoesNotFit
+from offload.ggml.backend import Device
+from offload.ggml.tensor import Buffer
+from offload.model_file import read_facts
+from offload.plan.context import ContextSpec, context_memory
+from offload.plan.min_batch import MinBatch
+from offload.plan.placement import MARGIN_BYTES, Plan, make_plan
+from offload.plan.sharing import ring_slots
+from offload.store.store import Store
+from offload.streaming.options import StreamingOptions
+from offload.streaming.sizing import fitted, for_warm_up, room_left
+from offload.synth import write_preset
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def model(models: Path) -> Path:
+    sizes = {"n_layer": 8, "n_embd": 256, "n_ff_exp": 256, "n_expert": 16}
+    return write_preset("deepseek-v3", models / "sized.gguf", seed=3, **sizes)
+
+
+@pytest.fixture(scope="module")
+def plan(model: Path) -> Plan:
+    return make_plan(read_facts(model), budget_bytes=12 * MIB)
+
+
+# -- the arithmetic
+
+
+def test_room_is_what_is_free_less_the_margin_and_what_others_will_take(plan: Plan) -> None:
+    free_before = 10 * MARGIN_BYTES
+    free_now = free_before - plan.resident_bytes - 100 * MIB
+    room = room_left(
+        plan, free_before=free_before, free_now=free_now, device_bytes=None, others_bytes=7
+    )
+    assert room == free_now - MARGIN_BYTES - 7
+
+
+def test_a_limit_counts_what_is_in_use_already(plan: Plan) -> None:
+    used = plan.resident_bytes + 100 * MIB
+    arguments: dict[str, Any] = {"free_before": 10_000 * MIB, "free_now": 10_000 * MIB - used}
+    room = room_left(plan, device_bytes=used + 50 * MIB, others_bytes=0, **arguments)
+    assert room == 50 * MIB
+    # No more than there is, whatever was asked for.
+    full: dict[str, Any] = {"free_before": used + 3 * MIB, "free_now": 3 * MIB}
+    assert room_left(plan, device_bytes=10_000 * MIB, others_bytes=0, **full) == 3 * MIB
+
+
+def test_where_a_driver_tells_nothing_the_estimate_stands(plan: Plan) -> None:
+    same: dict[str, Any] = {"free_before": 10_000 * MIB, "free_now": 10_000 * MIB}
+    assert room_left(plan, device_bytes=None, others_bytes=0, **same) == plan.slot_bytes
+
+
+def test_a_warm_up_has_a_ring_and_no_cache(plan: Plan) -> None:
+    warm = for_warm_up(plan)
+    assert warm.slot_bytes < plan.slot_bytes
+    assert [p.n_slots for p in warm.layout.pools] == [ring_slots(p) for p in plan.layout.pools]
+
+
+def test_refused_memory_is_asked_for_again_with_fewer_slots(plan: Plan) -> None:
+    asked: list[int] = []
+
+    def use(sized: Plan) -> None:
+        asked.append(sized.slot_bytes)
+        if sized.slot_bytes > plan.slot_bytes // 2:
+            raise DoesNotFit("refused")
+
+    found = fitted(plan, plan.slot_bytes, use)
+    assert found.slot_bytes == asked[-1] <= plan.slot_bytes // 2
+    assert asked == sorted(asked, reverse=True)
+    assert found.slot_bytes > 0.8 * plan.slot_bytes // 2
+
+
+def test_a_device_that_refuses_the_least_is_refused_itself(plan: Plan) -> None:
+    def use(_: Plan) -> None:
+        raise DoesNotFit("no memory at all")
+
+    with pytest.raises(DoesNotFit, match="no memory at all"):
+        fitted(plan, plan.slot_bytes, use)
+    with pytest.raises(DoesNotFit, match="smallest working set"):
+        fitted(plan, 10, use)
+
+
+# -- an engine on a device that counts
+
+
+class CountingDevice:
+    """The simulated device as a GPU that tells what is in use: weights, context, and our slots."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total_bytes: int) -> None:
+        self.total_bytes, self.in_use, self.most_slots_bytes = total_bytes, 0, 1 << 60
+        self.loaded_bytes = 0
+        allocate, close = Device.allocate, Buffer.close
+        sizes: dict[int, int] = {}
+
+        def counted(device: Device, size_bytes: int, what: str) -> Buffer:
+            if "slots" in what and self.in_use + size_bytes > self.most_slots_bytes:
+                raise DoesNotFit(f"{what}: refused")
+            buffer = allocate(device, size_bytes, what)
+            sizes[id(buffer)] = size_bytes
+            self.in_use += size_bytes
+            return buffer
+
+        def closed(buffer: Buffer) -> None:
+            self.in_use -= sizes.pop(id(buffer), 0)
+            close(buffer)
+
+        def free(_: Device) -> tuple[int, int]:
+            return self.total_bytes - self.in_use - self.loaded_bytes, self.total_bytes
+
+        def chosen(wanted: str) -> DeviceChoice:
+            return replace(choose_device(wanted), on_gpu=True)
+
+        def unpinned(store: Store, *arguments: Any, **named: Any) -> None:
+            _, _, options = arguments
+            made(store, *arguments[:2], replace(options, pin_for=None), **named)
+
+        made = Store.__init__
+        monkeypatch.setattr(Device, "allocate", counted)
+        monkeypatch.setattr(Buffer, "close", closed)
+        monkeypatch.setattr(Device, "memory_bytes", free)
+        monkeypatch.setattr(engine_module, "choose_device", chosen)
+        monkeypatch.setattr(Store, "__init__", unpinned)
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> CountingDevice:
+    return CountingDevice(monkeypatch, 4 * MARGIN_BYTES)
+
+
+def options(limit_bytes: int | None, **changes: Any) -> EngineOptions:
+    streaming = StreamingOptions(device_bytes=limit_bytes, n_cpu_moe="fit")
+    named = {"n_ctx": 256, "n_ubatch": 64, "min_batch": MinBatch(1, 1), **changes}
+    return EngineOptions(device="sim", streaming=streaming, **named)
+
+
+def tokens(n: int) -> list[int]:
+    return [(31 * i + 7) % 500 for i in range(n)]
+
+
+def test_slots_take_what_the_estimate_left_out(model: Path, counting: CountingDevice) -> None:
+    facts = read_facts(model)
+    context = context_memory(facts, ContextSpec(256, 64)).total_bytes
+    limit = make_plan(facts, budget_bytes=12 * MIB).resident_bytes + context + 6 * MIB
+    warm_up = Engine._warm_up
+    taken = 0
+
+    def takes_more(engine: Engine) -> None:
+        """As if loading and the warm-up had taken a MiB less than was estimated."""
+        nonlocal taken
+        warm_up(engine)
+        assert engine.plan is not None
+        taken = engine.plan.resident_bytes + context - MIB
+        counting.loaded_bytes = taken
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_warm_up", takes_more)
+        with Engine(model, options(limit)) as engine:
+            assert engine.plan is not None
+            assert taken + engine.plan.slot_bytes <= limit
+            slot_bytes = sum(p.slot_bytes for p in engine.plan.layout.pools)
+            assert limit - taken - engine.plan.slot_bytes < slot_bytes + 2 * 8192
+            expected = engine.sequences.extend(0, tokens(40))
+            assert engine.counters().copies > 0
+            assert any("after a warm-up of 64 tokens" in note for note in engine.notes)
+            held = counting.in_use
+            assert held >= engine.plan.slot_bytes
+    assert counting.in_use == 0, "closing gives all back"
+    with Engine(model, replace(options(None), device="cpu")) as plain:
+        assert np.allclose(plain.sequences.extend(0, tokens(40)), expected, atol=1e-4)
+
+
+def test_a_refusal_leaves_fewer_slots_and_a_working_engine(
+    model: Path, counting: CountingDevice
+) -> None:
+    facts = read_facts(model)
+    limit = facts.size_bytes + context_memory(facts, ContextSpec(256, 64)).total_bytes - MIB
+    counting.most_slots_bytes = 3 * MIB
+    with Engine(model, options(limit)) as engine:
+        assert engine.plan is not None
+        assert 0 < engine.plan.slot_bytes <= 3 * MIB
+        assert np.isfinite(engine.sequences.extend(0, tokens(40))).all()
+    assert counting.in_use == 0
+
+
+def test_a_device_without_any_room_is_refused_and_everything_given_back(
+    model: Path, counting: CountingDevice
+) -> None:
+    facts = read_facts(model)
+    limit = facts.size_bytes + context_memory(facts, ContextSpec(256, 64)).total_bytes - MIB
+    counting.most_slots_bytes = 1000
+    with pytest.raises(DoesNotFit, match="refused"):
+        Engine(model, options(limit))
+    assert counting.in_use == 0
+
+
+def test_a_simulated_device_is_neither_warmed_up_nor_measured(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(_: Engine) -> None:
+        raise AssertionError("a warm-up on a device without memory of its own")
+
+    monkeypatch.setattr(Engine, "_warm_up", never)
+    with Engine(model, options(12 * MIB)) as engine:
+        assert engine.plan is not None
+        assert engine.plan.resident_bytes + engine.plan.slot_bytes <= 12 * MIB
