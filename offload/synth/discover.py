@@ -86,14 +86,12 @@ def _survives(header: Path) -> None:
         raise ImpossibleShape(f"the library cannot build this shape: {reason.strip()}")
 
 
-def _main() -> int:
+def _main() -> None:
     try:
         wanted_tensors(Path(sys.argv[1]))
     except OffloadError as e:
-        sys.stderr.write(f"{e}\n")
-        return 1
-    return 0
+        sys.exit(str(e))
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    _main()

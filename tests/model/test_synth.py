@@ -28,6 +28,7 @@ from offload.synth.presets import PRESETS
 from offload.synth.shape import ImpossibleShape, find_preset
 
 ROOT = Path(__file__).parents[2]
+COMMAND = ROOT / "scripts" / "synth_command.py"
 # What the publishers say, in billions; multi-token-prediction layers not counted.
 PUBLISHED_PARAMETERS = {
     "deepseek-v3": 671,
@@ -379,7 +380,7 @@ def test_a_description_the_library_asserts_on_does_not_end_the_process(tmp_path:
 
 
 def synth(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "offload.synth", *arguments]
+    command = [sys.executable, str(COMMAND), *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 

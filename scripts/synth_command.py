@@ -1,4 +1,4 @@
-"""The command line of scripts/synth."""
+"""The command line of scripts/synth, which runs it in the environment that scripts/setup makes."""
 
 from __future__ import annotations
 
@@ -152,4 +152,6 @@ def synth(
 
 
 if __name__ == "__main__":
-    typer.run(synth)
+    app = typer.Typer(add_completion=False)
+    app.command()(synth)
+    app(prog_name="scripts/synth")
