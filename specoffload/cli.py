@@ -91,17 +91,9 @@ def run(line: CommandLine) -> None:
 
 def serve(line: CommandLine) -> None:
     """Serve the OpenAI API on a socket."""
-    from specoffload.commands.serve import all_keys, serve_config
+    from specoffload.commands.serve import serve_config
 
-    own = line.of(ServeOptions)
-    serve_config(
-        config_of(line),
-        host=own.host,
-        port=own.port,
-        api_key=all_keys(own.api_key, own.api_key_file),
-        max_queue=own.max_queue,
-        defaults=sampling_of(line),
-    )
+    serve_config(config_of(line), line.of(ServeOptions), sampling_of(line))
 
 
 def bench(line: CommandLine) -> None:

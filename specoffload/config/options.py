@@ -147,6 +147,7 @@ class ServeOptions:
     api_key: str | None = None
     api_key_file: Path | None = None
     max_queue: int = 16
+    cors_origins: str | None = None
 
 
 @dataclass(frozen=True)

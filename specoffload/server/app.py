@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from specoffload.errors import KNOWN
+from specoffload.server.access.gate import Access, Gate
 from specoffload.server.answer import (
     SingleAnswer,
     StreamedAnswer,
@@ -57,21 +59,36 @@ _TYPES = {404: "not_found_error", 500: "server_error"}
 def create_app(
     engine: EngineClient,
     *,
-    api_key: str | None = None,
+    access: Access | None = None,
     defaults: GenerateOptions | None = None,
 ) -> FastAPI:
     """The application; starting and closing `engine` is the caller's business.
 
-    With `api_key`, every path but /health wants `Authorization: Bearer KEY`. `defaults` is what a
-    request that names no sampling parameter gets.
+    `defaults` is what a request that names no sampling parameter gets.
     """
-    # No /docs: its page loads scripts from a foreign server.
-    app = FastAPI(title="specoffload", docs_url=None, redoc_url=None, openapi_url=None)
+    access = access or Access()
+    # No /docs: its page loads scripts from a foreign server. No redirects: they would go to
+    # whatever name the client has put into its Host header.
+    app = FastAPI(
+        title="specoffload",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.add_middleware(Gate, access=access)
+    if access.origins:  # the last added is the first passed
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     api = _Api(engine, defaults or GenerateOptions())
-    public = APIRouter()
+    router = APIRouter()
     for path in ("/health", "/v1/health"):
-        public.add_api_route(path, api.health, methods=["GET"])
-    router = APIRouter(dependencies=[Depends(_bearer(api_key))])
+        router.add_api_route(path, api.health, methods=["GET", "HEAD"])
     for path in ("/v1/models", "/models"):
         router.add_api_route(path, api.models, methods=["GET"])
     router.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"])
@@ -81,7 +98,6 @@ def create_app(
     router.add_api_route("/v1/completions", api.completion, methods=["POST"], response_model=None)
     router.add_api_route("/tokenize", api.tokenize, methods=["POST"], response_model=None)
     router.add_api_route("/apply-template", api.template, methods=["POST"], response_model=None)
-    app.include_router(public)
     app.include_router(router)
     _install_error_handlers(app)
     return app
@@ -198,7 +214,7 @@ class _Api:
 
 
 async def _parse(request: Request, kind: type[_Body]) -> _Body:
-    """The body as `kind`, whatever content type the client claims, as llama-server does.
+    """The body as `kind`.
 
     Raises RequestFailed: 413 for more than MAX_BODY_BYTES, 400 for anything that does not fit.
     """
@@ -228,23 +244,6 @@ def _invalid(message: str, http_status: int = 400) -> Problem:
     return Problem("BadRequest", message, http_status, "invalid_request_error", exit_code=2)
 
 
-def _bearer(api_key: str | None) -> Any:
-    """A dependency that lets only the holders of a key pass; commas separate several."""
-    keys = [] if api_key is None else [key.strip().encode() for key in api_key.split(",")]
-
-    async def check(request: Request) -> None:
-        if not keys:
-            return
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        held = token.strip().encode()
-        right = [hmac.compare_digest(held, key) for key in keys]  # all, so that time tells nothing
-        if scheme.lower() != "bearer" or not any(right):
-            message = "Invalid API Key: send `Authorization: Bearer KEY`"
-            raise RequestFailed(Problem("Unauthorized", message, 401, "authentication_error"))
-
-    return check
-
-
 def _install_error_handlers(app: FastAPI) -> None:
     async def failed(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestFailed)
@@ -262,6 +261,9 @@ def _install_error_handlers(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=400)  # nobody reads it: the client hung up in its body
+
     async def unforeseen(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return problem_response(problem_of(error))
@@ -270,4 +272,5 @@ def _install_error_handlers(app: FastAPI) -> None:
     for kind in KNOWN:
         app.add_exception_handler(kind, known)
     app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, unforeseen)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import ipaddress
+import logging
 import signal
 import socket
 import threading
@@ -15,23 +17,30 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from specoffload.config.options import ServeOptions
 from specoffload.errors import UsageError
+from specoffload.server.access.browsers import read_origins
+from specoffload.server.access.gate import Access
+from specoffload.server.access.keys import read_keys
 from specoffload.server.app import create_app
 from specoffload.server.client import EngineClient
 from specoffload.server.engine_process import Factory
+from specoffload.server.transport.connection import Connection, Waiting
+from specoffload.server.transport.limits import (
+    BACKLOG,
+    OncePerWhile,
+    SocketLimits,
+    raise_descriptor_limit,
+)
 from specoffload.session.generation import GenerateOptions
 
-_BACKLOG = 2048
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(
     factory: Factory,
-    host: str = "127.0.0.1",
-    port: int = 8080,
-    api_key: str | None = None,
+    options: ServeOptions,
     *,
-    max_queue: int = 16,
     grace_s: float = 5.0,
     defaults: GenerateOptions | None = None,
     say: Callable[[str], None],
@@ -45,13 +54,18 @@ def serve(
     Raises UsageError when the address cannot be had or the model is refused, DeviceFailed when the
     engine process dies while loading or too often after.
     """
-    listener = listen(host, port)
+    keys = read_keys(options.api_key, options.api_key_file)
+    origins = read_origins(options.cors_origins)
+    limits = SocketLimits(n_connections=raise_descriptor_limit())
+    listener = listen(options.host, options.port)
     with contextlib.closing(listener):
-        if api_key is None and not _is_loopback(listener):
+        access = Access(keys, origins, is_loopback(listener))
+        if not keys and not access.on_loopback:
             say("warning: other machines can reach this server, and no --api-key is set")
-        engine = EngineClient(factory, max_queue=max_queue, say=say)
-        app = create_app(engine, api_key=api_key, defaults=defaults)
-        return asyncio.run(serve_until(asyncio.Event(), app, engine, listener, grace_s, say))
+        engine = EngineClient(factory, max_queue=options.max_queue, say=say)
+        app = create_app(engine, access=access, defaults=defaults)
+        stop = asyncio.Event()
+        return asyncio.run(serve_until(stop, app, engine, listener, grace_s, say, limits))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -68,7 +82,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as e:
         listener.close()
         if e.errno == errno.EADDRINUSE:
@@ -84,7 +98,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _is_loopback(listener: socket.socket) -> bool:
+def is_loopback(listener: socket.socket) -> bool:
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
@@ -95,15 +109,20 @@ async def serve_until(
     listener: socket.socket,
     grace_s: float,
     say: Callable[[str], None],
+    limits: SocketLimits | None = None,
 ) -> int:
     """The event loop's main task: until `stop`, a signal, or a lost engine. See `serve`.
 
     On every way out the engine process is gone.
     """
+    waiting = Waiting(limits or SocketLimits())
+    for name in ("asyncio", "uvicorn.error", "specoffload.server"):
+        logging.getLogger(name).addFilter(OncePerWhile())
     config = uvicorn.Config(
         app,
         loop="asyncio",
-        http="h11",
+        http=functools.partial(Connection, waiting=waiting),  # type: ignore[arg-type]
+        timeout_keep_alive=waiting.limits.keep_alive_s,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from running import Running, StartServer, start
+from running import Running, StartServer
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     """One server for all tests of a file that leave it as it was."""
-    running = start()
+    running = Running()
     running.wait_until_healthy()
     yield running
     running.stop()
@@ -25,7 +25,7 @@ def start_server() -> Iterator[StartServer]:
     with ExitStack() as ends:
 
         def start_one(*args: Any, healthy: bool = True, **kwargs: Any) -> Running:
-            running = start(*args, **kwargs)
+            running = Running(*args, **kwargs)
             ends.callback(lambda: running.is_alive and running.stop())
             if healthy:
                 running.wait_until_healthy()

@@ -1,5 +1,6 @@
 """A generator without a model: deterministic, and told by words in its prompt how to misbehave.
 
+[flood]    never ends, and as fast as it can
 [slow]     20 ms a piece          [forever]  never ends by itself
 [prefill]  0.7 s before the first   [options]  answers with its options
 [crash]    aborts the process after two pieces; [crash-now] before the first
@@ -111,9 +112,9 @@ class FakeGenerator:
         stops = StopScanner(options.stop)
         finish: FinishReason = "stop"
         n = 0
-        for symbol in self._symbols(answer, "[forever]" in text):
+        for symbol in self._symbols(answer, _endless(text)):
             _misbehave(text, n)
-            if n == n_predict and "[forever]" not in text:
+            if n == n_predict and not _endless(text):
                 finish = "length"
                 break
             if "[slow]" in text or "[forever]" in text:
@@ -138,6 +139,10 @@ class FakeGenerator:
         if self._factory.log is not None:
             with self._factory.log.open("a") as file:
                 file.write(line + "\n")
+
+
+def _endless(text: str) -> bool:
+    return "[forever]" in text or "[flood]" in text
 
 
 def _misbehave(text: str, n: int) -> None:

@@ -13,10 +13,12 @@ import httpx
 import openai
 from fake_generator import FakeFactory
 
+from specoffload.server.access.gate import Access
 from specoffload.server.app import create_app
 from specoffload.server.client import EngineClient
 from specoffload.server.restart import RestartPolicy
 from specoffload.server.run import listen, serve_until, url_of
+from specoffload.server.transport.limits import SocketLimits
 
 # One client, since each makes a TLS context; no connection outlives its request.
 http = httpx.Client(verify=False, timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
@@ -27,11 +29,18 @@ QUICK_RESTART = RestartPolicy(limit=3, first_delay_s=0.05, max_delay_s=0.1)
 class Running:
     """A server and the means to look into it; `url` ends without a slash."""
 
-    def __init__(self, factory: FakeFactory, api_key: str | None, max_queue: int) -> None:
+    def __init__(
+        self,
+        factory: FakeFactory | None = None,
+        access: Access | None = None,
+        max_queue: int = 16,
+        limits: SocketLimits | None = None,
+    ) -> None:
         self.lines: list[str] = []
         self.error: BaseException | None = None
         self._listening = threading.Event()
-        self._arguments = (factory, api_key, max_queue)
+        self._arguments = (factory or FakeFactory(), access, max_queue)
+        self._limits = limits
         self._thread = threading.Thread(target=self._run, name="server")
         self._thread.start()
         assert self._listening.wait(20)
@@ -67,7 +76,7 @@ class Running:
             self.error = e
 
     async def _serve(self) -> None:
-        factory, api_key, max_queue = self._arguments
+        factory, access, max_queue = self._arguments
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         with closing(listen("127.0.0.1", 0)) as listener:
@@ -75,8 +84,8 @@ class Running:
             engine = EngineClient(
                 factory, max_queue=max_queue, policy=QUICK_RESTART, say=self.lines.append
             )
-            app = create_app(engine, api_key=api_key)
-            await serve_until(self._stop, app, engine, listener, 1.0, self._hear)
+            app = create_app(engine, access=access)
+            await serve_until(self._stop, app, engine, listener, 1.0, self._hear, self._limits)
 
     def _hear(self, line: str) -> None:
         self.lines.append(line)
@@ -92,9 +101,3 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "this did not come true in time"
         time.sleep(0.03)
-
-
-def start(
-    factory: FakeFactory | None = None, api_key: str | None = None, max_queue: int = 16
-) -> Running:
-    return Running(factory or FakeFactory(), api_key, max_queue)

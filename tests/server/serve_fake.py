@@ -10,6 +10,7 @@ from pathlib import Path
 
 from fake_generator import FakeFactory
 
+from specoffload.config.options import ServeOptions
 from specoffload.errors import KNOWN, meaning_of
 from specoffload.server.run import serve
 
@@ -26,7 +27,7 @@ def main() -> int:
         print(line, flush=True)
 
     try:
-        return serve(factory, port=int(port), grace_s=float(grace_s), say=say)
+        return serve(factory, ServeOptions(port=int(port)), grace_s=float(grace_s), say=say)
     except KNOWN as e:
         print(e, file=sys.stderr)
         return meaning_of(e).exit_code

@@ -9,6 +9,10 @@ import openai
 import pytest
 from running import Running, StartServer, http
 
+from specoffload.server.access.gate import Access
+
+JSON = {"Content-Type": "application/json"}
+
 USER = [{"role": "user", "content": "hi"}]
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
@@ -109,12 +113,12 @@ def test_a_bad_chat_request_is_a_400_that_names_the_fault(
     [b"", b"{", b"[]", b"null", b'"text"', b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 5000],
 )
 def test_a_body_that_is_not_a_json_object_is_a_400(server: Running, path: str, raw: bytes) -> None:
-    _check(http.post(server.url + path, content=raw), 400, "")
+    _check(http.post(server.url + path, content=raw, headers=JSON), 400, "")
 
 
 def test_not_a_number_is_refused_as_a_temperature(server: Running) -> None:
     raw = b'{"prompt": "x", "temperature": NaN}'
-    _check(http.post(server.url + "/v1/completions", content=raw), 400, "")
+    _check(http.post(server.url + "/v1/completions", content=raw, headers=JSON), 400, "")
 
 
 def test_a_streamed_request_that_is_refused_has_its_status_and_not_an_event(
@@ -185,7 +189,7 @@ def test_the_openai_client_raises_its_own_exception_for_a_400(server: Running) -
 
 
 def test_with_an_api_key_all_but_health_wants_it(start_server: StartServer) -> None:
-    server = start_server(api_key="sesame")
+    server = start_server(access=Access(keys=("sesame",)))
     for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "Basic sesame"}):
         for path in ("/v1/models", "/props"):
             error = _check(http.get(server.url + path, headers=headers), 401, "API Key")
@@ -198,7 +202,7 @@ def test_with_an_api_key_all_but_health_wants_it(start_server: StartServer) -> N
 def test_each_of_several_keys_opens_and_all_of_them_together_do_not(
     start_server: StartServer,
 ) -> None:
-    server = start_server(api_key="sesame,poppy")
+    server = start_server(access=Access(keys=("sesame", "poppy")))
     for key, status in (("sesame", 200), ("poppy", 200), ("sesame,poppy", 401), ("x", 401)):
         headers = {"Authorization": f"Bearer {key}"}
         assert http.get(server.url + "/v1/models", headers=headers).status_code == status

@@ -35,7 +35,10 @@ def _idle(server: Running) -> bool:
 def _leave(server: Running, prompt: str, *, once: Callable[[], bool]) -> None:
     """Ask for a whole answer, and hang up when `once()` is true."""
     body = json.dumps({"prompt": prompt}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
     url = urlsplit(server.url)
     with socket.create_connection((url.hostname, url.port)) as connection:
         connection.sendall(head.encode() + body)

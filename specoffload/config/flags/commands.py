@@ -73,6 +73,13 @@ SERVE = (
         Panel.SERVER, variables=("LLAMA_ARG_API_KEY_FILE",), commands=_SERVE,
     ),
     Flag(
+        ServeOptions, "cors_origins", ("--cors-origins",), TEXT,
+        "Origins of pages that may use the server from a browser, commas between them.",
+        Panel.SERVER, variables=("LLAMA_ARG_CORS_ORIGINS",), commands=_SERVE, rare=True,
+        more="`*` is any. A proxy's public origin goes here too: without it, a server on loopback "
+        "answers only requests to 127.0.0.1, ::1 and localhost.",
+    ),
+    Flag(
         ServeOptions, "max_queue", ("--max-queue",), INT,
         "Requests that may wait; more get a 503.", Panel.SERVER, least=0, commands=_SERVE,
     ),

@@ -17,7 +17,7 @@ from specoffload.config.flags.foreign import (
 _NO_UI = NoEffect("there is no web interface")
 _NO_TOOLS = NoEffect("there are no tools of the server's own")
 _ONE_MODEL = Refused("one model is served: give it with --model")
-_BROWSERS = NoEffect("no headers for browsers of other origins are sent")
+_BROWSERS = NoEffect("pages of --cors-origins may use every method and header, without cookies")
 _PROXY = Refused("this server speaks plain HTTP: put a proxy before it that does")
 _TEMPLATE = Refused("the file's own chat template is used: leave it out")
 _REASONING = NoEffect("reasoning stays in the text as the model writes it")
@@ -85,7 +85,7 @@ SERVER = (
         "--api-prefix LLAMA_ARG_API_PREFIX",
     ),
     *valued(
-        _BROWSERS, "--cors-origins LLAMA_ARG_CORS_ORIGINS", "--cors-methods LLAMA_ARG_CORS_METHODS",
+        _BROWSERS, "--cors-methods LLAMA_ARG_CORS_METHODS",
         "--cors-headers LLAMA_ARG_CORS_HEADERS",
     ),
     *switches(

@@ -12,7 +12,6 @@ from resolved import line_of
 from offload.plan.min_batch import MinBatch
 from specdec.options import PolicyName
 from specoffload.commands.run import read_prompt, split_model_and_prompt
-from specoffload.commands.serve import all_keys
 from specoffload.config.environment import Environment, read_environment
 from specoffload.config.flags.reading import NEVER
 from specoffload.config.flags.table import TABLE
@@ -20,6 +19,7 @@ from specoffload.config.host import read_host
 from specoffload.config.options import DraftOptions, RunOptions, ServeOptions, Toggle
 from specoffload.config.resolution import resolve
 from specoffload.errors import UsageError
+from specoffload.server.access.keys import read_keys
 from specoffload.session.generation import GenerateOptions
 
 # -- reading words
@@ -315,15 +315,29 @@ def test_keys_are_typed_in_a_variable_or_in_a_file(tmp_path: Path) -> None:
     file.write_text("b\n\nc\n")
     line = line_of("--api-key", " a , d", "--api-key-file", str(file), command="serve")
     own = line.of(ServeOptions)
-    assert all_keys(own.api_key, own.api_key_file) == "a,d,b,c"
+    assert read_keys(own.api_key, own.api_key_file) == ("a", "d", "b", "c")
     assert line_of(command="serve", LLAMA_API_KEY="k").of(ServeOptions).api_key == "k"
-    assert all_keys(None, None) is None
+    assert read_keys(None, None) == ()
     file.write_text("\n")
     with pytest.raises(UsageError, match="has no key"):
-        all_keys(None, file)
+        read_keys(None, file)
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "a~!"])
+def test_every_key_that_a_header_carries_is_one(key: str) -> None:
+    assert read_keys(key, None) == (key,)
+
+
+@pytest.mark.parametrize("key", ["ключ", "two words", "a\x00b", "\ud800"])
+def test_a_key_that_no_header_carries_is_refused_and_not_shown(key: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="outside Latin-1") as caught:
+        read_keys(key, None)
+    assert key not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", " ", "a,", ",a", "a,,b"])
 def test_an_empty_key_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is empty"):
+        read_keys(text, None)
     with pytest.raises(UsageError, match="must be a key"):
         line_of("--api-key", text, command="serve")

@@ -1,0 +1,69 @@
+"""The checks that every request passes before a route sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specoffload.server.access.browsers import refusal
+from specoffload.server.access.keys import holds_key
+from specoffload.server.answer import problem_response
+from specoffload.server.messages import Problem
+
+PUBLIC = frozenset({"/health", "/v1/health"})
+
+
+@dataclass(frozen=True)
+class Access:
+    """`keys`: one of them is needed, where there are any. `origins`: pages in browsers that may use
+    the server besides its own. `on_loopback`: only this machine can reach it."""
+
+    keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    on_loopback: bool = True
+
+
+class Gate:
+    """ASGI: 403 for pages of other origins, 401 without a key, 415 for what is not JSON."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            problem = self._problem(scope)
+            if problem is not None:
+                await problem_response(problem)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> Problem | None:
+        headers, access = Headers(scope=scope), self._access
+        why = refusal(
+            headers.get("host"),
+            headers.get("origin"),
+            on_loopback=access.on_loopback,
+            origins=access.origins,
+        )
+        if why is not None:
+            return Problem("Forbidden", why, 403, "permission_error", can_retry=False)
+        if scope["path"] not in PUBLIC and not holds_key(
+            access.keys, headers.get("authorization"), headers.get("x-api-key")
+        ):
+            message = "Invalid API Key: send `Authorization: Bearer KEY`"
+            return Problem("Unauthorized", message, 401, "authentication_error")
+        return _media_problem(headers)
+
+
+def _media_problem(headers: Headers) -> Problem | None:
+    """JSON is demanded by name: any page may send other types to other origins unasked."""
+    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+    media = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not has_body or media == "application/json":
+        return None
+    said = f"Content-Type is {media}" if media else "Content-Type is missing"
+    message = f"{said}: send application/json"
+    return Problem("UnsupportedMediaType", message, 415, "invalid_request_error", can_retry=False)

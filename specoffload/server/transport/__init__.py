@@ -1,0 +1,1 @@
+"""Sockets: how many, for how long, and what is logged of them."""

@@ -1,0 +1,201 @@
+"""A connection with limits on its time; uvicorn's own but for these.
+
+    waiting ──header complete──> body ──complete──> answering ──sent──> waiting
+       │ header_s, keep_alive_s     │ body_s + rate     │ the client reads nothing: write_s
+       └────────────────────────────┴───────────────────┴──> closed
+
+Over the limit of connections, that which has waited longest for a request is closed for the new
+one: silent ones cannot lock others out. A client that has closed its sending side gets its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from specoffload.server.transport.limits import SocketLimits
+
+_PROBE_S = (0.1, 1.0)  # the first pause between two probes of a half-closed connection, the longest
+
+log = logging.getLogger("specoffload.server")
+
+
+class Waiting:
+    """The connections of one server that have not sent a whole request, the longest waiting first.
+
+    `n_closed` counts those that were closed to make room.
+    """
+
+    def __init__(self, limits: SocketLimits) -> None:
+        self.limits = limits
+        self.n_closed = 0
+        self._waiting: dict[Connection, None] = {}  # ordered
+
+    def begin(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+        self._waiting[connection] = None
+
+    def end(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+
+    def make_room(self, n_open: int) -> bool:
+        """True if another connection may stay, after one was closed where there are too many."""
+        if n_open <= self.limits.n_connections:
+            return True
+        oldest = next(iter(self._waiting), None)
+        log.warning(
+            "%d connections are open, which is the limit; the longest silent one is closed for "
+            "each that comes, and if none is silent, the new one",
+            n_open - 1,
+        )
+        self.n_closed += 1
+        if oldest is None:
+            return False
+        self.end(oldest)
+        oldest.transport.abort()
+        return True
+
+
+class Connection(H11Protocol):
+    """One connection; see the module. Everything runs on the event loop's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        waiting: Waiting,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._waiting = waiting
+        self._limits = waiting.limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._waiting.make_room(len(self.connections)):
+            self._refuse(503, "too many connections are open: try again later")
+            return
+        self._waiting.begin(self)
+        self._limit(self._limits.header_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.end(self)
+        for timer in (self._timer, self._write_timer, self._probe_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_idle = self.conn.their_state is h11.IDLE
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        state = self.conn.their_state
+        if state is h11.SEND_BODY:
+            self._waiting.end(self)
+            if was_idle:
+                self._limit(self._limits.body_s)
+            elif self._timer is not None:
+                later_s = len(data) / self._limits.body_bytes_per_s
+                self._limit(self._timer.when() - self.loop.time() + later_s)
+        elif state is not h11.IDLE:
+            self._waiting.end(self)
+            self._unlimit()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
+            self._waiting.begin(self)
+            self._limit(self._limits.keep_alive_s + self._limits.header_s)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """True keeps the sending side open: for an answer to a request that is here whole."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        # What 1.1 calls interim answers, an older client would take for the answer itself.
+        if not answering or self.cycle.more_body or self.scope["http_version"] != "1.1":
+            return False
+        self.cycle.keep_alive = False
+        self._probe(_PROBE_S[0])
+        return True
+
+    def _probe(self, next_s: float) -> None:
+        """An interim answer (RFC 9110, 15.2: a client must skip it) to one who sends no more.
+
+        Half closed and gone look alike until something is sent: then the second resets the
+        connection, so that its place is free.
+        """
+        if self.transport.is_closing() or self.cycle.response_started:
+            return
+        interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+        self.transport.write(self.conn.send(interim))
+        longer_s = min(2 * next_s, _PROBE_S[1])
+        self._probe_timer = self.loop.call_later(next_s, self._probe, longer_s)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self._limits.write_s, self._abandon)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _limit(self, seconds: float) -> None:
+        self._unlimit()
+        self._timer = self.loop.call_later(seconds, self._too_late)
+
+    def _unlimit(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_late(self) -> None:
+        """The request did not come in time. Who sent a part of it is told."""
+        if self.transport.is_closing():
+            return
+        started = self.cycle is not None and self.cycle.response_started
+        began = self.conn.trailing_data[0] or self.conn.their_state is h11.SEND_BODY
+        if began and not started:
+            self._refuse(408, "the request took too long to arrive")
+        else:
+            self.transport.abort()
+
+    def _abandon(self) -> None:
+        self.transport.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer by hand, before or instead of the application, and close."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()  # in the middle of an answer
+            return
+        kind = "unavailable_error" if status == 503 else "invalid_request_error"
+        body = json.dumps({"error": {"code": status, "message": message, "type": kind}}).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        if status == 503:
+            headers.append(("retry-after", "5"))
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body)):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

@@ -1,0 +1,170 @@
+"""Slow, silent, half-closed and too many sockets: the others are served meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from contextlib import ExitStack, suppress
+
+import pytest
+from running import Running, StartServer, eventually, http
+
+from specoffload.server.transport.limits import OncePerWhile, SocketLimits
+
+IMPATIENT = SocketLimits(
+    n_connections=8, header_s=0.3, body_s=0.3, body_bytes_per_s=10_000, keep_alive_s=1, write_s=0.5
+)
+BODY = b'{"prompt": "x"}'
+
+
+def _connect(server: Running) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def _head(n_bytes: int, path: str = "/v1/completions", more: str = "") -> bytes:
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {n_bytes}",
+        more,
+    )
+    return "\r\n".join([line for line in lines if line] + ["", ""]).encode()
+
+
+def _rest(client: socket.socket) -> bytes:
+    """All that still comes."""
+    parts = []
+    try:
+        while part := client.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("part", [b"", b"GET /health HTTP/1.1\r\nHo", _head(100) + b'{"pro'])
+def test_a_request_that_does_not_arrive_is_given_up(start_server: StartServer, part: bytes) -> None:
+    server = start_server(limits=IMPATIENT)
+    with _connect(server) as client:
+        client.sendall(part)
+        answer = _rest(client)
+    assert answer.startswith(b"HTTP/1.1 408") == bool(part)
+
+
+def test_a_header_byte_by_byte_does_not_win_time(start_server: StartServer) -> None:
+    server = start_server(limits=IMPATIENT)
+    with _connect(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\n")
+        with suppress(OSError):  # closed by the server
+            for at in range(1000):
+                client.sendall(b"X-%d: y\r\n" % at)
+                time.sleep(0.02)
+        assert at < 900
+
+
+def test_a_long_body_that_keeps_coming_is_waited_for(start_server: StartServer) -> None:
+    server = start_server(limits=IMPATIENT)
+    body = b" " * 10_000 + BODY
+    with _connect(server) as client:
+        client.sendall(_head(len(body), more="Connection: close"))
+        for at in range(0, len(body), 1000):
+            client.sendall(body[at : at + 1000])
+            time.sleep(0.07)  # longer than the limit together
+        assert _rest(client).startswith(b"HTTP/1.1 200")
+
+
+def test_silent_connections_do_not_keep_others_out(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server(limits=SocketLimits(n_connections=8))
+    with ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(_connect(server))
+        for _ in range(5):
+            assert http.get(server.url + "/health").status_code == 200
+    said = [r for r in caplog.records if "connections are open" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_when_all_connections_are_at_work_a_new_one_is_told_to_come_back(
+    start_server: StartServer,
+) -> None:
+    server = start_server(limits=SocketLimits(n_connections=1))
+    body = b'{"prompt": "[forever]", "stream": true}'
+    with _connect(server) as client:
+        client.sendall(_head(len(body)) + body)
+        assert client.recv(1)
+        refused = http.get(server.url + "/health")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["type"] == "unavailable_error"
+        assert int(refused.headers["retry-after"]) >= 1
+    eventually(lambda: http.get(server.url + "/health").status_code == 200)
+
+
+@pytest.mark.parametrize("prompt", ["x", "[prefill]"])
+def test_a_half_closed_client_gets_its_answer(start_server: StartServer, prompt: str) -> None:
+    server = start_server()
+    body = b'{"prompt": "%s"}' % prompt.encode()
+    with _connect(server) as client:
+        client.sendall(_head(len(body)) + body)
+        client.shutdown(socket.SHUT_WR)
+        answer = _rest(client)
+    assert b"HTTP/1.1 200" in answer
+    assert b'"finish_reason":"stop"' in answer
+
+
+def test_a_client_that_closes_while_it_waits_frees_its_place(start_server: StartServer) -> None:
+    server = start_server()
+    body = b'{"prompt": "[forever]"}'
+    with _connect(server) as client:
+        client.sendall(_head(len(body)) + body)
+        eventually(lambda: server.props()["requests_processing"] == 1)
+    eventually(lambda: server.props()["requests_processing"] == 0, timeout_s=5)
+
+
+def test_one_that_hangs_up_in_its_body_is_no_traceback(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server()
+    for close in (lambda c: c.shutdown(socket.SHUT_WR), lambda c: None):
+        with _connect(server) as client:
+            client.sendall(_head(1000) + b'{"prompt": ')
+            time.sleep(0.1)
+            close(client)
+    assert http.get(server.url + "/health").status_code == 200
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+def test_a_client_that_reads_nothing_is_given_up(start_server: StartServer) -> None:
+    server = start_server(limits=IMPATIENT)
+    body = b'{"prompt": "[flood]", "stream": true}'
+    with _connect(server) as client:
+        client.sendall(_head(len(body)) + body)
+        eventually(lambda: server.props()["requests_processing"] == 1)
+        eventually(lambda: server.props()["requests_processing"] == 0, timeout_s=20)
+
+
+def test_what_is_no_http_is_a_400_in_the_shape_of_all_errors(server: Running) -> None:
+    with _connect(server) as client:
+        client.sendall(b"\x16\x03\x01 tls to a plain port\r\n\r\n")
+        head, _, body = _rest(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert b'"type": "invalid_request_error"' in body
+
+
+def test_the_log_says_the_same_thing_once_in_a_while_and_how_often() -> None:
+    now = 100.0
+    often = OncePerWhile(60.0, lambda: now)
+
+    def say(text: str) -> str | None:
+        record = logging.LogRecord("n", logging.WARNING, "", 0, text, (), None)
+        return record.getMessage() if often.filter(record) else None
+
+    assert [say("a"), say("a"), say("b"), say("a")] == ["a", None, "b", None]
+    now += 61
+    assert say("a") == "a (2 more since this was last said)"
+    now += 61
+    assert say("a") == "a"
