@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -47,3 +48,19 @@ def guard(
 
     thunk = prototype(call)
     return thunk, ctypes.cast(thunk, ctypes.c_void_p).value or 0
+
+
+_GUARDED = {code for code in guard.__code__.co_consts if isinstance(code, CodeType)}
+
+
+def pending_around(frame: FrameType | None) -> Pending | None:
+    """Of the callback that `frame` runs in, if it does: where its exceptions are kept.
+
+    For signal handlers, which may run at its entry, before the guard's `try`.
+    """
+    while frame is not None:
+        if frame.f_code in _GUARDED:
+            pending: Pending = frame.f_locals["pending"]
+            return pending
+        frame = frame.f_back
+    return None

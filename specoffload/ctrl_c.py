@@ -1,0 +1,145 @@
+"""Ctrl-C is never lost: KeyboardInterrupt is raised only where it arrives.
+
+Python runs a signal's handler between two bytecodes of the main thread, wherever that is. Three
+places drop an exception: a callback before its guard's `try` (ctypes prints and forgets it), an
+import (its module locks are released by weak reference callbacks), and a finaliser. There it is
+owed instead: a callback's guard keeps it, so that C stops soon, and a thread reminds the main
+thread until it is somewhere from which it can be raised.
+
+Before the commands are imported, and after the last of them has returned, nothing is open: the
+process leaves at once. It does so as well where the main thread is in C and does not come back to
+Python in time, as libllama while it makes a large context.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+
+from offload.ggml.library.callback import Pending, pending_around
+
+EXIT_CODE = 130
+_REMIND_S = 0.02
+_MOST_IMPORT_S = 0.3  # an import may end first; then the process leaves without it
+_MOST_IN_C_S = 0.8
+_IMPORTS = frozenset({"<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"})
+
+
+@dataclass(eq=False)
+class _Owed:
+    """A Ctrl-C that has yet to be raised."""
+
+    since_s: float
+    kept_in: Pending | None  # of the callback that it came in
+
+    @property
+    def is_raised(self) -> bool:
+        """True once whoever called into C has taken it."""
+        return self.kept_in is not None and not isinstance(self.kept_in.first, KeyboardInterrupt)
+
+
+class _State:
+    leave_at_once = True
+    owed: _Owed | None = None
+    handled_s = -1.0  # when the handler last ran
+    woken: int = -1  # the end of a pipe that a signal's number is written to
+    asleep: int = -1
+
+
+def install() -> None:
+    """Take SIGINT over, unless the process was started to ignore it. Main thread only."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    _State.asleep, _State.woken = os.pipe()
+    os.set_blocking(_State.woken, False)
+    signal.signal(signal.SIGINT, _on_interrupt)
+    signal.set_wakeup_fd(_State.woken, warn_on_full_buffer=False)
+    sys.unraisablehook = _on_unraisable
+    threading.Thread(target=_watch, name="ctrl-c", daemon=True).start()
+
+
+def commands_begin() -> None:
+    """From here on things are open that want to be closed."""
+    _State.leave_at_once = False
+
+
+def commands_have_ended() -> None:
+    """What is left is the interpreter's own end."""
+    _State.owed = None
+    _State.leave_at_once = True
+
+
+def _leave() -> NoReturn:
+    os.write(2, b"interrupted\n")
+    os._exit(EXIT_CODE)
+
+
+def _on_interrupt(_: int, frame: FrameType | None) -> None:
+    _State.handled_s = time.monotonic()
+    if _State.leave_at_once:
+        _leave()
+    owed = _State.owed
+    pending = pending_around(frame)
+    if pending is not None:
+        pending.keep(KeyboardInterrupt())
+        _owe(pending)
+    elif _is_importing(frame):
+        if owed is not None and time.monotonic() - owed.since_s > _MOST_IMPORT_S:
+            _leave()
+        _owe(None)
+    else:
+        _State.owed = None
+        if owed is not None and owed.kept_in is not None and not owed.is_raised:
+            owed.kept_in.first = None  # C has returned to somebody who does not ask
+        raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename in _IMPORTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _owe(pending: Pending | None) -> None:
+    since_s = _State.owed.since_s if _State.owed is not None else time.monotonic()
+    _State.owed = owed = _Owed(since_s, pending)
+    # Not threading.Thread, whose locks the main thread may hold where the handler runs.
+    _thread.start_new_thread(_remind, (owed,))
+
+
+def _remind(owed: _Owed) -> None:
+    time.sleep(_REMIND_S)
+    if _State.owed is owed:
+        if owed.is_raised:
+            _State.owed = None
+        else:
+            _thread.interrupt_main()
+
+
+def _on_unraisable(what: sys.UnraisableHookArgs) -> None:
+    if isinstance(what.exc_value, KeyboardInterrupt):
+        _owe(None)
+    else:
+        sys.__unraisablehook__(what)
+
+
+def _watch() -> None:
+    """Ends the process where a Ctrl-C finds the main thread in C for too long."""
+    while number := os.read(_State.asleep, 1):
+        if number[0] != signal.SIGINT:
+            continue
+        # The handler may have run before this thread did; while C computes, this one is not late.
+        since_s = time.monotonic() - _MOST_IN_C_S / 2
+        time.sleep(_MOST_IN_C_S)
+        is_ours = signal.getsignal(signal.SIGINT) is _on_interrupt  # a server has its own
+        if is_ours and _State.handled_s < since_s:
+            _leave()
