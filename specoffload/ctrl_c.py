@@ -122,7 +122,7 @@ def _remind(owed: _Owed) -> None:
         if owed.is_raised:
             _State.owed = None
         else:
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _on_unraisable(what: sys.UnraisableHookArgs) -> None:

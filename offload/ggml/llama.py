@@ -73,9 +73,11 @@ class Model:
         thunk, _ = guard(lib.structs.llama_progress_callback, pending, False, progress)
         params.progress_callback = thunk
         log.take_errors()
-        self.handle: int | None = lib.llama_model_load_from_file(str(path).encode(), params)
+        with interrupt.deferred(pending):
+            self.handle: int | None = lib.llama_model_load_from_file(str(path).encode(), params)
         try:
             pending.raise_first()
+            log.pending.raise_first()
         except BaseException:
             self.close()
             raise
@@ -239,9 +241,11 @@ class Context:
         params.type_k = int(GGMLQuantizationType[options.type_k.upper()])
         params.type_v = int(GGMLQuantizationType[options.type_v.upper()])
         log.take_errors()
-        self.handle: int | None = lib.llama_init_from_model(model.handle, params)
+        with interrupt.deferred(pending):
+            self.handle: int | None = lib.llama_init_from_model(model.handle, params)
         try:
             pending.raise_first()
+            log.pending.raise_first()
         except BaseException:
             self.close()
             raise
@@ -281,7 +285,7 @@ class Context:
         DeviceFailed. The memory may then hold part of the batch: the caller rewinds.
         """
         batch = self._batch.fill(tokens, positions, sequences, wanted)
-        self._pending.first = None
+        self._pending.forget()
         while (status := self._decode_once(batch)) == _ABORTED:
             # A signal came whose handler returned: drop what the aborted decode left and redo it.
             for row, position in zip(sequences, positions, strict=True):

@@ -30,6 +30,12 @@ class Pending:
         if first is not None:
             raise first
 
+    def forget(self) -> None:
+        """Drop an error that nobody asked for; a Ctrl-C is raised after all."""
+        if isinstance(self.first, KeyboardInterrupt):
+            self.raise_first()
+        self.first = None
+
 
 def guard(
     prototype: Any, pending: Pending, on_error: Any, function: Callable[..., Any]

@@ -60,36 +60,49 @@ def watch(lib: Any, context: int) -> None:
 
 
 @contextmanager
-def during_decode(pending: Pending, *, can_abort: bool) -> Iterator[None]:
-    """Route signals to the abort flag for the time of one decode.
+def deferred(pending: Pending) -> Iterator[None]:
+    """For the time of one call into C, SIGINT's handler must not raise.
 
-    Unless it `can_abort`, only the library itself looks at the flag, where it was told to.
-    Python's own handler must not raise meanwhile: it may run at the entry of a callback, before the
-    guard's `try`, and the exception would be lost in C. What it raises is kept in `pending`.
+    It may run at the entry of a callback, before the guard's `try`, and the exception would be lost
+    in C. What it raises is kept in `pending`. Does nothing outside of the main thread, and where
+    the signal is ignored or not Python's.
     """
-    global _heeded
-    if _flag is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
     handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler):  # ignored, or not Python's: nothing would write to the descriptor
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def deferred(number: int, frame: FrameType | None) -> None:
+    def keep(number: int, frame: FrameType | None) -> None:
         try:
             handler(number, frame)
         except BaseException as e:
             pending.keep(e)
 
-    _flag.clear()
-    signal.signal(signal.SIGINT, deferred)
-    previous = signal.set_wakeup_fd(_flag.fd, warn_on_full_buffer=False)
-    _heeded = can_abort
+    signal.signal(signal.SIGINT, keep)
     try:
         yield
     finally:
-        _heeded = False
-        signal.set_wakeup_fd(previous)
         signal.signal(signal.SIGINT, handler)
-        _flag.clear()
+
+
+@contextmanager
+def during_decode(pending: Pending, *, can_abort: bool) -> Iterator[None]:
+    """Route signals to the abort flag for the time of one decode; handlers are `deferred`.
+
+    Unless it `can_abort`, only the library itself looks at the flag, where it was told to.
+    """
+    global _heeded
+    handled = callable(signal.getsignal(signal.SIGINT))  # else nothing writes to the descriptor
+    if _flag is None or threading.current_thread() is not threading.main_thread() or not handled:
+        yield
+        return
+    _flag.clear()
+    with deferred(pending):
+        previous = signal.set_wakeup_fd(_flag.fd, warn_on_full_buffer=False)
+        _heeded = can_abort
+        try:
+            yield
+        finally:
+            _heeded = False
+            signal.set_wakeup_fd(previous)
+    _flag.clear()

@@ -1,0 +1,156 @@
+"""Ctrl-C ends a run with exit code 130 wherever it comes: real processes, real signals."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from offload.engine import Engine, EngineOptions
+from offload.ggml.library.callback import Pending, guard, pending_around
+
+ROOT = Path(__file__).parents[2]
+INSTALLED = "from specoffload import ctrl_c\nctrl_c.install()\nctrl_c.commands_begin()\n"
+IN_A_CALLBACK = """
+import ctypes, os, signal
+from offload.ggml.library.callback import Pending, guard
+entered = []
+def press():
+    if not entered:
+        entered.append(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass  # the handler runs here
+    return 7
+thunk, _ = guard(ctypes.CFUNCTYPE(ctypes.c_int), Pending(), -1, press)
+assert thunk() == 7
+import time
+try:
+    time.sleep(30)  # nobody asks the guard
+except KeyboardInterrupt:
+    os._exit(130)
+"""
+IN_A_FINALISER = """
+import os, signal, time
+class Pressing:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+thing = Pressing()
+del thing
+try:
+    time.sleep(30)
+except KeyboardInterrupt:
+    os._exit(130)
+"""
+IN_C = """
+import ctypes, os, signal, threading
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+mutex = ctypes.create_string_buffer(64)
+lock = ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex)
+lock(mutex)  # signals do not end it, as they do not end a computation
+"""
+BEFORE_ANY_COMMAND = """
+from specoffload import ctrl_c
+ctrl_c.install()
+import os, signal
+os.kill(os.getpid(), signal.SIGINT)
+for _ in range(1000): pass
+"""
+
+
+def result_of(code: str) -> tuple[int, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=25,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "place", [IN_A_CALLBACK, IN_A_FINALISER], ids=["callback nobody asks", "finaliser"]
+)
+def test_an_interrupt_that_python_would_drop_is_raised_later(place: str) -> None:
+    assert result_of(INSTALLED + place) == (130, "")
+
+
+@pytest.mark.parametrize(
+    "place", [BEFORE_ANY_COMMAND, INSTALLED + IN_C], ids=["imports of the commands", "in C"]
+)
+def test_the_process_leaves_where_nothing_can_be_raised(place: str) -> None:
+    assert result_of(place) == (130, "interrupted\n")
+
+
+def test_an_interrupt_during_an_import_is_raised_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "pressing.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nfor _ in range(1000): pass\n"
+    )
+    code = f"""
+import os, sys, time
+sys.path.insert(0, {str(tmp_path)!r})
+import pressing
+try:
+    time.sleep(30)
+except KeyboardInterrupt:
+    os._exit(130 if pressing.os else 1)
+"""
+    assert result_of(INSTALLED + code) == (130, "")
+
+
+def test_a_frame_knows_the_callback_that_it_runs_in() -> None:
+    pending, seen = Pending(), []
+
+    def look() -> None:
+        seen.append(pending_around(sys._getframe()))
+
+    thunk, _ = guard(ctypes.CFUNCTYPE(None), pending, None, look)
+    thunk()
+    look()
+    assert seen == [pending, None]
+
+
+@pytest.fixture
+def pressing_early(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Ctrl-C comes when the weights of a model begin to be loaded."""
+    from offload.ggml import hostbuffer
+
+    pressed: list[int] = []
+    place = hostbuffer.HostBufferType._on_alloc
+
+    def press(self: hostbuffer.HostBufferType, buft: int, size: int) -> int:
+        pressed.append(size)
+        os.kill(os.getpid(), signal.SIGINT)
+        return place(self, buft, size)
+
+    monkeypatch.setattr(hostbuffer.HostBufferType, "_on_alloc", press)
+    return pressed
+
+
+def test_opening_an_engine_raises_what_came_inside_a_callback(
+    tiny_moe: Path, pressing_early: list[int]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        Engine(tiny_moe, EngineOptions(device="sim", n_ctx=256))
+    assert pressing_early
+
+
+@pytest.mark.slow
+def test_no_ctrl_c_is_lost_across_a_run() -> None:
+    """Few and coarse tries: scripts/ctrl-c by hand makes a hundred."""
+    words = ["--tries", "10", "--step", "0.35", "--within", "30"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "ctrl-c", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "10 tries" in done.stdout
+    assert "{130: 10}" in done.stdout
