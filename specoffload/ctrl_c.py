@@ -71,7 +71,7 @@ def commands_begin() -> None:
 
 
 def commands_have_ended() -> None:
-    """What is left is the interpreter's own end."""
+    """From here on, only the interpreter has something left to do."""
     _State.owed = None
     _State.leave_at_once = True
 
