@@ -1,19 +1,30 @@
 """Where the program begins: `specoffload` and `python -m specoffload`.
 
-Ctrl-C is taken over before anything else is imported.
+Ctrl-C is taken over before anything large is imported.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
+import os
+import signal
 
-from specoffload import ctrl_c
+
+def _leave(*_: object) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(130)
 
 
 def main() -> None:
     """Run the command that the words name."""
-    ctrl_c.install()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    from specoffload import ctrl_c
+
+    if signal.getsignal(signal.SIGINT) is _leave:
+        ctrl_c.install()
+    import contextlib
+    import sys
+
     from specoffload.cli import main as run_command
 
     ctrl_c.commands_begin()

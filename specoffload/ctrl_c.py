@@ -54,9 +54,7 @@ class _State:
 
 
 def install() -> None:
-    """Take SIGINT over, unless the process was started to ignore it. Main thread only."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return
+    """Take SIGINT over. Main thread only."""
     _State.asleep, _State.woken = os.pipe()
     os.set_blocking(_State.woken, False)
     signal.signal(signal.SIGINT, _on_interrupt)
