@@ -23,7 +23,11 @@ class BadModel(OffloadError):
 
 
 class DoesNotFit(OffloadError):
-    """A budget is smaller than the least that works."""
+    """A budget is smaller than the least that works, `least_bytes` where that is known."""
+
+    def __init__(self, words: str, least_bytes: int | None = None) -> None:
+        super().__init__(words)
+        self.least_bytes = least_bytes
 
 
 class DeviceUnavailable(OffloadError):

@@ -31,6 +31,12 @@ def line(words: str) -> None:
     _out.print(words, markup=False, soft_wrap=True)
 
 
+def paragraph(words: str) -> None:
+    """A sentence of results that may be longer than a terminal is wide: broken between words there,
+    whole on a pipe."""
+    _out.print(words, markup=False, soft_wrap=not _out.is_terminal)
+
+
 def note(words: str) -> None:
     """A line on what the program does or leaves out, to standard error."""
     _err.print(words, style="dim", markup=False, soft_wrap=True)

@@ -21,10 +21,8 @@ from offload.plan.machine import (
     Machine,
     ModelWork,
     Sharing,
-    cpu_s,
     model_work,
     modelled_crossover,
-    streamed_s,
 )
 from offload.plan.sharing import (
     SMALL_UBATCHES,
@@ -64,6 +62,13 @@ class Plan:
     min_batch: int | None = None  # tokens from which streaming is expected to pay; None: never
     chunk_tokens: int = 0  # larger batches go in chunks, whose experts fit the slots; 0: none do
     declined: tuple[str, ...] = ()  # batches that the CPU computes for want of slots
+    n_resident: int = 0  # layers whose experts are resident
+
+    @property
+    def sharing(self) -> Sharing:
+        """Device memory as the machine model sees it."""
+        dense = {layer_of(entry.name) for entry in self.streamed if not is_experts(entry)}
+        return Sharing(_expert_slots(self.layout), self.n_resident, len(dense))
 
     @property
     def streamed_bytes(self) -> int:
@@ -216,7 +221,12 @@ def _plan(
     streamed = sorted((*streamed_dense, *streamed_experts), key=lambda e: layer_of(e.name))
     resident = device_bytes(facts) - sum(e.size_bytes for e in streamed)
     reserve = asked.reserve_of(choice.n_ubatch)
-    layout = slot_layout(streamed, facts.n_experts, facts.n_experts_used)
+    layout = slot_layout(
+        [*experts, *dense],
+        facts.n_experts,
+        facts.n_experts_used,
+        only={entry.name for entry in streamed},
+    )
     full_bytes = layout.size_bytes
     if asked.budget_bytes is not None:
         layout = _sized(layout, asked.budget_bytes - reserve - resident)
@@ -225,8 +235,9 @@ def _plan(
     if layout.size_bytes < full_bytes:
         held = layout.size_bytes / full_bytes
         reasons.append(f"slots hold {held:.0%} of what streams: limited by --vram")
-    chunk, chunk_reasons, declined = _chunks(layout, work, sharing, machine, choice.n_ubatch)
     crossing = modelled_crossover(machine, work, sharing) if streamed else None
+    streaming_pays = crossing is not None and crossing <= choice.n_ubatch
+    chunk, chunk_reasons, declined = _chunks(layout, choice.n_ubatch, streaming_pays)
     return Plan(
         tuple(streamed),
         resident,
@@ -237,11 +248,15 @@ def _plan(
         crossing,
         chunk,
         declined,
+        choice.sharing.n_resident,
     )
 
 
 def _expert_slots(layout: SlotLayout) -> int:
-    return sum(pool.n_slots for pool in layout.pools if pool.n_experts)
+    """All slots for experts; where a pool has fewer than a layer has experts, that pool's."""
+    pools = [pool for pool in layout.pools if pool.n_experts]
+    tight = [pool.n_slots for pool in pools if pool.n_slots < pool.n_experts]
+    return min(tight, default=sum(pool.n_slots for pool in pools))
 
 
 def _sized(layout: SlotLayout, room_bytes: int) -> SlotLayout:
@@ -269,7 +284,8 @@ def _does_not_fit(weights: Weights, asked: _Asked, ubatches: Sequence[int]) -> D
         f"{asked.budget_bytes / 2**20:.1f} MiB of device memory are too few: {needed / 2**20:.1f} "
         f"MiB are the least, {resident / 2**20:.1f} for weights that cannot stream, "
         f"{(least + ring) / 2**20:.1f} for slots and {reserve / 2**20:.1f} for the context; raise "
-        "--vram, lower --ctx-size or take a smaller cache (-ctk q8_0 -ctv q8_0)"
+        "--vram, lower --ctx-size or take a smaller cache (-ctk q8_0 -ctv q8_0)",
+        least_bytes=needed,
     )
 
 
@@ -284,10 +300,7 @@ def _why_experts(asked: _Asked, choice: Choice, experts: Sequence[TensorEntry]) 
         return (f"{len(experts)} expert matrices stream: few of them serve each token",)
     if isinstance(asked.n_cpu_moe, int):
         return (f"experts of {n} of {n_layers} layers stream: --n-cpu-moe",)
-    return (
-        f"experts of {n} of {n_layers} layers stream: resident, the others save more time than "
-        "as slots",
-    )
+    return (f"experts of {n} of {n_layers} layers stream; resident, the others save more time",)
 
 
 def _why_dense(asked: _Asked, choice: Choice) -> tuple[str, ...]:
@@ -299,27 +312,26 @@ def _why_dense(asked: _Asked, choice: Choice) -> tuple[str, ...]:
 
 
 def _chunks(
-    layout: SlotLayout, work: ModelWork, sharing: Sharing, machine: Machine, n_ubatch: int
+    layout: SlotLayout, n_ubatch: int, streaming_pays: bool
 ) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
-    """Tokens of a chunk where a layer's experts have no slots all at once; reasons; declined."""
-    tight = [p for p in layout.pools if p.n_experts and p.n_slots < p.n_experts]
+    """Tokens of a chunk where a ubatch may use more experts than have slots; reasons; declined.
+
+    `streaming_pays` is true where a ubatch is expected to be faster in chunks than on the CPU.
+    """
+    tight = [pool for pool in layout.pools if not pool.holds(n_ubatch)]
     if not tight:
         return 0, (), ()
     pool = min(tight, key=lambda p: p.n_slots)
     chunk = max(1, pool.n_slots // max(1, pool.n_used))
     what = f"{pool.n_slots} slots are fewer than the {pool.n_experts} experts of a layer"
-    smallest = sharing.with_slots(pool.n_slots)
-    chunked, cpu = (f(machine, work, smallest, n_ubatch) for f in (streamed_s, cpu_s))
-    if chunked < cpu:
+    if streaming_pays:
         return chunk, (f"{what}: batches are computed in chunks of {chunk} tokens",), ()
-    return (
-        0,
-        (),
-        (
-            f"{what}: batches of more than {chunk} tokens are computed by the CPU, which is faster "
-            f"than chunks of {chunk} tokens",
-        ),  # fmt: skip
+    tokens = "token" if chunk == 1 else "tokens"
+    declined = (
+        f"{what}: batches of more than {chunk} {tokens} are computed by the CPU, which is faster "
+        f"than chunks of {chunk}"
     )
+    return 0, (), (declined,)
 
 
 def _patterns(streamed: Sequence[TensorEntry]) -> list[str]:

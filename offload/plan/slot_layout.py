@@ -84,6 +84,10 @@ class SlotPool:
     def size_bytes(self) -> int:
         return self.n_slots * self.slot_bytes
 
+    def holds(self, n_tokens: int) -> bool:
+        """True if all experts that so many tokens may use fit at once."""
+        return self.n_slots >= min(self.n_experts, n_tokens * self.n_used)
+
     @property
     def n_pieces(self) -> int:
         """All that could ever be cached."""
@@ -136,12 +140,18 @@ class SlotLayout:
 
 
 def slot_layout(
-    weights: Iterable[Weight], n_experts: int, n_used: int, most_padding: float = 0.25
+    weights: Iterable[Weight],
+    n_experts: int,
+    n_used: int,
+    most_padding: float = 0.25,
+    *,
+    only: Collection[str] | None = None,
 ) -> SlotLayout:
     """Pools for these weights, each with as many slots as are of use.
 
     Layers share a pool while on average at most `most_padding` of a slot's bytes stay empty because
-    another layer's types are larger.
+    another layer's types are larger. With `only` the layout is that of the weights of these names:
+    they share as all weights together do, so that a part never needs more than the whole.
     """
     by_layer: dict[int, dict[str, Weight]] = {}
     dense: dict[tuple[int, ...], list[Mapping[str, Weight]]] = {}
@@ -158,10 +168,14 @@ def slot_layout(
         sharers.append(("experts", n_experts, list(by_layer.values())))
     sharers += [("x".join(map(str, shape)), 0, alike) for shape, alike in dense.items()]
     for name, experts, members in sharers:
-        for i, alike in enumerate(_sharing(members, max(1, experts), most_padding)):
+        for i, together in enumerate(_sharing(members, max(1, experts), most_padding)):
+            alike = [m for m in together if only is None or all(w.name in only for w in m.values())]
+            if not alike:
+                continue
             parts = [_matrices(member, max(1, experts)) for member in alike]
-            kinds = _kinds(parts)
+            kinds = _kinds([_matrices(member, max(1, experts)) for member in together])
             assert kinds is not None, "only layers that have a common stride share a pool"
+            kinds = _narrowed(kinds, parts)
             title = f"{name} {i + 1}" if i else name
             used = n_used if experts else 0
             pool = SlotPool(title, kinds, 1, len(alike), experts, used)
@@ -237,6 +251,16 @@ def _kinds(parts: Sequence[tuple[_Matrix, ...]]) -> tuple[SlotKind, ...] | None:
             return None
         kinds.append(SlotKind(kind, stride, min(matrix.block_bytes for matrix in matrices)))
     return tuple(kinds)
+
+
+def _narrowed(
+    kinds: Sequence[SlotKind], parts: Sequence[tuple[_Matrix, ...]]
+) -> tuple[SlotKind, ...]:
+    """The kinds of a pool of which only these parts are left: no wider than before."""
+    alone = {kind.name: kind for kind in _kinds(parts) or ()}
+    left = {matrix.kind for part in parts for matrix in part}
+    both = [(kind, alone.get(kind.name, kind)) for kind in kinds if kind.name in left]
+    return tuple(min(pair, key=lambda kind: kind.stride_bytes) for pair in both)
 
 
 def _stride(matrices: Collection[_Matrix]) -> int | None:

@@ -12,9 +12,11 @@ from offload.engine import context_spec
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import read_facts
 from offload.plan.context import ContextMemory, ContextSpec, context_memory
-from offload.plan.machine import TYPICAL, Machine, Sharing, best_s, model_work, prefill_s
+from offload.plan.machine import TYPICAL, Machine, ModelWork, best_s, model_work, prefill_s
 from offload.plan.min_batch import NEVER
 from offload.plan.placement import Plan, make_plan
+from offload.plan.sharing import ring_slots
+from offload.plan.slot_layout import SlotPool
 from offload.streaming.options import free_bytes
 from specoffload import report
 from specoffload.config.options import PlanOptions
@@ -126,6 +128,7 @@ def _slots(plan: Plan) -> dict[str, dict[str, int]]:
     return {
         kind.name if kinds[kind.name] == 1 else f"{kind.name} ({pool.name})": {
             "n_slots": pool.n_slots,
+            "n_ring": ring_slots(pool) if pool.n_experts else 0,
             "n_experts": pool.n_experts,
             "stride_bytes": kind.stride_bytes,
         }
@@ -141,17 +144,18 @@ def _streamed_layers(plan: Plan) -> dict[str, int]:
     }
 
 
-def _expected(planned: Planned) -> dict[str, float]:
+def expected_tps(plan: Plan, work: ModelWork, machine: Machine, n_prompt: int) -> dict[str, float]:
     """Speeds of the machine model: a first guess, where nothing was measured."""
-    plan, work, machine = planned.plan, model_work(planned.facts), planned.machine
-    layers = _streamed_layers(plan)
-    n_slots = sum(pool.n_slots for pool in plan.layout.pools if pool.n_experts)
-    sharing = Sharing(n_slots, work.n_expert_layers - layers["experts"], layers["dense"])
-    n_prompt = min(planned.context.n_ctx, 4096)
+    prompt_s = prefill_s(machine, work, plan.sharing, n_prompt, plan.n_ubatch)
     return {
-        "decode_tps": 1 / best_s(machine, work, sharing, 1),
-        "prefill_tps": n_prompt / prefill_s(machine, work, sharing, n_prompt, plan.n_ubatch),
+        "decode_tps": 1 / best_s(machine, work, plan.sharing, 1),
+        "prefill_tps": n_prompt / prompt_s,
     }
+
+
+def _expected(planned: Planned) -> dict[str, float]:
+    work, n_prompt = model_work(planned.facts), min(planned.context.n_ctx, 4096)
+    return expected_tps(planned.plan, work, planned.machine, n_prompt)
 
 
 def _show(planned: Planned) -> None:
@@ -168,7 +172,7 @@ def _show(planned: Planned) -> None:
         ("compute buffers", memory.compute_bytes + memory.pool_bytes, f"ubatch {plan.n_ubatch}"),
         ("draft", planned.draft_bytes, ""),
         *(
-            (f"slots: {pool.name}", pool.size_bytes, f"{pool.n_slots} of {pool.n_pieces}")
+            (f"slots: {pool.name}", pool.size_bytes, _of_pool(pool))
             for pool in plan.layout.pools
             if pool.n_experts
         ),
@@ -185,14 +189,23 @@ def _show(planned: Planned) -> None:
               ("device memory", f"{vram / _GIB:.2f}", planned.why_vram)]  # fmt: skip
     report.table("Device memory", ("", "GiB", ""), shown)
     report.line(f"streams from host memory: {plan.streamed_bytes / _GIB:.1f} GiB")
-    threshold = "never" if plan.min_batch is None else f"{plan.min_batch} tokens"
-    report.line(f"streaming is expected to pay from: {threshold} (--min-batch auto measures it)")
-    expected = _expected(planned)
-    machine = planned.machine
+    if plan.streamed:
+        pays = "never" if plan.min_batch is None else f"from {plan.min_batch} tokens on"
+        report.line(f"streaming is expected to pay {pays} (--min-batch auto measures it)")
+    expected, machine = _expected(planned), planned.machine
     report.line(
-        f"expected at {machine.link_bytes_per_s / 1e9:g} GB/s of link and "
-        f"{machine.ram_bytes_per_s / 1e9:g} GB/s of RAM: prefill "
-        f"{expected['prefill_tps']:.0f} tokens/s, decoding {expected['decode_tps']:.1f} tokens/s"
+        f"expected: prefill {expected['prefill_tps']:.0f} tokens/s, decoding "
+        f"{expected['decode_tps']:.1f} tokens/s"
     )
-    for line in (*plan.reasons, *plan.declined):
-        report.line(line)
+    report.line(
+        f"with a link of {machine.link_bytes_per_s / 1e9:g} GB/s and RAM of "
+        f"{machine.ram_bytes_per_s / 1e9:g} GB/s (--link, --ram)"
+    )
+    for words in (*plan.reasons, *(f"declined: {why}" for why in plan.declined)):
+        report.paragraph(words)
+
+
+def _of_pool(pool: SlotPool) -> str:
+    n_ring = ring_slots(pool)
+    ring = f"ring {n_ring}" if pool.n_slots >= n_ring else "no ring"
+    return f"{pool.n_slots} of {pool.n_pieces}, {ring}"

@@ -90,7 +90,7 @@ def test_people_see_what_takes_the_memory(r1: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(r1), "--vram", "24GiB"], catch_exceptions=False)
     assert result.exit_code == 0
     for words in ("376.7 GiB, 61 layers, 256 experts", "resident weights", "KV cache", "ubatch",
-                  "slots: experts", "is expected to pay from"):  # fmt: skip
+                  "slots: experts", "ring 288", "is expected to pay from"):  # fmt: skip
         assert words in result.stdout
 
 

@@ -1,0 +1,167 @@
+"""docs/plans.md: the plan of every published shape at every device memory and context.
+
+From headers alone, by the machine model; nothing is measured and no model is opened.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from offload.errors import DoesNotFit
+from offload.model import ModelFacts
+from offload.plan.context import ContextSpec
+from offload.plan.machine import TYPICAL, model_work
+from offload.plan.placement import Plan, make_plan
+from offload.plan.sharing import UBATCHES, ring_slots
+from offload.synth.published import PUBLISHED, published_facts
+from specoffload.cli import app
+from specoffload.commands.plan import expected_tps
+
+GIB = 1 << 30
+VRAM_GIB = (8, 12, 16, 24, 48, 80)
+CONTEXTS = (4096, 32768, 131072)
+EXAMPLE = "DeepSeek-R1"
+
+HEAD = f"""# Plans: what lives where
+
+`specoffload plan MODEL.gguf` says what would live where, from the header alone: no weight is read and no device is opened. It
+takes the flags of `serve` (`--vram`, `--ctx-size`, `--ubatch-size`, `--cache-type-k`, `--n-cpu-moe`, `--draft` …) and `--link` and
+`--ram` for a machine that one does not have. Without `--vram` it plans for what the GPU has free, or for 24 GiB where there is none.
+
+```
+$ specoffload plan {EXAMPLE}.gguf --vram 24GiB
+%s
+```
+
+`--json` prints one object:
+
+| key | meaning |
+|---|---|
+| `resident_bytes`, `streamed_bytes` | weights on the device, and those that stream from host memory |
+| `reserve_bytes`, `reserve` | what the context and a draft take: their sum, and its parts |
+| `slot_bytes`, `slots` | device memory of the slots; per kind of weight `n_slots`, `n_ring`, `n_experts` of a layer (0: dense weights), `stride_bytes` |
+| `streamed_layers` | layers whose experts, and whose dense weights, stream |
+| `ubatch` | tokens computed at once in prefill |
+| `min_batch` | tokens from which streaming is expected to pay; null: never |
+| `chunk_tokens` | larger batches are computed in chunks of so many tokens, whose experts fit; 0: no need |
+| `declined` | why batches that the device could compute go to the CPU; empty if none do |
+| `reasons` | a sentence for each choice |
+| `expected` | tokens/s by the machine model, of prefill and of decoding token by token |
+| `machine` | the machine that it was made for |
+| `model`, `architecture`, `vram_bytes`, `ctx_size` | what was asked |
+
+What comes first: all dense weights, the context, and a *ring*, slots for all experts of a layer and an eighth of the next, so that
+prompts run on the device while the link copies. What is left is shared between a larger ubatch, layers whose experts are resident,
+and more slots, the *cache*, whichever saves most time. Where not even a ring fits, dense weights of some layers stream, or batches are
+computed in chunks of tokens, or by the CPU (`declined`).
+
+## The published models
+
+Made by `scripts/plans`, with the machine model of `offload/plan/machine.py` at {TYPICAL.link_bytes_per_s / 1e9:g} GB/s of link, {TYPICAL.ram_bytes_per_s / 1e9:g} GB/s
+of RAM, {TYPICAL.vram_bytes_per_s / 1e9:g} GB/s of VRAM, {TYPICAL.cpu_flops / 1e12:g} and {TYPICAL.gpu_flops / 1e12:g} TFLOPS of CPU and GPU. Speeds are first guesses, and none is measured: of plain
+decoding, and of a prompt of 4,096 tokens. *weights*: GiB on the device, slots aside. *context*: GiB of KV cache, states and buffers.
+*ring* and *cache*: slots, each for one expert of one layer, and the share of all streamed experts that have one. *streams*: layers whose
+experts stream, and whose dense weights do. *min-batch*: tokens from which streaming is expected to pay; it is measured at a first start.
+*declined*: batches that go to the CPU because a layer's experts have too few slots and the CPU is faster than chunks; empty: none.
+"""  # noqa: E501
+
+COLUMNS = (
+    "VRAM", "tokens", "weights", "context", "ring", "cache", "streams", "ubatch", "min-batch",
+    "prefill t/s", "decode t/s", "declined",
+)  # fmt: skip
+
+
+def page() -> str:
+    """The whole page."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        parts = [HEAD % example(folder)]
+        for title in PUBLISHED:
+            facts = published_facts(title, folder)
+            parts.append(f"### {title}, {facts.size_bytes / GIB:.0f} GiB\n\n{table(facts)}\n")
+    return "\n".join(parts)
+
+
+def example(folder: Path) -> str:
+    """What a user sees of the first of them."""
+    path = published_facts(EXAMPLE, folder).path
+    result = CliRunner().invoke(app, ["plan", str(path), "--vram", "24GiB"])
+    assert result.exit_code == 0, result.output
+    return result.stdout.rstrip()
+
+
+def table(facts: ModelFacts) -> str:
+    lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
+    for gib in VRAM_GIB:
+        for n_ctx in CONTEXTS:
+            cells = [str(gib), f"{n_ctx // 1024}k"]
+            try:
+                plan = plan_of(facts, gib, n_ctx)
+            except DoesNotFit as e:
+                least = (
+                    ""
+                    if e.least_bytes is None
+                    else f": {e.least_bytes / GIB:.1f} GiB are the least"
+                )
+                cells += [""] * (len(COLUMNS) - 3) + [f"does not fit{least}"]
+            else:
+                cells += row(facts, plan, n_ctx)
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plan_of(facts: ModelFacts, gib: float, n_ctx: int) -> Plan:
+    """The plan that `serve` would make by default. Raises DoesNotFit."""
+    return make_plan(
+        facts,
+        budget_bytes=int(gib * GIB),
+        n_cpu_moe="fit",
+        context=ContextSpec(n_ctx),
+        most_ubatch=UBATCHES[-1],
+    )
+
+
+def row(facts: ModelFacts, plan: Plan, n_ctx: int) -> Iterator[str]:
+    """The cells of a plan, behind those of what was asked."""
+    work = model_work(facts)
+    yield f"{plan.resident_bytes / GIB:.1f}"
+    yield f"{plan.reserve_bytes / GIB:.1f}"
+    experts = [pool for pool in plan.layout.pools if pool.n_experts]
+    n_ring = sum(ring_slots(pool) for pool in experts)
+    n_slots = sum(pool.n_slots for pool in experts)
+    has_ring = all(pool.n_slots >= ring_slots(pool) for pool in experts)
+    if not experts:
+        yield from ("", "")
+    elif has_ring:
+        yield str(n_ring)
+        share = n_slots / sum(pool.n_pieces for pool in experts)
+        yield f"{n_slots - n_ring} ({share:.0%})"
+    else:
+        yield from (f"none, {n_slots}", "")
+    n_expert_layers = work.n_expert_layers - plan.n_resident if experts else 0
+    streams = [
+        f"{n} {kind}"
+        for n, kind in ((n_expert_layers, "experts"), (plan.sharing.n_dense_streamed, "dense"))
+        if n
+    ]
+    yield ", ".join(streams) or "nothing"
+    yield str(plan.n_ubatch)
+    yield "" if not plan.streamed else "never" if plan.min_batch is None else str(plan.min_batch)
+    speeds = expected_tps(plan, work, TYPICAL, min(n_ctx, 4096))
+    yield f"{speeds['prefill_tps']:.0f}"
+    yield f"{speeds['decode_tps']:.1f}"
+    if plan.chunk_tokens:
+        yield f"none, in chunks of {plan.chunk_tokens}"
+    elif plan.declined:
+        yield f"over {min(pool.n_slots // pool.n_used for pool in experts)} tokens"
+    else:
+        yield ""
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")
