@@ -28,10 +28,12 @@ from offload.plan.sharing import (
     SMALL_UBATCHES,
     UBATCHES,
     Choice,
+    LeastBytes,
     Weights,
     Workload,
     choose_sharing,
     device_bytes,
+    least_bytes,
     least_slots,
     sized,
     spread,
@@ -128,6 +130,9 @@ def make_plan(
         choice = _unlimited(asked, n_expert_layers, experts)
     else:
         weights = Weights(facts, experts, dense)
+        ubatches = _ubatches(context, most_ubatch, has_experts=bool(experts))
+        n_resident = _resident(n_cpu_moe, n_expert_layers)
+        n_dense_streamed = _dense_streamed(n_gpu_layers, facts.n_layers)
         found = choose_sharing(
             weights,
             work,
@@ -135,12 +140,14 @@ def make_plan(
             _workload(context),
             budget_bytes=budget_bytes,
             reserve_bytes=asked.reserve_of,
-            ubatches=_ubatches(context, most_ubatch, has_experts=bool(experts)),
-            n_resident=_resident(n_cpu_moe, n_expert_layers),
-            n_dense_streamed=_dense_streamed(n_gpu_layers, facts.n_layers),
+            ubatches=ubatches,
+            n_resident=n_resident,
+            n_dense_streamed=n_dense_streamed,
         )
         if found is None:
-            raise _does_not_fit(weights, asked, _ubatches(context, most_ubatch, has_experts=True))
+            reserve = min(asked.reserve_of(n) for n in ubatches)
+            least = least_bytes(weights, reserve, n_resident, n_dense_streamed)
+            raise _does_not_fit(asked, least)
         choice = found
     return _plan(asked, choice, experts, dense, work, machine)
 
@@ -270,22 +277,16 @@ def _sized(layout: SlotLayout, room_bytes: int) -> SlotLayout:
     return found
 
 
-def _does_not_fit(weights: Weights, asked: _Asked, ubatches: Sequence[int]) -> DoesNotFit:
-    reserve = min(asked.reserve_of(n) for n in ubatches)
-    expert_bytes, dense_bytes = weights.experts[0][1], weights.dense[-1][1]
-    if asked.n_gpu_layers is not None:
-        dense_bytes = weights.dense[_dense_streamed(asked.n_gpu_layers, asked.facts.n_layers)[0]][1]
-    resident = weights.resident_bytes - expert_bytes - dense_bytes
-    least = sum(max(1, pool.n_used) * pool.slot_bytes for pool in weights.layout.pools)
-    ring = weights.dense_ring_bytes if dense_bytes else 0
+def _does_not_fit(asked: _Asked, least: LeastBytes) -> DoesNotFit:
     assert asked.budget_bytes is not None
-    needed = resident + reserve + least + ring
+    mib = 1 << 20
     return DoesNotFit(
-        f"{asked.budget_bytes / 2**20:.1f} MiB of device memory are too few: {needed / 2**20:.1f} "
-        f"MiB are the least, {resident / 2**20:.1f} for weights that cannot stream, "
-        f"{(least + ring) / 2**20:.1f} for slots and {reserve / 2**20:.1f} for the context; raise "
-        "--vram, lower --ctx-size or take a smaller cache (-ctk q8_0 -ctv q8_0)",
-        least_bytes=needed,
+        f"{asked.budget_bytes / mib:.1f} MiB of device memory are too few: "
+        f"{least.total_bytes / mib:.1f} MiB are the least, {least.resident_bytes / mib:.1f} for "
+        f"weights that cannot stream, {least.slot_bytes / mib:.1f} for slots and "
+        f"{least.reserve_bytes / mib:.1f} for the context; raise --vram, lower --ctx-size or take "
+        "a smaller cache (-ctk q8_0 -ctv q8_0)",
+        least_bytes=least.total_bytes,
     )
 
 

@@ -192,12 +192,49 @@ def _ways(
             fits, has_ring = True, choice.has_ring
 
 
+@dataclass(frozen=True)
+class LeastBytes:
+    """The least memory that a model runs in."""
+
+    resident_bytes: int
+    slot_bytes: int
+    reserve_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.resident_bytes + self.slot_bytes + self.reserve_bytes
+
+
+def least_bytes(
+    weights: Weights,
+    reserve_bytes: int,
+    n_resident: Sequence[int],
+    n_dense_streamed: Sequence[int],
+) -> LeastBytes:
+    """The memory of the smallest way, of those that `choose_sharing` tries with these numbers."""
+    ways = [(n, n_dense_streamed[0]) for n in n_resident]
+    ways += [(n_resident[0], n) for n in n_dense_streamed[1:]]
+    found = []
+    for resident, n_dense in ways:
+        experts, expert_bytes = weights.experts[resident]
+        _, dense_bytes = weights.dense[n_dense]
+        slots = weights.dense_ring_bytes if dense_bytes else 0
+        slots += _least_expert_bytes(weights.layout) if experts else 0
+        held = weights.resident_bytes - expert_bytes - dense_bytes
+        found.append(LeastBytes(held, slots, reserve_bytes))
+    return min(found, key=lambda least: least.total_bytes)
+
+
+def _least_expert_bytes(layout: SlotLayout) -> int:
+    """Slots for one token's experts."""
+    return sum(max(1, pool.n_used) * pool.slot_bytes for pool in layout.pools)
+
+
 def _slots(layout: SlotLayout, room_bytes: int, n_layers: int) -> tuple[int, bool]:
     """Slots for the experts of `n_layers` layers; 0 if not even one token's fit. True: a ring."""
     if not n_layers or not layout.pools:
         return 0, True
-    least = sum(max(1, pool.n_used) * pool.slot_bytes for pool in layout.pools)
-    if room_bytes < least:
+    if room_bytes < _least_expert_bytes(layout):
         return 0, False
     rings = sum(ring_slots(pool) * pool.slot_bytes for pool in layout.pools)
     most = n_layers * max(1, layout.pools[0].n_experts)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
-from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
 from offload.plan.machine import TYPICAL, Machine, cpu_s, model_work, prefill_s, streamed_s
 from offload.plan.placement import Plan, make_plan

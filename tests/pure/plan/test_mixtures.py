@@ -1,4 +1,4 @@
-"""Plans of models whose layers differ in type: whatever the budget, they keep it and grow with it."""
+"""Plans of models whose layers differ in type keep every budget, and grow with it."""
 
 from __future__ import annotations
 
