@@ -148,6 +148,7 @@ class ServeOptions:
     api_key_file: Path | None = None
     max_queue: int = 16
     cors_origins: str | None = None
+    ui: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from specoffload.server.messages import (
     TokenizeJob,
     problem_of,
 )
+from specoffload.server.page.files import page_router
 from specoffload.server.parameters import (
     chat_messages,
     check_extra,
@@ -61,10 +62,12 @@ def create_app(
     *,
     access: Access | None = None,
     defaults: GenerateOptions | None = None,
+    has_page: bool = True,
 ) -> FastAPI:
     """The application; starting and closing `engine` is the caller's business.
 
-    `defaults` is what a request that names no sampling parameter gets.
+    `defaults` is what a request that names no sampling parameter gets; `has_page` puts the chat
+    page at `/`.
     """
     access = access or Access()
     # No /docs: its page loads scripts from a foreign server. No redirects: they would go to
@@ -99,6 +102,8 @@ def create_app(
     router.add_api_route("/tokenize", api.tokenize, methods=["POST"], response_model=None)
     router.add_api_route("/apply-template", api.template, methods=["POST"], response_model=None)
     app.include_router(router)
+    if has_page:
+        app.include_router(page_router())
     _install_error_handlers(app)
     return app
 

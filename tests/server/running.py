@@ -35,12 +35,14 @@ class Running:
         access: Access | None = None,
         max_queue: int = 16,
         limits: SocketLimits | None = None,
+        *,
+        has_page: bool = True,
     ) -> None:
         self.lines: list[str] = []
         self.error: BaseException | None = None
         self._listening = threading.Event()
         self._arguments = (factory or FakeFactory(), access, max_queue)
-        self._limits = limits
+        self._limits, self._has_page = limits, has_page
         self._thread = threading.Thread(target=self._run, name="server")
         self._thread.start()
         assert self._listening.wait(20)
@@ -84,7 +86,7 @@ class Running:
             engine = EngineClient(
                 factory, max_queue=max_queue, policy=QUICK_RESTART, say=self.lines.append
             )
-            app = create_app(engine, access=access)
+            app = create_app(engine, access=access, has_page=self._has_page)
             await serve_until(self._stop, app, engine, listener, 1.0, self._hear, self._limits)
 
     def _hear(self, line: str) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from specoffload.config.flags.flag import (
+    FALSE,
     FLOAT,
     INT,
     OPENS,
     PATH,
     SWITCH,
     TEXT,
+    TRUE,
     Flag,
     Panel,
     Positional,
+    choice,
 )
 from specoffload.config.flags.reading import KEYS, N_PREDICT, RATE, SECONDS, SEED
 from specoffload.config.options import (
@@ -32,6 +35,11 @@ _P = Panel.COMMAND
 _PLAN = frozenset({"plan"})
 _RUN, _SERVE = frozenset({"run"}), frozenset({"serve"})
 _BENCH, _PROFILE, _SIMULATE = frozenset({"bench"}), frozenset({"profile"}), frozenset({"simulate"})
+
+# ik_llama.cpp's values, and llama.cpp's of its variable.
+_UI_WORDS: dict[str, object] = {"llamacpp": "auto"}
+_UI_WORDS |= dict.fromkeys(TRUE, "auto") | dict.fromkeys(FALSE, "none")
+_UI = choice(("auto", "none"), _UI_WORDS)
 
 RUN = (
     Flag(
@@ -82,6 +90,11 @@ SERVE = (
     Flag(
         ServeOptions, "max_queue", ("--max-queue",), INT,
         "Requests that may wait; more get a 503.", Panel.SERVER, least=0, commands=_SERVE,
+    ),
+    Flag(
+        ServeOptions, "ui", ("--ui", "--webui"), _UI, "A page to chat with, at /.", Panel.SERVER,
+        off=("--no-ui", "--no-webui"), off_value="none", variables=("LLAMA_ARG_UI",),
+        commands=_SERVE, bare="auto",
     ),
     Flag(
         GenerateOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,

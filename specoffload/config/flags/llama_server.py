@@ -14,7 +14,7 @@ from specoffload.config.flags.foreign import (
     valued,
 )
 
-_NO_UI = NoEffect("there is no web interface")
+_OWN_PAGE = NoEffect("the page at / is the program's own")
 _NO_TOOLS = NoEffect("there are no tools of the server's own")
 _ONE_MODEL = Refused("one model is served: give it with --model")
 _BROWSERS = NoEffect("pages of --cors-origins may use every method and header, without cookies")
@@ -92,16 +92,11 @@ SERVER = (
         _BROWSERS, "--cors-credentials !--no-cors-credentials LLAMA_ARG_CORS_CREDENTIALS"
     ),
     *valued(
-        _NO_UI, "--path LLAMA_ARG_STATIC_PATH", "--ui-config --webui-config LLAMA_ARG_UI_CONFIG",
+        _OWN_PAGE, "--path LLAMA_ARG_STATIC_PATH", "--ui-config --webui-config LLAMA_ARG_UI_CONFIG",
         "--ui-config-file --webui-config-file LLAMA_ARG_UI_CONFIG_FILE",
     ),
-    foreign(
-        "--ui --webui !--no-ui !--no-webui LLAMA_ARG_UI",
-        lambda value: ALREADY if value == "none" else _NO_UI,
-        n_values=1, optional=("none", "auto", "llamacpp"),
-    ),
     *switches(
-        _NO_UI,
+        _OWN_PAGE,
         "--ui-mcp-proxy --webui-mcp-proxy !--no-ui-mcp-proxy !--no-webui-mcp-proxy "
         "LLAMA_ARG_UI_MCP_PROXY",
     ),

@@ -12,7 +12,8 @@ from specoffload.server.access.keys import holds_key
 from specoffload.server.answer import problem_response
 from specoffload.server.messages import Problem
 
-PUBLIC = frozenset({"/health", "/v1/health"})
+PUBLIC = frozenset({"/health", "/v1/health", "/"})
+PUBLIC_BELOW = "/page/"  # the page asks for the key itself
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Gate:
         )
         if why is not None:
             return Problem("Forbidden", why, 403, "permission_error", can_retry=False)
-        if scope["path"] not in PUBLIC and not holds_key(
+        is_public = scope["path"] in PUBLIC or scope["path"].startswith(PUBLIC_BELOW)
+        if not is_public and not holds_key(
             access.keys, headers.get("authorization"), headers.get("x-api-key")
         ):
             message = "Invalid API Key: send `Authorization: Bearer KEY`"

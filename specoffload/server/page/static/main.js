@@ -1,0 +1,375 @@
+// Puts the parts together: which conversation is shown, what the buttons and keys do.
+
+import { Answers } from "./chat.js";
+import { Conversation, Shelf } from "./conversations.js";
+import { announce, byId, el, icon, iconButton } from "./dom.js";
+import { getJson, health, read, ServerError, write } from "./server.js";
+import { askKey, openSettings, Settings } from "./settings.js";
+import { Thread } from "./thread.js";
+import { showWhy } from "./why.js";
+
+const POLL_MS = 400;
+const WATCH_MS = 15000;
+const SAVE_MS = 1500;
+const NAME = "specoffload";
+
+const settings = new Settings();
+const state = { props: null, model: null, isReady: false, conversations: [], current: null, shelf: null };
+const text = byId("composer-text");
+const send = byId("send");
+const saves = new Map(); // conversation id -> timer
+
+// ---- conversations
+
+const answers = new Answers({
+  change(conversation, message, growing) {
+    save(conversation, growing ? SAVE_MS : 0);
+    if (conversation === state.current) {
+      if (growing && thread.view(message)) thread.grow(message);
+      else thread.show(conversation, growing ? message : null);
+      showComposer();
+    }
+    if (growing) return;
+    showList();
+    announce(message.error ?? (message.stopped ? "Stopped" : "The answer is complete"));
+    if (message.status === 401) askForKey(message.error);
+    if (message.status === 503 || message.status === 0) void watch();
+  },
+});
+
+const thread = new Thread({
+  language: () => settings.language ?? (servesDemo() ? "python" : ""),
+  running: () => answers.running(state.current),
+  retry: (message) => ask(() => (state.current.leaf = message.parent)),
+  edit: (message, content) => ask(() => state.current.add("user", content, message.parent)),
+  show(message) {
+    if (answers.running(state.current)) return;
+    state.current.show(message);
+    save(state.current);
+    thread.show(state.current);
+  },
+});
+
+/** Change the conversation by `change`, then have it answered. */
+function ask(change) {
+  const conversation = state.current;
+  if (answers.running(conversation)) return;
+  change();
+  if (!state.conversations.includes(conversation)) state.conversations.unshift(conversation);
+  const written = answers.write(conversation, settings.sampling);
+  showWelcome();
+  showList();
+  thread.end();
+  void written;
+}
+
+function save(conversation, wait_ms = 0) {
+  clearTimeout(saves.get(conversation.id));
+  const put = () => {
+    saves.delete(conversation.id);
+    state.shelf.put(conversation).catch((error) => banner(`This conversation cannot be kept: ${error.message}`));
+  };
+  if (!conversation.isEmpty) saves.set(conversation.id, setTimeout(put, wait_ms));
+}
+
+function open(conversation) {
+  state.current = conversation;
+  if (!conversation.isEmpty) write("specoffload.current", conversation.id);
+  thread.show(conversation, answers.running(conversation));
+  thread.end();
+  showWelcome();
+  showList();
+  showComposer();
+  closeSidebar();
+}
+
+function newChat() {
+  write("specoffload.current", "");
+  open(new Conversation({ system: settings.system }));
+  selectTab("chat");
+  text.focus();
+}
+
+async function remove(conversation) {
+  answers.stop(conversation);
+  clearTimeout(saves.get(conversation.id));
+  state.conversations = state.conversations.filter((one) => one !== conversation);
+  await state.shelf.remove(conversation);
+  if (conversation === state.current) newChat();
+  showList();
+  byId("new-chat").focus();
+}
+
+function showList() {
+  state.conversations.sort((a, b) => b.updated - a.updated);
+  byId("conversations").replaceChildren(
+    ...state.conversations.map((one) => {
+      const isCurrent = one === state.current;
+      const running = answers.running(one) ? el("span", { class: "pulse", role: "img", "aria-label": "being answered" }) : null;
+      return el(
+        "li",
+        { class: isCurrent ? "current" : "" },
+        el("button", { type: "button", class: "conversation", "aria-current": isCurrent ? "true" : null, onclick: () => open(one) }, running, el("span", {}, one.title || "Untitled")),
+        iconButton("bin", `Delete “${one.title}”`, (event) => confirmRemove(event.currentTarget, one), { class: "delete" }),
+      );
+    }),
+  );
+}
+
+/** The first press asks, the second deletes. */
+function confirmRemove(button, conversation) {
+  if (button.dataset.asked) return void remove(conversation);
+  button.dataset.asked = "yes";
+  button.replaceChildren("Delete?");
+  button.addEventListener("blur", showList, { once: true });
+}
+
+/** The embedded pair writes Python and nothing else. */
+function servesDemo() {
+  return (state.props?.notes ?? []).some((line) => line.includes("embedded demo pair"));
+}
+
+function showWelcome() {
+  const welcome = byId("welcome");
+  welcome.hidden = !state.current.isEmpty || !state.isReady;
+  if (welcome.hidden) return;
+  const isDemo = servesDemo();
+  const ideas = isDemo
+    ? ["def fibonacci(n):", "class Stack:", "def read_lines(path):"]
+    : ["Explain how speculative decoding keeps the distribution of a model.", "Write a haiku about memory bandwidth.", "What is the difference between RAM and VRAM?"];
+  welcome.replaceChildren(
+    el("h2", {}, isDemo ? "The embedded model" : "What shall it write?"),
+    isDemo
+      ? el("p", {}, "A small model, trained on Python source, that comes with the program. It continues code, and knows nothing else; give ", el("code", {}, "serve"), " a GGUF file for more.")
+      : el("p", {}, `${state.model?.id ?? "The model"} is loaded. What you write stays between this browser and this server.`),
+    el("div", { class: "ideas" }, ...ideas.map((idea) => el("button", { type: "button", class: isDemo ? "idea code-like" : "idea", onclick: () => ask(() => state.current.add("user", idea)) }, idea))),
+  );
+}
+
+// ---- the composer
+
+function showComposer() {
+  const running = answers.running(state.current);
+  const shown = running ? "stop" : "up";
+  if (send.dataset.shown !== shown) {
+    send.dataset.shown = shown;
+    send.replaceChildren(icon(shown));
+    send.setAttribute("aria-label", running ? "Stop" : "Send");
+    send.title = running ? "Stop (Esc)" : "Send (Enter)";
+  }
+  send.disabled = !running && (!state.isReady || !text.value.trim());
+}
+
+function fit() {
+  text.style.height = "auto";
+  text.style.height = `${Math.min(text.scrollHeight, 0.4 * innerHeight)}px`;
+}
+
+text.addEventListener("input", () => {
+  fit();
+  showComposer();
+});
+text.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    if (!answers.running(state.current)) byId("composer").requestSubmit();
+  } else if (event.key === "ArrowUp" && !text.value) {
+    const last = state.current.path().findLast((m) => m.role === "user");
+    if (last && !answers.running(state.current)) {
+      event.preventDefault();
+      thread.view(last).edit();
+    }
+  }
+});
+byId("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (answers.running(state.current)) return answers.stop(state.current);
+  const content = text.value;
+  if (!content.trim() || !state.isReady) return;
+  text.value = "";
+  fit();
+  ask(() => state.current.add("user", content));
+});
+
+// ---- tabs, the list, dialogs, keys
+
+function selectTab(name, { focus = false } = {}) {
+  for (const one of ["chat", "why"]) {
+    const tab = byId(`tab-${one}`);
+    const isChosen = one === name;
+    tab.setAttribute("aria-selected", String(isChosen));
+    tab.tabIndex = isChosen ? 0 : -1;
+    byId(`panel-${one}`).hidden = !isChosen;
+    if (isChosen && focus) tab.focus();
+  }
+  if (name === "why") void refreshWhy();
+}
+
+async function refreshWhy() {
+  if (state.isReady) await readServer().catch(trouble);
+  if (!state.props) return byId("why").replaceChildren(el("p", {}, "The server has not loaded its model yet."));
+  const last = state.current.path().findLast((m) => m.meter?.timings);
+  showWhy(byId("why"), state.props, state.model, last?.meter);
+}
+
+function closeSidebar() {
+  document.body.classList.remove("listing");
+  byId("scrim").hidden = true;
+  byId("open-sidebar").setAttribute("aria-expanded", "false");
+}
+
+function openSidebar() {
+  document.body.classList.add("listing");
+  byId("scrim").hidden = false;
+  byId("open-sidebar").setAttribute("aria-expanded", "true");
+  byId("new-chat").focus();
+}
+
+const THEMES = { "": "as the system", light: "light", dark: "dark" };
+
+function showTheme(theme) {
+  if (theme) document.documentElement.dataset.theme = theme;
+  else delete document.documentElement.dataset.theme;
+  const label = `Colours: ${THEMES[theme]}`;
+  byId("theme").setAttribute("aria-label", label);
+  byId("theme").title = label;
+}
+
+function nextTheme() {
+  const names = Object.keys(THEMES);
+  const theme = names[(names.indexOf(read("specoffload.theme") ?? "") + 1) % names.length];
+  write("specoffload.theme", theme);
+  showTheme(theme);
+  announce(`Colours: ${THEMES[theme]}`);
+}
+
+function download() {
+  const blob = new Blob([JSON.stringify(state.conversations, null, 1)], { type: "application/json" });
+  const link = el("a", { href: URL.createObjectURL(blob), download: "conversations.json" });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+function showSettings() {
+  openSettings(byId("settings"), settings, {
+    conversation: state.current,
+    defaults: state.props?.default_generation_settings?.params ?? {},
+    download,
+    async clear() {
+      state.conversations.forEach((one) => answers.stop(one));
+      state.conversations = [];
+      await state.shelf.clear();
+      newChat();
+    },
+    save(system) {
+      state.current.system = system;
+      save(state.current);
+      thread.show(state.current, answers.running(state.current));
+      void watch();
+    },
+  });
+}
+
+byId("new-chat").addEventListener("click", newChat);
+byId("open-sidebar").addEventListener("click", openSidebar);
+for (const id of ["close-sidebar", "scrim"]) byId(id).addEventListener("click", closeSidebar);
+byId("open-settings").addEventListener("click", showSettings);
+byId("theme").addEventListener("click", nextTheme);
+byId("tab-chat").addEventListener("click", () => selectTab("chat"));
+byId("tab-why").addEventListener("click", () => selectTab("why"));
+document.querySelector(".tabs").addEventListener("keydown", (event) => {
+  if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+  selectTab(byId("tab-chat").tabIndex === 0 ? "why" : "chat", { focus: true });
+});
+document.addEventListener("keydown", (event) => {
+  if (document.querySelector("dialog[open]")) return;
+  if (event.key === "Escape") {
+    if (document.body.classList.contains("listing")) closeSidebar();
+    else answers.stop(state.current);
+  } else if (event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    newChat();
+  } else if (event.key === "/" && !/^(?:input|textarea)$/i.test(document.activeElement.tagName)) {
+    event.preventDefault();
+    text.focus();
+  }
+});
+addEventListener("pagehide", () => {
+  for (const id of saves.keys()) void state.shelf.put(state.conversations.find((one) => one.id === id));
+});
+
+// ---- the server
+
+function banner(words, fraction) {
+  const root = byId("banner");
+  root.hidden = !words;
+  if (!words) return;
+  const bar = fraction === undefined ? null : el("progress", { max: "1", value: String(fraction), "aria-label": words });
+  root.replaceChildren(el("span", {}, words), ...(bar ? [bar] : []));
+}
+
+async function readServer() {
+  const [props, models] = await Promise.all([getJson("props"), getJson("v1/models")]);
+  state.props = props;
+  state.model = models.data[0];
+  byId("model-name").textContent = state.model.id;
+  document.title = `${state.model.id} · ${NAME}`;
+}
+
+function askForKey(message) {
+  askKey(byId("key-dialog"), message, () => void watch());
+}
+
+function trouble(error) {
+  if (error instanceof ServerError && error.status === 401) askForKey(error.message);
+  else banner(error.message);
+}
+
+function loadingWords(found) {
+  if (!found.loading) return [found.message === "Loading model" ? "Loading the model …" : found.message];
+  const { stage, fraction } = found.loading;
+  const what = stage === "model" ? "Loading the model" : "Measuring this machine with the model";
+  return [`${what}: ${Math.floor(100 * fraction)} %`, fraction];
+}
+
+let watching = null;
+let n_watches = 0;
+
+/** Look at the server until it is ready, then now and then. */
+async function watch() {
+  clearTimeout(watching);
+  n_watches += 1;
+  const mine = n_watches;
+  let found;
+  try {
+    found = await health();
+  } catch {
+    found = { ready: false, status: 0, message: "The server does not answer." };
+  }
+  if (mine !== n_watches) return; // a later look is under way
+  const wasReady = state.isReady;
+  state.isReady = found.ready;
+  if (!found.ready) banner(...loadingWords(found));
+  else if (!wasReady || !state.props) {
+    banner("");
+    await readServer().catch(trouble);
+    thread.show(state.current, answers.running(state.current)); // how answers are shown may depend on it
+  }
+  showWelcome();
+  showComposer();
+  watching = setTimeout(watch, found.ready ? WATCH_MS : POLL_MS);
+}
+
+async function start() {
+  for (const node of document.querySelectorAll("[data-icon]")) node.prepend(icon(node.dataset.icon));
+  showTheme(read("specoffload.theme") ?? "");
+  state.shelf = await Shelf.open();
+  state.conversations = await state.shelf.all();
+  const last = state.conversations.find((one) => one.id === read("specoffload.current"));
+  open(last ?? new Conversation({ system: settings.system }));
+  byId("kept").hidden = state.shelf.isLasting;
+  if (matchMedia("(hover: hover)").matches) text.focus();
+  await watch();
+}
+
+void start();

@@ -1,0 +1,94 @@
+// Requests to the server that this page came from. Paths are relative, so that a proxy may move them.
+
+const KEY = "specoffload.key";
+
+/** An answer that is an error, in the server's words. */
+export class ServerError extends Error {
+  constructor(status, message, body) {
+    super(message);
+    this.status = status;
+    this.body = body;
+  }
+}
+
+export const key = {
+  get: () => read(KEY) ?? "",
+  set: (value) => write(KEY, value),
+};
+
+export function read(name) {
+  try {
+    return localStorage.getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+export function write(name, value) {
+  try {
+    if (value) localStorage.setItem(name, value);
+    else localStorage.removeItem(name);
+  } catch {
+    // Storage is switched off: it holds until the page is closed.
+  }
+}
+
+async function request(path, options = {}) {
+  const headers = { ...(options.body && { "Content-Type": "application/json" }) };
+  if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
+  let response;
+  try {
+    response = await fetch(path, { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(0, "The server does not answer. Is it still running?");
+  }
+  if (response.ok) return response;
+  const body = await response.json().catch(() => ({}));
+  throw new ServerError(response.status, body.error?.message ?? `HTTP ${response.status}`, body);
+}
+
+export const getJson = async (path) => (await request(path)).json();
+
+/** `{ready: true}`, or what is known of the loading: `{ready: false, message, loading}`. */
+export async function health() {
+  try {
+    await request("health");
+    return { ready: true };
+  } catch (error) {
+    if (!(error instanceof ServerError)) throw error;
+    return { ready: false, status: error.status, message: error.message, loading: error.body?.loading };
+  }
+}
+
+/** The chunks of a streamed chat completion. Throws ServerError, before or amid them. */
+export async function* streamChat(body, signal) {
+  const sent = JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } });
+  const response = await request("v1/chat/completions", { method: "POST", body: sent, signal });
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ServerError(chunk.error.code, chunk.error.message, chunk);
+    yield chunk;
+  }
+  throw new ServerError(0, "The connection ended before the answer did.");
+}
+
+/** The data of server-sent events; comments are left out. */
+export async function* events(stream) {
+  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) {
+        if (line.startsWith("data:")) yield line.slice(5).trim();
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // frees the server's slot when the reader leaves early
+  }
+}

@@ -1,0 +1,77 @@
+"""The page's files over HTTP: what is served, with which headers, and that they can be left out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from running import Running, StartServer, http
+
+import specoffload.server.page
+from specoffload.server.access.gate import Access
+
+STATIC = Path(specoffload.server.page.__file__).parent / "static"
+NAMES = sorted(p.relative_to(STATIC).as_posix() for p in STATIC.rglob("*") if p.is_file())
+
+
+def test_the_page_is_served_without_a_key_and_the_api_is_not(start_server: StartServer) -> None:
+    server = start_server(access=Access(keys=("secret",)))
+    assert http.get(server.url + "/").status_code == 200
+    assert http.get(server.url + "/page/main.js").status_code == 200
+    assert http.get(server.url + "/props").status_code == 401
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_file_is_served_as_it_is_and_again_only_when_it_has_changed(
+    server: Running, name: str
+) -> None:
+    first = http.get(f"{server.url}/page/{name}")
+    assert first.content == (STATIC / name).read_bytes()
+    assert first.headers["content-encoding"] == "gzip"
+    plain = http.get(f"{server.url}/page/{name}", headers={"Accept-Encoding": "identity"})
+    assert plain.content == first.content
+    assert "content-encoding" not in plain.headers
+    headers = {"If-None-Match": first.headers["etag"]}
+    assert http.get(f"{server.url}/page/{name}", headers=headers).status_code == 304
+
+
+def test_the_policy_lets_nothing_in_from_elsewhere(server: Running) -> None:
+    answer = http.get(server.url + "/")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    for link in re.findall(r'(?:src|href)="([^"]+)"', answer.text):
+        assert re.match(r"page/|#", link), link
+        if link.startswith("page/"):
+            assert link.removeprefix("page/") in NAMES
+
+
+def test_no_script_of_ours_names_another_host() -> None:
+    for path in STATIC.glob("*.js"):
+        found = re.findall(r"https?://[^\s\"'`]+", path.read_text(encoding="utf-8"))
+        assert [url for url in found if url != "http://www.w3.org/2000/svg"] == [], path.name
+
+
+@pytest.mark.parametrize(
+    "path", ["/page/../files.py", "/page/%2e%2e/files.py", "/page//etc/passwd", "/page/none.js"]
+)
+def test_nothing_but_the_pages_files_is_served(server: Running, path: str) -> None:
+    answer = http.get(server.url + path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["type"] == "not_found_error"
+
+
+def test_every_library_has_its_licence_beside_it() -> None:
+    vendor = STATIC / "vendor"
+    assert {p.stem for p in vendor.glob("*.js")} == {p.stem for p in vendor.glob("*.LICENSE")}
+    assert len(list(vendor.glob("*.js"))) == 3
+
+
+def test_without_a_page_there_is_none(start_server: StartServer) -> None:
+    server = start_server(has_page=False)
+    assert http.get(server.url + "/").status_code == 404
+    assert http.get(server.url + "/page/main.js").status_code == 404
+    assert http.get(server.url + "/health").status_code == 200
