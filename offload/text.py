@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Callable, Sequence
 
 from offload.ggml.llama import Model
@@ -49,6 +50,14 @@ class ModelText:
     def token_text(self, token: int) -> str:
         """The vocabulary's spelling of a token, for comparing vocabularies."""
         return self._model.token_text(token)
+
+    @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of text that one token stands for, at most: its spelling is never shorter."""
+        if not self._model.has_tokenizer:
+            return 1
+        spellings = (self._model.token_text(token) for token in range(self._model.n_vocab))
+        return max((len(text.encode()) for text in spellings), default=1)
 
     @property
     def chat_template(self) -> str | None:

@@ -149,6 +149,7 @@ class ServeOptions:
     max_queue: int = 16
     cors_origins: str | None = None
     ui: str = "auto"
+    strict_params: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -22,6 +22,7 @@ from specoffload.server.answer import (
     WholeAnswer,
     problem_response,
 )
+from specoffload.server.body.reading import BodyReader, body_limit_bytes, ignore
 from specoffload.server.client import EngineClient, RequestFailed, unavailable
 from specoffload.server.messages import (
     ChatJob,
@@ -35,7 +36,6 @@ from specoffload.server.messages import (
 from specoffload.server.page.files import page_router
 from specoffload.server.parameters import (
     chat_messages,
-    check_extra,
     completion_prompt,
     generate_options,
 )
@@ -49,10 +49,9 @@ from specoffload.server.wire import (
 )
 from specoffload.session.generation import GenerateOptions, ModelCard
 
-MAX_BODY_BYTES = 32 * 2**20
+_Body = TypeVar("_Body", bound=BaseModel)
 
 log = logging.getLogger("specoffload.server")
-_Body = TypeVar("_Body", bound=BaseModel)
 
 _TYPES = {404: "not_found_error", 500: "server_error"}
 
@@ -63,11 +62,12 @@ def create_app(
     access: Access | None = None,
     defaults: GenerateOptions | None = None,
     has_page: bool = True,
+    strict_params: bool = False,
 ) -> FastAPI:
     """The application; starting and closing `engine` is the caller's business.
 
     `defaults` is what a request that names no sampling parameter gets; `has_page` puts the chat
-    page at `/`.
+    page at `/`. With `strict_params`, a parameter without effect is a 400.
     """
     access = access or Access()
     # No /docs: its page loads scripts from a foreign server. No redirects: they would go to
@@ -88,7 +88,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    api = _Api(engine, defaults or GenerateOptions())
+    api = _Api(engine, defaults or GenerateOptions(), BodyReader(strict=strict_params))
     router = APIRouter()
     for path in ("/health", "/v1/health"):
         router.add_api_route(path, api.health, methods=["GET", "HEAD"])
@@ -109,8 +109,9 @@ def create_app(
 
 
 class _Api:
-    def __init__(self, engine: EngineClient, defaults: GenerateOptions) -> None:
+    def __init__(self, engine: EngineClient, defaults: GenerateOptions, bodies: BodyReader) -> None:
         self._engine = engine
+        self._bodies = bodies
         self._defaults = defaults
         self._created = int(time.time())
 
@@ -160,15 +161,17 @@ class _Api:
     # ---- generation
 
     async def chat(self, request: Request) -> Response:
-        body = await _parse(request, ChatRequest)
-        options = generate_options(body, self._defaults)
+        body = await self._read(request, ChatRequest)
+        options, idle = generate_options(body, self._defaults)
+        ignore(request, idle)
         job = ChatJob(chat_messages(body.messages), options)
         card = self._card()
         return self._generate(job, body, ChatShape(card.name, int(time.time())))
 
     async def completion(self, request: Request) -> Response:
-        body = await _parse(request, CompletionRequest)
-        options = generate_options(body, self._defaults)
+        body = await self._read(request, CompletionRequest)
+        options, idle = generate_options(body, self._defaults)
+        ignore(request, idle)
         prompt = completion_prompt(body)
         echo = prompt if body.echo and isinstance(prompt, str) else ""
         card = self._card()
@@ -186,15 +189,16 @@ class _Api:
     # ---- text only
 
     async def tokenize(self, request: Request) -> Response:
-        body = await _parse(request, TokenizeRequest)
-        check_extra(body, {"with_pieces": (False,)})
+        body = await self._read(request, TokenizeRequest)
         job = TokenizeJob(body.content, body.add_special, body.parse_special)
         return SingleAnswer(self._engine.submit(job))
 
     async def template(self, request: Request) -> Response:
-        body = await _parse(request, TemplateRequest)
-        check_extra(body)
+        body = await self._read(request, TemplateRequest)
         return SingleAnswer(self._engine.submit(TemplateJob(chat_messages(body.messages))))
+
+    async def _read(self, request: Request, kind: type[_Body]) -> _Body:
+        return await self._bodies.read(request, kind, body_limit_bytes(self._card()))
 
     def _card(self) -> ModelCard:
         """Raises RequestFailed (503) before the first load."""
@@ -216,37 +220,6 @@ class _Api:
                 "architecture": card.architecture,
             },
         }
-
-
-async def _parse(request: Request, kind: type[_Body]) -> _Body:
-    """The body as `kind`.
-
-    Raises RequestFailed: 413 for more than MAX_BODY_BYTES, 400 for anything that does not fit.
-    """
-    chunks: list[bytes] = []
-    n_bytes = 0
-    async for chunk in request.stream():
-        n_bytes += len(chunk)
-        if n_bytes > MAX_BODY_BYTES:
-            raise RequestFailed(_invalid(f"the body is over {MAX_BODY_BYTES} bytes", 413))
-        chunks.append(chunk)
-    try:
-        return kind.model_validate_json(b"".join(chunks))
-    except ValidationError as e:
-        raise RequestFailed(_invalid(_sentence(e))) from e
-
-
-def _sentence(error: ValidationError) -> str:
-    """The first complaint, by the place in the body that it is about."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-    where = ".".join(str(part) for part in first["loc"]) or "the body"
-    return f"{where}: {first['msg']}"
-
-
-def _invalid(message: str, http_status: int = 400) -> Problem:
-    return Problem("BadRequest", message, http_status, "invalid_request_error", exit_code=2)
 
 
 def _install_error_handlers(app: FastAPI) -> None:

@@ -1,18 +1,13 @@
 """From a request to GenerateOptions. Pure.
 
-Nothing is ignored silently: a parameter is honoured, or cannot change the answer (INERT), or is
-refused by name unless it has the value that means "off" (REFUSED); an unknown one is refused too.
+Nothing is ignored silently: names that no field has are for `body.names` to judge.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-from pydantic import BaseModel
 
 from offload.errors import BadRequest
 from specoffload.config.flags import sampling
@@ -25,61 +20,6 @@ from specoffload.server.wire import (
 )
 from specoffload.session.generation import GenerateOptions
 
-# Bookkeeping of OpenAI's platform and hints about speed: the answer is the same without them.
-INERT = frozenset(
-    {
-        "cache_prompt",
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-
-# name -> the values besides null that ask for nothing.
-REFUSED: Mapping[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "dry_multiplier": (0, 0.0),
-    "dynatemp_range": (0, 0.0),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "id_slot": (-1,),
-    "logit_bias": ({}, []),
-    "logprobs": (False,),
-    "lora": ([],),
-    "min_tokens": (0,),
-    "mirostat": (0,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "n_probs": (0,),
-    "prediction": (),
-    "reasoning_effort": (),
-    "reasoning_format": ("none",),
-    "repetition_penalty": (1, 1.0),
-    "return_progress": (False,),
-    "samplers": (),
-    "stop_token_ids": ([],),
-    "suffix": ("",),
-    "timings_per_token": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "typical_p": (1, 1.0),
-    "verbosity": (),
-    "web_search_options": (),
-    "xtc_probability": (0, 0.0),
-}
-
 # Fields that go as they are into the GenerateOptions of the same meaning, by its name.
 _PASSED_ON = {
     flag.request: flag.field
@@ -87,28 +27,21 @@ _PASSED_ON = {
     if flag.request and flag.kind in (INT, FLOAT, SWITCH)
 }
 _ROLES = ("system", "developer", "user", "assistant")
+MAX_STOPS = 256  # each is looked for at every piece of the answer
+MAX_STOP_LETTERS = 1024
 _N_SEEDS = 2**32 - 1  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "random"
 
 
-def check_extra(request: BaseModel, refused: Mapping[str, tuple[object, ...]] = REFUSED) -> None:
-    """Raises BadRequest for a parameter that is set and cannot be honoured."""
-    for name, value in (request.model_extra or {}).items():
-        if value is None or name in INERT:
-            continue
-        if name not in refused:
-            known = [*type(request).model_fields, *refused, *INERT]
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise BadRequest(f"unknown parameter {name}{hint}")
-        if not any(type(value) is type(off) and value == off for off in refused[name]):
-            raise BadRequest(f"{name} is not supported by this server: leave it out")
+def generate_options(
+    request: GenerationRequest, defaults: GenerateOptions
+) -> tuple[GenerateOptions, tuple[str, ...]]:
+    """`defaults` where the request says nothing; and parameters that have no effect beside others.
 
-
-def generate_options(request: GenerationRequest, defaults: GenerateOptions) -> GenerateOptions:
-    """`defaults` where the request says nothing. Raises BadRequest."""
-    check_extra(request)
+    Raises BadRequest.
+    """
+    idle = []
     if request.stream_options is not None and not request.stream:
-        raise BadRequest("stream_options has no effect without stream: true")
+        idle.append("stream_options")
     changes: dict[str, Any] = {
         field: value
         for name, field in _PASSED_ON.items()
@@ -118,13 +51,31 @@ def generate_options(request: GenerationRequest, defaults: GenerateOptions) -> G
     if structure:  # instead of the default's, whichever form that has
         changes |= {"grammar": None, "json_schema": None, **structure}
     if request.stop is not None:
-        changes["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+        changes["stop"] = _stops(request.stop)
     if request.seed is not None and request.seed != -1:
         changes["seed"] = request.seed % _N_SEEDS
-    n_predict = _n_predict(request)
-    if n_predict is not None:
-        changes["n_predict"] = None if n_predict == -1 else n_predict
-    return replace(defaults, **changes)
+    limit = request.max_tokens
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        if limit not in (None, request.max_completion_tokens):
+            idle.append("max_tokens")  # OpenAI's older name for it
+        limit = request.max_completion_tokens
+    if limit == 0:
+        raise BadRequest("max_tokens is 0: at least one token must be asked for")
+    if limit is not None:
+        changes["n_predict"] = None if limit == -1 else limit
+    return replace(defaults, **changes), tuple(idle)
+
+
+def _stops(given: str | list[str]) -> tuple[str, ...]:
+    """The texts that end the answer; empty ones end nothing. Raises BadRequest for too many."""
+    stops = tuple(filter(None, [given] if isinstance(given, str) else given))
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LETTERS for stop in stops):
+        longest = max(len(stop) for stop in stops)
+        raise BadRequest(
+            f"stop has {len(stops)} texts, the longest of {longest} letters: at most {MAX_STOPS} "
+            f"of {MAX_STOP_LETTERS} letters are looked for"
+        )
+    return stops
 
 
 def _structure(request: GenerationRequest) -> dict[str, Any]:
@@ -161,19 +112,6 @@ def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
     return schema
 
 
-def _n_predict(request: GenerationRequest) -> int | None:
-    limits = {"max_tokens": request.max_tokens}
-    if isinstance(request, ChatRequest):
-        limits["max_completion_tokens"] = request.max_completion_tokens
-    given = {name: value for name, value in limits.items() if value is not None}
-    for name, value in given.items():
-        if value == 0:
-            raise BadRequest(f"{name} is 0: at least one token must be asked for")
-    if len(set(given.values())) > 1:
-        raise BadRequest(f"max_tokens and max_completion_tokens differ: {given}; send one of them")
-    return next(iter(given.values()), None)
-
-
 def completion_prompt(request: CompletionRequest) -> str | tuple[int, ...]:
     """The one prompt of a completion request: text or token ids. Raises BadRequest."""
     prompt: object = request.prompt
@@ -208,9 +146,10 @@ def _chat_message(at: int, message: Message) -> dict[str, str]:
     for name, value in (message.model_extra or {}).items():
         if value is None or value == []:
             continue  # clients send back what they were given, nulls and empty lists included
-        if name not in ("name", "reasoning_content") or not isinstance(value, str):
+        if name == "tool_calls":
             raise BadRequest(f"{where}: {name} is not supported by this server")
-        result[name] = value
+        if name in ("name", "reasoning_content") and isinstance(value, str):
+            result[name] = value
     return result
 
 

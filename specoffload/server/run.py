@@ -63,8 +63,13 @@ def serve(
         if not keys and not access.on_loopback:
             say("warning: other machines can reach this server, and no --api-key is set")
         engine = EngineClient(factory, max_queue=options.max_queue, say=say)
-        has_page = options.ui != "none"
-        app = create_app(engine, access=access, defaults=defaults, has_page=has_page)
+        app = create_app(
+            engine,
+            access=access,
+            defaults=defaults,
+            has_page=options.ui != "none",
+            strict_params=options.strict_params,
+        )
         stop = asyncio.Event()
         return asyncio.run(serve_until(stop, app, engine, listener, grace_s, say, limits))
 

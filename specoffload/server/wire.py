@@ -1,7 +1,7 @@
 """The JSON that goes over HTTP: OpenAI's requests and answers, llama-server's errors and timings.
 
 Requests are strict: a wrong type is refused, not converted. Keys that no model here declares are
-kept in `model_extra`; `parameters.py` decides about them.
+kept in `model_extra`; `body/names.py` decides about them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from specoffload.config.flags import sampling
 from specoffload.server.messages import Problem
@@ -22,9 +22,21 @@ class _Request(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+def _whole(value: object) -> object:
+    """4.0 is an integer in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+
+
+# A union tries each kind in turn: this one gives a kind up at the first element that does not fit.
+_AT_FIRST_MISFIT = Field(fail_fast=True)
+_Texts = Annotated[list[str], _AT_FIRST_MISFIT]
+_Tokens = Annotated[list[Whole], _AT_FIRST_MISFIT]
+
+
+class StreamOptions(_Request):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against traffic analysis: OpenAI's own
 
@@ -38,35 +50,32 @@ def _ranged(name: str) -> Any:
     return Field(None, ge=flag.least, gt=flag.above, le=flag.most)
 
 
-StopText = Annotated[str, Field(min_length=1)]
-
-
 class GenerationRequest(_Request):
     """The fields common to /v1/completions and /v1/chat/completions. `model` is not matched:
     one model is served, and its name is in the answer."""
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=-1)  # -1, as in llama-server: to the context's end
+    max_tokens: Whole | None = Field(None, ge=-1)  # -1, as in llama-server: to the context's end
     temperature: float | None = _ranged("temperature")
-    top_k: int | None = _ranged("top_k")
+    top_k: Whole | None = _ranged("top_k")
     top_p: float | None = _ranged("top_p")
     min_p: float | None = _ranged("min_p")
     repeat_penalty: float | None = _ranged("repeat_penalty")
-    repeat_last_n: int | None = _ranged("repeat_last_n")
+    repeat_last_n: Whole | None = _ranged("repeat_last_n")
     frequency_penalty: float | None = _ranged("frequency_penalty")
     presence_penalty: float | None = _ranged("presence_penalty")
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
-    seed: int | None = None
-    stop: StopText | list[StopText] | None = None
+    seed: Whole | None = None
+    stop: str | _Texts | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _Tokens | _Texts | Annotated[list[_Tokens], _AT_FIRST_MISFIT]
     echo: bool | None = None
 
 
@@ -82,7 +91,7 @@ class Message(_Request):
 
 class ChatRequest(GenerationRequest):
     messages: list[Message]
-    max_completion_tokens: int | None = Field(None, ge=-1)
+    max_completion_tokens: Whole | None = Field(None, ge=-1)
 
 
 class TokenizeRequest(_Request):

@@ -88,6 +88,7 @@ class ModelCard:
     n_params: int
     size_bytes: int
     chat_template: str | None
+    longest_token_bytes: int = 256  # of text that one token can stand for
     notes: tuple[str, ...] = field(default=())  # start-up lines: plan, device, what is not active
 
 

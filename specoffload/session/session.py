@@ -84,6 +84,7 @@ class Session:
             n_params=model.n_params,
             size_bytes=model.size_bytes,
             chat_template=self.target.chat_template,
+            longest_token_bytes=self.target.longest_token_bytes,
             notes=self.notes,
         )
 

@@ -37,12 +37,14 @@ class Running:
         limits: SocketLimits | None = None,
         *,
         has_page: bool = True,
+        strict_params: bool = False,
     ) -> None:
         self.lines: list[str] = []
         self.error: BaseException | None = None
         self._listening = threading.Event()
         self._arguments = (factory or FakeFactory(), access, max_queue)
-        self._limits, self._has_page = limits, has_page
+        self._limits = limits
+        self._app_options = {"has_page": has_page, "strict_params": strict_params}
         self._thread = threading.Thread(target=self._run, name="server")
         self._thread.start()
         assert self._listening.wait(20)
@@ -86,7 +88,7 @@ class Running:
             engine = EngineClient(
                 factory, max_queue=max_queue, policy=QUICK_RESTART, say=self.lines.append
             )
-            app = create_app(engine, access=access, has_page=self._has_page)
+            app = create_app(engine, access=access, **self._app_options)
             await serve_until(self._stop, app, engine, listener, 1.0, self._hear, self._limits)
 
     def _hear(self, line: str) -> None:

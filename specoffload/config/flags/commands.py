@@ -88,6 +88,11 @@ SERVE = (
         "answers only requests to 127.0.0.1, ::1 and localhost.",
     ),
     Flag(
+        ServeOptions, "strict_params", ("--strict-params",), SWITCH,
+        "A parameter of a request that has no effect is a 400, and not a header of its answer.",
+        Panel.SERVER, commands=_SERVE, rare=True,
+    ),
+    Flag(
         ServeOptions, "max_queue", ("--max-queue",), INT,
         "Requests that may wait; more get a 503.", Panel.SERVER, least=0, commands=_SERVE,
     ),

@@ -17,8 +17,8 @@ FLAGS = (
         request="temperature",
     ),
     Flag(
-        GenerateOptions, "top_k", ("--top-k",), INT, "The k likeliest tokens; 0: all.", _P,
-        variables=("LLAMA_ARG_TOP_K",), least=0, commands=_ANSWERS, request="top_k",
+        GenerateOptions, "top_k", ("--top-k",), INT, "The k likeliest tokens; 0 and -1: all.", _P,
+        variables=("LLAMA_ARG_TOP_K",), least=-1, commands=_ANSWERS, request="top_k",
     ),
     Flag(
         GenerateOptions, "top_p", ("--top-p",), FLOAT,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specoffload.server.access.browsers import refusal
 from specoffload.server.access.keys import holds_key
 from specoffload.server.answer import problem_response
+from specoffload.server.body.reading import ignored_header
 from specoffload.server.messages import Problem
 
 PUBLIC = frozenset({"/health", "/v1/health", "/"})
@@ -39,7 +40,7 @@ class Gate:
             if problem is not None:
                 await problem_response(problem)(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, _naming_ignored(scope, send))
 
     def _problem(self, scope: Scope) -> Problem | None:
         headers, access = Headers(scope=scope), self._access
@@ -58,6 +59,17 @@ class Gate:
             message = "Invalid API Key: send `Authorization: Bearer KEY`"
             return Problem("Unauthorized", message, 401, "authentication_error")
         return _media_problem(headers)
+
+
+def _naming_ignored(scope: Scope, send: Send) -> Send:
+    """`send` with the header that names parameters without effect."""
+
+    async def named(message: Message) -> None:
+        if message["type"] == "http.response.start" and (added := ignored_header(scope)):
+            message = {**message, "headers": [*message.get("headers", []), *added]}
+        await send(message)
+
+    return named
 
 
 def _media_problem(headers: Headers) -> Problem | None:

@@ -1,0 +1,125 @@
+"""Requests as other programs send them are served, and what they ask in vain is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict
+from running import Running, StartServer, http
+
+from offload.errors import BadRequest
+from specoffload.server.body.names import (
+    ALIASES,
+    INERT,
+    REFUSED,
+    header_value,
+    ignored_names,
+    refuse_ignored,
+    renamed,
+)
+from specoffload.server.wire import ChatRequest, CompletionRequest
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "requests"
+RECORDED = sorted(FOLDER.glob("*.json"))
+HEADER = "x-ignored-parameters"
+
+
+def _ignored(answer: Any) -> set[str]:
+    return set(filter(None, answer.headers.get(HEADER, "").split(", ")))
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
+def test_requests_of_other_programs_are_served(server: Running, file: Path) -> None:
+    recorded = json.loads(file.read_text(encoding="utf-8"))
+    answer = http.post(server.url + recorded["path"], json=recorded["body"])
+    assert answer.status_code == 200, answer.text
+    assert _ignored(answer) <= set(recorded["body"])
+    kind = ChatRequest if "messages" in recorded["body"] else CompletionRequest
+    assert _ignored(answer).isdisjoint(kind.model_fields)
+
+
+def test_a_parameter_without_effect_is_named_and_one_that_is_off_is_not(server: Running) -> None:
+    body = {"prompt": "x", "temprature": 1, "top_a": 0, "user": "me", "tfs": 0.5, "mode": None}
+    answer = http.post(server.url + "/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert _ignored(answer) == {"temprature", "tfs"}
+    assert HEADER not in http.post(server.url + "/v1/completions", json={"prompt": "x"}).headers
+
+
+def test_a_stream_and_an_error_name_them_too(server: Running) -> None:
+    for body in ({"prompt": "x", "stream": True}, {"prompt": "[refuse]"}):
+        answer = http.post(server.url + "/v1/completions", json={**body, "no_such_thing": 5})
+        assert _ignored(answer) == {"no_such_thing"}
+
+
+def test_stream_options_of_an_answer_in_one_piece_are_named(server: Running) -> None:
+    body = {"prompt": "x", "stream_options": {"include_usage": True}}
+    assert _ignored(http.post(server.url + "/v1/completions", json=body)) == {"stream_options"}
+
+
+def test_of_two_token_limits_the_newer_name_counts(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    answer = http.post(
+        server.url + "/v1/chat/completions", json={**body, "max_completion_tokens": 4}
+    )
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    assert _ignored(answer) == {"max_tokens"}
+
+
+def test_with_strict_params_it_is_a_400_that_guesses_the_name(start_server: StartServer) -> None:
+    server = start_server(strict_params=True)
+    for name, hint in (("temprature", "did you mean temperature?"), ("zzzzzz", "no effect")):
+        answer = http.post(server.url + "/v1/completions", json={"prompt": "x", name: 1})
+        assert answer.status_code == 400
+        assert name in answer.json()["error"]["message"]
+        assert hint in answer.json()["error"]["message"]
+    body = {"prompt": "x", "user": "me", "n": 1, "repetition_penalty": 1.1}
+    assert http.post(server.url + "/v1/completions", json=body).status_code == 200
+
+
+class _Any(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_would_change_the_kind_of_the_answer_is_refused_unless_it_is_off(name: str) -> None:
+    for off in (None, *REFUSED[name]):
+        assert ignored_names(_Any(**{name: off})) == ()
+    with pytest.raises(BadRequest, match=f"^{name} is not supported"):
+        ignored_names(_Any(**{name: "something"}))
+
+
+@pytest.mark.parametrize("name", sorted(INERT))
+def test_what_cannot_change_the_answer_is_not_named(name: str) -> None:
+    assert ignored_names(_Any(**{name: "anything"})) == ()
+    refuse_ignored(_Any, ())
+
+
+@given(st.dictionaries(st.text(max_size=12), st.integers(1, 3), max_size=8))
+def test_every_other_name_is_given_back(body: dict[str, int]) -> None:
+    if set(body) & {*INERT, *REFUSED} or any(hasattr(_Any, name) for name in body):
+        return
+    assert set(ignored_names(_Any.model_validate(body))) == set(body)
+
+
+@given(st.lists(st.text(max_size=150), max_size=80))
+def test_a_header_of_names_is_plain_ascii_of_bounded_length(names: list[str]) -> None:
+    value = header_value(tuple(names))
+    assert len(value) < 6000
+    assert value.decode("ascii").isprintable() or value == b""
+
+
+@pytest.mark.parametrize("other", sorted(ALIASES))
+def test_other_names_mean_the_one_used_here_which_counts_if_both_are_given(other: str) -> None:
+    name = ALIASES[other]
+    assert renamed({other: 2}, {name}) == {name: 2}
+    assert renamed({other: 2, name: None}, {name}) == {name: 2}
+    assert renamed({other: 2, name: 2}, {name}) == {name: 2}
+    assert renamed({other: 2, name: 3}, {name}) == {other: 2, name: 3}
+    assert renamed({other: 2}, set()) == {other: 2}
+    assert renamed({other: 2}, {name, other}) == {other: 2}
