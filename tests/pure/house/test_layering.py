@@ -39,6 +39,7 @@ PURE = (
     "offload.torch_draft.rope",
     "offload.torch_draft.shape",
     "specdec.policies",
+    "specoffload.chat",
     "numa.pinning",
     "numa.place",
     "numa.rows",

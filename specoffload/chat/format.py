@@ -1,0 +1,134 @@
+"""A model's chat format, made of its template: conversations to prompts, and answers to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from specoffload.chat.conversation import Conversation
+from specoffload.chat.environment import check, render
+from specoffload.chat.families import Family, family_of, reasoning_of
+from specoffload.chat.messages import Needs, needs_of, template_messages
+from specoffload.chat.parsing.stream import AnswerForm, StreamParser
+
+CHATML = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+"""For a model whose file has no template."""
+
+BUILT_IN = {"chatml": CHATML}
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered conversation, and all that generating and reading its answer takes. Picklable.
+
+    `text` has its special tokens written out, none is to be added. `stops` end the answer besides
+    the model's own end tokens. `shown` are markers that the engine shows where they are special
+    tokens. `json_schema` is JSON text that the answer has to follow, where a call is forced.
+    """
+
+    text: str
+    form: AnswerForm
+    stops: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
+    json_schema: str | None = None
+
+    def parser(self, new_id: Callable[[], str] | None = None) -> StreamParser:
+        """A parser of one answer to this prompt; each of `n` answers has its own."""
+        return StreamParser(self.form, new_id)
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """`templates` are the file's, by name; "default" is the one without a name, "tool_use" is
+    taken for conversations with tools. Picklable; what it finds out of the templates is kept."""
+
+    templates: Mapping[str, str]
+    bos: str = ""
+    eos: str = ""
+    name: str = "of the model file"
+    _known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, template: str | None, *, bos: str = "", eos: str = "") -> ChatFormat:
+        """Of one template; ChatML where there is none."""
+        if template:
+            return cls({"default": template}, bos, eos)
+        return cls({"default": CHATML}, bos, eos, "chatml")
+
+    def template(self, *, with_tools: bool) -> str:
+        if with_tools and "tool_use" in self.templates:
+            return self.templates["tool_use"]
+        if "default" in self.templates:
+            return self.templates["default"]
+        return next(iter(self.templates.values()))
+
+    def prepare(
+        self, conversation: Conversation, now: Callable[[], datetime] = datetime.now
+    ) -> ChatPrompt:
+        """Renders the conversation. Raises BadRequest, also for whatever the template does.
+
+        Neither time nor memory is bounded here: that is up to the process it runs in.
+        """
+        source = self.template(with_tools=bool(conversation.tools))
+        needs = self._needs(source)
+        family = family_of(source) if needs.takes_tools else family_of("")
+        messages = template_messages(conversation, needs)
+        variables = {
+            **_reasoning_variables(conversation),
+            **conversation.template_kwargs,
+            "messages": messages,
+            "tools": _tools(conversation, needs),
+            "add_generation_prompt": conversation.add_generation_prompt,
+            "bos_token": self.bos,
+            "eos_token": self.eos,
+        }
+        text = render(self.name, source, variables, now)
+        return self._asked(conversation, family, source, text)
+
+    def _needs(self, source: str) -> Needs:
+        if source not in self._known:
+            check(self.name, source)
+            self._known[source] = needs_of(self.name, source, bos=self.bos, eos=self.eos)
+        found = self._known[source]
+        assert isinstance(found, Needs)
+        return found
+
+    def _asked(
+        self, conversation: Conversation, family: Family, source: str, text: str
+    ) -> ChatPrompt:
+        tools = conversation.callable_tools
+        reasoning = reasoning_of(source)
+        thinking = reasoning is not None and text.rstrip().endswith(reasoning[0])
+        form = AnswerForm(
+            family,
+            {tool.name: dict(tool.parameters) for tool in tools},
+            reasoning,
+            conversation.reasoning.format,
+            thinking,
+        )
+        shown = (*family.markers, *(reasoning or ())) if tools or reasoning else ()
+        return ChatPrompt(text, form, shown=shown)
+
+
+def _tools(conversation: Conversation, needs: Needs) -> list[dict[str, Any]] | None:
+    if not needs.takes_tools or conversation.tool_choice == "none" or not conversation.tools:
+        return None
+    return [tool.as_openai() for tool in conversation.tools]
+
+
+def _reasoning_variables(conversation: Conversation) -> dict[str, Any]:
+    """The names by which templates ask: Qwen's and GLM's, DeepSeek-V3.1's, gpt-oss's."""
+    asked = conversation.reasoning
+    found: dict[str, Any] = {}
+    if asked.enabled is not None:
+        found |= {"enable_thinking": asked.enabled, "thinking": asked.enabled}
+    if asked.effort is not None:
+        found["reasoning_effort"] = asked.effort
+    return found

@@ -1,0 +1,176 @@
+"""Messages in the shape that a template takes, found out by rendering it on small ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offload.errors import BadRequest
+from specoffload.chat.conversation import Conversation, Tool
+from specoffload.chat.environment import render
+
+_NEEDLE = "needle-in-the-chat"
+_KEY = "needle_key"
+_TOOL = Tool("needle_tool", "A probe.", {"type": "object", "properties": {}})
+
+
+@dataclass(frozen=True)
+class Needs:
+    """True where the template writes what it is given so."""
+
+    takes_tools: bool  # writes the tools it is given
+    takes_calls: bool  # writes an assistant's tool_calls
+    takes_results: bool  # writes messages of the role tool
+    takes_system: bool
+    arguments_as_object: bool  # of tool_calls; else as JSON text
+    content_as_parts: bool  # [{"type": "text", "text": ...}]; else as text
+
+
+def needs_of(name: str, source: str, *, bos: str, eos: str) -> Needs:
+    """Renders small conversations and looks for their words. Never raises BadRequest."""
+
+    def rendered(*messages: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        variables = {
+            "messages": list(messages),
+            "tools": list(tools) or None,
+            "add_generation_prompt": False,
+            "bos_token": bos,
+            "eos_token": eos,
+        }
+        try:
+            return render(name, source, variables)
+        except BadRequest:
+            return ""
+
+    parts = [{"type": "text", "text": _NEEDLE}]
+    as_text = rendered({"role": "user", "content": _NEEDLE})
+    as_parts = "" if _NEEDLE in as_text else rendered({"role": "user", "content": parts})
+    in_parts = _NEEDLE in as_parts and "'text'" not in as_parts
+
+    def message(role: str, text: str, **more: Any) -> dict[str, Any]:
+        content = [{"type": "text", "text": text}] if in_parts else text
+        return {"role": role, "content": content, **more}
+
+    ask = message("user", "?")
+    tools = [_TOOL.as_openai()]
+
+    def with_call(arguments: object) -> str:
+        call = {"name": _TOOL.name, "arguments": arguments}
+        calls = [{"id": "call00000", "type": "function", "function": call}]
+        result = message("tool", _NEEDLE, tool_call_id="call00000", name=_TOOL.name)
+        called = message("assistant", "", tool_calls=calls)
+        return rendered(ask, called, result, tools=tools) or rendered(ask, called, tools=tools)
+
+    as_object, as_json = with_call({_KEY: 1}), with_call(f'{{"{_KEY}": 1}}')
+    with_object = _KEY in as_object and f"'{_KEY}'" not in as_object
+    written = as_object if with_object else as_json
+    return Needs(
+        takes_tools=_TOOL.name in rendered(ask, tools=tools),
+        takes_calls=_KEY in written,
+        takes_results=_NEEDLE in written,
+        takes_system=_NEEDLE in rendered(message("system", _NEEDLE), ask),
+        arguments_as_object=with_object,
+        content_as_parts=in_parts,
+    )
+
+
+def template_messages(conversation: Conversation, needs: Needs) -> list[dict[str, Any]]:
+    """The conversation's messages as the template takes them.
+
+    What it has no words for is written as text: instructions into the first user message, tools
+    into a system message, calls and results as JSON. Raises BadRequest for arguments that are no
+    JSON where the template needs an object.
+    """
+    messages = [_message(at, m, needs) for at, m in enumerate(conversation.messages)]
+    tools = conversation.tools if conversation.tool_choice != "none" else ()
+    if tools and not needs.takes_tools:
+        _put_first(messages, _instructions(tools))
+    if not needs.takes_system:
+        messages = _without_system(messages)
+    if needs.content_as_parts:
+        for message in messages:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    return messages
+
+
+def _message(at: int, given: Mapping[str, Any], needs: Needs) -> dict[str, Any]:
+    message = {key: value for key, value in given.items() if value is not None}
+    message["content"] = message.get("content", "")
+    if message["role"] == "developer":
+        message["role"] = "system"  # templates know OpenAI's older name
+    if message.get("reasoning_content"):
+        message["thinking"] = message["reasoning_content"]  # gpt-oss's name for it
+    calls = message.pop("tool_calls", None)
+    if calls and needs.takes_calls:
+        message["tool_calls"] = [
+            _call(f"messages[{at}].tool_calls[{i}]", call, needs) for i, call in enumerate(calls)
+        ]
+    elif calls:
+        written = json.dumps({"tool_calls": [_plain(call) for call in calls]}, ensure_ascii=False)
+        message["content"] = "\n".join(filter(None, (message["content"], written)))
+    if message["role"] == "tool" and not (needs.takes_results and needs.takes_tools):
+        result = {"tool_call_id": message.get("tool_call_id"), "content": message["content"]}
+        found = {key: value for key, value in result.items() if value is not None}
+        return {"role": "user", "content": json.dumps({"tool_result": found}, ensure_ascii=False)}
+    return message
+
+
+def _call(where: str, call: Mapping[str, Any], needs: Needs) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    if needs.arguments_as_object and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as e:
+            raise BadRequest(f"{where}: the arguments are no JSON: {e}") from e
+    elif not needs.arguments_as_object and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _plain(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"].get("arguments", {})
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # else as the client wrote it
+            arguments = json.loads(arguments) if arguments.strip() else {}
+    return {"name": call["function"]["name"], "arguments": arguments}
+
+
+def _instructions(tools: Sequence[Tool]) -> str:
+    described = "\n".join(json.dumps(tool.as_openai(), ensure_ascii=False) for tool in tools)
+    return (
+        "You can call these tools:\n"
+        f"{described}\n"
+        "To call tools, answer with this JSON and nothing else:\n"
+        '{"tool_calls": [{"name": "NAME", "arguments": {...}}]}\n'
+        "Otherwise answer in words."
+    )
+
+
+def _put_first(messages: list[dict[str, Any]], text: str) -> None:
+    """`text` into the system message, or before all messages as one."""
+    if messages[0]["role"] == "system":
+        messages[0]["content"] = "\n\n".join(filter(None, (messages[0]["content"], text)))
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+
+
+def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """System messages become the beginning of the user message that follows."""
+    found: list[dict[str, Any]] = []
+    waiting = ""
+    for message in messages:
+        if message["role"] == "system":
+            waiting = "\n\n".join(filter(None, (waiting, message["content"])))
+        elif message["role"] == "user" and waiting:
+            text = "\n\n".join(filter(None, (waiting, message["content"])))
+            found.append({**message, "content": text})
+            waiting = ""
+        else:
+            found.append(message)
+    if waiting:
+        found.append({"role": "user", "content": waiting})
+    return found
