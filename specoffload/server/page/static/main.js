@@ -56,6 +56,7 @@ function ask(change) {
   if (answers.running(conversation)) return;
   change();
   if (!state.conversations.includes(conversation)) state.conversations.unshift(conversation);
+  write("specoffload.current", conversation.id);
   const written = answers.write(conversation, settings.sampling);
   showWelcome();
   showList();

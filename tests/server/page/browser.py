@@ -1,0 +1,126 @@
+"""A browser, a server with the embedded pair, and answers written for the page."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from running import eventually, http
+
+SERVE = [
+    *(sys.executable, "-m", "specoffload", "serve", "--port", "0", "--no-profile"),
+    *("--device", "sim", "--min-batch", "3", "--ctx-size", "512", "--threads", "1"),
+]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+PHONE = {"width": 390, "height": 780}
+DESKTOP = {"width": 1280, "height": 820}
+
+
+@contextmanager
+def served(*flags: str) -> Iterator[str]:
+    """A server with the embedded pair; its address, without a slash, once it is ready."""
+    with subprocess.Popen(
+        [*SERVE, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            seen = []
+            for line in process.stdout:
+                seen.append(line)
+                if "listening on " in line:
+                    break
+            url = seen[-1].partition("listening on ")[2].strip()
+            assert url, "".join(seen)
+            eventually(lambda: http.get(url + "/health").status_code == 200, 60)
+            yield url
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+def chromium() -> Iterator[Any]:
+    """A headless browser; the test is skipped where there is none."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("no chromium is installed")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Seen:
+    """What a page asked for, and what went wrong in it."""
+
+    requests: list[str] = field(default_factory=list)
+    bodies: list[dict[str, Any]] = field(default_factory=list)  # of chat completions
+    errors: list[str] = field(default_factory=list)
+
+    def watch(self, page: Any) -> None:
+        page.on("request", self._request)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", self._console)
+
+    def _request(self, request: Any) -> None:
+        self.requests.append(request.url)
+        if request.url.endswith("/v1/chat/completions"):
+            self.bodies.append(json.loads(request.post_data))
+
+    def _console(self, message: Any) -> None:
+        # A browser logs each answer that is an error; those are the page's to show.
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            self.errors.append(message.text)
+
+
+def stream(*deltas: dict[str, Any], finish: str = "stop") -> str:
+    """Server-sent events of an answer."""
+    ends: list[str | None] = [None] * len(deltas) + [finish]
+    chunks = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": end}]}
+        for delta, end in zip([*deltas, {}], ends, strict=True)
+    ]
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+def answer_with(page: Any, body: str, status: int = 200) -> None:
+    """Let the next requests be answered by `body` in place of the server's answer."""
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=status, content_type="text/event-stream", body=body),
+    )
+
+
+def send(page: Any, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def wait_for_answer(page: Any, n: int = 1) -> Any:
+    """The `n`th message of the model, when it is complete."""
+    message = page.locator("article.assistant").nth(n - 1)
+    message.locator("xpath=self::*[@aria-busy='false']").wait_for(timeout=60_000)
+    return message
+
+
+def stored(page: Any) -> int:
+    """Conversations in the browser's own keeping."""
+    return int(
+        page.evaluate(
+            """() => new Promise((resolve) => {
+              const opening = indexedDB.open("specoffload");
+              opening.onsuccess = () => {
+                const reading = opening.result.transaction("conversations");
+                const counting = reading.objectStore("conversations").count();
+                counting.onsuccess = () => resolve(counting.result);
+              };
+            })"""
+        )
+    )

@@ -1,0 +1,40 @@
+"""One browser and one server for the tests of the page; each test has a profile of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browser import DESKTOP, Seen, chromium, served
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    yield from chromium()
+
+
+@pytest.fixture(scope="session")
+def url(browser: Any) -> Iterator[str]:
+    with served() as address:
+        yield address
+
+
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
+
+
+@pytest.fixture
+def page(browser: Any, url: str, seen: Seen) -> Iterator[Any]:
+    """The page, ready; at its end it must have had no error and asked nobody else."""
+    context = browser.new_context(viewport=DESKTOP)
+    context.set_default_timeout(20_000)
+    page = context.new_page()
+    seen.watch(page)
+    page.goto(url)
+    page.locator("#welcome").wait_for()
+    yield page
+    context.close()
+    assert seen.errors == []
+    assert [asked for asked in seen.requests if not asked.startswith(url)] == []

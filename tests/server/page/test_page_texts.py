@@ -1,0 +1,251 @@
+"""Texts that a model may write, good and hostile, and a server that is not as it should be."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from browser import DESKTOP, PHONE, Seen, answer_with, send, served, stream, wait_for_answer
+from running import eventually
+
+HOSTILE = [
+    "<script>window.broken = 1</script>",
+    "<img src=x onerror='window.broken = 1'>",
+    "![x](https://example.invalid/leak.png?text=secret)",
+    "[click](javascript:window.broken=1)",
+    "[click](  JaVaScRiPt:window.broken=1)",
+    "<a href='data:text/html,<script>window.broken=1</script>'>x</a>",
+    "[a][b]\n\n[b]: javascript:window.broken=1",
+    "```html\n<script>window.broken = 1</script>\n```",
+    "```\"><img src=x onerror='window.broken=1'>\nx\n```",
+    "<style>* { display: none }</style>",
+    "<iframe src='https://example.invalid'></iframe>",
+    "<svg><script>window.broken=1</script></svg>",
+    "<form action='https://example.invalid'><input name=q></form>",
+    "| a |\n|---|\n| <img src=x onerror=window.broken=1> |",
+    "x <b onmouseover='window.broken=1'>y</b>",
+    "<math><mi xlink:href='javascript:window.broken=1'>z</mi></math>",
+]
+
+
+@pytest.fixture
+def as_markdown(page: Any) -> Any:
+    """The page, as with a model that writes Markdown."""
+    page.evaluate("localStorage.setItem('specoffload.settings', '{\"shown\": \"markdown\"}')")
+    page.reload()
+    page.locator("#welcome").wait_for()
+    return page
+
+
+def test_no_text_of_a_model_runs_or_loads_anything(as_markdown: Any) -> None:
+    page = as_markdown
+    answer_with(page, stream(*({"content": text + "\n\n"} for text in HOSTILE)))
+    send(page, "be evil")
+    answer = wait_for_answer(page)
+    answer.locator(".code").first.wait_for()
+    dangerous = "script, img, style, iframe, form, input, math"
+    assert answer.locator(".prose").locator(dangerous).count() == 0
+    assert page.evaluate("window.broken") is None
+    for link in answer.locator(".prose a").all():
+        assert (link.get_attribute("href") or "https:").startswith(("https:", "mailto:"))
+        assert "noopener" in (link.get_attribute("rel") or "")
+    attributes = page.evaluate(
+        "[...document.querySelectorAll('.prose *')].flatMap((e) => e.getAttributeNames())"
+    )
+    assert not [name for name in attributes if name.startswith("on")]
+    assert "<script>window.broken = 1</script>" in answer.inner_text()  # shown, as text
+
+
+def test_markdown_is_the_same_however_it_was_cut(as_markdown: Any) -> None:
+    page = as_markdown
+    text = (
+        "# Head\n\nSome **bold** and `code`, [a link][1].\n\n1. one\n2. two\n\n"
+        "```python\ndef f():\n    return 1\n```\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n"
+        "[1]: https://example.org\n"
+    )
+    found = []
+    for step in (len(text), 1, 7):
+        page.unroute_all()
+        parts = [text[i : i + step] for i in range(0, len(text), step)]
+        answer_with(page, stream(*({"content": part} for part in parts)))
+        page.get_by_role("button", name="New chat").click()
+        send(page, "go")
+        answer = wait_for_answer(page)
+        answer.locator(".hljs-keyword").first.wait_for()
+        found.append(answer.locator(".prose").inner_html())
+    assert found[0] == found[1] == found[2]
+    assert "<strong>bold</strong>" in found[0]
+    assert 'href="https://example.org"' in found[0]
+    assert "<table>" in found[0]
+
+
+def test_reasoning_is_folded_and_tool_calls_are_shown(page: Any, seen: Seen) -> None:
+    call = {"index": 0, "id": "c1", "type": "function"}
+    answer_with(
+        page,
+        stream(
+            {"reasoning_content": "Let me "},
+            {"reasoning_content": "think."},
+            {"content": "I shall look."},
+            {"tool_calls": [{**call, "function": {"name": "weather", "arguments": '{"city":'}}]},
+            {"tool_calls": [{"index": 0, "function": {"arguments": ' "Bern"}'}}]},
+            finish="tool_calls",
+        ),
+    )
+    send(page, "weather?")
+    answer = wait_for_answer(page)
+    reasoning = answer.locator(".reasoning")
+    assert reasoning.get_attribute("open") is None
+    assert not answer.get_by_text("Let me think.").is_visible()
+    reasoning.locator("summary").click()
+    assert answer.get_by_text("Let me think.").is_visible()
+    tool = answer.locator(".tool").inner_text()
+    assert "weather" in tool
+    assert json.loads(tool[tool.index("{") :]) == {"city": "Bern"}
+    send(page, "and now?")
+    wait_for_answer(page, 2)
+    assert seen.bodies[-1]["messages"][1]["tool_calls"][0]["function"]["name"] == "weather"
+    assert "think" not in json.dumps(seen.bodies[-1]["messages"])
+
+
+def test_reasoning_left_in_the_text_is_told_from_it(page: Any) -> None:
+    answer_with(page, stream({"content": "<think>\nhm"}, {"content": "</think>\n\nYes."}))
+    send(page, "well?")
+    answer = wait_for_answer(page)
+    assert "hm" in (answer.locator(".thoughts").text_content() or "")
+    assert (answer.locator(".prose pre").text_content() or "").strip() == "Yes."
+
+
+def test_an_answer_that_breaks_off_keeps_what_came(page: Any) -> None:
+    answer_with(page, 'data: {"choices": [{"delta": {"content": "half an"}}]}\n\n')
+    send(page, "go")
+    answer = wait_for_answer(page)
+    assert "half an" in answer.locator(".prose").inner_text()
+    assert "connection ended" in answer.locator(".error").inner_text()
+
+
+def test_the_loading_is_shown_in_percent_until_it_is_over(browser: Any, url: str) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        error = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+        body = {"error": error, "loading": {"stage": "model", "fraction": 0.42}}
+        page.route("**/health", lambda route: route.fulfill(status=503, json=body))
+        page.goto(url)
+        page.get_by_text("Loading the model: 42 %").wait_for()
+        assert page.locator("progress").get_attribute("value") == "0.42"
+        send(page, "too early")
+        assert page.locator("article").count() == 0
+        page.unroute_all()
+        page.locator("#banner").wait_for(state="hidden")
+        page.locator("#welcome").wait_for()
+        assert page.locator("#composer-text").input_value() == "too early"
+
+
+def test_a_server_with_a_key_is_used_once_it_is_given(browser: Any) -> None:
+    with served("--api-key", "sesame") as address, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(address)
+        for typed in ("wrong", "sesame"):
+            page.get_by_label("API key").fill(typed)
+            page.get_by_role("button", name="Use it").click()
+            if typed == "wrong":
+                page.get_by_text("Invalid API Key").wait_for()
+        page.locator("#welcome .idea").first.wait_for()
+        eventually(lambda: page.locator("#model-name").inner_text() == "target")
+        page.reload()
+        page.locator("#welcome .idea").first.wait_for()
+        assert page.get_by_role("dialog").count() == 0
+
+
+CONTRAST = """() => {
+  const power = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+  const channel = (c) => power(c / 255);
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const rgba = (colour) => {
+    canvas.clearRect(0, 0, 1, 1);
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const ground = (e) => {
+    for (; e; e = e.parentElement) {
+      const colour = rgba(getComputedStyle(e).backgroundColor);
+      if (colour[3] === 255) return colour;
+    }
+    return [255, 255, 255, 255];
+  };
+  const poor = [];
+  for (const e of document.querySelectorAll("body *")) {
+    const text = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
+    if (!text || !e.checkVisibility() || e.closest(":disabled, .unseen, .skip")) continue;
+    const [a, b] = [light(rgba(getComputedStyle(e).color)), light(ground(e))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) poor.push(`${e.tagName}.${e.className}: ${ratio.toFixed(2)}`);
+  }
+  return poor;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_it_fits_and_can_be_read_everywhere(
+    browser: Any, url: str, scheme: str, size: dict[str, int]
+) -> None:
+    with browser.new_context(viewport=size, color_scheme=scheme) as context:
+        page = context.new_page()
+        page.goto(url)
+        page.locator("#welcome").wait_for()
+        long = "word" * 200 + "\n\n```python\n" + "x = 1  # " + "long " * 80 + "\n```\n"
+        answer_with(page, stream({"reasoning_content": "hm"}, {"content": long}))
+        send(page, "wide " * 30)
+        wait_for_answer(page)
+        states = ["#tab-chat", "#tab-why"]
+        for tab in states:
+            page.locator(tab).click()
+            width = page.evaluate("document.documentElement.scrollWidth")
+            assert width <= size["width"], tab
+            assert page.evaluate(CONTRAST) == []
+        if size is PHONE:
+            assert not page.get_by_role("button", name="New chat").is_visible()
+            page.get_by_role("button", name="Conversations").click()
+            page.get_by_role("button", name="New chat").wait_for()
+            page.keyboard.press("Escape")
+            page.locator("#sidebar").wait_for(state="hidden")
+            page.get_by_role("button", name="Conversations").click()
+        page.get_by_role("button", name="Settings").click()
+        assert page.evaluate(CONTRAST) == []
+
+
+def test_everything_that_can_be_pressed_has_a_name(page: Any) -> None:
+    answer_with(page, stream({"content": "```\nx\n```"}))
+    send(page, "go")
+    wait_for_answer(page)
+    page.get_by_role("button", name="Settings").click()
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll("button, input, textarea, select, dialog")]
+             .filter((e) => !(e.ariaLabel || e.textContent.trim() || e.labels?.length
+                              || e.getAttribute("aria-labelledby")))
+             .map((e) => e.outerHTML)"""
+    )
+    assert unnamed == []
+
+
+def test_the_keyboard_is_enough(page: Any) -> None:
+    answer_with(page, stream({"content": "answer"}))
+    page.locator("#theme").focus()
+    page.keyboard.press("/")
+    page.keyboard.type("typed")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two lines")
+    page.keyboard.press("Enter")
+    wait_for_answer(page)
+    assert page.locator("article.user .bubble").inner_text() == "typed\ntwo lines"
+    page.keyboard.press("Control+Shift+O")
+    page.locator("#welcome").wait_for()
+    assert page.evaluate("document.activeElement.id") == "composer-text"
+    page.locator("#theme").focus()
+    for theme in ("light", "dark", None):
+        page.keyboard.press("Enter")
+        assert page.locator("html").get_attribute("data-theme") == theme
