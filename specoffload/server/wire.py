@@ -18,7 +18,7 @@ from specoffload.session.generation import FinishReason, GenerationStats
 # ---- requests
 
 
-class _Request(BaseModel):
+class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
@@ -36,7 +36,7 @@ _Texts = Annotated[list[str], _AT_FIRST_MISFIT]
 _Tokens = Annotated[list[Whole], _AT_FIRST_MISFIT]
 
 
-class StreamOptions(_Request):
+class StreamOptions(RequestModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against traffic analysis: OpenAI's own
 
@@ -50,7 +50,7 @@ def _ranged(name: str) -> Any:
     return Field(None, ge=flag.least, gt=flag.above, le=flag.most)
 
 
-class GenerationRequest(_Request):
+class GenerationRequest(RequestModel):
     """The fields common to /v1/completions and /v1/chat/completions. `model` is not matched:
     one model is served, and its name is in the answer."""
 
@@ -79,12 +79,12 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
 
 
-class TextPart(_Request):
+class TextPart(RequestModel):
     type: str
     text: str | None = None
 
 
-class Message(_Request):
+class Message(RequestModel):
     role: str
     content: str | list[TextPart] | None = None
 
@@ -94,7 +94,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Whole | None = Field(None, ge=-1)
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(RequestModel):
     """llama-server's POST /tokenize."""
 
     content: str
@@ -102,7 +102,7 @@ class TokenizeRequest(_Request):
     parse_special: bool = True
 
 
-class TemplateRequest(_Request):
+class TemplateRequest(RequestModel):
     """llama-server's POST /apply-template."""
 
     messages: list[Message]

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, in terms of a chat request and of the parts of its answer."""
