@@ -17,7 +17,7 @@ def read_facts(path: str | Path) -> ModelFacts:
 
     Raises BadModel with one sentence for a path that is not a usable model.
     """
-    path = Path(path)
+    path = first_part(Path(path))
     _check_path(path)
     header = read_header(path)
     architecture = header.metadata.get("general.architecture")
@@ -25,6 +25,8 @@ def read_facts(path: str | Path) -> ModelFacts:
         raise BadModel(f"{path}: has no general.architecture, so it is not a model")
     weights = {entry.name: WeightPlace(path, entry) for entry in header.tensors}
     for part in _other_parts(path, header):
+        if not part.exists():
+            raise BadModel(f"{path}: a part of this split model is missing: {part}")
         _check_path(part)
         weights |= {e.name: WeightPlace(part, e) for e in read_header(part).tensors}
     if not weights:
@@ -33,6 +35,17 @@ def read_facts(path: str | Path) -> ModelFacts:
     return ModelFacts(
         path, architecture, name if isinstance(name, str) else path.stem, header, weights
     )
+
+
+def first_part(path: Path) -> Path:
+    """The file to open of a split model, from any of its parts."""
+    match = _SPLIT.match(path.name)
+    if match is None or int(match["number"]) == 1:
+        return path
+    first = path.with_name(f"{match['prefix']}-00001-of-{match['count']}.gguf")
+    if path.exists() and not first.exists():
+        raise BadModel(f"{path}: its first part is missing: {first}")
+    return first
 
 
 def _check_path(path: Path) -> None:
@@ -57,7 +70,9 @@ def _other_parts(path: Path, header: Header) -> list[Path]:
         return []
     match = _SPLIT.match(path.name)
     if not match or int(match["number"]) != 1:
-        raise BadModel(f"{path}: is part of a split model; give the first part (-00001-of-...)")
+        raise BadModel(
+            f"{path}: is part of a split model and has lost its name (-00001-of-{count:05d}.gguf)"
+        )
     return [
         path.with_name(f"{match['prefix']}-{number:05d}-of-{count:05d}.gguf")
         for number in range(2, count + 1)

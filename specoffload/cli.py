@@ -18,6 +18,7 @@ from specoffload.config.options import (
     AnswerFiles,
     BenchOptions,
     DoctorOptions,
+    ModelsOptions,
     Options,
     PlanOptions,
     ProfileOptions,
@@ -50,10 +51,12 @@ def config_of(line: CommandLine, options: Options | None = None) -> Config:
     """The configuration of what was said, on this machine. Raises UsageError."""
     from specoffload.config.host import read_host
     from specoffload.config.resolution import resolve
+    from specoffload.models.locate import located
 
     options = options or line.options
     if options.verbose:
         logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(message)s")
+    options = located(options, line.environment)
     return resolve(options, read_host(line.environment))
 
 
@@ -142,6 +145,17 @@ def plan(line: CommandLine) -> None:
     plan_config(config_of(line), line.of(PlanOptions))
 
 
+def models(line: CommandLine) -> None:
+    """List the models in the caches, with size, architecture, type and whether they fit."""
+    from specoffload.commands.models import show_models
+
+    show_models(
+        lambda path: config_of(line, replace(line.options, model=path)),
+        line.environment,
+        as_json=line.of(ModelsOptions).as_json,
+    )
+
+
 def demo(line: CommandLine) -> None:
     """Watch one prompt decoded plainly, streamed and speculatively, side by side."""
     from specoffload.commands.demo import demo as show
@@ -196,7 +210,7 @@ def tune_numa(line: CommandLine) -> None:
     tune(config_of(line), line.environment.profile_folder, time_limit_s=limit_s)
 
 
-for command in (run, serve, bench, profile, plan, demo, simulate, trace, doctor):
+for command in (run, serve, bench, profile, plan, models, demo, simulate, trace, doctor):
     add_command(app, command.__name__, command)
 app.add_typer(tune_app, name="tune")
 add_command(tune_app, "numa", tune_numa, under="tune")

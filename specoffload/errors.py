@@ -2,6 +2,7 @@
 
 SpecOffloadError
 ├── UsageError   flags or arguments that cannot be taken together
+├── FetchFailed  a model that was asked for by name cannot be had now
 └── (offload.errors.OffloadError, specdec.errors.SpecDecError, numa.errors.NumaError: their trees)
 
 Exit code 2: the input was bad. 1: something failed. 130: interrupted.
@@ -22,6 +23,10 @@ class SpecOffloadError(Exception):
 
 class UsageError(SpecOffloadError):
     """The command line asks for something that cannot be done."""
+
+
+class FetchFailed(SpecOffloadError):
+    """The network, the disk or the hub keep a model from being fetched."""
 
 
 KNOWN: tuple[type[Exception], ...] = (
@@ -45,6 +50,7 @@ _INVALID = Meaning(2, 400, "invalid_request_error")
 _FAILED = Meaning(1, 500, "server_error")
 _MEANINGS: tuple[tuple[type[Exception], Meaning], ...] = (
     (offload_errors.DeviceFailed, _FAILED),
+    (FetchFailed, _FAILED),
     (offload_errors.DoesNotFit, Meaning(2, 400, "exceed_context_size_error")),
     (offload_errors.OffloadError, _INVALID),
     (SpecDecError, _INVALID),

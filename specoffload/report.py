@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,12 @@ def paragraph(words: str) -> None:
 def note(words: str) -> None:
     """A line on what the program does or leaves out, to standard error."""
     _err.print(words, style="dim", markup=False, soft_wrap=True)
+
+
+def detail(words: str) -> None:
+    """A note that only --verbose shows."""
+    if logging.getLogger().isEnabledFor(logging.DEBUG):
+        note(words)
 
 
 def error(words: str) -> None:

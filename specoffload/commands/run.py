@@ -10,6 +10,7 @@ from pathlib import Path
 from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
+from specoffload.models.name import read_name
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -26,14 +27,14 @@ def split_model_and_prompt(
     """
     if word is None:
         return model, prompt
-    if model is None and (word.endswith(".gguf") or _exists(word)):
+    if model is None and (word.endswith(".gguf") or _exists(word) or read_name(word) is not None):
         return Path(word), prompt
     if prompt is not None:
         raise UsageError(f"{word!r} is not a .gguf file, and there is a prompt already")
     if model is None and _NAME.fullmatch(word):
         raise UsageError(
-            f"{word!r} is no file here: a model is named by its .gguf file; to have the embedded "
-            f"pair continue it as text: -p {word!r}"
+            f"{word!r} is no file here; models are .gguf files, user/repo of the hub and "
+            f"ollama:{word}; to have the embedded pair continue it as text: -p {word!r}"
         )
     return model, word
 

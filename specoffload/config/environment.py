@@ -21,6 +21,8 @@ class Environment:
     batch_costs: str | None = None  # GGML_BATCH_COSTS: selects the policy `costs`
     max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD: selects it too
     profile_folder: Path = Path(".cache/specoffload/profiles")  # need not exist
+    llama_cache: Path = Path(".cache/llama.cpp")  # where llama.cpp put what it fetched
+    ollama_folders: tuple[Path, ...] = ()  # may not exist either
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -30,6 +32,8 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         batch_costs=environ.get("GGML_BATCH_COSTS") or None,
         max_look_ahead=_integer(environ, "GGML_MAX_LOOK_AHEAD"),
         profile_folder=_profile_folder(environ),
+        llama_cache=Path(environ.get("LLAMA_CACHE") or _caches(environ) / "llama.cpp"),
+        ollama_folders=_ollama_folders(environ),
         variables={
             name: text
             for name, text in environ.items()
@@ -42,8 +46,20 @@ def _profile_folder(environ: Mapping[str, str]) -> Path:
     named = environ.get("SPECOFFLOAD_PROFILE_DIR")
     if named:
         return Path(named)
-    home = environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "specoffload" / "profiles"
+    return _caches(environ) / "specoffload" / "profiles"
+
+
+def _caches(environ: Mapping[str, str]) -> Path:
+    named = environ.get("XDG_CACHE_HOME")
+    return Path(named) if named else Path.home() / ".cache"
+
+
+def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """The one that is named, else those of a user and of the system's service."""
+    named = environ.get("OLLAMA_MODELS")
+    if named:
+        return (Path(named),)
+    return (Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models"))
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int | None:

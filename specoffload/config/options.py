@@ -77,6 +77,11 @@ class Options:
     model: Path | None = None
     alias: str | None = None
     draft: Path | None = None
+    hf_repo: str | None = None
+    hf_file: str | None = None
+    hf_repo_draft: str | None = None
+    hf_token: str | None = None
+    offline: bool = False
     device: str = "auto"
     min_batch: MinBatch | Literal["auto"] = "auto"
     ctx_size: int = 4096
@@ -182,6 +187,13 @@ class PlanOptions:
     as_json: bool = False
     link_bytes_per_s: float | None = None
     ram_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelsOptions:
+    """Of `models`."""
+
+    as_json: bool = False
 
 
 @dataclass(frozen=True)

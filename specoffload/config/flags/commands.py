@@ -20,6 +20,7 @@ from specoffload.config.flags.reading import KEYS, N_PREDICT, RATE, SECONDS, SEE
 from specoffload.config.options import (
     BenchOptions,
     DoctorOptions,
+    ModelsOptions,
     Options,
     PlanOptions,
     ProfileOptions,
@@ -176,6 +177,13 @@ PLAN = (
     ),
 )  # fmt: skip
 
+MODELS = (
+    Flag(
+        ModelsOptions, "as_json", ("--json",), SWITCH, "One JSON array and nothing else.", _P,
+        commands=frozenset({"models"}), first=True,
+    ),
+)  # fmt: skip
+
 SIMULATE = (
     Flag(
         SimulateOptions, "profile", ("--profile",), PATH, "Costs.", _P,
@@ -237,7 +245,7 @@ SHOWN = (
     ),
 )  # fmt: skip
 
-FLAGS = (*RUN, *SERVE, *BENCH, *PROFILE, *PLAN, *SIMULATE, *MACHINE, *SHOWN)
+FLAGS = (*RUN, *SERVE, *BENCH, *PROFILE, *PLAN, *MODELS, *SIMULATE, *MACHINE, *SHOWN)
 
 _OPENED = (OPENS - _RUN) | {"tune numa"}
 

@@ -24,7 +24,9 @@ _MOST_LAYERS = 512  # of which an override is tried
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _ONE_GPU = NoEffect("one GPU is used: --device names it")
 _THREADS = NoEffect("threads are pinned where there are several memory nodes, see --numa")
-_FETCH = Refused("models are not fetched here: download the file and give it with --model")
+_FETCH = Refused(
+    "only the Hugging Face hub is fetched from (-hf): download the file and give it with --model"
+)
 _ROPE = Refused("the file's own rotary settings are used: leave it out")
 _NO_SUCH_SAMPLER = Refused("there is no such sampler here: leave it out")
 _WITHOUT_SAMPLER = NoEffect("there is no such sampler here")
@@ -242,12 +244,9 @@ MODELS = (
     *valued(
         _FETCH,
         "-mu --model-url LLAMA_ARG_MODEL_URL", "-dr --docker-repo LLAMA_ARG_DOCKER_REPO",
-        "-hf -hfr --hf-repo LLAMA_ARG_HF_REPO", "-hff --hf-file LLAMA_ARG_HF_FILE",
         "-hfv -hfrv --hf-repo-v LLAMA_ARG_HF_REPO_V", "-hffv --hf-file-v LLAMA_ARG_HF_FILE_V",
     ),
-    *valued(NoEffect("models are not fetched here"), "-hft --hf-token"),
-    foreign("--offline LLAMA_ARG_OFFLINE", ALREADY),
-    foreign("-cl --cache-list", Refused("caches of models are not listed here: leave it out")),
+    foreign("-cl --cache-list", Refused("`specoffload models` lists them")),
     foreign("--list-devices", Refused("`specoffload doctor` shows the devices")),
     *switches(
         _PRESET,
@@ -308,7 +307,6 @@ SAMPLING = (
 )  # fmt: skip
 
 SPECULATION = (
-    *valued(_FETCH, "--spec-draft-hf -hfd -hfrd --hf-repo-draft LLAMA_ARG_SPEC_DRAFT_HF_REPO"),
     *valued(
         _THREADS,
         "--spec-draft-cpu-mask -Cd --cpu-mask-draft",

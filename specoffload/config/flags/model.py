@@ -15,8 +15,27 @@ FLAGS = (
         variables=("LLAMA_ARG_ALIAS",), default_words="the file's",
     ),
     Flag(
-        Options, "model", ("--model", "-m"), PATH, "GGUF file of the target.", _P,
+        Options, "model", ("--model", "-m"), PATH,
+        "Target: a .gguf file or its folder, user/repo[:quant], or ollama:name.", _P,
         variables=("LLAMA_ARG_MODEL",), default_words="the embedded pair", first=True,
+    ),
+    Flag(
+        Options, "hf_repo", ("--hf-repo", "-hf", "-hfr"), TEXT,
+        "Repository user/repo[:quant] of the Hugging Face hub, fetched if need be.", _P,
+        variables=("LLAMA_ARG_HF_REPO",),
+        more="Without a quantisation Q4_K_M, then Q8_0, then the first (docs/models.md).",
+    ),
+    Flag(
+        Options, "hf_file", ("--hf-file", "-hff"), TEXT, "The file of that repository.", _P,
+        variables=("LLAMA_ARG_HF_FILE",), rare=True,
+    ),
+    Flag(
+        Options, "hf_token", ("--hf-token", "-hft"), TEXT,
+        "Token for private and gated repositories, as HF_TOKEN.", _P, rare=True,
+    ),
+    Flag(
+        Options, "offline", ("--offline",), SWITCH, "Fetch nothing: what was fetched is used.", _P,
+        variables=("LLAMA_ARG_OFFLINE",), rare=True,
     ),
     Flag(
         Options, "ctx_size", ("--ctx-size", "-c"), INT, "Context in tokens; 0: the model's own.",

@@ -37,6 +37,12 @@ MODEL = (
         digits_mean="--draft-max", first=True,
     ),
     Flag(
+        Options, "hf_repo_draft",
+        ("--spec-draft-hf", "-hfd", "-hfrd", "--hf-repo-draft"), TEXT,
+        "Repository user/repo[:quant] of the draft.", _P,
+        variables=("LLAMA_ARG_SPEC_DRAFT_HF_REPO",),
+    ),
+    Flag(
         DraftOptions, "threads", ("--threads-draft", "-td", "--spec-draft-threads"), THREADS,
         "The draft's threads.", _P, needs=_DRAFT, default_words="the target's",
     ),

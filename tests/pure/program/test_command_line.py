@@ -283,10 +283,18 @@ def test_a_prompt_that_is_no_file_name_is_a_prompt() -> None:
     assert split_model_and_prompt("word", Path("m.gguf"), None) == (Path("m.gguf"), "word")
 
 
-@pytest.mark.parametrize("word", ["gemma3:270m", "unsloth/DeepSeek-R1:Q4_K_M", "llama3", "a/b"])
-def test_the_name_of_a_model_is_never_a_silent_prompt(word: str) -> None:
-    with pytest.raises(UsageError, match="is no file here"):
+@pytest.mark.parametrize("word", ["gemma3:270m", "llama3", "a/b/c"])
+def test_what_looks_like_a_models_name_is_never_a_silent_prompt(word: str) -> None:
+    with pytest.raises(UsageError, match=f"is no file here; .* ollama:{word}"):
         split_model_and_prompt(word, None, None)
+
+
+@pytest.mark.parametrize("word", ["unsloth/DeepSeek-R1:Q4_K_M", "a/b", "ollama:gemma3:270m"])
+def test_the_name_of_a_model_is_a_model(word: str) -> None:
+    assert split_model_and_prompt(word, None, None) == (Path(word), None)
+    assert split_model_and_prompt(word, None, "text") == (Path(word), "text")
+    with pytest.raises(UsageError, match="there is a prompt already"):
+        split_model_and_prompt(word, Path("m.gguf"), "text")
 
 
 def test_a_model_or_a_prompt_that_is_given_twice_is_refused() -> None:

@@ -202,7 +202,7 @@ def test_a_flag_that_changes_nothing_is_said_once_or_is_so_already(
     ("words", "message"),
     [
         (("--rpc", "h:1"), "--rpc h:1: other machines' GPUs are not used: leave it out"),
-        (("-hf", "user/repo"), "-hf user/repo: models are not fetched here"),
+        (("-mu", "http://x"), "-mu http://x: only the Hugging Face hub is fetched from (-hf)"),
         (("--mirostat", "2"), "--mirostat 2: there is no such sampler here"),
         (("--ssl-key-file", "k"), "--ssl-key-file k: this server speaks plain HTTP: put a proxy"),
         (("--hellaswag",), "--hellaswag: it is a flag of llama.cpp's llama-perplexity"),

@@ -1,0 +1,93 @@
+"""`specoffload models`: what lies in the caches, and how each would run here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from gguf import LlamaFileType
+
+from numa.errors import NumaError
+from offload.errors import OffloadError
+from offload.model_file import read_facts
+from specoffload import report
+from specoffload.commands.plan import Planned, planned_for
+from specoffload.config.environment import Environment
+from specoffload.config.options import PlanOptions
+from specoffload.config.resolution import Config
+from specoffload.models.caches import CachedModel, cached_models
+
+
+def show_models(
+    config_for: Callable[[Path], Config], environment: Environment, *, as_json: bool
+) -> None:
+    """A line for each; `config_for` is the configuration in which a file would be opened."""
+    from huggingface_hub import constants
+
+    hub = Path(constants.HF_HUB_CACHE)
+    found = cached_models(hub, environment.llama_cache, environment.ollama_folders)
+    rows = [describe(model, config_for) for model in found]
+    if as_json:
+        report.line(json.dumps(rows))
+    elif rows:
+        report.table(
+            "Models",
+            ("name", "size", "architecture", "type", "here"),
+            [
+                (row["name"], report.bytes_text(row["size_bytes"]), row["architecture"],
+                 row["quantisation"], row["here"])
+                for row in rows
+            ],
+        )  # fmt: skip
+    else:
+        folders = (hub, environment.llama_cache, *environment.ollama_folders)
+        report.line(f"no models in {', '.join(map(str, folders))}")
+        report.line("fetch one: specoffload run -hf user/repo[:quant]")
+
+
+def describe(model: CachedModel, config_for: Callable[[Path], Config]) -> dict[str, Any]:
+    """One model for a script to read; `here` is the plan in one line, or what is wrong."""
+    row: dict[str, Any] = dataclasses.asdict(model) | {"path": str(model.path)}
+    row |= {"size_bytes": 0, "architecture": "", "quantisation": "", "fits": False}
+    if model.missing:
+        return row | {"here": model.missing}
+    try:
+        facts = read_facts(model.path)
+        row |= {
+            "size_bytes": facts.size_bytes,
+            "architecture": facts.architecture,
+            "quantisation": _type_name(facts.header.metadata.get("general.file_type")),
+        }
+        planned = planned_for(config_for(model.path), PlanOptions())
+    except (OffloadError, NumaError) as e:
+        return row | {"here": str(e).removeprefix(f"{model.path}: ")}
+    available = psutil.virtual_memory().available
+    words, fits = in_one_line(planned, available)
+    return row | {"here": words, "fits": fits}
+
+
+def in_one_line(planned: Planned, ram_bytes: int) -> tuple[str, bool]:
+    """Its place on device and in host memory, and True if there is room for it."""
+    plan, of_host = planned.plan, planned.plan.streamed_bytes
+    device = report.bytes_text(plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes)
+    if not of_host:
+        return f"whole on the device: {device}", True
+    host = report.bytes_text(of_host)
+    if of_host > ram_bytes:
+        return f"{host} of memory, of which {report.bytes_text(ram_bytes)} are free", False
+    return f"streams {host} through {device}", True
+
+
+def _type_name(file_type: object) -> str:
+    """llama.cpp's name of a file's type: Q4_K_M."""
+    if not isinstance(file_type, int):
+        return ""
+    try:
+        name: str = LlamaFileType(file_type).name
+    except ValueError:
+        return str(file_type)
+    return name.removeprefix("MOSTLY_").removeprefix("ALL_")

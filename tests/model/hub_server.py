@@ -1,0 +1,127 @@
+"""A small server that speaks the Hugging Face hub's API, as far as fetching models needs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class Hub:
+    """`repos` are files by name by repository; `claimed` are sizes that the listing lies about."""
+
+    repos: dict[str, dict[str, bytes]]
+    gated: set[str] = field(default_factory=set)
+    breaks: int = 0  # downloads that are still to break off in the middle
+    claimed: dict[str, int] = field(default_factory=dict)
+    ranges: list[str] = field(default_factory=list)  # that were asked for
+    n_downloads: int = 0
+    down: bool = False  # every request gets a 503
+    url: str = ""
+
+
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            parts = path.strip("/").split("/")
+            if hub.down:
+                self._refuse(503, "")
+            elif parts[:2] == ["api", "models"] and len(parts) == 2:
+                wanted = query.partition("search=")[2].partition("&")[0].lower()
+                self._json([{"id": repo} for repo in hub.repos if wanted in repo.lower()])
+            elif parts[:2] == ["api", "models"]:
+                self._repo("/".join(parts[2:4]))
+            elif len(parts) >= 5 and parts[2] == "resolve":
+                self._file("/".join(parts[:2]), "/".join(parts[4:]))
+            else:
+                self._refuse(404, "EntryNotFound")
+
+        def _repo(self, repo: str) -> None:
+            if repo in hub.gated:
+                self._refuse(403, "GatedRepo")
+            elif repo not in hub.repos:
+                self._refuse(401, "RepoNotFound")
+            else:
+                files = [
+                    {"rfilename": name, "size": hub.claimed.get(name, len(content))}
+                    for name, content in hub.repos[repo].items()
+                ]
+                self._json({"id": repo, "sha": COMMIT, "siblings": files})
+
+        def _file(self, repo: str, name: str) -> None:
+            content = hub.repos[repo][name]
+            start = 0
+            asked = self.headers.get("Range")
+            if asked:
+                start = int(asked.removeprefix("bytes=").rstrip("-"))
+                hub.ranges.append(asked)
+            self.send_response(206 if start else 200)
+            if start:
+                self.send_header(
+                    "Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}"
+                )
+            self.send_header("Content-Length", str(len(content) - start))
+            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.end_headers()
+            if self.command == "HEAD":
+                return
+            hub.n_downloads += 1
+            if hub.breaks:
+                hub.breaks -= 1
+                self.wfile.write(content[start : start + len(content) // 2])
+                self.wfile.flush()
+                self.close_connection = True
+                self.connection.shutdown(2)
+                return
+            self.wfile.write(content[start:])
+
+        def _json(self, value: Any) -> None:
+            body = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _refuse(self, status: int, code: str) -> None:
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("X-Error-Message", "Access to this repository is restricted.")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    return Handler
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[Hub]:
+    """The hub on a port of this machine, its address in `url`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,186 @@
+"""Models fetched from a server that speaks the hub's API, by processes as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import Hub, serving
+
+ROOT = Path(__file__).parents[2]
+FETCH = """
+import sys
+from specoffload.errors import SpecOffloadError
+from specoffload.models.hub import fetch
+from specoffload.models.name import read_hub_name
+for words in sys.argv[1:]:
+    offline, text = words.startswith("offline "), words.removeprefix("offline ")
+    repo, _, file = text.partition(" ")
+    try:
+        print(fetch(read_hub_name(repo, file), offline=offline))
+    except SpecOffloadError as e:
+        print(type(e).__name__, str(e))
+"""
+SMALL = b"GGUF" + bytes(range(256)) * 4096  # a mebibyte
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    files = {
+        "README.md": b"about",
+        "mmproj-F16.gguf": b"GGUF projector",
+        "m-Q8_0.gguf": SMALL + b"8",
+        "m-Q4_K_M.gguf": SMALL + b"4",
+        "IQ1_S/m-IQ1_S-00001-of-00002.gguf": b"GGUF first",
+        "IQ1_S/m-IQ1_S-00002-of-00002.gguf": b"GGUF second",
+        "m-Q2_K-00001-of-00002.gguf": b"GGUF lonely",
+    }
+    repos = {
+        "maker/model-GGUF": files,
+        "maker/other-GGUF": {"o-F16.gguf": b"GGUF o"},
+        "maker/weights": {"model.safetensors": b"x"},
+    }
+    with serving(Hub(repos)) as made:
+        yield made
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "hf"
+
+
+def environment(hub: Hub, home: Path) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "LLAMA_"))}
+    return {
+        **kept,
+        "PYTHONPATH": path,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "XDG_CACHE_HOME": str(home / "xdg"),
+        "OLLAMA_MODELS": str(home / "ollama"),
+    }
+
+
+def fetched(hub: Hub, home: Path, *names: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", FETCH, *names],
+        env=environment(hub, home),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout.splitlines()
+
+
+def test_llama_cpps_rules_choose_the_file(hub: Hub, home: Path) -> None:
+    paths = fetched(
+        hub, home, "maker/model-GGUF", "maker/model-GGUF:q8_0", "maker/model-GGUF:IQ1_S",
+        "maker/other-GGUF", "maker/model-GGUF m-Q8_0.gguf",
+    )  # fmt: skip
+    names = [Path(path).name for path in paths]
+    parts = "m-IQ1_S-00001-of-00002.gguf"
+    assert names == ["m-Q4_K_M.gguf", "m-Q8_0.gguf", parts, "o-F16.gguf", "m-Q8_0.gguf"]
+    assert Path(paths[0]).read_bytes() == SMALL + b"4"
+    assert Path(paths[2]).with_name("m-IQ1_S-00002-of-00002.gguf").read_bytes() == b"GGUF second"
+    assert hub.n_downloads == 5, "what is there is not fetched twice, and no projector is"
+
+
+def test_what_is_wrong_with_a_name_is_one_sentence(hub: Hub, home: Path) -> None:
+    hub.gated.add("maker/gated")
+    said = fetched(
+        hub, home, "maker/modell-GGUF", "maker/model-GGUF:Q5_K_M", "maker/weights",
+        "maker/gated", "maker/model-GGUF:Q2_K", "maker/model-GGUF nothing.gguf",
+    )  # fmt: skip
+    assert said[0].startswith("UsageError")
+    assert "has no repository maker/modell-GGUF; did you mean maker/model-GGUF?" in said[0]
+    assert "has no Q5_K_M; it has IQ1_S, Q2_K, Q4_K_M, Q8_0" in said[1]
+    assert "maker/weights has no GGUF model" in said[2]
+    assert said[3].startswith("FetchFailed maker/gated is gated: accept its terms at http")
+    assert "HF_TOKEN" in said[3]
+    assert "lacks 1 of 2 parts, the first m-Q2_K-00002-of-00002.gguf" in said[4]
+    assert "has no file nothing.gguf; it has " in said[5]
+
+
+def test_a_download_that_breaks_off_goes_on_where_it_was(hub: Hub, home: Path) -> None:
+    hub.breaks = 1
+    large = b"GGUF" + bytes(range(256)) * (
+        24 << 12
+    )  # of which half is more than one chunk of 10 MB
+    hub.repos["maker/model-GGUF"]["m-Q4_K_M.gguf"] = large
+    (path,) = fetched(hub, home, "maker/model-GGUF")
+    assert Path(path).read_bytes() == large
+    assert len(hub.ranges) == 1
+    assert int(hub.ranges[0].removeprefix("bytes=").rstrip("-")) > 0
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_fetched(hub: Hub, home: Path) -> None:
+    hub.claimed["m-Q4_K_M.gguf"] = 1 << 60
+    (said,) = fetched(hub, home, "maker/model-GGUF")
+    assert said.startswith("FetchFailed maker/model-GGUF needs 1073741824.0 GiB more in ")
+    assert "HF_HOME" in said
+    assert hub.n_downloads == 0
+
+
+def test_without_a_network_what_was_fetched_is_used(hub: Hub, home: Path) -> None:
+    (path,) = fetched(hub, home, "maker/model-GGUF")
+    hub.down = True
+    again, offline, missing, unfetched = fetched(
+        hub, home, "maker/model-GGUF", "offline maker/model-GGUF", "offline maker/other-GGUF",
+        "maker/other-GGUF",
+    )  # fmt: skip
+    assert again == offline == path
+    assert missing.startswith("FetchFailed maker/other-GGUF is not in ")
+    assert "answered 503" in unfetched
+    hub.url = "http://127.0.0.1:1"
+    again, unfetched = fetched(hub, home, "maker/model-GGUF", "maker/other-GGUF")
+    assert again == path
+    assert "http://127.0.0.1:1 cannot be reached" in unfetched
+
+
+def program(hub: Hub, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "specoffload", *words],
+        env=environment(hub, home),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_the_program_runs_and_lists_what_it_fetched(hub: Hub, home: Path, tiny_dense: Path) -> None:
+    hub.repos["maker/real-GGUF"] = {"real-F16.gguf": tiny_dense.read_bytes()}
+    done = program(hub, home, "run", "maker/real-GGUF", "-p", "hello", "-n", "1")
+    assert done.returncode == 0, done.stderr
+    ollama = home / "ollama"
+    manifest = ollama / "manifests/registry.ollama.ai/library/tiny/1b"
+    manifest.parent.mkdir(parents=True)
+    layer = {"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:abc"}
+    manifest.write_text(json.dumps({"layers": [layer]}))
+    (ollama / "blobs").mkdir()
+    shutil.copy(tiny_dense, ollama / "blobs/sha256-abc")
+    (home / "xdg/llama.cpp").mkdir(parents=True)
+    shutil.copy(tiny_dense, home / "xdg/llama.cpp/user_repo_x-Q4_0.gguf")
+    listed = json.loads(program(hub, home, "models", "--json").stdout)
+    assert [row["name"].rpartition("/")[2] for row in listed] == [
+        "real-GGUF:F16", "user_repo_x-Q4_0.gguf", "ollama:tiny:1b",
+    ]  # fmt: skip
+    assert {row["architecture"] for row in listed} == {"llama"}
+    assert all(row["fits"] and row["size_bytes"] > 0 for row in listed)
+    done = program(hub, home, "plan", "ollama:tiny:1b", "--json")
+    assert done.returncode == 0, done.stderr
+    done = program(hub, home, "plan", "ollama:tinny", "--json")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "specoffload: ollama has not fetched ollama:tinny:latest; the nearest that it has is "
+        "ollama:tiny:1b"
+    ]

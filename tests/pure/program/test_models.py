@@ -1,0 +1,191 @@
+"""Models by name: how a name is read, which files are meant, and where they lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.errors import BadModel
+from offload.model_file import first_part
+from specoffload.config.environment import Environment
+from specoffload.config.options import Options
+from specoffload.errors import UsageError
+from specoffload.models import ollama
+from specoffload.models.caches import cached_models
+from specoffload.models.choice import choose, choose_file, quants
+from specoffload.models.folder import model_in
+from specoffload.models.locate import located
+from specoffload.models.name import HubName, OllamaName, read_hub_name, read_name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("user/repo", HubName("user/repo")),
+        ("unsloth/DeepSeek-R1-GGUF:UD-Q2_K_XL", HubName("unsloth/DeepSeek-R1-GGUF", "UD-Q2_K_XL")),
+        ("hf.co/user/repo:Q4_0", HubName("user/repo", "Q4_0")),
+        ("https://huggingface.co/user/repo", HubName("user/repo")),
+        ("ollama:gemma3", OllamaName("gemma3", "latest")),
+        ("ollama:user/model:1b", OllamaName("user/model", "1b")),
+        ("ollama:hf.co/user/model:Q4_0", OllamaName("hf.co/user/model", "Q4_0")),
+        ("models/x.gguf", None),
+        ("/models/x", None),
+        ("./x", None),
+        ("a/b/c", None),
+        ("word", None),
+        ("def f(n):", None),
+        ("user/", None),
+    ],
+)
+def test_a_name_is_read_or_is_none(text: str, name: HubName | OllamaName | None) -> None:
+    assert read_name(text) == name
+    if name is not None:
+        assert read_name(str(name)) == name, "it is written as it is read"
+
+
+FILES = ["README.md", "mmproj-F16.gguf", "imatrix.gguf", "m-Q8_0.gguf", "m-Q4_K_M.gguf"]
+SPLIT = [f"IQ2_M/m-IQ2_M-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("files", "quant", "chosen"),
+    [
+        (FILES, "", ("m-Q4_K_M.gguf",)),
+        (FILES[:4], "", ("m-Q8_0.gguf",)),
+        (["z-Q5_0.gguf", "a-Q6_K.gguf"], "", ("z-Q5_0.gguf",)),
+        (FILES, "q8_0", ("m-Q8_0.gguf",)),
+        ([*FILES, *SPLIT], "IQ2_M", tuple(SPLIT)),
+        ([*reversed(SPLIT)], "", tuple(SPLIT)),
+        (["m.Q4_K_M.gguf", "m.Q4_K_S.gguf"], "Q4_K_S", ("m.Q4_K_S.gguf",)),
+    ],
+)
+def test_llama_cpps_rules(files: list[str], quant: str, chosen: tuple[str, ...]) -> None:
+    assert choose(files, quant, "it") == chosen
+
+
+def test_what_there_is_not_is_said_with_what_there_is() -> None:
+    with pytest.raises(UsageError, match="it has no Q9; it has IQ2_M, Q4_K_M, Q8_0"):
+        choose([*FILES, *SPLIT], "Q9", "it")
+    with pytest.raises(UsageError, match="it has no GGUF model, only safetensors files"):
+        choose(["model.safetensors"], "", "it")
+    with pytest.raises(UsageError, match="lacks 1 of 3 parts, the first .*-00002-of-00003"):
+        choose([SPLIT[0], SPLIT[2]], "", "it")
+    with pytest.raises(UsageError, match="lacks the first part"):
+        choose(SPLIT[1:], "", "it")
+    with pytest.raises(UsageError, match="it has no file x.gguf; it has imatrix.gguf"):
+        choose_file(FILES, "x.gguf", "it")
+    assert choose_file(SPLIT, SPLIT[1], "it") == tuple(SPLIT), "any part stands for all"
+    assert quants(["a-UD-Q2_K_XL.gguf", "name.gguf"]) == ["Q2_K_XL", "name"]
+
+
+@given(st.permutations([*FILES, *SPLIT]), st.sampled_from(["", "Q8_0", "iq2_m"]))
+def test_what_is_chosen_is_there_and_is_a_model(files: list[str], quant: str) -> None:
+    chosen = choose(files, quant, "it")
+    assert set(chosen) <= set(files)
+    assert all(quant.lower() in file.lower() for file in chosen)
+    assert "mmproj" not in chosen[0]
+
+
+def test_a_folder_is_the_one_model_in_it(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no .gguf model lies"):
+        model_in(tmp_path)
+    for name in ("mmproj-F16.gguf", "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"):
+        (tmp_path / name).touch()
+    assert model_in(tmp_path) == tmp_path / "m-00001-of-00002.gguf"
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(UsageError, match=r"name one: m-00001-of-00002.gguf, other.gguf"):
+        model_in(tmp_path)
+
+
+def test_any_part_stands_for_the_model(tmp_path: Path) -> None:
+    second = tmp_path / "m-00002-of-00002.gguf"
+    second.touch()
+    with pytest.raises(BadModel, match="its first part is missing: .*m-00001-of-00002.gguf"):
+        first_part(second)
+    first = tmp_path / "m-00001-of-00002.gguf"
+    first.touch()
+    assert first_part(second) == first_part(first) == first
+    assert first_part(tmp_path / "whole.gguf") == tmp_path / "whole.gguf"
+
+
+def put_ollama(folder: Path, name: str, digest: str, *, host: str = "registry.ollama.ai") -> Path:
+    manifest = folder / "manifests" / host / name
+    manifest.parent.mkdir(parents=True, exist_ok=True)
+    layers = [
+        {"mediaType": "application/vnd.ollama.image.license", "digest": "sha256:0"},
+        {"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}"},
+    ]
+    manifest.write_text(json.dumps({"layers": layers}))
+    blob = folder / "blobs" / f"sha256-{digest}"
+    blob.parent.mkdir(exist_ok=True)
+    blob.touch()
+    return blob
+
+
+def test_ollamas_models_are_found_by_their_manifests(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="ollama has no models in .*OLLAMA_MODELS"):
+        ollama.find(OllamaName("gemma3"), [tmp_path])
+    official = put_ollama(tmp_path, "library/gemma3/270m", "a")
+    users = put_ollama(tmp_path, "user/model/latest", "b")
+    from_hub = put_ollama(tmp_path, "user/model/Q4_0", "c", host="hf.co")
+    (tmp_path / "manifests/registry.ollama.ai/library/gemma3/broken").write_text("{")
+    put_ollama(tmp_path, "library/gone/latest", "d").unlink()
+    assert ollama.find(OllamaName("gemma3", "270m"), [tmp_path]) == official
+    assert ollama.find(OllamaName("user/model"), [tmp_path]) == users
+    assert ollama.find(OllamaName("hf.co/user/model", "Q4_0"), [tmp_path]) == from_hub
+    with pytest.raises(UsageError, match="the nearest that it has is ollama:gemma3:270m"):
+        ollama.find(OllamaName("gemma", "270m"), [tmp_path])
+    assert len(list(ollama.installed([tmp_path]))) == 3
+
+
+def put_hub(folder: Path, repo: str, *names: str) -> None:
+    home = folder / f"models--{repo.replace('/', '--')}"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("abc")
+    for name in names:
+        file = home / "snapshots" / "abc" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+def test_what_lies_in_the_caches_is_listed(tmp_path: Path) -> None:
+    hub, llama = tmp_path / "hub", tmp_path / "llama"
+    put_hub(hub, "a/b", "m-Q4_K_M.gguf", *SPLIT[:2], "mmproj.gguf")
+    (hub / "models--no--ref").mkdir()
+    llama.mkdir()
+    (llama / "x_y-Q8_0.gguf").touch()
+    put_ollama(tmp_path / "ollama", "library/gemma3/270m", "a")
+    found = list(cached_models(hub, llama, [tmp_path / "ollama"]))
+    assert [model.name for model in found] == [
+        "a/b:IQ2_M", "a/b:Q4_K_M", str(llama / "x_y-Q8_0.gguf"), "ollama:gemma3:270m",
+    ]  # fmt: skip
+    assert [model.cache for model in found] == ["hub", "hub", "llama.cpp", "ollama"]
+    assert [bool(model.missing) for model in found] == [True, False, False, False]
+    assert list(cached_models(tmp_path / "none", tmp_path / "none", [])) == []
+
+
+def test_a_model_is_named_once_and_as_a_name(tmp_path: Path) -> None:
+    def found(**said: object) -> Options:
+        return located(Options(given={k: f"--{k}" for k in said}, **said), environment)  # type: ignore[arg-type]
+
+    environment = Environment(ollama_folders=(tmp_path,))
+    blob = put_ollama(tmp_path, "library/gemma3/270m", "a")
+    named = found(model=Path("ollama:gemma3:270m"))
+    assert (named.model, named.alias) == (blob, "ollama:gemma3:270m")
+    assert found(model=Path("ollama:gemma3:270m"), alias="mine").alias == "mine"
+    assert found(model=Path("missing.gguf")).model == Path("missing.gguf")
+    assert found(draft=Path("ollama:gemma3:270m")).draft == blob
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "m.gguf").touch()
+    assert found(model=tmp_path / "folder").model == tmp_path / "folder" / "m.gguf"
+    with pytest.raises(UsageError, match="--hf_repo a/b and --model m.gguf name two"):
+        found(hf_repo="a/b", model=Path("m.gguf"))
+    with pytest.raises(UsageError, match="--hf_repo word: expected user/repo"):
+        found(hf_repo="word")
+    with pytest.raises(UsageError, match="--hf_file x.gguf needs -hf"):
+        found(hf_file="x.gguf")
+    assert read_hub_name("a/b", "x.gguf") == HubName("a/b", "", "x.gguf")
