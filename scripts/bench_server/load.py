@@ -1,0 +1,110 @@
+"""Many streams for a while, and whether each is what one client alone is given."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench_server.client import Answer, BadAnswer, ask
+
+MOST_TIES = 3  # near-ties that one text may be explained by
+
+
+@dataclass
+class Report:
+    """What came of a load."""
+
+    n_streams: int
+    n_answers: int = 0
+    n_tokens: int = 0
+    took_s: float = 0.0
+    errors: Counter[str] = field(default_factory=Counter)
+    differing: Counter[tuple[str, str]] = field(default_factory=Counter)  # (prompt, text)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.n_tokens / self.took_s
+
+
+def request(prompt: str, n_tokens: int) -> dict[str, Any]:
+    """Greedy, of a fixed length."""
+    return {"prompt": prompt, "max_tokens": n_tokens, "temperature": 0.0, "ignore_eos": True}
+
+
+async def alone(port: int, prompts: list[str], n_tokens: int) -> dict[str, str]:
+    """The text after each prompt, with one request at a time."""
+    return {prompt: (await ask(port, request(prompt, n_tokens))).text for prompt in prompts}
+
+
+async def load(
+    port: int, texts: dict[str, str], n_tokens: int, n_streams: int, duration_s: float
+) -> Report:
+    """`n_streams` clients for `duration_s` seconds, each asking on as soon as it has its answer."""
+    report = Report(n_streams)
+    prompts = list(texts)
+    began_s = time.perf_counter()
+
+    async def client(number: int) -> None:
+        turn = number
+        while time.perf_counter() - began_s < duration_s:
+            prompt = prompts[turn % len(prompts)]
+            turn += n_streams + 1  # so that neighbours do not stay neighbours
+            try:
+                answer = await ask(port, request(prompt, n_tokens))
+            except (BadAnswer, OSError) as e:
+                report.errors[f"{type(e).__name__}: {e}"] += 1
+                continue
+            report.n_answers += 1
+            report.n_tokens += answer.n_tokens
+            if answer.n_tokens != n_tokens:
+                report.errors[f"{answer.n_tokens} tokens in place of {n_tokens}"] += 1
+            if answer.text != texts[prompt]:
+                report.differing[prompt, answer.text] += 1
+
+    await asyncio.gather(*(client(n) for n in range(n_streams)))
+    report.took_s = time.perf_counter() - began_s
+    return report
+
+
+async def unexplained(port: int, report: Report, texts: dict[str, str], n_tokens: int) -> list[str]:
+    """Differing texts that near-ties do not explain, in words.
+
+    Kernels round by batch size, so that two likeliest tokens may swap. Then what follows the
+    difference is what one client is given when the prompt ends behind it. A token that was lost or
+    doubled on the way is followed by nothing of the kind.
+    """
+    found = []
+    for prompt, text in report.differing:
+        expected = texts[prompt]
+        for _ in range(MOST_TIES):
+            same = common(text, expected)
+            # One character past the difference is part of the other token.
+            behind = text[: same + 1]
+            answer = await ask(port, request(prompt + behind, n_tokens))
+            expected = (behind + answer.text)[: len(text)]
+            if expected == text:
+                break
+        else:
+            found.append(f"{prompt!r}: {text!r} in place of {texts[prompt]!r}")
+    return found
+
+
+def common(a: str, b: str) -> int:
+    """Characters that both begin with."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+async def speed(
+    port: int, prompts: list[str], n_tokens: int, n_streams: int
+) -> tuple[float, list[Answer]]:
+    """Tokens per second of `n_streams` requests that begin together, and the answers."""
+    began_s = time.perf_counter()
+    asked = (ask(port, request(prompts[i % len(prompts)], n_tokens)) for i in range(n_streams))
+    answers = await asyncio.gather(*asked)
+    took_s = max(answer.ended_s for answer in answers) - began_s
+    return sum(answer.n_tokens for answer in answers) / took_s, list(answers)
