@@ -8,7 +8,7 @@ last decode (llama.cpp's n_rs_seq) or by checkpoints (docs/background.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -369,3 +369,47 @@ class Sequences:
         self._context.remove(sequence, checkpoint.length)
         self._was_cut(sequence, checkpoint.length)
         self.rollbacks.restores += 1
+
+    # -- kept elsewhere --------------------------------------------------------------------------
+
+    def can_share(self, source: int, n_tokens: int) -> bool:
+        """True if another sequence can begin with the first `n_tokens` of this one."""
+        whole = n_tokens == self.length(source)
+        return whole or (self.can_rewind and self._window_holds(source, n_tokens))
+
+    def share(self, source: int, sequence: int, n_tokens: int) -> None:
+        """Let an empty sequence begin with the first `n_tokens` of another: the cells of both.
+
+        Raises BadRequest where `can_share` says that it does not work.
+        """
+        if self.length(sequence) or not self.can_share(source, n_tokens):
+            raise BadRequest(f"sequence {sequence} cannot begin with {n_tokens} tokens of {source}")
+        if n_tokens:
+            self._context.copy_sequence(source, sequence, 0, n_tokens)
+        self._begun(sequence, n_tokens)
+
+    def save(self, sequence: int) -> bytes:
+        """All of the sequence, for `load`."""
+        return self._context.state(sequence, 0)
+
+    def load(self, sequence: int, state: bytes, n_tokens: int) -> None:
+        """Make the sequence what another was when it was saved, with `n_tokens` tokens.
+
+        Raises DeviceFailed when there is no room for it; the sequence is empty then.
+        """
+        self.rewind(sequence, 0)
+        try:
+            self._context.set_state(sequence, state, 0)
+        except BaseException:
+            self._context.remove(sequence, 0)
+            raise
+        self._begun(sequence, n_tokens)
+
+    def adopted(self, sequence: int, checkpoint: Checkpoint) -> Checkpoint:
+        """A lasting checkpoint of a sequence that was saved, as one of this, which was loaded."""
+        return replace(checkpoint, n_cuts=self._n_cuts[sequence])
+
+    def _begun(self, sequence: int, n_tokens: int) -> None:
+        """The sequence is another one now: nothing before it can be gone back to."""
+        self._was_cut(sequence, 0)
+        self._lengths[sequence] = n_tokens

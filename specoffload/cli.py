@@ -95,8 +95,10 @@ def run(line: CommandLine) -> None:
 def serve(line: CommandLine) -> None:
     """Serve the OpenAI API on a socket."""
     from specoffload.commands.serve import serve_config
+    from specoffload.config.serving import for_serving
 
-    serve_config(config_of(line), line.of(ServeOptions), sampling_of(line))
+    own = line.of(ServeOptions)
+    serve_config(for_serving(config_of(line), own), own, sampling_of(line))
 
 
 def bench(line: CommandLine) -> None:

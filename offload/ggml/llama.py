@@ -347,11 +347,13 @@ class Context:
         return buffer.raw[:written]
 
     def set_state(self, sequence: int, state: bytes, flags: int) -> None:
+        log.take_errors()
         read = self._lib.llama_state_seq_set_data_ext(
             self.handle, state, len(state), sequence, flags
         )
-        if read == 0:
-            raise DeviceFailed(f"the state of sequence {sequence} could not be restored")
+        if read != len(state):
+            reason = log.take_reason()
+            raise DeviceFailed(f"the state of sequence {sequence} could not be restored ({reason})")
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
         self._lib.llama_set_n_threads(self.handle, n_threads, n_threads_batch)

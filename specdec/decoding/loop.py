@@ -92,6 +92,15 @@ class DecodingLoop:
         """Members whose prompt is not evaluated yet."""
         return len(self._reading)
 
+    def is_reading(self, member: BatchMember) -> bool:
+        """True while a part of its prompt is to be evaluated."""
+        return member in self._reading
+
+    @property
+    def members(self) -> list[BatchMember]:
+        """All that are in the loop, those that have rounds first."""
+        return [*self._ready, *self._reading]
+
     def add(self, member: BatchMember) -> None:
         """Raises SpecDecError for an empty prompt, or a sequence that does not hold exactly the
         first `n_cached` tokens of it."""
@@ -111,20 +120,22 @@ class DecodingLoop:
         """Decode one batch: every ready member's last token with its draft, and up to
         `n_prompt_tokens` of the prompts that wait (None: as many as a decode takes).
 
-        What the target raises passes through, with the step undone.
+        What the target or a draft model raises passes through, with the step undone.
         """
-        if self._reading:
-            most = self._target.n_batch
-            pieces = self._pieces(most if n_prompt_tokens is None else min(n_prompt_tokens, most))
-            if pieces:
-                return self._step_with(pieces)
+        most = self._target.n_batch
+        n_tokens = most if n_prompt_tokens is None else min(n_prompt_tokens, most)
+        if self._reading and n_tokens > 0:
+            return self._step_with(n_tokens)
         return self._rounds()
 
     def rounds_of(self, member: BatchMember) -> Iterator[Round]:
         """The rounds of the loop's only member, which is added when the first is asked for."""
         self.add(member)
         while not self.is_idle:
-            for _, round_ in self.step().rounds:
+            step = self.step()
+            for _, error in step.failed:
+                raise error
+            for _, round_ in step.rounds:
                 yield round_
 
     # -- prompts ---------------------------------------------------------------------------------
@@ -146,18 +157,23 @@ class DecodingLoop:
         for member in self._reading:
             held = self._target.length(member.sequence)
             piece = member.history[held : min(held + n_tokens, len(member.history) - 1)]
-            if not piece:
+            if n_tokens <= 0:
                 break
             pieces.append((member, piece))
             n_tokens -= len(piece)
         return pieces
 
-    def _step_with(self, pieces: list[Piece]) -> Step:
-        """A step that evaluates parts of prompts beside the rounds."""
+    def _step_with(self, n_tokens: int) -> Step:
+        """A step that evaluates up to `n_tokens` of the prompts beside the rounds, as far as those
+        leave room in the batch."""
         if self._ready:
             began = perf_counter()
-            step = self._verified(self._proposed(), pieces, began)
+            drafts = self._proposed()
+            n_rows = sum([1 + len(draft.tokens) for draft in drafts])
+            pieces = self._pieces(min(n_tokens, self._target.n_batch - n_rows))
+            step = self._verified(drafts, pieces, began)
         else:
+            pieces = self._pieces(n_tokens)
             self._target.extend_batch([(m.sequence, tokens, 0) for m, tokens in pieces])
             step = Step()
         step.read = [member for member, _ in pieces]
@@ -226,9 +242,14 @@ class DecodingLoop:
         n_history = len(history)
         began = perf_counter()
         try:
-            verdict = member.accept(
-                draft, target.extend(member.sequence, history[-1:]), history, member.is_end
-            )
+            rows = target.extend(member.sequence, history[-1:])
+            try:
+                verdict = member.accept(draft, rows, history, member.is_end)
+            except Exception as e:
+                del history[n_history:]
+                take_back(target, member.sequence, n_history - 1)
+                self.remove(member)
+                return Step(failed=[(member, e)])
         except BaseException:
             del history[n_history:]
             take_back(target, member.sequence, n_history - 1)
@@ -298,8 +319,6 @@ class DecodingLoop:
                 try:
                     verdict = member.accept(drafts[i], rows[i], member.history, member.is_end)
                 except Exception as e:
-                    if len(members) == 1:
-                        raise
                     del member.history[lengths[i] :]
                     rollbacks[i].undo()
                     verdicts.append(e)

@@ -20,7 +20,7 @@ from specdec.drafters.memory import DraftMemory
 from specdec.errors import SpecDecError
 from specdec.policies.joint import best_count
 from specdec.policies.throughput import Throughput
-from specdec.types import Chooser, Decision, Draft, IsEnd, Round, TreeTarget
+from specdec.types import Chooser, Decision, Draft, IsEnd, Policy, Round, TreeTarget
 
 SOURCE = "tree"
 FIRST = "draft"  # the likeliest child of a node is what a chain would draft
@@ -180,7 +180,8 @@ class TreeDrafting:
             raise SpecDecError(
                 "tree drafts need a target whose memory can be cut, not a recurrent one"
             )
-        self._target, self._drafter, self._policy = target, drafter, policy
+        self.policy: Policy = policy
+        self._target, self._drafter, self._throughput = target, drafter, policy
 
     def propose(self, member: BatchMember) -> Draft:
         return _NO_TREE
@@ -189,7 +190,7 @@ class TreeDrafting:
         return [_NO_TREE] * len(members)
 
     def learn(self, member: BatchMember, round_: Round) -> None:
-        self._policy.learn(round_)
+        self.policy.learn(round_)
 
     def learn_many(
         self, rounds: Sequence[tuple[BatchMember, Round]], draft_s: float, *, is_priced: bool
@@ -203,7 +204,7 @@ class TreeDrafting:
         """The round's draft is the path that was accepted and what the tree held beside it;
         `n_drafted` counts every node verified."""
         began = perf_counter()
-        room = min(member.n_left - 1, self._target.n_ctx - len(member.history), self._policy.n_max)
+        room = min(member.n_left - 1, self._target.n_ctx - len(member.history), self.policy.n_max)
         tree = self._drafter.grow(member.sequence, member.history, max(0, room))
         drafted = perf_counter()
         path = _verify(self._target, member, tree)
@@ -220,7 +221,7 @@ class TreeDrafting:
         emitted = tuple(member.history[len(member.history) - path.n_emitted :])
         draft_s = drafted - began - tree.catch_up_s
         round_ = Round(draft, path.n_accepted, emitted, draft_s, verify_s)
-        _learn(self._policy, round_, path)
+        _learn(self._throughput, round_, path)
         return round_
 
 

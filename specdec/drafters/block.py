@@ -9,8 +9,9 @@ were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,14 @@ class Draws:
 
     temperature: float
     uniforms: NDArray[np.float64]
+
+
+class BlockSampling(Protocol):
+    """The draws of each sequence's request, for rejection sampling."""
+
+    def temperature(self, sequence: int) -> float: ...
+
+    def rng(self, sequence: int) -> np.random.Generator: ...
 
 
 class Pace:
@@ -57,8 +66,8 @@ class Pace:
 class BlockDrafter:
     """Drafts with `model`, whose sequences are this drafter's own.
 
-    With `temperature` and `rng`, tokens are drawn and their distributions kept, for rejection
-    sampling; else they are the most likely ones. `block` fixes the length of blocks.
+    With `sampling`, tokens are drawn and their distributions kept, for rejection sampling; else
+    they are the most likely ones. `block` fixes the length of blocks.
     """
 
     def __init__(
@@ -66,14 +75,12 @@ class BlockDrafter:
         model: BlockModel,
         *,
         name: str = "draft",
-        temperature: Callable[[], float] | None = None,
-        rng: np.random.Generator | None = None,
+        sampling: BlockSampling | None = None,
         block: int | None = None,
     ) -> None:
         self.name = name
         self._model = model
-        self._temperature = temperature
-        self._rng = rng or np.random.default_rng()
+        self._sampling = sampling
         self._memory = DraftMemory(model)
         self._pace = Pace(block)
 
@@ -86,8 +93,8 @@ class BlockDrafter:
         walk = policy.begin(limit, self.name)
         if not walk.wants:
             return Draft((), (), self.name, Decision(0, walk.reason, walk.rest))
-        found = _Found(walk, drawn=self._temperature is not None)
-        draws = self._draws()
+        found = _Found(walk, drawn=self._sampling is not None)
+        draws = self._draws(sequence)
         new = self._memory.tail(sequence, history)
         while found.goes_on:
             n = self._block_length(found.n_steps, limit)
@@ -99,7 +106,7 @@ class BlockDrafter:
     @property
     def samples(self) -> bool:
         """True if tokens are drawn."""
-        return self._temperature is not None
+        return self._sampling is not None
 
     def propose_many(
         self, requests: Sequence[tuple[int, Sequence[int], int]], policy: Policy
@@ -145,8 +152,9 @@ class BlockDrafter:
     ) -> Block:
         """Draft a block; what the model holds then is noted."""
         drawing = None
-        if self._temperature is not None and draws is not None:
-            drawing = Draws(self._temperature(), draws.random((n, len(fed))))
+        if self._sampling is not None and draws is not None:
+            temperature = self._sampling.temperature(fed[0][0])
+            drawing = Draws(temperature, draws.random((n, len(fed))))
         if begins:
             block = self._model.draft(fed, n, drawing)
             for sequence, new in fed:
@@ -161,12 +169,12 @@ class BlockDrafter:
             last[:] = drafted[-1:]
         return block
 
-    def _draws(self) -> np.random.Generator | None:
-        """Random numbers of one draft: as many as its blocks happen to need, and one of `rng`, so
-        that what else is drawn from that does not depend on the blocks' lengths."""
-        if self._temperature is None:
+    def _draws(self, sequence: int) -> np.random.Generator | None:
+        """Random numbers of one draft: as many as its blocks happen to need, and one of the
+        request's, so that what else is drawn from that does not depend on the blocks' lengths."""
+        if self._sampling is None:
             return None
-        return np.random.default_rng(self._rng.integers(1 << 62))
+        return np.random.default_rng(self._sampling.rng(sequence).integers(1 << 62))
 
     def learn(self, sequence: int, round_: Round) -> None:
         pass

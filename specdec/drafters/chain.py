@@ -49,9 +49,9 @@ class ChainDrafter:
     name = "chain"
 
     def __init__(self, free: Sequence[Drafter], paid: Drafter | None = None) -> None:
-        self._free = tuple(free)
+        self.free = tuple(free)
         self._paid = paid
-        self._all = self._free if paid is None else (*self._free, paid)
+        self._all = self.free if paid is None else (*self.free, paid)
         self._nothing = nothing(self.name, "no drafter has a proposal")
         self._paid_gain: float | None = None
         self._since_paid = 0
@@ -60,7 +60,7 @@ class ChainDrafter:
         drafts: list[Draft] = []
         best, gain = self._nothing, 0.0
         watched = _Watched(policy)
-        for drafter in self._free:
+        for drafter in self.free:
             watched.walk = None
             draft = drafter.propose(sequence, history, watched, limit)
             if draft.tokens or draft.dropped:

@@ -7,7 +7,8 @@ probability of its row, and a token that was drawn is verified whatever follows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +16,23 @@ from numpy.typing import NDArray
 from specdec.drafters.memory import DraftMemory
 from specdec.types import Decision, Draft, Policy, Round, Target, Walk
 
-RowProbabilities = Callable[[NDArray[np.float32]], NDArray[np.float64]]
+
+class DraftSampling(Protocol):
+    """The draws of each sequence's request, for rejection sampling."""
+
+    def probabilities(self, sequence: int, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+        """The distribution that a token is drawn from, by logits [n_vocab]."""
+        ...
+
+    def rng(self, sequence: int) -> np.random.Generator: ...
 
 
 class ModelDrafter:
     """Drafts with `model`, whose sequences are this drafter's own.
 
-    With `distribution` (logits [n_vocab] -> probabilities) and `rng`, tokens are sampled from it
-    and their distributions are kept for rejection sampling; else they are the most likely ones.
-    `n_vocab` cuts off padding that the target's vocabulary does not have.
+    With `sampling`, tokens are drawn and their distributions are kept for rejection sampling; else
+    they are the most likely ones. `n_vocab` cuts off padding that the target's vocabulary does not
+    have.
     """
 
     def __init__(
@@ -31,14 +40,12 @@ class ModelDrafter:
         model: Target,
         *,
         name: str = "draft",
-        distribution: RowProbabilities | None = None,
-        rng: np.random.Generator | None = None,
+        sampling: DraftSampling | None = None,
         n_vocab: int | None = None,
     ) -> None:
         self.name = name
         self._model = model
-        self._distribution = distribution
-        self._rng = rng or np.random.default_rng()
+        self._sampling = sampling
         self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
         self._memory = DraftMemory(model)
 
@@ -51,8 +58,8 @@ class ModelDrafter:
         if not walk.wants:
             return Draft((), (), self.name, Decision(0, walk.reason, walk.rest))
         logits = self._memory.catch_up(sequence, history)
-        if self._distribution is not None:
-            return self._sampled(sequence, walk, logits, self._distribution)
+        if self._sampling is not None:
+            return self._sampled(sequence, walk, logits, self._sampling)
         tokens: list[int] = []
         probs: list[float] = []
         while True:
@@ -65,19 +72,20 @@ class ModelDrafter:
         return self._draft(walk, tokens, probs, self._memory.catch_up_s(sequence))
 
     def _sampled(
-        self, sequence: int, walk: Walk, logits: NDArray[np.float32], distribution: RowProbabilities
+        self, sequence: int, walk: Walk, logits: NDArray[np.float32], sampling: DraftSampling
     ) -> Draft:
         tokens: list[int] = []
         probs: list[float] = []
         rows: list[NDArray[np.float64]] = []
         n_steps = 1
         while True:
-            q = distribution(logits[: self._n_vocab])
+            q = sampling.probabilities(sequence, logits[: self._n_vocab])
             p = float(q.max())
             goes_on = walk.feed(p)
             if not goes_on and walk.n_best <= len(tokens):
                 break  # not worth drawing, decided before it was
-            token = int(np.searchsorted(np.cumsum(q), self._rng.random() * q.sum(), side="right"))
+            drawn = sampling.rng(sequence).random() * q.sum()
+            token = int(np.searchsorted(np.cumsum(q), drawn, side="right"))
             tokens.append(min(token, len(q) - 1))
             probs.append(p)
             rows.append(q)
@@ -104,7 +112,7 @@ class ModelDrafter:
     @property
     def samples(self) -> bool:
         """True if tokens are drawn, not the most likely ones."""
-        return self._distribution is not None
+        return self._sampling is not None
 
     @property
     def n_rows(self) -> int:

@@ -51,6 +51,9 @@ class Config:
     ctx_checkpoints: int
     reasons: tuple[str, ...]
     numa: NumaPlan | None = None  # None: nothing is pinned
+    parallel: int = 1  # requests that run at once
+    cache_ram_bytes: int | None = 0  # host memory for prompts whose slots others needed
+    slot_save_path: Path | None = None
 
 
 def demo_file(name: str) -> Path:

@@ -22,9 +22,9 @@ from specoffload.errors import UsageError
 from specoffload.server.access.browsers import read_origins
 from specoffload.server.access.gate import Access
 from specoffload.server.access.keys import read_keys
-from specoffload.server.app import create_app
-from specoffload.server.client import EngineClient
-from specoffload.server.engine_process import Factory
+from specoffload.server.api.app import create_app
+from specoffload.server.engine.client import EngineClient
+from specoffload.server.engine.engine_process import Factory
 from specoffload.server.transport.connection import Connection, Waiting
 from specoffload.server.transport.limits import (
     BACKLOG,

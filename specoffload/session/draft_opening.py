@@ -23,7 +23,7 @@ from offload.torch_draft.options import TorchDraftOptions
 from offload.torch_draft.shape import read_shape
 from offload.torch_draft.weights import check_weights
 from specdec.costs.measure import measure_step
-from specdec.options import AcceptRule
+from specdec.options import MOST_DRAFTED, AcceptRule
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
@@ -61,13 +61,16 @@ def draft_bytes(config: Config) -> int:
     if config.draft is None:
         return 0
     facts = read_facts(config.draft)
-    options = _of_draft(config, EngineOptions(n_ctx=config.ctx_size or _DEFAULT_CTX))
+    n_ctx = config.ctx_size or _DEFAULT_CTX
+    options = _of_draft(
+        config, EngineOptions(n_ctx=_llama_ctx(config, n_ctx), n_sequences=config.parallel)
+    )
     by_llama = device_bytes(facts) + context_memory(facts, context_spec(facts, options)).total_bytes
     may_be_torch = config.spec.of_draft.engine is not DraftEngine.LLAMA
     if not may_be_torch or importlib.util.find_spec("torch") is None:
         return by_llama
     try:
-        return max(by_llama, _torch_bytes(config, facts, options.n_ctx))
+        return max(by_llama, _torch_bytes(config, facts, n_ctx))
     except BadModel:
         return by_llama
 
@@ -76,9 +79,17 @@ def _torch_bytes(config: Config, facts: ModelFacts, n_ctx: int) -> int:
     shape = read_shape(facts)
     samples = config.spec.options.accept is AcceptRule.REJECT
     sizes = Sizes(
-        n_ctx or shape.n_ctx_train, dtype=config.spec.of_draft.matrices.value, samples=samples
+        n_ctx or shape.n_ctx_train,
+        config.parallel,
+        config.spec.of_draft.matrices.value,
+        samples=samples,
     )
     return lay_out(shape, sizes).total_bytes
+
+
+def _llama_ctx(config: Config, n_ctx: int) -> int:
+    """Cells of libllama's draft: beside all that the target holds, the drafts of each request."""
+    return n_ctx + MOST_DRAFTED * (config.parallel - 1)
 
 
 def _of_draft(config: Config, options: EngineOptions) -> EngineOptions:
@@ -150,7 +161,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
         device=target.choice.name if target.choice.on_gpu else "cpu",
         wrapped=False,
         stream_experts=False,
-        n_ctx=target.n_ctx,
+        n_ctx=_llama_ctx(config, target.n_ctx),
         # Threads typed for the draft alone are taken as they are, unpinned.
         numa=None
         if config.numa is None or "n_threads" in spec.draft_options

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -27,6 +28,7 @@ class GenerateOptions:
     json_schema: str | None = None  # JSON text; excludes a grammar
     seed: int | None = None
     ignore_eos: bool = False
+    time_limit_s: float | None = None  # from its first step on; then the answer ends as it is
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,45 @@ class ModelCard:
     chat_template: str | None
     longest_token_bytes: int = 256  # of text that one token can stand for
     notes: tuple[str, ...] = field(default=())  # start-up lines: plan, device, what is not active
+    n_parallel: int = 1  # requests that run at once
+
+
+@dataclass(frozen=True)
+class SlotInfo:
+    """A slot of the model: the place of one request, and of the prompt it leaves behind."""
+
+    id: int
+    is_processing: bool
+    n_tokens: int  # held now
+
+
+@dataclass(frozen=True)
+class SlotResult:
+    """The outcome of saving, restoring or erasing a slot."""
+
+    n_tokens: int
+    n_bytes: int
+    took_s: float
+
+
+SlotAction = Literal["save", "restore", "erase"]
+
+
+class Running(Protocol):
+    """A request under way. `pieces` are taken from the left; after `error`, none follows."""
+
+    @property
+    def pieces(self) -> deque[Piece]: ...
+
+    @property
+    def error(self) -> Exception | None: ...
+
+    @property
+    def is_over(self) -> bool: ...
 
 
 class Generator(Protocol):
-    """The part of a `Session` that the server and `run` need."""
+    """The part of a `Session` that the server needs."""
 
     @property
     def card(self) -> ModelCard: ...
@@ -102,11 +139,27 @@ class Generator(Protocol):
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str: ...
 
-    def generate(self, prompt: str | Sequence[int], options: GenerateOptions) -> Iterator[Piece]:
-        """Raises before the first piece when the prompt is empty or does not fit the context.
+    def start(self, tokens: Sequence[int], options: GenerateOptions) -> Running:
+        """A request, on which `step` works. Raises when the prompt is empty or does not fit."""
+        ...
 
-        Closing the iterator early ends the generation and keeps the sequence consistent.
-        """
+    def step(self) -> Sequence[Running]:
+        """Work on every request for a moment; those that have news."""
+        ...
+
+    def cancel(self, request: Running) -> None:
+        """Whoever asked has gone."""
+        ...
+
+    @property
+    def is_idle(self) -> bool:
+        """True while no request waits or runs."""
+        ...
+
+    def slots(self) -> tuple[SlotInfo, ...]: ...
+
+    def change_slot(self, number: int, action: SlotAction, filename: str) -> SlotResult:
+        """Save, restore or erase what an idle slot holds."""
         ...
 
     def close(self) -> None: ...

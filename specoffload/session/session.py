@@ -5,27 +5,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from offload.engine import Engine
 from offload.errors import BadRequest, DoesNotFit
-from offload.ggml.sampler import SamplerChain
 from offload.trace import Trace
-from specdec.decoding.decode import decode_alone
-from specdec.types import Round
 from specoffload.config.resolution import Config
-from specoffload.session.answer import Answer
 from specoffload.session.chat import render
 from specoffload.session.description import describe
 from specoffload.session.draft_opening import open_draft
-from specoffload.session.generation import GenerateOptions, ModelCard, Piece
+from specoffload.session.generation import (
+    GenerateOptions,
+    ModelCard,
+    Piece,
+    Running,
+    SlotAction,
+    SlotInfo,
+    SlotResult,
+)
 from specoffload.session.opening import open_target, set_min_batch
-from specoffload.session.prompt_cache import PromptCache
-from specoffload.session.sampling import sampling_of
 from specoffload.session.startup_lines import startup_lines
-from specoffload.session.statistics import EngineCounts, Tally
+from specoffload.slots.batcher import Batcher
+from specoffload.slots.request import Request
+from specoffload.slots.saving import change_slot
 from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation, drafts_anything
 
@@ -52,8 +55,16 @@ class Session:
             if drafts_anything(config.spec.options, has_draft=self.draft is not None):
                 self.speculation = Speculation(config.spec, self.target, self.draft, on_progress)
                 opened.callback(self.speculation.close)
-            self._cache = PromptCache(self.target, SEQUENCE, config.ctx_checkpoints)
-            self._n_generations = 0
+            self.batcher = Batcher(
+                self.target,
+                self.draft,
+                self.speculation,
+                n_slots=config.parallel,
+                n_checkpoints=config.ctx_checkpoints,
+                store_bytes=config.cache_ram_bytes,
+            )
+            if self.speculation is not None and self.speculation.watches:
+                self.batcher.on_round.append(self.speculation.watch)
             self._closing = opened.pop_all()
 
     def close(self) -> None:
@@ -86,6 +97,7 @@ class Session:
             chat_template=self.target.chat_template,
             longest_token_bytes=self.target.longest_token_bytes,
             notes=self.notes,
+            n_parallel=self.config.parallel,
         )
 
     @property
@@ -112,18 +124,45 @@ class Session:
         the sequence as far as it was verified.
         """
         tokens = self._prompt_tokens(prompt)
-        room = self.target.n_ctx - len(tokens)
-        if room < 1:
-            raise DoesNotFit(
-                f"the prompt has {len(tokens)} tokens and the context {self.target.n_ctx}, which "
-                "must hold at least one more; shorten it or raise --ctx-size"
-            )
-        n_predict = room if options.n_predict is None else min(options.n_predict, room)
-        return self._pieces(tokens, n_predict, options)
+        self._n_predict(tokens, options)
+        return self._pieces(tokens, options)
+
+    def start(self, tokens: Sequence[int], options: GenerateOptions) -> Request:
+        """A request beside others; `step` works on it until it is over or cancelled.
+
+        Raises BadRequest or DoesNotFit for one that cannot be answered.
+        """
+        tokens = self._prompt_tokens(tokens)
+        return self.batcher.start(tokens, self._n_predict(tokens, options), options)
+
+    def step(self) -> list[Request]:
+        """Decode one batch for all requests; those that have a new piece, or an error."""
+        return self.batcher.step()
+
+    def cancel(self, request: Running) -> None:
+        """Whoever asked has gone: its slot is free again."""
+        assert isinstance(request, Request)
+        self.batcher.cancel(request)
+
+    @property
+    def is_idle(self) -> bool:
+        """True while no request waits or runs."""
+        return self.batcher.is_idle
+
+    def slots(self) -> tuple[SlotInfo, ...]:
+        """The slots as they are now."""
+        return tuple(SlotInfo(s.number, s.is_busy, s.n_held) for s in self.batcher.slots)
+
+    def change_slot(self, number: int, action: SlotAction, filename: str) -> SlotResult:
+        """Save an idle slot to a file under --slot-save-path, restore or erase it.
+
+        Raises BadRequest for a slot or a file that cannot be used.
+        """
+        return change_slot(self.batcher.slots, self.config.slot_save_path, number, action, filename)
 
     def forget(self) -> None:
         """Drop what is cached of the conversation: the next prompt is evaluated whole."""
-        self._cache.forget()
+        self.batcher.forget()
 
     def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -139,68 +178,26 @@ class Session:
             raise BadRequest(f"token {bad[0]} is not in the vocabulary of {self.target.n_vocab}")
         return tokens
 
-    def _pieces(
-        self, tokens: list[int], n_predict: int, options: GenerateOptions
-    ) -> Iterator[Piece]:
-        is_end = (lambda _: False) if options.ignore_eos else self.target.is_end
-        answer = Answer(self.target.text_stream(), options.stop, is_end)
-        tally = Tally(self._counts(), time.perf_counter())
-        with ExitStack() as closing:
-            sampler = SamplerChain(self.target.model, sampling_of(options, self.target.n_ctx))
-            closing.callback(sampler.close)
-            history = list(tokens)
-            self._n_generations += 1
-            mine = self._n_generations
-            n_cached = self._cache.reuse(tokens)
-            closing.callback(lambda: self._keep(mine, history))
-            for _ in self.target.sequences.prefill(SEQUENCE, tokens[n_cached:-1]):
-                yield Piece("")  # here a client that has gone can end it
-                self._check_current(mine)
-            self._cache.mark()
-            tally.evaluated(len(tokens), n_cached, time.perf_counter())
-            for round_ in self._rounds(tokens, n_predict, options, sampler, is_end):
-                history += round_.emitted  # what the target holds, past a stop sequence too
-                piece = answer.take(round_.emitted)
-                tally.count(round_, len(piece.tokens))
-                yield piece
-                self._check_current(mine)
-                if answer.finish == "stop":
-                    break
-            stats = tally.stats(self._counts(), time.perf_counter())
-            yield Piece(answer.rest(), (), answer.finish, stats)
-
-    def _rounds(
-        self,
-        tokens: list[int],
-        n_predict: int,
-        options: GenerateOptions,
-        sampler: SamplerChain,
-        is_end: Callable[[int], bool],
-    ) -> Iterator[Round]:
-        if self.speculation is not None:
-            return self.speculation.rounds(
-                SEQUENCE, tokens, sampler, options, n_predict=n_predict, is_end=is_end
+    def _n_predict(self, tokens: Sequence[int], options: GenerateOptions) -> int:
+        """The most tokens of an answer. Raises DoesNotFit when there is no room for any."""
+        room = self.target.n_ctx - len(tokens)
+        if room < 1:
+            raise DoesNotFit(
+                f"the prompt has {len(tokens)} tokens and the context {self.target.n_ctx}, which "
+                "must hold at least one more; shorten it or raise --ctx-size"
             )
-        return decode_alone(
-            self.target.sequences,
-            SEQUENCE,
-            tokens,
-            chooser=sampler,
-            n_predict=n_predict,
-            is_end=is_end,
-            n_cached=self.target.sequences.length(SEQUENCE),
-        )
+        return room if options.n_predict is None else min(options.n_predict, room)
 
-    def _keep(self, generation: int, history: list[int]) -> None:
-        if generation == self._n_generations:
-            self._cache.keep(history)
-
-    def _check_current(self, generation: int) -> None:
-        if generation != self._n_generations:
-            raise BadRequest("another generation was started before this one had ended")
-
-    def _counts(self) -> EngineCounts:
-        rollbacks = self.target.sequences.rollbacks
-        return EngineCounts(
-            self.target.counters().streamed_bytes, rollbacks.checkpoints, rollbacks.restores
-        )
+    def _pieces(self, tokens: list[int], options: GenerateOptions) -> Iterator[Piece]:
+        request = self.start(tokens, options)
+        try:
+            while True:
+                while request.pieces:
+                    yield request.pieces.popleft()
+                if request.is_over:
+                    break
+                self.step()
+            if request.error is not None:
+                raise request.error
+        finally:
+            self.cancel(request)

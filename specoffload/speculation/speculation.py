@@ -4,28 +4,30 @@ next and stored at the end."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offload.engine import Engine
 from offload.ggml.sampler import SamplerChain
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import Acceptance
-from specdec.decoding.decode import decode
+from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.loop import DecodingLoop
 from specdec.decoding.reject import RejectionAcceptance, Sampler
-from specdec.decoding.tree import TreeDrafter, decode_tree
+from specdec.decoding.tree import TreeDrafter, TreeDrafting
 from specdec.drafters.block import BlockDrafter
+from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.lookup import NgramCache
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.errors import BadOption
 from specdec.options import AcceptRule, DrafterName, SpecOptions
 from specdec.policies.throughput import Throughput
-from specdec.types import BlockModel, Drafter, IsEnd, Policy, Round, Target
+from specdec.types import BlockModel, Drafter, Policy, Round, Target
 from specoffload.config.speculation import SpecConfig
-from specoffload.session.generation import GenerateOptions
 from specoffload.speculation.costs import open_costs, widened
 from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.profile_store import store
@@ -51,29 +53,20 @@ class Speculation:
         self._target = target
         options = config.options
         self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
-        self._tree: TreeDrafter | None = None
+        self._n_rounds = 0
         self._costs = open_costs(config, target, draft, on_progress)
-        self.policy: Policy = build_policy(options, self._costs.profile, self._costs.calibration)
-        self._sampling = _RequestSampling()
+        policy = build_policy(options, self._costs.profile, self._costs.calibration)
+        self._sampling = RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
         self.drafter: Drafter = build_drafter(options, model, self._tokenize, target.n_vocab)
+        self._drafting: ChainDrafting | TreeDrafting
         if options.tree:
             assert draft is not None
-            assert isinstance(self.policy, Throughput)
+            assert isinstance(policy, Throughput)
             assert isinstance(draft, Engine)  # torch drafts no trees
-            for engine in (target, draft):
-                if not engine.sequences.can_rewind:
-                    raise BadOption(
-                        f"{options.name('tree')} needs memory that can be cut; "
-                        f"{engine.facts.path.name} ({engine.facts.architecture}) is recurrent: "
-                        "leave it out"
-                    )
-            self._tree = TreeDrafter(
-                draft.sequences,
-                self.policy,
-                p_split=options.p_split,
-                n_vocab=target.n_vocab,
-            )
+            self._drafting = self._tree_drafting(draft, policy)
+        else:
+            self._drafting = ChainDrafting(target.sequences, self.drafter, policy)
 
     # -- parts ----------------------------------------------------------------------------------
 
@@ -91,12 +84,24 @@ class Speculation:
         options, sampling = self._config.options, self._sampling
         rejects = options.accept is AcceptRule.REJECT
         if isinstance(model, BlockModel):
-            temperature = (lambda: sampling.temperature) if rejects else None
-            return BlockDrafter(model, temperature=temperature, rng=sampling.rng)
+            return BlockDrafter(model, sampling=sampling if rejects else None)
         # A draft of another vocabulary has no padding that the target's would not have.
         n_vocab = self._target.n_vocab if options.replacements is None else None
-        distribution = sampling.draft_probabilities if rejects else None
-        return ModelDrafter(model, distribution=distribution, rng=sampling.rng, n_vocab=n_vocab)
+        return ModelDrafter(model, sampling=sampling if rejects else None, n_vocab=n_vocab)
+
+    def _tree_drafting(self, draft: Engine, policy: Throughput) -> TreeDrafting:
+        options, target = self._config.options, self._target
+        for engine in (target, draft):
+            if not engine.sequences.can_rewind:
+                raise BadOption(
+                    f"{options.name('tree')} needs memory that can be cut; "
+                    f"{engine.facts.path.name} ({engine.facts.architecture}) is recurrent: "
+                    "leave it out"
+                )
+        drafter = TreeDrafter(
+            draft.sequences, policy, p_split=options.p_split, n_vocab=target.n_vocab
+        )
+        return TreeDrafting(target.sequences, drafter, policy)
 
     def _tokenize(self, text: str) -> Sequence[int]:
         return self._target.tokenize(text, add_special=False, parse_special=False)
@@ -122,72 +127,58 @@ class Speculation:
         return (*lines, f"{options.name('n_max')} {wanted}: {why}")
 
     @property
+    def policy(self) -> Policy:
+        """The decider of draft lengths; another one takes over where chains are drafted."""
+        return self._drafting.policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        assert isinstance(self._drafting, ChainDrafting)
+        self._drafting.policy = policy
+
+    @property
     def costs(self) -> CostProfile:
         """T(n) as it was measured or loaded."""
         return self._costs.profile
 
-    def rounds(
-        self,
-        sequence: int,
-        prompt: Sequence[int],
-        chooser: SamplerChain,
-        request: GenerateOptions,
-        *,
-        n_predict: int,
-        is_end: IsEnd,
-    ) -> Iterator[Round]:
-        """The rounds of one generation; raises what `specdec.decode` raises."""
-        n_cached = self._target.sequences.length(sequence)
-        if self._tree is not None:
-            assert isinstance(self.policy, Throughput)
-            found = decode_tree(
-                self._target.sequences,
-                sequence,
-                prompt,
-                drafter=self._tree,
-                policy=self.policy,
-                chooser=chooser,
-                n_predict=n_predict,
-                is_end=is_end,
-                n_cached=n_cached,
-            )
-        else:
-            found = decode(
-                self._target.sequences,
-                sequence,
-                prompt,
-                drafter=self.drafter,
-                policy=self.policy,
-                chooser=chooser,
-                n_predict=n_predict,
-                is_end=is_end,
-                n_cached=n_cached,
-                acceptance=self._acceptance(chooser, request),
-            )
-        watched = self._trace is not None or log.isEnabledFor(logging.DEBUG)
-        return self._watched(found) if watched else found
+    def loop(self) -> DecodingLoop:
+        """A decoding loop of the target that drafts."""
+        target = self._target.sequences
+        if isinstance(self._drafting, TreeDrafting):
+            return DecodingLoop(target, self._drafting, self._drafting.play)
+        return DecodingLoop(target, self._drafting)
 
-    def _acceptance(self, chooser: SamplerChain, request: GenerateOptions) -> Acceptance | None:
+    def acceptance(
+        self, sequence: int, chooser: SamplerChain, temperature: float, rng: np.random.Generator
+    ) -> Acceptance:
+        """Judges the drafts of a request that begins in `sequence`; `rng` are its random numbers
+        for drafts that are drawn."""
         options = self._config.options
         if options.accept is AcceptRule.REJECT:
-            return RejectionAcceptance(chooser, self._sampling.begin(request))
-        return build_acceptance(options, chooser, np.random.default_rng(request.seed))
+            self._sampling.begin(sequence, temperature, rng)
+            return RejectionAcceptance(chooser, rng)
+        return build_acceptance(options, chooser, rng)
 
-    def _watched(self, rounds: Iterator[Round]) -> Iterator[Round]:
-        for n, round_ in enumerate(rounds, 1):
-            if self._trace is not None:
-                self._trace.add(round_)
-            log.debug(
-                "round %d: %d drafted by %s, %d accepted, draft %.2f ms, verify %.2f ms: %s",
-                n,
-                round_.n_drafted,
-                round_.draft.source,
-                round_.n_accepted,
-                1e3 * round_.draft_s,
-                1e3 * round_.verify_s,
-                round_.draft.decision.reason,
-            )
-            yield round_
+    @property
+    def watches(self) -> bool:
+        """True if `watch` does anything."""
+        return self._trace is not None or log.isEnabledFor(logging.DEBUG)
+
+    def watch(self, round_: Round) -> None:
+        """Note a round in the trace and in the log."""
+        self._n_rounds += 1
+        if self._trace is not None:
+            self._trace.add(round_)
+        log.debug(
+            "round %d: %d drafted by %s, %d accepted, draft %.2f ms, verify %.2f ms: %s",
+            self._n_rounds,
+            round_.n_drafted,
+            round_.draft.source,
+            round_.n_accepted,
+            1e3 * round_.draft_s,
+            1e3 * round_.verify_s,
+            round_.draft.decision.reason,
+        )
 
     def close(self) -> None:
         """Store the refreshed profile, the calibration, the lookup cache and the trace."""
@@ -207,7 +198,10 @@ class Speculation:
     def _save_lookup_cache(self) -> None:
         options = self._config.options
         path = options.lookup_dynamic
-        drafters = [self.drafter, *getattr(self.drafter, "_free", ())]
+        drafters = [
+            self.drafter,
+            *(self.drafter.free if isinstance(self.drafter, ChainDrafter) else ()),
+        ]
         for drafter in drafters:
             if path is None or not isinstance(drafter, NgramCache):
                 continue
@@ -218,27 +212,31 @@ class Speculation:
                     log.warning("the lookup cache %s was not written: %s", path, e)
 
 
-class _RequestSampling:
-    """The sampling of drafts for the request in hand, for rejection sampling."""
+class RequestSampling:
+    """The sampling of drafts for each sequence's request, for rejection sampling."""
 
     def __init__(self) -> None:
-        self.temperature = 1.0
-        self._sampler = Sampler(self.temperature)
-        self.rng = np.random.default_rng()
+        self._temperatures: dict[int, float] = {}
+        self._samplers: dict[int, Sampler] = {}
+        self._rngs: dict[int, np.random.Generator] = {}
 
-    def begin(self, request: GenerateOptions) -> np.random.Generator:
-        """The random numbers of the request, from its seed: for drafting and for judging."""
-        self.rng.bit_generator.state = np.random.default_rng(request.seed).bit_generator.state
+    def begin(self, sequence: int, temperature: float, rng: np.random.Generator) -> None:
+        """A request's temperature, and its random numbers: for drafting and for judging."""
         # A greedy request accepts the argmax only; its drafts are sampled sharply all the same,
         # so that what the draft says of a token stays a probability.
-        self.temperature = request.temperature if request.temperature > 0 else 0.3
-        self._sampler = Sampler(self.temperature)
-        return self.rng
+        usable = temperature if temperature > 0 else 0.3
+        self._temperatures[sequence] = usable
+        self._samplers[sequence] = Sampler(usable)
+        self._rngs[sequence] = rng
 
-    def draft_probabilities(
-        self, logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-        return self._sampler.probabilities(logits)
+    def temperature(self, sequence: int) -> float:
+        return self._temperatures[sequence]
+
+    def rng(self, sequence: int) -> np.random.Generator:
+        return self._rngs[sequence]
+
+    def probabilities(self, sequence: int, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+        return self._samplers[sequence].probabilities(logits)
 
 
 def drafts_anything(options: SpecOptions, *, has_draft: bool) -> bool:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,7 +169,7 @@ class _Watch:
     """Stands before a session's rounds, and before the decodes of its target."""
 
     def __init__(self, opened: Session) -> None:
-        self._engine, self._speculation = opened.target, opened.speculation
+        self._engine, self._batcher = opened.target, opened.batcher
         self.rounds: list[Round] = []
         self.rows: list[tuple[int, NDArray[np.float32]]] = []
         self.n_branching = 0
@@ -211,22 +210,13 @@ class _Watch:
 
         sequences.extend, sequences.extend_tree = watched, watched_tree  # type: ignore[method-assign]
         sequences.extend_batch = watched_batch  # type: ignore[method-assign]
-        if self._speculation is not None:
-            rounds = self._speculation.rounds
-
-            def watched_rounds(*args: Any, **named: Any) -> Iterator[Round]:
-                for round_ in rounds(*args, **named):
-                    self.rounds.append(round_)
-                    yield round_
-
-            self._speculation.rounds = watched_rounds  # type: ignore[method-assign]
+        self._batcher.on_round.append(self.rounds.append)
         return self
 
     def __exit__(self, *_: object) -> None:
         sequences = self._engine.sequences
         del sequences.extend, sequences.extend_tree, sequences.extend_batch
-        if self._speculation is not None:
-            del self._speculation.rounds
+        self._batcher.on_round.pop()
 
 
 def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOptions) -> Run:
@@ -247,8 +237,7 @@ def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOpti
                 assert_each_position_once(opened.draft)
     assert piece.stats is not None
     assert piece.finish_reason is not None
-    # Without speculation nobody plays rounds, and all that is emitted is shown.
-    out = [token for round_ in watch.rounds for token in round_.emitted] or list(answer)
+    out = [token for round_ in watch.rounds for token in round_.emitted]
     return Run(
         tokens,
         out,

@@ -19,8 +19,8 @@ from specdec.decoding.decode import decode
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import BadOption
 from specdec.policies.fixed import Fixed
-from specoffload.session.prompt_cache import PromptCache
 from specoffload.session.session import Session
+from specoffload.slots.slot import Slot
 
 PROMPT = [(7 * i + 3) % 64 for i in range(20)]
 NEAR_TIE = 1e-3
@@ -175,7 +175,7 @@ def test_speculation_on_snapshots_writes_the_targets_own_text(models: Path, n_rs
 
 def test_an_edited_conversation_is_evaluated_from_the_last_prompt_it_shares(hybrid: Path) -> None:
     with Engine(hybrid, options("cpu")) as engine:
-        cache = PromptCache(engine, 0, n_checkpoints=2)
+        cache = Slot(0, engine.sequences, None, n_checkpoints=2)
 
         def turn(prompt: list[int], answer: list[int]) -> int:
             n_cached = cache.reuse(prompt)

@@ -11,7 +11,7 @@ import pytest
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
 from offload.synth import write_preset
-from specoffload.session.prompt_cache import PromptCache
+from specoffload.slots.slot import Slot
 
 WINDOW = 64  # of the tiny model
 OPTIONS = {"device": "sim", "n_ctx": 1024, "n_ubatch": 64, "n_batch": 256}
@@ -70,7 +70,7 @@ def test_all_can_be_kept(windowed: Path) -> None:
 
 
 def test_a_prompt_that_shares_only_what_was_forgotten_is_evaluated_anew(engine: Engine) -> None:
-    cache = PromptCache(engine, 0, 4)
+    cache = Slot(0, engine.sequences, None, 4)
     first = tokens(600)
     assert cache.reuse(first) == 0
     engine.sequences.extend(0, first, n_logits=0)
@@ -82,7 +82,7 @@ def test_a_prompt_that_shares_only_what_was_forgotten_is_evaluated_anew(engine: 
 
 
 def test_a_prompt_that_goes_on_is_not(engine: Engine) -> None:
-    cache = PromptCache(engine, 0, 4)
+    cache = Slot(0, engine.sequences, None, 4)
     first = tokens(600)
     engine.sequences.extend(0, first, n_logits=0)
     cache.keep(first)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from specoffload.session.generation import (
     GenerationStats,
     ModelCard,
     Piece,
+    SlotAction,
+    SlotInfo,
+    SlotResult,
 )
 from specoffload.session.stopping import StopScanner
 
@@ -41,6 +45,7 @@ class FakeFactory:
     load_s: float = 0.0
     bad_model: bool = False
     abort_if: Path | None = None
+    n_parallel: int = 1
 
     def __call__(self) -> FakeGenerator:
         time.sleep(self.load_s)
@@ -56,11 +61,22 @@ def abort() -> None:
     os.abort()
 
 
+class FakeRequest:
+    """A request under way: `source` gives its pieces."""
+
+    def __init__(self, source: Generator[Piece, None, None]) -> None:
+        self.source = source
+        self.pieces: deque[Piece] = deque()
+        self.error: Exception | None = None
+        self.is_over = False
+
+
 class FakeGenerator:
     """Tokens are bytes; the answer is the prompt and TAIL."""
 
     def __init__(self, factory: FakeFactory) -> None:
         self._factory = factory
+        self._requests: list[FakeRequest] = []
         self._note(f"pid {os.getpid()}")
 
     @property
@@ -74,6 +90,7 @@ class FakeGenerator:
             size_bytes=0,
             chat_template="{{ messages }}",
             notes=("nothing is computed",),
+            n_parallel=self._factory.n_parallel,
         )
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -84,17 +101,54 @@ class FakeGenerator:
             raise BadRequest("the chat template refuses the messages: the last is the assistant's")
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
 
-    def generate(self, prompt: str | Sequence[int], options: GenerateOptions) -> Iterator[Piece]:
-        assert not isinstance(prompt, str)
-        text = bytes(token for token in prompt if token != BOS).decode(errors="replace")
+    def start(self, tokens: Sequence[int], options: GenerateOptions) -> FakeRequest:
+        text = bytes(token for token in tokens if token != BOS).decode(errors="replace")
         if "[refuse]" in text:
             raise BadRequest("the fake refuses this prompt")
-        return self._pieces(text, len(prompt), options)
+        request = FakeRequest(self._pieces(text, len(tokens), options))
+        self._requests.append(request)
+        return request
+
+    def step(self) -> list[FakeRequest]:
+        """A piece of each; those of slow ones are slow together."""
+        news = []
+        for request in self._requests[: self._factory.n_parallel]:
+            try:
+                piece = next(request.source)
+                request.pieces.append(piece)
+                if piece.finish_reason is not None:
+                    request.is_over = next(request.source, None) is None
+            except Exception as e:
+                request.error, request.is_over = e, True
+            if request.is_over:
+                self._requests.remove(request)
+            news.append(request)
+        return news
+
+    def cancel(self, request: FakeRequest) -> None:
+        if request in self._requests:
+            self._requests.remove(request)
+        request.source.close()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._requests
+
+    def slots(self) -> tuple[SlotInfo, ...]:
+        n = self._factory.n_parallel
+        return tuple(SlotInfo(i, i < len(self._requests), 10 * i) for i in range(n))
+
+    def change_slot(self, number: int, action: SlotAction, filename: str) -> SlotResult:
+        if number >= self._factory.n_parallel:
+            raise BadRequest(f"slot {number} does not exist")
+        return SlotResult(10 * number, 1000, 0.5)
 
     def close(self) -> None:
         self._note("close")
 
-    def _pieces(self, text: str, n_prompt: int, options: GenerateOptions) -> Iterator[Piece]:
+    def _pieces(
+        self, text: str, n_prompt: int, options: GenerateOptions
+    ) -> Generator[Piece, None, None]:
         self._note("start")
         end = "abandoned"
         try:

@@ -14,9 +14,9 @@ import openai
 from fake_generator import FakeFactory
 
 from specoffload.server.access.gate import Access
-from specoffload.server.app import create_app
-from specoffload.server.client import EngineClient
-from specoffload.server.restart import RestartPolicy
+from specoffload.server.api.app import create_app
+from specoffload.server.engine.client import EngineClient
+from specoffload.server.engine.restart import RestartPolicy
 from specoffload.server.run import listen, serve_until, url_of
 from specoffload.server.transport.limits import SocketLimits
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from running import Running, StartServer, http
 
 from offload.errors import BadRequest
+from specoffload.server.api.wire import ChatRequest, CompletionRequest
 from specoffload.server.body.names import (
     ALIASES,
     INERT,
@@ -22,7 +23,6 @@ from specoffload.server.body.names import (
     refuse_ignored,
     renamed,
 )
-from specoffload.server.wire import ChatRequest, CompletionRequest
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "requests"
 RECORDED = sorted(FOLDER.glob("*.json"))

@@ -14,7 +14,7 @@ from told_answers import STATS, answers
 
 from offload.errors import BadRequest
 from specoffload.chat.deltas import Content, Delta, joined
-from specoffload.server.messages import Problem
+from specoffload.server.engine.messages import Problem
 from specoffload.server.responses.answer import ResponseTold
 from specoffload.server.responses.request import ResponsesRequest, as_chat
 

@@ -34,6 +34,7 @@ from specoffload.session.generation import GenerateOptions
 
 _P = Panel.COMMAND
 _PLAN = frozenset({"plan"})
+_MOST_PARALLEL = 64
 _RUN, _SERVE = frozenset({"run"}), frozenset({"serve"})
 _BENCH, _PROFILE, _SIMULATE = frozenset({"bench"}), frozenset({"profile"}), frozenset({"simulate"})
 
@@ -101,6 +102,27 @@ SERVE = (
         ServeOptions, "ui", ("--ui", "--webui"), _UI, "A page to chat with, at /.", Panel.SERVER,
         off=("--no-ui", "--no-webui"), off_value="none", variables=("LLAMA_ARG_UI",),
         commands=_SERVE, bare="auto",
+    ),
+    Flag(
+        ServeOptions, "parallel", ("--parallel", "-np"), INT, "Requests that run at once.",
+        Panel.SERVER, variables=("LLAMA_ARG_N_PARALLEL",), least=1, most=_MOST_PARALLEL,
+        default_words="4, fewer in a small context", commands=_SERVE,
+        more="They share the context: each may take all of it that the others leave. When it is "
+        "full, the one that came last waits until there is room again.",
+    ),
+    Flag(
+        ServeOptions, "cache_ram_mib", ("--cache-ram", "-cram"), INT,
+        "MiB of host memory for prompts whose slots others needed; -1: no limit, 0: none.",
+        Panel.SERVER, variables=("LLAMA_ARG_CACHE_RAM",), least=-1, commands=_SERVE,
+    ),
+    Flag(
+        ServeOptions, "slot_save_path", ("--slot-save-path",), PATH,
+        "Folder for what POST /slots/ID?action=save keeps.", Panel.SERVER, commands=_SERVE,
+    ),
+    Flag(
+        GenerateOptions, "time_limit_s", ("--time-limit",), FLOAT,
+        "Seconds after which an answer ends as it is.", Panel.SERVER, above=0, commands=_SERVE,
+        default_words="none", request="time_limit_s",
     ),
     Flag(
         GenerateOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,

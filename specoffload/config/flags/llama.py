@@ -212,11 +212,13 @@ CONTEXT = (
     *valued(
         NoEffect("a conversation's prompts are kept as --ctx-checkpoints says"),
         "-cms --checkpoint-min-step LLAMA_ARG_CHECKPOINT_MIN_SPACING_NT",
-        "-cram --cache-ram LLAMA_ARG_CACHE_RAM",
+    ),
+    foreign(
+        "-kvu --kv-unified !-no-kvu !--no-kv-unified LLAMA_ARG_KV_UNIFIED", ALREADY,
+        off=NoEffect("the slots share one KV cache"),
     ),
     *switches(
         NoEffect("sequences share what they have in common"),
-        "-kvu --kv-unified !-no-kvu !--no-kv-unified LLAMA_ARG_KV_UNIFIED",
         "--cache-idle-slots !--no-cache-idle-slots LLAMA_ARG_CACHE_IDLE_SLOTS",
     ),
     *valued(

@@ -23,7 +23,6 @@ _TEMPLATE = Refused("the file's own chat template is used: leave it out")
 _REASONING = NoEffect("reasoning stays in the text as the model writes it")
 _LOG = NoEffect("the log goes to standard error as it is")
 _NO_EMBEDDINGS = Refused("there are no embeddings here: leave it out")
-_NO_SLOTS = NoEffect("there are no slots to show or save")
 _BENCH = NoEffect("bench measures plain, wrapped and speculative decoding; `profile` measures T(n)")
 _DEBUG_LEVEL = 4  # llama.cpp's, of 5
 
@@ -37,10 +36,6 @@ def _verbosity(value: str) -> Answer:
 
 
 SERVER = (
-    *valued(
-        NoEffect("requests are answered one at a time; --max-queue others wait"),
-        "-np --parallel LLAMA_ARG_N_PARALLEL",
-    ),
     foreign(
         "-cb --cont-batching !-nocb !--no-cont-batching LLAMA_ARG_CONT_BATCHING", ALREADY
     ),
@@ -56,8 +51,10 @@ SERVER = (
     *switches(
         NoEffect("/props is there, and cannot be written"), "--props LLAMA_ARG_ENDPOINT_PROPS",
     ),
-    *switches(_NO_SLOTS, "--slots !--no-slots LLAMA_ARG_ENDPOINT_SLOTS"),
-    *valued(_NO_SLOTS, "--slot-save-path"),
+    foreign(
+        "--slots !--no-slots LLAMA_ARG_ENDPOINT_SLOTS", ALREADY,
+        off=NoEffect("GET /slots tells what each slot holds, and no text of it"),
+    ),
     *valued(NoEffect("this program reads text only"), "--media-path"),
     *valued(
         NoEffect("a connection lives as long as its answer"),

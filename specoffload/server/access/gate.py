@@ -9,9 +9,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specoffload.server.access.browsers import refusal
 from specoffload.server.access.keys import holds_key
-from specoffload.server.answer import problem_response
+from specoffload.server.api.answer import problem_response
 from specoffload.server.body.reading import ignored_header
-from specoffload.server.messages import Problem
+from specoffload.server.engine.messages import Problem
 
 PUBLIC = frozenset({"/health", "/v1/health", "/"})
 PUBLIC_BELOW = "/page/"  # the page asks for the key itself

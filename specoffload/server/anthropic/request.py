@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from offload.errors import BadRequest
-from specoffload.server.wire import RequestModel, Whole
+from specoffload.server.api.wire import RequestModel, Whole
 
 
 class Block(RequestModel):

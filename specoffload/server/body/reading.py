@@ -16,8 +16,8 @@ from specoffload.server.body.names import (
     refuse_ignored,
     renamed,
 )
-from specoffload.server.client import RequestFailed, unavailable
-from specoffload.server.messages import Problem
+from specoffload.server.engine.client import RequestFailed, unavailable
+from specoffload.server.engine.messages import Problem
 from specoffload.session.generation import ModelCard
 
 _OVERHEAD_BYTES = 2**20  # tools, schemas, and the JSON around a prompt

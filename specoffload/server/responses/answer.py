@@ -10,7 +10,7 @@ import secrets
 from typing import Any
 
 from specoffload.chat.deltas import CallPiece, Content, Delta, Reasoning
-from specoffload.server.messages import Problem
+from specoffload.server.engine.messages import Problem
 from specoffload.server.responses.request import ResponsesRequest
 from specoffload.session.generation import FinishReason, GenerationStats
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field
 
 from offload.errors import BadRequest
-from specoffload.server.wire import RequestModel, Whole
+from specoffload.server.api.wire import RequestModel, Whole
 
 
 class Part(RequestModel):

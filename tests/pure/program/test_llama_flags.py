@@ -18,7 +18,7 @@ from specoffload.config.flags.flag import FALSE, OPENS, TRUE, Flag
 from specoffload.config.flags.foreign import Already, Becomes, Foreign, NoEffect, Refused
 from specoffload.config.flags.reading import ALL_LAYERS, NEVER
 from specoffload.config.flags.table import FOREIGN, TABLE
-from specoffload.config.options import DraftOptions
+from specoffload.config.options import DraftOptions, ServeOptions
 from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions
 
@@ -272,9 +272,9 @@ def test_their_variables_are_answered_as_their_flags_and_refuse_nothing() -> Non
     assert line.options.n_cpu_moe == ALL_LAYERS
     assert [name for name, _ in line.idle] == [
         "LLAMA_ARG_ENDPOINT_METRICS",
-        "LLAMA_ARG_N_PARALLEL",
         "LLAMA_ARG_RPC",
     ]
+    assert line.of(ServeOptions).parallel == 4
     assert line_of("-ncmoe", "2", LLAMA_ARG_CPU_MOE="1").options.n_cpu_moe == 2
 
 

@@ -159,12 +159,23 @@ def test_nothing_is_evaluated_twice_but_what_was_rejected() -> None:
     assert drafter.n_rows <= n_text + sum(model.blocks) - sum(r.n_drafted for r in rounds)
 
 
+class Seeded:
+    """Draws at one temperature, from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def temperature(self, sequence: int) -> float:
+        return 0.8
+
+    def rng(self, sequence: int) -> np.random.Generator:
+        return self._rng
+
+
 def test_a_seed_repeats_drawn_drafts_whatever_the_blocks() -> None:
     def drafts(block: int | None) -> list[tuple[int, ...]]:
         model = FakeBlockModel(n_vocab=16, logits_seed=3)
-        drafter = BlockDrafter(
-            model, temperature=lambda: 0.8, rng=np.random.default_rng(5), block=block
-        )
+        drafter = BlockDrafter(model, sampling=Seeded(5), block=block)
         return [drafter.propose(0, [1, 2, i], PMin(8, 0.2), 8).tokens for i in range(12)]
 
     assert drafts(None) == drafts(1) == drafts(3)
@@ -172,7 +183,7 @@ def test_a_seed_repeats_drawn_drafts_whatever_the_blocks() -> None:
 
 def test_drawn_drafts_carry_the_rows_they_were_drawn_from() -> None:
     model = FakeBlockModel(n_vocab=16, logits_seed=3)
-    drafter = BlockDrafter(model, temperature=lambda: 0.8, rng=np.random.default_rng(5))
+    drafter = BlockDrafter(model, sampling=Seeded(5))
     draft = drafter.propose(0, [1, 2], Fixed(6), 6)
     text = [1, 2]
     for token, p, row in zip(draft.tokens, draft.probs, draft.rows, strict=True):

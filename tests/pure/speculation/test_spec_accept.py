@@ -60,6 +60,22 @@ class Remembering(Sampler):
         return found
 
 
+class OneSampling:
+    """The same sampler and random numbers for every sequence."""
+
+    def __init__(self, sampler: Sampler, rng: np.random.Generator) -> None:
+        self._sampler, self._rng = sampler, rng
+
+    def probabilities(self, sequence: int, logits: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+        return self._sampler.probabilities(logits)
+
+    def rng(self, sequence: int) -> np.random.Generator:
+        return self._rng
+
+    def temperature(self, sequence: int) -> float:
+        return 1.3
+
+
 def check(counts: np.ndarray, expected: np.ndarray) -> None:  # type: ignore[type-arg]
     """Chi-square at one in a million, and nothing where nothing may be."""
     assert counts[expected == 0].sum() == 0
@@ -144,9 +160,9 @@ def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(
     pairs = np.zeros((4, 4))
     target = FakeTarget(n_vocab=4, logits_seed=5, order=1)
     draft = FakeBlockModel(n_vocab=4, logits_seed=6, order=1)
-    drafter: Drafter = ModelDrafter(draft, distribution=draft_sampler.probabilities, rng=rng)
+    drafter: Drafter = ModelDrafter(draft, sampling=OneSampling(draft_sampler, rng))
     if block != 0:
-        drafter = BlockDrafter(draft, temperature=lambda: 1.3, rng=rng, block=block)
+        drafter = BlockDrafter(draft, sampling=OneSampling(draft_sampler, rng), block=block)
     deciding = POLICIES[policy]()
     lengths = Counter[int]()
     for _ in range(N_TEXTS):
@@ -178,8 +194,7 @@ def test_a_chain_that_prefers_some_draws_keeps_the_distribution() -> None:
     target = FakeTarget(n_vocab=4, logits_seed=5, order=1)
     model = ModelDrafter(
         FakeTarget(n_vocab=4, logits_seed=6, order=1),
-        distribution=Remembering(1.3).probabilities,
-        rng=rng,
+        sampling=OneSampling(Remembering(1.3), rng),
     )
     acceptance = RejectionAcceptance(sampler, rng)
     first = np.zeros(4)

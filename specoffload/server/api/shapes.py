@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import Protocol
 
-from specoffload.server.wire import (
+from specoffload.server.api.wire import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,

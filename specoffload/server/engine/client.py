@@ -1,10 +1,10 @@
-"""The API process's side of the engine: a bounded queue, one running job, restarts.
+"""The API process's side of the engine: a bounded queue, the running jobs, restarts.
 
     STARTING ──Ready──> READY ──process died──> RESTARTING ──Ready──> READY
         │                 │                          │
         └── load failed, or too many deaths in a row ┴──> FAILED        close() ──> CLOSED
 
-Jobs wait here and not in the engine process, so a crash loses only the running one. Everything runs
+Jobs wait here and not in the engine process, so a crash loses only those that run. Everything runs
 on the event loop's thread; `Child` brings what its threads hear there.
 """
 
@@ -20,13 +20,14 @@ from enum import Enum
 
 from offload.errors import DeviceFailed
 from specoffload.errors import UsageError
-from specoffload.server.child import Child
-from specoffload.server.engine_process import Factory
-from specoffload.server.messages import (
+from specoffload.server.engine.child import Child
+from specoffload.server.engine.engine_process import Factory
+from specoffload.server.engine.messages import (
     Cancel,
     Event,
     Finished,
     FromEngine,
+    GeneratingJob,
     Job,
     LoadFailed,
     Output,
@@ -35,7 +36,7 @@ from specoffload.server.messages import (
     Shutdown,
     Submit,
 )
-from specoffload.server.restart import RestartPolicy, describe_exit
+from specoffload.server.engine.restart import RestartPolicy, describe_exit
 from specoffload.session.generation import ModelCard
 
 _CLOSE_PATIENCE_S = 5.0
@@ -99,11 +100,9 @@ def unavailable(message: str, retry_after_s: int | None = None) -> Problem:
 class EngineClient:
     """Starts, feeds, restarts and ends the engine process.
 
-    `max_queue` jobs may wait besides the running one. `say` gets one line for each change that an
+    `max_queue` jobs may wait besides those that run. `say` gets one line for each change that an
     operator should see. The caller awaits `start`, and `close` whatever happens.
     """
-
-    n_parallel = 1  # jobs in the engine process at once; rises when it decodes several sequences
 
     def __init__(
         self,
@@ -115,6 +114,7 @@ class EngineClient:
     ) -> None:
         if max_queue < 0:
             raise UsageError(f"max_queue {max_queue}: must be 0 or more")
+        self.n_parallel = 1  # jobs in the engine process at once; known when it is ready
         self._factory = factory
         self._max_queue = max_queue
         self._policy = policy or RestartPolicy()
@@ -146,7 +146,8 @@ class EngineClient:
 
     @property
     def n_running(self) -> int:
-        return len(self._running)
+        """Jobs that generate in the engine process."""
+        return sum([isinstance(ticket.job, GeneratingJob) for ticket in self._running.values()])
 
     def unavailable(self) -> Problem | None:
         """Why no job is taken now; None when one is."""
@@ -164,11 +165,15 @@ class EngineClient:
         return None
 
     def submit(self, job: Job) -> Ticket:
-        """Queue a job. Raises RequestFailed (503) when loading, draining or the queue is full."""
+        """Queue a job; one that generates nothing goes at once.
+
+        Raises RequestFailed (503) when loading, draining or the queue is full.
+        """
         problem = self.unavailable()
         if problem is not None:
             raise RequestFailed(problem)
-        if self.n_running >= self.n_parallel and self.n_waiting >= self._max_queue:
+        is_brief = not isinstance(job, GeneratingJob)  # answered between two steps, without a slot
+        if not is_brief and self.n_running >= self.n_parallel and self.n_waiting >= self._max_queue:
             wait_s = self._job_s * (1 + self.n_waiting / self.n_parallel)
             raise RequestFailed(
                 unavailable(
@@ -179,8 +184,11 @@ class EngineClient:
             )
         ticket = Ticket(self._next_id, job, self._give_up)
         self._next_id += 1
-        self._waiting.append(ticket)
-        self._dispatch()
+        if is_brief:
+            self._hand_over(ticket)
+        else:
+            self._waiting.append(ticket)
+            self._dispatch()
         return ticket
 
     # ---- life
@@ -238,6 +246,7 @@ class EngineClient:
             return
         if isinstance(message, Ready):
             self.card = message.card
+            self.n_parallel = message.card.n_parallel
             self._ready_at = time.monotonic()
             self.state = State.READY
             self._say(f"model loaded: {message.card.name}, context {message.card.n_ctx} tokens")
@@ -245,7 +254,9 @@ class EngineClient:
         elif isinstance(message, LoadFailed):
             self._load_problem = message.problem
         else:
-            self._on_output(message)
+            for output in message.outputs:
+                self._on_output(output)
+            self._dispatch()
 
     def _on_output(self, output: Output) -> None:
         ticket = self._running.get(output.job_id)
@@ -254,7 +265,6 @@ class EngineClient:
         ticket.put(output.event)
         if isinstance(output.event, Finished | Problem):
             self._release(ticket)
-            self._dispatch()
 
     def _on_exit(self, exit_code: int | None) -> None:
         self._child = None
@@ -306,12 +316,14 @@ class EngineClient:
 
     def _dispatch(self) -> None:
         while self.state is State.READY and self._waiting and self.n_running < self.n_parallel:
-            assert self._child is not None  # READY
-            ticket = self._waiting.popleft()
-            ticket.started_at = time.monotonic()
-            self._running[ticket.job_id] = ticket
-            self._idle.clear()
-            self._child.send(Submit(ticket.job_id, ticket.job))
+            self._hand_over(self._waiting.popleft())
+
+    def _hand_over(self, ticket: Ticket) -> None:
+        assert self._child is not None  # READY
+        ticket.started_at = time.monotonic()
+        self._running[ticket.job_id] = ticket
+        self._idle.clear()
+        self._child.send(Submit(ticket.job_id, ticket.job))
 
     def _give_up(self, ticket: Ticket) -> None:
         """A running job keeps its place until the engine says that it has let go."""
@@ -323,7 +335,7 @@ class EngineClient:
 
     def _release(self, ticket: Ticket) -> None:
         del self._running[ticket.job_id]
-        if ticket.started_at is not None:
+        if ticket.started_at is not None and isinstance(ticket.job, GeneratingJob):
             self._job_s += 0.2 * (time.monotonic() - ticket.started_at - self._job_s)
         if not self._running:
             self._idle.set()

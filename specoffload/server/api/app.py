@@ -16,37 +16,43 @@ from starlette.responses import Response
 
 from specoffload.errors import KNOWN
 from specoffload.server.access.gate import Access, Gate
-from specoffload.server.answer import (
+from specoffload.server.api.answer import (
     SingleAnswer,
     StreamedAnswer,
     WholeAnswer,
     problem_response,
 )
-from specoffload.server.body.reading import BodyReader, body_limit_bytes, ignore
-from specoffload.server.client import EngineClient, RequestFailed, unavailable
-from specoffload.server.messages import (
-    ChatJob,
-    CompletionJob,
-    Job,
-    Problem,
-    TemplateJob,
-    TokenizeJob,
-    problem_of,
-)
-from specoffload.server.page.files import page_router
-from specoffload.server.parameters import (
+from specoffload.server.api.parameters import (
     chat_messages,
     completion_prompt,
     generate_options,
 )
-from specoffload.server.shapes import ChatShape, Shape, TextShape
-from specoffload.server.wire import (
+from specoffload.server.api.shapes import ChatShape, Shape, TextShape
+from specoffload.server.api.slots import slot_body, slot_job, slots_body
+from specoffload.server.api.wire import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    SlotRequest,
     TemplateRequest,
     TokenizeRequest,
 )
+from specoffload.server.body.reading import BodyReader, body_limit_bytes, ignore
+from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
+from specoffload.server.engine.messages import (
+    ChatJob,
+    CompletionJob,
+    Event,
+    Job,
+    Problem,
+    Prompt,
+    SlotsJob,
+    TemplateJob,
+    TokenizeJob,
+    Tokens,
+    problem_of,
+)
+from specoffload.server.page.files import page_router
 from specoffload.session.generation import GenerateOptions, ModelCard
 
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -101,6 +107,10 @@ def create_app(
     router.add_api_route("/v1/completions", api.completion, methods=["POST"], response_model=None)
     router.add_api_route("/tokenize", api.tokenize, methods=["POST"], response_model=None)
     router.add_api_route("/apply-template", api.template, methods=["POST"], response_model=None)
+    router.add_api_route("/slots", api.slots, methods=["GET"], response_model=None)
+    router.add_api_route(
+        "/slots/{number:int}", api.change_slot, methods=["POST"], response_model=None
+    )
     app.include_router(router)
     if has_page:
         app.include_router(page_router())
@@ -191,11 +201,24 @@ class _Api:
     async def tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)
         job = TokenizeJob(body.content, body.add_special, body.parse_special)
-        return SingleAnswer(self._engine.submit(job))
+        return SingleAnswer(self._engine.submit(job), _tokens_body)
 
     async def template(self, request: Request) -> Response:
         body = await self._read(request, TemplateRequest)
-        return SingleAnswer(self._engine.submit(TemplateJob(chat_messages(body.messages))))
+        job = TemplateJob(chat_messages(body.messages))
+        return SingleAnswer(self._engine.submit(job), _prompt_body)
+
+    # ---- slots
+
+    async def slots(self, request: Request) -> Response:
+        n_ctx = self._card().n_ctx
+        return SingleAnswer(self._engine.submit(SlotsJob()), lambda event: slots_body(event, n_ctx))
+
+    async def change_slot(self, request: Request, number: int) -> Response:
+        has_body = request.headers.get("content-length", "0") != "0"
+        body = await self._read(request, SlotRequest) if has_body else SlotRequest()
+        job = slot_job(number, request.query_params.get("action"), body)
+        return SingleAnswer(self._engine.submit(job), slot_body)
 
     async def _read(self, request: Request, kind: type[_Body]) -> _Body:
         return await self._bodies.read(request, kind, body_limit_bytes(self._card()))
@@ -220,6 +243,16 @@ class _Api:
                 "architecture": card.architecture,
             },
         }
+
+
+def _tokens_body(event: Event) -> dict[str, Any]:
+    assert isinstance(event, Tokens)
+    return {"tokens": list(event.ids)}
+
+
+def _prompt_body(event: Event) -> dict[str, Any]:
+    assert isinstance(event, Prompt)
+    return {"prompt": event.text}
 
 
 def _install_error_handlers(app: FastAPI) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from specoffload.config.flags import sampling
-from specoffload.server.messages import Problem
+from specoffload.server.engine.messages import Problem
 from specoffload.session.generation import FinishReason, GenerationStats
 
 # ---- requests
@@ -70,6 +70,7 @@ class GenerationRequest(RequestModel):
     seed: Whole | None = None
     stop: str | _Texts | None = None
     ignore_eos: bool | None = None
+    time_limit_s: float | None = Field(None, gt=0)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -106,6 +107,12 @@ class TemplateRequest(RequestModel):
     """llama-server's POST /apply-template."""
 
     messages: list[Message]
+
+
+class SlotRequest(RequestModel):
+    """llama-server's POST /slots/ID?action=..."""
+
+    filename: str | None = None
 
 
 # ---- answers

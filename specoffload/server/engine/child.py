@@ -15,8 +15,8 @@ from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import TypeVar
 
-from specoffload.server.engine_process import IGNORED_SIGNALS, Factory, engine_main
-from specoffload.server.messages import FromEngine, ToEngine
+from specoffload.server.engine.engine_process import IGNORED_SIGNALS, Factory, engine_main
+from specoffload.server.engine.messages import FromEngine, ToEngine
 
 _EXIT_AFTER_EOF_S = 10.0
 _T = TypeVar("_T")

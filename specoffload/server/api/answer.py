@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from specoffload.server.client import RequestFailed, Ticket
-from specoffload.server.messages import Finished, Problem, Prompt, Tokens
-from specoffload.server.shapes import Shape
-from specoffload.server.wire import (
+from specoffload.server.api.shapes import Shape
+from specoffload.server.api.wire import (
     DONE,
     KEEP_ALIVE,
     error_body,
     server_sent,
     server_sent_error,
 )
+from specoffload.server.engine.client import RequestFailed, Ticket
+from specoffload.server.engine.messages import Event, Finished, Problem
 from specoffload.session.generation import FinishReason, GenerationStats, Piece
 
 # A refused prompt and a failed prefill should get their HTTP status, so a stream's header waits
@@ -174,8 +175,10 @@ class StreamedAnswer(TicketResponse):
 class SingleAnswer(TicketResponse):
     """One JSON object made of the only event of a job that generates nothing."""
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, ticket: Ticket, body: Callable[[Event], Any]) -> None:
+        """`body` words the event as JSON."""
         super().__init__(ticket)
+        self._body = body
 
     async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -183,9 +186,4 @@ class SingleAnswer(TicketResponse):
         except RequestFailed as e:
             await problem_response(e.problem)(scope, receive, send)
             return
-        if isinstance(event, Tokens):
-            response = JSONResponse({"tokens": list(event.ids)})
-        else:
-            assert isinstance(event, Prompt)
-            response = JSONResponse({"prompt": event.text})
-        await response(scope, receive, send)
+        await JSONResponse(self._body(event))(scope, receive, send)

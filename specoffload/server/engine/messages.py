@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specoffload.errors import meaning_of
-from specoffload.session.generation import GenerateOptions, ModelCard, Piece
+from specoffload.session.generation import (
+    GenerateOptions,
+    ModelCard,
+    Piece,
+    SlotAction,
+    SlotInfo,
+    SlotResult,
+)
 
 # ---- API process -> engine process
 
@@ -42,7 +49,22 @@ class TemplateJob:
     messages: tuple[dict[str, str], ...]
 
 
-Job = CompletionJob | ChatJob | TokenizeJob | TemplateJob
+@dataclass(frozen=True)
+class SlotsJob:
+    """The state of every slot; nothing is generated."""
+
+
+@dataclass(frozen=True)
+class SlotJob:
+    """Save a slot to a file, restore it from one, or erase it; nothing is generated."""
+
+    number: int
+    action: SlotAction
+    filename: str
+
+
+GeneratingJob = CompletionJob | ChatJob
+Job = GeneratingJob | TokenizeJob | TemplateJob | SlotsJob | SlotJob
 
 
 @dataclass(frozen=True)
@@ -124,11 +146,26 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Slots:
+    """Answer to a SlotsJob."""
+
+    slots: tuple[SlotInfo, ...]
+
+
+@dataclass(frozen=True)
+class SlotChanged:
+    """Answer to a SlotJob."""
+
+    job: SlotJob
+    result: SlotResult
+
+
+@dataclass(frozen=True)
 class Finished:
     """The job's slot is free again, whether it ended by itself or was cancelled."""
 
 
-Event = Started | Piece | Tokens | Prompt | Problem | Finished
+Event = Started | Piece | Tokens | Prompt | Slots | SlotChanged | Problem | Finished
 """One of the things that a job yields. Problem and Finished are the last."""
 
 
@@ -140,7 +177,14 @@ class Output:
     event: Event
 
 
-FromEngine = Ready | LoadFailed | Output
+@dataclass(frozen=True)
+class Outputs:
+    """The events of one step of the engine, in one message for all of its jobs."""
+
+    outputs: tuple[Output, ...]
+
+
+FromEngine = Ready | LoadFailed | Outputs
 
 
 def problem_of(

@@ -12,7 +12,7 @@ from typing import Any
 from offload.errors import BadRequest
 from specoffload.config.flags import sampling
 from specoffload.config.flags.flag import FLOAT, INT, SWITCH
-from specoffload.server.wire import (
+from specoffload.server.api.wire import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,

@@ -1,0 +1,190 @@
+"""The engine process's work: jobs go into the generator, and what comes of them goes out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from offload.errors import BadRequest, DoesNotFit
+from specoffload.server.engine.messages import (
+    Cancel,
+    ChatJob,
+    CompletionJob,
+    Event,
+    Finished,
+    Output,
+    Outputs,
+    Prompt,
+    Shutdown,
+    SlotChanged,
+    SlotJob,
+    Slots,
+    SlotsJob,
+    Started,
+    Submit,
+    TemplateJob,
+    ToEngine,
+    TokenizeJob,
+    Tokens,
+    problem_of,
+)
+from specoffload.session.generation import Generator, Piece, Running
+
+log = logging.getLogger("specoffload.engine")
+
+
+class TakeMessages(Protocol):
+    def __call__(self, *, wait: bool) -> list[ToEngine]:
+        """All messages that have come; with `wait` at least one."""
+        ...
+
+
+class Service:
+    """Jobs under way in the generator, and what is to be told of them."""
+
+    def __init__(self, generator: Generator, send: Callable[[Outputs], None]) -> None:
+        self._generator, self._send = generator, send
+        self._card = generator.card
+        self._running: dict[int, Running] = {}  # by job
+        self._jobs: dict[int, int] = {}  # by id() of what runs
+        self._n_prompts: dict[int, int] = {}  # tokens, by job
+        self._outputs: list[Output] = []
+
+    def run(self, take: TakeMessages) -> None:
+        """Until Shutdown. Messages are seen before each step, so a job ends within one."""
+        while True:
+            for message in take(wait=not self._running):
+                if isinstance(message, Shutdown):
+                    return
+                if isinstance(message, Cancel):
+                    self._cancel(message.job_id)
+                else:
+                    self._submit(message)
+            if self._running:
+                self._step()
+            if self._outputs:
+                self._send(Outputs(tuple(self._outputs)))
+                self._outputs.clear()
+
+    def _submit(self, submit: Submit) -> None:
+        job_id, job = submit.job_id, submit.job
+        try:
+            if isinstance(job, CompletionJob | ChatJob):
+                self._begin(job_id, job)
+                return
+            self._tell(job_id, _answer(self._generator, job))
+        except Exception as error:
+            self._fail(job_id, error)
+        else:
+            self._tell(job_id, Finished())
+
+    def _begin(self, job_id: int, job: CompletionJob | ChatJob) -> None:
+        tokens = _prompt_tokens(self._generator, job)
+        _check_prompt(tokens, self._card.n_vocab, self._card.n_ctx)
+        self._n_prompts[job_id] = len(tokens)
+        running = self._generator.start(tokens, job.options)
+        self._running[job_id], self._jobs[id(running)] = running, job_id
+        self._tell(job_id, Started(len(tokens)))
+
+    def _step(self) -> None:
+        try:
+            news = self._generator.step()
+        except Exception as error:  # of ours: every job is lost, and the next may do
+            for job_id, running in list(self._running.items()):
+                self._generator.cancel(running)
+                self._fail(job_id, error)
+            return
+        for running in news:
+            known = self._jobs.get(id(running))
+            if known is not None:
+                self._report(known, running)
+
+    def _report(self, job_id: int, running: Running) -> None:
+        last: Piece | None = None
+        while running.pieces:
+            last = running.pieces.popleft()
+            self._tell(job_id, last)
+        if not running.is_over:
+            return
+        if running.error is not None:
+            self._fail(job_id, running.error)
+        elif last is None or last.finish_reason is None or last.stats is None:
+            ended = RuntimeError("the generation ended without a finish reason and statistics")
+            self._fail(job_id, ended)
+        else:
+            self._forget(job_id)
+            self._tell(job_id, Finished())
+
+    def _cancel(self, job_id: int) -> None:
+        running = self._running.get(job_id)
+        if running is not None:
+            self._generator.cancel(running)
+            self._forget(job_id)
+            self._tell(job_id, Finished())
+
+    def _fail(self, job_id: int, error: Exception) -> None:
+        n_prompt_tokens = self._n_prompts.get(job_id)
+        if isinstance(error, PromptTooLong):
+            n_prompt_tokens = error.n_prompt_tokens
+        problem = problem_of(error, n_prompt_tokens=n_prompt_tokens, n_ctx=self._card.n_ctx)
+        if problem.http_status >= 500:
+            log.error("job %d failed", job_id, exc_info=error)
+        self._forget(job_id)
+        self._tell(job_id, problem)
+
+    def _forget(self, job_id: int) -> None:
+        self._n_prompts.pop(job_id, None)
+        running = self._running.pop(job_id, None)
+        if running is not None:
+            del self._jobs[id(running)]
+
+    def _tell(self, job_id: int, event: Event) -> None:
+        self._outputs.append(Output(job_id, event))
+
+
+def _answer(generator: Generator, job: TokenizeJob | TemplateJob | SlotsJob | SlotJob) -> Event:
+    """The one event of a job that generates nothing."""
+    if isinstance(job, TokenizeJob):
+        ids = generator.tokenize(
+            job.text, add_special=job.add_special, parse_special=job.parse_special
+        )
+        return Tokens(tuple(ids))
+    if isinstance(job, TemplateJob):
+        return Prompt(generator.apply_chat_template(job.messages))
+    if isinstance(job, SlotsJob):
+        return Slots(generator.slots())
+    return SlotChanged(job, generator.change_slot(job.number, job.action, job.filename))
+
+
+def _prompt_tokens(generator: Generator, job: CompletionJob | ChatJob) -> list[int]:
+    """A template writes its own special tokens, so none is added to what it returns."""
+    if isinstance(job, ChatJob):
+        text = generator.apply_chat_template(job.messages)
+        return generator.tokenize(text, add_special=False, parse_special=True)
+    if isinstance(job.prompt, str):
+        return generator.tokenize(job.prompt, add_special=True, parse_special=True)
+    return list(job.prompt)
+
+
+class PromptTooLong(DoesNotFit):
+    """Carries the two numbers that llama-server's error shape has fields for."""
+
+    def __init__(self, n_prompt_tokens: int, n_ctx: int) -> None:
+        super().__init__(
+            f"the prompt has {n_prompt_tokens} tokens, the context {n_ctx}, and the answer needs "
+            "at least one: shorten the prompt or raise --ctx-size"
+        )
+        self.n_prompt_tokens = n_prompt_tokens
+
+
+def _check_prompt(tokens: list[int], n_vocab: int, n_ctx: int) -> None:
+    if not tokens:
+        raise BadRequest("the prompt is empty: at least one token is needed")
+    for at, token in enumerate(tokens):
+        if not 0 <= token < n_vocab:
+            raise BadRequest(
+                f"prompt[{at}] is token {token}: the vocabulary has tokens 0 to {n_vocab - 1}"
+            )
+    if len(tokens) >= n_ctx:
+        raise PromptTooLong(len(tokens), n_ctx)

@@ -1,0 +1,299 @@
+"""Continuous batching: requests wait for slots, share each decode, and leave it when they end.
+
+Each step decodes one batch: the last token and the draft of every request that runs, and pieces of
+the prompts that wait. The sequences share the cells of one KV cache. When it is full, what idle
+slots hold goes to host memory; then the request that came last waits until there is room again,
+and goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import perf_counter
+
+from offload.engine import Engine
+from offload.errors import DeviceFailed, DoesNotFit
+from offload.ggml.sampler import SamplerChain
+from offload.plan.placement import DEFAULT_UBATCH
+from specdec.decoding.accept import Acceptance, MatchAcceptance
+from specdec.decoding.loop import DecodingLoop, Step
+from specdec.decoding.member import BatchMember
+from specdec.policies.throughput import Throughput
+from specdec.types import Round
+from specoffload.session.answer import Answer
+from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.session.sampling import sampling_of
+from specoffload.session.statistics import EngineCounts
+from specoffload.slots.choosing import SlotState, Source, choose
+from specoffload.slots.prompt_share import PromptShare
+from specoffload.slots.prompt_store import PromptStore
+from specoffload.slots.request import Request
+from specoffload.slots.slot import Slot, common
+from specoffload.speculation.draft_model import DraftModel
+from specoffload.speculation.speculation import Speculation
+
+
+class Batcher:
+    """The slots of a target and its draft, and the requests in them."""
+
+    def __init__(
+        self,
+        target: Engine,
+        draft: DraftModel | None,
+        speculation: Speculation | None,
+        *,
+        n_slots: int = 1,
+        n_checkpoints: int = 0,
+        store_bytes: int | None = 0,
+    ) -> None:
+        """`store_bytes` of host memory are for the prompts of slots that others need."""
+        self._target, self._speculation = target, speculation
+        self._sequences = target.sequences
+        drafts = None if draft is None else draft.sequences
+        self.slots = [Slot(i, self._sequences, drafts, n_checkpoints) for i in range(n_slots)]
+        self.store = PromptStore(store_bytes, can_cut=self._sequences.can_rewind)
+        self.on_round: list[Callable[[Round], None]] = []  # told of every round
+        self._loop = DecodingLoop(self._sequences) if speculation is None else speculation.loop()
+        self._share = PromptShare(target.options.n_ubatch or DEFAULT_UBATCH)
+        self._waiting: deque[Request] = deque()
+        self._running: dict[BatchMember, Request] = {}  # in the order in which they got their slots
+        self._n_used = 0
+        self._is_full = False  # the cells were: whoever gave up their slot waits for an end
+
+    @property
+    def is_idle(self) -> bool:
+        """True while no request waits or runs."""
+        return not (self._waiting or self._running)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def start(self, tokens: Sequence[int], n_predict: int, options: GenerateOptions) -> Request:
+        """A request for at most `n_predict` tokens after `tokens`; `step` works on it.
+
+        Raises BadRequest for sampling parameters that cannot be used.
+        """
+        is_end = _never if options.ignore_eos else self._target.is_end
+        sampler = SamplerChain(self._target.model, sampling_of(options, self._target.n_ctx))
+        answer = Answer(self._target.text_stream(), options.stop, is_end)
+        request = Request(tokens, n_predict, options, sampler, answer, is_end)
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Whoever asked has gone: its slot is free again. Does nothing to one that is over."""
+        if request.is_over:
+            return
+        if request in self._waiting:
+            self._waiting.remove(request)
+        self._leave(request)
+        request.close()
+
+    def step(self) -> list[Request]:
+        """Decode one batch. The requests that have a new piece, or an error."""
+        news = self._admit()
+        if self._loop.is_idle:
+            return news
+        began = perf_counter()
+        try:
+            step = self._loop.step(self._share.n_tokens(self._loop.n_ready, self._times()))
+        except DoesNotFit as e:
+            return news + self._make_room(e)
+        except Exception as e:
+            return news + [self._failed(request, e) for request in [*self._running.values()]]
+        step_s = perf_counter() - began
+        self._share.took(step_s, has_rounds=bool(step.rounds), has_prompts=bool(step.read))
+        return news + self._after(step)
+
+    def forget(self) -> None:
+        """Drop what is kept of prompts, but for those that run."""
+        self.store.clear()
+        for slot in self.slots:
+            if not slot.is_busy:
+                slot.clear()
+
+    def _times(self) -> Sequence[float]:
+        """T(n) as far as it is known."""
+        policy = None if self._speculation is None else self._speculation.policy
+        return policy.costs.times if isinstance(policy, Throughput) else ()
+
+    def _after(self, step: Step) -> list[Request]:
+        """Pieces and ends of those that had a part in a step."""
+        news = []
+        for member in step.read:
+            request = self._running[member]
+            request.pieces.append(Piece(""))  # a part of its prompt was evaluated
+            news.append(request)
+            if not self._loop.is_reading(member):
+                self._evaluated(request)
+            if member.end or request.is_late:
+                self._finished(request)
+        for member, round_ in step.rounds:
+            request = self._running[member]
+            for hears in self.on_round:
+                hears(round_)
+            if request.take(round_):
+                self._finished(request)
+            news.append(request)
+        return news + [self._failed(self._running[member], e) for member, e in step.failed]
+
+    def _evaluated(self, request: Request) -> None:
+        """All of the prompt but its last token has been."""
+        assert request.slot is not None
+        request.slot.mark()
+        request.evaluated()
+
+    def _finished(self, request: Request) -> None:
+        self._leave(request)
+        request.finish(self._counts())
+
+    def _failed(self, request: Request, error: Exception) -> Request:
+        self._leave(request)
+        request.fail(error)
+        return request
+
+    def _counts(self) -> EngineCounts:
+        rollbacks = self._sequences.rollbacks
+        return EngineCounts(
+            self._target.counters().streamed_bytes, rollbacks.checkpoints, rollbacks.restores
+        )
+
+    # -- slots -----------------------------------------------------------------------------------
+
+    def _admit(self) -> list[Request]:
+        """Give slots to those who wait, in their order, while the context has room for them.
+
+        Those that have nothing to do there are over at once.
+        """
+        news = []
+        while self._waiting and not (self._is_full and self._running):
+            request = self._waiting[0]
+            n_taken = sum([len(member.history) + 1 for member in self._running])
+            if self._running and n_taken + len(request.history) + 1 > self._sequences.n_ctx:
+                break
+            slot = self._slot_for(request.history)
+            if slot is None:
+                break
+            self._waiting.popleft()
+            member = self._enter(request, slot)
+            if member.end:
+                self._finished(request)
+                news.append(request)
+        return news
+
+    def _enter(self, request: Request, slot: Slot) -> BatchMember:
+        request.begin(self._counts(), slot.reuse(request.history))
+        self._n_used += 1
+        slot.is_busy, slot.last_used = True, self._n_used
+        member = BatchMember(
+            slot.number,
+            request.history,
+            request.sampler,
+            self._acceptance(request, slot),
+            request.n_left,
+            request.is_end,
+            slot.n_held,
+        )
+        request.slot, request.member = slot, member
+        self._running[member] = request
+        self._loop.add(member)
+        if not self._loop.is_reading(member):
+            self._evaluated(request)
+        return member
+
+    def _acceptance(self, request: Request, slot: Slot) -> Acceptance:
+        if self._speculation is None:
+            return MatchAcceptance(request.sampler)
+        return self._speculation.acceptance(
+            slot.number, request.sampler, request.options.temperature, request.rng
+        )
+
+    def _leave(self, request: Request) -> None:
+        """Its slot is free, and holds what it held."""
+        slot, member = request.slot, request.member
+        if slot is None or member is None:
+            return
+        request.slot = request.member = None
+        del self._running[member]
+        self._is_full = False
+        self._loop.remove(member)
+        slot.keep(request.history)
+        slot.is_busy = False
+
+    def _slot_for(self, tokens: Sequence[int]) -> Slot | None:
+        """A free slot that holds as much of the beginning of `tokens` as can be had."""
+        states = self._states(tokens)
+        choice = choose(states, len(tokens), self.store.reusable(tokens))
+        if choice is None:
+            return None
+        slot = self.slots[choice.number]
+        if choice.keep:
+            self._store(slot)
+        if choice.source is Source.STORE:
+            self._load(slot, tokens)
+        elif choice.source is Source.SLOT:
+            slot.share(self.slots[choice.other], states[choice.other].n_shareable, tokens)
+        return slot
+
+    def _load(self, slot: Slot, tokens: Sequence[int]) -> None:
+        """Put into the slot what host memory holds of `tokens`, where there is room for it."""
+        slot.clear()
+        stored = self.store.take(tokens)
+        while sum([s.n_held for s in self.slots]) + len(stored.tokens) > self._sequences.n_ctx:
+            idle = self._least_used()
+            if idle is None:
+                return  # the prompt is evaluated; it would have to wait for the room anyway
+            self._store(idle)
+            idle.clear()
+        with suppress(DeviceFailed):
+            slot.load(stored.tokens, stored.state, stored.checkpoints)
+
+    def _least_used(self) -> Slot | None:
+        """The idle slot that holds something and was used longest ago."""
+        idle = [slot for slot in self.slots if not slot.is_busy and slot.n_held]
+        return min(idle, key=lambda s: s.last_used, default=None)
+
+    def _states(self, tokens: Sequence[int]) -> list[SlotState]:
+        """The slots as they are for a prompt."""
+        texts = {r.slot.number: r.history for r in self._running.values() if r.slot is not None}
+        states = []
+        for slot in self.slots:
+            n_held = slot.n_held
+            held = texts[slot.number][:n_held] if slot.is_busy else slot.tokens
+            n = common(held, tokens)
+            states.append(
+                SlotState(
+                    number=slot.number,
+                    is_busy=slot.is_busy,
+                    n_held=n_held,
+                    n_reusable=0 if slot.is_busy else slot.reusable(tokens),
+                    n_shareable=n if self._sequences.can_share(slot.number, n) else 0,
+                    last_used=slot.last_used,
+                )
+            )
+        return states
+
+    def _store(self, slot: Slot) -> None:
+        """Keep in host memory what a slot holds, where there is room for it."""
+        with suppress(DeviceFailed, MemoryError):
+            self.store.add(slot.tokens, slot.checkpoints, slot.save)
+
+    def _make_room(self, error: DoesNotFit) -> list[Request]:
+        """The cells are full: an idle slot goes, else the request that came last waits again."""
+        slot = self._least_used()
+        if slot is None:
+            request = [*self._running.values()][-1]
+            if len(self._running) == 1 or request.slot is None:
+                return [self._failed(request, error)]
+            slot = request.slot
+            self._leave(request)
+            self._is_full = True
+            self._waiting.appendleft(request)
+        self._store(slot)
+        slot.clear()
+        return []
+
+
+def _never(_: int) -> bool:
+    return False

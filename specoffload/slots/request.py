@@ -1,0 +1,94 @@
+"""One request on its way through the slots: its text, its sampler, its statistics."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from time import perf_counter
+
+import numpy as np
+
+from offload.ggml.sampler import SamplerChain
+from specdec.decoding.member import BatchMember
+from specdec.types import IsEnd, Round
+from specoffload.session.answer import Answer
+from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.session.statistics import EngineCounts, Tally
+from specoffload.slots.slot import Slot
+
+
+class Request:
+    """A prompt and what has become of it. `pieces` are for whoever asked, in order; the last has a
+    finish reason. After `error`, none follows."""
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        n_predict: int,
+        options: GenerateOptions,
+        sampler: SamplerChain,
+        answer: Answer,
+        is_end: IsEnd,
+    ) -> None:
+        self.n_prompt = len(tokens)
+        self.history = list(tokens)  # and what was emitted, past a stop sequence too
+        self.n_left = n_predict
+        self.options, self.is_end = options, is_end
+        self.sampler = sampler
+        self.pieces: deque[Piece] = deque()
+        self.error: Exception | None = None
+        self.is_over = False
+        self.slot: Slot | None = None  # while it has one
+        self.member: BatchMember | None = None
+        self.rng = np.random.default_rng(options.seed)  # for drafts that are drawn
+        self._answer = answer
+        self._tally: Tally | None = None  # since it first had a slot
+        self._n_cached = 0
+        self._is_evaluated = False
+        self._deadline_s: float | None = None
+
+    def begin(self, counts: EngineCounts, n_cached: int) -> None:
+        """It has a slot, perhaps not for the first time, which holds `n_cached` tokens of it."""
+        if self._tally is not None:
+            return
+        now_s = perf_counter()
+        self._tally, self._n_cached = Tally(counts, now_s), n_cached
+        if self.options.time_limit_s is not None:
+            self._deadline_s = now_s + self.options.time_limit_s
+
+    def evaluated(self) -> None:
+        """All of the prompt but its last token has been."""
+        if not self._is_evaluated and self._tally is not None:
+            self._is_evaluated = True
+            self._tally.evaluated(self.n_prompt, self._n_cached, perf_counter())
+
+    @property
+    def is_late(self) -> bool:
+        """True when its time is up."""
+        return self._deadline_s is not None and perf_counter() > self._deadline_s
+
+    def take(self, round_: Round) -> bool:
+        """A round's tokens become a piece; True when the answer ends with it."""
+        assert self._tally is not None
+        piece = self._answer.take(round_.emitted)
+        self.n_left -= len(round_.emitted)
+        self._tally.count(round_, len(piece.tokens))
+        self.pieces.append(piece)
+        return self._answer.finish == "stop" or bool(round_.end) or self.is_late
+
+    def finish(self, counts: EngineCounts) -> None:
+        """The last piece: what was held back, the reason, and the statistics."""
+        assert self._tally is not None
+        self.evaluated()
+        stats = self._tally.stats(counts, perf_counter())
+        self.pieces.append(Piece(self._answer.rest(), (), self._answer.finish, stats))
+        self.close()
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        self.close()
+
+    def close(self) -> None:
+        """Nothing follows. May be called again."""
+        self.is_over = True
+        self.sampler.close()

@@ -1,0 +1,229 @@
+"""Choosing slots, keeping prompts in host memory, and sharing time with prompts: plain data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.errors import BadRequest
+from offload.sequences import Checkpoint
+from specoffload.slots.choosing import Choice, SlotState, Source, choose
+from specoffload.slots.prompt_share import PromptShare, free_tokens
+from specoffload.slots.prompt_store import PromptStore
+from specoffload.slots.saving import file_of
+from specoffload.slots.slot import common
+
+
+def slot(
+    number: int,
+    n_held: int = 0,
+    n_reusable: int = 0,
+    *,
+    busy: bool = False,
+    n_shareable: int | None = None,
+    last_used: int = 0,
+) -> SlotState:
+    shareable = n_reusable if n_shareable is None else n_shareable
+    return SlotState(number, busy, n_held, 0 if busy else n_reusable, shareable, last_used)
+
+
+# -- choosing -------------------------------------------------------------------------------------
+
+
+def test_the_slot_with_the_longest_beginning_is_taken() -> None:
+    slots = [slot(0, 50, 20), slot(1, 80, 70), slot(2)]
+    assert choose(slots, 100, 0) == Choice(1, Source.OWN)
+
+
+def test_a_new_prompt_goes_to_an_empty_slot_then_to_the_one_used_longest_ago() -> None:
+    assert choose([slot(0, 50), slot(1), slot(2)], 100, 0) == Choice(1, Source.NONE)
+    full = [slot(0, 50, last_used=3), slot(1, 50, last_used=1), slot(2, 50, last_used=2)]
+    assert choose(full, 100, 0) == Choice(1, Source.NONE, keep=True)
+
+
+def test_a_few_tokens_in_common_are_no_reason_to_lose_a_conversation() -> None:
+    slots = [slot(0, 80, 3), slot(1)]
+    assert choose(slots, 100, 0) == Choice(1, Source.NONE)
+
+
+def test_a_slot_that_would_lose_much_is_copied_to_an_empty_one() -> None:
+    slots = [slot(0, 100, 30), slot(1)]
+    assert choose(slots, 60, 0) == Choice(1, Source.SLOT, 0)
+    # Without an empty one its end is kept in host memory.
+    assert choose([slot(0, 100, 30), slot(1, 50)], 60, 0) == Choice(0, Source.OWN, keep=True)
+    # Where memory cannot be cut for another, too.
+    cannot = [slot(0, 100, 30, n_shareable=0), slot(1)]
+    assert choose(cannot, 60, 0) == Choice(0, Source.OWN, keep=True)
+
+
+def test_a_prompt_takes_its_beginning_from_a_slot_that_is_at_work() -> None:
+    slots = [slot(0, 200, 190, busy=True), slot(1, 40, 20), slot(2)]
+    assert choose(slots, 200, 0) == Choice(2, Source.SLOT, 0)
+    assert choose(slots[:2], 200, 0) == Choice(1, Source.SLOT, 0, keep=True)
+
+
+def test_a_longer_beginning_in_host_memory_is_loaded() -> None:
+    slots = [slot(0, 100, 30), slot(1)]
+    assert choose(slots, 200, 150) == Choice(1, Source.STORE)
+    assert choose(slots, 200, 30) == Choice(1, Source.SLOT, 0), "of equal ones that which is here"
+    assert choose([slot(0)], 200, 8) == Choice(0, Source.NONE), "so few are evaluated faster"
+
+
+def test_when_all_are_busy_a_request_waits() -> None:
+    assert choose([slot(0, 9, 9, busy=True)], 10, 50) is None
+
+
+@given(
+    slots=st.lists(
+        st.tuples(st.booleans(), st.integers(0, 99), st.integers(0, 99), st.integers(0, 9)),
+        min_size=1,
+        max_size=5,
+    ),
+    n_stored=st.integers(0, 99),
+)
+def test_whatever_there_is_the_choice_can_be_carried_out(
+    slots: list[tuple[bool, int, int, int]], n_stored: int
+) -> None:
+    states = [
+        slot(i, max(held, n), min(held, n), busy=busy, last_used=used)
+        for i, (busy, held, n, used) in enumerate(slots)
+    ]
+    choice = choose(states, 100, n_stored)
+    if choice is None:
+        assert all(state.is_busy for state in states)
+        return
+    chosen = states[choice.number]
+    assert not chosen.is_busy
+    if choice.source is Source.SLOT:
+        assert choice.other != choice.number
+        assert states[choice.other].n_shareable >= 16
+    if choice.source is Source.STORE:
+        assert n_stored >= 16
+    if choice.source is Source.OWN:
+        assert chosen.n_reusable > 0
+    if choice.keep:
+        assert chosen.n_held >= 16
+
+
+@given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), min_size=1, max_size=8))
+def test_the_last_token_of_a_prompt_is_never_common(held: list[int], tokens: list[int]) -> None:
+    n = common(held, tokens)
+    assert n < len(tokens)
+    assert held[:n] == tokens[:n]
+    assert n in (len(held), len(tokens) - 1) or held[n] != tokens[n]
+
+
+# -- host memory ----------------------------------------------------------------------------------
+
+
+def kept(store: PromptStore, tokens: list[int], size: int = 10) -> None:
+    store.add(tokens, (), lambda: bytes(size))
+
+
+def test_the_least_recently_stored_goes_when_the_limit_is_reached() -> None:
+    store = PromptStore(25, can_cut=True)
+    for first in (1, 2, 3):
+        kept(store, [first] * 20)
+    assert (len(store), store.size_bytes) == (2, 20)
+    assert store.reusable([1] * 30) == 0
+    assert store.reusable([2] * 30) == 20
+    kept(store, [4] * 20, size=100)
+    assert len(store) == 0, "one that exceeds the limit alone leaves nothing"
+
+
+def test_without_a_limit_all_stay_and_with_none_nothing_is_even_saved() -> None:
+    store = PromptStore(None, can_cut=True)
+    for first in range(50):
+        kept(store, [first] * 20)
+    assert len(store) == 50
+
+    def never() -> bytes:
+        raise AssertionError("nothing is to be saved")
+
+    off = PromptStore(0, can_cut=True)
+    off.add([1] * 20, (), never)
+    assert len(off) == 0
+
+
+def test_a_prompt_that_a_longer_one_serves_is_not_stored_beside_it() -> None:
+    store = PromptStore(None, can_cut=True)
+    kept(store, [1, 2, 3])
+    kept(store, [1, 2, 3, 4])
+    assert len(store) == 1
+    kept(store, [1, 2])
+    assert len(store) == 1
+    assert store.take([1, 2, 3, 4, 5]).tokens == (1, 2, 3, 4)
+    assert len(store) == 0
+
+
+def test_a_recurrent_state_serves_whole_or_from_its_checkpoints() -> None:
+    store = PromptStore(None, can_cut=False)
+    kept(store, [1, 2, 3])
+    kept(store, [1, 2, 3, 4])
+    assert len(store) == 2, "the longer one cannot be cut"
+    assert store.reusable([1, 2, 3, 9]) == 3
+    assert store.reusable([1, 2, 9]) == 0
+    checkpoints = (Checkpoint(2, b"two"), Checkpoint(4, b"four"))
+    store.add([5, 6, 7, 8, 9], checkpoints, lambda: b"all")
+    assert store.reusable([5, 6, 7, 0]) == 2
+    assert store.take([5, 6, 7, 0]).checkpoints == checkpoints
+
+
+# -- time for prompts -----------------------------------------------------------------------------
+
+
+def test_a_prompt_alone_has_no_limit() -> None:
+    assert PromptShare(512).n_tokens(0, ()) is None
+
+
+def test_prompts_and_rounds_have_the_same_time() -> None:
+    """A piece takes 8 times as long as a round: 8 rounds for each piece."""
+    share = PromptShare(512)
+    pieces, rounds_s, pieces_s = [], 0.0, 0.0
+    for _ in range(90):
+        n = share.n_tokens(4, ())
+        assert n is not None
+        step_s = 0.8 if n else 0.1
+        pieces.append(n)
+        share.took(step_s, has_rounds=True, has_prompts=bool(n))
+        rounds_s, pieces_s = rounds_s + 0.1 * (not n), pieces_s + step_s * bool(n)
+    assert set(pieces) == {0, 512}
+    assert rounds_s == pytest.approx(pieces_s, rel=0.15)
+
+
+def test_tokens_ride_along_where_they_cost_next_to_nothing() -> None:
+    flat = (1.0, 1.01, 1.02, 1.03, 1.04, 1.2, 1.3)
+    assert free_tokens(1, flat) == 4
+    assert free_tokens(5, flat) == 0
+    assert free_tokens(8, flat) == 0
+    share = PromptShare(512)
+    assert share.n_tokens(1, flat) == 512
+    share.took(5.0, has_rounds=True, has_prompts=True)
+    assert share.n_tokens(1, flat) == 4
+
+
+def test_while_nothing_runs_prompts_owe_nothing() -> None:
+    share = PromptShare(512)
+    share.n_tokens(1, ())
+    share.took(5.0, has_rounds=True, has_prompts=True)
+    assert share.n_tokens(1, ()) == 0
+    share.took(5.0, has_rounds=False, has_prompts=True)
+    assert share.n_tokens(1, ()) == 512
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "..\\x", "a\0b", "a/"])
+def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
+    with pytest.raises(BadRequest, match="filename"):
+        file_of(Path("folder"), name)
+
+
+def test_a_file_lies_in_the_folder_that_was_named() -> None:
+    assert file_of(Path("folder"), "chat.bin") == Path("folder/chat.bin")
+    with pytest.raises(BadRequest, match="--slot-save-path"):
+        file_of(None, "chat.bin")
