@@ -207,6 +207,7 @@ class Engine(ModelText):
             vram_bytes=self.choice.sim.vram_bytes if self.choice.sim else None,
             trace=o.streaming.trace,
             mla_crossover=crossover.n_tokens,
+            chunks=self.plan.chunk_tokens > 0,
         )
         return ModelPlacement(
             devices=(self.device,),
@@ -288,19 +289,21 @@ class Engine(ModelText):
             return
 
         def use(sized: Plan, *, copies: bool = True) -> None:
+            device.chunks = sized.chunk_tokens > 0 or not copies
             device.use_slots(sized.layout, self._executor_maker(sized, copies=copies))
 
         warm = for_warm_up(plan)
         device.release_slots()
         fitted(warm, warm.slot_bytes, partial(use, copies=False))
         self._warm_up()
+        working_bytes = sum(executor.working_bytes for executor in device.executors.values())
         device.release_slots()
         room = room_left(
             plan,
             free_before=free_before,
             free_now=self.choice.device.memory_bytes()[0],
             device_bytes=o.streaming.device_bytes,
-            others_bytes=o.streaming.reserve_bytes,
+            others_bytes=o.streaming.reserve_bytes + working_bytes,
         )
         self.plan = fitted(plan, room, use)
         self.notes.append(

@@ -150,6 +150,7 @@ class Graph:
         It has this graph's tables, in which ours are not: backends do not fuse them.
         """
         addresses = self.addresses()
+        without = set(without) - nodes.keys()
         for index, node in nodes.items():
             addresses[index] = node.address
         kept = [address for i, address in enumerate(addresses) if i not in without]
@@ -157,7 +158,7 @@ class Graph:
         struct = self._view(len(kept))
         struct.nodes = C.addressof(array)
         struct.uid = next(_uids) if self.uid else 0
-        return Graph._own(struct, (array, tuple(nodes.values())))
+        return Graph._own(struct, (array, tuple(nodes.values()), self._kept))
 
     def _view(self, n_nodes: int) -> Any:
         struct = GRAPH.from_buffer_copy(self._struct)

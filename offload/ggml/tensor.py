@@ -194,6 +194,55 @@ class Tensor:
         struct.src[:] = addresses + [None] * (len(struct.src) - len(addresses))
         return Tensor._own(struct, tuple(sources))
 
+    def part(
+        self, dim: int, first: int, n: int, *, sources: Sequence[Tensor] | None = None,
+        at: tuple[Buffer, int] | None = None, seen_from: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Elements [first, first + n) of one dimension, as a tensor of our own.
+
+        With `sources` it computes as this node does, from them. It lies where they lie in this one;
+        or contiguous at an offset of a buffer; or, of a view, as far from the second tensor of
+        `seen_from` as this one lies from the first.
+        """
+        struct = TENSOR.from_buffer_copy(self._struct)
+        struct.ne[dim] = n
+        struct.view_src, struct.view_offs, struct.extra = None, 0, None
+        if at is not None:
+            _place(struct, *at)
+        elif seen_from is not None:
+            whole, other = seen_from
+            struct.buffer = other._struct.buffer
+            struct.data = other.position + self.position - whole.position
+        else:
+            struct.data = self.position + first * self.strides[dim]
+        if sources is not None:
+            struct.src[:] = [s.address for s in sources] + [None] * (len(struct.src) - len(sources))
+        return Tensor._own(struct, tuple(sources or ()))
+
+    @property
+    def sources(self) -> list[Tensor]:
+        """The tensors that the node reads, in order, up to the first that it has not."""
+        found = []
+        for index in range(len(self._struct.src)):
+            address = source_at(self.address, index)
+            if not address:
+                break
+            found.append(Tensor(address))
+        return found
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if the elements of an unquantised type lie in order without gaps."""
+        (a, b, c, _), (element, *_) = self.shape, self.strides
+        return self.strides == (element, element * a, element * a * b, element * a * b * c)
+
+    def overlaps(self, other: Tensor) -> bool:
+        """True if both lie in some of the same bytes."""
+        return (
+            self.position < other.position + other.size_bytes
+            and other.position < self.position + self.size_bytes
+        )
+
     def viewed(
         self, shape: Dims, strides: Dims, op: str = "VIEW", params: Sequence[int] = ()
     ) -> Tensor:

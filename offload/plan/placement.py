@@ -39,6 +39,7 @@ from offload.plan.sharing import (
     spread,
 )
 from offload.plan.slot_layout import SlotLayout, slot_layout
+from offload.schedule.chunks import Chunks
 
 MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target
 DEFAULT_UBATCH = 512
@@ -47,6 +48,8 @@ _DENSE = re.compile(
     r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)"
     r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp))\.weight$"
 )
+
+_AT_LEAST = ", more where they choose alike"
 
 NCpuMoe = int | Literal["fit"] | None
 
@@ -65,6 +68,7 @@ class Plan:
     chunk_tokens: int = 0  # larger batches go in chunks, whose experts fit the slots; 0: none do
     declined: tuple[str, ...] = ()  # batches that the CPU computes for want of slots
     n_resident: int = 0  # layers whose experts are resident
+    chunks: Chunks = "auto"
 
     @property
     def sharing(self) -> Sharing:
@@ -89,11 +93,24 @@ class Plan:
 
         Raises DoesNotFit where not even the least fits.
         """
-        return replace(self, layout=_sized(self.layout_of_all, room_bytes))
+        return self._through(_sized(self.layout_of_all, room_bytes))
 
     def with_slots(self, n_slots: Sequence[int]) -> Plan:
         """The same weights through that many slots of each pool."""
-        return replace(self, layout=self.layout.with_slots(n_slots))
+        return self._through(self.layout.with_slots(n_slots))
+
+    def with_chunks(self, chunks: Chunks) -> Plan:
+        """The same with batches in chunks of tokens always, never, or where that is expected to be
+        faster than the CPU, if their experts have no slots all at once."""
+        return replace(self, chunks=chunks)._through(self.layout)
+
+    def _through(self, layout: SlotLayout) -> Plan:
+        pays = self.min_batch is not None and self.min_batch <= self.n_ubatch
+        chunk, reasons, declined = _chunks(layout, self.n_ubatch, pays, self.chunks)
+        others = [reason for reason in self.reasons if not reason.endswith(_AT_LEAST)]
+        return replace(
+            self, layout=layout, chunk_tokens=chunk, reasons=(*others, *reasons), declined=declined
+        )
 
     @property
     def layout_of_all(self) -> SlotLayout:
@@ -313,7 +330,7 @@ def _why_dense(asked: _Asked, choice: Choice) -> tuple[str, ...]:
 
 
 def _chunks(
-    layout: SlotLayout, n_ubatch: int, streaming_pays: bool
+    layout: SlotLayout, n_ubatch: int, streaming_pays: bool, chunks: Chunks = "auto"
 ) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     """Tokens of a chunk where a ubatch may use more experts than have slots; reasons; declined.
 
@@ -325,13 +342,12 @@ def _chunks(
     pool = min(tight, key=lambda p: p.n_slots)
     chunk = max(1, pool.n_slots // max(1, pool.n_used))
     what = f"{pool.n_slots} slots are fewer than the {pool.n_experts} experts of a layer"
-    if streaming_pays:
-        return chunk, (f"{what}: batches are computed in chunks of {chunk} tokens",), ()
+    if chunks == "on" or (chunks == "auto" and streaming_pays):
+        return chunk, (f"{what}: batches are computed in chunks of {chunk} tokens{_AT_LEAST}",), ()
     tokens = "token" if chunk == 1 else "tokens"
-    declined = (
-        f"{what}: batches of more than {chunk} {tokens} are computed by the CPU, which is faster "
-        f"than chunks of {chunk}"
-    )
+    declined = f"{what}: batches of more than {chunk} {tokens} are computed by the CPU"
+    if chunks == "auto":
+        declined += f", which is faster than chunks of {chunk}"
     return 0, (), (declined,)
 
 

@@ -25,6 +25,7 @@ from offload.mla.switch import MlaSwitch
 from offload.plan.min_batch import MinBatch
 from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.streaming.counters import StreamCounters
+from offload.streaming.steps import fits
 from offload.trace import CPU, NO_TRACE, Trace
 
 WRAPPED_NAME = "SPEC0"
@@ -37,6 +38,10 @@ class Executor(Protocol):
     """Computes graphs that have cuts, on one stream of the device."""
 
     counters: StreamCounters
+
+    @property
+    def working_bytes(self) -> int:
+        """Device memory that it has taken beside slots, as graphs asked for it."""
 
     def allocate(self) -> None:
         """Take all device memory now, rather than at first use. Raises DoesNotFit."""
@@ -74,14 +79,18 @@ class StreamingDevice(PyDevice):
         vram_bytes: int | None = None,
         trace: Trace = NO_TRACE,
         mla_crossover: int | None = None,
+        chunks: bool = False,
     ) -> None:
         """`layout` limits what the device takes. `vram_bytes` is what it says it has.
+
+        With `chunks` it takes batches of which not all experts have slots at once.
 
         `mla_crossover`: see MlaSwitch. Changing `min_batch` later is for graphs that are built
         from then on; ggml builds one anew when the number of tokens changes.
         """
         super().__init__(choice.device, WRAPPED_NAME, pending, host)
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
+        self.chunks = chunks
         self.declined: Counter[str] = Counter()  # why products went to the CPU
         self._vram_bytes = vram_bytes
         self._stream_through(layout, make_executor)
@@ -158,11 +167,11 @@ class StreamingDevice(PyDevice):
         return True
 
     def _has_room(self, ids: Tensor, pool: SlotPool) -> bool:
-        """True if all experts that the node may use fit the slots at once."""
+        """True if the experts that the node may use fit the slots, at once or in chunks."""
+        if self.chunks or fits(ids, pool):
+            return True
         n_used, n_tokens, _, _ = ids.shape
         wanted = min(pool.n_experts, n_used * n_tokens)
-        if wanted <= pool.n_slots:
-            return True
         self.declined[
             f"{n_tokens} tokens may use {wanted} experts, and --vram leaves {pool.n_slots} slots"
         ] += 1

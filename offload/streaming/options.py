@@ -13,6 +13,7 @@ from offload.model import ModelFacts
 from offload.plan.context import ContextSpec
 from offload.plan.placement import MARGIN_BYTES, NCpuMoe, Plan, make_plan
 from offload.schedule.cache_rules import make_cache_rule
+from offload.schedule.chunks import Chunks
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import SlotTable
 from offload.streaming.bounce import RING_BYTES, BounceCopier
@@ -37,6 +38,7 @@ class StreamingOptions:
     n_cpu_moe: NCpuMoe = None  # layers whose experts stream; None: all; "fit": as few as must
     n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: what fits
     reserve_bytes: int = 0  # of the budget, for others: a draft and its context
+    chunks: Chunks = "auto"  # of tokens, where the experts of a batch have no slots all at once
     overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
     depth: int = 8  # cuts that copies run ahead
     bounce: bool = True  # copy through a pinned ring what cannot be pinned
@@ -71,7 +73,7 @@ def plan_streaming(
         budget = options.device_bytes if options.device_bytes is not None else free_bytes(choice)
     elif budget is None and choice.sim is not None:
         budget = options.device_bytes or choice.sim.vram_bytes
-    return make_plan(
+    plan = make_plan(
         facts,
         budget_bytes=budget if stream_experts else None,
         reserve_bytes=options.reserve_bytes if counted else 0,
@@ -81,6 +83,7 @@ def plan_streaming(
         context=context if counted else None,
         most_ubatch=most_ubatch,
     )
+    return plan.with_chunks(options.chunks if options.overlap else "off")
 
 
 def is_counted(choice: DeviceChoice, options: StreamingOptions) -> bool:

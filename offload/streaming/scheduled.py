@@ -33,6 +33,7 @@ from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.tensor import Buffer, Redirect, Tensor
 from offload.plan.slot_layout import SlotLayout, WeightGroup
+from offload.schedule.chunks import chunks_of
 from offload.schedule.coalesce import Span, coalesce
 from offload.schedule.commands import Command, Copy, Entered, Need
 from offload.schedule.predict import Routing
@@ -42,11 +43,22 @@ from offload.streaming.copy import Copier, Transfer
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import Run
 from offload.streaming.slot_memory import SlotMemory
-from offload.streaming.steps import Step, Stop, Tickets, find_steps, stops_of
+from offload.streaming.steps import (
+    IDS_ALIGNMENT,
+    ChunkedStep,
+    Step,
+    Stop,
+    Tickets,
+    find_chunked,
+    find_steps,
+    number_cuts,
+    stops_of,
+    without_chains,
+)
 from offload.trace import COMPUTE, NO_TRACE, Trace
 
-_IDS_ALIGNMENT = 256
-_LEAST_IDS_BYTES = 1 << 20
+_LEAST_BYTES = 1 << 20
+_CHUNK_TOKENS = 128  # at most: what a chunk's nodes pass on takes scratch memory
 
 
 @dataclass(slots=True)
@@ -57,6 +69,7 @@ class _Running:
     done: int = 0  # nodes submitted
     open: list[Step] = field(default_factory=list)  # entered and not left
     redirected: list[Redirect] = field(default_factory=list)
+    chunks: list[Any] = field(default_factory=list)  # what was submitted of them refers to it
 
 
 class ScheduledExecutor:
@@ -84,6 +97,7 @@ class ScheduledExecutor:
         self.memories = [SlotMemory(stream.device, pool) for pool in layout.pools]
         self._routing = Routing()
         self._ids_buffer: Buffer | None = None
+        self._scratch: list[Buffer] = []  # the last is the largest; graphs refer to all
         self._tickets: dict[Piece, Tickets] = {}
         self._fences: list[Any] = []
         self._fence_uses: list[int] = []  # up to which use each fence covers everything
@@ -97,8 +111,15 @@ class ScheduledExecutor:
         self.copier.close()
         for memory in self.memories:
             memory.close()
+        for buffer in self._scratch:
+            buffer.close()
         if self._ids_buffer is not None:
             self._ids_buffer.close()
+
+    @property
+    def working_bytes(self) -> int:
+        ids = [] if self._ids_buffer is None else [self._ids_buffer]
+        return sum(buffer.size_bytes for buffer in (*self._scratch, *ids))
 
     def allocate(self) -> None:
         for memory in self.memories:
@@ -107,18 +128,37 @@ class ScheduledExecutor:
     # -- one graph -------------------------------------------------------------------------------
 
     def prepare(self, graph: Graph, products: Sequence[Product]) -> Run:
+        chunked = find_chunked(graph, products, self._layout, self.memories, _CHUNK_TOKENS)
+        if chunked:
+            graph, products = self._take_out(graph, chunked)
         steps = find_steps(products, self._layout, self.memories)
         ids_bytes = 0
-        for step in steps:  # room for each step's ids: none is used twice within a graph
+        both: list[Step | ChunkedStep] = [*steps, *chunked]
+        for step in both:  # room for its ids: none is used twice within a graph
             step.ids_offset = ids_bytes
-            ids_bytes += -(-step.ids_bytes // _IDS_ALIGNMENT) * _IDS_ALIGNMENT
+            ids_bytes += -(-step.ids_bytes // IDS_ALIGNMENT) * IDS_ALIGNMENT
             # Copied in the order of use; what this graph does not read, another may.
-            used = [reader.kind for reader in step.readers]
-            self._kinds[step.group] = tuple(dict.fromkeys([*used, *self._kinds[step.group]]))
+            used = dict.fromkeys([*step.kinds, *self._kinds[step.group]])
+            self._kinds[step.group] = tuple(used)
         self._reserve_ids(ids_bytes)
-        return partial(self._compute, graph, steps, stops_of(steps))
+        n_cuts = number_cuts(steps, chunked)
+        return partial(self._compute, graph, steps, stops_of(steps, chunked), n_cuts)
 
-    def _compute(self, graph: Graph, steps: Sequence[Step], stops: Sequence[Stop]) -> int:
+    def _take_out(
+        self, graph: Graph, chunked: Sequence[ChunkedStep]
+    ) -> tuple[Graph, Sequence[Product]]:
+        """The graph without what is computed in chunks, and its products."""
+        size_bytes = max(step.scratch_bytes for step in chunked)
+        largest = self._scratch[-1].size_bytes if self._scratch else 0
+        if size_bytes > largest or not self._scratch:
+            size_bytes = max(size_bytes, 2 * largest, _LEAST_BYTES)
+            self._scratch.append(self._stream.device.allocate(size_bytes, "chunks of tokens"))
+        graph = without_chains(graph, chunked, self._scratch[-1])
+        return graph, tuple(graph.products(self._host))
+
+    def _compute(
+        self, graph: Graph, steps: Sequence[Step], stops: Sequence[Stop], n_cuts: int
+    ) -> int:
         """Run the whole graph; a ggml_status. Raises DeviceFailed when a copy failed."""
         self.counters.graphs += 1
         self.copier.begin()
@@ -129,13 +169,10 @@ class ScheduledExecutor:
         self._first_use = self._last_use + 1
         running = _Running(graph)
         try:
-            self._announce(steps)
+            self._announce(steps, n_cuts)
             status = 0
             for stop in stops:
-                if stop.nth == 0:
-                    status = self._enter(running, stop.step)
-                if not status:
-                    status = self._arrive(running, stop)
+                status = self._stop(running, stop)
                 if status:
                     break
             else:
@@ -147,6 +184,12 @@ class ScheduledExecutor:
         except BaseException:
             self._recover(running)
             raise
+
+    def _stop(self, running: _Running, stop: Stop) -> int:
+        if isinstance(stop.step, ChunkedStep):
+            return self._compute_chunks(running, stop.step)
+        status = self._enter(running, stop.step) if stop.nth == 0 else 0
+        return status or self._arrive(running, stop.step, stop)
 
     def _count(self) -> None:
         decided = self.schedule.counters
@@ -160,10 +203,10 @@ class ScheduledExecutor:
         self.schedule.abort()
         self.copier.abandon()
 
-    def _announce(self, steps: Sequence[Step]) -> None:
+    def _announce(self, steps: Sequence[Step], n_cuts: int) -> None:
         """Tell the schedule what is known and what is guessed before anything runs."""
         schedule = self.schedule
-        schedule.begin(len(steps))
+        schedule.begin(n_cuts)
         for step in steps:
             if step.need is not None:
                 schedule.need(step.need)
@@ -213,9 +256,8 @@ class ScheduledExecutor:
         found = (self._tickets.get(piece) for piece in pieces)
         return list({id(tickets): tickets for tickets in found if tickets is not None}.values())
 
-    def _arrive(self, running: _Running, stop: Stop) -> int:
+    def _arrive(self, running: _Running, step: Step, stop: Stop) -> int:
         """Before a node that reads slots: what it reads is there, and it reads that."""
-        step = stop.step
         reader = step.readers[stop.nth]
         if step.waits:
             status = self._submit(running, stop.at)
@@ -239,6 +281,56 @@ class ScheduledExecutor:
                 reader.slots = reader.views.of(entered.slots[0], max(1, step.n_experts))
             elif reader.slots is None:
                 reader.slots = reader.views.of(0, self._layout.pools[step.pool].n_slots)
+
+    # -- chunks of tokens ------------------------------------------------------------------------
+
+    def _compute_chunks(self, running: _Running, step: ChunkedStep) -> int:
+        """Compute a layer's experts for as many tokens at a time as have theirs in slots."""
+        self._enqueue(self.schedule.issue(step.cut))
+        status = self._submit(running, step.at)
+        if status:
+            return status
+        ids = self._read_ids(step).copy()
+        offset = step.ids_offset
+        chunks = chunks_of(ids.tolist(), step.n_slots, step.most_tokens)
+        for cut, (first, end, experts) in enumerate(chunks, step.cut):
+            slots = self._enter_chunk(step, cut, experts)
+            slot_ids = self._remapped(step, ids[first:end], experts, slots, offset)
+            offset += -(-slot_ids.size_bytes // IDS_ALIGNMENT) * IDS_ALIGNMENT
+            status = self._submit_chunk(running, step, first, slot_ids)
+            if status:
+                return status
+            self._fence(running)
+            self.schedule.leave(cut)
+        return 0
+
+    def _enter_chunk(self, step: ChunkedStep, cut: int, experts: Sequence[int]) -> Sequence[int]:
+        """The slots of a chunk's experts, which the computation waits for from here on."""
+        schedule = self.schedule
+        pieces = tuple([(step.group, expert) for expert in experts])
+        schedule.need(Need(cut, step.pool, pieces))
+        self._enqueue(schedule.issue(cut))
+        entered = schedule.enter(cut)
+        self._last_use = entered.use
+        self._enqueue(entered.issued)
+        start_s = time.perf_counter()
+        for kind in step.kinds:
+            self.copier.wait([tickets[kind] for tickets in self._tickets_of(entered.waits)])
+        self._trace_wait(start_s, step.layer, "all")
+        self.counters.cuts += 1
+        self.counters.chunks += 1
+        return entered.slots
+
+    def _submit_chunk(self, running: _Running, step: ChunkedStep, first: int, ids: SlotIds) -> int:
+        n = ids.values.shape[0]
+        graph = Graph.of(step.twins(first, n, ids.tensor))
+        running.chunks.append((graph, ids))
+        start_s = time.perf_counter()
+        status = self._stream.compute(graph)
+        if self._trace:
+            self._trace.add(COMPUTE, f"tokens {first}-{first + n}", start_s, time.perf_counter(),
+                            layer=step.layer)  # fmt: skip
+        return status
 
     # -- copies ----------------------------------------------------------------------------------
 
@@ -310,9 +402,12 @@ class ScheduledExecutor:
     def _wait(self, step: Step, kind: str) -> None:
         start_s = time.perf_counter()
         self.copier.wait([tickets[kind] for tickets in step.waits])
+        self._trace_wait(start_s, step.layer, kind)
+
+    def _trace_wait(self, start_s: float, layer: int, kind: str) -> None:
         if self._trace:
             self._trace.add(COMPUTE, "wait for copies", start_s, time.perf_counter(),
-                            layer=step.layer, kind=kind, cause="copy")  # fmt: skip
+                            layer=layer, kind=kind, cause="copy")  # fmt: skip
 
     # -- computation -----------------------------------------------------------------------------
 
@@ -337,13 +432,18 @@ class ScheduledExecutor:
         still = [step for step in running.open if step.last >= end]
         if len(still) == len(running.open):
             return
+        left = [step for step in running.open if step.last < end]
+        running.open = still
+        self._fence(running)
+        for step in left:
+            self.schedule.leave(step.cut)
+
+    def _fence(self, running: _Running) -> None:
+        """A fence behind all uses but those of cuts that are still open."""
         self._fences.append(self.copier.fence())
         # What is still open may have been entered before what is left.
-        self._fence_uses.append(min([step.use - 1 for step in still], default=self._last_use))
-        for step in running.open:
-            if step.last < end:
-                self.schedule.leave(step.cut)
-        running.open = still
+        still = [step.use - 1 for step in running.open]
+        self._fence_uses.append(min(still, default=self._last_use))
 
     def _restore(self, running: _Running) -> None:
         for redirect in running.redirected:
@@ -352,7 +452,7 @@ class ScheduledExecutor:
 
     # -- the router's ids ------------------------------------------------------------------------
 
-    def _read_ids(self, step: Step) -> NDArray[np.int32]:
+    def _read_ids(self, step: Step | ChunkedStep) -> NDArray[np.int32]:
         """The experts that a layer's router chose, when everything submitted is complete."""
         assert step.ids is not None
         start_s = time.perf_counter()
@@ -374,9 +474,26 @@ class ScheduledExecutor:
             step.ids_buffer = self._ids_buffer
             slot_ids = SlotIds(step.ids.tensor, self._ids_buffer, step.ids_offset)
             step.slot_ids = slot_ids
+        # Of the graph before, whose copies of these values are complete, nothing is left.
+        self._send(slot_ids, ids, experts, slots)
+
+    def _remapped(
+        self, step: ChunkedStep, ids: NDArray[np.int32], experts: Sequence[int],
+        slots: Sequence[int], offset: int,
+    ) -> SlotIds:  # fmt: skip
+        """Ids of one chunk that mean the experts' slots, at an offset of their buffer."""
+        assert self._ids_buffer is not None
+        like = step.ids.tensor.part(1, 0, len(ids))
+        slot_ids = SlotIds(like, self._ids_buffer, offset)
+        self._send(slot_ids, ids, experts, slots)
+        return slot_ids
+
+    def _send(
+        self, slot_ids: SlotIds, ids: NDArray[np.int32], experts: Sequence[int],
+        slots: Sequence[int],
+    ) -> None:  # fmt: skip
         slot_of = self._slot_of
         slot_of[experts] = slots
-        # Of the graph before, whose copies of these values are complete, nothing is left.
         slot_of.take(ids, out=slot_ids.values, mode="clip")
         self._stream.upload(slot_ids)
 
@@ -387,5 +504,5 @@ class ScheduledExecutor:
         if self._ids_buffer is not None:
             self._stream.synchronize()
             self._ids_buffer.close()
-        size_bytes = max(size_bytes, _LEAST_IDS_BYTES)
+        size_bytes = max(size_bytes, _LEAST_BYTES)
         self._ids_buffer = self._stream.device.allocate(size_bytes, "expert ids")

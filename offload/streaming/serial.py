@@ -38,6 +38,10 @@ class SerialExecutor:
     def allocate(self) -> None:
         """Nothing: its memory is for the weights that a graph has."""
 
+    @property
+    def working_bytes(self) -> int:
+        return sum(buffer.size_bytes for buffer in self._weights.values())
+
     def close(self) -> None:
         if self._copier is not None:
             self._copier.close()

@@ -1,23 +1,27 @@
 """The cuts of a graph and the nodes that read slots: the same every time it is computed.
 
 A *cut* is one need of the schedule: a layer's experts, whose products all read the same slots, or
-one dense weight.
+one dense weight; or of a layer in chunks, those of one chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from offload.ggml.backend import RouterIds, SlotIds
-from offload.ggml.graph import Product
+from offload.ggml.graph import Graph, Product
 from offload.ggml.tensor import Buffer, Redirect, Tensor
-from offload.plan.slot_layout import SlotLayout
+from offload.plan.slot_layout import SlotLayout, SlotPool
+from offload.schedule.chunks import most_chunks
 from offload.schedule.commands import Need
 from offload.schedule.predict import Fetch, fetch_of
+from offload.streaming.chains import Chain, chains_of
 from offload.streaming.slot_memory import SlotMemory, SlotViews
 
+IDS_ALIGNMENT = 256
 Tickets = dict[str, Any]  # of the copies of some pieces, by kind: gate need not wait for down
 
 
@@ -58,22 +62,168 @@ class Step:
         self.last = self.readers[-1].index
 
     @property
+    def at(self) -> int:
+        return self.readers[0].index
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of weight, in the order of their use."""
+        return tuple(reader.kind for reader in self.readers)
+
+    @property
+    def n_cuts(self) -> int:
+        return 1
+
+    def begin_at(self, cut: int) -> None:
+        """Number the cut."""
+        self.cut = cut
+        self.need = None if self.need is None else self.need._replace(cut=cut)
+
+    @property
     def ids_bytes(self) -> int:
         return 0 if self.ids is None else self.ids.values.size * 4
 
 
+@dataclass(slots=True)
+class ChunkedStep:
+    """A layer's experts whose products are computed in chunks of tokens (offload/streaming/chains).
+
+    Its cuts are numbered from `cut` on, one for each chunk.
+    """
+
+    cut: int
+    n_cuts: int  # at most
+    at: int  # before which node of the graph without the chains
+    group: int
+    pool: int
+    layer: int
+    chain: Chain
+    views: Mapping[str, SlotViews]  # by kind
+    ids: RouterIds
+    n_slots: int
+    most_tokens: int  # in a chunk
+    ids_offset: int = 0
+    scratch: Buffer | None = None
+    copy: Tensor | None = None  # what is copied before, when it is computed
+
+    def begin_at(self, cut: int) -> None:
+        """Number the first cut."""
+        self.cut = cut
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of weight, in the order of their use."""
+        return tuple(self.chain.kinds.values())
+
+    @property
+    def ids_bytes(self) -> int:
+        """Room for the ids of all chunks, each of which begins aligned."""
+        return self.ids.values.size * 4 + self.n_cuts * IDS_ALIGNMENT
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self.chain.scratch_bytes(self.most_tokens)
+
+    def twins(self, first: int, n: int, ids: Tensor) -> list[Tensor]:
+        """Nodes that compute tokens [first, first + n), whose `ids` mean slots."""
+        assert self.scratch is not None
+        slots = {kind: views.of(0, self.n_slots) for kind, views in self.views.items()}
+        return self.chain.twins(first, n, slots, ids, self.scratch, self.copy, self.most_tokens)
+
+
 class Stop(NamedTuple):
-    """A node before which the executor has to act: the `nth` reader of a step."""
+    """A node before which the executor has to act: the `nth` reader of a step, or its chunks."""
 
     at: int  # in the graph's node order
-    step: Step
-    nth: int
+    step: Step | ChunkedStep
+    nth: int = 0
 
 
-def stops_of(steps: Sequence[Step]) -> list[Stop]:
-    """Every reader of the steps, in node order."""
-    stops = [Stop(r.index, step, n) for step in steps for n, r in enumerate(step.readers)]
+def stops_of(steps: Sequence[Step], chunked: Sequence[ChunkedStep] = ()) -> list[Stop]:
+    """Every chunked step and every reader of the others, in node order."""
+    stops = [Stop(step.at, step) for step in chunked]
+    stops += [Stop(r.index, step, n) for step in steps for n, r in enumerate(step.readers)]
     return sorted(stops, key=lambda stop: stop.at)
+
+
+def find_chunked(
+    graph: Graph,
+    products: Sequence[Product],
+    layout: SlotLayout,
+    memories: Sequence[SlotMemory],
+    most_tokens: int,
+) -> list[ChunkedStep]:
+    """The layers of which the batch may use more experts than have slots. Not yet numbered."""
+    places = layout.places()
+    members: dict[tuple[int, Tensor], list[tuple[Product, str]]] = {}
+    for product in products:
+        number, kind = places[product.weight.name]
+        pool = layout.pools[layout.groups[number].pool]
+        if product.ids is not None and not fits(product.ids, pool):
+            members.setdefault((number, product.ids), []).append((product, kind))
+    return [
+        _chunked(chain, number, ids, of_layer, layout, memories, most_tokens)
+        for (number, ids), of_layer in members.items()
+        for chain in chains_of(graph, of_layer)
+    ]
+
+
+def _chunked(
+    chain: Chain, number: int, ids: Tensor, members: Sequence[tuple[Product, str]],
+    layout: SlotLayout, memories: Sequence[SlotMemory], most_tokens: int,
+) -> ChunkedStep:  # fmt: skip
+    group = layout.groups[number]
+    pool = layout.pools[group.pool]
+    n_used, n_tokens, _, _ = ids.shape
+    weights = {kind: product.weight for product, kind in members}
+    memory = memories[group.pool]
+    most_tokens = max(most_tokens, pool.n_slots // n_used)
+    return ChunkedStep(
+        cut=0,
+        n_cuts=most_chunks(n_tokens, n_used, pool.n_slots, most_tokens),
+        at=chain.end,
+        group=number,
+        pool=group.pool,
+        layer=group.layer,
+        chain=chain,
+        views={kind: memory.views(kind, weights[kind]) for kind in chain.kinds.values()},
+        ids=RouterIds(ids),
+        n_slots=pool.n_slots,
+        most_tokens=most_tokens,
+    )
+
+
+def fits(ids: Tensor, pool: SlotPool) -> bool:
+    """True if all experts that a product with these ids may use fit the slots at once."""
+    return pool.holds(ids.shape[1])
+
+
+def without_chains(graph: Graph, chunked: Sequence[ChunkedStep], scratch: Buffer) -> Graph:
+    """The graph without the nodes that are computed in chunks, but with what is copied for them.
+
+    Tells each step where it now is.
+    """
+    gone = sorted(position for step in chunked for position in step.chain.positions)
+    copies: dict[int, Tensor] = {}
+    for step in chunked:
+        step.scratch, step.copy = scratch, step.chain.copy(scratch, step.most_tokens)
+        if step.copy is not None:
+            copies[step.chain.positions[0]] = step.copy
+    kept = [position for position in gone if position in copies]
+    for step in chunked:
+        before = bisect.bisect_left(gone, step.chain.end) - bisect.bisect_left(kept, step.chain.end)
+        step.at = step.chain.end - before
+    return graph.replacing(copies, gone)
+
+
+def number_cuts(steps: Sequence[Step], chunked: Sequence[ChunkedStep]) -> int:
+    """Number all cuts in the order in which they are computed; how many there are."""
+    n_cuts = 0
+    in_order: list[Step | ChunkedStep] = [*chunked, *steps]
+    for step in sorted(in_order, key=lambda step: step.at):
+        step.begin_at(n_cuts)
+        n_cuts += step.n_cuts
+    return n_cuts
 
 
 def find_steps(

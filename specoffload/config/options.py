@@ -14,6 +14,7 @@ from typing import Literal
 from numa.place import Strategy
 from offload.mla.decision import Crossover
 from offload.plan.min_batch import MinBatch
+from offload.schedule.chunks import Chunks
 from specdec.options import SpecOptions
 
 
@@ -100,6 +101,7 @@ class Options:
     prefetch_depth: int = 8
     overlap: bool = True
     prefetch: bool = True
+    expert_chunks: Chunks = "auto"
     bounce: bool = True
     warmup: bool = True
     mmap: bool = False

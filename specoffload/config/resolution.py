@@ -131,6 +131,7 @@ def _streaming(options: Options) -> StreamingOptions:
         overlap=options.overlap,
         depth=options.prefetch_depth,
         prefetch=options.prefetch,
+        chunks=options.expert_chunks,
         bounce=options.bounce,
         warmup=options.warmup,
         cache=options.expert_cache,

@@ -174,7 +174,9 @@ def test_slots_take_what_the_estimate_left_out(model: Path, counting: CountingDe
             assert engine.plan is not None
             assert taken + engine.plan.slot_bytes <= limit
             slot_bytes = sum(p.slot_bytes for p in engine.plan.layout.pools)
-            assert limit - taken - engine.plan.slot_bytes < slot_bytes + 2 * 8192
+            ids_bytes = MIB  # which the executor takes besides
+            left = limit - taken - engine.plan.slot_bytes - ids_bytes
+            assert 0 <= left < slot_bytes + 2 * 8192
             expected = engine.sequences.extend(0, tokens(40))
             assert engine.counters().copies > 0
             assert any("after a warm-up of 64 tokens" in note for note in engine.notes)

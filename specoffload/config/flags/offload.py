@@ -49,6 +49,12 @@ FLAGS = (
         variables=("LLAMA_ARG_N_GPU_LAYERS",), default_words="what fits",
     ),
     Flag(
+        Options, "expert_chunks", ("--expert-chunks",), choice(("auto", "on", "off")),
+        "Compute a batch whose experts have no slots all at once in chunks of tokens.", _P,
+        more="auto does where that is expected to be faster than the CPU, which computes it "
+        "otherwise.", rare=True,
+    ),
+    Flag(
         Options, "expert_cache", ("--expert-cache",), choice(tuple(CACHE_RULES)),
         "Which cached slots are replaced.", _P, rare=True,
     ),
