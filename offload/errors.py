@@ -5,6 +5,7 @@ OffloadError
 ├── BadModel           the file is missing, damaged, or of an unknown architecture
 ├── DoesNotFit         memory, context or slots are too small for what was asked
 ├── DeviceUnavailable  the device named by --device does not exist or cannot be wrapped
+├── NotSupported       this model, or this server with it, cannot do what was asked
 ├── BadRequest         tokens, positions or a sequence that the engine cannot take
 └── DeviceFailed       a copy or a computation failed; the request is lost, the engine may go on
 """
@@ -36,6 +37,10 @@ class DeviceUnavailable(OffloadError):
 
 class BadRequest(OffloadError):
     """The caller's tokens or sequence are not usable."""
+
+
+class NotSupported(OffloadError):
+    """The model cannot do that, however it is asked."""
 
 
 class DeviceFailed(OffloadError):

@@ -158,6 +158,17 @@ class Model:
     def eos(self) -> int:
         return int(self._lib.llama_vocab_eos(self.vocab))
 
+    def fim_tokens(self) -> tuple[int, int, int, int, int]:
+        """Tokens before prefix, suffix, middle, repository and file; -1 for those there are not."""
+        lib, vocab = self._lib, self.vocab
+        return (
+            int(lib.llama_vocab_fim_pre(vocab)),
+            int(lib.llama_vocab_fim_suf(vocab)),
+            int(lib.llama_vocab_fim_mid(vocab)),
+            int(lib.llama_vocab_fim_rep(vocab)),
+            int(lib.llama_vocab_fim_sep(vocab)),
+        )
+
 
 @dataclass(frozen=True)
 class ContextOptions:

@@ -157,6 +157,7 @@ class ServeOptions:
     cors_origins: str | None = None
     ui: str = "auto"
     strict_params: bool = False
+    metrics: bool = False
     parallel: int | None = None
     cache_ram_mib: int = 8192  # -1: no limit
     slot_save_path: Path | None = None

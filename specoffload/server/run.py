@@ -69,6 +69,7 @@ def serve(
             defaults=defaults,
             has_page=options.ui != "none",
             strict_params=options.strict_params,
+            has_metrics=options.metrics,
         )
         stop = asyncio.Event()
         return asyncio.run(serve_until(stop, app, engine, listener, grace_s, say, limits))

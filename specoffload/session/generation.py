@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from specoffload.session.infill import Fill
+
 FinishReason = Literal["stop", "length"]
-N_SEEDS = 2**32 - 1  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "random"
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,6 @@ class GenerateOptions:
     seed: int | None = None
     ignore_eos: bool = False
     time_limit_s: float | None = None  # from its first step on; then the answer ends as it is
-    n: int = (
-        1  # answers to the prompt, which is evaluated once; those after the first: seed + 1, ...
-    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,6 @@ class Piece:
     tokens: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None  # set on the last piece only
     stats: GenerationStats | None = None  # set on the last piece only
-    index: int = 0  # of the answer, where a request asked for several
 
 
 @dataclass(frozen=True)
@@ -96,6 +93,8 @@ class ModelCard:
     size_bytes: int
     chat_template: str | None
     longest_token_bytes: int = 256  # of text that one token can stand for
+    bos: str = ""
+    eos: str = ""
     notes: tuple[str, ...] = field(default=())  # start-up lines: plan, device, what is not active
     n_parallel: int = 1  # requests that run at once
 
@@ -142,16 +141,26 @@ class Generator(Protocol):
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
 
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Their text, special tokens written out."""
+        ...
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token's text."""
+        ...
+
     def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str: ...
 
-    def start(
-        self, tokens: Sequence[int], options: GenerateOptions, beside: Running | None = None
-    ) -> Running:
-        """A request for one answer (`n` is the caller's to count), on which `step` works. With
-        `beside`, a request of the same prompt, it waits for that one's evaluation of it.
+    def fill_tokens(self, fill: Fill, options: GenerateOptions) -> list[int]:
+        """The prompt that fills in text. Raises NotSupported for a model that cannot."""
+        ...
 
-        Raises when the prompt is empty or does not fit.
-        """
+    def counters(self) -> Mapping[str, float]:
+        """Counts of the copy path since the model was opened."""
+        ...
+
+    def start(self, tokens: Sequence[int], options: GenerateOptions) -> Running:
+        """A request, on which `step` works. Raises when the prompt is empty or does not fit."""
         ...
 
     def step(self) -> Sequence[Running]:

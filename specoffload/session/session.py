@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 
 from offload.engine import Engine
 from offload.errors import BadRequest, DoesNotFit
@@ -24,6 +25,7 @@ from specoffload.session.generation import (
     SlotInfo,
     SlotResult,
 )
+from specoffload.session.infill import Fill, FillMarkers, fill_prompt
 from specoffload.session.opening import open_target, set_min_batch
 from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
@@ -96,6 +98,8 @@ class Session:
             size_bytes=model.size_bytes,
             chat_template=self.target.chat_template,
             longest_token_bytes=self.target.longest_token_bytes,
+            bos=model.token_text(model.bos) if model.bos >= 0 else "",
+            eos=model.token_text(model.eos) if model.eos >= 0 else "",
             notes=self.notes,
             n_parallel=self.config.parallel,
         )
@@ -108,6 +112,33 @@ class Session:
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return self.target.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Their text, special tokens written out."""
+        return self.target.detokenize(tokens, special=True)
+
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token's text."""
+        return self.target.model.piece(token, special=True)
+
+    def fill_tokens(self, fill: Fill, options: GenerateOptions) -> list[int]:
+        """The prompt that fills in text, with room left for an answer.
+
+        Raises NotSupported for a model that was not trained to.
+        """
+        n_answer = self.target.n_ctx // 4 if options.n_predict is None else options.n_predict
+        n_room = max(self.target.n_ctx - n_answer, self.target.n_ctx // 2)
+        return fill_prompt(
+            fill,
+            FillMarkers(*self.target.model.fim_tokens()),
+            lambda text: self.tokenize(text, add_special=False, parse_special=False),
+            beginning=self.tokenize("", add_special=True, parse_special=False),
+            n_room=n_room,
+        )
+
+    def counters(self) -> Mapping[str, float]:
+        """Counts of the copy path since the model was opened."""
+        return asdict(self.target.counters())
 
     def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str:
         model = self.target.model
@@ -127,17 +158,13 @@ class Session:
         self._n_predict(tokens, options)
         return self._pieces(tokens, options)
 
-    def start(
-        self, tokens: Sequence[int], options: GenerateOptions, beside: Running | None = None
-    ) -> Request:
+    def start(self, tokens: Sequence[int], options: GenerateOptions) -> Request:
         """A request beside others; `step` works on it until it is over or cancelled.
 
-        It waits until `beside`, a request of the same prompt, has evaluated that. Raises BadRequest
-        or DoesNotFit for one that cannot be answered.
+        Raises BadRequest or DoesNotFit for one that cannot be answered.
         """
-        assert beside is None or isinstance(beside, Request)
         tokens = self._prompt_tokens(tokens)
-        return self.batcher.start(tokens, self._n_predict(tokens, options), options, beside)
+        return self.batcher.start(tokens, self._n_predict(tokens, options), options)
 
     def step(self) -> list[Request]:
         """Decode one batch for all requests; those that have a new piece, or an error."""

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.errors import BadModel, BadRequest
+from offload.errors import BadModel, BadRequest, NotSupported
 from specoffload.session.generation import (
     FinishReason,
     GenerateOptions,
@@ -28,6 +28,7 @@ from specoffload.session.generation import (
     SlotInfo,
     SlotResult,
 )
+from specoffload.session.infill import Fill
 from specoffload.session.stopping import StopScanner
 
 # Combining marks, a joined emoji and U+2028: a piece is one code point, so pieces split them all.
@@ -96,14 +97,27 @@ class FakeGenerator:
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         return [BOS] * add_special + list(text.encode())
 
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token != BOS).decode(errors="replace")
+
+    def piece(self, token: int) -> bytes:
+        return b"" if token == BOS else bytes([token])
+
+    def fill_tokens(self, fill: Fill, options: GenerateOptions) -> list[int]:
+        if "[no-fim]" in fill.prefix:
+            raise NotSupported("the fake cannot fill in this text")
+        text = f"<{fill.prefix}|{fill.suffix}>{fill.prompt}"
+        return [BOS, *text.encode()]
+
+    def counters(self) -> dict[str, float]:
+        return {"streamed_bytes": 1000, "hits": 3, "misses": 1}
+
     def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str:
         if messages[-1]["role"] == "assistant":
             raise BadRequest("the chat template refuses the messages: the last is the assistant's")
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
 
-    def start(
-        self, tokens: Sequence[int], options: GenerateOptions, beside: object = None
-    ) -> FakeRequest:
+    def start(self, tokens: Sequence[int], options: GenerateOptions) -> FakeRequest:
         text = bytes(token for token in tokens if token != BOS).decode(errors="replace")
         if "[refuse]" in text:
             raise BadRequest("the fake refuses this prompt")

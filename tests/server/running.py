@@ -38,13 +38,18 @@ class Running:
         *,
         has_page: bool = True,
         strict_params: bool = False,
+        has_metrics: bool = False,
     ) -> None:
         self.lines: list[str] = []
         self.error: BaseException | None = None
         self._listening = threading.Event()
         self._arguments = (factory or FakeFactory(), access, max_queue)
         self._limits = limits
-        self._app_options = {"has_page": has_page, "strict_params": strict_params}
+        self._app_options = {
+            "has_page": has_page,
+            "strict_params": strict_params,
+            "has_metrics": has_metrics,
+        }
         self._thread = threading.Thread(target=self._run, name="server")
         self._thread.start()
         assert self._listening.wait(20)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fake_generator import FakeFactory
-from running import StartServer, eventually, http
+from running import Running, StartServer, eventually, http
 
 from specoffload.errors import UsageError
 
@@ -54,3 +56,74 @@ def test_closing_while_the_model_loads_does_not_wait_for_it(start_server: StartS
     eventually(lambda: http.get(server.url + "/health").status_code == 503)
     server.stop()
     assert server.error is None
+
+
+def test_props_have_what_llama_servers_page_reads(server: Running) -> None:
+    props = server.props()
+    params = props["default_generation_settings"]["params"]
+    assert params["n_predict"] == params["max_tokens"] == params["seed"] == -1
+    assert params["grammar"] == ""
+    assert props["modalities"] == {"vision": False, "audio": False}
+    assert props["build_info"].startswith("specoffload ")
+    assert props["endpoint_metrics"] is False
+
+
+def test_metrics_are_off_until_they_are_asked_for(server: Running) -> None:
+    answer = http.get(server.url + "/metrics")
+    assert answer.status_code == 501
+    assert answer.json()["error"]["type"] == "not_supported_error"
+    assert "--metrics" in answer.json()["error"]["message"]
+
+
+def test_metrics_count_answers_and_what_the_engine_copied(start_server: StartServer) -> None:
+    server = start_server(has_metrics=True)
+
+    def samples() -> dict[str, float]:
+        page = http.get(server.url + "/metrics").text
+        lines = [line.split() for line in page.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    assert samples()["specoffload:answers_total"] == 0
+    usage = http.post(server.url + "/v1/completions", json={"prompt": "x"}).json()["usage"]
+    found = samples()
+    assert found["specoffload:answers_total"] == 1
+    assert found["llamacpp:tokens_predicted_total"] == usage["completion_tokens"]
+    assert found["llamacpp:prompt_tokens_total"] == usage["prompt_tokens"]
+    assert found["specoffload:streamed_bytes_total"] == 1000
+    assert found["specoffload:hit_rate"] == 0.75
+
+
+def test_metrics_are_there_while_the_model_loads(start_server: StartServer) -> None:
+    server = start_server(FakeFactory(load_s=60), healthy=False, has_metrics=True)
+    assert http.get(server.url + "/metrics").status_code == 200
+
+
+def test_tokens_become_text_again(server: Running) -> None:
+    def post(path: str, body: dict[str, Any]) -> Any:
+        return http.post(server.url + path, json=body).json()
+
+    tokens = post("/tokenize", {"content": "hé"})["tokens"]
+    assert tokens == list("hé".encode())
+    assert post("/detokenize", {"tokens": tokens}) == {"content": "hé"}
+    assert post("/detokenize", {"tokens": []}) == {"content": ""}
+    pieces = post("/tokenize", {"content": "hé", "with_pieces": True})["tokens"]
+    assert pieces[0] == {"id": 104, "piece": "h"}
+    assert pieces[1] == {"id": 0xC3, "piece": [0xC3]}
+    for bad in ([-1], [257], "x", [1.5], None):
+        assert http.post(server.url + "/detokenize", json={"tokens": bad}).status_code == 400
+
+
+def test_text_longer_than_the_context_is_not_made_tokens(server: Running) -> None:
+    text = "x" * (512 * 256 + 1)
+    for path, body in (
+        ("/tokenize", {"content": text}),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        answer = http.post(server.url + path, json=body)
+        assert answer.status_code == 400, path
+        assert "at least 513 tokens" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["type"] == "exceed_context_size_error"
+    text = "x" * (512 * 256)
+    answer = http.post(server.url + "/v1/completions", json={"prompt": text})
+    assert f"{512 * 256 + 1} tokens" in answer.json()["error"]["message"]

@@ -140,6 +140,11 @@ SIGNATURES: dict[str, Signature] = {
     "llama_vocab_is_eog": _sig(BOOL, P, I32),
     "llama_vocab_bos": _sig(I32, P),
     "llama_vocab_eos": _sig(I32, P),
+    "llama_vocab_fim_pre": _sig(I32, P),
+    "llama_vocab_fim_suf": _sig(I32, P),
+    "llama_vocab_fim_mid": _sig(I32, P),
+    "llama_vocab_fim_rep": _sig(I32, P),
+    "llama_vocab_fim_sep": _sig(I32, P),
     "llama_tokenize": _sig(I32, P, STR, I32, P, I32, BOOL, BOOL),
     "llama_token_to_piece": _sig(I32, P, I32, P, I32, I32, BOOL),
     # contexts and memory

@@ -90,6 +90,11 @@ SERVE = (
         "answers only requests to 127.0.0.1, ::1 and localhost.",
     ),
     Flag(
+        ServeOptions, "metrics", ("--metrics",), SWITCH,
+        "Counters at /metrics, for Prometheus.", Panel.SERVER, commands=_SERVE,
+        variables=("LLAMA_ARG_ENDPOINT_METRICS",),
+    ),
+    Flag(
         ServeOptions, "strict_params", ("--strict-params",), SWITCH,
         "A parameter of a request that has no effect is a 400, and not a header of its answer.",
         Panel.SERVER, commands=_SERVE, rare=True,

@@ -47,7 +47,6 @@ SERVER = (
         NoEffect("a prompt's known beginning is not evaluated again, its later parts are"),
         "--cache-reuse LLAMA_ARG_CACHE_REUSE", "-sps --slot-prompt-similarity",
     ),
-    *switches(NoEffect("there is no /metrics yet"), "--metrics LLAMA_ARG_ENDPOINT_METRICS"),
     *switches(
         NoEffect("/props is there, and cannot be written"), "--props LLAMA_ARG_ENDPOINT_PROPS",
     ),

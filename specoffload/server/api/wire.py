@@ -101,6 +101,13 @@ class TokenizeRequest(RequestModel):
     content: str
     add_special: bool = False
     parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(RequestModel):
+    """llama-server's POST /detokenize."""
+
+    tokens: _Tokens
 
 
 class TemplateRequest(RequestModel):

@@ -37,7 +37,8 @@ from specoffload.server.engine.messages import (
     Submit,
 )
 from specoffload.server.engine.restart import RestartPolicy, describe_exit
-from specoffload.session.generation import ModelCard
+from specoffload.server.status.totals import Totals
+from specoffload.session.generation import ModelCard, Piece
 
 _CLOSE_PATIENCE_S = 5.0
 _LOADING_RETRY_AFTER_S = 5
@@ -121,6 +122,7 @@ class EngineClient:
         self._say = say
         self.state = State.STARTING
         self.card: ModelCard | None = None
+        self.totals = Totals()
         self.n_restarts = 0
         self.failure: Exception | None = None  # why FAILED
         self.failed = asyncio.Event()
@@ -263,6 +265,8 @@ class EngineClient:
         if ticket is None:
             return  # failed by drain or close; the engine did not know yet
         ticket.put(output.event)
+        if isinstance(output.event, Piece) and output.event.stats is not None:
+            self.totals.add(output.event.stats)
         if isinstance(output.event, Finished | Problem):
             self._release(ticket)
 

@@ -13,15 +13,24 @@ from specoffload.session.generation import (
     SlotInfo,
     SlotResult,
 )
+from specoffload.session.infill import Fill
 
 # ---- API process -> engine process
 
 
 @dataclass(frozen=True)
 class CompletionJob:
-    """Continue a text, or token ids of the model's own vocabulary."""
+    """Continue a text, token ids of the model's own vocabulary, or both in turn."""
 
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int | str, ...]
+    options: GenerateOptions
+
+
+@dataclass(frozen=True)
+class InfillJob:
+    """Write what stands between two texts."""
+
+    fill: Fill
     options: GenerateOptions
 
 
@@ -40,6 +49,19 @@ class TokenizeJob:
     text: str
     add_special: bool
     parse_special: bool
+    with_pieces: bool = False
+
+
+@dataclass(frozen=True)
+class DetokenizeJob:
+    """The text of token ids; nothing is generated."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CountersJob:
+    """Counters of the copy path since the engine was opened; nothing is generated."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +85,9 @@ class SlotJob:
     filename: str
 
 
-GeneratingJob = CompletionJob | ChatJob
-Job = GeneratingJob | TokenizeJob | TemplateJob | SlotsJob | SlotJob
+GeneratingJob = CompletionJob | ChatJob | InfillJob
+BriefJob = TokenizeJob | DetokenizeJob | TemplateJob | SlotsJob | SlotJob | CountersJob
+Job = GeneratingJob | BriefJob
 
 
 @dataclass(frozen=True)
@@ -136,6 +159,21 @@ class Tokens:
     """Answer to a TokenizeJob."""
 
     ids: tuple[int, ...]
+    pieces: tuple[bytes, ...] | None = None  # of each, if asked for
+
+
+@dataclass(frozen=True)
+class Text:
+    """Answer to a DetokenizeJob."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Answer to a CountersJob: names and counts."""
+
+    values: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -165,7 +203,9 @@ class Finished:
     """The job's slot is free again, whether it ended by itself or was cancelled."""
 
 
-Event = Started | Piece | Tokens | Prompt | Slots | SlotChanged | Problem | Finished
+Event = (
+    Started | Piece | Tokens | Text | Prompt | Slots | SlotChanged | Counters | Problem | Finished
+)
 """One of the things that a job yields. Problem and Finished are the last."""
 
 

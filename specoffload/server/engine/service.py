@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
-from offload.errors import BadRequest, DoesNotFit
 from specoffload.server.engine.messages import (
+    BriefJob,
     Cancel,
-    ChatJob,
-    CompletionJob,
+    Counters,
+    CountersJob,
+    DetokenizeJob,
     Event,
     Finished,
+    GeneratingJob,
     Output,
     Outputs,
     Prompt,
     Shutdown,
     SlotChanged,
-    SlotJob,
     Slots,
     SlotsJob,
     Started,
     Submit,
     TemplateJob,
+    Text,
     ToEngine,
     TokenizeJob,
     Tokens,
     problem_of,
 )
-from specoffload.session.generation import (
-    N_SEEDS,
-    GenerateOptions,
-    Generator,
-    Piece,
-    Running,
+from specoffload.server.engine.prompts import (
+    PromptTooLong,
+    check_ids,
+    check_text,
+    prompt_tokens,
 )
+from specoffload.session.generation import Generator, Piece, Running
 
 log = logging.getLogger("specoffload.engine")
 
@@ -53,8 +54,8 @@ class Service:
     def __init__(self, generator: Generator, send: Callable[[Outputs], None]) -> None:
         self._generator, self._send = generator, send
         self._card = generator.card
-        self._running: dict[int, list[Running]] = {}  # by job: its answers that are not over
-        self._jobs: dict[int, tuple[int, int]] = {}  # by id() of what runs: job, and which answer
+        self._running: dict[int, Running] = {}  # by job
+        self._jobs: dict[int, int] = {}  # by id() of what runs
         self._n_prompts: dict[int, int] = {}  # tokens, by job
         self._outputs: list[Output] = []
 
@@ -77,7 +78,7 @@ class Service:
     def _submit(self, submit: Submit) -> None:
         job_id, job = submit.job_id, submit.job
         try:
-            if isinstance(job, CompletionJob | ChatJob):
+            if isinstance(job, GeneratingJob):
                 self._begin(job_id, job)
                 return
             self._tell(job_id, _answer(self._generator, job))
@@ -86,36 +87,31 @@ class Service:
         else:
             self._tell(job_id, Finished())
 
-    def _begin(self, job_id: int, job: CompletionJob | ChatJob) -> None:
-        tokens = _prompt_tokens(self._generator, job)
-        _check_prompt(tokens, self._card.n_vocab, self._card.n_ctx)
+    def _begin(self, job_id: int, job: GeneratingJob) -> None:
+        tokens = prompt_tokens(self._generator, job)
         self._n_prompts[job_id] = len(tokens)
-        answers: list[Running] = []
-        self._running[job_id] = answers
-        for index in range(job.options.n):
-            options = _of_answer(job.options, index)
-            answer = self._generator.start(tokens, options, answers[0] if answers else None)
-            answers.append(answer)
-            self._jobs[id(answer)] = job_id, index
+        running = self._generator.start(tokens, job.options)
+        self._running[job_id], self._jobs[id(running)] = running, job_id
         self._tell(job_id, Started(len(tokens)))
 
     def _step(self) -> None:
         try:
             news = self._generator.step()
         except Exception as error:  # of ours: every job is lost, and the next may do
-            for job_id in list(self._running):
+            for job_id, running in list(self._running.items()):
+                self._generator.cancel(running)
                 self._fail(job_id, error)
             return
         for running in news:
             known = self._jobs.get(id(running))
             if known is not None:
-                self._report(*known, running)
+                self._report(known, running)
 
-    def _report(self, job_id: int, index: int, running: Running) -> None:
+    def _report(self, job_id: int, running: Running) -> None:
         last: Piece | None = None
         while running.pieces:
             last = running.pieces.popleft()
-            self._tell(job_id, replace(last, index=index) if index else last)
+            self._tell(job_id, last)
         if not running.is_over:
             return
         if running.error is not None:
@@ -124,14 +120,13 @@ class Service:
             ended = RuntimeError("the generation ended without a finish reason and statistics")
             self._fail(job_id, ended)
         else:
-            del self._jobs[id(running)]
-            self._running[job_id].remove(running)
-            if not self._running[job_id]:
-                self._forget(job_id)
-                self._tell(job_id, Finished())
+            self._forget(job_id)
+            self._tell(job_id, Finished())
 
     def _cancel(self, job_id: int) -> None:
-        if job_id in self._running:
+        running = self._running.get(job_id)
+        if running is not None:
+            self._generator.cancel(running)
             self._forget(job_id)
             self._tell(job_id, Finished())
 
@@ -147,62 +142,32 @@ class Service:
 
     def _forget(self, job_id: int) -> None:
         self._n_prompts.pop(job_id, None)
-        for answer in self._running.pop(job_id, ()):
-            self._generator.cancel(answer)  # does nothing to one that has failed
-            del self._jobs[id(answer)]
+        running = self._running.pop(job_id, None)
+        if running is not None:
+            del self._jobs[id(running)]
 
     def _tell(self, job_id: int, event: Event) -> None:
         self._outputs.append(Output(job_id, event))
 
 
-def _of_answer(options: GenerateOptions, index: int) -> GenerateOptions:
-    """The options of one of the answers to a prompt: of equal seeds, all would be the same."""
-    seed = options.seed
-    return replace(options, n=1, seed=seed if seed is None else (seed + index) % N_SEEDS)
-
-
-def _answer(generator: Generator, job: TokenizeJob | TemplateJob | SlotsJob | SlotJob) -> Event:
+def _answer(generator: Generator, job: BriefJob) -> Event:
     """The one event of a job that generates nothing."""
     if isinstance(job, TokenizeJob):
-        ids = generator.tokenize(
-            job.text, add_special=job.add_special, parse_special=job.parse_special
-        )
-        return Tokens(tuple(ids))
+        return _tokens(generator, job)
+    if isinstance(job, DetokenizeJob):
+        check_ids(job.tokens, generator.card.n_vocab)
+        return Text(generator.detokenize(job.tokens))
     if isinstance(job, TemplateJob):
         return Prompt(generator.apply_chat_template(job.messages))
     if isinstance(job, SlotsJob):
         return Slots(generator.slots())
+    if isinstance(job, CountersJob):
+        return Counters(tuple(generator.counters().items()))
     return SlotChanged(job, generator.change_slot(job.number, job.action, job.filename))
 
 
-def _prompt_tokens(generator: Generator, job: CompletionJob | ChatJob) -> list[int]:
-    """A template writes its own special tokens, so none is added to what it returns."""
-    if isinstance(job, ChatJob):
-        text = generator.apply_chat_template(job.messages)
-        return generator.tokenize(text, add_special=False, parse_special=True)
-    if isinstance(job.prompt, str):
-        return generator.tokenize(job.prompt, add_special=True, parse_special=True)
-    return list(job.prompt)
-
-
-class PromptTooLong(DoesNotFit):
-    """Carries the two numbers that llama-server's error shape has fields for."""
-
-    def __init__(self, n_prompt_tokens: int, n_ctx: int) -> None:
-        super().__init__(
-            f"the prompt has {n_prompt_tokens} tokens, the context {n_ctx}, and the answer needs "
-            "at least one: shorten the prompt or raise --ctx-size"
-        )
-        self.n_prompt_tokens = n_prompt_tokens
-
-
-def _check_prompt(tokens: list[int], n_vocab: int, n_ctx: int) -> None:
-    if not tokens:
-        raise BadRequest("the prompt is empty: at least one token is needed")
-    for at, token in enumerate(tokens):
-        if not 0 <= token < n_vocab:
-            raise BadRequest(
-                f"prompt[{at}] is token {token}: the vocabulary has tokens 0 to {n_vocab - 1}"
-            )
-    if len(tokens) >= n_ctx:
-        raise PromptTooLong(len(tokens), n_ctx)
+def _tokens(generator: Generator, job: TokenizeJob) -> Tokens:
+    check_text(job.text, generator.card)
+    ids = generator.tokenize(job.text, add_special=job.add_special, parse_special=job.parse_special)
+    pieces = tuple(generator.piece(id_) for id_ in ids) if job.with_pieces else None
+    return Tokens(tuple(ids), pieces)

@@ -1,0 +1,148 @@
+"""Routes that tell of the server: /health, /v1/models, /props, /metrics."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from offload.errors import NotSupported
+from specoffload import __version__
+from specoffload.server.api.answer import problem_response
+from specoffload.server.api.context import Context
+from specoffload.server.engine.client import RequestFailed
+from specoffload.server.engine.messages import Counters, CountersJob
+from specoffload.server.status.metrics import MEDIA_TYPE, Now, metrics_page
+from specoffload.session.generation import GenerateOptions, ModelCard
+
+_ENGINE_PATIENCE_S = 2.0  # it answers between two batches; a long one may take minutes
+
+
+class Status:
+    """See the module. `has_metrics`: /metrics is there."""
+
+    def __init__(self, context: Context, *, has_metrics: bool) -> None:
+        self._context = context
+        self._has_metrics = has_metrics
+        self._counters: dict[str, float] = {}  # as the engine last told them
+
+    def router(self) -> APIRouter:
+        router = APIRouter(tags=["status"])
+        for path in ("/health", "/v1/health"):
+            router.add_api_route(path, self.health, methods=["GET", "HEAD"])
+        for path in ("/v1/models", "/models"):
+            router.add_api_route(path, self.models, methods=["GET"])
+        router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
+        router.add_api_route("/props", self.props, methods=["GET"])
+        router.add_api_route("/metrics", self.metrics, methods=["GET"])
+        return router
+
+    async def health(self) -> Response:
+        """200 when requests are taken, else 503 and why not."""
+        problem = self._context.engine.unavailable()
+        return problem_response(problem) if problem else JSONResponse({"status": "ok"})
+
+    async def models(self) -> dict[str, Any]:
+        """The one model, under both its names: OpenAI's list and the older one of llama-server."""
+        card = self._context.card()
+        return {"object": "list", "data": [self._describe(card)], "models": [_named(card)]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        card = self._context.card()
+        if name != card.name:
+            raise HTTPException(404, f"no model {name[:80]!r} here: this server has {card.name!r}")
+        return self._describe(card)
+
+    async def props(self) -> dict[str, Any]:
+        """The server's settings, as llama-server's own page reads them, and ours."""
+        card, engine = self._context.card(), self._context.engine
+        return {
+            "default_generation_settings": {
+                "id": 0,
+                "n_ctx": card.n_ctx,
+                "speculative": engine.totals.n_drafted > 0,
+                "is_processing": engine.n_running > 0,
+                "params": _params(self._context.defaults),
+            },
+            "total_slots": engine.n_parallel,
+            "model_alias": card.name,
+            "model_path": card.name,  # the folder is nobody's business
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": card.chat_template,
+            "bos_token": card.bos,
+            "eos_token": card.eos,
+            "build_info": f"specoffload {__version__}",
+            "endpoint_metrics": self._has_metrics,
+            "endpoint_slots": True,
+            "is_sleeping": False,
+            "notes": list(card.notes),
+            "requests_processing": engine.n_running,
+            "requests_deferred": engine.n_waiting,
+            "engine_restarts": engine.n_restarts,
+        }
+
+    async def metrics(self) -> Response:
+        """Prometheus' text; without --metrics, a 501."""
+        if not self._has_metrics:
+            raise NotSupported("/metrics is off: start the server with --metrics")
+        await self._ask_engine()
+        engine = self._context.engine
+        now = Now(
+            engine.totals,
+            engine.n_running,
+            engine.n_waiting,
+            engine.n_parallel,
+            engine.n_restarts,
+            engine=self._counters,
+        )
+        return Response(metrics_page(now), media_type=MEDIA_TYPE)
+
+    async def _ask_engine(self) -> None:
+        """Its counters; those it last told where it has no time, or is being started."""
+        try:
+            ticket = self._context.engine.submit(CountersJob())
+        except RequestFailed:
+            return
+        try:
+            event = await ticket.next(_ENGINE_PATIENCE_S)
+        except (RequestFailed, TimeoutError):
+            return
+        finally:
+            ticket.cancel()
+        assert isinstance(event, Counters)
+        self._counters = dict(event.values)
+
+    def _describe(self, card: ModelCard) -> dict[str, Any]:
+        return {
+            "id": card.name,
+            "object": "model",
+            "created": self._context.created,
+            "owned_by": "specoffload",
+            "meta": {
+                "n_vocab": card.n_vocab,
+                "n_ctx": card.n_ctx,
+                "n_params": card.n_params,
+                "size": card.size_bytes,
+                "architecture": card.architecture,
+            },
+        }
+
+
+def _named(card: ModelCard) -> dict[str, Any]:
+    """As older programs ask a llama-server for it."""
+    return {"name": card.name, "model": card.name, "type": "model", "capabilities": ["completion"]}
+
+
+def _params(defaults: GenerateOptions) -> dict[str, Any]:
+    """Under llama-server's names, which are the fields' own but for these."""
+    values = asdict(defaults)
+    for name in ("grammar", "json_schema"):
+        values[name] = values[name] or ""
+    values["n_predict"] = -1 if defaults.n_predict is None else defaults.n_predict
+    values["max_tokens"] = values["n_predict"]
+    values["seed"] = -1 if defaults.seed is None else defaults.seed
+    return values

@@ -1,0 +1,83 @@
+"""From a job to its prompt's tokens, refused before much is computed."""
+
+from __future__ import annotations
+
+from offload.errors import BadRequest, DoesNotFit
+from specoffload.server.engine.messages import ChatJob, CompletionJob, GeneratingJob, InfillJob
+from specoffload.session.generation import Generator, ModelCard
+
+
+class PromptTooLong(DoesNotFit):
+    """Carries the two numbers that llama-server's error shape has fields for."""
+
+    def __init__(self, n_prompt_tokens: int, n_ctx: int, *, at_least: bool = False) -> None:
+        """`at_least`: the text was not even made tokens, so many it has at the least."""
+        super().__init__(
+            f"the prompt has {'at least ' * at_least}{n_prompt_tokens} tokens, the context {n_ctx},"
+            " and the answer needs at least one: shorten the prompt or raise --ctx-size"
+        )
+        self.n_prompt_tokens = n_prompt_tokens
+
+
+def check_text(text: str, card: ModelCard) -> None:
+    """Raises PromptTooLong for a text longer than the context, were each token the longest.
+
+    libllama takes quadratic time and much memory to find special tokens in long texts.
+    """
+    n_bytes = len(text.encode())
+    if n_bytes > card.n_ctx * card.longest_token_bytes:
+        n_tokens = -(-n_bytes // card.longest_token_bytes)
+        raise PromptTooLong(n_tokens, card.n_ctx, at_least=True)
+
+
+def prompt_tokens(generator: Generator, job: GeneratingJob) -> list[int]:
+    """A template writes its own special tokens, so none is added to what it returns.
+
+    Raises BadRequest, DoesNotFit or NotSupported.
+    """
+    card = generator.card
+    if isinstance(job, ChatJob):
+        text = generator.apply_chat_template(job.messages)
+        check_text(text, card)
+        tokens = generator.tokenize(text, add_special=False, parse_special=True)
+    elif isinstance(job, InfillJob):
+        for text in (job.fill.prefix, job.fill.suffix, job.fill.prompt):
+            check_text(text, card)
+        for _, text in job.fill.extra:
+            check_text(text, card)
+        tokens = generator.fill_tokens(job.fill, job.options)
+    else:
+        tokens = _completion_tokens(generator, card, job)
+    _check(tokens, card.n_vocab, card.n_ctx)
+    return tokens
+
+
+def _completion_tokens(generator: Generator, card: ModelCard, job: CompletionJob) -> list[int]:
+    if isinstance(job.prompt, str):
+        check_text(job.prompt, card)
+        return generator.tokenize(job.prompt, add_special=True, parse_special=True)
+    tokens: list[int] = []
+    for at, part in enumerate(job.prompt):
+        if isinstance(part, str):
+            check_text(part, card)
+            tokens += generator.tokenize(part, add_special=at == 0, parse_special=True)
+        else:
+            tokens.append(part)
+    return tokens
+
+
+def _check(tokens: list[int], n_vocab: int, n_ctx: int) -> None:
+    if not tokens:
+        raise BadRequest("the prompt is empty: at least one token is needed")
+    check_ids(tokens, n_vocab)
+    if len(tokens) >= n_ctx:
+        raise PromptTooLong(len(tokens), n_ctx)
+
+
+def check_ids(tokens: list[int] | tuple[int, ...], n_vocab: int) -> None:
+    """Raises BadRequest for an id that is no token's."""
+    for at, token in enumerate(tokens):
+        if not 0 <= token < n_vocab:
+            raise BadRequest(
+                f"prompt[{at}] is token {token}: the vocabulary has tokens 0 to {n_vocab - 1}"
+            )

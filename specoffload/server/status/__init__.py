@@ -1,0 +1,1 @@
+"""The server's own state, for people and programs that watch it."""

@@ -1,0 +1,85 @@
+"""Filling in the middle: the prompt of a model that was trained to do so. Pure.
+
+The layout is llama-server's /infill: what else is known, the prefix, the suffix, then the marker
+after which the model writes the middle (https://arxiv.org/abs/2207.14255).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from offload.errors import NotSupported
+
+_SUFFIX_SHARE = 4  # the suffix may take one part of so many
+
+
+@dataclass(frozen=True)
+class FillMarkers:
+    """Token ids before each part; -1 where the vocabulary has none."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int = -1
+    file: int = -1
+
+
+@dataclass(frozen=True)
+class Fill:
+    """The text around a hole. `extra` are (name, text) of other files; `prompt` is the beginning
+    of the middle."""
+
+    prefix: str
+    suffix: str
+    prompt: str = ""
+    extra: tuple[tuple[str, str], ...] = ()
+
+
+def fill_prompt(
+    fill: Fill,
+    markers: FillMarkers,
+    tokenize: Callable[[str], list[int]],
+    *,
+    beginning: Sequence[int],
+    n_room: int,
+) -> list[int]:
+    """The prompt's tokens, `n_room` at most: of what is far from the hole, the rest is left out.
+
+    `beginning` is what every prompt of the model begins with. Raises NotSupported for a model
+    without the markers.
+    """
+    for name in ("prefix", "suffix", "middle"):
+        if getattr(markers, name) < 0:
+            raise NotSupported(
+                f"this model cannot fill in text: its vocabulary has no token before the {name}"
+            )
+    prompt = tokenize(fill.prompt)
+    before, after = tokenize(fill.prefix), tokenize(fill.suffix)
+    room = n_room - len(beginning) - 3 - len(prompt)
+    after = after[: max(0, room // _SUFFIX_SHARE, room - len(before))]
+    before = _last(before, room - len(after))
+    extra = _extra(fill, markers, tokenize)
+    extra = _last(extra, room - len(before) - len(after))
+    head = [*beginning, *extra, markers.prefix, *before, *prompt]
+    return [*head, markers.suffix, *after, markers.middle]
+
+
+def _last(tokens: list[int], n: int) -> list[int]:
+    return tokens[-n:] if n > 0 else []
+
+
+def _extra(fill: Fill, markers: FillMarkers, tokenize: Callable[[str], list[int]]) -> list[int]:
+    """Other files, each after its name where the vocabulary has a marker for it."""
+    if not fill.extra:
+        return []
+    tokens = [markers.repository, *tokenize("project\n")] if markers.repository >= 0 else []
+    for name, text in fill.extra:
+        if markers.file >= 0:
+            tokens += [markers.file, *tokenize(f"{name}\n")]
+        else:
+            tokens += tokenize("\n\n--- snippet ---\n\n")
+        tokens += tokenize(text)
+    if markers.file >= 0:
+        tokens += [markers.file, *tokenize("filename\n")]
+    return tokens

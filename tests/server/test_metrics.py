@@ -1,0 +1,91 @@
+"""The page at /metrics, read by Prometheus' own parser."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from specoffload.server.status.metrics import Now, metrics_page
+from specoffload.server.status.totals import Totals
+from specoffload.session.generation import GenerationStats
+
+STATS = GenerationStats(
+    n_prompt_tokens=10,
+    n_cached_tokens=4,
+    n_tokens=7,
+    prefill_s=2.0,
+    decode_s=0.5,
+    n_rounds=3,
+    n_drafted=8,
+    n_accepted=4,
+    draft_lengths=((0, 1), (4, 2)),
+    decisions=(("cost", 2), ("no draft", 1)),
+    accepted_by_source=(("draft", 4),),
+)
+
+
+def _samples(page: bytes) -> dict[tuple[str, str], float]:
+    return {
+        (sample.name, next(iter(sample.labels.values()), "")): sample.value
+        for family in text_string_to_metric_families(page.decode())
+        for sample in family.samples
+    }
+
+
+def test_an_answer_is_counted_under_llama_servers_names() -> None:
+    totals = Totals()
+    totals.add(STATS)
+    totals.add(STATS)
+    engine = {"streamed_bytes": 1000, "hits": 3, "misses": 1}
+    samples = _samples(metrics_page(Now(totals, 1, 2, 4, 5, engine=engine)))
+    for name, value in {
+        "llamacpp:prompt_tokens_total": 12,
+        "llamacpp:prompt_tokens_cached_total": 8,
+        "llamacpp:prompt_seconds_total": 4,
+        "llamacpp:tokens_predicted_total": 14,
+        "llamacpp:tokens_predicted_seconds_total": 1,
+        "llamacpp:n_decode_total": 6,
+        "llamacpp:n_tokens_max": 17,
+        "llamacpp:prompt_tokens_seconds": 3,
+        "llamacpp:predicted_tokens_seconds": 14,
+        "llamacpp:requests_processing": 1,
+        "llamacpp:requests_deferred": 2,
+        "llamacpp:spec_decode_num_drafts_total": 4,
+        "llamacpp:spec_decode_num_draft_tokens_total": 16,
+        "llamacpp:spec_decode_num_accepted_tokens_total": 8,
+        "specoffload:streamed_bytes_total": 1000,
+        "specoffload:hit_rate": 0.75,
+        "specoffload:acceptance_rate": 0.5,
+        "specoffload:engine_restarts_total": 5,
+        "specoffload:slots": 4,
+    }.items():
+        assert samples[name, ""] == value, name
+    assert samples["specoffload:policy_decisions_total", "cost"] == 4
+    assert samples["specoffload:draft_length_total", "4"] == 4
+    assert samples["specoffload:accepted_tokens_total", "draft"] == 8
+
+
+def test_nothing_yet_is_zero_and_not_a_division() -> None:
+    samples = _samples(metrics_page(Now(Totals(), 0, 0, 1, 0)))
+    assert samples["llamacpp:predicted_tokens_seconds", ""] == 0
+    assert samples["specoffload:hit_rate", ""] == 0
+
+
+@given(st.dictionaries(st.text(max_size=20), st.integers(1, 5), max_size=4))
+def test_any_reason_is_a_label(decisions: dict[str, int]) -> None:
+    totals = Totals()
+    totals.add(GenerationStats(decisions=tuple(decisions.items())))
+    samples = _samples(metrics_page(Now(totals, 0, 0, 1, 0)))
+    found = {key: v for (name, key), v in samples.items() if "policy_decisions" in name and key}
+    assert found == {key: n for key, n in decisions.items() if key}
+
+
+def test_totals_count_every_time_and_number_of_an_answer() -> None:
+    totals = Totals()
+    totals.add(STATS)
+    empty = Totals()
+    same = {f.name for f in fields(Totals) if getattr(totals, f.name) == getattr(empty, f.name)}
+    assert same == {"n_draft_steps", "draft_s", "verify_s", "rollback_s"}  # not in STATS
