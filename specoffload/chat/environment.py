@@ -7,7 +7,7 @@ controls, `{% generation %}`, `tojson` without HTML escaping, `raise_exception`,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -16,7 +16,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 
 from offload.errors import BadRequest
 
@@ -45,8 +45,20 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_listed,
     )
+
+
+def _listed(value: object) -> list[Any]:
+    """The results of filters such as `map`: transformers cannot write them, llama.cpp can."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def _refuse(message: object = "") -> NoReturn:
@@ -55,7 +67,8 @@ def _refuse(message: object = "") -> NoReturn:
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    # Not transformers' immutable one: published templates append to lists of their own.
+    environment = SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _tojson

@@ -9,7 +9,9 @@ from typing import Any
 
 from specoffload.chat.conversation import Conversation
 from specoffload.chat.environment import check, render
-from specoffload.chat.families import Family, family_of, reasoning_of
+from specoffload.chat.families import GENERIC, family_of, reasoning_of
+from specoffload.chat.family import Family, HarmonyCalls
+from specoffload.chat.grammar import Asked, answer_grammar
 from specoffload.chat.messages import Needs, needs_of, template_messages
 from specoffload.chat.parsing.stream import AnswerForm, StreamParser
 
@@ -30,14 +32,14 @@ class ChatPrompt:
 
     `text` has its special tokens written out, none is to be added. `stops` end the answer besides
     the model's own end tokens. `shown` are markers that the engine shows where they are special
-    tokens. `json_schema` is JSON text that the answer has to follow, where a call is forced.
+    tokens. `grammar` is GBNF that the answer has to follow, with JSON schemas in it.
     """
 
     text: str
     form: AnswerForm
     stops: tuple[str, ...] = ()
     shown: tuple[str, ...] = ()
-    json_schema: str | None = None
+    grammar: str | None = None
 
     def parser(self, new_id: Callable[[], str] | None = None) -> StreamParser:
         """A parser of one answer to this prompt; each of `n` answers has its own."""
@@ -78,8 +80,8 @@ class ChatFormat:
         """
         source = self.template(with_tools=bool(conversation.tools))
         needs = self._needs(source)
-        family = family_of(source) if needs.takes_tools else family_of("")
-        messages = template_messages(conversation, needs)
+        family = family_of(source) if needs.takes_tools or needs.takes_calls else GENERIC
+        messages = template_messages(conversation, needs, family.layout)
         variables = {
             **_reasoning_variables(conversation),
             **conversation.template_kwargs,
@@ -112,9 +114,20 @@ class ChatFormat:
             reasoning,
             conversation.reasoning.format,
             thinking,
+            None if conversation.parallel_tool_calls else 1,
+        )
+        asked = Asked(
+            family,
+            tools,
+            conversation.must_call,
+            conversation.parallel_tool_calls,
+            reasoning,
+            thinking,
         )
         shown = (*family.markers, *(reasoning or ())) if tools or reasoning else ()
-        return ChatPrompt(text, form, shown=shown)
+        if isinstance(family.calls, HarmonyCalls):
+            shown = family.markers
+        return ChatPrompt(text, form, shown=shown, grammar=answer_grammar(asked))
 
 
 def _tools(conversation: Conversation, needs: Needs) -> list[dict[str, Any]] | None:

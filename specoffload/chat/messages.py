@@ -11,6 +11,7 @@ from typing import Any
 from offload.errors import BadRequest
 from specoffload.chat.conversation import Conversation, Tool
 from specoffload.chat.environment import render
+from specoffload.chat.layout import Layout, written
 
 _NEEDLE = "needle-in-the-chat"
 _KEY = "needle_key"
@@ -54,7 +55,7 @@ def needs_of(name: str, source: str, *, bos: str, eos: str) -> Needs:
         content = [{"type": "text", "text": text}] if in_parts else text
         return {"role": role, "content": content, **more}
 
-    ask = message("user", "?")
+    system, ask = message("system", _NEEDLE), message("user", "?")
     tools = [_TOOL.as_openai()]
 
     def with_call(arguments: object) -> str:
@@ -66,28 +67,30 @@ def needs_of(name: str, source: str, *, bos: str, eos: str) -> Needs:
 
     as_object, as_json = with_call({_KEY: 1}), with_call(f'{{"{_KEY}": 1}}')
     with_object = _KEY in as_object and f"'{_KEY}'" not in as_object
-    written = as_object if with_object else as_json
+    with_call_written = as_object if with_object else as_json
     return Needs(
         takes_tools=_TOOL.name in rendered(ask, tools=tools),
-        takes_calls=_KEY in written,
-        takes_results=_NEEDLE in written,
-        takes_system=_NEEDLE in rendered(message("system", _NEEDLE), ask),
+        takes_calls=_KEY in with_call_written,
+        takes_results=_NEEDLE in with_call_written,
+        takes_system=_NEEDLE in (rendered(system, ask) or rendered(system, ask, tools=tools)),
         arguments_as_object=with_object,
         content_as_parts=in_parts,
     )
 
 
-def template_messages(conversation: Conversation, needs: Needs) -> list[dict[str, Any]]:
+def template_messages(
+    conversation: Conversation, needs: Needs, layout: Layout
+) -> list[dict[str, Any]]:
     """The conversation's messages as the template takes them.
 
-    What it has no words for is written as text: instructions into the first user message, tools
-    into a system message, calls and results as JSON. Raises BadRequest for arguments that are no
-    JSON where the template needs an object.
+    Things that it has no words for are written as text: instructions into the first user message,
+    tools into a system message, calls in the family's `layout`. Raises BadRequest for arguments
+    that are no JSON where the template needs an object.
     """
-    messages = [_message(at, m, needs) for at, m in enumerate(conversation.messages)]
+    messages = [_message(at, m, needs, layout) for at, m in enumerate(conversation.messages)]
     tools = conversation.tools if conversation.tool_choice != "none" else ()
     if tools and not needs.takes_tools:
-        _put_first(messages, _instructions(tools))
+        _put_first(messages, _instructions(tools, layout))
     if not needs.takes_system:
         messages = _without_system(messages)
     if needs.content_as_parts:
@@ -96,7 +99,7 @@ def template_messages(conversation: Conversation, needs: Needs) -> list[dict[str
     return messages
 
 
-def _message(at: int, given: Mapping[str, Any], needs: Needs) -> dict[str, Any]:
+def _message(at: int, given: Mapping[str, Any], needs: Needs, layout: Layout) -> dict[str, Any]:
     message = {key: value for key, value in given.items() if value is not None}
     message["content"] = message.get("content", "")
     if message["role"] == "developer":
@@ -109,9 +112,9 @@ def _message(at: int, given: Mapping[str, Any], needs: Needs) -> dict[str, Any]:
             _call(f"messages[{at}].tool_calls[{i}]", call, needs) for i, call in enumerate(calls)
         ]
     elif calls:
-        written = json.dumps({"tool_calls": [_plain(call) for call in calls]}, ensure_ascii=False)
-        message["content"] = "\n".join(filter(None, (message["content"], written)))
-    if message["role"] == "tool" and not (needs.takes_results and needs.takes_tools):
+        text = written(layout, [_plain(call) for call in calls])
+        message["content"] = "\n".join(filter(None, (message["content"], text)))
+    if message["role"] == "tool" and not needs.takes_results:
         result = {"tool_call_id": message.get("tool_call_id"), "content": message["content"]}
         found = {key: value for key, value in result.items() if value is not None}
         return {"role": "user", "content": json.dumps({"tool_result": found}, ensure_ascii=False)}
@@ -131,21 +134,23 @@ def _call(where: str, call: Mapping[str, Any], needs: Needs) -> dict[str, Any]:
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _plain(call: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(call: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     arguments = call["function"].get("arguments", {})
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # else as the client wrote it
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if arguments.strip() else {}
-    return {"name": call["function"]["name"], "arguments": arguments}
+    if not isinstance(arguments, Mapping):
+        arguments = {"arguments": arguments}  # no JSON object: as the client wrote it
+    return call["function"]["name"], arguments
 
 
-def _instructions(tools: Sequence[Tool]) -> str:
+def _instructions(tools: Sequence[Tool], layout: Layout) -> str:
     described = "\n".join(json.dumps(tool.as_openai(), ensure_ascii=False) for tool in tools)
     return (
         "You can call these tools:\n"
         f"{described}\n"
-        "To call tools, answer with this JSON and nothing else:\n"
-        '{"tool_calls": [{"name": "NAME", "arguments": {...}}]}\n'
+        "To call a tool, answer in exactly this form and write nothing else:\n"
+        f"{written(layout, [('NAME', {'PARAMETER': 'VALUE'})])}\n"
         "Otherwise answer in words."
     )
 

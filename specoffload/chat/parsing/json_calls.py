@@ -181,7 +181,7 @@ def read_json_calls(
         if in_list and (yield from reader.takes("]")):
             reader.mark()
             break
-        if not separator or not (yield from reader.takes(separator)):
+        if not (yield from _goes_on(reader, separator)):
             break
     if output.n_calls == n_before:
         return False
@@ -190,6 +190,13 @@ def read_json_calls(
     if calls.closes:
         yield from reader.takes(calls.closes)
     return True
+
+
+def _goes_on(reader: Reader, separator: str) -> Reading[bool]:
+    """True if another object follows, the separator taken. White space is taken already."""
+    if separator.strip():
+        return (yield from reader.takes(separator))
+    return bool(separator) and (yield from reader.peek()) == "{"
 
 
 def read_wrapped_calls(

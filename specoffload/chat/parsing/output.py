@@ -15,8 +15,10 @@ class Output:
     dropped; at the end of a text without these it is kept.
     """
 
-    def __init__(self, new_id: Callable[[], str]) -> None:
+    def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
+        """Calls past `most_calls` are not given out."""
         self.n_calls = 0
+        self._most_calls = most_calls
         self._new_id = new_id
         self._deltas: list[Delta] = []
         self._held = ""  # white space that is dropped if a call follows
@@ -57,11 +59,14 @@ class Output:
     def begin_call(self, name: str, call_id: str | None = None) -> None:
         self._held, self._at_start = "", True
         self._has_arguments = False
-        self._deltas.append(CallPiece(self.n_calls, call_id or self._new_id(), name, ""))
+        if self._most_calls is None or self.n_calls < self._most_calls:
+            self._deltas.append(CallPiece(self.n_calls, call_id or self._new_id(), name, ""))
         self.n_calls += 1
 
     def arguments(self, text: str) -> None:
         """More of the last call's arguments."""
+        if self._most_calls is not None and self.n_calls > self._most_calls:
+            return
         if text:
             self._has_arguments = True
             last = self._deltas[-1] if self._deltas else None

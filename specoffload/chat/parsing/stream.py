@@ -10,7 +10,7 @@ from typing import Any
 
 from specoffload.chat.conversation import ReasoningFormat
 from specoffload.chat.deltas import Delta
-from specoffload.chat.families import Family, HarmonyCalls, MistralCalls
+from specoffload.chat.family import Family, HarmonyCalls, MistralCalls
 from specoffload.chat.parsing.harmony import read_harmony
 from specoffload.chat.parsing.json_calls import (
     JsonCalls,
@@ -39,6 +39,7 @@ class AnswerForm:
     reasoning: tuple[str, str] | None = None
     reasoning_format: ReasoningFormat = "auto"
     thinking: bool = False
+    most_calls: int | None = None
 
 
 def _new_id(length: int | None) -> str:
@@ -57,7 +58,8 @@ class StreamParser:
     def __init__(self, form: AnswerForm, new_id: Callable[[], str] | None = None) -> None:
         self._form = form
         self._reader = Reader()
-        self._output = Output(new_id or (lambda: _new_id(form.family.id_length)))
+        make_id = new_id or (lambda: _new_id(form.family.id_length))
+        self._output = Output(make_id, form.most_calls)
         self._run: Reading[None] | None = self._read()
         self._step()
 

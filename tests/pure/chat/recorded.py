@@ -182,7 +182,7 @@ RECORDED = (
         calls=TWO,
     ),
     Recorded(
-        "mistral",
+        "mistral-v11",
         f"[THINK]Hm.[/THINK]I look.[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]now[ARGS]{{}}",
         content="I look.",
         reasoning="Hm.",
@@ -190,7 +190,26 @@ RECORDED = (
         markers=("[THINK]", "[/THINK]"),
     ),
     Recorded(
-        "mistral",
+        "nemotron-v2",
+        f'<think>\nHm.\n</think>\n\n<TOOLCALL>[{{"name": "get_weather", "arguments": {PARIS}}}, '
+        '{"name": "now", "arguments": {}}]</TOOLCALL>',
+        reasoning="Hm.",
+        calls=TWO,
+        markers=THINK,
+    ),
+    Recorded(
+        "minimax-m1",
+        f'<tool_calls>\n{{"name": "get_weather", "arguments": {PARIS}}}\n'
+        '{"name": "now", "arguments": {}}\n</tool_calls>',
+        calls=TWO,
+    ),
+    Recorded(
+        "granite",
+        '<|tool_call|>[{"arguments": {}, "name": "now"}]',
+        calls=TWO[1:],
+    ),
+    Recorded(
+        "mistral-v11",
         "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}",
         calls=TWO[1:],
         ids=("abcdefghi",),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from recorded import BY_NAME, RECORDED, SCHEMAS, THINK, Recorded, parsed
 
 from specoffload.chat.deltas import CallPiece, joined
-from specoffload.chat.families import FAMILIES, Family
+from specoffload.chat.families import FAMILIES
+from specoffload.chat.family import Family
+from specoffload.chat.layout import written
 from specoffload.chat.parsing.stream import AnswerForm, StreamParser
 
 
@@ -111,6 +115,46 @@ def test_what_may_be_a_marker_is_held_back_and_arguments_come_as_they_are_writte
     assert parser.finish() == []
 
 
+_WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>[]\0"), max_size=12)
+_VALUES = st.one_of(_WORDS, st.integers(), st.booleans(), st.none(), st.lists(_WORDS, max_size=2))
+
+
+@given(
+    st.sampled_from(FAMILIES),
+    st.lists(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), _VALUES), min_size=1),
+    st.sets(st.integers(0, 2000)),
+)
+def test_calls_written_as_a_family_writes_them_are_read_as_they_were(
+    family: Family, arguments: list[dict[str, Any]], places: set[int]
+) -> None:
+    arguments = arguments[:1] if family.layout.one_only else arguments
+    text = written(family.layout, [("get", values) for values in arguments])
+    properties = {
+        key: {"type": "string"} if isinstance(value, str) else {}
+        for values in arguments
+        for key, value in values.items()
+    }
+    if family.layout.before_key:  # text stands for a string, or else for what it is as JSON
+        shapes = {key: [v[key] for v in arguments if key in v] for key in properties}
+        mixed = any(len({isinstance(v, str) for v in values}) > 1 for values in shapes.values())
+        assume(not mixed)
+        assume(
+            not any(v != v.strip("\n") for vs in shapes.values() for v in vs if isinstance(v, str))
+        )
+    schema = {"type": "object", "properties": properties}
+    message = parsed(AnswerForm(family, {"get": schema}), cut(text, places))
+    assert message.content == ""
+    assert [call.name for call in message.calls] == ["get"] * len(arguments)
+    assert [json.loads(call.arguments) for call in message.calls] == arguments
+
+
+def test_only_one_call_is_given_out_where_no_more_are_wanted() -> None:
+    text = RECORDED[0].text
+    form = replace(RECORDED[0].form, most_calls=1)
+    message = parsed(form, list(text))
+    assert [call.name for call in message.calls] == ["get_weather"]
+
+
 def test_without_tools_nothing_is_taken_for_a_call_and_reasoning_is_split_still() -> None:
     text = "<think>a</think>b <tool_call>"
     form = AnswerForm(BY_NAME["hermes"], {}, THINK)
@@ -134,7 +178,7 @@ def test_the_legacy_format_gives_reasoning_twice() -> None:
 
 def test_ids_are_unlike_and_of_the_length_that_a_template_insists_on() -> None:
     parser = StreamParser(AnswerForm(BY_NAME["mistral"], SCHEMAS))
-    deltas = parser.feed(RECORDED[16].text) + parser.finish()
+    deltas = parser.feed(next(a for a in RECORDED if a.family == "mistral").text) + parser.finish()
     ids = [delta.id for delta in deltas if isinstance(delta, CallPiece) and delta.id]
     assert len(set(ids)) == 2
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", i) for i in ids)
