@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 from specoffload.server.engine.engine_process import IGNORED_SIGNALS, Factory, engine_main
@@ -22,6 +23,19 @@ _EXIT_AFTER_EOF_S = 10.0
 _T = TypeVar("_T")
 
 log = logging.getLogger("specoffload.server")
+
+
+def start_shielded(process: BaseProcess) -> None:
+    """Start a process that ignores IGNORED_SIGNALS itself, and unblocks them then. Raises OSError.
+
+    They stay blocked across the spawn; otherwise Ctrl-C in that window shows its traceback.
+    """
+    resource_tracker.ensure_running()  # before, since it unblocks them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Child:
@@ -48,7 +62,7 @@ class Child:
             target=engine_main, args=(theirs, factory), name="engine", daemon=True
         )
         try:
-            self._start()
+            start_shielded(self._process)
         except BaseException:
             self._connection.close()
             raise
@@ -67,16 +81,6 @@ class Child:
     def kill(self) -> None:
         with contextlib.suppress(ValueError):  # the reader has closed it: it is dead
             self._process.kill()
-
-    def _start(self) -> None:
-        # The signals stay blocked across the spawn until engine_main ignores them; otherwise Ctrl-C
-        # in that window shows the child's traceback. The tracker unblocks them, so it runs before.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _read(self) -> None:
         try:

@@ -1,0 +1,1 @@
+"""Chat over HTTP: requests become conversations, prompts and worded answers."""
