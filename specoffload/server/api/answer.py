@@ -20,6 +20,7 @@ from specoffload.server.api.wire import (
 )
 from specoffload.server.engine.client import RequestFailed, Ticket
 from specoffload.server.engine.messages import Event, Finished, Problem
+from specoffload.server.transport.connection import WRITE_PART
 from specoffload.session.generation import FinishReason, GenerationStats, Piece
 
 # A refused prompt and a failed prefill should get their HTTP status, so a stream's header waits
@@ -116,11 +117,17 @@ class StreamedAnswer(TicketResponse):
         self._shape = shape
         self._include_usage = include_usage
         self._has_header = False
+        self._is_writing = False  # what comes now must wait for it
+        self._has_spoken = False  # since it was last looked at
+        self._write_part: Callable[[bytes], bool] | None = None
 
     async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(data: bytes) -> None:
             await self._write(send, data)
+            # From the header on, pieces need not wait for this task to be woken.
+            self._ticket.at_once = self._write_at_once
 
+        self._write_part = scope.get("extensions", {}).get(WRITE_PART)
         try:
             async for piece in self._pieces_or_silence(write):
                 await self._write_piece(piece, write)
@@ -138,14 +145,28 @@ class StreamedAnswer(TicketResponse):
         while True:
             try:
                 patience_s = _KEEP_ALIVE_S if self._has_header else _HEADER_PATIENCE_S
+                self._is_writing = False
                 event = await self._ticket.next(patience_s)
+                self._is_writing = True
             except TimeoutError:
-                await write(KEEP_ALIVE)
+                self._is_writing = True
+                if not self._has_spoken:
+                    await write(KEEP_ALIVE)
+                self._has_spoken = False
                 continue
             if isinstance(event, Finished):
                 return
             if isinstance(event, Piece):
                 yield event
+
+    def _write_at_once(self, event: Event) -> bool:
+        """Write a piece that only adds text, from where it is received: most tokens come here."""
+        if self._write_part is None or not isinstance(event, Piece):
+            return False
+        if not event.text or event.finish_reason is not None or self._is_writing:
+            return False
+        self._has_spoken = self._write_part(server_sent(self._shape.delta(event.text)))
+        return self._has_spoken
 
     async def _write_piece(self, piece: Piece, write: Callable[[bytes], Awaitable[None]]) -> None:
         if piece.text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Protocol
 
@@ -38,6 +39,20 @@ class Shape(Protocol):
     def whole(self, text: str, reason: FinishReason, stats: GenerationStats) -> str: ...
 
 
+_MARK = "‡"  # stands in for a text
+
+
+class TextLine:
+    """JSON that differs in one text: made once by pydantic, cut where the text is, filled in."""
+
+    def __init__(self, json_with_mark: str) -> None:
+        """`json_with_mark` is the JSON where the text is _MARK, once."""
+        self._head, self._tail = json_with_mark.rsplit(f'"{_MARK}"', 1)
+
+    def fill(self, text: str) -> str:
+        return f"{self._head}{json.dumps(text, ensure_ascii=False)}{self._tail}"
+
+
 class ChatShape:
     """chat.completion and chat.completion.chunk."""
 
@@ -45,12 +60,13 @@ class ChatShape:
         self._model = model
         self._created = created
         self._id = "chatcmpl-" + secrets.token_hex(16)
+        self._line = TextLine(self._chunk(Delta(content=_MARK)).to_json())
 
     def opening(self) -> str | None:
         return self._chunk(Delta(role="assistant", content="")).to_json()
 
     def delta(self, text: str) -> str:
-        return self._chunk(Delta(content=text)).to_json()
+        return self._line.fill(text)
 
     def ending(self, reason: FinishReason, stats: GenerationStats) -> str:
         chunk = self._chunk(Delta(), reason)
@@ -95,12 +111,13 @@ class TextShape:
         self._created = created
         self._echo = echo
         self._id = "cmpl-" + secrets.token_hex(16)
+        self._line = TextLine(self._completion(_MARK).to_json())
 
     def opening(self) -> str | None:
         return self._completion(self._echo).to_json() if self._echo else None
 
     def delta(self, text: str) -> str:
-        return self._completion(text).to_json()
+        return self._line.fill(text)
 
     def ending(self, reason: FinishReason, stats: GenerationStats) -> str:
         completion = self._completion("", reason)

@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import logging
 import multiprocessing
-import pickle
 import queue
 import signal
 import threading
@@ -16,6 +15,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
+from specoffload.server.engine.channel import Channel, channels
 from specoffload.server.engine.engine_process import IGNORED_SIGNALS, Factory, engine_main
 from specoffload.server.engine.messages import FromEngine, ToEngine
 
@@ -39,10 +39,10 @@ def start_shielded(process: BaseProcess) -> None:
 
 
 class Child:
-    """Owns the process, its pipe, and a reader and a writer thread.
+    """Owns the process, the channel to it, and a writer thread.
 
     The callbacks run on the event loop's thread; `on_exit` is the last of them. Sending goes
-    through a thread because a full pipe blocks, and the event loop must not.
+    through a thread because a full socket blocks, and the event loop must not.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Child:
         self._on_message = on_message
         self._on_exit = on_exit
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
+        self._channel: Channel[ToEngine, FromEngine]
+        self._channel, theirs = channels()
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._process = context.Process(
             target=engine_main, args=(theirs, factory), name="engine", daemon=True
@@ -64,14 +65,14 @@ class Child:
         try:
             start_shielded(self._process)
         except BaseException:
-            self._connection.close()
+            self._channel.close()
             raise
         finally:
             theirs.close()  # else the reader would never see end of file
         # Should this program end on an unforeseen path: multiprocessing's own exit function sends
         # SIGTERM, which the child ignores, and waits for it. Exit functions run last in, first out.
         atexit.register(self.kill)
-        threading.Thread(target=self._read, name="engine reader", daemon=True).start()
+        self._loop.add_reader(self._channel.fileno(), self._read)
         threading.Thread(target=self._write, name="engine writer", daemon=True).start()
 
     def send(self, message: ToEngine) -> None:
@@ -79,18 +80,30 @@ class Child:
         self._outbox.put(message)
 
     def kill(self) -> None:
-        with contextlib.suppress(ValueError):  # the reader has closed it: it is dead
+        with contextlib.suppress(ValueError):  # closed: it is dead
             self._process.kill()
 
     def _read(self) -> None:
+        """The channel has something, be it the end."""
         try:
-            while True:
-                self._tell(self._on_message, self._connection.recv())
-        except (EOFError, OSError, pickle.UnpicklingError):
-            pass  # a process killed while writing leaves half a message
+            messages = self._channel.received()
+        except (EOFError, OSError):
+            self._end()  # a process killed while writing leaves half a message behind
+            return
         except Exception:
             log.exception("a message of the engine process cannot be read; ending the process")
             self._process.kill()
+            self._end()
+            return
+        for message in messages:
+            self._on_message(message)
+
+    def _end(self) -> None:
+        self._loop.remove_reader(self._channel.fileno())
+        threading.Thread(target=self._bury, name="engine burial", daemon=True).start()
+
+    def _bury(self) -> None:
+        """Waiting for the process blocks."""
         self._process.join(_EXIT_AFTER_EOF_S)
         if self._process.exitcode is None:
             self._process.kill()
@@ -103,9 +116,9 @@ class Child:
 
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
-            with contextlib.suppress(OSError):  # the reader learns of the end, and still reads
-                self._connection.send(message)
-        self._connection.close()
+            with contextlib.suppress(OSError):  # the loop learns of the end, and still reads
+                self._channel.send(message)
+        self._channel.close()
 
     def _tell(self, callback: Callable[[_T], None], value: _T) -> None:
         # The loop may be closed already when the program is ending; nobody is left to be told.

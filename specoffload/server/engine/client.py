@@ -68,15 +68,20 @@ class Ticket:
         self.job_id = job_id
         self.job = job
         self.started_at: float | None = None  # time.monotonic() when handed to the engine
+        self.at_once: Callable[[Event], bool] | None = None
+        """Is offered each event that comes while none waits; True if it has taken it."""
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._give_up = give_up
         self._over = False
 
     def put(self, event: Event) -> None:
         """For EngineClient: deliver an event; after the last one, none is taken."""
-        if not self._over:
-            self._events.put_nowait(event)
-            self._over = isinstance(event, Finished | Problem)
+        if self._over:
+            return
+        if self.at_once is not None and self._events.empty() and self.at_once(event):
+            return
+        self._events.put_nowait(event)
+        self._over = isinstance(event, Finished | Problem)
 
     async def next(self, timeout_s: float | None = None) -> Event:
         """The next event; Finished is the last. Raises RequestFailed, and TimeoutError, after

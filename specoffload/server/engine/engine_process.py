@@ -1,7 +1,7 @@
-"""The engine process: makes the generator and serves the jobs from the pipe.
+"""The engine process: makes the generator and serves the jobs from the channel.
 
 It owns libllama, so a failed assertion or a device error ends this process and not the API. The
-main thread computes; a second thread reads the pipe, so that a cancellation is seen during a
+main thread computes; a second thread reads the channel, so that a cancellation is seen during a
 generation and the end of the API process (end of file) ends this one too: no orphan.
 """
 
@@ -14,9 +14,9 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 
-from specoffload.server.engine.messages import LoadFailed, Ready, ToEngine, problem_of
+from specoffload.server.engine.channel import Channel
+from specoffload.server.engine.messages import FromEngine, LoadFailed, Ready, ToEngine, problem_of
 from specoffload.server.engine.service import Service
 from specoffload.session.generation import Generator
 
@@ -31,10 +31,10 @@ log = logging.getLogger("specoffload.engine")
 class _Inbox:
     """Messages in the order of their arrival."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
+        self._channel = channel
         self._messages: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="pipe reader", daemon=True).start()
+        threading.Thread(target=self._read, name="channel reader", daemon=True).start()
 
     def take(self, *, wait: bool) -> list[ToEngine]:
         """All that have come; with `wait` at least one."""
@@ -47,34 +47,35 @@ class _Inbox:
     def _read(self) -> None:
         while True:
             try:
-                self._messages.put(self._connection.recv())
+                for message in self._channel.receive():
+                    self._messages.put(message)
             except (EOFError, OSError):
                 # The API process is gone. The main thread may be deep inside libllama, where no
                 # exception reaches it, and memory is the kernel's to free.
                 os._exit(0)
 
 
-def engine_main(connection: Connection, factory: Factory) -> None:
+def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> None:
     """Entry point of the spawned process; returns after Shutdown or a failed load.
 
     Ctrl-C at a terminal goes to the whole process group, and a service manager's SIGTERM to the
     whole service. What happens then is for the API process to decide, which drains first and ends
-    this process by Shutdown, SIGKILL or the end of the pipe; so both signals are ignored here.
+    this process by Shutdown, SIGKILL or the end of the channel; so both signals are ignored here.
     """
     for sig in IGNORED_SIGNALS:
         signal.signal(sig, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-    inbox = _Inbox(connection)
+    inbox = _Inbox(channel)
     try:
         generator = factory()
     except Exception as error:
         problem = problem_of(error)
         if problem.http_status >= 500:
             log.exception("the model could not be loaded")
-        connection.send(LoadFailed(problem))
+        channel.send(LoadFailed(problem))
         return
-    connection.send(Ready(generator.card))
+    channel.send(Ready(generator.card))
     try:
-        Service(generator, connection.send).run(inbox.take)
+        Service(generator, channel.send).run(inbox.take)
     finally:
         generator.close()

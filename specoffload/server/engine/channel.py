@@ -1,0 +1,86 @@
+"""Messages between the two processes: pickled, each behind its length, over a pair of sockets.
+
+multiprocessing's own pipe would do, but the API process reads it on its event loop, without a
+thread: waking one for each step of the engine costs as much as all else that is done for a token.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from typing import Any, Generic, TypeVar
+
+_LENGTH = struct.Struct("!Q")
+_READ_BYTES = 1 << 18
+_Sent = TypeVar("_Sent")
+_Received = TypeVar("_Received")
+
+
+def packed(message: object) -> bytes:
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Takes bytes as they come, and gives the messages that are whole."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Raises whatever pickle does with bytes that are no message."""
+        self._rest += data
+        found: list[Any] = []
+        at = 0
+        while len(self._rest) >= at + _LENGTH.size:
+            end = at + _LENGTH.size + _LENGTH.unpack_from(self._rest, at)[0]
+            if len(self._rest) < end:
+                break
+            found.append(pickle.loads(self._rest[at + _LENGTH.size : end]))
+            at = end
+        del self._rest[:at]
+        return found
+
+
+class Channel(Generic[_Sent, _Received]):
+    """One end. One thread may send, one may receive."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._frames = Frames()
+
+    def send(self, message: _Sent) -> None:
+        """Blocks while the other end is slow. Raises OSError when it is gone."""
+        self._socket.sendall(packed(message))
+
+    def receive(self) -> list[_Received]:
+        """All that are here; waits for one. Raises EOFError at the end, OSError."""
+        while not (found := self._frames.feed(self._read(0))):
+            pass
+        return found
+
+    def received(self) -> list[_Received]:
+        """All that are here, without waiting. Raises EOFError at the end, OSError."""
+        try:
+            return self._frames.feed(self._read(socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return []
+
+    def _read(self, flags: int) -> bytes:
+        data = self._socket.recv(_READ_BYTES, flags)
+        if not data:
+            raise EOFError
+        return data
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def channels() -> tuple[Channel[Any, Any], Channel[Any, Any]]:
+    """Both ends."""
+    a, b = socket.socketpair()
+    return Channel(a), Channel(b)
