@@ -12,6 +12,7 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.lib import op_number
 from offload.ggml.tensor import Tensor, op_at, source_at
+from offload.model import layer_of
 
 GRAPH = abi.ggml_cgraph
 _POINTER = C.sizeof(C.c_void_p)
@@ -101,6 +102,11 @@ class Graph:
         for index, address in enumerate(self.addresses()):
             if op_at(address) in ops and host.holds_at(source_at(address, 0)):
                 yield as_product(address, index)
+
+    def last_layer(self) -> int:
+        """The highest layer of whose weights a node reads; -1 if none does."""
+        sources = (source_at(node, i) for node in self.addresses() for i in (0, 1))
+        return max((layer_of(Tensor(at).name) for at in sources if at), default=-1)
 
     def find(self, op: str) -> list[tuple[int, Tensor]]:
         """The nodes of one operation, with their positions."""

@@ -19,9 +19,6 @@ NEVER = 1 << 30
 _PAYS = 0.97  # streaming must be this much faster: a tie is noise, and the CPU needs no copies
 _RULE_TOKENS = 32  # ik_llama.cpp's, per expert that a token does not use
 _STEP = 1.05  # between prefill sizes that are looked at
-_CLOSE = 1.15  # a threshold is known when it lies so close to timed sizes on both sides
-_FURTHER = 1.5  # a size is worth timing on the way to one that takes too long
-_MOST_SIZES = 8  # timed of verification, and of prefill
 _COMPUTING = 1e-4  # of what streams, that computing one more token takes on the device
 
 Share = Callable[[int], float]
@@ -140,53 +137,6 @@ def threshold(times: Times, regime: Regime, share: Share, guess: int) -> int:
             break
         found = n
     return found
-
-
-def next_time(
-    times: Times, regime: Regime, share: Share, guess: int, left_s: float
-) -> tuple[int, Side] | None:
-    """The size and the side to time next, or None when the threshold is known or nothing more fits
-    `left_s`.
-
-    One token first, whatever it takes, then the guess; from then on where the times so far expect
-    the threshold. A side that would take too long there is timed as far up as fits.
-    """
-    for side in SIDES:
-        if not times.of(side):
-            return regime.first, side
-    inside = range(regime.first, regime.last + 1)
-    known = {side: [n for n in times.of(side) if n in inside] for side in SIDES}
-    both = sorted(set(known["cpu"]) & set(known["streamed"]))
-    if sum(map(len, known.values())) >= 2 * _MOST_SIZES:
-        return None
-    wanted: int | None = min(max(guess, regime.first), regime.last)
-    if both and both != [1]:
-        wanted = _to_confirm(both, threshold(times, regime, share, guess), regime)
-    if wanted is None:
-        return None
-    missing = [side for side in SIDES if wanted not in known[side]]
-    for i, side in enumerate(missing):
-        fits_s = left_s / (len(missing) - i)  # half of it for the CPU where both are missing
-        largest = max(times.of(side))
-        between = [n for n in regime.sizes() if largest * _FURTHER <= n < wanted]
-        for n in (wanted, *reversed(between)):
-            if expected_s(times, side, n, share) <= fits_s:
-                return n, side
-    return None
-
-
-def _to_confirm(timed: Sequence[int], found: int, regime: Regime) -> int | None:
-    """The size whose time would tell most about a threshold that is expected at `found`; `timed`
-    are those of which both sides are known."""
-    if found > regime.last:
-        return None if regime.last in timed else regime.last
-    above = min((n for n in timed if n >= found), default=None)
-    if above is None or above > found * _CLOSE:
-        return found
-    below = max((n for n in timed if n < found), default=None)
-    if found > regime.first and (below is None or below * _CLOSE < found - 1):
-        return found - 1
-    return None
 
 
 def expected_s(times: Times, side: Side, n: int, share: Share) -> float:

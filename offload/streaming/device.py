@@ -9,7 +9,8 @@ from __future__ import annotations
 import collections
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
+from offload.ggml.library.log import take_errors
 from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
 from offload.mla.decision import MlaCounters
@@ -25,6 +27,7 @@ from offload.mla.switch import MlaSwitch
 from offload.plan.min_batch import MinBatch
 from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.streaming.counters import StreamCounters
+from offload.streaming.layer_clock import LayerClock
 from offload.streaming.steps import fits
 from offload.trace import CPU, NO_TRACE, Trace
 
@@ -38,6 +41,7 @@ class Executor(Protocol):
     """Computes graphs that have cuts, on one stream of the device."""
 
     counters: StreamCounters
+    clock: LayerClock | None  # hears of the layers that are reached
 
     @property
     def working_bytes(self) -> int:
@@ -62,6 +66,7 @@ class PreparedGraph:
     original: Graph
     run: Run
     mla: MlaCounters  # what each computation adds
+    streams: bool  # some of its weights stream, so that its executor knows the layers
 
 
 class StreamingDevice(PyDevice):
@@ -94,6 +99,7 @@ class StreamingDevice(PyDevice):
         self.declined: Counter[str] = Counter()  # why products went to the CPU
         self._vram_bytes = vram_bytes
         self._stream_through(layout, make_executor)
+        self._clock: LayerClock | None = None
         self._cpu_since_s: float | None = None  # inside a decode: since when the CPU computes
         self.mla = MlaSwitch(mla_crossover, self.inner.supports, host.holds)
         self.executors: dict[WrappedStream, Executor] = {}
@@ -195,9 +201,32 @@ class StreamingDevice(PyDevice):
                 return FAILED  # a callback failed while this decode's graph was built
             prepared = self._of(stream, graph)
             self.mla.counters.add(prepared.mla)
+            if self._clock is not None and not prepared.streams:
+                self._tell(self._clock, stream, graph)
             return prepared.run()
         finally:
             self._cpu_since_s = time.perf_counter()
+
+    @contextmanager
+    def timing_layers(self, clock: LayerClock) -> Iterator[None]:
+        """Decodes tell `clock` of the layers they reach, and end where it raises BrokenOff."""
+        self._clock = clock
+        for executor in self.executors.values():
+            executor.clock = clock
+        try:
+            yield
+        finally:
+            self._clock = None
+            for executor in self.executors.values():
+                executor.clock = None
+            take_errors()  # a decode that is broken off failed in the library's eyes
+
+    def _tell(self, clock: LayerClock, stream: WrappedStream, graph: Graph) -> None:
+        """Before a part without streamed weights: the CPU has computed those before it."""
+        layer = graph.last_layer()
+        if clock.wants(layer):
+            stream.inner.synchronize()
+            clock.reached(layer)
 
     def decoding(self, active: bool) -> None:
         """A decode begins or has ended: between our graphs, libllama computes on the CPU."""
@@ -230,4 +259,4 @@ class StreamingDevice(PyDevice):
         else:
             inner = stream.inner
             run = lambda: inner.compute(computed)  # noqa: E731
-        return PreparedGraph(graph, run, counts)
+        return PreparedGraph(graph, run, counts, bool(products))

@@ -42,6 +42,7 @@ from offload.schedule.slots import Piece
 from offload.streaming.copy import Copier, Transfer
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import Run
+from offload.streaming.layer_clock import LayerClock
 from offload.streaming.slot_memory import SlotMemory
 from offload.streaming.steps import (
     IDS_ALIGNMENT,
@@ -106,6 +107,7 @@ class ScheduledExecutor:
         most = max((pool.n_experts for pool in layout.pools), default=0)
         self._slot_of = np.zeros(most, np.int32)  # by expert, of the cut that is being entered
         self.counters = StreamCounters()
+        self.clock: LayerClock | None = None
 
     def close(self) -> None:
         self.copier.close()
@@ -186,9 +188,11 @@ class ScheduledExecutor:
             raise
 
     def _stop(self, running: _Running, stop: Stop) -> int:
+        status = self._tell(running, stop) if stop.nth == 0 else 0
         if isinstance(stop.step, ChunkedStep):
-            return self._compute_chunks(running, stop.step)
-        status = self._enter(running, stop.step) if stop.nth == 0 else 0
+            return status or self._compute_chunks(running, stop.step)
+        if stop.nth == 0:
+            status = status or self._enter(running, stop.step)
         return status or self._arrive(running, stop.step, stop)
 
     def _count(self) -> None:
@@ -215,6 +219,17 @@ class ScheduledExecutor:
                 if guess:
                     pieces = tuple((step.group, expert) for expert in guess)
                     schedule.predict(Need(step.cut, step.pool, pieces))
+
+    def _tell(self, running: _Running, stop: Stop) -> int:
+        """Before a cut's first node: a clock that waits for its layer hears of it."""
+        clock, layer = self.clock, stop.step.layer
+        if clock is None or not clock.wants(layer):
+            return 0
+        status = self._submit(running, stop.at)
+        if not status:
+            self._stream.synchronize()
+            clock.reached(layer)
+        return status
 
     # -- one cut ---------------------------------------------------------------------------------
 

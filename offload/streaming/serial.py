@@ -19,6 +19,7 @@ from offload.model import layer_of
 from offload.streaming.copy import Copier, Transfer
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import Run
+from offload.streaming.layer_clock import LayerClock
 from offload.trace import COMPUTE, NO_TRACE, Trace
 
 
@@ -34,6 +35,7 @@ class SerialExecutor:
         self._weights: dict[str, Buffer] = {}
         self._ids: Buffer | None = None
         self.counters = StreamCounters()
+        self.clock: LayerClock | None = None
 
     def allocate(self) -> None:
         """Nothing: its memory is for the weights that a graph has."""
@@ -76,11 +78,19 @@ class SerialExecutor:
         done = 0
         for product in products:
             at = product.index
-            status = self._run(graph, done, at) or self._run_product(graph, product)
+            status = self._run(graph, done, at)
+            if self.clock is not None and not status:
+                self._tell(self.clock, layer_of(product.weight.name))
+            status = status or self._run_product(graph, product)
             if status:
                 return status
             done = at + 1
         return self._run(graph, done, graph.n_nodes)
+
+    def _tell(self, clock: LayerClock, layer: int) -> None:
+        if clock.wants(layer):
+            self._stream.synchronize()
+            clock.reached(layer)
 
     def _run(self, graph: Graph, first: int, end: int) -> int:
         if first >= end:

@@ -25,7 +25,6 @@ Progress = Callable[[float], None]
 _BLOCK = 8  # tokens of a block whose model drafts by itself
 _N_BLOCKS = 3  # that are timed, after as many that are not
 _LEAD_BELOW_S = 0.05
-_MOST_IN_A_RUN = 4
 _SPAN = 512  # tokens behind a depth before the memory is cut back to it: text without its own
 # context is another text
 
@@ -52,8 +51,9 @@ class MeasureOptions:
         return -(-self.lead_tokens // n)
 
     def run(self, n: int) -> int:
-        """Decodes of n tokens that are timed one after the other, behind the same lead."""
-        return max(1, min(_MOST_IN_A_RUN, self.leads(n)))
+        """Decodes of n tokens that are timed one after the other, behind the same lead: what an
+        expert cache has of single tokens differs too much from one to the next."""
+        return max(1, self.leads(n) // 2)
 
 
 def timed_extend(
@@ -181,8 +181,8 @@ def _at_depth(
     on_progress: Progress | None,
 ) -> Estimate:
     sizes = options.sizes or tuple(range(1, options.n_max + 1))
-    walk = TextWalk(target, sequence, text, depth, max(_SPAN, options.n_max))
     began = clock()
+    walk = TextWalk(target, sequence, text, depth, max(_SPAN, options.n_max))
     walk.time_s(1, clock)
     one_s = walk.time_s(1, clock)
     least_leads = int(one_s < _LEAD_BELOW_S)
@@ -201,9 +201,10 @@ def _at_depth(
         if size is None:
             break
         walk.lead(size, max(least_leads, options.leads(size)))
-        # One place of the text is one repetition: another has other experts.
+        # One place of the text is one repetition: another has other experts. Its mean counts, since
+        # a text's cheap tokens, whose experts are there, are as much a part of it.
         run = [walk.time_s(size, clock) for _ in range(options.run(size))]
-        samples[size].append(statistics.median(run))
+        samples[size].append(statistics.fmean(run))
         n_timed += 1
         if on_progress is not None:
             on_progress(n_timed / n_least if budget_s == float("inf") else spent_s / budget_s)

@@ -7,12 +7,13 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from offload.engine import Engine
-from offload.model import is_experts
+from offload.model import is_experts, layer_of
 from offload.plan.min_batch import (
     NEVER,
     SIDES,
@@ -22,12 +23,10 @@ from offload.plan.min_batch import (
     Times,
     by_rule,
     choose,
-    next_time,
-    regimes,
-    rule,
-    share_of,
 )
+from offload.plan.min_batch_search import Streaming, budget_s, search
 from offload.plan.placement import DEFAULT_UBATCH
+from offload.streaming.layer_clock import BrokenOff, LayerClock
 from specdec.costs.estimate import TOLERANCE, relative_error
 from specdec.costs.measure import TextWalk
 from specdec.costs.profile import ProfileKey
@@ -40,8 +39,6 @@ Progress = Callable[[float], None]
 
 _SEQUENCE = 0
 _FORMAT = 1
-# As many seconds as a start may spend on it, or times T(1) where that is more.
-_BUDGET_S, _BUDGET_TOKENS, _MOST_BUDGET_S = 2.0, 40.0, 7.0
 _ONCE_FROM_S = 0.4  # a decode that takes so long is timed once
 _REPEAT_S = 0.12  # a size whose decodes do not agree is timed again so long
 _ON_CPU = MinBatch(NEVER, NEVER)
@@ -115,35 +112,32 @@ class _Measuring:
 
     def __init__(self, target: Engine, text: Sequence[int], on_progress: Progress | None) -> None:
         self._target = target
-        self._n_most = _n_most(target)
+        plan = target.plan
+        self._layers = sorted({layer_of(e.name) for e in plan.streamed}) if plan else []
         self._walk = TextWalk(target.sequences, _SEQUENCE, text, 0, target.n_ctx)
         self._on_progress = on_progress
-        self._cpu_s: dict[int, float] = {}
         self._began = perf_counter()
         self._switch(_ON_CPU)
         self._walk.time_s(1)
-        one_s = self._walk.time_s(1)
-        self._budget_s = min(max(_BUDGET_S, _BUDGET_TOKENS * one_s), _MOST_BUDGET_S)
+        self._most_s = budget_s(self._walk.time_s(1))
 
     def times(self) -> Kinds:
-        """Of every kind that streams; the CPU's are those of all kinds."""
-        facts = self._target.facts
-        kinds = streamed_kinds(self._target)
-        found: Kinds = {}
-        for i, kind in enumerate(kinds):
-            guess = rule(facts.n_experts, facts.n_experts_used) if kind == "experts" else rule(0, 0)
-            share = share_of(kind, facts.n_experts, facts.n_experts_used)
-            times = found[kind] = Times(cpu=self._cpu_s)
-            parts = regimes(self._n_most)
-            for part, regime in enumerate(parts, 1):
-                # Time that a kind and a regime do not use is left to those that follow.
-                until_s = self._budget_s * (i + part / len(parts)) / len(kinds)
-                while asked := next_time(times, regime, share, guess, until_s - self._spent_s()):
-                    n, side = asked
-                    times.of(side)[n] = self._decode_s(n, kind, side)
-                    if self._on_progress is not None:
-                        self._on_progress(min(1.0, self._spent_s() / self._budget_s))
-        return found
+        return search(self._streaming(), self._decode_s, self._spent_s, self._most_s)
+
+    def _streaming(self) -> Streaming:
+        target, facts, plan = self._target, self._target.facts, self._target.plan
+        n_held = 0.0
+        if plan is not None and plan.streamed_bytes:
+            n_held = plan.slot_bytes * len(self._layers) / plan.streamed_bytes
+        return Streaming(
+            streamed_kinds(target),
+            _n_most(target),
+            len(self._layers),
+            n_held,
+            facts.n_experts,
+            facts.n_experts_used,
+            None if plan is None else plan.min_batch,
+        )
 
     def _spent_s(self) -> float:
         return perf_counter() - self._began
@@ -153,19 +147,40 @@ class _Measuring:
         # No timed decode has one token and no row of logits: each that follows builds its graph.
         self._walk.time_s(1, n_logits=0)
 
-    def _decode_s(self, n: int, kind: str, side: Side) -> float:
+    def _decode_s(self, kind: str, side: Side, n: int, n_layers: int) -> float:
         """The median of decodes that agree; of those that take long, the first."""
         self._switch(_ON_CPU if side == "cpu" else _STREAMED[kind])
         rows = None if n <= VERIFY_MOST else 1  # all of a verification's, and the last of a prompt
-        first_s = self._walk.time_s(n, n_logits=rows)
-        if first_s >= _ONCE_FROM_S:
-            return first_s
-        if side == "streamed":
-            self._walk.lead(n, LEAD_TOKENS // n, rows)
-        times: list[float] = []
-        while len(times) < 2 or (sum(times) < _REPEAT_S and relative_error(times) > TOLERANCE):
-            times.append(self._walk.time_s(n, n_logits=rows))
-        return statistics.median(times)
+        timed_s = partial(self._walk.time_s, n, n_logits=rows)
+        if n_layers:
+            timed_s = partial(self._in_part_s, n, rows, n_layers)
+        began = perf_counter()
+        times = [timed_s()]
+        least = 0
+        if perf_counter() - began < _ONCE_FROM_S:
+            if side == "streamed" and not n_layers:
+                self._walk.lead(n, LEAD_TOKENS // n, rows)
+                least = LEAD_TOKENS // n  # single tokens differ too much from one to the next
+            times.clear()  # the first built its graph
+            began = perf_counter()
+            while len(times) < max(2, least) or (
+                perf_counter() - began < _REPEAT_S and relative_error(times) > TOLERANCE
+            ):
+                times.append(timed_s())
+        if self._on_progress is not None:
+            self._on_progress(min(1.0, self._spent_s() / self._most_s))
+        return statistics.fmean(times) if least > 2 else statistics.median(times)
+
+    def _in_part_s(self, n: int, rows: int | None, n_layers: int) -> float:
+        """A decode of the next tokens, broken off behind `n_layers` of its layers and one before
+        them, which warms up: all are taken to be like these."""
+        assert self._target.device is not None
+        clock = LayerClock(self._layers[1], self._layers[1 + n_layers])
+        with self._target.device.timing_layers(clock):
+            try:
+                return self._walk.time_s(n, n_logits=rows)
+            except BrokenOff:
+                return clock.seconds_of(self._layers)
 
 
 # -- the file --------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def quick_plan(
     near = [n for edge in edges for n in (edge - 1, edge)]
     ordered = (*_SPANNING, *near, *_BETWEEN, *range(1, n_max + 1))
     sizes = tuple(dict.fromkeys(min(n, n_max) for n in ordered if n >= 1))
-    depths = _QUICK_DEPTHS if one_s <= _DEEP_BELOW_S else _QUICK_DEPTHS[:1]
+    depths = _QUICK_DEPTHS if one_s <= _DEEP_BELOW_S else (0,)  # reading 16 tokens would take long
     fitting = tuple(d for d in depths if d + n_max <= n_room) or (n_room - n_max,)
     budget_s = min(max(BUDGET_S, _BUDGET_TOKENS * one_s), _MOST_BUDGET_S)
     lead_tokens = LEAD_TOKENS if one_s <= _DEEP_BELOW_S else LEAD_TOKENS // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +15,24 @@ from hypothesis import strategies as st
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.context import ContextSpec, context_memory
-from offload.plan.machine import TYPICAL, Machine, cpu_s, model_work, prefill_s, streamed_s
+from offload.plan.machine import (
+    TYPICAL,
+    Machine,
+    cpu_s,
+    model_work,
+    modelled_crossover,
+    prefill_s,
+    streamed_s,
+)
+from offload.plan.min_batch import NEVER, Side, choose
+from offload.plan.min_batch_search import Streaming, budget_s, search
 from offload.plan.placement import Plan, make_plan
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES, device_bytes, ring_slots
 from offload.plan.slot_layout import slot_layout
 from offload.synth.published import PUBLISHED, published_facts
+from specdec.costs.measure import measure
+from specdec.simulation.fake import FakeTarget
+from specoffload.speculation.profiling import quick_plan
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -187,6 +201,81 @@ def test_the_plan_s_threshold_is_the_modelled_crossover(
              for n in range(1, 8193)]  # fmt: skip
     exact = max(n for n, (cpu, streamed) in enumerate(times, 1) if streamed > cpu) + 1
     assert abs(plan.min_batch - exact) <= 0.2 * exact
+
+
+# R1 on 24 GiB: T(1) of 150 ms, a smaller one with a slow link, and much faster CPUs
+STARTS = [
+    Machine(ram_bytes_per_s=95e9),
+    Machine(ram_bytes_per_s=95e9, link_bytes_per_s=12e9),
+    Machine(ram_bytes_per_s=95e9, link_bytes_per_s=50e9, cpu_flops=0.4e12),
+    Machine(ram_bytes_per_s=200e9, cpu_flops=1.5e12),
+    Machine(link_bytes_per_s=50e9, ram_bytes_per_s=300e9, cpu_flops=3e12, n_cores=64),
+]
+
+
+@pytest.mark.parametrize("machine", STARTS)
+@pytest.mark.parametrize("gib", [16, 24, 48])
+def test_a_first_start_measures_r1_in_time(
+    machine: Machine, gib: int, shapes: dict[str, ModelFacts]
+) -> None:
+    """The machine model is the clock; the first guess is a typical machine's. The threshold is
+    known in 7 s although a decode of that size takes longer, then T(n) is, within 20 s in all."""
+    facts = shapes["DeepSeek-R1"]
+    plan, work = plan_of(facts, gib, 4096), model_work(facts)
+    assert plan is not None
+    spent_s = 0.0
+
+    def side_s(side: Side, n: int) -> float:
+        return (cpu_s if side == "cpu" else streamed_s)(machine, work, plan.sharing, n)
+
+    n_layers = work.n_expert_layers - plan.n_resident
+    streaming = Streaming(
+        ("experts",),
+        plan.n_ubatch,
+        n_layers,
+        plan.slot_bytes * n_layers / plan.streamed_bytes,
+        work.n_experts,
+        work.n_used,
+        plan.min_batch,
+    )
+
+    def decode_s(kind: str, side: Side, n: int, n_timed: int) -> float:
+        nonlocal spent_s
+        took_s = side_s(side, n)
+        spent_s += took_s * (n_timed + 1) / n_layers if n_timed else took_s
+        return took_s
+
+    one_s = side_s("cpu", 1)
+    times = search(streaming, decode_s, lambda: spent_s, budget_s(one_s))
+    found = choose(times, plan.n_ubatch, work.n_experts, work.n_used)
+    true = modelled_crossover(machine, work, plan.sharing)
+    assert true is not None
+    if true > 64:
+        assert found.prefill_experts == pytest.approx(true, rel=0.2)
+        assert found.experts == NEVER, "a verification batch is the CPU's"
+    else:
+        assert found.experts == pytest.approx(true, rel=0.2)
+    assert spent_s <= budget_s(one_s) + side_s("streamed", 1)
+
+    def verify_s(n: int) -> float:
+        return side_s("streamed" if found.streams(n, experts=True) else "cpu", n)
+
+    target = FakeTarget(n_ctx=4096)
+    now_s = 0.0
+
+    def extend(sequence: int, tokens: Sequence[int], n_logits: int | None = None) -> None:
+        nonlocal now_s
+        now_s += verify_s(len(tokens))
+
+    target.extend = extend  # type: ignore[method-assign, assignment]
+    target.rewind = lambda *_: None  # type: ignore[method-assign]
+    target.length = lambda *_: 0  # type: ignore[method-assign]
+    options = quick_plan(one_s, (), 2000)
+    profile = measure(target, list(range(2000)), options, clock=lambda: now_s)
+    assert spent_s + now_s <= 20.0
+    assert profile.n_max == 64, "drafts of 32 and more are possible"
+    for n in (2, 8, 33, 64) if one_s <= 0.16 else (2, 8):
+        assert profile.time(n) == pytest.approx(verify_s(n), rel=0.1)
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -18,11 +18,11 @@ from offload.plan.min_batch import (
     choose,
     dense_share,
     expert_share,
-    next_time,
     regimes,
     rule,
     threshold,
 )
+from offload.plan.min_batch_search import next_time
 
 VERIFY = Regime(1, 64)
 SMALL = expert_share(8, 2)
