@@ -80,7 +80,7 @@ class EngineOptions:
     type_v: str = "f16"
     swa_full: bool = False  # keep what sliding windows have passed; with trees it is kept
     numa: NumaPlan | None = None  # replaces n_threads and n_threads_batch by its teams
-    mla_crossover: Crossover = "heads"  # tokens up to which MLA's value product is matrix-vector
+    mla_crossover: Crossover | None = None  # tokens up to which MLA's value product is by vectors
     trial_folder: Path | None = None  # keeps what was tried once per build; None: tried each time
 
 

@@ -66,6 +66,14 @@ class Device:
         self._lib.ggml_backend_dev_get_props(self.address, C.addressof(props))
         return bool(props.caps.async_ and props.caps.events)
 
+    @property
+    def events_hold_parts(self) -> bool:
+        """True if each event has to be synchronised for what it holds to be used again.
+
+        Vulkan's backend frees command buffers there; CUDA's events hold nothing.
+        """
+        return self.name.startswith("Vulkan")
+
     def supports(self, node: Tensor) -> bool:
         """True if the device computes a node like this."""
         return bool(self._lib.ggml_backend_dev_supports_op(self.address, node.address))

@@ -41,14 +41,19 @@ class ChosenCrossover:
 
 
 def chosen_crossover(
-    wanted: Crossover, facts: ModelFacts, device: Device, *, token_major: bool
+    wanted: Crossover | None, facts: ModelFacts, device: Device, *, token_major: bool
 ) -> ChosenCrossover:
     """The crossover that `--mla-crossover` means for a model on a device. Raises DeviceFailed.
 
+    None is measured on a GPU, where what cannot be measured is taken for one token alone: above it
+    CUDA's kernels read the weight once per token. On the CPU it is as many tokens as heads.
     `token_major`: attention leaves a token's heads side by side, as with flash attention.
     """
     if isinstance(wanted, int):
         return ChosenCrossover(wanted)
+    on_gpu = device.kind == "gpu"
+    if wanted is None:
+        wanted = "auto" if on_gpu else "heads"
     entries = (place.entry for name, place in facts.weights.items() if name.endswith(_WEIGHT))
     weight = next(entries, None)
     if wanted == "heads" or weight is None:
@@ -59,8 +64,8 @@ def chosen_crossover(
             device, weight.type, (kv_lora, v_dim, n_head), token_major=token_major
         )
     except DoesNotFit as e:
-        note = f"--mla-crossover auto: {e}; taking {n_head}, one per head"
-        return ChosenCrossover(n_head, note=note)
+        n, why = (1, "one token, not measured") if on_gpu else (n_head, "one per head")
+        return ChosenCrossover(n, note=f"--mla-crossover auto: {e}; taking {n}, {why}")
     return ChosenCrossover(choose_crossover(table), table)
 
 

@@ -98,9 +98,7 @@ class BounceCopier:
             self._compute.wait(ticket.event)
 
     def fence(self) -> Event:
-        event = self._fences.take()
-        self._compute.record(event)
-        return event
+        return self._fences.record(self._compute)
 
     def drain(self) -> None:
         self._until(self._n_enqueued)

@@ -92,23 +92,31 @@ class NoCopier:
 
 
 class Events:
-    """Events of one device, taken within a graph and given back at the next one's begin."""
+    """Events of one device, recorded within a graph and given back at the next one's begin."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._all = device.events_hold_parts
         self._free: list[Event] = []
         self._taken: list[Event] = []
+        self._last: dict[int, Event] = {}  # of each stream, by its identity
 
-    def take(self) -> Event:
-        """Raises DeviceFailed."""
+    def record(self, stream: Stream) -> Event:
+        """An event that passes with all that the stream was given so far. Raises DeviceFailed."""
         event = self._free.pop() if self._free else self._device.event()
         self._taken.append(event)
+        stream.record(event)
+        self._last[id(stream)] = event
         return event
 
     def recycle(self) -> None:
-        # Synchronising is free for an event that has passed, and lets Vulkan reuse its parts.
-        for event in self._taken:
+        """Return when all have passed: when the last of each stream has."""
+        for event in self._last.values():
             event.synchronize()
+        if self._all:
+            for event in self._taken:
+                event.synchronize()
+        self._last.clear()
         self._free += self._taken
         self._taken.clear()
 
@@ -157,8 +165,7 @@ class DeviceCopier:
         )
 
     def mark(self) -> Event:
-        event = self._events.take()
-        self._stream.record(event)
+        event = self._events.record(self._stream)
         if self._watcher is not None:
             self._watcher.watch(event, self._unmarked)
             self._unmarked = []
@@ -169,9 +176,7 @@ class DeviceCopier:
             self._compute.wait(ticket)
 
     def fence(self) -> Event:
-        event = self._events.take()
-        self._compute.record(event)
-        return event
+        return self._events.record(self._compute)
 
     def drain(self) -> None:
         self._stream.synchronize()

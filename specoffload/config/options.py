@@ -105,7 +105,7 @@ class Options:
     bounce: bool = True
     warmup: bool = True
     mmap: bool = False
-    mla_crossover: Crossover = "heads"
+    mla_crossover: Crossover | None = None
     ctx_checkpoints: int = 32
     numa: NumaChoice = "auto"
     numa_node: int | None = None

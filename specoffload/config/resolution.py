@@ -45,7 +45,7 @@ class Config:
     spec: SpecConfig
     streaming: StreamingOptions
     trace: Path | None
-    mla_crossover: Crossover
+    mla_crossover: Crossover | None
     mmap: bool
     stream_experts: bool
     ctx_checkpoints: int

@@ -75,6 +75,8 @@ class LateStream:
 
 
 class LateDevice:
+    events_hold_parts = False
+
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
         self.asked: list[int] = []

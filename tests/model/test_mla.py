@@ -355,6 +355,33 @@ def test_auto_without_memory_to_measure_says_so_and_takes_the_heads(
         assert f"taking {N_HEAD}" in note
 
 
+def test_a_gpu_measures_unless_told_and_takes_one_token_where_it_cannot(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise DoesNotFit("7 MiB of device memory could not be had")
+
+    facts, device = read_facts(tiny_moe), choose_device("sim").device
+    assert chosen_crossover(None, facts, device, token_major=True).n_tokens is None
+    monkeypatch.setattr(Device, "kind", "gpu")
+    chosen = chosen_crossover(None, facts, device, token_major=True)
+    assert chosen.n_tokens == choose_crossover(chosen.table)
+    monkeypatch.setattr(offload.mla.measure, "measure_crossover", no_memory)
+    chosen = chosen_crossover(None, facts, device, token_major=True)
+    assert chosen.n_tokens == 1
+    assert "taking 1, one token, not measured" in chosen.note
+
+
+def test_no_part_of_a_graph_and_no_copy_of_one_has_its_uid(opened: Open, tiny_moe: Path) -> None:
+    """CUDA keeps a captured graph by the uid, and takes what has the same for unchanged."""
+    with opened(tiny_moe, 64, stream_experts=False) as engine:
+        engine.sequences.extend(0, [1, 2])
+        original, copy = switch_of(engine).graphs[-1]
+        assert original.uid > 0
+        assert copy.uid not in (0, original.uid)
+        assert original.part(0, 3).uid == copy.part(0, 3).uid == 0
+
+
 def test_a_model_without_the_projection_is_not_measured(
     tiny_dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,8 +94,9 @@ FLAGS = (
     Flag(
         Options, "mla_crossover", ("--mla-crossover",), CROSSOVER,
         "Tokens up to which MLA's value product is matrix-vector.", _P,
-        more="auto measures it, 0 switches it off ([mla.md](mla.md)).",
-        default_words="the number of heads", rare=True,
+        more="heads is as many as the model has, auto measures it, 0 switches it off "
+        "([mla.md](mla.md)).",
+        default_words="auto on a GPU, else heads", rare=True,
     ),
     Flag(
         Options, "threads", ("--threads", "-t"), THREADS, "CPU threads of a decode.", _P,
