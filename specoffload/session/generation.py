@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from specoffload.session.infill import Fill
 
 FinishReason = Literal["stop", "length"]
+N_SEEDS = 2**32 - 1  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "random"
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class GenerateOptions:
     seed: int | None = None
     ignore_eos: bool = False
     time_limit_s: float | None = None  # from its first step on; then the answer ends as it is
+    n: int = (
+        1  # answers to the prompt, which is evaluated once; those after the first: seed + 1, ...
+    )
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Piece:
     tokens: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None  # set on the last piece only
     stats: GenerationStats | None = None  # set on the last piece only
+    index: int = 0  # of the answer, where a request asked for several
 
 
 @dataclass(frozen=True)
@@ -159,8 +164,14 @@ class Generator(Protocol):
         """Counts of the copy path since the model was opened."""
         ...
 
-    def start(self, tokens: Sequence[int], options: GenerateOptions) -> Running:
-        """A request, on which `step` works. Raises when the prompt is empty or does not fit."""
+    def start(
+        self, tokens: Sequence[int], options: GenerateOptions, beside: Running | None = None
+    ) -> Running:
+        """A request for one answer (`n` is the caller's to count), on which `step` works. With
+        `beside`, a request of the same prompt, it waits for that one's evaluation of it.
+
+        Raises when the prompt is empty or does not fit.
+        """
         ...
 
     def step(self) -> Sequence[Running]:

@@ -158,13 +158,17 @@ class Session:
         self._n_predict(tokens, options)
         return self._pieces(tokens, options)
 
-    def start(self, tokens: Sequence[int], options: GenerateOptions) -> Request:
+    def start(
+        self, tokens: Sequence[int], options: GenerateOptions, beside: Running | None = None
+    ) -> Request:
         """A request beside others; `step` works on it until it is over or cancelled.
 
-        Raises BadRequest or DoesNotFit for one that cannot be answered.
+        It waits until `beside`, a request of the same prompt, has evaluated that. Raises BadRequest
+        or DoesNotFit for one that cannot be answered.
         """
+        assert beside is None or isinstance(beside, Request)
         tokens = self._prompt_tokens(tokens)
-        return self.batcher.start(tokens, self._n_predict(tokens, options), options)
+        return self.batcher.start(tokens, self._n_predict(tokens, options), options, beside)
 
     def step(self) -> list[Request]:
         """Decode one batch for all requests; those that have a new piece, or an error."""

@@ -69,15 +69,22 @@ class Batcher:
 
     # -- requests --------------------------------------------------------------------------------
 
-    def start(self, tokens: Sequence[int], n_predict: int, options: GenerateOptions) -> Request:
-        """A request for at most `n_predict` tokens after `tokens`; `step` works on it.
+    def start(
+        self,
+        tokens: Sequence[int],
+        n_predict: int,
+        options: GenerateOptions,
+        beside: Request | None = None,
+    ) -> Request:
+        """A request for at most `n_predict` tokens after `tokens`; `step` works on it, but not
+        before `beside` has evaluated the same prompt.
 
         Raises BadRequest for sampling parameters that cannot be used.
         """
         is_end = _never if options.ignore_eos else self._target.is_end
         sampler = SamplerChain(self._target.model, sampling_of(options, self._target.n_ctx))
         answer = Answer(self._target.text_stream(), options.stop, is_end)
-        request = Request(tokens, n_predict, options, sampler, answer, is_end)
+        request = Request(tokens, n_predict, options, sampler, answer, is_end, beside)
         self._waiting.append(request)
         return request
 
@@ -167,15 +174,17 @@ class Batcher:
         Those that have nothing to do there are over at once.
         """
         news = []
-        while self._waiting and not (self._is_full and self._running):
-            request = self._waiting[0]
+        while not (self._is_full and self._running):
+            request = next((r for r in self._waiting if r.may_begin), None)
+            if request is None:
+                break
             n_taken = sum([len(member.history) + 1 for member in self._running])
             if self._running and n_taken + len(request.history) + 1 > self._sequences.n_ctx:
                 break
             slot = self._slot_for(request.history)
             if slot is None:
                 break
-            self._waiting.popleft()
+            self._waiting.remove(request)
             member = self._enter(request, slot)
             if member.end:
                 self._finished(request)

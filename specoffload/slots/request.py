@@ -29,7 +29,9 @@ class Request:
         sampler: SamplerChain,
         answer: Answer,
         is_end: IsEnd,
+        beside: Request | None = None,
     ) -> None:
+        """`beside` has the same prompt, and evaluates it for both."""
         self.n_prompt = len(tokens)
         self.history = list(tokens)  # and what was emitted, past a stop sequence too
         self.n_left = n_predict
@@ -42,6 +44,7 @@ class Request:
         self.member: BatchMember | None = None
         self.rng = np.random.default_rng(options.seed)  # for drafts that are drawn
         self._answer = answer
+        self._beside = beside
         self._tally: Tally | None = None  # since it first had a slot
         self._n_cached = 0
         self._is_evaluated = False
@@ -61,6 +64,12 @@ class Request:
         if not self._is_evaluated and self._tally is not None:
             self._is_evaluated = True
             self._tally.evaluated(self.n_prompt, self._n_cached, perf_counter())
+
+    @property
+    def may_begin(self) -> bool:
+        """False while the prompt is being evaluated for another request."""
+        other = self._beside
+        return other is None or other.is_over or other._is_evaluated
 
     @property
     def is_late(self) -> bool:

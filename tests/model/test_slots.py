@@ -229,6 +229,24 @@ def test_samplers_grammars_penalties_and_stops_are_each_requests_own(pair: Sessi
     assert all_at_once[0].tokens != all_at_once[3].tokens
 
 
+@pytest.mark.parametrize(("kind", "parallel"), [("deepseek-v3", 4), ("mamba2", 4), ("mamba2", 2)])
+def test_several_answers_to_a_prompt_evaluate_it_once(
+    kind: str, parallel: int, models: Path
+) -> None:
+    with open_slots(model(kind, models), SPECS["alone"], parallel) as session:
+        text = texts_of(session)[2]
+        seeds = [replace(SAMPLED, seed=seed) for seed in (5, 6, 7)]
+        first = session.start(text, seeds[0])
+        requests = [first, *(session.start(text, seed, first) for seed in seeds[1:])]
+        while not session.is_idle:
+            session.step()
+        got = [answer_of(request) for request in requests]
+        assert [answer.stats.n_cached_tokens for answer in got] == [0, len(text) - 1, len(text) - 1]
+        for answer, seed in zip(got, seeds, strict=True):
+            session.forget()
+            assert together(session, [text], seed)[0].tokens == answer.tokens
+
+
 def test_one_that_fails_leaves_the_others_alone(pair: Session) -> None:
     texts = texts_of(pair)
     options = GenerateOptions(n_predict=12, ignore_eos=True)

@@ -117,7 +117,9 @@ class FakeGenerator:
             raise BadRequest("the chat template refuses the messages: the last is the assistant's")
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
 
-    def start(self, tokens: Sequence[int], options: GenerateOptions) -> FakeRequest:
+    def start(
+        self, tokens: Sequence[int], options: GenerateOptions, beside: object = None
+    ) -> FakeRequest:
         text = bytes(token for token in tokens if token != BOS).decode(errors="replace")
         if "[refuse]" in text:
             raise BadRequest("the fake refuses this prompt")

@@ -18,7 +18,7 @@ from specoffload.server.api.wire import (
     GenerationRequest,
     Message,
 )
-from specoffload.session.generation import GenerateOptions
+from specoffload.session.generation import N_SEEDS, GenerateOptions
 
 # Fields that go as they are into the GenerateOptions of the same meaning, by its name.
 _PASSED_ON = {
@@ -29,7 +29,6 @@ _PASSED_ON = {
 _ROLES = ("system", "developer", "user", "assistant")
 MAX_STOPS = 256  # each is looked for at every piece of the answer
 MAX_STOP_LETTERS = 1024
-_N_SEEDS = 2**32 - 1  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "random"
 
 
 def generate_options(
@@ -53,7 +52,7 @@ def generate_options(
     if request.stop is not None:
         changes["stop"] = _stops(request.stop)
     if request.seed is not None and request.seed != -1:
-        changes["seed"] = request.seed % _N_SEEDS
+        changes["seed"] = request.seed % N_SEEDS
     limit = request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         if limit not in (None, request.max_completion_tokens):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from specoffload.server.engine.messages import (
@@ -37,7 +38,13 @@ from specoffload.server.engine.prompts import (
     check_text,
     prompt_tokens,
 )
-from specoffload.session.generation import Generator, Piece, Running
+from specoffload.session.generation import (
+    N_SEEDS,
+    GenerateOptions,
+    Generator,
+    Piece,
+    Running,
+)
 
 log = logging.getLogger("specoffload.engine")
 
@@ -54,8 +61,8 @@ class Service:
     def __init__(self, generator: Generator, send: Callable[[Outputs], None]) -> None:
         self._generator, self._send = generator, send
         self._card = generator.card
-        self._running: dict[int, Running] = {}  # by job
-        self._jobs: dict[int, int] = {}  # by id() of what runs
+        self._running: dict[int, list[Running]] = {}  # by job: its answers that are not over
+        self._jobs: dict[int, tuple[int, int]] = {}  # by id() of what runs: job, and which answer
         self._n_prompts: dict[int, int] = {}  # tokens, by job
         self._outputs: list[Output] = []
 
@@ -90,28 +97,32 @@ class Service:
     def _begin(self, job_id: int, job: GeneratingJob) -> None:
         tokens = prompt_tokens(self._generator, job)
         self._n_prompts[job_id] = len(tokens)
-        running = self._generator.start(tokens, job.options)
-        self._running[job_id], self._jobs[id(running)] = running, job_id
+        answers: list[Running] = []
+        self._running[job_id] = answers
+        for index in range(job.options.n):
+            options = _of_answer(job.options, index)
+            answer = self._generator.start(tokens, options, answers[0] if answers else None)
+            answers.append(answer)
+            self._jobs[id(answer)] = job_id, index
         self._tell(job_id, Started(len(tokens)))
 
     def _step(self) -> None:
         try:
             news = self._generator.step()
         except Exception as error:  # of ours: every job is lost, and the next may do
-            for job_id, running in list(self._running.items()):
-                self._generator.cancel(running)
+            for job_id in list(self._running):
                 self._fail(job_id, error)
             return
         for running in news:
             known = self._jobs.get(id(running))
             if known is not None:
-                self._report(known, running)
+                self._report(*known, running)
 
-    def _report(self, job_id: int, running: Running) -> None:
+    def _report(self, job_id: int, index: int, running: Running) -> None:
         last: Piece | None = None
         while running.pieces:
             last = running.pieces.popleft()
-            self._tell(job_id, last)
+            self._tell(job_id, replace(last, index=index) if index else last)
         if not running.is_over:
             return
         if running.error is not None:
@@ -120,13 +131,14 @@ class Service:
             ended = RuntimeError("the generation ended without a finish reason and statistics")
             self._fail(job_id, ended)
         else:
-            self._forget(job_id)
-            self._tell(job_id, Finished())
+            del self._jobs[id(running)]
+            self._running[job_id].remove(running)
+            if not self._running[job_id]:
+                self._forget(job_id)
+                self._tell(job_id, Finished())
 
     def _cancel(self, job_id: int) -> None:
-        running = self._running.get(job_id)
-        if running is not None:
-            self._generator.cancel(running)
+        if job_id in self._running:
             self._forget(job_id)
             self._tell(job_id, Finished())
 
@@ -142,12 +154,18 @@ class Service:
 
     def _forget(self, job_id: int) -> None:
         self._n_prompts.pop(job_id, None)
-        running = self._running.pop(job_id, None)
-        if running is not None:
-            del self._jobs[id(running)]
+        for answer in self._running.pop(job_id, ()):
+            self._generator.cancel(answer)  # does nothing to one that has failed
+            del self._jobs[id(answer)]
 
     def _tell(self, job_id: int, event: Event) -> None:
         self._outputs.append(Output(job_id, event))
+
+
+def _of_answer(options: GenerateOptions, index: int) -> GenerateOptions:
+    """The options of one of the answers to a prompt: of equal seeds, all would be the same."""
+    seed = options.seed
+    return replace(options, n=1, seed=seed if seed is None else (seed + index) % N_SEEDS)
 
 
 def _answer(generator: Generator, job: BriefJob) -> Event:
