@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,7 @@ from specoffload.config.command_line import CommandLine
 from specoffload.config.options import (
     AnswerFiles,
     BenchOptions,
+    ChatOptions,
     DoctorOptions,
     ModelsOptions,
     Options,
@@ -73,23 +75,65 @@ def sampling_of(line: CommandLine) -> GenerateOptions:
 
 
 def run(line: CommandLine) -> None:
-    """Continue a prompt: with the embedded pair, or with MODEL.gguf -p PROMPT."""
-    from specoffload.commands.run import read_prompt, run_prompt, split_model_and_prompt
+    """Continue a text, answer what is piped in, or chat: with a model, or the embedded pair."""
+    from specoffload.commands.run import (
+        piped_text,
+        read_prompt,
+        run_prompt,
+        split_model_and_prompt,
+    )
 
     own, options = line.of(RunOptions), line.options
-    model, prompt = split_model_and_prompt(own.words, options.model, own.prompt)
-    sampling = replace(sampling_of(line), n_predict=own.n_predict)
-    options = replace(options, model=model)
+    by_repo = None if options.hf_repo is None else Path(options.hf_repo)
+    model, prompt = split_model_and_prompt(own.words, options.model or by_repo, own.prompt)
+    options = replace(options, model=None if model is by_repo else model)
+    piped = None if prompt is not None or own.file is not None else piped_text()
+    if model is not None and prompt is None and own.file is None:
+        _converse(line, options, piped, as_json=own.as_json)
+        return
     if model is None and prompt is not None and prompt == own.words and len(prompt.split()) == 1:
-        options = replace(
-            options,
-            remarks=(
-                *options.remarks,
-                f"{prompt!r} is text to continue; a model is named by its .gguf file",
-            ),
+        said = f"{prompt!r} is text to continue; docs/models.md says how models are named"
+        options = replace(options, remarks=(*options.remarks, said))
+    run_prompt(
+        config_of(line, options),
+        lambda: read_prompt(prompt or piped, own.file, escape=own.escape),
+        replace(sampling_of(line), n_predict=own.n_predict),
+        remarks_of(options),
+        as_json=own.as_json,
+    )
+
+
+def chat(line: CommandLine) -> None:
+    """Converse with a model."""
+    from specoffload.commands.run import piped_text
+
+    _converse(line, line.options, piped_text(), as_json=False)
+
+
+def _converse(line: CommandLine, options: Options, piped: str | None, *, as_json: bool) -> None:
+    """One answer to what was piped in, else a conversation."""
+    from specoffload.commands.run import read_text
+    from specoffload.terminal import command
+
+    own, sampling = line.of(ChatOptions), sampling_of(line)
+    own = replace(own, system=read_text(own.system, own.system_file))
+    if line.names(RunOptions, "n_predict"):
+        sampling = replace(sampling, n_predict=line.of(RunOptions).n_predict)
+    remarks = remarks_of(options)
+    if piped is not None:
+        command.answer_once(
+            config_of(line, options), piped, sampling, own, remarks, as_json=as_json
         )
-    config = config_of(line, options)
-    run_prompt(config, lambda: read_prompt(prompt, own.file, escape=own.escape), sampling)
+    elif sys.stdin is not None and sys.stdin.isatty() and not as_json:
+        history = line.environment.chat_history
+        command.chat(config_of(line, options), sampling, own, history, remarks)
+    else:
+        raise UsageError("there is nothing to answer: pipe a question in, or give -p TEXT")
+
+
+def remarks_of(options: Options) -> tuple[str, ...]:
+    """Sentences on the command line itself, which are said without --verbose too."""
+    return (*options.remarks, *(f"{name} has no effect: {why}" for name, why in options.idle))
 
 
 def serve(line: CommandLine) -> None:
@@ -212,7 +256,7 @@ def tune_numa(line: CommandLine) -> None:
     tune(config_of(line), line.environment.profile_folder, time_limit_s=limit_s)
 
 
-for command in (run, serve, bench, profile, plan, models, demo, simulate, trace, doctor):
+for command in (run, chat, serve, bench, profile, plan, models, demo, simulate, trace, doctor):
     add_command(app, command.__name__, command)
 app.add_typer(tune_app, name="tune")
 add_command(tune_app, "numa", tune_numa, under="tune")

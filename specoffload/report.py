@@ -27,6 +27,21 @@ def text(piece: str) -> None:
     sys.stdout.flush()
 
 
+def echo(prompt: str) -> None:
+    """A prompt in front of its continuation, where a person reads both."""
+    if _out.is_terminal:
+        text(prompt)
+
+
+def is_verbose() -> bool:
+    return logging.getLogger().isEnabledFor(logging.DEBUG)
+
+
+def console() -> Console:
+    """Standard output, for what draws on it."""
+    return _out
+
+
 def line(words: str) -> None:
     """A line of results, to standard output."""
     _out.print(words, markup=False, soft_wrap=True)
@@ -45,7 +60,7 @@ def note(words: str) -> None:
 
 def detail(words: str) -> None:
     """A note that only --verbose shows."""
-    if logging.getLogger().isEnabledFor(logging.DEBUG):
+    if is_verbose():
         note(words)
 
 
@@ -69,7 +84,8 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
     """A bar that is fed fractions of 1; it leaves nothing behind, and nothing on a pipe."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
                TimeElapsedColumn())  # fmt: skip
-    with Progress(*columns, console=_err, transient=True) as bar:
+    shown = _err.is_terminal
+    with Progress(*columns, console=_err, transient=True, disable=not shown) as bar:
         task = bar.add_task(what, total=1.0)
         yield lambda done: bar.update(task, completed=done)
 
@@ -103,22 +119,21 @@ def bytes_text(n: float) -> str:
     raise AssertionError("unreachable")
 
 
-def stats_line(stats: GenerationStats) -> str:
-    """The line under an answer."""
-    parts = [
-        f"{stats.n_tokens} tokens in {stats.decode_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s",
-        f"prompt {stats.n_prompt_tokens} tokens in {stats.prefill_s:.2f} s",
-    ]
-    if stats.acceptance_rate is not None:
-        parts.append(
-            f"acceptance {stats.acceptance_rate:.0%} ({stats.n_accepted} of {stats.n_drafted})"
-        )
-        parts.append(f"{stats.tokens_per_round:.2f} tokens per round")
-        parts.append(f"draft {stats.draft_s:.2f} s, verify {stats.verify_s:.2f} s")
+def summary(stats: GenerationStats) -> list[str]:
+    """The two lines under an answer."""
+    cached = f", {stats.n_cached_tokens} of them cached" if stats.n_cached_tokens else ""
+    speed = (
+        f"{stats.n_tokens} tokens in {stats.decode_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s · "
+        f"prompt {stats.n_prompt_tokens} tokens{cached} in {stats.prefill_s:.2f} s"
+    )
+    if stats.acceptance_rate is None:
+        drafts = "nothing drafted"
     else:
-        parts.append("nothing drafted")
-    parts.append(f"streamed {bytes_text(stats.streamed_bytes)}")
-    return " · ".join(parts)
+        drafts = (
+            f"acceptance {stats.acceptance_rate:.0%} ({stats.n_accepted} of {stats.n_drafted}), "
+            f"{stats.tokens_per_round:.2f} tokens per round"
+        )
+    return [speed, f"{drafts} · streamed {bytes_text(stats.streamed_bytes)}"]
 
 
 def spec_lines(stats: GenerationStats) -> list[str]:

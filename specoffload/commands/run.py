@@ -1,18 +1,19 @@
-"""`specoffload run`: one prompt, its answer, and the line of statistics."""
+"""`specoffload run`: what is meant by its words, and one text continued."""
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specoffload import report
+from specoffload.chat.deltas import Message
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
 from specoffload.models.name import read_name
-from specoffload.session.generation import GenerateOptions
-from specoffload.session.session import Session
+from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.terminal.opened import PromptBar, as_json_text, opened, say_how_it_went
 
 _NAME = re.compile(r"(?=.*[\d./:-])[\w.-]+([/:][\w.-]+)*")
 
@@ -82,27 +83,44 @@ def read_text(words: str | None, file: Path | None) -> str | None:
         raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
 
 
-def run_prompt(config: Config, prompt_text: Callable[[], str], options: GenerateOptions) -> None:
-    """Open, generate, print. The model's errors come before the prompt's."""
+def piped_text() -> str | None:
+    """The text that another program, or a file, hands over; None at a terminal."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    try:
+        return sys.stdin.read().rstrip("\n") or None
+    except UnicodeDecodeError as e:
+        raise UsageError(f"standard input cannot be read as UTF-8 text ({e})") from e
+
+
+def run_prompt(
+    config: Config,
+    prompt_text: Callable[[], str],
+    options: GenerateOptions,
+    remarks: Sequence[str] = (),
+    *,
+    as_json: bool = False,
+) -> None:
+    """Open, continue a text, and say in two lines how it went. The model's errors come before
+    the prompt's."""
     from offload.model_file import read_facts
 
     read_facts(config.model)
     prompt = prompt_text()
-    with report.progress(f"opening {config.model.name}") as on_progress:
-        session = Session(config, on_progress)
-    with session:
-        for note in session.notes:
-            report.note(note)
-        pieces = session.generate(prompt, options)
-        report.text(prompt)
-        last = None
-        for piece in pieces:
-            report.text(piece.text)
-            last = piece
-        report.text("\n")
-        assert last is not None
-        assert last.stats is not None
-        report.note(report.stats_line(last.stats))
-        if logging.getLogger().isEnabledFor(logging.DEBUG):
-            for words in report.spec_lines(last.stats):
-                report.note(words)
+    with opened(config, remarks) as session:
+        n_prompt = len(session.tokenize(prompt, add_special=True, parse_special=True))
+        text, last = "", Piece("")
+        if not as_json:
+            report.echo(prompt)
+        with PromptBar(session, n_prompt) as bar:
+            for piece in session.generate(prompt, options):
+                if bar.takes(piece):
+                    continue
+                text, last = text + piece.text, piece
+                if not as_json:
+                    report.text(piece.text)
+        if as_json:
+            report.line(as_json_text(session, Message(text), last))
+        else:
+            report.text("\n")
+            say_how_it_went(last)

@@ -21,6 +21,7 @@ class Environment:
     batch_costs: str | None = None  # GGML_BATCH_COSTS: selects the policy `costs`
     max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD: selects it too
     profile_folder: Path = Path(".cache/specoffload/profiles")  # need not exist
+    chat_history: Path = Path(".local/state/specoffload/chat-history")  # what was typed
     llama_cache: Path = Path(".cache/llama.cpp")  # where llama.cpp put what it fetched
     ollama_folders: tuple[Path, ...] = ()  # may not exist either
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -32,6 +33,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         batch_costs=environ.get("GGML_BATCH_COSTS") or None,
         max_look_ahead=_integer(environ, "GGML_MAX_LOOK_AHEAD"),
         profile_folder=_profile_folder(environ),
+        chat_history=_state(environ) / "specoffload" / "chat-history",
         llama_cache=Path(environ.get("LLAMA_CACHE") or _caches(environ) / "llama.cpp"),
         ollama_folders=_ollama_folders(environ),
         variables={
@@ -52,6 +54,11 @@ def _profile_folder(environ: Mapping[str, str]) -> Path:
 def _caches(environ: Mapping[str, str]) -> Path:
     named = environ.get("XDG_CACHE_HOME")
     return Path(named) if named else Path.home() / ".cache"
+
+
+def _state(environ: Mapping[str, str]) -> Path:
+    named = environ.get("XDG_STATE_HOME")
+    return Path(named) if named else Path.home() / ".local" / "state"
 
 
 def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:

@@ -135,6 +135,16 @@ class RunOptions:
     file: Path | None = None
     escape: bool = False  # \n and the like in the prompt are read
     n_predict: int | None = 128  # None: to the end of the context
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Of `chat`, and of `run` where it converses."""
+
+    system: str | None = None
+    system_file: Path | None = None
+    template: str | None = None  # a built-in template's name, or a file's
 
 
 @dataclass(frozen=True)

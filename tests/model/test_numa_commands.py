@@ -72,7 +72,7 @@ def test_tune_keeps_numbers_that_the_next_start_uses_and_says(
     assert result.is_for(read_topology())
     assert result.pairs
     assert set(result.trials[0].seconds) == set(SIZES)
-    config_words = ("run", str(tiny_dense), "-p", "x", "-n", "1")
+    config_words = ("run", str(tiny_dense), "-p", "x", "-n", "1", "-v")
     started = command(*config_words, profiles=tmp_path)
     assert "measured by `specoffload tune numa`" in started.stderr
     assert "measured by" in command("doctor", profiles=tmp_path).stdout
@@ -108,7 +108,7 @@ def test_one_node_says_in_one_line_that_nothing_is_pinned(tiny_dense: Path, tmp_
     for numa in ("auto", "rows", "none"):
         done = command("bench", "--help", profiles=tmp_path)
         assert "--numa" in done.stdout
-        words = ("run", str(tiny_dense), "-p", "x", "-n", "1", "--numa", numa)
+        words = ("run", str(tiny_dense), "-p", "x", "-n", "1", "-v", "--numa", numa)
         done = command(*words, profiles=tmp_path)
         assert done.stderr.count("one memory node:") == 1, done.stderr
         assert "pinned" not in done.stderr

@@ -19,6 +19,7 @@ from specoffload.config.flags.flag import (
 from specoffload.config.flags.reading import KEYS, N_PREDICT, RATE, SECONDS, SEED
 from specoffload.config.options import (
     BenchOptions,
+    ChatOptions,
     DoctorOptions,
     ModelsOptions,
     Options,
@@ -61,6 +62,34 @@ RUN = (
         RunOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
         "Most tokens to write; -1: to the end of the context.", _P, commands=_RUN,
         variables=("LLAMA_ARG_N_PREDICT",), first=True,
+    ),
+)  # fmt: skip
+
+_CHATS = frozenset({"run", "chat"})
+
+CHAT = (
+    Flag(
+        RunOptions, "as_json", ("--json",), SWITCH, "One JSON object and nothing else.", _P,
+        commands=_RUN,
+    ),
+    Flag(
+        GenerateOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
+        "Most tokens of an answer; -1: to the end of the context.", _P,
+        variables=("LLAMA_ARG_N_PREDICT",), commands=frozenset({"chat"}), default_words="-1",
+    ),
+    Flag(
+        ChatOptions, "system", ("--system-prompt", "-sys"), TEXT,
+        "Instructions that stand before a conversation.", _P, commands=_CHATS,
+    ),
+    Flag(
+        ChatOptions, "system_file", ("--system-prompt-file", "-sysf"), PATH,
+        "File of such instructions.", _P, commands=_CHATS, rare=True,
+    ),
+    Flag(
+        ChatOptions, "template", ("--chat-template", "--chat-template-file"), TEXT,
+        "Template of a conversation: chatml, or a file.", _P,
+        variables=("LLAMA_ARG_CHAT_TEMPLATE", "LLAMA_ARG_CHAT_TEMPLATE_FILE"), commands=_CHATS,
+        default_words="the model's, else chatml", rare=True,
     ),
 )  # fmt: skip
 
@@ -272,7 +301,7 @@ SHOWN = (
     ),
 )  # fmt: skip
 
-FLAGS = (*RUN, *SERVE, *BENCH, *PROFILE, *PLAN, *MODELS, *SIMULATE, *MACHINE, *SHOWN)
+FLAGS = (*RUN, *CHAT, *SERVE, *BENCH, *PROFILE, *PLAN, *MODELS, *SIMULATE, *MACHINE, *SHOWN)
 
 _OPENED = (OPENS - _RUN) | {"tune numa"}
 

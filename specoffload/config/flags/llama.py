@@ -35,7 +35,7 @@ _NO_IMAGES = NoEffect("this program reads text only")
 _ADAPTERS = Refused("adapters are not applied here: merge them into the model")
 _DRAFT_IS_RESIDENT = NoEffect("the draft lies on its device whole")
 _CACHED = NoEffect("prompts are kept in memory while the program runs, not in files")
-_LINES = NoEffect("run continues one text and ends")
+_LINES = NoEffect("`specoffload chat` converses; run does where it is given no text")
 _PRESET = Refused("models are not fetched here: give the file with --model")
 
 # What a chain of samplers without them is here.
@@ -382,10 +382,6 @@ TEXT = (
         "--in-prefix-bos", "--simple-io",
     ),
     *valued(_LINES, "--in-prefix", "--in-suffix"),
-    *valued(
-        Refused("run continues text; `specoffload serve` takes messages with a system prompt"),
-        "-sys --system-prompt", "-sysf --system-prompt-file",
-    ),
     foreign("--completion-bash", Refused("there is no completion for shells: leave it out")),
     *valued(Refused("`specoffload serve` is a server, and run needs none"), "--server-base"),
     *switches(NoEffect("there is no /infill"), "--spm-infill"),

@@ -114,11 +114,7 @@ CHAT = (
         "--jinja !--no-jinja LLAMA_ARG_JINJA", ALREADY,
         off=NoEffect("chat templates are always rendered as Jinja"),
     ),
-    *valued(
-        _TEMPLATE, "--chat-template LLAMA_ARG_CHAT_TEMPLATE",
-        "--chat-template-file LLAMA_ARG_CHAT_TEMPLATE_FILE",
-        "--chat-template-kwargs LLAMA_ARG_CHAT_TEMPLATE_KWARGS",
-    ),
+    *valued(_TEMPLATE, "--chat-template-kwargs LLAMA_ARG_CHAT_TEMPLATE_KWARGS"),
     foreign(
         "--reasoning-format LLAMA_ARG_THINK",
         lambda value: ALREADY if value == "none" else _REASONING, n_values=1,

@@ -1,4 +1,4 @@
-"""Flags of sampling: of `run`, and with `serve` what a request gets that does not say."""
+"""Flags of sampling: of `run` and `chat`, and of `serve` where a request does not say."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from specoffload.config.options import AnswerFiles
 from specoffload.session.generation import GenerateOptions
 
 _P = Panel.SAMPLING
-_ANSWERS = frozenset({"run", "serve"})
+_ANSWERS = frozenset({"run", "chat", "serve"})
 
 FLAGS = (
     Flag(

@@ -139,7 +139,7 @@ def test_an_answer_names_flags_of_ours_alone() -> None:
 
 
 def test_a_flag_that_is_so_already_is_taken_without_a_word() -> None:
-    line = line_of("--jinja", "-cb", "--no-context-shift", "--offline", "--op-offload")
+    line = line_of("--jinja", "-cb", "--no-context-shift", "--op-offload")
     assert (line.given, line.remarks, line.idle) == ({}, (), ())
 
 

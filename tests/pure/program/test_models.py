@@ -79,7 +79,7 @@ def test_what_there_is_not_is_said_with_what_there_is() -> None:
     with pytest.raises(UsageError, match="it has no file x.gguf; it has imatrix.gguf"):
         choose_file(FILES, "x.gguf", "it")
     assert choose_file(SPLIT, SPLIT[1], "it") == tuple(SPLIT), "any part stands for all"
-    assert quants(["a-UD-Q2_K_XL.gguf", "name.gguf"]) == ["Q2_K_XL", "name"]
+    assert quants(["a-UD-Q2_K_XL.gguf", "name.gguf"]) == ["UD-Q2_K_XL", "name"]
 
 
 @given(st.permutations([*FILES, *SPLIT]), st.sampled_from(["", "Q8_0", "iq2_m"]))

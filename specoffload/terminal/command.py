@@ -1,0 +1,95 @@
+"""`specoffload chat`, and `specoffload run` where it is given no text to continue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from specoffload import report
+from specoffload.chat.conversation import Conversation
+from specoffload.chat.deltas import Delta, Message
+from specoffload.chat.format import BUILT_IN, ChatFormat
+from specoffload.config.options import ChatOptions
+from specoffload.config.resolution import Config
+from specoffload.errors import UsageError
+from specoffload.session.chat_answer import answer, chat_format
+from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.session.session import Session
+from specoffload.terminal.chat import converse
+from specoffload.terminal.keyboard import Keyboard
+from specoffload.terminal.opened import as_json_text, opened, say_how_it_went, with_bar
+from specoffload.terminal.screen import show_answer
+from specoffload.terminal.talk import Talk
+
+
+def chat(
+    config: Config,
+    options: GenerateOptions,
+    own: ChatOptions,
+    history_file: Path,
+    remarks: Sequence[str] = (),
+) -> None:
+    """Converse until Ctrl-D."""
+    with opened(config, remarks) as session:
+        form = _format(session, own)
+        talk = _talk(session, form, options, own)
+        report.note(f"{session.card.name}, {session.target.n_ctx} tokens of context · /help")
+        converse(talk, Keyboard(history_file), report.console())
+
+
+def answer_once(
+    config: Config,
+    question: str,
+    options: GenerateOptions,
+    own: ChatOptions,
+    remarks: Sequence[str] = (),
+    *,
+    as_json: bool = False,
+) -> None:
+    """Answer one message, and say in two lines how it went."""
+    with opened(config, remarks) as session:
+        talk = _talk(session, _format(session, own), options, own)
+        message, last = Message(), Piece("")
+
+        def kept() -> Iterator[Delta | Piece]:
+            nonlocal last
+            for part in talk.ask(question):
+                if isinstance(part, Piece):
+                    last = part
+                else:
+                    message.add(part)
+                yield part
+
+        if as_json:
+            for _ in kept():
+                pass
+            report.line(as_json_text(session, message, last))
+        else:
+            show_answer(kept(), report.console())
+            say_how_it_went(last)
+
+
+def _format(session: Session, own: ChatOptions) -> ChatFormat:
+    form = chat_format(session, _template(own.template))
+    if own.template is None and not session.target.chat_template:
+        report.note("the model file has no chat template: ChatML is used (--chat-template)")
+    return form
+
+
+def _template(named: str | None) -> str | None:
+    """A built-in template, or a file's text. Raises UsageError for neither."""
+    if named is None or named in BUILT_IN:
+        return BUILT_IN[named] if named else None
+    try:
+        return Path(named).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        known = ", ".join(BUILT_IN)
+        raise UsageError(f"--chat-template {named}: is none of {known}, and no file ({e})") from e
+
+
+def _talk(session: Session, form: ChatFormat, options: GenerateOptions, own: ChatOptions) -> Talk:
+    def answered(conversation: Conversation) -> Iterator[Delta | Piece]:
+        n_prompt, parts = answer(session, form, conversation, options)
+        return with_bar(parts, n_prompt, session)
+
+    return Talk(answered, own.system or "")

@@ -1,0 +1,91 @@
+"""An answer on the terminal as it comes: Markdown, with the reasoning dimmed before it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.text import Text
+
+from specoffload.chat.deltas import Content, Delta, Reasoning
+from specoffload.session.generation import Piece
+from specoffload.terminal.blocks import whole_blocks
+
+_FRAMES_PER_S = 12
+
+
+def show_answer(parts: Iterable[Delta | Piece], console: Console) -> None:
+    """Show it to the end; what was shown stays, however it ends. A pipe gets the content alone."""
+    if not console.is_terminal:
+        _show_plain(parts, console)
+        return
+    answer = _Answer(console)
+    try:
+        for part in parts:
+            answer.add(part)
+    finally:
+        answer.end()
+
+
+def _show_plain(parts: Iterable[Delta | Piece], console: Console) -> None:
+    for part in parts:
+        if isinstance(part, Content):
+            console.file.write(part.text)
+            console.file.flush()
+    console.file.write("\n")
+    console.file.flush()
+
+
+class _Answer:
+    """Whole blocks are printed for good; the one that is being written is drawn over."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._rest = ""
+        self._reasons = False
+        self._live: Live | None = None
+        self._due_s = 0.0
+
+    def add(self, part: Delta | Piece) -> None:
+        if isinstance(part, Reasoning):
+            self._reasons = True
+            self._console.print(Text(part.text, "dim"), end="", soft_wrap=True)
+        elif isinstance(part, Content):
+            if self._reasons:
+                self._reasons = False
+                self._console.print("\n")
+            whole, self._rest = whole_blocks(self._rest + part.text)
+            if whole.strip():
+                self._stop_drawing()
+                self._console.print(Markdown(whole))
+                self._console.print()
+            self._draw()
+
+    def end(self) -> None:
+        self._stop_drawing()
+        if self._reasons:
+            self._console.print()
+        if self._rest.strip():
+            self._console.print(Markdown(self._rest))
+
+    def _draw(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + 1 / _FRAMES_PER_S
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        # The end of it, as far as it goes on the screen: what is drawn over must be visible.
+        width, height = self._console.size
+        end = self._rest.rstrip("\n")[-width * height :]
+        lines = Text(end).wrap(self._console, width)
+        self._live.update(Text("\n").join(lines[-(height - 2) :]), refresh=True)
+
+    def _stop_drawing(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

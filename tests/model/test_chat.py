@@ -1,0 +1,148 @@
+"""`run` and `chat` as a person meets them: pipes, a terminal, keys."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(home: Path) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {
+        **os.environ,
+        "PYTHONPATH": path,
+        "XDG_STATE_HOME": str(home),
+        "TERM": "xterm",
+        "PROMPT_TOOLKIT_NO_CPR": "1",
+    }
+
+
+def piped(home: Path, text: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "specoffload", *map(str, words)],
+        env=environment(home),
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_what_is_piped_in_is_answered(tiny_dense: Path, tmp_path: Path) -> None:
+    done = piped(tmp_path, "hi\n", "run", tiny_dense, "-n", "5")
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("the model file has no chat template: ChatML") or len(lines) == 2
+    assert re.match(r"\d+ tokens in .* tokens/s · prompt \d+ tokens", lines[-2])
+    assert "hi\n" not in done.stdout
+    done = piped(tmp_path, "hi\n", "run", tiny_dense, "-n", "5", "--json")
+    found = json.loads(done.stdout)
+    assert found["finish_reason"] in ("stop", "length")
+    assert found["stats"]["n_tokens"] <= 5
+
+
+def test_a_prompt_is_not_echoed_into_a_pipe(tiny_dense: Path, tmp_path: Path) -> None:
+    done = piped(tmp_path, "", "run", tiny_dense, "-p", "a prompt", "-n", "3", "--ignore-eos")
+    assert done.returncode == 0, done.stderr
+    assert "a prompt" not in done.stdout
+    assert len(done.stderr.splitlines()) == 2
+    verbose = piped(tmp_path, "", "run", tiny_dense, "-p", "a prompt", "-n", "3", "-v")
+    assert "device cpu" in verbose.stderr
+    as_json = piped(tmp_path, "", "run", tiny_dense, "-p", "a", "-n", "3", "--json")
+    assert json.loads(as_json.stdout)["stats"]["n_prompt_tokens"] >= 1
+
+
+def test_nothing_to_answer_is_said(tiny_dense: Path, tmp_path: Path) -> None:
+    done = piped(tmp_path, "", "chat", tiny_dense)
+    assert done.returncode == 2
+    assert "there is nothing to answer" in done.stderr
+    done = piped(tmp_path, "x", "chat", tiny_dense, "--chat-template", "nothing")
+    assert done.returncode == 2
+    assert "--chat-template nothing: is none of chatml, and no file" in done.stderr
+
+
+@dataclass
+class Terminal:
+    """A program on a terminal of its own."""
+
+    process: subprocess.Popen[bytes]
+    fd: int
+    seen: str = ""
+
+    def press(self, keys: str) -> None:
+        os.write(self.fd, keys.encode())
+
+    def wait_for(self, found: str | Callable[[str], bool], limit_s: float = 60) -> str:
+        """What was shown since the last time, up to what is waited for."""
+        end_s = time.monotonic() + limit_s
+        is_there = found if callable(found) else (lambda text: found in text)
+        while not is_there(self.seen):
+            assert time.monotonic() < end_s, self.seen[-2000:]
+            if select.select([self.fd], [], [], 0.2)[0]:
+                try:
+                    self.seen += os.read(self.fd, 65536).decode(errors="replace")
+                except OSError:
+                    pytest.fail(f"it ended: {self.seen[-2000:]}")
+        shown, self.seen = self.seen, ""
+        return shown
+
+
+@contextmanager
+def terminal(home: Path, *words: str | Path) -> Iterator[Terminal]:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specoffload", *map(str, words)],
+        env={**environment(home), "COLUMNS": "100", "LINES": "30"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C is then a signal
+    )
+    os.close(theirs)
+    try:
+        yield Terminal(process, ours)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_chat_at_a_terminal(tiny_dense: Path, tmp_path: Path, command: str) -> None:
+    with terminal(tmp_path, command, tiny_dense, "--ignore-eos", "-c", "32768") as screen:
+        screen.wait_for("/help")
+        screen.press("first\\\rsecond line\r")
+        screen.wait_for(lambda text: "second line" in text and len(text) > 600)
+        time.sleep(0.3)  # into the answer
+        screen.press("\x03")
+        screen.wait_for("stopped")
+        screen.press("/stats\r")
+        screen.wait_for("nothing was answered yet")
+        screen.press(f"/save {tmp_path / 'talk.json'}\r")
+        screen.wait_for("2 messages in")
+        screen.wait_for("\x1b[?2004h")  # the line is being read
+        screen.press("\x04")
+        assert screen.process.wait(30) == 0
+    saved = json.loads((tmp_path / "talk.json").read_text())["messages"]
+    assert saved[0] == {"role": "user", "content": "first\nsecond line"}
+    assert saved[1]["role"] == "assistant"
+    history = (tmp_path / "specoffload" / "chat-history").read_text()
+    assert "+first\n+second line" in history

@@ -1,0 +1,241 @@
+"""A conversation at a terminal, without a model: orders, blocks of Markdown, what is remembered."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from offload.errors import BadRequest
+from specoffload.chat.conversation import Conversation
+from specoffload.chat.deltas import Content, Delta, Reasoning
+from specoffload.errors import UsageError
+from specoffload.session.generation import GenerationStats, Piece
+from specoffload.terminal.blocks import whole_blocks
+from specoffload.terminal.chat import converse
+from specoffload.terminal.orders import ORDERS, Order, message_of, read_order
+from specoffload.terminal.screen import show_answer
+from specoffload.terminal.talk import Talk
+
+STATS = GenerationStats(n_tokens=3, n_prompt_tokens=7, decode_s=0.5)
+
+
+def saying(*parts: Delta) -> Callable[[Conversation], Iterator[Delta | Piece]]:
+    def answer(_: Conversation) -> Iterator[Delta | Piece]:
+        yield from parts
+        yield Piece("", (), "stop", STATS)
+
+    return answer
+
+
+# -- orders
+
+
+@pytest.mark.parametrize(
+    ("text", "order"),
+    [
+        ("hello", None),
+        ("//etc is a folder", None),
+        ("/help", Order("help")),
+        ("/system be brief ", Order("system", "be brief")),
+        ("/save a b.json", Order("save", "a b.json")),
+        ("/quit", Order("exit")),
+        ("/", None),
+    ],
+)
+def test_a_line_is_an_order_or_a_message(text: str, order: Order | None) -> None:
+    if text == "/":
+        with pytest.raises(UsageError, match="there is no /;"):
+            read_order(text)
+    else:
+        assert read_order(text) == order
+
+
+def test_what_is_no_order_is_said_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match="there is no /staats; did you mean /stats?"):
+        read_order("/staats")
+    with pytest.raises(UsageError, match="/load needs a file"):
+        read_order("/load ")
+    assert message_of("//etc") == "/etc"
+    assert message_of("a//b") == "a//b"
+
+
+# -- blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("one\ntwo", ""),
+        ("one\n\n", ""),
+        ("one\n\ntwo", ""),  # it may become a list yet
+        ("one\n\ntwo\n", "one\n\n"),
+        ("- one\n\n- two\n", ""),
+        ("1. one\n\n   more\n\nend\n", "1. one\n\n   more\n\n"),
+        ("```\na\n\nb\n", ""),
+        ("```\na\n\nb\n```\n\nend\n", "```\na\n\nb\n```\n\n"),
+        ("~~~~\n```\n\nx\n", ""),
+        ("text\n\n```py\nx\n", "text\n\n"),
+    ],
+)
+def test_a_block_is_whole_when_nothing_can_be_added_to_it(text: str, whole: str) -> None:
+    assert whole_blocks(text) == (whole, text[len(whole) :])
+
+
+@given(st.text(alphabet="a-`~1.# \n", max_size=60), st.data())
+def test_blocks_cut_while_they_come_lose_nothing_and_are_the_same(
+    text: str, data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, len(text)))
+    early, rest = whole_blocks(text[:cut])
+    later, rest = whole_blocks(rest + text[cut:])
+    assert early + later + rest == text
+    assert whole_blocks(text)[0] == early + later
+
+
+# -- what is remembered
+
+
+def test_a_talk_remembers_what_was_said() -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def answer(conversation: Conversation) -> Iterator[Delta | Piece]:
+        seen.append(tuple(str(m["content"]) for m in conversation.messages))
+        yield from saying(Reasoning("hm"), Content("yes"))(conversation)
+
+    talk = Talk(answer, "be brief")
+    list(talk.ask("is it?"))
+    assert talk.stats == STATS
+    assert talk.messages[-1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    list(talk.ask("really?"))
+    list(talk.retry())
+    assert seen == [
+        ("be brief", "is it?"),
+        ("be brief", "is it?", "yes", "really?"),
+        ("be brief", "is it?", "yes", "really?"),
+    ]
+    talk.set_system("")
+    assert talk.messages[0]["role"] == "user"
+    talk.set_system("again")
+    talk.clear()
+    assert talk.messages == [{"role": "system", "content": "again"}]
+
+
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came() -> None:
+    talk = Talk(saying(Content("a"), Content("b"), Content("c")))
+    answer = talk.ask("?")
+    next(answer)
+    answer.close()  # type: ignore[attr-defined]
+    assert [m["content"] for m in talk.messages] == ["?", "a"]
+
+
+def test_a_question_that_fails_is_not_remembered() -> None:
+    def fail(_: Conversation) -> Iterator[Delta | Piece]:
+        raise BadRequest("too long")
+        yield
+
+    talk = Talk(fail)
+    with pytest.raises(BadRequest):
+        list(talk.ask("?"))
+    assert talk.messages == []
+    with pytest.raises(UsageError, match="nothing was asked"):
+        talk.retry()
+
+
+def test_a_talk_is_saved_and_loaded(tmp_path: Path) -> None:
+    talk = Talk(saying(Content("äö")))
+    list(talk.ask("ü?"))
+    file = tmp_path / "talk.json"
+    talk.save(file)
+    other = Talk(saying(Content("more")))
+    other.load(file)
+    assert other.messages == talk.messages
+    file.write_text(json.dumps(talk.messages))
+    other.load(file)
+    assert other.messages == talk.messages
+    for bad in ("", "{}", '[{"role": "tool", "content": ""}]', '[{"role": "user", "content": 1}]'):
+        file.write_text(bad)
+        with pytest.raises(UsageError, match=r"talk\.json: "):
+            other.load(file)
+    assert other.messages == talk.messages
+    with pytest.raises(UsageError, match="cannot be read"):
+        other.load(tmp_path / "missing")
+    with pytest.raises(UsageError, match="cannot be written"):
+        other.save(tmp_path / "missing" / "talk.json")
+
+
+# -- the loop
+
+
+class Typed:
+    """Stands for the keyboard: lines, and exceptions where keys end a line."""
+
+    def __init__(self, *lines: str | type[BaseException]) -> None:
+        self._lines = list(lines)
+
+    def ask(self) -> str:
+        line = self._lines.pop(0) if self._lines else EOFError
+        if isinstance(line, str):
+            return line
+        raise line
+
+
+def conversed(talk: Talk, *lines: str | type[BaseException], terminal: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
+    converse(talk, Typed(*lines), console)
+    return out.getvalue()
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupted(_: Conversation) -> Iterator[Delta | Piece]:
+        yield Content("half")
+        raise KeyboardInterrupt
+
+    talk = Talk(interrupted)
+    shown = conversed(talk, KeyboardInterrupt, "one", "two", "/exit", "never")
+    assert shown == "halfhalf"
+    assert [m["content"] for m in talk.messages] == ["one", "half", "two", "half"]
+    assert "stopped" in capsys.readouterr().err
+
+
+def test_every_order_is_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = Talk(saying(Content("yes")))
+    file = tmp_path / "talk.json"
+    shown = conversed(
+        talk, "/stats", "/help", "/system be brief", "ask", "/retry", "/stats", f"/save {file}",
+        "/clear", f"/load {file}", "", "/nonsense", "//x",
+    )  # fmt: skip
+    assert shown.count("yes") == 3
+    assert [m["content"] for m in talk.messages] == ["be brief", "ask", "yes", "/x", "yes"]
+    out, err = capsys.readouterr()
+    assert all(f"/{name}" in out for name in ORDERS)
+    assert "6.0 tokens/s" in out
+    assert "there is no /nonsense" in err
+
+
+# -- the screen
+
+
+def test_a_terminal_shows_markdown_and_a_pipe_the_text() -> None:
+    parts: list[Delta | Piece] = [
+        Reasoning("think "), Reasoning("hard"), Content("# Title\n\nsome **bo"),
+        Content("ld** text\n\n```py\nx = 1\n```\n"), Piece("", (), "stop", STATS),
+    ]  # fmt: skip
+    out = io.StringIO()
+    show_answer(parts, Console(file=out, width=80, force_terminal=False))
+    assert out.getvalue() == "# Title\n\nsome **bold** text\n\n```py\nx = 1\n```\n\n"
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)
+    show_answer(parts, console)
+    assert "think hard" in out.getvalue()
+    assert "some bold text" in out.getvalue()
+    assert "x = 1" in out.getvalue()
