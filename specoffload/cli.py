@@ -42,7 +42,7 @@ app = typer.Typer(
     name="specoffload",
     help="Run big mixture-of-experts GGUF models on one GPU and a lot of RAM.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -269,6 +269,18 @@ def version(
     if show:
         report.line(f"specoffload {__version__}")
         raise typer.Exit
+
+
+def commands() -> list[tuple[str, str]]:
+    """(name, the first paragraph of its help) of each command, in the order of --help."""
+    found: list[tuple[str, str]] = []
+    groups: list[tuple[str, typer.Typer]] = [("", app), ("tune ", tune_app)]
+    for before, group in groups:
+        for command in group.registered_commands:
+            assert command.name is not None
+            words = str(command.help).partition("\n\n")[0]
+            found.append((before + command.name, " ".join(words.split())))
+    return found
 
 
 def main() -> None:

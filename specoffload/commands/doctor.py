@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -39,12 +41,51 @@ def doctor(folder: Path, *, numa: bool) -> None:
     report.line(_tuned_line(folder, topology))
     if numa:
         _show_nodes(topology)
-    for finding in diagnose(topology, read_facts(), threads):
+    findings = diagnose(topology, read_facts(), threads)
+    for finding in findings:
         report.line(_finding_line(finding))
     if numa and topology.is_numa:
         _show_shares(topology, threads)
     elif numa:
         report.line(f"placement was not tried: {ONE_NODE}")
+    is_tuned = not topology.is_numa or load_tuned(folder, topology).result is not None
+    report.line(last_line(_not_used(), findings, why_not_kept(folder), is_tuned=is_tuned))
+
+
+def last_line(
+    not_used: Sequence[str], findings: Sequence[Finding], not_kept: str, *, is_tuned: bool
+) -> str:
+    """Readiness, or the one thing to do next: a better build, then what is bad on the machine,
+    a folder for profiles, and the best threads. Pure."""
+    if not_used:
+        return f"next: {not_used[0]}"
+    for finding in findings:
+        if finding.severity == "bad":
+            return f"next: {finding.sentence}: {finding.advice}"
+    if not_kept:
+        return f"next: {not_kept}"
+    if not is_tuned:
+        return "next: specoffload tune numa finds the best threads and placement, and keeps them"
+    return "ready: specoffload run -hf user/repo fetches a model and talks to it"
+
+
+def why_not_kept(folder: Path) -> str:
+    """A sentence where profiles cannot be written, else nothing."""
+    there = next((f for f in (folder, *folder.parents) if f.exists()), folder)
+    if os.access(there, os.W_OK | os.X_OK) and there.is_dir():
+        return ""
+    return (
+        f"profiles cannot be kept in {folder}, so each start measures anew:"
+        " SPECOFFLOAD_PROFILE_DIR names another folder"
+    )
+
+
+def _not_used() -> tuple[str, ...]:
+    """Sentences for what the build leaves unused; the library has been loaded."""
+    from offload.device import devices
+    from offload.native_build import missing_in_build
+
+    return missing_in_build(has_gpu=any(device.on_gpu for device in devices()))
 
 
 def machine_lines(topology: Topology) -> list[str]:

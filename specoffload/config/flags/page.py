@@ -34,7 +34,7 @@ read as something else, or changes nothing, is said in one line at start, and th
 with `--strict-flags`; what would make another program of it is refused, with what to do instead.
 """
 
-_TITLES = {
+TITLES = {
     Panel.MODEL: "The model and its memory",
     Panel.OFFLOAD: "The device, what streams, threads and memory nodes",
     Panel.SPECULATION: "Speculation",
@@ -48,7 +48,7 @@ _TITLES = {
 def flags_page() -> str:
     """The whole page, in Markdown."""
     parts = [_HEAD]
-    for panel, title in _TITLES.items():
+    for panel, title in TITLES.items():
         rows = [_row(flag) for flag in TABLE if flag.panel is panel]
         table = ["| flag | default | variable | meaning |", "|---|---|---|---|", *rows]
         parts.append("\n".join((f"## {title}\n", *table)) + "\n")
@@ -94,10 +94,11 @@ def _row(flag: Flag) -> str:
         both += f" {_cell(flag.kind.metavar)}"
     variables = ", ".join(f"`{name}`" for name in flag.variables)
     default = flag.shown_default or ("off" if flag.is_switch and flag.names else "")
-    return f"| {both} | {default} | {variables} | {_cell(_meaning(flag))} |"
+    return f"| {both} | {default} | {variables} | {_cell(meaning(flag))} |"
 
 
-def _meaning(flag: Flag) -> str:
+def meaning(flag: Flag) -> str:
+    """The help of a flag, its range, what it needs, and the commands that have it alone."""
     words = [flag.help, flag.more]
     if flag.range_words:
         words.append(f"{flag.range_words[0].upper()}{flag.range_words[1:]}.")

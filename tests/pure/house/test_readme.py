@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,3 +103,22 @@ def test_the_page_of_flags_is_made_from_the_table() -> None:
 
     page = (ROOT / "docs" / "flags.md").read_text(encoding="utf-8")
     assert page == flags_page(), "run scripts/gen-flags"
+
+
+def test_the_manual_page_is_what_the_table_says_and_roff_reads_it() -> None:
+    from specoffload.cli import commands
+    from specoffload.config.flags.man import man_page
+
+    page = man_page(commands())
+    path = ROOT / "docs" / "specoffload.1"
+    assert path.read_text(encoding="utf-8") == page, "run scripts/gen-flags"
+    for name, _ in commands():
+        assert f".B {name}" in page
+    if groff := shutil.which("groff"):
+        done = subprocess.run(
+            [groff, "-man", "-ww", "-z", "-Tutf8", str(path)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")

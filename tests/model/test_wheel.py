@@ -1,0 +1,90 @@
+"""The wheel, in a fresh environment outside the repository: its program, its pair, its page."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST_BYTES = 20_000_000
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # setuptools leaves its build folder behind
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"],
+        check=True, capture_output=True, text=True,
+    ).stdout.splitlines()  # fmt: skip
+    for name in listed:
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    pip("wheel", "--no-deps", "-w", str(folder), str(source))
+    (made,) = folder.glob("specoffload-*.whl")
+    return made
+
+
+def pip(*words: str, python: str = sys.executable) -> None:
+    done = subprocess.run(
+        [python, "-m", "pip", "--disable-pip-version-check", "-q", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Installed alone; its dependencies are this environment's, so that nothing is compiled."""
+    folder = tmp_path_factory.mktemp("new") / "venv"
+    venv.create(folder, with_pip=True)
+    python = str(folder / "bin" / "python")
+    pip("install", "--no-deps", str(wheel), python=python)
+    paths = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+    (Path(paths) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", "utf-8")
+    return folder / "bin" / "specoffload"
+
+
+def test_the_wheel_is_small_and_has_what_the_program_shows(wheel: Path) -> None:
+    size_bytes = wheel.stat().st_size
+    print(f"wheel: {size_bytes / 1e6:.1f} MB of at most {MOST_BYTES / 1e6:.0f}")
+    assert size_bytes <= MOST_BYTES
+    names = zipfile.ZipFile(wheel).namelist()
+    for part in ("demo/target.gguf", "demo/draft.gguf", "static/index.html", "specoffload.1"):
+        assert any(name.endswith(part) for name in names), part
+    assert not [name for name in names if name.startswith(("tests/", "scripts/"))]
+
+
+def test_the_installed_program_decodes_with_the_embedded_pair(
+    program: Path, tmp_path: Path
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["SPECOFFLOAD_PROFILE_DIR"] = str(tmp_path)
+
+    def told(*words: str) -> str:
+        done = subprocess.run(
+            [str(program), *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    where = program.with_name("python")
+    code = "import specoffload; print(specoffload.__file__)"
+    found = subprocess.run(
+        [str(where), "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert str(program.parents[1]) in found.stdout  # not the repository's
+    assert told("--version").startswith("specoffload ")
+    assert told("run", "import os", "-n", "8", "--no-profile").strip()
+    assert "ready" in told("doctor") or "next:" in told("doctor")

@@ -1,0 +1,61 @@
+"""Images and units name what exists."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from specoffload.cli import commands
+from specoffload.config.flags.table import TABLE
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "scripts" / "deploy"
+IMAGES = sorted(DEPLOY.glob("*.Dockerfile"))
+UNITS = sorted(DEPLOY.glob("*.service"))
+
+
+def copied(image: Path) -> list[str]:
+    lines = re.findall(r"^COPY (?!--from)(.+) \S+$", image.read_text(encoding="utf-8"), re.M)
+    return [word for line in lines for word in line.split()]
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda p: p.name)
+def test_an_image_copies_what_the_wheel_is_made_of_and_its_context_has_it(image: Path) -> None:
+    context = Path(f"{image}.dockerignore").read_text(encoding="utf-8").splitlines()
+    kept = {line[1:] for line in context if line.startswith("!")}
+    assert set(copied(image)) == kept
+    assert all((ROOT / name).exists() for name in kept)
+    packages = re.search(r"include = \[(.+)\]", (ROOT / "pyproject.toml").read_text("utf-8"))
+    assert packages is not None
+    assert {name.strip('"* ') for name in packages[1].split(",")} <= kept
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda p: p.name)
+def test_what_an_image_starts_is_a_command_with_flags_of_the_table(image: Path) -> None:
+    said = re.search(r"^CMD \[(.+)\]$", image.read_text(encoding="utf-8"), re.M)
+    assert said is not None
+    command, *words = [word.strip(' "') for word in said[1].split(",")]
+    assert command in dict(commands())
+    names = {name for flag in TABLE for name in flag.names}
+    assert {word for word in words if word.startswith("-")} <= names
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda p: p.name)
+def test_systemd_understands_a_unit(unit: Path, tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("no systemd-analyze here")
+    program = tmp_path / "specoffload"
+    program.write_text("#!/bin/sh\n", encoding="ascii")
+    program.chmod(0o755)
+    text = unit.read_text(encoding="utf-8")
+    copy = tmp_path / unit.name
+    copy.write_text(text.replace("/opt/specoffload/bin/specoffload", str(program)), "utf-8")
+    done = subprocess.run(
+        [analyze, "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
