@@ -260,11 +260,14 @@ def _profile(config: Config, repetitions: int) -> list[float]:
 def _walk(session: Session) -> TextWalk:
     """A text that moves on: experts of the last batch are not those of the next."""
     target = session.target
-    return TextWalk(target.sequences, SEQUENCE, real_text(target), PREFIX, VERIFY_MOST)
+    span = max(VERIFY_MOST, target.options.n_ubatch or 0)
+    return TextWalk(target.sequences, SEQUENCE, real_text(target), PREFIX, span)
 
 
 def _median_s(walk: TextWalk, n: int, repetitions: int) -> float:
     """Of decodes of `n` tokens, new ones each time; the first warms up and does not count."""
+    if n > VERIFY_MOST:  # prefill, of which one row of logits is wanted, and which takes long
+        return [walk.time_s(n, n_logits=1) for _ in range(2)][1]
     return statistics.median([walk.time_s(n) for _ in range(repetitions + 1)][1:])
 
 
@@ -273,8 +276,10 @@ def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]],
     with Session(replace(config, draft=None)) as session:
         if not session.target.facts.n_experts:
             return [], {}
-        threshold = session.target.min_batch.experts
-        sizes = sorted(n for n in {1, 2, 3, 4, 8, 16, 32, threshold} if n <= VERIFY_MOST)
+        chosen = session.target.min_batch
+        edges = {chosen.experts, chosen.prefill_experts or 1}
+        most = min(session.target.options.n_ubatch or VERIFY_MOST, session.target.n_ctx - PREFIX)
+        sizes = sorted(n for n in {1, 2, 3, 4, 8, 16, 32, *edges} if n <= most)
         session.target.set_min_batch_by_decoding(_NEVER)
         walk = _walk(session)
         cpu = {n: _median_s(walk, n, repetitions) for n in sizes}
@@ -286,7 +291,7 @@ def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]],
             "n": n,
             "cpu_s": cpu[n],
             "streamed_s": streamed[n],
-            "chosen": "stream" if n >= threshold else "cpu",
+            "chosen": "stream" if chosen.streams(n, experts=True) else "cpu",
         }
         for n in sizes
     ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from offload.engine import Engine, EngineOptions
@@ -14,6 +16,7 @@ from offload.errors import BadModel, DoesNotFit
 from offload.ggml import llama
 from offload.streaming.options import StreamingOptions
 from offload.synth import plan_preset, write_header_only
+from specoffload import report
 from specoffload.cli import app
 
 GIB = 1 << 30
@@ -92,6 +95,21 @@ def test_people_see_what_takes_the_memory(r1: Path) -> None:
     for words in ("376.7 GiB, 61 layers, 256 experts", "resident weights", "KV cache", "ubatch",
                   "slots: experts", "ring 288", "is expected to pay from"):  # fmt: skip
         assert words in result.stdout
+
+
+@pytest.mark.parametrize("n_columns", [80, 120])
+@pytest.mark.parametrize("vram", ["8GiB", "24GiB", "80GiB"])
+def test_it_fits_a_terminal(
+    r1: Path, n_columns: int, vram: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        report, "_out", Console(highlight=False, width=n_columns, force_terminal=True)
+    )
+    result = CliRunner().invoke(app, ["plan", str(r1), "--vram", vram], catch_exceptions=False)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", result.stdout).splitlines()
+    assert len(lines) > 12
+    assert max(map(len, lines)) <= n_columns
+    assert all("…" not in line for line in lines), "nothing is cut"
 
 
 def test_what_does_not_fit_is_refused_with_numbers_and_flags(r1: Path) -> None:
