@@ -152,6 +152,7 @@ class Engine(ModelText):
             self._decode(),
             architecture=self.facts.architecture,
             is_recurrent=self._model.is_recurrent,
+            is_hybrid=self._model.is_hybrid,
             n_sequences=options.n_sequences,
             n_outputs=options.n_outputs,
             n_tree_leaves=options.n_tree_leaves,

@@ -58,6 +58,7 @@ class Sequences:
         *,
         architecture: str,
         is_recurrent: bool,
+        is_hybrid: bool,
         n_sequences: int,
         n_outputs: int,
         n_tree_leaves: int,
@@ -74,6 +75,8 @@ class Sequences:
         self._device_checkpoints = device_checkpoints
         self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx
         self.can_rewind = not is_recurrent
+        self._is_hybrid = is_hybrid
+        self._n_ubatch = context.n_ubatch
         self.n_rs_seq = context.n_rs_seq
         self.rollbacks = RollbackCounters()
         self._lengths = [0] * n_sequences
@@ -117,7 +120,7 @@ class Sequences:
                 rows = self._decode(chunk, positions, [sequence] * len(chunk), wanted)
                 if len(rows):
                     parts.append(rows)
-                self._grown(sequence, start + end, end - done)
+                self._grown([(sequence, end - done)])
                 done = end
         except BaseException:
             self._undo(sequence, start)
@@ -180,11 +183,11 @@ class Sequences:
             for sequence, start in starts.items():
                 self._undo(sequence, start)
             raise
+        self._grown([(sequence, len(part)) for sequence, part, _ in parts])
         out: list[Rows] = [rows] * len(parts)
         at = 0
         for i in order:
-            sequence, part, n_logits = parts[i]
-            self._grown(sequence, starts[sequence] + len(part), len(part))
+            n_logits = parts[i][2]
             out[i] = rows[at : at + n_logits]
             at += n_logits
         return out
@@ -196,10 +199,31 @@ class Sequences:
                 f"{self.n_batch} tokens (--batch-size) or {self.n_outputs} rows"
             )
 
-    def _grown(self, sequence: int, length: int, n_decoded: int) -> None:
-        self._lengths[sequence] = length
-        # The state before the first token of a decode is not among its snapshots.
-        self._snapshots[sequence] = min(n_decoded - 1, self.n_rs_seq)
+    def _grown(self, parts: Sequence[tuple[int, int]]) -> None:
+        """A decode has appended tokens: (sequence, number) of each part."""
+        n_droppable = self.n_droppable(parts)
+        self._snapshots = [0] * self._n_sequences
+        for sequence, n_tokens in parts:
+            self._lengths[sequence] += n_tokens
+            # The state before the first token of a decode is not among its snapshots.
+            self._snapshots[sequence] = min(n_tokens - 1, n_droppable)
+
+    def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
+        """Tokens that `rewind` takes off each sequence of a recurrent memory right after a decode
+        of these (sequence, number of tokens), by the snapshots that it leaves; 0: checkpoints only.
+
+        Of several sequences they stand only if the library computes all at once: the next ubatch
+        may move a sequence's state to another cell, and leaves its snapshots behind
+        (llama-memory-recurrent.cpp: find_slot). It takes sequences of one length, and of a memory
+        that is not hybrid only neighbours.
+        """
+        if len(parts) > 1:
+            if len({n for _, n in parts}) > 1 or parts[0][1] * len(parts) > self._n_ubatch:
+                return 0
+            first, last = min(parts)[0], max(parts)[0]
+            if not self._is_hybrid and last - first >= len(parts):
+                return 0
+        return self.n_rs_seq
 
     def _check(
         self, tokens: Sequence[int], start: int, n_logits: int, n_positions: int | None = None

@@ -33,12 +33,6 @@ class Target(Protocol):
         ...
 
     @property
-    def n_rs_seq(self) -> int:
-        """Drafted tokens that `rewind` takes off a recurrent memory right after they were
-        verified, from snapshots the decode left (llama.cpp's name); 0: checkpoints only."""
-        ...
-
-    @property
     def n_batch(self) -> int:
         """Tokens that one decode takes."""
         ...
@@ -62,6 +56,12 @@ class Target(Protocol):
     ) -> list[NDArray[np.float32]]:
         """One decode for several sequences: (sequence, tokens, n_logits) of each, and as in
         `extend` the rows of each. `n_batch` tokens and `n_outputs` rows at most."""
+        ...
+
+    def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
+        """Tokens that `rewind` takes off each sequence of a recurrent memory right after a decode
+        of these (sequence, number of tokens), by the snapshots that it leaves; 0: checkpoints only.
+        """
         ...
 
     def rewind(self, sequence: int, length: int) -> None:

@@ -107,8 +107,12 @@ class Model:
     @property
     def is_recurrent(self) -> bool:
         """Recurrent or hybrid: memory that cannot drop a partial tail (llama.cpp #19493)."""
-        recurrent = self._lib.llama_model_is_recurrent(self.handle)
-        return bool(recurrent or self._lib.llama_model_is_hybrid(self.handle))
+        return self.is_hybrid or bool(self._lib.llama_model_is_recurrent(self.handle))
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Layers of attention beside recurrent ones."""
+        return bool(self._lib.llama_model_is_hybrid(self.handle))
 
     @property
     def has_tokenizer(self) -> bool:
@@ -269,6 +273,7 @@ class Context:
         self.n_ctx = int(lib.llama_n_ctx(self.handle))
         self.n_rs_seq = int(lib.llama_n_rs_seq(self.handle))
         self.n_batch = int(lib.llama_n_batch(self.handle))
+        self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
         self._batch = _Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
         self.n_vocab = model.n_vocab
         # A decode that a signal aborts is redone, which recurrent memory does not allow: there

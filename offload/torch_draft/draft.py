@@ -65,7 +65,6 @@ class TorchDraft:
     """A draft model in torch. Close it, or use it with `with`."""
 
     can_rewind = True
-    n_rs_seq = 0  # nothing is recurrent
 
     def __init__(
         self,
@@ -149,6 +148,9 @@ class TorchDraft:
         if not 0 <= sequence < len(self._lengths):
             raise BadRequest(f"sequence {sequence} does not exist; there are {len(self._lengths)}")
         return self._lengths[sequence]
+
+    def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
+        return 0  # there are no snapshots: nothing is recurrent
 
     def rewind(self, sequence: int, length: int) -> None:
         """Keep the first `length` tokens: what lies behind them is never seen again."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from specdec.decoding.member import BatchMember
-from specdec.policies.joint import allocate
+from specdec.policies.joint import allocate, level
 from specdec.policies.throughput import Throughput
 from specdec.types import BatchDrafter, Decision, Draft, Drafter, Policy, Round, Target, Walk
 
@@ -96,7 +96,10 @@ class ChainDrafting:
             return drafts
         chains = [_reached(draft, policy) for draft in drafts]
         times = policy.costs.times[: min(self._target.n_outputs, self._target.n_batch)]
-        counts = allocate(chains, times, policy.rate)
+        if self._target.can_rewind:
+            counts = allocate(chains, times, policy.rate)
+        else:
+            counts = (level(chains, times, policy.rate),) * len(members)
         return [
             cut(draft, n) if draft.tokens or draft.dropped else draft
             for draft, n in zip(drafts, counts, strict=True)

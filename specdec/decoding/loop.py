@@ -306,12 +306,15 @@ class DecodingLoop:
         as it was. When the decode raises, all are."""
         target = self._target
         lengths = [len(member.history) for member in members]
-        rollbacks = [
-            Rollback(target, m.sequence, len(d.tokens))
-            for m, d in zip(members, drafts, strict=True)
-        ]
         parts = [(m.sequence, f, len(f)) for m, f in zip(members, fed, strict=True)]
         parts += [(m.sequence, tokens, 0) for m, tokens in pieces]
+        n = 0
+        if not target.can_rewind:
+            n = target.n_droppable([(sequence, len(tokens)) for sequence, tokens, _ in parts])
+        rollbacks = [
+            Rollback(target, m.sequence, len(d.tokens), n)
+            for m, d in zip(members, drafts, strict=True)
+        ]
         verdicts: list[Verdict | Exception] = []
         try:
             rows = target.extend_batch(parts)

@@ -18,11 +18,12 @@ class Rollback:
 
     __slots__ = ("_checkpoint", "_length", "_sequence", "_target")
 
-    def __init__(self, target: Target, sequence: int, n_drafted: int) -> None:
+    def __init__(self, target: Target, sequence: int, n_drafted: int, n_droppable: int) -> None:
+        """`n_droppable` as Target's, for the decode that verifies."""
         self._target = target
         self._sequence = sequence
         self._length = target.length(sequence)
-        needs_checkpoint = not target.can_rewind and n_drafted > target.n_rs_seq
+        needs_checkpoint = not target.can_rewind and n_drafted > n_droppable
         self._checkpoint = target.checkpoint(sequence) if needs_checkpoint else None
 
     def keep(self, fed: Sequence[int], n: int) -> None:

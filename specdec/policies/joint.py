@@ -39,3 +39,20 @@ def allocate(
     for _, s in order[:n]:
         counts[s] += 1
     return tuple(counts)
+
+
+def level(chains: Sequence[Sequence[float]], times: Sequence[float], rate: float) -> int:
+    """The number of tokens of every sequence's draft to verify together, the same for all.
+
+    For recurrent memory, which computes sequences of different lengths in batches of their own:
+    there the rows of one do not make those of another cheaper.
+    """
+    n_rows = len(chains)
+    best, best_value, total = 0, 0.0, 0.0
+    most = min([len(chain) for chain in chains], default=0)
+    for n in range(1, min(most, len(times) // n_rows - 1 if n_rows else 0) + 1):
+        total += sum([chain[n - 1] for chain in chains])
+        value = total - rate * (times[n_rows * (1 + n) - 1] - times[n_rows - 1])
+        if value > best_value:
+            best, best_value = n, value
+    return best

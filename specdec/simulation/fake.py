@@ -146,7 +146,7 @@ class FakeTarget:
             cells.append((len(held), token))
             held.append(token)
             rows[i] = self.logits_after(held)
-        self._snapshots[sequence] = min(len(tokens) - 1, self.n_rs_seq)
+        self._snapshots = {sequence: min(len(tokens) - 1, self.n_rs_seq)}
         return rows
 
     def extend_batch(
@@ -158,7 +158,13 @@ class FakeTarget:
         before = len(self.calls)
         rows = [self._append(sequence, tokens)[len(tokens) - n :] for sequence, tokens, n in parts]
         self.calls[before:] = [sum(self.calls[before:])]
+        n = self.n_droppable([(sequence, len(tokens)) for sequence, tokens, _ in parts])
+        self._snapshots = {sequence: min(len(tokens) - 1, n) for sequence, tokens, _ in parts}
         return rows
+
+    def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
+        """Snapshots are those of the last decode, if all of its parts have one length."""
+        return self.n_rs_seq if len({n for _, n in parts}) == 1 else 0
 
     def rewind(self, sequence: int, length: int) -> None:
         held = self.length(sequence)

@@ -56,7 +56,9 @@ class Batcher:
         self.store = PromptStore(store_bytes, can_cut=self._sequences.can_rewind)
         self.on_round: list[Callable[[Round], None]] = []  # told of every round
         self._loop = DecodingLoop(self._sequences) if speculation is None else speculation.loop()
-        self._share = PromptShare(target.options.n_ubatch or DEFAULT_UBATCH)
+        self._share = PromptShare(
+            target.options.n_ubatch or DEFAULT_UBATCH, rides_along=self._sequences.can_rewind
+        )
         self._waiting: deque[Request] = deque()
         self._running: dict[BatchMember, Request] = {}  # in the order in which they got their slots
         self._n_used = 0

@@ -16,9 +16,10 @@ _FREE_SHARE = 0.05  # of a step's time, by which tokens that ride along may leng
 class PromptShare:
     """Says how many prompt tokens a step takes, and is told how long steps took."""
 
-    def __init__(self, n_piece: int) -> None:
-        """`n_piece` tokens are a whole piece."""
-        self._n_piece = n_piece
+    def __init__(self, n_piece: int, *, rides_along: bool = True) -> None:
+        """`n_piece` tokens are a whole piece. Without `rides_along` nothing is free: the memory is
+        recurrent, and computes sequences of different lengths one after the other."""
+        self._n_piece, self._rides_along = n_piece, rides_along
         self._is_piece = False  # granted for the step under way
         self._piece_s = 0.0  # the last whole piece
         self._rounds_s = 0.0  # steps since then
@@ -31,7 +32,9 @@ class PromptShare:
         self._is_piece = self._rounds_s >= self._piece_s
         if not n_rows:
             return None
-        return self._n_piece if self._is_piece else min(self._n_piece, free_tokens(n_rows, times))
+        if self._is_piece:
+            return self._n_piece
+        return min(self._n_piece, free_tokens(n_rows, times)) if self._rides_along else 0
 
     def took(self, step_s: float, *, has_rounds: bool, has_prompts: bool) -> None:
         """The step that `n_tokens` was asked for took `step_s`."""

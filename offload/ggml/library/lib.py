@@ -151,6 +151,7 @@ SIGNATURES: dict[str, Signature] = {
     "llama_free": _sig(None, P),
     "llama_n_ctx": _sig(U32, P),
     "llama_n_batch": _sig(U32, P),
+    "llama_n_ubatch": _sig(U32, P),
     "llama_set_n_threads": _sig(None, P, I32, I32),
     "llama_attach_threadpool": _sig(None, P, P, P),
     "llama_detach_threadpool": _sig(None, P),

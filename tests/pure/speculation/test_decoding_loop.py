@@ -379,3 +379,17 @@ def test_a_chain_of_drafters_decides_and_learns_for_several_members() -> None:
     assert sources == {"draft", "ngram-simple"}
     learnt = policy.calibration.sources
     assert set(learnt) >= sources
+
+
+def test_parts_of_prompts_fit_the_batch_beside_the_rounds() -> None:
+    """With as many prompt tokens as a decode takes, and rows that take their part of it."""
+    target = FakeTarget(n_vocab=16, n_batch=8)
+    loop = DecodingLoop(target)
+    members = [member_of(sequence, [sequence + 1], 20) for sequence in range(3)]
+    members.append(member_of(3, [5] * 40, 4))
+    for member in members:
+        loop.add(member)
+    while not loop.is_idle:
+        loop.step(8)
+    assert max(target.calls) <= 8
+    assert [len(member.history) for member in members] == [21, 21, 21, 44]

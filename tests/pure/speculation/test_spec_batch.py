@@ -22,7 +22,7 @@ from specdec.decoding.tree import DraftTree, TreeDrafter, decode_tree
 from specdec.drafters.model import ModelDrafter
 from specdec.errors import BadOption, SpecDecError
 from specdec.policies.fixed import Fixed
-from specdec.policies.joint import allocate, best_count
+from specdec.policies.joint import allocate, best_count, level
 from specdec.policies.throughput import Throughput
 from specdec.simulation.fake import FakeTarget
 from specdec.simulation.synthetic import (
@@ -120,6 +120,10 @@ def test_the_joint_choice_is_the_best_of_all_choices(
 
     best = max(value(c) for c in itertools.product(*[range(len(c) + 1) for c in falling]))
     assert value(allocate(falling, times, rate)) == pytest.approx(best, abs=1e-9)
+    same = [(n,) * len(falling) for n in range(min(map(len, falling)) + 1)]
+    best = max(value(counts) for counts in same if len(falling) + sum(counts) <= len(times))
+    n = level(falling, times, rate)
+    assert value((n,) * len(falling)) == pytest.approx(best, abs=1e-9)
 
 
 def test_the_joint_choice_looks_past_a_bump() -> None:
