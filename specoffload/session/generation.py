@@ -32,9 +32,7 @@ class GenerateOptions:
     seed: int | None = None
     ignore_eos: bool = False
     time_limit_s: float | None = None  # from its first step on; then the answer ends as it is
-    n: int = (
-        1  # answers to the prompt, which is evaluated once; those after the first: seed + 1, ...
-    )
+    n: int = 1  # answers to the prompt, which is evaluated once; their seeds follow one another
 
 
 @dataclass(frozen=True)

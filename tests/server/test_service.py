@@ -52,9 +52,7 @@ def test_several_answers_to_a_prompt_are_told_apart_and_end_together() -> None:
     assert told.events[0][-1] == Finished()
     assert told.events[0].count(Finished()) == 1
     texts = ["".join(p.text for p in told.pieces(0) if p.index == i) for i in range(3)]
-    assert [f"seed={seed}" in text for seed, text in zip((7, 8, 9), texts, strict=True)] == [
-        True
-    ] * 3
+    assert all(f"seed={seed}" in text for seed, text in zip((7, 8, 9), texts, strict=True))
     assert sum(piece.finish_reason is not None for piece in told.pieces(0)) == 3
 
 
