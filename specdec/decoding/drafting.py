@@ -65,6 +65,8 @@ class ChainDrafting:
         """A round of m drafts feeds m + 1 tokens and may emit m + 1."""
         target = self._target
         n_most = min(self.policy.n_max, target.n_outputs - 1, target.n_batch - 1)
+        if member.draft_max is not None:
+            n_most = min(n_most, member.draft_max)
         return max(0, min(member.n_left - 1, target.n_ctx - len(member.history), n_most))
 
     def _share(self, n_members: int) -> None:

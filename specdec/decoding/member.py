@@ -25,6 +25,7 @@ class BatchMember:
     n_left: int
     is_end: IsEnd
     n_cached: int = 0
+    draft_max: int | None = None  # tokens of a draft, at most; None: as many as the policy wants
     end: End = field(default="")  # set when it is over
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from offload.text import TextStream
-from specoffload.session.generation import FinishReason, Piece
+from specoffload.session.generation import FinishReason, GenerationStats, Piece
 from specoffload.session.stopping import StopScanner
 
 
@@ -34,8 +34,10 @@ class Answer:
                 break
         return Piece(shown, tuple(tokens[:n_kept]))
 
-    def rest(self) -> str:
-        """The text held back, when no token follows."""
-        if self._stops.stopped:
-            return ""
-        return self._stops.feed(self._text.finish()) + self._stops.finish()
+    def last_piece(self, stats: GenerationStats) -> Piece:
+        """The text held back, when no token follows, and how it ended."""
+        word = self._stops.word
+        text = ""
+        if word is None:
+            text = self._stops.feed(self._text.finish()) + self._stops.finish()
+        return Piece(text, (), self.finish, stats, stopping_word=word)

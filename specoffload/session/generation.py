@@ -31,6 +31,9 @@ class GenerateOptions:
     json_schema: str | None = None  # JSON text; excludes a grammar
     seed: int | None = None
     ignore_eos: bool = False
+    cache_prompt: bool = True  # a beginning that a slot or host memory holds is not evaluated again
+    id_slot: int = -1  # the slot to run in, if it is idle; -1: any
+    draft_max: int | None = None  # tokens of a draft; None: as the policy has it, 0: no drafts
     time_limit_s: float | None = None  # from its first step on; then the answer ends as it is
     n: int = 1  # answers to the prompt, which is evaluated once; their seeds follow one another
 
@@ -82,6 +85,7 @@ class Piece:
     finish_reason: FinishReason | None = None  # set on the last piece only
     stats: GenerationStats | None = None  # set on the last piece only
     index: int = 0  # of the answer, where a request asked for several
+    stopping_word: str | None = None  # on the last piece, if a stop sequence ended the answer
 
 
 @dataclass(frozen=True)

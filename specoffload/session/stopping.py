@@ -11,17 +11,21 @@ class StopScanner:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
-        self.stopped = False
+        self.word: str | None = None  # the stop sequence that came
+
+    @property
+    def stopped(self) -> bool:
+        return self.word is not None
 
     def feed(self, text: str) -> str:
         """The text that may be shown now; after a stop sequence, nothing more."""
         if self.stopped:
             return ""
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            shown, self._held = self._held[: min(found)], ""
+            at, self.word = min(found)
+            shown, self._held = self._held[:at], ""
             return shown
         keep = self._longest_beginning()
         cut = len(self._held) - keep

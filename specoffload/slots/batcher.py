@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from time import perf_counter
 
 from offload.engine import Engine
@@ -183,7 +184,7 @@ class Batcher:
             n_taken = sum([len(member.history) + 1 for member in self._running])
             if self._running and n_taken + len(request.history) + 1 > self._sequences.n_ctx:
                 break
-            slot = self._slot_for(request.history)
+            slot = self._slot_for(request.history, request.options)
             if slot is None:
                 break
             self._waiting.remove(request)
@@ -205,6 +206,7 @@ class Batcher:
             request.n_left,
             request.is_end,
             slot.n_held,
+            request.options.draft_max,
         )
         request.slot, request.member = slot, member
         self._running[member] = request
@@ -232,10 +234,14 @@ class Batcher:
         slot.keep(request.history)
         slot.is_busy = False
 
-    def _slot_for(self, tokens: Sequence[int]) -> Slot | None:
-        """A free slot that holds as much of the beginning of `tokens` as can be had."""
+    def _slot_for(self, tokens: Sequence[int], options: GenerateOptions) -> Slot | None:
+        """A free slot that holds as much of the beginning of `tokens` as can be had; the one that
+        was wished for, if it is free."""
         states = self._states(tokens)
-        choice = choose(states, len(tokens), self.store.reusable(tokens))
+        wished = [s for s in states if s.number == options.id_slot and not s.is_busy]
+        if not options.cache_prompt:
+            return self._empty_slot(wished or states)
+        choice = choose(wished or states, len(tokens), self.store.reusable(tokens))
         if choice is None:
             return None
         slot = self.slots[choice.number]
@@ -245,6 +251,17 @@ class Batcher:
             self._load(slot, tokens)
         elif choice.source is Source.SLOT:
             slot.share(self.slots[choice.other], states[choice.other].n_shareable, tokens)
+        return slot
+
+    def _empty_slot(self, states: Sequence[SlotState]) -> Slot | None:
+        """A free slot that holds nothing, for a prompt that is to be evaluated whole."""
+        choice = choose([replace(s, n_reusable=0, n_shareable=0) for s in states], 1, 0)
+        if choice is None:
+            return None
+        slot = self.slots[choice.number]
+        if choice.keep:
+            self._store(slot)
+        slot.clear()
         return slot
 
     def _load(self, slot: Slot, tokens: Sequence[int]) -> None:

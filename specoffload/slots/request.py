@@ -90,7 +90,7 @@ class Request:
         assert self._tally is not None
         self.evaluated()
         stats = self._tally.stats(counts, perf_counter())
-        self.pieces.append(Piece(self._answer.rest(), (), self._answer.finish, stats))
+        self.pieces.append(self._answer.last_piece(stats))
         self.close()
 
     def fail(self, error: Exception) -> None:

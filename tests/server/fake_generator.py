@@ -200,7 +200,8 @@ class FakeGenerator:
         stats = GenerationStats(
             n_prompt, n, 0.25, 0.5, n_rounds=n, n_drafted=2 * n, n_accepted=n, streamed_bytes=0
         )
-        yield Piece("" if stops.stopped else stops.finish(), (), finish, stats)
+        text = "" if stops.stopped else stops.finish()
+        yield Piece(text, (), finish, stats, stopping_word=stops.word)
 
     def _symbols(self, answer: str, forever: bool) -> Iterator[str]:
         yield from answer

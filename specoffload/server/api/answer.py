@@ -50,9 +50,9 @@ class TicketResponse(Response):
     prefill must be cancelled too, so this listens itself.
     """
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, give_back: Callable[[], None]) -> None:
         super().__init__()
-        self._ticket = ticket
+        self._give_back = give_back
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._produce(scope, receive, send))
@@ -60,7 +60,7 @@ class TicketResponse(Response):
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._ticket.cancel()
+            self._give_back()
             for task in (work, gone):
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
@@ -86,7 +86,8 @@ class WholeAnswer(TicketResponse):
     """One JSON object when the generation has ended."""
 
     def __init__(self, ticket: Ticket, shape: Shape) -> None:
-        super().__init__(ticket)
+        super().__init__(ticket.cancel)
+        self._ticket = ticket
         self._shape = shape
 
     async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,7 +114,8 @@ class StreamedAnswer(TicketResponse):
     """Server-sent events, ended by [DONE]; after the header, an error is an event."""
 
     def __init__(self, ticket: Ticket, shape: Shape, *, include_usage: bool) -> None:
-        super().__init__(ticket)
+        super().__init__(ticket.cancel)
+        self._ticket = ticket
         self._shape = shape
         self._include_usage = include_usage
         self._has_header = False
@@ -198,7 +200,8 @@ class SingleAnswer(TicketResponse):
 
     def __init__(self, ticket: Ticket, body: Callable[[Event], Any]) -> None:
         """`body` words the event as JSON."""
-        super().__init__(ticket)
+        super().__init__(ticket.cancel)
+        self._ticket = ticket
         self._body = body
 
     async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:

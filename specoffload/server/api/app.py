@@ -19,19 +19,19 @@ from specoffload.server.api.answer import (
     WholeAnswer,
     problem_response,
 )
+from specoffload.server.api.completions import completions_router
 from specoffload.server.api.context import Context
+from specoffload.server.api.native import NativeRoutes
 from specoffload.server.api.parameters import (
     chat_messages,
-    completion_prompt,
     generate_options,
 )
-from specoffload.server.api.shapes import ChatShape, Shape, TextShape
+from specoffload.server.api.shapes import ChatShape, Shape
 from specoffload.server.api.slots import slot_body, slot_job, slots_body
 from specoffload.server.api.status import Status
 from specoffload.server.api.text import TextRoutes
 from specoffload.server.api.wire import (
     ChatRequest,
-    CompletionRequest,
     GenerationRequest,
     SlotRequest,
 )
@@ -39,7 +39,6 @@ from specoffload.server.body.reading import BodyReader, ignore
 from specoffload.server.engine.client import EngineClient, RequestFailed
 from specoffload.server.engine.messages import (
     ChatJob,
-    CompletionJob,
     Job,
     Problem,
     SlotsJob,
@@ -90,11 +89,12 @@ def create_app(
     context = Context(engine, BodyReader(strict=strict_params), defaults or GenerateOptions())
     app.include_router(Status(context, has_metrics=has_metrics).router())
     app.include_router(TextRoutes(context).router())
+    app.include_router(completions_router(context))
+    app.include_router(NativeRoutes(context).router())
     api = _Api(context)
     router = APIRouter()
     for path in ("/v1/chat/completions", "/chat/completions"):
         router.add_api_route(path, api.chat, methods=["POST"], response_model=None)
-    router.add_api_route("/v1/completions", api.completion, methods=["POST"], response_model=None)
     router.add_api_route("/slots", api.slots, methods=["GET"], response_model=None)
     router.add_api_route(
         "/slots/{number:int}", api.change_slot, methods=["POST"], response_model=None
@@ -120,16 +120,6 @@ class _Api:
         job = ChatJob(chat_messages(body.messages), options)
         card = self._context.card()
         return self._generate(job, body, ChatShape(card.name, int(time.time())))
-
-    async def completion(self, request: Request) -> Response:
-        body = await self._context.read(request, CompletionRequest)
-        options, idle = generate_options(body, self._context.defaults)
-        ignore(request, idle)
-        prompt = completion_prompt(body)
-        echo = prompt if body.echo and isinstance(prompt, str) else ""
-        card = self._context.card()
-        job = CompletionJob(prompt, options)
-        return self._generate(job, body, TextShape(card.name, int(time.time()), echo))
 
     def _generate(self, job: Job, body: GenerationRequest, shape: Shape) -> Response:
         ticket = self._engine.submit(job)

@@ -14,7 +14,6 @@ from specoffload.config.flags import sampling
 from specoffload.config.flags.flag import FLOAT, INT, SWITCH
 from specoffload.server.api.wire import (
     ChatRequest,
-    CompletionRequest,
     GenerationRequest,
     Message,
 )
@@ -46,6 +45,9 @@ def generate_options(
         for name, field in _PASSED_ON.items()
         if (value := getattr(request, name)) is not None
     }
+    for name in ("cache_prompt", "id_slot", "draft_max"):
+        if (value := getattr(request, name)) is not None:
+            changes[name] = value
     structure = _structure(request)
     if structure:  # instead of the default's, whichever form that has
         changes |= {"grammar": None, "json_schema": None, **structure}
@@ -109,23 +111,6 @@ def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(schema, dict):
         raise BadRequest("response_format: it needs json_schema.schema, a JSON object")
     return schema
-
-
-def completion_prompt(request: CompletionRequest) -> str | tuple[int, ...]:
-    """The one prompt of a completion request: text or token ids. Raises BadRequest."""
-    prompt: object = request.prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise BadRequest(f"{len(prompt)} prompts in one request: send one request for each")
-        prompt = prompt[0]
-    if not prompt:
-        raise BadRequest("the prompt is empty: at least one token is needed")
-    if isinstance(prompt, str):
-        return prompt
-    assert isinstance(prompt, list)
-    if request.echo:
-        raise BadRequest("echo needs the prompt as text, not as token ids")
-    return tuple(prompt)
 
 
 def chat_messages(messages: list[Message]) -> tuple[dict[str, str], ...]:

@@ -1,4 +1,4 @@
-"""Words one generation for /v1/chat/completions and for /v1/completions. Pure."""
+"""Words one generation for /v1/chat/completions. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from specoffload.server.api.wire import (
     ChatMessage,
     ChunkChoice,
     Delta,
-    TextChoice,
-    TextCompletion,
     timings_of,
     usage_of,
 )
@@ -39,15 +37,15 @@ class Shape(Protocol):
     def whole(self, text: str, reason: FinishReason, stats: GenerationStats) -> str: ...
 
 
-_MARK = "‡"  # stands in for a text
+MARK = "‡"  # stands in for a text
 
 
 class TextLine:
     """JSON that differs in one text: made once by pydantic, cut where the text is, filled in."""
 
     def __init__(self, json_with_mark: str) -> None:
-        """`json_with_mark` is the JSON where the text is _MARK, once."""
-        self._head, self._tail = json_with_mark.rsplit(f'"{_MARK}"', 1)
+        """`json_with_mark` is the JSON where the text is MARK, once."""
+        self._head, self._tail = json_with_mark.rsplit(f'"{MARK}"', 1)
 
     def fill(self, text: str) -> str:
         return f"{self._head}{json.dumps(text, ensure_ascii=False)}{self._tail}"
@@ -60,7 +58,7 @@ class ChatShape:
         self._model = model
         self._created = created
         self._id = "chatcmpl-" + secrets.token_hex(16)
-        self._line = TextLine(self._chunk(Delta(content=_MARK)).to_json())
+        self._line = TextLine(self._chunk(Delta(content=MARK)).to_json())
 
     def opening(self) -> str | None:
         return self._chunk(Delta(role="assistant", content="")).to_json()
@@ -97,50 +95,6 @@ class ChatShape:
         return ChatChunk(
             id=self._id,
             object="chat.completion.chunk",
-            created=self._created,
-            model=self._model,
-            choices=[choice],
-        )
-
-
-class TextShape:
-    """text_completion, whole and in chunks; `echo` is what goes before the answer."""
-
-    def __init__(self, model: str, created: int, echo: str = "") -> None:
-        self._model = model
-        self._created = created
-        self._echo = echo
-        self._id = "cmpl-" + secrets.token_hex(16)
-        self._line = TextLine(self._completion(_MARK).to_json())
-
-    def opening(self) -> str | None:
-        return self._completion(self._echo).to_json() if self._echo else None
-
-    def delta(self, text: str) -> str:
-        return self._line.fill(text)
-
-    def ending(self, reason: FinishReason, stats: GenerationStats) -> str:
-        completion = self._completion("", reason)
-        completion.timings = timings_of(stats)
-        return completion.to_json()
-
-    def usage(self, stats: GenerationStats) -> str:
-        completion = self._completion("")
-        completion.choices = []
-        completion.usage = usage_of(stats)
-        return completion.to_json()
-
-    def whole(self, text: str, reason: FinishReason, stats: GenerationStats) -> str:
-        completion = self._completion(self._echo + text, reason)
-        completion.usage = usage_of(stats)
-        completion.timings = timings_of(stats)
-        return completion.to_json()
-
-    def _completion(self, text: str, reason: FinishReason | None = None) -> TextCompletion:
-        choice = TextChoice(index=0, text=text, logprobs=None, finish_reason=reason)
-        return TextCompletion(
-            id=self._id,
-            object="text_completion",
             created=self._created,
             model=self._model,
             choices=[choice],

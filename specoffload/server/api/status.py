@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,10 +13,11 @@ from offload.errors import NotSupported
 from specoffload import __version__
 from specoffload.server.api.answer import problem_response
 from specoffload.server.api.context import Context
+from specoffload.server.api.settings import settings_of
 from specoffload.server.engine.client import RequestFailed
 from specoffload.server.engine.messages import Counters, CountersJob
 from specoffload.server.status.metrics import MEDIA_TYPE, Now, metrics_page
-from specoffload.session.generation import GenerateOptions, ModelCard
+from specoffload.session.generation import ModelCard
 
 _ENGINE_PATIENCE_S = 2.0  # it answers between two batches; a long one may take minutes
 
@@ -66,7 +66,7 @@ class Status:
                 "n_ctx": card.n_ctx,
                 "speculative": engine.totals.n_drafted > 0,
                 "is_processing": engine.n_running > 0,
-                "params": _params(self._context.defaults),
+                "params": settings_of(self._context.defaults),
             },
             "total_slots": engine.n_parallel,
             "model_alias": card.name,
@@ -135,14 +135,3 @@ class Status:
 def _named(card: ModelCard) -> dict[str, Any]:
     """As older programs ask a llama-server for it."""
     return {"name": card.name, "model": card.name, "type": "model", "capabilities": ["completion"]}
-
-
-def _params(defaults: GenerateOptions) -> dict[str, Any]:
-    """Under llama-server's names, which are the fields' own but for these."""
-    values = asdict(defaults)
-    for name in ("grammar", "json_schema"):
-        values[name] = values[name] or ""
-    values["n_predict"] = -1 if defaults.n_predict is None else defaults.n_predict
-    values["max_tokens"] = values["n_predict"]
-    values["seed"] = -1 if defaults.seed is None else defaults.seed
-    return values

@@ -7,9 +7,10 @@ kept in `model_extra`; `body/names.py` decides about them.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from specoffload.config.flags import sampling
 from specoffload.server.engine.messages import Problem
@@ -50,6 +51,20 @@ def _ranged(name: str) -> Any:
     return Field(None, ge=flag.least, gt=flag.above, le=flag.most)
 
 
+# Checked by `prompts_of`, in one pass: as a union, each kind would be tried on all of it.
+Prompts = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": ["string", "integer", "array"]}},
+            ]
+        }
+    ),
+]
+
+
 class GenerationRequest(RequestModel):
     """The fields common to /v1/completions and /v1/chat/completions. `model` is not matched:
     one model is served, and its name is in the answer."""
@@ -70,14 +85,45 @@ class GenerationRequest(RequestModel):
     seed: Whole | None = None
     stop: str | _Texts | None = None
     ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    id_slot: Whole | None = Field(None, ge=-1)
+    draft_max: Whole | None = Field(None, ge=0)
     time_limit_s: float | None = Field(None, gt=0)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | _Tokens | _Texts | Annotated[list[_Tokens], _AT_FIRST_MISFIT]
+    prompt: Prompts
     echo: bool | None = None
+    n: Whole | None = Field(None, ge=1)
+    suffix: str | None = None
+
+
+class NativeRequest(GenerationRequest):
+    """llama-server's POST /completion."""
+
+    prompt: Prompts
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    response_fields: _Texts | None = None
+
+
+class ExtraFile(RequestModel):
+    filename: str = ""
+    text: str
+
+
+class InfillRequest(GenerationRequest):
+    """llama-server's POST /infill."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[ExtraFile] | None = None
+    prompt: str = ""
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    response_fields: _Texts | None = None
 
 
 class TextPart(RequestModel):
@@ -228,6 +274,18 @@ def usage_of(stats: GenerationStats) -> Usage:
         completion_tokens=stats.n_tokens,
         total_tokens=stats.n_prompt_tokens + stats.n_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=stats.n_cached_tokens),
+    )
+
+
+def sum_usage(answers: Sequence[GenerationStats], n_per_prompt: int) -> Usage:
+    """Of several answers, of which each `n_per_prompt` have their prompt in common."""
+    prompts = answers[::n_per_prompt]
+    return usage_of(
+        GenerationStats(
+            n_prompt_tokens=sum(stats.n_prompt_tokens for stats in prompts),
+            n_cached_tokens=sum(stats.n_cached_tokens for stats in prompts),
+            n_tokens=sum(stats.n_tokens for stats in answers),
+        )
     )
 
 

@@ -27,6 +27,7 @@ ALIASES: Mapping[str, str] = {
     "repetition_penalty": "repeat_penalty",
     "repetition_penalty_range": "repeat_last_n",
     "rep_pen_range": "repeat_last_n",
+    "speculative.n_max": "draft_max",
     "stopping_strings": "stop",
     "stop_sequence": "stop",
     "typ_p": "typical_p",
@@ -36,7 +37,6 @@ ALIASES: Mapping[str, str] = {
 # Bookkeeping of OpenAI's platform and hints about speed: the answer is the same without them.
 INERT = frozenset(
     {
-        "cache_prompt",
         "metadata",
         "parallel_tool_calls",
         "prompt_cache_key",
@@ -58,7 +58,6 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
     "logprobs": (False,),
     "modalities": (["text"],),
     "n": (1,),
-    "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),

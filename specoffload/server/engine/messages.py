@@ -24,6 +24,7 @@ class CompletionJob:
 
     prompt: str | tuple[int | str, ...]
     options: GenerateOptions
+    with_text: bool = False  # `Started` has the prompt's text
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class Started:
     """The prompt is accepted; prefill begins."""
 
     n_prompt_tokens: int
+    text: str | None = None  # of the prompt, if asked for
 
 
 @dataclass(frozen=True)

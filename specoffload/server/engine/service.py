@@ -10,6 +10,7 @@ from typing import Protocol
 from specoffload.server.engine.messages import (
     BriefJob,
     Cancel,
+    CompletionJob,
     Counters,
     CountersJob,
     DetokenizeJob,
@@ -104,7 +105,7 @@ class Service:
             answer = self._generator.start(tokens, options, answers[0] if answers else None)
             answers.append(answer)
             self._jobs[id(answer)] = job_id, index
-        self._tell(job_id, Started(len(tokens)))
+        self._tell(job_id, Started(len(tokens), _text_of(self._generator, job, tokens)))
 
     def _step(self) -> None:
         try:
@@ -166,6 +167,13 @@ def _of_answer(options: GenerateOptions, index: int) -> GenerateOptions:
     """The options of one of the answers to a prompt: of equal seeds, all would be the same."""
     seed = options.seed
     return replace(options, n=1, seed=seed if seed is None else (seed + index) % N_SEEDS)
+
+
+def _text_of(generator: Generator, job: GeneratingJob, tokens: list[int]) -> str | None:
+    """The text of a prompt that is to be told again."""
+    if not isinstance(job, CompletionJob) or not job.with_text:
+        return None
+    return job.prompt if isinstance(job.prompt, str) else generator.detokenize(tokens)
 
 
 def _answer(generator: Generator, job: BriefJob) -> Event:

@@ -1,0 +1,136 @@
+"""/v1/completions: several prompts, several answers to each, whole or streamed."""
+
+from __future__ import annotations
+
+import secrets
+import time
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from specoffload.server.api.context import Context
+from specoffload.server.api.group import TicketGroup
+from specoffload.server.api.parameters import generate_options
+from specoffload.server.api.prompts import completion_jobs
+from specoffload.server.api.shapes import MARK, TextLine
+from specoffload.server.api.telling import Told
+from specoffload.server.api.wire import (
+    DONE,
+    CompletionRequest,
+    TextChoice,
+    TextCompletion,
+    Usage,
+    server_sent,
+    server_sent_error,
+    sum_usage,
+    timings_of,
+)
+from specoffload.server.body.reading import ignore
+from specoffload.server.engine.messages import Problem, Started
+from specoffload.session.generation import FinishReason, GenerationStats, Piece
+
+
+def completions_router(context: Context) -> APIRouter:
+    """The route of /v1/completions."""
+
+    async def completions(request: Request) -> Response:
+        """Continues each prompt `n` times."""
+        body = await context.read(request, CompletionRequest)
+        options, idle = generate_options(body, context.defaults)
+        ignore(request, idle)
+        prompts, jobs = completion_jobs(body, options)
+        teller = CompletionTeller(
+            context.card().name,
+            len(prompts),
+            n_per_prompt=body.n or 1,
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        )
+        group = TicketGroup(context.engine, jobs)
+        return Told(group, teller, stream=bool(body.stream))
+
+    router = APIRouter(tags=["completions"])
+    router.add_api_route("/v1/completions", completions, methods=["POST"], response_model=None)
+    return router
+
+
+class CompletionTeller:
+    """OpenAI's text_completion, whole and in chunks: the first prompt's answers, then the next's.
+    The text of a prompt is told before each of its answers where the engine gives it."""
+
+    def __init__(
+        self, model: str, n_prompts: int, *, n_per_prompt: int = 1, include_usage: bool = False
+    ) -> None:
+        n_answers = n_prompts * n_per_prompt
+        self._model = model
+        self._created = int(time.time())
+        self._id = "cmpl-" + secrets.token_hex(16)
+        self._n_per_prompt = n_per_prompt
+        self._include_usage = include_usage
+        self._lines: dict[int, TextLine] = {}
+        self._texts: list[list[str]] = [[] for _ in range(n_answers)]
+        self._echoes = [""] * n_answers
+        self._reasons: list[FinishReason] = ["stop"] * n_answers
+        self._stats = [GenerationStats()] * n_answers
+
+    def started(self, index: int, started: Started) -> None:
+        first = index * self._n_per_prompt
+        self._echoes[first : first + self._n_per_prompt] = [started.text or ""] * self._n_per_prompt
+
+    def begin(self) -> bytes:
+        return b""
+
+    def piece(self, index: int, piece: Piece) -> bytes:
+        index = index * self._n_per_prompt + piece.index
+        text = piece.text
+        if self._echoes[index] and (text or piece.finish_reason):
+            text, self._echoes[index] = self._echoes[index] + text, ""
+        self._texts[index].append(text)
+        told = server_sent(self._line(index).fill(text)) if text else b""
+        if piece.finish_reason is None or piece.stats is None:
+            return told
+        self._reasons[index], self._stats[index] = piece.finish_reason, piece.stats
+        ending = self._completion(index, "", piece.finish_reason)
+        ending.timings = timings_of(piece.stats)
+        return told + server_sent(ending.to_json())
+
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        usage = self._completion(0, "")
+        usage.choices = []
+        usage.usage = self._usage()
+        return server_sent(usage.to_json()) + DONE
+
+    def failed(self, problem: Problem) -> bytes:
+        return server_sent_error(problem)
+
+    def whole(self) -> bytes:
+        completion = self._completion(0, "")
+        completion.choices = [
+            TextChoice(index=i, text="".join(texts), logprobs=None, finish_reason=self._reasons[i])
+            for i, texts in enumerate(self._texts)
+        ]
+        completion.usage = self._usage()
+        if len(self._stats) == 1:
+            completion.timings = timings_of(self._stats[0])
+        return completion.to_json().encode()
+
+    def _line(self, index: int) -> TextLine:
+        if index not in self._lines:
+            self._lines[index] = TextLine(self._completion(index, MARK).to_json())
+        return self._lines[index]
+
+    def _usage(self) -> Usage:
+        return sum_usage(self._stats, self._n_per_prompt)
+
+    def _completion(
+        self, index: int, text: str, reason: FinishReason | None = None
+    ) -> TextCompletion:
+        choice = TextChoice(index=index, text=text, logprobs=None, finish_reason=reason)
+        return TextCompletion(
+            id=self._id,
+            object="text_completion",
+            created=self._created,
+            model=self._model,
+            choices=[choice],
+        )
