@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 _CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 _ABORTED = 2
+_NO_TEXT = 1 | 2 | 8  # LLAMA_TOKEN_ATTR_UNKNOWN, _UNUSED, _CONTROL
 PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts only
 ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they are
 
@@ -149,6 +151,24 @@ class Model:
 
     def is_end(self, token: int) -> bool:
         return bool(self._lib.llama_vocab_is_eog(self.vocab, token))
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a generation."""
+        return tuple(i for i in range(self.n_vocab) if self.is_end(i))
+
+    @functools.cached_property
+    def controls(self) -> tuple[int, ...]:
+        """The tokens that are no text: control tokens, the unknown and the unused ones."""
+        attribute, vocab = self._lib.llama_vocab_get_attr, self.vocab
+        return tuple(i for i in range(self.n_vocab) if attribute(vocab, i) & _NO_TEXT)
+
+    @functools.cached_property
+    def suppressed(self) -> tuple[int, ...]:
+        """The tokens that the file says must never be chosen."""
+        n = C.c_int32(0)
+        found = self._lib.llama_vocab_get_suppress_tokens(self.vocab, C.addressof(n))
+        return tuple((C.c_int32 * n.value).from_address(found)) if found and n.value else ()
 
     def token_text(self, token: int) -> str:
         text: bytes = self._lib.llama_vocab_get_text(self.vocab, token)

@@ -1,26 +1,27 @@
-"""libllama's sampler chain over a row of logits: temperature, top-k, top-p, penalties, grammar.
+"""libllama's samplers over rows of logits, in the order asked for, after a grammar's mask.
 
 For sampled-token verification the target's own chain chooses at every position; a drafted token is
-accepted while it equals the choice, so any chain keeps its distribution.
+accepted while it equals the choice, so any chain keeps its distribution. Each position that is
+judged is chosen for once and each choice is kept, so samplers with a state of their own (mirostat,
+the random numbers of XTC, penalties, DRY) are where they would be without drafts.
 """
 
 from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Sequence
+from time import perf_counter
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DeviceFailed
-from offload.ggml.library import log
 from offload.ggml.library.lib import library
 from offload.ggml.llama import Model
-from offload.sampling import SamplingOptions, check_grammar
-
-
-class _TokenData(C.Structure):
-    _fields_ = [("id", C.c_int32), ("logit", C.c_float), ("p", C.c_float)]
+from offload.sampling.grammar import Grammar, GrammarTokens, grammar_of
+from offload.sampling.options import ADAPTIVE, LEAST_TEMPERATURE, SamplingOptions
+from offload.sampling.probabilities import ChosenLogprob, left_logprobs, raw_logprobs
 
 
 class _TokenArray(C.Structure):
@@ -32,169 +33,388 @@ class _TokenArray(C.Structure):
     ]
 
 
-_LEAST_TEMPERATURE = 1e-4  # below it is greedy: dividing logits by less overflows
 _TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
+_NARROWING = frozenset({"top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc"})
+_MIROSTAT_TOKENS = 100  # that mirostat 1 estimates the slope of a distribution from
+# A mask takes milliseconds. A grammar that is made to take more holds up every other request.
+_GRAMMAR_S = 10.0
+_GRAMMAR_S_PER_TOKEN = 0.02
+
+_grammar_tokens: WeakKeyDictionary[Model, GrammarTokens] = WeakKeyDictionary()
+
+
+def grammar_tokens(model: Model) -> GrammarTokens:
+    """The model's vocabulary for grammars, prepared once. Raises BadRequest."""
+    found = _grammar_tokens.get(model)
+    if found is None:
+        found = _grammar_tokens[model] = GrammarTokens(model)
+    return found
 
 
 class SamplerChain:
     """Chooses tokens for one sequence; `choose` is followed by `accepted` for what was kept.
 
-    Penalties, then the grammar's mask, then what narrows (top-k, top-p, min-p, temperature), then
-    the draw: llama.cpp's order with the grammar first.
+    First the biases and the grammar's mask, then the samplers in their order, then the draw.
     """
 
-    def __init__(self, model: Model, options: SamplingOptions) -> None:
-        """Raises BadRequest when the grammar does not parse."""
+    def __init__(self, model: Model, options: SamplingOptions, prompt: Sequence[int] = ()) -> None:
+        """`prompt` is what penalties look back at. Raises BadRequest for a grammar or schema that
+        cannot be followed, and a bias of a token that does not exist."""
         self._lib = library()
-        self._options = options
+        self._model, self._options = model, options
         self._owned: list[int] = []
-        self._penalties = self._grammar = self._narrow = self._draw = 0
+        self._chain = self._draw = 0
+        self._narrows = False  # True if the chain may leave tokens out
+        self._biases = self._banned = _NO_TOKENS
+        self._bias_values = np.zeros(0, np.float32)
+        self._grammar_s = 0.0
+        self._n_accepted = 0
+        self._logprobs: list[ChosenLogprob] = []
+        self._told: tuple[NDArray[np.float32], _TokenArray | None] | None = None
+        self._grammar: Grammar | None = grammar_of(
+            lambda: grammar_tokens(model), options.grammar, options.json_schema
+        )
         try:
-            self._build(model, options)
+            self._build()
+            self._read_biases()
+            self._see(prompt)
         except BaseException:
             self.close()
             raise
+        changes = self._draw or self._chain or self._grammar
+        self.is_plain_greedy = not (changes or len(self._banned) or len(self._biases))
         self._row = np.zeros(model.n_vocab, _TOKEN)
-        self._one = np.zeros(1, _TOKEN)
         self._ids = np.arange(model.n_vocab, dtype=np.int32)
 
-    def _build(self, model: Model, o: SamplingOptions) -> None:
-        lib = self._lib
-        if o.has_penalties:
-            self._penalties = self._own(
-                lib.llama_sampler_init_penalties(
-                    model.n_vocab,
+    # -- building --------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        o = self._options
+        names = list(o.order)
+        if o.is_greedy:
+            # What only narrows leaves the likeliest token the likeliest.
+            names = names[: names.index("temperature")] if "temperature" in names else []
+            while names and names[-1] in _NARROWING:
+                names.pop()
+        self._narrows = not _NARROWING.isdisjoint(names)
+        if names:
+            params = self._lib.llama_sampler_chain_default_params()
+            self._chain = self._own(self._lib.llama_sampler_chain_init(params))
+            for name in names:
+                # The chain owns it from now on.
+                self._lib.llama_sampler_chain_add(self._chain, self._made(name))
+        if not o.is_greedy:
+            self._draw = self._own(self._made_draw())
+
+    def _made(self, name: str) -> int:
+        lib, o, keep = self._lib, self._options, self._options.min_keep
+        match name:
+            case "penalties":
+                made = lib.llama_sampler_init_penalties(
+                    self._model.n_vocab,
                     o.repeat_last_n,
                     o.repeat_penalty,
                     o.frequency_penalty,
                     o.presence_penalty,
                 )
-            )
-        if o.grammar is not None:
-            check_grammar(o.grammar)
-            log.take_errors()
-            grammar = lib.llama_sampler_init_grammar(model.vocab, o.grammar.encode(), b"root")
-            if not grammar:
-                raise BadRequest(
-                    "the grammar does not parse; GBNF needs a rule named root "
-                    f"({log.take_reason()})"
+            case "dry":
+                made = self._made_dry()
+            case "top_n_sigma":
+                made = lib.llama_sampler_init_top_n_sigma(o.top_n_sigma)
+            case "top_k":
+                made = lib.llama_sampler_init_top_k(o.top_k)
+            case "typ_p":
+                made = lib.llama_sampler_init_typical(o.typical_p, keep)
+            case "top_p":
+                made = lib.llama_sampler_init_top_p(o.top_p, keep)
+            case "min_p":
+                made = lib.llama_sampler_init_min_p(o.min_p, keep)
+            case "xtc":
+                made = lib.llama_sampler_init_xtc(
+                    o.xtc_probability, o.xtc_threshold, keep, self._seed
                 )
-            self._grammar = self._own(grammar)
-        if o.temperature < _LEAST_TEMPERATURE:
-            return
-        self._narrow = self._own(
-            lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+            case _:
+                temperature = 0.0 if o.temperature < LEAST_TEMPERATURE else o.temperature
+                delta = 0.0 if o.mirostat else o.dynatemp_range
+                made = lib.llama_sampler_init_temp_ext(temperature, delta, o.dynatemp_exponent)
+        return int(made)
+
+    def _made_dry(self) -> int:
+        o = self._options
+        texts = [text.encode("utf-8", "replace") for text in o.dry_sequence_breakers if text]
+        breakers = (C.c_char_p * max(1, len(texts)))(*texts)
+        return int(
+            self._lib.llama_sampler_init_dry(
+                self._model.vocab,
+                o.dry_multiplier,
+                o.dry_base,
+                o.dry_allowed_length,
+                o.dry_penalty_last_n,
+                breakers,
+                len(texts),
+            )
         )
-        for sampler in (
-            lib.llama_sampler_init_top_k(o.top_k),
-            lib.llama_sampler_init_top_p(o.top_p, 1),
-            lib.llama_sampler_init_min_p(o.min_p, 1),
-            lib.llama_sampler_init_temp(o.temperature),
-        ):
-            lib.llama_sampler_chain_add(self._narrow, sampler)  # which owns it from now on
-        self._draw = self._own(lib.llama_sampler_init_dist(o.seed & 0xFFFFFFFF))
+
+    def _made_draw(self) -> int:
+        lib, o = self._lib, self._options
+        if o.mirostat == 1:
+            return int(
+                lib.llama_sampler_init_mirostat(
+                    self._model.n_vocab, self._seed, o.mirostat_tau, o.mirostat_eta,
+                    _MIROSTAT_TOKENS,
+                )
+            )  # fmt: skip
+        if o.mirostat == 2:
+            made = lib.llama_sampler_init_mirostat_v2(self._seed, o.mirostat_tau, o.mirostat_eta)
+        elif ADAPTIVE in o.samplers:
+            made = lib.llama_sampler_init_adaptive_p(
+                o.adaptive_target, o.adaptive_decay, self._seed
+            )
+        else:
+            made = lib.llama_sampler_init_dist(self._seed)
+        return int(made)
+
+    @property
+    def _seed(self) -> int:
+        return self._options.seed & 0xFFFFFFFF
 
     def _own(self, sampler: int) -> int:
         self._owned.append(sampler)
         return sampler
 
+    def _read_biases(self) -> None:
+        """Of tokens, of texts' tokens, and those that the model's file says never to choose."""
+        n_vocab = self._model.n_vocab
+        biases: dict[int, float] = dict.fromkeys(self._model.suppressed, -np.inf)
+        for key, bias in self._options.logit_bias:
+            tokens = [key] if isinstance(key, int) else self._model.tokenize(
+                key, add_special=False, parse_special=False
+            )  # fmt: skip
+            for token in tokens:
+                if not 0 <= token < n_vocab:
+                    raise BadRequest(
+                        f"logit_bias names token {token}: the vocabulary has tokens 0 to "
+                        f"{n_vocab - 1}"
+                    )
+                biases[token] = biases.get(token, 0.0) + bias
+        banned = [token for token, bias in biases.items() if bias == -np.inf]
+        finite = {token: bias for token, bias in biases.items() if bias != -np.inf}
+        self._banned = np.array(banned, np.intp)
+        self._biases = np.array(list(finite), np.intp)
+        self._bias_values = np.array(list(finite.values()), np.float32)
+
+    def _see(self, prompt: Sequence[int]) -> None:
+        n = self._options.n_looked_back
+        if self._chain and n:
+            for token in prompt[-n:]:
+                self._lib.llama_sampler_accept(self._chain, token)
+
+    # -- choosing --------------------------------------------------------------------------------
+
     @property
-    def is_plain_greedy(self) -> bool:
-        """True if `choose` is the argmax of the logits whatever came before."""
-        return not (self._draw or self._penalties or self._grammar)
+    def has_distribution(self) -> bool:
+        """False where a draw changes what is drawn from next, so that no distribution can be named
+        without drawing: mirostat and adaptive-p."""
+        return not (self._options.mirostat or ADAPTIVE in self._options.samplers)
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
-        """The token this chain samples from logits [n_vocab]; the chain's state is unchanged
-        but for its random numbers. What came before it knows from `accepted`.
+        """The token this chain samples from logits [n_vocab]; what came before it knows from
+        `accepted`.
 
-        Raises BadRequest when the grammar leaves no token.
+        Raises BadRequest when grammar and biases leave no token.
         """
+        if self._options.n_probs:
+            self._told = logits, None
         if self.is_plain_greedy:
             return int(np.argmax(logits))
-        array = self._penalised(logits)
         if not self._draw:
-            return self._most_likely(array)
-        self._narrowed(array)
-        self._lib.llama_sampler_apply(self._draw, C.addressof(array))
+            return self._likeliest(logits)
+        array = self._candidates(logits)
+        self._apply(self._chain, array)
+        self._apply(self._draw, array)
+        if self._told is not None:
+            self._told = logits, array
         # A sampler may have pointed the array elsewhere, so read through it.
-        return int(_TokenData.from_address(array.data + 12 * array.selected).id)
+        return int(_tokens(array)["id"][array.selected])
 
     def probabilities(
         self, logits: NDArray[np.float32], history: Sequence[int]
     ) -> NDArray[np.float64]:
         """The distribution that `choose` draws from, [n_vocab], sum 1; a greedy chain is certain.
 
-        Raises BadRequest when the grammar leaves no token.
+        Raises BadRequest when grammar and biases leave no token.
         """
+        assert self.has_distribution
         out = np.zeros(len(self._ids))
         if not self._draw:
             out[self.choose(logits, history)] = 1.0
             return out
-        array = self._penalised(logits)
-        self._narrowed(array)
-        memory = (C.c_char * (_TOKEN.itemsize * array.size)).from_address(array.data)
-        left = np.frombuffer(memory, _TOKEN)
+        array = self._candidates(logits)
+        self._apply(self._chain, array)
+        left = _tokens(array)
         p = np.exp(left["logit"].astype(np.float64) - left["logit"].max())
         total = p.sum()
         if not np.isfinite(total):
             raise DeviceFailed("the model's logits are not numbers: nothing can be sampled")
+        left["p"] = p / total
         out[left["id"]] = p / total
+        if self._options.n_probs:
+            self._told = logits, array
         return out
 
-    def _penalised(self, logits: NDArray[np.float32]) -> _TokenArray:
-        row = self._row
-        row["id"], row["logit"], row["p"] = self._ids, logits, 0.0
-        array = _TokenArray(row.ctypes.data, len(row), -1, False)
-        if self._penalties:
-            self._lib.llama_sampler_apply(self._penalties, C.addressof(array))
-        return array
+    def _likeliest(self, logits: NDArray[np.float32]) -> int:
+        """A mask does not change which of the allowed tokens is the likeliest, so the likeliest
+        of all is tried alone first: masking takes a thousand times as long."""
+        if self._narrows:
+            array = self._candidates(logits)
+            self._apply(self._chain, array)
+            return self._likeliest_of(array)
+        array = self._filled(self._biased(logits), None)
+        self._apply(self._chain, array)
+        best = self._likeliest_of(array)
+        if self._row["logit"][best] == -np.inf:
+            raise _nothing_left()
+        if self._grammar is None or self._timed_allows(best):
+            return best
+        return self._likeliest_of_allowed()
 
-    def _most_likely(self, array: _TokenArray) -> int:
-        """A mask does not change which of the allowed tokens is the greatest, so the greatest of
-        all is tried alone first: masking a large vocabulary takes milliseconds."""
-        best = int(self._row["logit"].argmax())
-        if self._grammar and not self._allows(best):
-            self._masked(array)
-            best = int(self._row["logit"].argmax())
-        return best
+    def _likeliest_of(self, array: _TokenArray) -> int:
+        left = _tokens(array)
+        return int(left["id"][left["logit"].argmax()])
 
-    def _allows(self, token: int) -> bool:
-        self._one[0] = token, 0.0, 0.0
-        one = _TokenArray(self._one.ctypes.data, 1, -1, False)
-        self._lib.llama_sampler_apply(self._grammar, C.addressof(one))
-        return bool(self._one[0]["logit"] != -np.inf)
+    def _likeliest_of_allowed(self) -> int:
+        """Of the row, whose penalties have been applied token by token."""
+        allowed = self._allowed()
+        assert allowed is not None
+        at = np.flatnonzero(allowed)
+        if not len(at):
+            raise _nothing_left()
+        return int(at[self._row["logit"][at].argmax()])
 
-    def _narrowed(self, array: _TokenArray) -> None:
-        if self._grammar:
-            self._masked(array)
-        self._lib.llama_sampler_apply(self._narrow, C.addressof(array))
+    # -- what may be chosen ----------------------------------------------------------------------
 
-    def _masked(self, array: _TokenArray) -> None:
-        self._lib.llama_sampler_apply(self._grammar, C.addressof(array))
-        # Accepting a token that the grammar refuses would abort the process.
-        if self._row["logit"].max() == -np.inf:
+    def _biased(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        if not (len(self._biases) or len(self._banned)):
+            return logits
+        out = logits.copy()
+        out[self._biases] += self._bias_values
+        out[self._banned] = -np.inf
+        return out
+
+    def _candidates(self, logits: NDArray[np.float32]) -> _TokenArray:
+        """The tokens that grammar and biases leave. Forbidden ones are left out, since samplers
+        that take logarithms of probabilities cannot count them."""
+        allowed = self._allowed()
+        ids = None if allowed is None else np.flatnonzero(allowed)
+        if ids is not None and not len(ids):
+            raise _nothing_left()
+        return self._filled(self._biased(logits), ids)
+
+    def _allowed(self) -> NDArray[np.bool_] | None:
+        """True for each token that may be chosen; None where all may."""
+        if self._grammar is None:
+            if not len(self._banned):
+                return None
+            allowed = np.ones(len(self._ids), np.bool_)
+        else:
+            began = perf_counter()
+            allowed = self._grammar.allowed()
+            self._count(began)
+        if len(self._banned):
+            allowed[self._banned] = False
+        return allowed
+
+    def _timed_allows(self, token: int) -> bool:
+        assert self._grammar is not None
+        began = perf_counter()
+        found = self._grammar.allows(token)
+        self._count(began)
+        return found
+
+    def _count(self, began_s: float) -> None:
+        self._grammar_s += perf_counter() - began_s
+        limit_s = _GRAMMAR_S + _GRAMMAR_S_PER_TOKEN * self._n_accepted
+        if self._grammar_s > limit_s:
             raise BadRequest(
-                "the grammar leaves no token of this model's vocabulary to go on with; relax it"
+                f"the grammar takes too long to follow: {self._grammar_s:.0f} s for "
+                f"{self._n_accepted} tokens; make it simpler"
             )
 
-    def accepted(self, token: int) -> None:
-        """Tell penalties and grammar which token was kept.
+    def _filled(self, logits: NDArray[np.float32], ids: NDArray[np.intp] | None) -> _TokenArray:
+        row = self._row
+        if ids is None:
+            row["id"], row["logit"], row["p"] = self._ids, logits, 0.0
+            return _TokenArray(row.ctypes.data, len(row), -1, False)
+        part = row[: len(ids)]
+        part["id"], part["logit"], part["p"] = ids, logits[ids], 0.0
+        return _TokenArray(row.ctypes.data, len(ids), -1, False)
 
-        Raises BadRequest for one that the grammar refuses: libllama would abort the process.
+    def _apply(self, sampler: int, array: _TokenArray) -> None:
+        if sampler:
+            self._lib.llama_sampler_apply(sampler, C.addressof(array))
+
+    # -- afterwards ------------------------------------------------------------------------------
+
+    def accepted(self, token: int) -> None:
+        """Tell samplers and grammar which token was kept.
+
+        Raises BadRequest for one that the grammar refuses.
         """
-        if self._grammar and not self._allows(token):
-            raise BadRequest(f"token {token} was chosen, and the grammar refuses it")
-        for sampler in (self._penalties, self._grammar):
-            if sampler:
-                self._lib.llama_sampler_accept(sampler, token)
+        if self._grammar is not None:
+            self._grammar.accept(token)
+        if self._chain:
+            self._lib.llama_sampler_accept(self._chain, token)
+        if self._draw and ADAPTIVE in self._options.samplers and not self._options.mirostat:
+            self._lib.llama_sampler_accept(self._draw, token)
+        self._n_accepted += 1
+        if self._told is not None:
+            self._logprobs.append(self._told_of(token, *self._told))
+            self._told = None
+
+    def _told_of(
+        self, token: int, logits: NDArray[np.float32], array: _TokenArray | None
+    ) -> ChosenLogprob:
+        n = self._options.n_probs
+        if not self._options.post_sampling_probs:
+            return raw_logprobs(logits, token, n, self._piece)
+        if array is None:  # greedy: it was certain
+            return left_logprobs(np.array([token]), np.ones(1), token, n, self._piece)
+        left = _tokens(array)
+        return left_logprobs(left["id"], left["p"].astype(np.float64), token, n, self._piece)
+
+    def _piece(self, token: int) -> bytes:
+        return self._model.piece(token, special=True)
+
+    def take_logprobs(self) -> tuple[ChosenLogprob, ...]:
+        """Of the tokens accepted since the last call, in order; none where none were asked for."""
+        found, self._logprobs = tuple(self._logprobs), []
+        return found
 
     def reset(self) -> None:
         """Forget what was accepted, and start the random numbers anew."""
         for sampler in self._owned:
             self._lib.llama_sampler_reset(sampler)
+        if self._grammar is not None:
+            self._grammar.reset()
 
     def close(self) -> None:
         owned, self._owned = self._owned, []
-        self._penalties = self._grammar = self._narrow = self._draw = 0
+        self._chain = self._draw = 0
+        self._grammar = None
         for sampler in owned:
             self._lib.llama_sampler_free(sampler)
+
+
+_NO_TOKENS: NDArray[np.intp] = np.zeros(0, np.intp)
+
+
+def _tokens(array: _TokenArray) -> NDArray[np.void]:
+    """The tokens that an array of libllama's points at, [size]."""
+    memory = (C.c_char * (_TOKEN.itemsize * array.size)).from_address(array.data)
+    return np.frombuffer(memory, _TOKEN)
+
+
+def _nothing_left() -> BadRequest:
+    return BadRequest(
+        "grammar and logit_bias leave no token of this model's vocabulary to go on with; relax them"
+    )

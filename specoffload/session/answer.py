@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from offload.sampling.probabilities import ChosenLogprob
 from offload.text import TextStream
 from specoffload.session.generation import FinishReason, GenerationStats, Piece
 from specoffload.session.stopping import StopScanner
@@ -20,19 +21,21 @@ class Answer:
         self._stops = StopScanner(stops)
         self.finish: FinishReason = "length"  # until something else ends it
 
-    def take(self, tokens: Sequence[int]) -> Piece:
-        """The piece that these tokens add; it has those of them up to the end of the answer."""
-        shown, n_kept = "", 0
+    def take(self, tokens: Sequence[int], logprobs: Sequence[ChosenLogprob] = ()) -> Piece:
+        """The piece that these tokens add; it has those of them up to the end of the answer, and
+        their logprobs but that of an end token."""
+        shown, n_kept, n_told = "", 0, 0
         for token in tokens:
             n_kept += 1
             if self._is_end(token):
                 self.finish = "stop"
                 break
+            n_told += 1
             shown += self._stops.feed(self._text.feed(token))
             if self._stops.stopped:
                 self.finish = "stop"
                 break
-        return Piece(shown, tuple(tokens[:n_kept]))
+        return Piece(shown, tuple(tokens[:n_kept]), logprobs=tuple(logprobs[:n_told]))
 
     def last_piece(self, stats: GenerationStats) -> Piece:
         """The text held back, when no token follows, and how it ended."""

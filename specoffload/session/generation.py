@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from offload.sampling.options import SAMPLERS
+from offload.sampling.probabilities import ChosenLogprob
 from specoffload.session.infill import Fill
 
 FinishReason = Literal["stop", "length"]
@@ -27,6 +29,27 @@ class GenerateOptions:
     repeat_last_n: int = 64  # tokens that the penalties look at; -1: all
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = 64  # -1: all
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    mirostat: int = 0  # 1 or 2
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    adaptive_target: float = -1.0
+    adaptive_decay: float = 0.9
+    min_keep: int = 0
+    samplers: tuple[str, ...] = SAMPLERS  # in this order, by llama.cpp's names
+    logit_bias: tuple[tuple[int | str, float], ...] = ()  # -inf: never; a text: each of its tokens
+    n_probs: int = 0  # over 0: logprobs of each token, and of so many of the likeliest ones
+    post_sampling_probs: bool = False  # of what the samplers left, not of the raw distribution
     grammar: str | None = None  # GBNF
     json_schema: str | None = None  # JSON text; excludes a grammar
     seed: int | None = None
@@ -86,6 +109,7 @@ class Piece:
     stats: GenerationStats | None = None  # set on the last piece only
     index: int = 0  # of the answer, where a request asked for several
     stopping_word: str | None = None  # on the last piece, if a stop sequence ended the answer
+    logprobs: tuple[ChosenLogprob, ...] = ()  # of `tokens`, if asked for; an end token has none
 
 
 @dataclass(frozen=True)

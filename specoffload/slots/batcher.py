@@ -85,7 +85,8 @@ class Batcher:
         Raises BadRequest for sampling parameters that cannot be used.
         """
         is_end = _never if options.ignore_eos else self._target.is_end
-        sampler = SamplerChain(self._target.model, sampling_of(options, self._target.n_ctx))
+        sampling = sampling_of(options, self._target.n_ctx)
+        sampler = SamplerChain(self._target.model, sampling, tokens)
         answer = Answer(self._target.text_stream(), options.stop, is_end)
         request = Request(tokens, n_predict, options, sampler, answer, is_end, beside)
         self._waiting.append(request)

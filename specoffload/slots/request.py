@@ -79,7 +79,7 @@ class Request:
     def take(self, round_: Round) -> bool:
         """A round's tokens become a piece; True when the answer ends with it."""
         assert self._tally is not None
-        piece = self._answer.take(round_.emitted)
+        piece = self._answer.take(round_.emitted, self.sampler.take_logprobs())
         self.n_left -= len(round_.emitted)
         self._tally.count(round_, len(piece.tokens))
         self.pieces.append(piece)

@@ -156,7 +156,8 @@ class Speculation:
         options = self._config.options
         if options.accept is AcceptRule.REJECT:
             self._sampling.begin(sequence, temperature, rng)
-            return RejectionAcceptance(chooser, rng)
+            if chooser.has_distribution:
+                return RejectionAcceptance(chooser, rng)
         return build_acceptance(options, chooser, rng)
 
     @property

@@ -14,7 +14,7 @@ from resolved import config_of
 
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
-from offload.sampling import SamplingOptions
+from offload.sampling.options import SamplingOptions
 from specdec.decoding.reject import Sampler
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.errors import UsageError
@@ -190,7 +190,7 @@ def test_a_temperature_near_zero_is_greedy_also_under_a_grammar(
 
 
 def test_a_token_that_the_grammar_refuses_is_an_error_and_no_abort(plain: Session) -> None:
-    options = SamplingOptions(grammar='root ::= "a" "b"')
+    options = SamplingOptions(0.0, grammar='root ::= "a" "b"')
     with closing(SamplerChain(plain.target.model, options)) as chain:
         wrong = plain.tokenize("zebra", add_special=False, parse_special=False)[0]
         with pytest.raises(BadRequest, match="the grammar refuses it"):
@@ -218,19 +218,30 @@ def test_rejection_sampling_keeps_to_penalties(rejecting: Session, plain: Sessio
     [
         ({"grammar": "root ::= ("}, "does not parse"),
         ({"grammar": 'noroot ::= "a"'}, "does not parse"),
-        ({"grammar": "root ::= other"}, "does not parse"),
+        ({"grammar": "root ::= other"}, "line 1, column 10: there is no rule other"),
         ({"grammar": "root ::= " + "(" * 200_000 + '"a"' + ")" * 200_000}, "256|262144|brackets"),
-        ({"grammar": "root ::= " + "(" * 65 + '"a"' + ")" * 65}, "nests 65 brackets"),
-        ({"grammar": 'root ::= "a"{1,100000}'}, "repeats 100000 times"),
+        (
+            {"grammar": "root ::= " + "(" * 65 + '"a"' + ")" * 65},
+            "column 74: over 64 brackets are nested",
+        ),
+        ({"grammar": 'root ::= "a"{1,100000}'}, "line 1, column 16: 100000 repetitions"),
         ({"grammar": 'root ::= "\udc80"'}, "no valid text"),
         ({"json_schema": "{"}, "is no JSON"),
-        ({"json_schema": '{"type": "string", "maxLength": 65535}'}, "maxLength is 65535"),
-        ({"json_schema": '{"type": "array", "minItems": 3, "maxItems": 1}'}, "over its maxItems"),
-        ({"json_schema": '{"type": "string", "minLength": -5}'}, "minLength is -5"),
-        ({"json_schema": '{"properties": {"a": 5}}'}, "cannot be made a grammar"),
-        ({"json_schema": '{"type": "string", "pattern": "^*a$"}'}, "cannot be made a grammar"),
-        ({"json_schema": "[]"}, "no JSON object"),
-        ({"json_schema": '{"type": "nonsense"}'}, "cannot be made a grammar"),
+        (
+            {"json_schema": '{"type": "array", "minItems": 3, "maxItems": 1}'},
+            "minItems \\(3\\) is greater than maxItems",
+        ),
+        ({"json_schema": '{"type": "string", "minLength": -5}'}, "got -5"),
+        (
+            {"json_schema": '{"properties": {"a": 5}}'},
+            "JSON schema cannot be followed: schema must be",
+        ),
+        (
+            {"json_schema": '{"type": "string", "pattern": "^*a$"}'},
+            "JSON schema cannot be followed: lookarounds",
+        ),
+        ({"json_schema": "[]"}, "must be a JSON object"),
+        ({"json_schema": '{"type": "nonsense"}'}, "cannot be followed: Invalid type: nonsense"),
         ({"json_schema": "{}", "grammar": 'root ::= "a"'}, "exclude each other"),
         ({"temperature": 1e39}, "temperature 1e.39: must be a number up to 1000"),
         ({"temperature": float("nan")}, "temperature nan"),

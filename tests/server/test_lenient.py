@@ -38,7 +38,7 @@ def test_requests_of_other_programs_are_served(server: Running, file: Path) -> N
     recorded = json.loads(file.read_text(encoding="utf-8"))
     answer = http.post(server.url + recorded["path"], json=recorded["body"])
     assert answer.status_code == 200, answer.text
-    assert _ignored(answer) <= set(recorded["body"])
+    assert {name.partition("[")[0] for name in _ignored(answer)} <= set(recorded["body"])
     kind = ChatRequest if "messages" in recorded["body"] else CompletionRequest
     assert _ignored(answer).isdisjoint(kind.model_fields)
 

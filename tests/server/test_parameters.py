@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -89,6 +90,26 @@ def test_a_request_has_every_sampling_flag_with_its_range(flag: Flag) -> None:
             with pytest.raises(ValidationError):
                 CompletionRequest(prompt="x", **{flag.request: outside})
         assert getattr(_options(**{flag.request: flag.most}), flag.field) == flag.most
+
+
+def test_samplers_biases_and_breakers_are_read_in_each_form_that_is_sent() -> None:
+    assert _options(samplers=["top-k", "temp"]).samplers == ("top_k", "temperature")
+    assert _options(samplers="kt").samplers == ("top_k", "temperature")
+    request = CompletionRequest(prompt="x", samplers=["tfs_z", "top_k", "magic"])
+    found, ignored = generate_options(request, DEFAULTS)
+    assert found.samplers == ("top_k",)
+    assert ignored == ("samplers[0]", "samplers[2]")
+    assert _options(logit_bias={"7": -1, "Hello": False}).logit_bias == (
+        (7, -1.0),
+        ("Hello", -math.inf),
+    )
+    assert _options(dry_sequence_breakers=["a"]).dry_sequence_breakers == ("a",)
+    assert _options(dry_sequence_breakers='["a", "b"]').dry_sequence_breakers == ("a", "b")
+    for bad in ("a", "[1]", "[" * 100_000):
+        with pytest.raises(BadRequest, match="must be a list of texts"):
+            _options(dry_sequence_breakers=bad)
+    with pytest.raises(BadRequest, match="at most 64"):
+        _options(samplers="k" * 65)
 
 
 def test_the_form_that_a_request_asks_for_stands_instead_of_the_default_one() -> None:

@@ -137,6 +137,8 @@ SIGNATURES: dict[str, Signature] = {
     "llama_vocab_n_tokens": _sig(I32, P),
     "llama_vocab_type": _sig(INT, P),
     "llama_vocab_get_text": _sig(STR, P, I32),
+    "llama_vocab_get_attr": _sig(INT, P, I32),
+    "llama_vocab_get_suppress_tokens": _sig(P, P, P),
     "llama_vocab_is_eog": _sig(BOOL, P, I32),
     "llama_vocab_bos": _sig(I32, P),
     "llama_vocab_eos": _sig(I32, P),
@@ -176,9 +178,15 @@ SIGNATURES: dict[str, Signature] = {
     "llama_sampler_init_top_k": _sig(P, I32, check=_not_null),
     "llama_sampler_init_top_p": _sig(P, F32, SIZE, check=_not_null),
     "llama_sampler_init_min_p": _sig(P, F32, SIZE, check=_not_null),
-    "llama_sampler_init_temp": _sig(P, F32, check=_not_null),
+    "llama_sampler_init_temp_ext": _sig(P, F32, F32, F32, check=_not_null),
     "llama_sampler_init_penalties": _sig(P, I32, I32, F32, F32, F32, check=_not_null),
-    "llama_sampler_init_grammar": _sig(P, P, STR, STR),
+    "llama_sampler_init_typical": _sig(P, F32, SIZE, check=_not_null),
+    "llama_sampler_init_top_n_sigma": _sig(P, F32, check=_not_null),
+    "llama_sampler_init_xtc": _sig(P, F32, F32, SIZE, U32, check=_not_null),
+    "llama_sampler_init_dry": _sig(P, P, F32, F32, I32, I32, P, SIZE, check=_not_null),
+    "llama_sampler_init_mirostat": _sig(P, I32, U32, F32, F32, I32, check=_not_null),
+    "llama_sampler_init_mirostat_v2": _sig(P, U32, F32, F32, check=_not_null),
+    "llama_sampler_init_adaptive_p": _sig(P, F32, F32, U32, check=_not_null),
 }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from offload.errors import BadRequest
+from offload.sampling.options import sampler_letters
 from specoffload.config.flags.flag import FALSE, TRUE
 from specoffload.config.flags.foreign import (
     ALREADY,
@@ -28,8 +30,6 @@ _FETCH = Refused(
     "only the Hugging Face hub is fetched from (-hf): download the file and give it with --model"
 )
 _ROPE = Refused("the file's own rotary settings are used: leave it out")
-_NO_SUCH_SAMPLER = Refused("there is no such sampler here: leave it out")
-_WITHOUT_SAMPLER = NoEffect("there is no such sampler here")
 _IMAGES = Refused("this program reads text only: leave it out")
 _NO_IMAGES = NoEffect("this program reads text only")
 _ADAPTERS = Refused("adapters are not applied here: merge them into the model")
@@ -38,51 +38,12 @@ _CACHED = NoEffect("prompts are kept in memory while the program runs, not in fi
 _LINES = NoEffect("`specoffload chat` converses; run does where it is given no text")
 _PRESET = Refused("models are not fetched here: give the file with --model")
 
-# What a chain of samplers without them is here.
-_OFF_WORDS = {
-    "top_k": ("--top-k", "0"),
-    "top_p": ("--top-p", "1"),
-    "min_p": ("--min-p", "0"),
-    "temperature": ("--temp", "1"),
-    "penalties": (
-        *("--repeat-penalty", "1"),
-        *("--frequency-penalty", "0"),
-        *("--presence-penalty", "0"),
-    ),
-}
-_SAMPLER_NAMES = {
-    **{name: name for name in _OFF_WORDS},
-    **{"top-k": "top_k", "top-p": "top_p", "nucleus": "top_p", "min-p": "min_p"},
-    **{"temp": "temperature"},
-}
-_OTHER_SAMPLERS = (
-    *("dry", "typ_p", "typical", "typical-p", "typical_p", "typ-p", "typ", "top_n_sigma", "xtc"),
-    *("top-n-sigma", "infill", "adaptive_p", "adaptive-p", "tfs_z", "tfs-z", "tfs"),
-)
-_SAMPLER_LETTERS = {"k": "top_k", "p": "top_p", "m": "min_p", "t": "temperature", "e": "penalties"}
-_OTHER_LETTERS = "dysxiafnwu"  # llama.cpp's and ik_llama.cpp's
-
-
-def _chain(named: set[str]) -> Answer:
-    off = [words for name, words in _OFF_WORDS.items() if name not in named]
-    return Becomes(tuple(word for words in off for word in words)) if off else ALREADY
-
-
-def _samplers(value: str) -> Answer:
-    """Those that are not named are switched off; the order is ours."""
-    named = set()
-    for name in filter(None, re.split("[;,]", value)):
-        if name not in _SAMPLER_NAMES and name not in _OTHER_SAMPLERS:
-            raise ValueError(f"{name!r} is no sampler; there are {', '.join(_OFF_WORDS)}")
-        named.add(_SAMPLER_NAMES.get(name, name))
-    return _chain(named)
-
 
 def _sampler_letters(value: str) -> Answer:
-    for letter in value:
-        if letter not in _SAMPLER_LETTERS and letter not in _OTHER_LETTERS:
-            raise ValueError(f"{letter!r} is no sampler; there are {', '.join(_SAMPLER_LETTERS)}")
-    return _chain({_SAMPLER_LETTERS.get(letter, letter) for letter in value})
+    try:
+        return Becomes(("--samplers", ";".join(sampler_letters(value))))
+    except BadRequest as e:
+        raise ValueError(str(e)) from None
 
 
 def _override(value: str) -> Answer:
@@ -284,24 +245,7 @@ MODELS = (
 )  # fmt: skip
 
 SAMPLING = (
-    foreign("--samplers", _samplers, n_values=1),
     foreign("--sampler-seq --sampling-seq", _sampler_letters, n_values=1),
-    foreign(
-        "--top-nsigma --top-n-sigma", off_at(lambda x: x <= 0, _NO_SUCH_SAMPLER), n_values=1
-    ),
-    foreign("--xtc-probability", off_at(lambda x: x <= 0, _NO_SUCH_SAMPLER), n_values=1),
-    foreign("--typical --typical-p", off_at(lambda x: x >= 1, _NO_SUCH_SAMPLER), n_values=1),
-    foreign("--dry-multiplier", off_at(lambda x: x == 0, _NO_SUCH_SAMPLER), n_values=1),
-    foreign("--adaptive-target", off_at(lambda x: x < 0, _NO_SUCH_SAMPLER), n_values=1),
-    foreign("--dynatemp-range", off_at(lambda x: x == 0, _NO_SUCH_SAMPLER), n_values=1),
-    foreign("--mirostat", off_at(lambda x: x == 0, _NO_SUCH_SAMPLER), n_values=1),
-    *valued(
-        _WITHOUT_SAMPLER,
-        "--xtc-threshold", "--dry-base", "--dry-allowed-length", "--dry-penalty-last-n",
-        "--dry-sequence-breaker", "--adaptive-decay", "--dynatemp-exp", "--mirostat-lr",
-        "--mirostat-ent",
-    ),
-    *valued(Refused("tokens have no bias here: leave it out"), "-l --logit-bias"),
     *switches(
         NoEffect("sampling is done by the library's samplers on the CPU"),
         "-bs --backend-sampling LLAMA_ARG_BACKEND_SAMPLING",

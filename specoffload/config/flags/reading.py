@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from typing import Literal
 
+from offload.errors import BadRequest
 from offload.mla.decision import Crossover
 from offload.plan.min_batch import MinBatch
+from offload.sampling.options import sampler_names
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName
 from specoffload.config.flags.flag import FALSE, TRUE, Kind, choice
@@ -163,6 +166,27 @@ def seed(text: str) -> int | None:
     return value
 
 
+def samplers(text: str) -> tuple[str, ...]:
+    """Names, separated by semicolons as in llama.cpp, or commas."""
+    try:
+        return sampler_names([name for name in re.split("[;,]", text) if name.strip()])
+    except BadRequest as e:
+        raise ValueError(str(e)) from None
+
+
+def breaker(text: str) -> str:
+    """Text that ends a repetition; none is a text that ends nothing."""
+    return "" if text == "none" else text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def logit_bias(text: str) -> tuple[int, float]:
+    """`15043+1`, as llama.cpp has it; `15043-inf` is never."""
+    found = re.fullmatch(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))", text.strip())
+    if found is None or found[2] == "+inf":
+        raise ValueError("must be a token's id and its bias, as in 15043+1 or 15043-inf")
+    return int(found[1]), float(found[2])
+
+
 MIN_BATCH = Kind("N", min_batch)
 CROSSOVER = Kind("N", crossover)
 AUTO_INT = Kind("N", auto_or_whole)
@@ -173,6 +197,9 @@ REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
 RATES = Kind("P,...", rates)
 SECONDS = Kind("SECONDS,...", seconds)
 SEED = Kind("N", seed)
+SAMPLER_NAMES = Kind("NAME;...", samplers)
+BREAKER = Kind("TEXT", breaker)
+LOGIT_BIAS = Kind("ID+BIAS", logit_bias)
 KEYS = Kind("KEY,...", keys)
 N_PREDICT = Kind("N", n_predict)
 THREADS = Kind("N", threads)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from offload.sampling.options import SAMPLERS
 from specoffload.config.flags.flag import FLOAT, INT, PATH, SWITCH, TEXT, Flag, Panel
-from specoffload.config.flags.reading import SEED
+from specoffload.config.flags.reading import BREAKER, LOGIT_BIAS, SAMPLER_NAMES, SEED
 from specoffload.config.options import AnswerFiles
 from specoffload.session.generation import GenerateOptions
 
@@ -49,6 +50,103 @@ FLAGS = (
         GenerateOptions, "presence_penalty", ("--presence-penalty",), FLOAT,
         "Penalty of a token that was seen at all.", _P, variables=("LLAMA_ARG_PRESENCE_PENALTY",),
         least=-2, most=2, commands=_ANSWERS, request="presence_penalty", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "typical_p", ("--typical", "--typical-p"), FLOAT,
+        "Tokens about as surprising as is typical here, of that joint probability; 1: all.", _P,
+        least=0, most=1, commands=_ANSWERS, request="typical_p", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "top_n_sigma", ("--top-nsigma", "--top-n-sigma"), FLOAT,
+        "Tokens whose logit is within so many standard deviations of the greatest; 0 or less: all.",
+        _P, commands=_ANSWERS, request="top_n_sigma", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "xtc_probability", ("--xtc-probability",), FLOAT,
+        "How often the likeliest tokens are left out; 0: never.", _P, least=0, most=1,
+        commands=_ANSWERS, request="xtc_probability", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "xtc_threshold", ("--xtc-threshold",), FLOAT,
+        "Probability of those that are left out, but for the last of them; over 0.5: none.", _P,
+        least=0, most=1, commands=_ANSWERS, request="xtc_threshold", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "dynatemp_range", ("--dynatemp-range",), FLOAT,
+        "The temperature follows the entropy by up to so much; 0: it stays.", _P, least=0,
+        most=1000, commands=_ANSWERS, request="dynatemp_range", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "dynatemp_exponent", ("--dynatemp-exp",), FLOAT,
+        "How it follows.", _P, least=0, most=1000, commands=_ANSWERS,
+        request="dynatemp_exponent", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "dry_multiplier", ("--dry-multiplier",), FLOAT,
+        "Penalty of a token that would lengthen a repetition (DRY); 0: off.", _P, least=0,
+        most=1000, commands=_ANSWERS, request="dry_multiplier", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "dry_base", ("--dry-base",), FLOAT,
+        "What each further token of the repetition multiplies it by.", _P, least=1, most=1000,
+        commands=_ANSWERS, request="dry_base", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "dry_allowed_length", ("--dry-allowed-length",), INT,
+        "Tokens that may be repeated without it.", _P, least=0, commands=_ANSWERS,
+        request="dry_allowed_length", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "dry_penalty_last_n", ("--dry-penalty-last-n",), INT,
+        "Tokens that it looks back at; -1: all.", _P, least=-1, commands=_ANSWERS,
+        request="dry_penalty_last_n", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "dry_sequence_breakers", ("--dry-sequence-breaker",), BREAKER,
+        "Text that ends a repetition; may be given several times, none: nothing does.", _P,
+        default_words='"\\n", ":", "\"", "*"', commands=_ANSWERS,
+        request="dry_sequence_breakers", repeats=True, rare=True,
+    ),
+    Flag(
+        GenerateOptions, "mirostat", ("--mirostat",), INT,
+        "1 or 2: tokens are drawn so that the text stays equally surprising; 0: off.", _P,
+        more="Other samplers than the temperature, penalties too, have no effect beside it.",
+        least=0, most=2, commands=_ANSWERS, request="mirostat", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "mirostat_eta", ("--mirostat-lr",), FLOAT, "Its learning rate.", _P,
+        least=0, most=1000, commands=_ANSWERS, request="mirostat_eta", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "mirostat_tau", ("--mirostat-ent",), FLOAT,
+        "The surprise it keeps to, in bits.", _P, least=0, most=1000, commands=_ANSWERS,
+        request="mirostat_tau", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "adaptive_target", ("--adaptive-target",), FLOAT,
+        "Probability of tokens that are chosen, on the average, where --samplers names adaptive_p; "
+        "below 0: any.", _P, most=1, commands=_ANSWERS, request="adaptive_target", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "adaptive_decay", ("--adaptive-decay",), FLOAT,
+        "How slowly it forgets.", _P, least=0, most=0.99, commands=_ANSWERS,
+        request="adaptive_decay", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "min_keep", ("--min-keep",), INT,
+        "Tokens that top-p, min-p, typical and XTC leave at least.", _P, least=0,
+        commands=_ANSWERS, request="min_keep", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "samplers", ("--samplers",), SAMPLER_NAMES,
+        "The samplers and their order, separated by ; one that is not named is off.", _P,
+        more="[sampling.md](sampling.md) says what each does.",
+        default_words="; ".join(SAMPLERS), commands=_ANSWERS, request="samplers", rare=True,
+    ),
+    Flag(
+        GenerateOptions, "logit_bias", ("--logit-bias", "-l"), LOGIT_BIAS,
+        "Added to a token's logit, as in 15043+1 or 15043-inf; may be given several times.", _P,
+        commands=_ANSWERS, request="logit_bias", repeats=True, rare=True,
     ),
     Flag(
         GenerateOptions, "seed", ("--seed", "-s"), SEED, "Of the random numbers; -1: random.", _P,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from offload.errors import BadRequest
+from offload.sampling.options import sampler_letters, sampler_names
 from specoffload.config.flags import sampling
 from specoffload.config.flags.flag import FLOAT, INT, SWITCH
 from specoffload.server.api.wire import (
@@ -18,6 +19,7 @@ from specoffload.server.api.wire import (
     Message,
 )
 from specoffload.session.generation import N_SEEDS, GenerateOptions
+from specoffload.session.sampling import read_logit_bias
 
 # Fields that go as they are into the GenerateOptions of the same meaning, by its name.
 _PASSED_ON = {
@@ -28,6 +30,7 @@ _PASSED_ON = {
 _ROLES = ("system", "developer", "user", "assistant")
 MAX_STOPS = 256  # each is looked for at every piece of the answer
 MAX_STOP_LETTERS = 1024
+MAX_SAMPLERS = 64
 
 
 def generate_options(
@@ -48,6 +51,13 @@ def generate_options(
     for name in ("cache_prompt", "id_slot", "draft_max"):
         if (value := getattr(request, name)) is not None:
             changes[name] = value
+    if request.samplers is not None:
+        changes["samplers"], unknown = _samplers(request.samplers)
+        idle += unknown
+    if request.dry_sequence_breakers is not None:
+        changes["dry_sequence_breakers"] = _breakers(request.dry_sequence_breakers)
+    if request.logit_bias is not None:
+        changes["logit_bias"] = read_logit_bias(request.logit_bias)
     structure = _structure(request)
     if structure:  # instead of the default's, whichever form that has
         changes |= {"grammar": None, "json_schema": None, **structure}
@@ -65,6 +75,37 @@ def generate_options(
     if limit is not None:
         changes["n_predict"] = None if limit == -1 else limit
     return replace(defaults, **changes), tuple(idle)
+
+
+def _samplers(given: str | list[str]) -> tuple[tuple[str, ...], list[str]]:
+    """The samplers of names or llama.cpp's letters; others are passed over, as there, and named.
+
+    Raises BadRequest for more than any chain has.
+    """
+    if len(given) > MAX_SAMPLERS:
+        raise BadRequest(f"samplers has {len(given)} names: at most {MAX_SAMPLERS}")
+    read = sampler_letters if isinstance(given, str) else lambda name: sampler_names([name])
+    found: list[str] = []
+    unknown = []
+    for i, name in enumerate(given):
+        try:
+            found += read(name)
+        except BadRequest:
+            unknown.append(f"samplers[{i}]")
+    return tuple(found), unknown
+
+
+def _breakers(given: str | list[str]) -> tuple[str, ...]:
+    """Texts that end a repetition. Raises BadRequest for what is no list of texts."""
+    if isinstance(given, str):
+        try:
+            texts = json.loads(given)
+        except (ValueError, RecursionError):
+            texts = None
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise BadRequest("dry_sequence_breakers must be a list of texts")
+        given = texts
+    return tuple(given)
 
 
 def _stops(given: str | list[str]) -> tuple[str, ...]:

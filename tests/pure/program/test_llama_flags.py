@@ -4,6 +4,7 @@ already, or refused with what to use instead."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from resolved import line_of
 
 from offload.plan.min_batch import MinBatch
+from offload.sampling.options import SAMPLERS
 from specdec.options import DrafterName
 from specoffload.config.command_line import HELP, flags_of, names_of
 from specoffload.config.flags.flag import FALSE, OPENS, TRUE, Flag
@@ -185,7 +187,6 @@ def test_a_flag_that_is_translated_says_so_in_one_line(
         (("-fit", "on"), None),
         (("-fit", "off"), "chosen to fit"),
         (("-fit",), None),
-        (("--mirostat", "0"), None),
         (("--metrics",), "/metrics"),
     ],
 )
@@ -203,12 +204,14 @@ def test_a_flag_that_changes_nothing_is_said_once_or_is_so_already(
     [
         (("--rpc", "h:1"), "--rpc h:1: other machines' GPUs are not used: leave it out"),
         (("-mu", "http://x"), "-mu http://x: only the Hugging Face hub is fetched from (-hf)"),
-        (("--mirostat", "2"), "--mirostat 2: there is no such sampler here"),
+        (("--mirostat", "3"), "--mirostat 3: must be between 0 and 2"),
+        (("--sampling-seq", "kz"), "--sampling-seq kz: 'z' is no sampler's letter"),
+        (("-l", "5*3"), "-l 5*3: must be a token's id and its bias"),
         (("--ssl-key-file", "k"), "--ssl-key-file k: this server speaks plain HTTP: put a proxy"),
         (("--hellaswag",), "--hellaswag: it is a flag of llama.cpp's llama-perplexity"),
         (("-ot", "exps"), "-ot exps: 'exps' is not PATTERN=BUFFER"),
         (("-ot", "(=CPU"), "is no regular expression"),
-        (("--samplers", "magic"), "'magic' is no sampler"),
+        (("--samplers", "magic"), "--samplers magic: 'magic' is no sampler"),
         (("--top-nsigma", "much"), "--top-nsigma much: must be a number"),
         (("-ts",), "-ts needs a value"),
         (("--control-vector-layer-range", "1"), "--control-vector-layer-range needs a value"),
@@ -225,13 +228,34 @@ def test_the_last_of_several_wins_among_theirs_and_ours() -> None:
     assert line_of("--n-cpu-moe", "3", "-cmoe").options.n_cpu_moe == ALL_LAYERS
 
 
-def test_samplers_that_a_chain_leaves_out_are_off() -> None:
-    sampling = line_of("--top-k", "1", "--samplers", "top_k", command="serve").of(GenerateOptions)
-    assert sampling == GenerateOptions(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
-    penalised = line_of("--samplers", "penalties;top_k;top_p;min_p;temperature;dry;xtc")
-    assert penalised.given == {}
-    assert line_of("--sampling-seq", "kpmte").given == {}
-    assert line_of("--sampler-seq", "kt").of(GenerateOptions).top_p == 1.0
+def test_samplers_are_read_by_every_name_of_theirs() -> None:
+    def samplers(*words: str) -> tuple[str, ...]:
+        return line_of(*words, command="serve").of(GenerateOptions).samplers
+
+    assert samplers("--samplers", "top-k;typical-p;Nucleus;temp") == (
+        "top_k", "typ_p", "top_p", "temperature",
+    )  # fmt: skip
+    assert samplers("--sampler-seq", "edskypmxt") == SAMPLERS
+    assert samplers("--sampling-seq", "kta") == ("top_k", "temperature", "adaptive_p")
+    assert samplers("--samplers", "") == ()
+
+
+def test_flags_of_samplers_mean_what_they_mean_there() -> None:
+    words = (
+        *("--mirostat", "2", "--mirostat-lr", "0.2", "--mirostat-ent", "4", "--typical", "0.9"),
+        *("--top-nsigma", "1.5", "--xtc-probability", "0.5", "--xtc-threshold", "0.2"),
+        *("--dynatemp-range", "0.5", "--dynatemp-exp", "2", "--dry-multiplier", "0.8"),
+        *("--dry-base", "2", "--dry-allowed-length", "3", "--dry-penalty-last-n", "-1"),
+        *("--dry-sequence-breaker", "\\n", "--dry-sequence-breaker", "none", "-l", "7+1.5"),
+        *("--logit-bias", "8-inf", "--adaptive-target", "0.4", "--adaptive-decay", "0.8"),
+    )
+    assert line_of(*words).of(GenerateOptions) == GenerateOptions(
+        mirostat=2, mirostat_eta=0.2, mirostat_tau=4, typical_p=0.9, top_n_sigma=1.5,
+        xtc_probability=0.5, xtc_threshold=0.2, dynatemp_range=0.5, dynatemp_exponent=2,
+        dry_multiplier=0.8, dry_base=2, dry_allowed_length=3, dry_penalty_last_n=-1,
+        dry_sequence_breakers=("\n", ""), logit_bias=((7, 1.5), (8, -math.inf)),
+        adaptive_target=0.4, adaptive_decay=0.8,
+    )  # fmt: skip
 
 
 def test_a_size_that_was_of_all_n_gram_drafters_is_one_flag_still() -> None:

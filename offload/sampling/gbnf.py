@@ -1,0 +1,345 @@
+"""GBNF, llama.cpp's grammar notation, read into rules. Pure, and linear in the text.
+
+Notation: grammars/README.md of llama.cpp. Besides, `%json {...}` is JSON that follows a schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from offload.errors import BadRequest
+
+MOST_GRAMMAR_BYTES = 256 * 1024
+DEEPEST_GRAMMAR = 64  # brackets in brackets
+MOST_REPEATED = 2000  # llama.cpp refuses more
+MOST_SYMBOLS = 20_000  # characters, classes and references of all rules
+
+_NAME = re.compile(r"[A-Za-z0-9-]+")
+_NUMBER = re.compile(r"[0-9]+")
+_HEX = {"x": 2, "u": 4, "U": 8}
+_ESCAPED = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-"}
+_SURROGATES = range(0xD800, 0xE000)
+_LAST_CHARACTER = 0x10FFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Characters:
+    """One character of these ranges, ends included; `negated`: of none of them."""
+
+    ranges: tuple[tuple[int, int], ...]
+    negated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of the vocabulary; `negated`: any other."""
+
+    id: int
+    negated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Another rule, by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A symbol `least` to `most` times, None without a limit."""
+
+    symbol: Symbol
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Alternatives, each a sequence of symbols."""
+
+    alternatives: tuple[tuple[Symbol, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Json:
+    """JSON that follows a schema, `%json {...}`: notation of llguidance, not of llama.cpp."""
+
+    schema: str
+
+
+Symbol = Characters | Token | Reference | Repeated | Group | Json
+ANY = Characters((), negated=True)
+
+
+def rules_of_gbnf(text: str, token_of: Callable[[str], int]) -> dict[str, Group]:
+    """The rules by name; `root` is among them.
+
+    `token_of` is the id of a token that the grammar names as `<text>`; it raises BadRequest where
+    that is not one token. Raises BadRequest with line and column.
+    """
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as e:
+        raise BadRequest(f"the grammar is no valid text: {e.reason}") from e
+    if size > MOST_GRAMMAR_BYTES:
+        raise BadRequest(f"the grammar has {size} bytes; at most {MOST_GRAMMAR_BYTES} are read")
+    return _Reader(text, token_of).read()
+
+
+class _Reader:
+    """Reads from left to right, each character once."""
+
+    def __init__(self, text: str, token_of: Callable[[str], int]) -> None:
+        self._text, self._token_of = text, token_of
+        self._at = 0
+        self._n_symbols = 0
+        self._depth = 0
+        self._named_at: dict[str, int] = {}
+        self._rules: dict[str, Group] = {}
+
+    def read(self) -> dict[str, Group]:
+        self._skip(newlines=True)
+        while self._at < len(self._text):
+            self._rule()
+            self._skip(newlines=True)
+        if "root" not in self._rules:
+            raise BadRequest("the grammar does not parse: it has no rule named root")
+        for name, at in self._named_at.items():
+            if name not in self._rules:
+                self._fail(f"there is no rule {name[:60]}", at)
+        return self._rules
+
+    # -- rules -----------------------------------------------------------------------------------
+
+    def _rule(self) -> None:
+        name = self._match(_NAME, "a rule's name")
+        self._skip(newlines=False)
+        if self._text[self._at : self._at + 3] != "::=":
+            self._fail("::= is missing")
+        self._at += 3
+        self._skip(newlines=True)
+        self._rules[name] = self._alternatives(nested=False)
+        if self._at < len(self._text) and self._peek() not in "\r\n":
+            self._fail(f"{self._peek()!r} is not expected here")
+
+    def _alternatives(self, *, nested: bool) -> Group:
+        found = [self._sequence(nested=nested)]
+        while self._peek() == "|":
+            self._at += 1
+            self._skip(newlines=True)
+            found.append(self._sequence(nested=nested))
+        return Group(tuple(found))
+
+    def _sequence(self, *, nested: bool) -> tuple[Symbol, ...]:
+        found: list[Symbol] = []
+        while (symbol := self._symbol(nested=nested)) is not None:
+            self._skip(newlines=nested)
+            while (times := self._times(nested=nested)) is not None:
+                symbol = Repeated(symbol, *times)
+            found.append(symbol)
+        return tuple(found)
+
+    def _symbol(self, *, nested: bool) -> Symbol | None:
+        """The next one, or None where a sequence ends."""
+        self._n_symbols += 1
+        if self._n_symbols > MOST_SYMBOLS:
+            self._fail(f"the grammar has over {MOST_SYMBOLS} symbols")
+        match self._peek():
+            case '"':
+                return self._literal()
+            case "[":
+                return self._class()
+            case ".":
+                self._at += 1
+                return ANY
+            case "(":
+                return self._group()
+            case "<" | "!":
+                return self._token()
+            case "%":
+                return self._json()
+            case "*" | "+" | "?" | "{":
+                self._fail(f"nothing stands before {self._peek()!r} that could be repeated")
+        found = _NAME.match(self._text, self._at)
+        if found is None:
+            return None
+        self._named_at.setdefault(found[0], self._at)
+        self._at = found.end()
+        return Reference(found[0])
+
+    def _group(self) -> Group:
+        opened = self._at
+        self._depth += 1
+        if self._depth > DEEPEST_GRAMMAR:
+            self._fail(f"over {DEEPEST_GRAMMAR} brackets are nested")
+        self._at += 1
+        self._skip(newlines=True)
+        inside = self._alternatives(nested=True)
+        if self._peek() != ")":
+            if not self._peek():
+                self._fail("no ) ends the (", opened)
+            self._fail(f"{self._peek()!r} is not expected here")
+        self._at += 1
+        self._depth -= 1
+        return inside
+
+    def _times(self, *, nested: bool) -> tuple[int, int | None] | None:
+        """(least, most) of a repetition that follows."""
+        simple: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+        sign = self._peek()
+        if sign in simple:
+            self._at += 1
+            self._skip(newlines=nested)
+            return simple[sign]
+        if sign != "{":
+            return None
+        at = self._at
+        self._at += 1
+        self._skip(newlines=nested)
+        least = most = self._number()
+        self._skip(newlines=nested)
+        if self._peek() == ",":
+            self._at += 1
+            self._skip(newlines=nested)
+            most = self._number() if self._peek().isdecimal() else -1
+            self._skip(newlines=nested)
+        if self._peek() != "}":
+            self._fail("no } ends the {", at)
+        self._at += 1
+        self._skip(newlines=nested)
+        if 0 <= most < least:
+            self._fail(f"{{{least},{most}}} asks for at least {least} and at most {most}", at)
+        return least, None if most < 0 else most
+
+    def _number(self) -> int:
+        at = self._at
+        digits = self._match(_NUMBER, "a number of repetitions")
+        if len(digits) > 6 or int(digits) > MOST_REPEATED:
+            self._fail(f"{digits[:12]} repetitions; at most {MOST_REPEATED} can be followed", at)
+        return int(digits)
+
+    # -- characters ------------------------------------------------------------------------------
+
+    def _literal(self) -> Group:
+        opened = self._at
+        self._at += 1
+        found = []
+        while self._peek() != '"':
+            if not self._peek():
+                self._fail('no " ends the text that begins', opened)
+            code = self._character()
+            found.append(Characters(((code, code),)))
+        self._at += 1
+        self._n_symbols += len(found)
+        return Group((tuple(found),))
+
+    def _class(self) -> Symbol:
+        opened = self._at
+        self._at += 1
+        negated = self._peek() == "^"
+        self._at += negated
+        ranges = []
+        while self._peek() != "]":
+            if not self._peek():
+                self._fail("no ] ends the [", opened)
+            first = last = self._character()
+            if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] != "]":
+                self._at += 1
+                last = self._character()
+            if last < first:
+                self._fail("a range of characters ends before it begins", opened)
+            ranges.append((first, last))
+        self._at += 1
+        if not ranges:
+            return Group(((),))  # nothing, negated or not, as llama.cpp has it
+        return Characters(tuple(ranges), negated)
+
+    def _character(self) -> int:
+        at, character = self._at, self._peek()
+        if not character:
+            self._fail("the grammar ends inside a text")
+        self._at += 1
+        if character != "\\":
+            return self._checked(ord(character), at)
+        kind = self._peek()
+        self._at += 1
+        if kind in _HEX:
+            digits = self._text[self._at : self._at + _HEX[kind]]
+            if not re.fullmatch(f"[0-9a-fA-F]{{{_HEX[kind]}}}", digits):
+                self._fail(f"\\{kind} needs {_HEX[kind]} hexadecimal digits", at)
+            self._at += len(digits)
+            return self._checked(int(digits, 16), at)
+        if kind not in _ESCAPED:
+            self._fail(f"a backslash is no escape before {kind!r}", at)
+        return ord(_ESCAPED[kind])
+
+    def _checked(self, code: int, at: int) -> int:
+        if code in _SURROGATES or code > _LAST_CHARACTER:
+            self._fail(f"U+{code:04X} is no character of a text", at)
+        return code
+
+    def _token(self) -> Token:
+        negated = self._peek() == "!"
+        self._at += negated
+        at = self._at
+        end = self._text.find(">", at)
+        if self._peek() != "<" or end < 0 or end - at > 256:
+            self._fail("a token is written <[ID]> or <TEXT>", at)
+        words = self._text[at : end + 1]
+        by_number = re.fullmatch(r"<\[([0-9]{1,9})\]>", words)
+        token = int(by_number[1]) if by_number else self._token_of(words)
+        self._at = end + 1
+        return Token(token, negated)
+
+    def _json(self) -> Json:
+        at = self._at
+        if self._text[at : at + 5] != "%json":
+            self._fail("only %json may follow a %")
+        self._at += 5
+        self._skip(newlines=False)
+        try:
+            schema, self._at = json.JSONDecoder().raw_decode(self._text, self._at)
+        except json.JSONDecodeError as e:
+            self._fail(f"the schema is no JSON: {e.msg}", e.pos)
+        except (ValueError, RecursionError):
+            self._fail("the schema is no JSON that can be read", at)
+        if not isinstance(schema, dict):
+            self._fail("the schema must be a JSON object", at)
+        return Json(json.dumps(schema))
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def _peek(self) -> str:
+        return self._text[self._at : self._at + 1]
+
+    def _match(self, pattern: re.Pattern[str], what: str) -> str:
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            self._fail(f"{what} is missing")
+        self._at = found.end()
+        return found[0]
+
+    def _skip(self, *, newlines: bool) -> None:
+        """Spaces and comments."""
+        text, at = self._text, self._at
+        blank = " \t\r\n" if newlines else " \t"
+        while at < len(text):
+            if text[at] == "#":
+                while at < len(text) and text[at] not in "\r\n":
+                    at += 1
+            elif text[at] in blank:
+                at += 1
+            else:
+                break
+        self._at = at
+
+    def _fail(self, what: str, at: int | None = None) -> NoReturn:
+        at = self._at if at is None else at
+        line = self._text.count("\n", 0, at) + 1
+        column = at - (self._text.rfind("\n", 0, at) + 1) + 1
+        raise BadRequest(f"the grammar does not parse: line {line}, column {column}: {what}")

@@ -1,0 +1,157 @@
+"""Grammars and JSON schemas, and the tokens that they allow next, by `llguidance`.
+
+It is bounded by construction: compiling and each mask have limits, past which the request ends with
+an error. (Measured against llama.cpp's grammars in docs/results.md.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from numpy.typing import NDArray
+
+from offload.errors import BadRequest
+from offload.sampling.gbnf import rules_of_gbnf
+from offload.sampling.json_schema import read_schema
+from offload.sampling.lark import lark_of_rules
+
+_MOST_WORDS = 300  # characters of a reason that reach a client
+# Items of the parser per mask and per character: a hundred times what grammars in use need, and
+# about a second of one core.
+_LIMITS = {"step_max_items": 100_000, "max_items_in_row": 4_000, "verbose_errors": False}
+
+
+class Vocabulary(Protocol):
+    """The tokens of a model, as a grammar sees them."""
+
+    @property
+    def n_vocab(self) -> int: ...
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Tokens that end a text."""
+        ...
+
+    @property
+    def controls(self) -> Sequence[int]:
+        """Tokens that are no text."""
+        ...
+
+    def piece(self, token: int, *, special: bool) -> bytes: ...
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
+
+
+class _Tokens:
+    """A tokenizer as llguidance's TokenizerWrapper asks for it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.ends[0]
+        self.bos_token_id = None
+        self.tokens = [vocabulary.piece(i, special=True) for i in range(vocabulary.n_vocab)]
+        self.special_token_ids = list(vocabulary.controls)
+        self._vocabulary = vocabulary
+
+    def __call__(self, text: bytes) -> list[int]:
+        words = text.decode("utf-8", "replace")
+        return self._vocabulary.tokenize(words, add_special=False, parse_special=False)
+
+
+class GrammarTokens:
+    """A vocabulary prepared for grammars, which takes about a second for one of 150,000 tokens."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Raises BadRequest for one without a token that ends a text."""
+        if not vocabulary.ends:
+            raise BadRequest("this model has no token that ends a text, so grammars cannot end")
+        self.n_vocab = vocabulary.n_vocab
+        self.ends = frozenset(vocabulary.ends)
+        self._vocabulary = vocabulary
+        self.prepared = LLTokenizer(
+            TokenizerWrapper(_Tokens(vocabulary)), eos_token=list(vocabulary.ends)
+        )
+
+    def token_of(self, words: str) -> int:
+        """The one token that a text is, special ones too. Raises BadRequest."""
+        found = self._vocabulary.tokenize(words, add_special=False, parse_special=True)
+        if len(found) != 1:
+            raise BadRequest(
+                f"the grammar names {words[:60]!r}, which is {len(found)} tokens of this model, "
+                "not one"
+            )
+        return found[0]
+
+
+class Grammar:
+    """Where a text stands in a grammar: `allowed` says what may follow, `accept` goes on."""
+
+    def __init__(self, tokens: GrammarTokens, source: str, name: str = "grammar") -> None:
+        """`source` is llguidance's, and `name` what errors call it. Raises BadRequest for one that
+        cannot be followed."""
+        self._tokens, self._name = tokens, name
+        self._matcher = LLMatcher(
+            tokens.prepared, source, log_level=0, limits=LLParserLimits(**_LIMITS)
+        )
+        self._check()
+
+    def allows(self, token: int) -> bool:
+        """True if `token` may follow. Raises BadRequest past the limits."""
+        if self._is_over:
+            return token in self._tokens.ends
+        found = bool(self._matcher.validate_tokens([token]) == 1)
+        self._check()
+        return found
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """True for each token that may follow, [n_vocab]. Raises BadRequest past the limits."""
+        if self._is_over:
+            out = np.zeros(self._tokens.n_vocab, np.bool_)
+            out[list(self._tokens.ends)] = True
+            return out
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        mask = np.unpackbits(bits, count=self._tokens.n_vocab, bitorder="little")
+        return mask.view(np.bool_)
+
+    def accept(self, token: int) -> None:
+        """Raises BadRequest for a token that may not follow."""
+        if not self.allows(token):
+            raise BadRequest(f"token {token} was chosen, and the grammar refuses it")
+        if not self._is_over:
+            self._matcher.consume_token(token)
+            self._check()
+
+    def reset(self) -> None:
+        self._matcher.reset()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise BadRequest(f"the {self._name} cannot be followed: {_reason(self._matcher)}")
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """The first lines of what llguidance says, without the state of its parser."""
+    words = matcher.get_error().partition("<state>")[0].strip()
+    return " ".join(words.split())[:_MOST_WORDS]
+
+
+def grammar_of(
+    tokens: Callable[[], GrammarTokens], gbnf: str | None, json_schema: str | None
+) -> Grammar | None:
+    """The one that is asked for; None without. Raises BadRequest."""
+    if gbnf is not None and json_schema is not None:
+        raise BadRequest("a grammar and a JSON schema exclude each other: send one of them")
+    if gbnf is not None:
+        rules = rules_of_gbnf(gbnf, lambda words: tokens().token_of(words))
+        return Grammar(tokens(), LLMatcher.grammar_from_lark(lark_of_rules(rules)))
+    if json_schema is not None:
+        source = LLMatcher.grammar_from_json_schema(read_schema(json_schema))
+        return Grammar(tokens(), source, "JSON schema")
+    return None

@@ -1,0 +1,71 @@
+"""JSON schemas as they are followed here. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from offload.errors import BadRequest
+
+MOST_SCHEMA_BYTES = 256 * 1024
+DEEPEST_SCHEMA = 64
+# As llama.cpp's converter writes it: free white space lets small models indent for ever.
+_WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
+# Of llguidance: unknown keywords are passed over, and oneOf is anyOf, as in llama.cpp.
+_OPTIONS: dict[str, Any] = {
+    "x-guidance": {"whitespace_pattern": _WHITE_SPACE, "lenient": True, "coerce_one_of": True}
+}
+_OF_NAMES = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+_DATA = frozenset({"const", "enum", "default", "examples"})
+_OF_OTHERS = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """The schema of a JSON text, with what llama.cpp takes for granted, for llguidance.
+
+    Raises BadRequest, with the place in the text where that is no JSON.
+    """
+    if len(text) > MOST_SCHEMA_BYTES:
+        raise BadRequest(
+            f"the JSON schema has {len(text)} characters; at most {MOST_SCHEMA_BYTES} are read"
+        )
+    try:
+        schema = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise BadRequest(f"the JSON schema is no JSON: {e}") from e
+    except (ValueError, RecursionError) as e:  # a number of too many digits, brackets in brackets
+        raise BadRequest("the JSON schema is no JSON that can be read") from e
+    if not isinstance(schema, dict):
+        raise BadRequest("the JSON schema must be a JSON object")
+    # Parts that are joined may each have names of their own.
+    closed = '"allOf"' not in text
+    return {**_schema(schema, 0, closed=closed), **_OPTIONS}
+
+
+def _schema(node: Any, depth: int, *, closed: bool) -> Any:
+    """Without `additionalProperties` an object has the properties that are named, as in llama.cpp:
+    with any others small models would never end."""
+    if depth > DEEPEST_SCHEMA:
+        raise BadRequest(f"the JSON schema is nested over {DEEPEST_SCHEMA} deep")
+    if isinstance(node, list):
+        return [_schema(item, depth + 1, closed=closed) for item in node]
+    if not isinstance(node, dict):
+        return _whole(node)
+    out: dict[str, Any] = {}
+    for name, value in node.items():
+        if name in _DATA:
+            out[name] = value
+        elif name in _OF_NAMES and isinstance(value, dict):
+            out[name] = {n: _schema(s, depth + 1, closed=closed) for n, s in value.items()}
+        else:
+            out[name] = _schema(value, depth + 1, closed=closed)
+    if closed and "properties" in node and _OF_OTHERS.isdisjoint(node):
+        out["additionalProperties"] = False
+    return out
+
+
+def _whole(value: Any) -> Any:
+    """4.0 is the integer 4 in JSON, also where a number of things is meant."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

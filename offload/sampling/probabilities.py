@@ -1,0 +1,60 @@
+"""The probabilities that are told beside chosen tokens. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token, its bytes, and the natural logarithm of its probability."""
+
+    token: int
+    piece: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLogprob:
+    """A chosen token, and the likeliest ones at its place, the likeliest first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+def raw_logprobs(
+    logits: NDArray[np.float32], token: int, n: int, piece: Callable[[int], bytes]
+) -> ChosenLogprob:
+    """Of the model's own distribution, softmax(logits [n_vocab]), whatever was sampled from it."""
+    highest = float(logits.max())
+    rest = float(np.log(np.exp(logits - highest, dtype=np.float64).sum()))
+    n = min(n, len(logits))
+    top = np.argpartition(logits, len(logits) - n)[len(logits) - n :]
+    top = top[np.argsort(-logits[top], kind="stable")]
+
+    def told(i: int) -> TokenLogprob:
+        return TokenLogprob(i, piece(i), float(logits[i]) - highest - rest)
+
+    return ChosenLogprob(told(token), tuple(told(int(i)) for i in top))
+
+
+def left_logprobs(
+    ids: NDArray[np.int32],
+    p: NDArray[np.float64],
+    token: int,
+    n: int,
+    piece: Callable[[int], bytes],
+) -> ChosenLogprob:
+    """Of what a chain of samplers left: tokens `ids` with probabilities `p`."""
+    order = np.argsort(-p, kind="stable")[:n]
+
+    def told(i: int, probability: float) -> TokenLogprob:
+        return TokenLogprob(i, piece(i), float(np.log(probability)))
+
+    top = tuple(told(int(ids[i]), float(p[i])) for i in order if p[i] > 0)
+    at = np.flatnonzero(ids == token)
+    return ChosenLogprob(told(token, float(p[at[0]])), top)

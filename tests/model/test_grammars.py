@@ -1,0 +1,398 @@
+"""Grammars and JSON schemas: llama.cpp's language, and those that are made to stop a server."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+
+import llama_cpp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from resolved import config_of
+
+from offload.errors import BadRequest
+from offload.ggml.sampler import SamplerChain, grammar_tokens
+from offload.sampling.grammar import Grammar, grammar_of
+from offload.sampling.options import SamplingOptions
+from specoffload.config.speculation import NO_DRAFTS
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
+
+TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session(config_of(device="cpu", threads=1, ctx_size=512, spec=NO_DRAFTS)) as opened:
+        yield opened
+
+
+def grammar(session: Session, gbnf: str | None = None, schema: object = None) -> Grammar:
+    text = schema if isinstance(schema, str) or schema is None else json.dumps(schema)
+    found = grammar_of(lambda: grammar_tokens(session.target.model), gbnf, text)
+    assert found is not None
+    return found
+
+
+def takes(session: Session, text: str, gbnf: str | None = None, schema: object = None) -> bool:
+    """True if `text` is a whole sentence of the language."""
+    followed = grammar(session, gbnf, schema)
+    for token in session.tokenize(text, add_special=False, parse_special=False):
+        if not followed.allows(token):
+            return False
+        followed.accept(token)
+    return followed.allows(session.target.model.ends[0])
+
+
+# -- the language of llama.cpp ---------------------------------------------------------------------
+
+
+class LlamaGrammar:
+    """libllama's own sampler of the same grammar: slow, and without bounds."""
+
+    def __init__(self, session: Session, gbnf: str) -> None:
+        vocab = llama_cpp.llama_model_get_vocab(session.target.model.handle)
+        self._sampler = llama_cpp.llama_sampler_init_grammar(vocab, gbnf.encode(), b"root")
+        self._n_vocab = session.target.n_vocab
+        assert self._sampler
+
+    def allowed(self) -> NDArray[np.bool_]:
+        row = np.zeros(self._n_vocab, TOKEN)
+        row["id"], row["logit"] = np.arange(self._n_vocab), 1.0
+        data = ctypes.cast(row.ctypes.data, ctypes.POINTER(llama_cpp.llama_token_data))
+        array = llama_cpp.llama_token_data_array(data, self._n_vocab, -1, False)
+        llama_cpp.llama_sampler_apply(self._sampler, ctypes.byref(array))
+        return np.asarray(row["logit"] != -np.inf)
+
+    def accept(self, token: int) -> None:
+        llama_cpp.llama_sampler_accept(self._sampler, token)
+
+    def close(self) -> None:
+        llama_cpp.llama_sampler_free(self._sampler)
+
+
+def is_text(piece: bytes) -> bool:
+    """True for whole characters, of which llama.cpp's grammars never allow NUL."""
+    try:
+        return "\0" not in piece.decode()
+    except UnicodeDecodeError:
+        return False
+
+
+def assert_same_masks(session: Session, gbnf: str, seed: int, n_steps: int = 12) -> None:
+    """Both allow the same tokens along a random walk, as far as these are whole characters: parts
+    of one are allowed by llama.cpp where no character of the grammar begins so, and not where one
+    does that is next to a forbidden one."""
+    rng = np.random.default_rng(seed)
+    ours = grammar(session, gbnf)
+    model = session.target.model
+    whole = np.array([is_text(model.piece(i, special=True)) for i in range(model.n_vocab)])
+    whole[list(model.controls)] = False
+    with closing(LlamaGrammar(session, gbnf)) as theirs:
+        for _ in range(n_steps):
+            mine, wanted = ours.allowed(), theirs.allowed()
+            differ = np.flatnonzero((mine != wanted) & whole)
+            pieces = [model.piece(int(i), special=True) for i in differ[:5]]
+            assert not len(differ), (gbnf, pieces)
+            ends = list(model.ends)
+            assert mine[ends].any() == wanted[ends].any()
+            going_on = np.flatnonzero(mine & whole)
+            if not len(going_on):
+                break
+            token = int(rng.choice(going_on))
+            ours.accept(token)
+            theirs.accept(token)
+
+
+PUBLISHED = {  # llama.cpp's grammars/, and idioms of its README
+    "list": r"root ::= item+" "\n" r'item ::= "- " [^\r\n\x0b\x0c\x85\u2028\u2029]+ "\n"',
+    "arithmetic": r"""root  ::= (expr "=" term "\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= num | "(" expr ")"
+num   ::= [0-9]+""",
+    "json": r"""root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::=
+  "{" ws (
+            string ":" ws value
+    ("," ws string ":" ws value)*
+  )? "}" ws
+array  ::=
+  "[" ws (
+            value
+    ("," ws value)*
+  )? "]" ws
+string ::=
+  "\"" (
+    [^"\\\x7F\x00-\x1F] |
+    "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) # escapes
+  )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+# Optional space: by convention, applied in this grammar after literal chars when allowed
+ws ::= | " " | "\n" [ \t]{0,20}""",
+    "words before an end": 'root ::= [a-z ]* "end" "."?',
+    "right recursion": 'root ::= word " " root | word\nword ::= [a-z] word | [a-z]',
+    "white space as it used to be": 'root ::= "a" ws "b"\nws ::= ([ \\t\\n] ws)?',
+    "any character": 'root ::= . [^a-z]{2} . "x"',
+    "unicode": 'root ::= [\\u3041-\\u3093ü\\U0001F600]+ "ß"',
+    "nothing": 'root ::= "" | "a" ""',
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_grammar_allows_what_llama_cpp_allows(session: Session, name: str, seed: int) -> None:
+    assert_same_masks(session, PUBLISHED[name], seed)
+
+
+_LITERALS = st.text("abc ", min_size=1, max_size=3).map(lambda t: f'"{t}"')
+_ATOMS = st.one_of(
+    _LITERALS, st.sampled_from(["[a-c]", "[^a]", ".", "x", "y", "[ab] [bc]", '("a" | "b" "c")'])
+)
+_REPEATED = st.tuples(_ATOMS, st.sampled_from(["", "", "?", "*", "+", "{2}", "{1,3}", "{0,2}"]))
+_SEQUENCES = st.lists(_REPEATED.map(lambda r: f"({r[0]}){r[1]}"), min_size=1, max_size=4)
+_BODIES = st.lists(_SEQUENCES.map(" ".join), min_size=1, max_size=3).map(" | ".join)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(root=_BODIES, x=_BODIES, seed=st.integers(0, 1000))
+def test_any_grammar_allows_what_llama_cpp_allows(
+    session: Session, root: str, x: str, seed: int
+) -> None:
+    # llama.cpp ends the process at left recursion: y comes after a letter, and x refers to y only.
+    x = re.sub(r"\bx\b", "y", x)
+    gbnf = f'root ::= "a" ({root})\nx ::= "b" ({x})\ny ::= "c" ("a" y)? | "d"'
+    assert_same_masks(session, gbnf, seed, n_steps=6)
+
+
+def test_left_recursion_which_llama_cpp_refuses_is_followed(session: Session) -> None:
+    gbnf = 'root ::= root "+" n | n\nn ::= [0-9]'
+    assert takes(session, "1+2+3", gbnf)
+    assert not takes(session, "1+", gbnf)
+
+
+def test_a_grammar_may_name_tokens(session: Session) -> None:
+    end = session.tokenize("<|im_start|>", add_special=False, parse_special=True)
+    assert len(end) == 1
+    for name in ("<|im_start|>", f"<[{end[0]}]>"):
+        followed = grammar(session, f'root ::= "a" {name} "b"')
+        followed.accept(session.tokenize("a", add_special=False, parse_special=False)[0])
+        assert list(np.flatnonzero(followed.allowed())) == end
+        followed.accept(end[0])
+        assert not followed.allows(end[0])
+    with pytest.raises(BadRequest, match="names '<no such thing>', which is"):
+        grammar(session, "root ::= <no such thing>")
+
+
+def test_a_grammar_may_hold_json_that_follows_a_schema(session: Session) -> None:
+    gbnf = f'root ::= "call(" args ")"\nargs ::= %json {json.dumps(POINT)} | "nothing"'
+    assert takes(session, 'call({"x": 1.5})', gbnf)
+    assert takes(session, "call(nothing)", gbnf)
+    assert not takes(session, 'call({"y": 1})', gbnf)
+    assert not takes(session, 'call({ \n\n\n "x": 1})', gbnf)
+    for bad, words in (
+        ('root ::= %json {"a": }', "line 1, column 22: the schema is no JSON"),
+        ("root ::= %json 5", "must be a JSON object"),
+        ('root ::= %json {"type": "nonsense"}', "Invalid type: nonsense"),
+        ("root ::= %lark {}", "only %json may follow a %"),
+    ):
+        with pytest.raises(BadRequest, match=words):
+            grammar(session, bad)
+
+
+# -- schemas ---------------------------------------------------------------------------------------
+
+NODE = {
+    "$ref": "#/$defs/Node",  # as pydantic writes recursive models
+    "$defs": {
+        "Node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "integer"},
+                "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]},
+            },
+            "required": ["value", "next"],
+        }
+    },
+}
+POINT = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (NODE, '{"value": 1, "next": {"value": 2, "next": null}}', '{"value": 1}'),
+        ({"definitions": {"I": {"type": "integer"}}, "$ref": "#/definitions/I"}, "12", '"a"'),
+        ({"type": "string", "pattern": r"^\d{3}-\d+$"}, '"123-4"', '"12-4"'),
+        ({"type": "string", "pattern": "b+"}, '"abbc"', '"ac"'),
+        ({"type": "string", "format": "date-time"}, '"2024-02-03T04:05:06Z"', '"yesterday"'),
+        ({"type": "string", "format": "uuid"}, f'"{"1" * 8}-2222-4333-8444-{"5" * 12}"', '"1"'),
+        ({"type": "string", "format": "a-format-of-ours"}, '"x"', "1"),
+        ({"type": "integer", "minimum": 3, "maximum": 17}, "17", "18"),
+        ({"type": "number", "exclusiveMinimum": 0}, "0.5", "0"),
+        ({"type": "string", "minLength": 2.0, "maxLength": 3.0}, '"abc"', '"abcd"'),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3},
+         "[1, 2]", "[1]"),
+        ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}],
+          "items": False}, '[1, "a"]', '[1, "a", 2]'),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "null", "1"),
+        ({"anyOf": [{"const": "a"}, {"enum": [4.0, True]}]}, "4", "5"),
+        ({"const": 4.0}, "4", "4.5"),
+        ({"allOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+                    {"properties": {"b": {"type": "null"}}, "required": ["b"]}],
+          "type": "object"}, '{"a": 1, "b": null}', '{"a": 1}'),
+        (POINT, '{"x": 1.5}', '{"x": 1.5, "y": 2}'),  # llama.cpp's reading, too
+        ({**POINT, "additionalProperties": {"type": "null"}}, '{"x": 1, "y": null}', '{"x": "a"}'),
+        ({"type": ["integer", "null"]}, "null", '"a"'),
+        ({"type": "object"}, '{"a": {"b": [1, "c"]}}', "[1]"),
+        ({}, '[1, {"a": null}]', "nothing"),
+        ({"const": {"properties": 1}}, '{"properties": 1}', "{}"),
+    ],
+)  # fmt: skip
+def test_a_schema_is_followed(session: Session, schema: object, good: str, bad: str) -> None:
+    assert takes(session, good, schema=schema)
+    assert not takes(session, bad, schema=schema)
+
+
+def test_white_space_is_bounded(session: Session) -> None:
+    assert takes(session, '{\n  "x": 1\n}', schema=POINT)
+    assert not takes(session, '{ \n\n\n "x": 1}', schema=POINT)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ('{"a": ', "is no JSON: Expecting value: line 1 column 7"),
+        ('{"minimum": ' + "9" * 5000 + "}", "is no JSON that can be read"),
+        ("[" * 100_000, "is no JSON that can be read"),
+        ("[]", "must be a JSON object"),
+        ({"type": "nonsense"}, "cannot be followed: Invalid type: nonsense"),
+        ({"$ref": "#/$defs/none"}, "cannot be followed"),
+        ({"$ref": "http://evil.example/x.json"}, "cannot be followed"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, r"minLength \(5\) is greater"),
+        ({"enum": []}, "cannot be followed"),
+        ({"type": "string", "pattern": "^(?=a)b$"}, "look-ahead"),
+        ({"type": "string", "pattern": "(" * 3000}, "cannot be followed"),
+        (" " * 300_000 + "{}", "has 300002 characters; at most 262144"),
+    ],
+)
+def test_a_bad_schema_is_one_sentence(session: Session, schema: object, words: str) -> None:
+    with pytest.raises(BadRequest, match=words) as caught:
+        grammar(session, schema=schema).allowed()
+    assert len(str(caught.value)) < 500
+    assert "Error(" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# -- hostile ones ----------------------------------------------------------------------------------
+
+_DOUBLING = "\n".join(f"x{i} ::= x{i + 1} x{i + 1}" for i in range(14))
+HOSTILE_GRAMMARS = {
+    "maximum below minimum": 'root ::= "a"{2,1}',
+    "400 optional letters": "root ::= " + '"a"? ' * 400,
+    "800 optional letters": "root ::= " + '"a"? ' * 800,
+    "5000 optional letters": "root ::= " + '"a"? ' * 5000,
+    "100,000 optional letters": "root ::= " + '"a"?' * 65_000,
+    "14 doubling rules": f'root ::= x0\n{_DOUBLING}\nx14 ::= "a"?',
+    "14 doubling rules of a letter": f'root ::= x0\n{_DOUBLING}\nx14 ::= "a"',
+    "20 long classes": "root ::= " + "[a-z]{0,2000} " * 20,
+    "nested repetitions": "root ::= " + "(" * 12 + "[a-z]{0,2000}" + "){0,2000}" * 12,
+    "stars of nothing": 'root ::= ((("a"?)*)*)*',
+    "40,000 open brackets": "root ::= " + "[" * 40_000,
+    "40,000 groups": "root ::= " + "(" * 40_000,
+    "40,000 quotes": "root ::= " + '"' * 40_001,
+    "recursion both ways": 'root ::= root root root | "a" | ""',
+    "rules of each other": "root ::= x\nx ::= y\ny ::= x",
+    "2000 stars": "root ::= " + "[a-z]* " * 2000,
+    "a number of 100,000 digits": 'root ::= "a"{' + "9" * 100_000 + "}",
+    "50,000 rules": "\n".join(f"r{i} ::= r{i + 1}" for i in range(15_000)),
+}
+HOSTILE_SCHEMAS: dict[str, object] = {
+    "optional letters, repeated": {"type": "string", "pattern": "^(a?)*" + "(a?)*" * 50 + "$"},
+    "half a billion letters": {"type": "string", "pattern": "^a{500000000}$"},
+    "nested repetitions": {"type": "string", "pattern": "(" * 20 + "a?" + "){100}" * 20},
+    "20 long classes": {"type": "string", "pattern": "^" + "[a-z]{0,2000}" * 20 + "$"},
+    "look for a distant letter": {"type": "string", "pattern": "(.*a){30}.*b.{30}"},
+    "half a billion characters": {"type": "string", "minLength": 500_000_000},
+    "half a billion items": {"type": "array", "items": {}, "minItems": 500_000_000},
+    "a reference to itself": {"$ref": "#"},
+    "references in a circle": {
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+        "$ref": "#/$defs/a",
+    },
+    "doubling choices": {
+        "$defs": {
+            **{f"x{i}": {"anyOf": [{"$ref": f"#/$defs/x{i + 1}"}] * 2} for i in range(40)},
+            "x40": {"type": "integer"},
+        },
+        "$ref": "#/$defs/x0",
+    },
+    "a product of choices": {
+        "allOf": [
+            {"anyOf": [{"properties": {f"a{j}_{i}": {}}} for i in range(8)]} for j in range(8)
+        ]
+    },
+    "2000 properties": {
+        "type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)},
+    },
+    "20,000 choices": {"enum": [f"value {i}" for i in range(10_000)]},
+    "nested too deep": json.loads('{"items":' * 60 + "{}" + "}" * 60),
+}  # fmt: skip
+
+
+def follow(session: Session, options: SamplingOptions) -> None:
+    """30 tokens of it, or one clear sentence. That it ends at all is what is tested: the runner's
+    time limit is for one that does not."""
+    said = refusal(session, options)
+    assert len(said) < 500
+    assert "\n" not in said
+
+
+def refusal(session: Session, options: SamplingOptions) -> str:
+    """The error that ends 30 tokens, if any."""
+    row = np.random.default_rng(1).normal(0, 2, session.target.n_vocab).astype(np.float32)
+    try:
+        with closing(SamplerChain(session.target.model, options)) as chain:
+            for _ in range(30):
+                token = chain.choose(row, ())
+                chain.accepted(token)
+                if session.target.is_end(token):
+                    break
+    except BadRequest as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", HOSTILE_GRAMMARS)
+def test_a_hostile_grammar_ends(session: Session, name: str) -> None:
+    follow(session, SamplingOptions(1.0, seed=1, grammar=HOSTILE_GRAMMARS[name]))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", HOSTILE_SCHEMAS)
+def test_a_hostile_schema_ends(session: Session, name: str) -> None:
+    schema = json.dumps(HOSTILE_SCHEMAS[name])
+    follow(session, SamplingOptions(1.0, seed=1, json_schema=schema))
+
+
+def test_a_grammar_that_is_slow_at_every_token_is_stopped(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.ggml.sampler._GRAMMAR_S", -1.0)
+    with pytest.raises(BadRequest, match="takes too long to follow"):
+        list(session.generate("a", GenerateOptions(n_predict=4, grammar='root ::= "a"+')))
+
+
+def test_after_a_hostile_one_the_next_request_is_served(session: Session) -> None:
+    hostile = GenerateOptions(n_predict=4, grammar=HOSTILE_GRAMMARS["2000 stars"])
+    with pytest.raises(BadRequest, match="cannot be followed"):
+        list(session.generate("a", hostile))
+    pieces = list(session.generate("a", GenerateOptions(n_predict=4, grammar='root ::= "b"+')))
+    assert "".join(p.text for p in pieces).strip("b") == ""

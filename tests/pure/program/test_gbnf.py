@@ -1,0 +1,106 @@
+"""GBNF as it is read: places of mistakes, bounds, and one pass over the text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.errors import BadRequest
+from offload.sampling.gbnf import Characters, Group, Reference, Repeated, Token, rules_of_gbnf
+from offload.sampling.lark import lark_of_rules
+
+
+def rules(text: str) -> dict[str, Group]:
+    return rules_of_gbnf(text, lambda _: 7)
+
+
+def one(character: str) -> Characters:
+    return Characters(((ord(character), ord(character)),))
+
+
+def test_rules_are_read() -> None:
+    found = rules(
+        'root ::= "ab"? [^a-c\\n-]{2,} | # why\n  other (\n "x" | ) <[12]> !<x>\nother ::= .'
+    )
+    assert found["root"].alternatives == (
+        (
+            Repeated(Group(((one("a"), one("b")),)), 0, 1),
+            Repeated(Characters(((97, 99), (10, 10), (45, 45)), negated=True), 2, None),
+        ),
+        (
+            Reference("other"),
+            Group(((Group(((one("x"),),)),), ())),
+            Token(12),
+            Token(7, negated=True),
+        ),
+    )
+    assert found["other"] == Group(((Characters((), negated=True),),))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no rule named root"),
+        ("root", "line 1, column 5: ::= is missing"),
+        ("root ::= x", "line 1, column 10: there is no rule x"),
+        ('root ::= "a"\nx ::= "', 'line 2, column 7: no " ends the text that begins'),
+        ("root ::= [a", r"line 1, column 10: no \] ends the \["),
+        ("root ::= (", r"line 1, column 10: no \) ends the \("),
+        ("root ::= )", r"line 1, column 10: '\)' is not expected here"),
+        ('root ::= "\\q"', "line 1, column 11: a backslash is no escape before 'q'"),
+        ('root ::= "\\x4"', r"line 1, column 11: \\x needs 2 hexadecimal digits"),
+        ('root ::= "\\uD800"', r"line 1, column 11: U\+D800 is no character"),
+        ("root ::= [z-a]", "column 10: a range of characters ends before it begins"),
+        ('root ::= "a"{2,1}', r"column 13: \{2,1\} asks for at least 2 and at most 1"),
+        ('root ::= "a"{2001}', "column 14: 2001 repetitions; at most 2000"),
+        ('root ::= "a"{' + "9" * 100_000, "column 14: 999999999999 repetitions"),
+        ('root ::= "a"{1', r"column 13: no \} ends the \{"),
+        ("root ::= *", "nothing stands before '\\*'"),
+        ("root ::= <nothing", r"a token is written <\[ID\]> or <TEXT>"),
+        ("root ::= " + "(" * 65, "column 74: over 64 brackets are nested"),
+        ('root ::= "' + "a" * 20_001 + '" "b"', "the grammar has over 20000 symbols"),
+        ('root ::= "' + "a" * 300_000, "has 300010 bytes; at most 262144"),
+        ('root ::= "\udc80"', "is no valid text"),
+    ],
+)
+def test_a_mistake_has_its_place(text: str, words: str) -> None:
+    with pytest.raises(BadRequest, match=words) as caught:
+        rules(text)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "hostile", ["[", "(", '"', "a", "|", "{", "\\", "#", "<", "!", "::=", "\n"]
+)
+def test_a_long_text_is_read_once(hostile: str) -> None:
+    """That it ends is what is tested: read again from each character, it takes minutes."""
+    for before in ("", "root ::= ", 'root ::= "a" '):
+        with pytest.raises(BadRequest):
+            rules(before + hostile * (200_000 // len(hostile)) + "\n~")
+
+
+def test_recursion_at_the_right_end_becomes_a_loop() -> None:
+    for text in ('root ::= [a-z] root | "x"', "root ::= ([a-z] root)?"):
+        lark = lark_of_rules(rules(text))
+        assert "start: ((((/[" not in lark
+        assert lark.count("start") == 1
+        assert "*" in lark
+
+
+def test_what_recursion_elsewhere_says_stays() -> None:
+    assert lark_of_rules(rules('root ::= root "x" | "y"')).count("start") == 2
+    assert lark_of_rules(rules('root ::= "(" root ")"')).count("start") == 2
+    assert lark_of_rules(rules('root ::= "a" root')).count("start") == 2  # never ends
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text('root::=abc "[]()|*+?{},0123\\x^-.<>!\n#', max_size=60))
+def test_any_text_is_rules_or_one_sentence(text: str) -> None:
+    said, lark = "", ""
+    try:
+        lark = lark_of_rules(rules("root ::= " + text))
+    except BadRequest as e:
+        said = str(e)
+    assert ("start: " in lark) != bool(said)
+    assert "\n" not in said
