@@ -17,9 +17,14 @@ class Decoder:
     """The decoding that `Sequences` needs."""
 
     def __init__(
-        self, context: Context, threads: PinnedThreads | None, device: StreamingDevice | None
+        self,
+        context: Context,
+        threads: PinnedThreads | None,
+        device: StreamingDevice | None,
+        n_ubatch: int,
     ) -> None:
         self._context, self._threads, self._device = context, threads, device
+        self._n_ubatch = n_ubatch
 
     def decode(
         self,
@@ -31,6 +36,8 @@ class Decoder:
         """Logits [number wanted, n_vocab]. Raises what `Context.decode` raises."""
         with self._threads.computing(len(tokens)) if self._threads else nullcontext():
             device = self._device
+            if device is not None:
+                device.expect(min(len(tokens), self._n_ubatch))
             if device is None or not device.trace:
                 return self._context.decode(tokens, positions, sequences, wanted)
             device.decoding(True)

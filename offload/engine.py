@@ -35,7 +35,7 @@ from offload.plan.context import (
     check_cache_types,
     forgetting_window,
 )
-from offload.plan.min_batch import MinBatch
+from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import DEFAULT_UBATCH, Plan
 from offload.plan.sharing import UBATCHES
 from offload.sequences import Decode, Sequences
@@ -144,6 +144,8 @@ class Engine(ModelText):
                 self._context = Context(self._model, self._context_options(n_ctx), self._pending)
                 self._closing.callback(self._context.close)
             self.threads = self._pin_threads()
+            self._size_slots(free_before)
+            self._answer_natively()
         except BaseException:
             self.close()
             raise
@@ -162,19 +164,16 @@ class Engine(ModelText):
             and not self.facts.number("attention.sliding_window"),
             n_swa=0 if _keeps_all(options) else forgetting_window(self.facts),
         )
-        try:
-            self._size_slots(free_before)
-        except BaseException:
-            self.close()
-            raise
 
     # -- opening and closing --------------------------------------------------------------------
 
     def _decode(self) -> Decode:
-        traced = self.device is not None and bool(self.device.trace)
-        if self.threads is None and not traced:
+        device = self.device
+        is_told = device is not None and (bool(device.trace) or device.is_native)
+        if self.threads is None and not is_told:
             return self._context.decode  # nothing to bind, nobody to tell
-        return Decoder(self._context, self.threads, self.device).decode
+        n_ubatch = self.options.n_ubatch or DEFAULT_UBATCH
+        return Decoder(self._context, self.threads, device, n_ubatch).decode
 
     def _place(self) -> ModelPlacement:
         if not self.choice.wrapped:
@@ -201,7 +200,8 @@ class Engine(ModelText):
         self.device = StreamingDevice(
             self.choice,
             self.host,
-            o.min_batch,
+            # libllama reserves memory as it is told here: for all that may ever be computed there.
+            MinBatch(1, 1) if self._may_be_native() else o.min_batch,
             self._pending,
             layout=self.plan.layout,
             make_executor=self._executor_maker(self.plan),
@@ -212,7 +212,10 @@ class Engine(ModelText):
         )
         return ModelPlacement(
             devices=(self.device,),
-            overrides=tuple((pattern, self.host) for pattern in self.plan.patterns()),
+            overrides=(
+                *((pattern, self.host) for pattern in self.plan.patterns(experts=True)),
+                *((pattern, self.host.dense) for pattern in self.plan.patterns(experts=False)),
+            ),
             n_gpu_layers=999,
             # Repacked weights are not host memory in ggml's layout and cannot be streamed.
             use_extra_bufts=False,
@@ -316,7 +319,7 @@ class Engine(ModelText):
         """Compute the largest ubatch once, so that all that kernels take of memory is taken."""
         device, o = self.device, self.options
         assert device is not None
-        threshold, device.min_batch = device.min_batch, MinBatch(1, 1)
+        threshold, device.min_batch = o.min_batch, MinBatch(1, 1)
         n = min(o.n_ubatch or DEFAULT_UBATCH, self._context.n_ctx - 1)
         wanted = [i >= n - o.n_outputs for i in range(n)]
         try:
@@ -326,6 +329,20 @@ class Engine(ModelText):
         # libllama would take up this graph, split by another threshold, for a batch as large.
         self._context.decode([0], [n], [0], [False])
         self._context.remove(0, 0)
+
+    def _may_be_native(self) -> bool:
+        o = self.options
+        return self.choice.on_gpu and o.streaming.native and o.min_batch.experts < NEVER
+
+    def _answer_natively(self) -> None:
+        """Have libllama ask the backend itself which nodes it takes, where that says all."""
+        plan, device, o = self.plan, self.device, self.options
+        if plan is None or device is None or not self._may_be_native():
+            return
+        device.min_batch = o.min_batch
+        n_ubatch = o.n_ubatch or DEFAULT_UBATCH
+        if device.chunks or all(pool.holds(n_ubatch) for pool in plan.layout.pools):
+            device.answer_natively()
 
     def _pin_threads(self) -> PinnedThreads | None:
         if self.numa is None:

@@ -78,6 +78,10 @@ class Device:
         """True if the device computes a node like this."""
         return bool(self._lib.ggml_backend_dev_supports_op(self.address, node.address))
 
+    def supports_memory(self, buffer_type: int) -> bool:
+        """True if the device computes with tensors in memory of the type at this address."""
+        return bool(self._lib.ggml_backend_dev_supports_buft(self.address, buffer_type))
+
     def open(self) -> Stream:
         """A stream of its own, to be closed."""
         return Stream(self._lib.ggml_backend_dev_init(self.address, None), self)

@@ -8,13 +8,17 @@ copy engine and the CPU.
 from __future__ import annotations
 
 import ctypes as C
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HostMemory, HostRange
 from offload.ggml.tensor import Tensor, buffer_at
+
+if TYPE_CHECKING:
+    from offload.ggml.backend import Device
 
 
 class TensorHome(Protocol):
@@ -25,6 +29,13 @@ class TensorHome(Protocol):
 
     def is_filling(self) -> bool:
         """True while the model is being loaded: what libllama writes to tensors is left out."""
+
+
+@dataclass(frozen=True)
+class Face:
+    """A buffer type as the library sees it."""
+
+    address: int
 
 
 class HostBufferType:
@@ -47,13 +58,21 @@ class HostBufferType:
             abi.ggml_backend_buffer_type.from_address(cpu)
         )
         self.address = C.addressof(self.struct)
+        # A face of its own for dense weights: a device may take these and leave experts, or not.
+        self._dense_struct = abi.ggml_backend_buffer_type.from_buffer_copy(self.struct)
+        self.dense = Face(C.addressof(self._dense_struct))
+        self._structs = self.struct, self._dense_struct
+        self._native_name: int | None = None
         self.buffers: dict[int, HostRange] = {}  # by the buffer's address
         self.weights: dict[str, Tensor] = {}  # those that lie where their home says, by name
         self.n_left_out = 0  # tensors that libllama wanted to copy in and its home fills
-        name_address = C.addressof(self._name)
-        iface = self.struct.iface
-        iface.get_name = self._thunk("get_name", None, lambda _: name_address)
-        iface.alloc_buffer = self._thunk("alloc_buffer", None, self._on_alloc)
+        # libllama takes types of one name for one type.
+        self._dense_name = C.create_string_buffer(f"{name}_DENSE".encode())
+        names = C.addressof(self._name), C.addressof(self._dense_name)
+        self._own_names = [self._thunk("get_name", None, lambda _, name=n: name) for n in names]
+        alloc_buffer = self._thunk("alloc_buffer", None, self._on_alloc)
+        for struct, own_name in zip(self._structs, self._own_names, strict=True):
+            struct.iface.get_name, struct.iface.alloc_buffer = own_name, alloc_buffer
         self._free = self._buffer_thunk("free_buffer", None, self._on_free)
         if home is not None:
             self._init = self._buffer_thunk(
@@ -73,13 +92,47 @@ class HostBufferType:
         self._keep.append(thunk)
         return address
 
-    def _on_alloc(self, _: int, size: int) -> int:
+    def is_at(self, address: int) -> bool:
+        """True if the buffer type at an address is this one, or its face for dense weights."""
+        return address in (self.address, self.dense.address)
+
+    def pass_for(self, device: Device) -> bool:
+        """Let the device's own native code answer whether it takes weights in this memory.
+
+        Backends know their memory by its type's name function. So `offer` gives ours the device's,
+        or takes it away, and no question comes to Python. For models that are loaded already. False
+        where the backend decides otherwise: then nothing is changed.
+        """
+        theirs = abi.ggml_backend_buffer_type.from_address(device.buffer_type)
+        before = [(struct.device, struct.context) for struct in self._structs]
+        self._native_name = theirs.iface.get_name
+        for struct in self._structs:
+            struct.device, struct.context = theirs.device, theirs.context
+        answers = []
+        for offered in (True, False):
+            self.offer(experts=offered, dense=offered)
+            faces = self.address, self.dense.address
+            answers += [device.supports_memory(face) is offered for face in faces]
+        if all(answers):
+            return True
+        for struct, (owner, context) in zip(self._structs, before, strict=True):
+            struct.device, struct.context = owner, context
+        self._native_name = None
+        return False
+
+    def offer(self, *, experts: bool, dense: bool) -> None:
+        """After `pass_for`: the device takes products with these from now on, or does not."""
+        offers = zip(self._structs, self._own_names, (experts, dense), strict=True)
+        for struct, own_name, is_offered in offers:
+            struct.iface.get_name = self._native_name if is_offered else own_name
+
+    def _on_alloc(self, address: int, size: int) -> int:
         # Kernels and copies may read a little past a tensor's end (CUDA's quantised matrix kernels
         # up to 512 elements); the last tensor of the buffer needs that room too.
         memory = self._memory.allocate(size + 4096)
         buffer: int = self._lib.ggml_backend_cpu_buffer_from_ptr(memory.address, size)
         view = abi.ggml_backend_buffer.from_address(buffer)
-        view.buft = self.address
+        view.buft = address
         view.iface.free_buffer = self._free
         if self._home is not None:
             view.iface.init_tensor, view.iface.set_tensor = self._init, self._set

@@ -57,6 +57,7 @@ class PyDevice:
         self._lib = library()
         self.inner, self.name, self.pending, self.host = inner, name, pending, host
         self.streams: dict[int, WrappedStream] = {}
+        self.n_asked = 0  # nodes that Python was asked for
         self._keep: list[Any] = []
         self._name = C.create_string_buffer(name.encode())
         self._products = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
@@ -88,6 +89,18 @@ class PyDevice:
 
     def closed(self, stream: WrappedStream) -> None:
         """A stream is about to be freed by libllama."""
+
+    def answer_natively(self) -> bool:
+        """Let the inner device's native code say which nodes the streams that are open take.
+
+        Their scheduler then asks `inner`, and `host.offer` decides about weights in host memory. It
+        asks thousands of times when a graph is built anew. False where that cannot be expressed.
+        """
+        if self.host is None or not self.host.pass_for(self.inner):
+            return False
+        for stream in self.streams.values():
+            stream.struct.device = self.inner.address
+        return True
 
     # -- the vtables ---------------------------------------------------------------------------
 
@@ -145,13 +158,14 @@ class PyDevice:
 
     def _on_supports_op(self, _: int, node: int) -> bool:
         # Asked for every node of every graph that is built: handles are made for few.
+        self.n_asked += 1
         host = self.host
         if host is not None and op_at(node) in self._products and host.holds_at(source_at(node, 0)):
             return bool(self.takes(as_product(node)))
         return bool(self._inner_supports_op(self.inner.address, node))
 
     def _on_supports_buft(self, _: int, buft: int) -> bool:
-        if self.host is not None and buft == self.host.address:
+        if self.host is not None and self.host.is_at(buft):
             return True
         return bool(self._inner_supports_buft(self.inner.address, buft))
 

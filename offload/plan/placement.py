@@ -84,9 +84,11 @@ class Plan:
     def slot_bytes(self) -> int:
         return self.layout.size_bytes
 
-    def patterns(self) -> tuple[str, ...]:
-        """Regular expressions for libllama that match the streamed weights and nothing else."""
-        return tuple(_patterns(self.streamed))
+    def patterns(self, *, experts: bool | None = None) -> tuple[str, ...]:
+        """Regular expressions for libllama that match the streamed weights and nothing else; with
+        `experts` those of experts alone, or all others."""
+        chosen = [e for e in self.streamed if experts is None or is_experts(e) == experts]
+        return tuple(_patterns(chosen))
 
     def with_room(self, room_bytes: int) -> Plan:
         """The same weights through slots of `room_bytes`, as measured once all else has its memory.

@@ -96,6 +96,7 @@ class StreamingDevice(PyDevice):
         super().__init__(choice.device, WRAPPED_NAME, pending, host)
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
         self.chunks = chunks
+        self.is_native = False
         self.declined: Counter[str] = Counter()  # why products went to the CPU
         self._vram_bytes = vram_bytes
         self._stream_through(layout, make_executor)
@@ -152,6 +153,22 @@ class StreamingDevice(PyDevice):
         self._prepared.clear()
         self._not_kept.clear()
         self.executors.pop(stream).close()
+
+    def answer_natively(self) -> bool:
+        """Decide by whole decodes what is computed here, not by nodes (`expect`). False where some
+        products stay with the CPU whatever the number of tokens, or the backend does not allow it.
+        """
+        self.is_native = not self.declined and super().answer_natively()
+        return self.is_native
+
+    def expect(self, n_tokens: int) -> None:
+        """A decode in ubatches of so many tokens comes next."""
+        if self.is_native:
+            assert self.host is not None
+            streams = self.min_batch.streams
+            self.host.offer(
+                experts=streams(n_tokens, experts=True), dense=streams(n_tokens, experts=False)
+            )
 
     # -- which products it takes -------------------------------------------------------------------
 

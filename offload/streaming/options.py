@@ -42,6 +42,7 @@ class StreamingOptions:
     overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
     depth: int = 8  # cuts that copies run ahead
     bounce: bool = True  # copy through a pinned ring what cannot be pinned
+    native: bool = True  # off: Python is asked for each node which side computes it
     warmup: bool = True  # size slots by what a GPU has left after a ubatch; off: by the header
     prefetch: bool = True  # guess a verification batch's experts from the last one's
     n_guesses: int = 20  # guessed experts under way at most (docs/log.md)

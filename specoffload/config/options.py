@@ -103,6 +103,7 @@ class Options:
     prefetch: bool = True
     expert_chunks: Chunks = "auto"
     bounce: bool = True
+    native_placement: bool = True
     warmup: bool = True
     mmap: bool = False
     mla_crossover: Crossover | None = None

@@ -133,6 +133,7 @@ def _streaming(options: Options) -> StreamingOptions:
         prefetch=options.prefetch,
         chunks=options.expert_chunks,
         bounce=options.bounce,
+        native=options.native_placement,
         warmup=options.warmup,
         cache=options.expert_cache,
         trace=Trace() if options.trace is not None else NO_TRACE,

@@ -40,10 +40,7 @@ class ExplodingHost:
     """Stands for the host buffer type of a device."""
 
     holds_at = explode
-
-    @property
-    def address(self) -> int:
-        return int(explode())
+    is_at = explode
 
 
 class ExplodingMemory:

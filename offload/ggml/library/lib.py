@@ -60,6 +60,7 @@ SIGNATURES: dict[str, Signature] = {
     "ggml_backend_dev_buffer_type": _sig(P, P, check=_not_null),
     "ggml_backend_dev_host_buffer_type": _sig(P, P),
     "ggml_backend_dev_supports_op": _sig(BOOL, P, P),
+    "ggml_backend_dev_supports_buft": _sig(BOOL, P, P),
     "ggml_backend_dev_backend_reg": _sig(P, P, check=_not_null),
     "ggml_backend_reg_get_proc_address": _sig(P, P, STR),
     "ggml_backend_free": _sig(None, P),

@@ -79,6 +79,12 @@ FLAGS = (
         off=("--no-bounce",), rare=True,
     ),
     Flag(
+        Options, "native_placement", (), SWITCH,
+        "Ask Python for each node of a new graph which side computes it.", _P,
+        more="Otherwise the backend itself is asked, and --min-batch holds for a whole decode.",
+        off=("--no-native-placement",), rare=True,
+    ),
+    Flag(
         Options, "warmup", ("--warmup",), SWITCH,
         "Compute a ubatch of nothing, then give slots what the GPU has left.", _P,
         more="Otherwise slots get what the file's header lets expect.",
