@@ -165,6 +165,7 @@ class ServeOptions:
     api_key: str | None = None
     api_key_file: Path | None = None
     max_queue: int = 16
+    watchdog_s: float = 120.0  # 0: never
     cors_origins: str | None = None
     ui: str = "auto"
     strict_params: bool = False

@@ -25,6 +25,7 @@ from specoffload.server.access.keys import read_keys
 from specoffload.server.api.app import create_app
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.engine_process import Factory
+from specoffload.server.engine.watchdog import Watchdog
 from specoffload.server.transport.connection import Connection, Waiting
 from specoffload.server.transport.limits import (
     BACKLOG,
@@ -62,7 +63,8 @@ def serve(
         access = Access(keys, origins, is_loopback(listener))
         if not keys and not access.on_loopback:
             say("warning: other machines can reach this server, and no --api-key is set")
-        engine = EngineClient(factory, max_queue=options.max_queue, say=say)
+        watchdog = Watchdog(options.watchdog_s)
+        engine = EngineClient(factory, max_queue=options.max_queue, watchdog=watchdog, say=say)
         app = create_app(
             engine,
             access=access,

@@ -4,6 +4,7 @@
 [slow]     20 ms a piece          [forever]  never ends by itself
 [prefill]  0.7 s before the first   [options]  answers with its options
 [crash]    aborts the process after two pieces; [crash-now] before the first
+[hang]     never comes back after two pieces; [hang-now] before the first
 [raise]    raises after two pieces; [raise-now] before the first; [refuse] as bad input
 """
 
@@ -222,5 +223,7 @@ def _misbehave(text: str, n: int) -> None:
     if ("[crash-now]" in text and n == 0) or ("[crash]" in text and n == 2):
         time.sleep(0.05)  # the pieces before are on their way
         abort()
+    if ("[hang-now]" in text and n == 0) or ("[hang]" in text and n == 2):
+        time.sleep(3600)  # as C does that nothing interrupts
     if ("[raise-now]" in text and n == 0) or ("[raise]" in text and n == 2):
         raise ValueError("the fake was told to fail")

@@ -17,6 +17,7 @@ from specoffload.server.access.gate import Access
 from specoffload.server.api.app import create_app
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.restart import RestartPolicy
+from specoffload.server.engine.watchdog import Watchdog
 from specoffload.server.run import listen, serve_until, url_of
 from specoffload.server.transport.limits import SocketLimits
 
@@ -39,12 +40,13 @@ class Running:
         has_page: bool = True,
         strict_params: bool = False,
         has_metrics: bool = False,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self.lines: list[str] = []
         self.error: BaseException | None = None
         self._listening = threading.Event()
         self._arguments = (factory or FakeFactory(), access, max_queue)
-        self._limits = limits
+        self._limits, self._watchdog = limits, watchdog
         self._app_options = {
             "has_page": has_page,
             "strict_params": strict_params,
@@ -91,7 +93,11 @@ class Running:
         with closing(listen("127.0.0.1", 0)) as listener:
             self.url = url_of(listener)
             engine = EngineClient(
-                factory, max_queue=max_queue, policy=QUICK_RESTART, say=self.lines.append
+                factory,
+                max_queue=max_queue,
+                policy=QUICK_RESTART,
+                watchdog=self._watchdog,
+                say=self.lines.append,
             )
             app = create_app(engine, access=access, **self._app_options)
             await serve_until(self._stop, app, engine, listener, 1.0, self._hear, self._limits)

@@ -133,6 +133,12 @@ SERVE = (
         "Requests that may wait; more get a 503.", Panel.SERVER, least=0, commands=_SERVE,
     ),
     Flag(
+        ServeOptions, "watchdog_s", ("--watchdog",), FLOAT,
+        "Seconds of silence after which the engine process is taken to hang, and another is "
+        "started; 0: never.", Panel.SERVER, least=0, commands=_SERVE, rare=True,
+        more="While a prompt is read, ten times as many.",
+    ),
+    Flag(
         ServeOptions, "ui", ("--ui", "--webui"), _UI, "A page to chat with, at /.", Panel.SERVER,
         off=("--no-ui", "--no-webui"), off_value="none", variables=("LLAMA_ARG_UI",),
         commands=_SERVE, bare="auto",

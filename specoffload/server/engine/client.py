@@ -37,6 +37,7 @@ from specoffload.server.engine.messages import (
     Submit,
 )
 from specoffload.server.engine.restart import RestartPolicy, describe_exit
+from specoffload.server.engine.watchdog import Watchdog
 from specoffload.server.status.totals import Totals
 from specoffload.session.generation import ModelCard, Piece
 
@@ -68,6 +69,7 @@ class Ticket:
         self.job_id = job_id
         self.job = job
         self.started_at: float | None = None  # time.monotonic() when handed to the engine
+        self.has_begun = False  # its answer has a token
         self.at_once: Callable[[Event], bool] | None = None
         """Is offered each event that comes while none waits; True if it has taken it."""
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -76,6 +78,7 @@ class Ticket:
 
     def put(self, event: Event) -> None:
         """For EngineClient: deliver an event; after the last one, none is taken."""
+        self.has_begun |= isinstance(event, Piece) and bool(event.tokens)
         if self._over:
             return
         if self.at_once is not None and self._events.empty() and self.at_once(event):
@@ -116,6 +119,7 @@ class EngineClient:
         *,
         max_queue: int = 16,
         policy: RestartPolicy | None = None,
+        watchdog: Watchdog | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         if max_queue < 0:
@@ -124,6 +128,10 @@ class EngineClient:
         self._factory = factory
         self._max_queue = max_queue
         self._policy = policy or RestartPolicy()
+        self._watchdog = watchdog or Watchdog()
+        self._heard_at = 0.0  # time.monotonic() of the last message, or of the first job after it
+        self._look: asyncio.TimerHandle | None = None  # while jobs run
+        self._hung_s: float | None = None  # how long the process was silent that we have ended
         self._say = say
         self.state = State.STARTING
         self.card: ModelCard | None = None
@@ -222,8 +230,9 @@ class EngineClient:
         """End the engine process and wait for its end; a busy or loading one is killed."""
         polite = self.state is State.READY and not self._running
         self.state = State.CLOSED
-        if self._restart_timer is not None:
-            self._restart_timer.cancel()
+        for timer in (self._restart_timer, self._look):
+            if timer is not None:
+                timer.cancel()
         self._fail_all(unavailable("the server is shutting down"))
         child = self._child
         if child is None:
@@ -251,6 +260,7 @@ class EngineClient:
     def _on_message(self, message: FromEngine) -> None:
         if self.state is State.CLOSED:
             return
+        self._heard_at = time.monotonic()
         if isinstance(message, Ready):
             self.card = message.card
             self.n_parallel = message.card.n_parallel
@@ -280,7 +290,10 @@ class EngineClient:
         self._child_gone.set()
         if self.state is State.CLOSED:
             return
-        end = describe_exit(exit_code)
+        end, hung_s = describe_exit(exit_code), self._hung_s
+        if hung_s is not None:
+            end = f"gave no sign of life for {hung_s:.0f} s and was ended (--watchdog)"
+            self._hung_s = None
         lost = Problem(
             "EngineDied",
             f"the engine process {end} while it served this request; the request is lost",
@@ -293,8 +306,9 @@ class EngineClient:
             self._release(ticket)
         first_load = self.card is None
         ready_for_s = None if self._ready_at is None else time.monotonic() - self._ready_at
-        self._n_failures = self._policy.count(self._n_failures, ready_for_s)
-        delay_s = self._policy.delay_s(self._n_failures)
+        if hung_s is None:  # one request is to blame else, and not the server
+            self._n_failures = self._policy.count(self._n_failures, ready_for_s)
+        delay_s = self._policy.delay_s(max(1, self._n_failures))
         if first_load or delay_s is None:
             self._fail(self._why(end, first_load))
             return
@@ -330,9 +344,31 @@ class EngineClient:
     def _hand_over(self, ticket: Ticket) -> None:
         assert self._child is not None  # READY
         ticket.started_at = time.monotonic()
+        if not self._running:
+            self._heard_at = ticket.started_at
         self._running[ticket.job_id] = ticket
+        if self._look is None and self._watchdog.limit_s > 0:
+            self._look_again()
         self._idle.clear()
         self._child.send(Submit(ticket.job_id, ticket.job))
+
+    def _look_again(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._look = loop.call_later(self._watchdog.look_s, self._look_after_the_process)
+
+    def _look_after_the_process(self) -> None:
+        """End a process that hangs; `_on_exit` tells those who wait for it, and starts another."""
+        self._look = None
+        if not self._running or self.state is not State.READY or self._child is None:
+            return
+        silent_s = time.monotonic() - self._heard_at
+        generating = [t for t in self._running.values() if isinstance(t.job, GeneratingJob)]
+        reads_prompts = not all(ticket.has_begun for ticket in generating)
+        if self._watchdog.is_hung(silent_s, reads_prompts=reads_prompts):
+            self._hung_s = silent_s
+            self._child.kill()
+            return
+        self._look_again()
 
     def _give_up(self, ticket: Ticket) -> None:
         """A running job keeps its place until the engine says that it has let go."""

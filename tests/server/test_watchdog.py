@@ -1,0 +1,95 @@
+"""An engine process that does not come back is ended, and the next request is served."""
+
+from __future__ import annotations
+
+import threading
+
+import openai
+import pytest
+from fake_generator import TAIL, FakeFactory
+from running import Running, StartServer, eventually, http
+
+from specoffload.server.engine.watchdog import Watchdog
+
+SOON = Watchdog(0.5)
+
+
+def post(server: Running, prompt: str) -> tuple[int, dict[str, object]]:
+    answer = http.post(server.url + "/v1/completions", json={"prompt": prompt})
+    return answer.status_code, answer.json()
+
+
+@pytest.mark.parametrize("prompt", ["[hang]", "[hang-now]"])
+def test_a_request_that_hangs_gets_one_clear_error_and_the_next_is_served(
+    start_server: StartServer, prompt: str
+) -> None:
+    server = start_server(watchdog=SOON if prompt == "[hang]" else Watchdog(0.1))
+    status, body = post(server, prompt)
+    assert status == 500
+    message = str(body["error"]["message"])  # type: ignore[index]
+    assert "gave no sign of life for" in message
+    assert "--watchdog" in message
+    server.wait_until_healthy()
+    assert post(server, "after")[1]["choices"][0]["text"] == "after" + TAIL  # type: ignore[index]
+    assert any("gave no sign of life" in line and "restarting" in line for line in server.lines)
+
+
+def test_a_stream_that_hangs_ends_with_an_error(start_server: StartServer) -> None:
+    server = start_server(watchdog=SOON)
+    with server.client() as client:
+        stream = client.completions.create(model="any", prompt="[hang]", stream=True)
+        assert [next(stream).choices[0].text for _ in range(2)] == ["[", "h"]
+        with pytest.raises(openai.APIError, match="no sign of life"):
+            next(stream)
+
+
+def test_hanging_requests_do_not_end_the_server(start_server: StartServer) -> None:
+    """One request is to blame for each, so they are not counted as deaths in a row."""
+    server = start_server(watchdog=Watchdog(0.1))
+    for _ in range(6):  # more than QUICK_RESTART has patience for
+        assert post(server, "[hang]")[0] == 500
+        server.wait_until_healthy()
+    assert post(server, "after")[0] == 200
+
+
+def test_waiting_requests_are_served_after_one_that_hangs(start_server: StartServer) -> None:
+    server = start_server(FakeFactory(n_parallel=1), watchdog=SOON)
+    statuses: list[int] = []
+    first = threading.Thread(target=lambda: statuses.append(post(server, "[hang]")[0]))
+    first.start()
+    eventually(lambda: server.props()["requests_processing"] == 1)
+    assert post(server, "next")[0] == 200
+    first.join(20)
+    assert statuses == [500]
+
+
+def test_a_client_that_leaves_a_hanging_request_frees_the_server(
+    start_server: StartServer,
+) -> None:
+    server = start_server(watchdog=SOON)
+    with server.client() as client:
+        stream = client.completions.create(model="any", prompt="[hang]", stream=True)
+        next(stream)
+        stream.close()
+    eventually(lambda: server.props()["engine_restarts"] == 1)
+    server.wait_until_healthy()
+    assert post(server, "after")[0] == 200
+
+
+def test_silence_between_requests_and_long_prompts_are_no_hanging(
+    start_server: StartServer,
+) -> None:
+    server = start_server(watchdog=Watchdog(0.3))
+    assert post(server, "[prefill] this takes 0.7 s before its first token")[0] == 200
+    threading.Event().wait(0.8)
+    assert post(server, "after")[0] == 200
+    assert server.props()["engine_restarts"] == 0
+
+
+def test_the_decision() -> None:
+    watchdog = Watchdog(10.0)
+    assert not watchdog.is_hung(9.0, reads_prompts=False)
+    assert watchdog.is_hung(11.0, reads_prompts=False)
+    assert not watchdog.is_hung(99.0, reads_prompts=True)
+    assert watchdog.is_hung(101.0, reads_prompts=True)
+    assert not Watchdog(0).is_hung(1e9, reads_prompts=False)
