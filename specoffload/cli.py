@@ -5,7 +5,6 @@ No heavy imports: `--help` must not load the native library.
 
 from __future__ import annotations
 
-import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +56,7 @@ def config_of(line: CommandLine, options: Options | None = None) -> Config:
 
     options = options or line.options
     if options.verbose:
-        logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(message)s")
+        report.be_verbose()
     options = located(options, line.environment)
     return resolve(options, read_host(line.environment))
 
@@ -142,7 +141,8 @@ def serve(line: CommandLine) -> None:
     from specoffload.config.serving import for_serving
 
     own = line.of(ServeOptions)
-    serve_config(for_serving(config_of(line), own), own, sampling_of(line))
+    config = for_serving(config_of(line), own)
+    serve_config(config, own, sampling_of(line), remarks_of(line.options))
 
 
 def bench(line: CommandLine) -> None:

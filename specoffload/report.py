@@ -33,6 +33,11 @@ def echo(prompt: str) -> None:
         text(prompt)
 
 
+def be_verbose() -> None:
+    """Everything that modules log goes to standard error from here on."""
+    logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(message)s")
+
+
 def is_verbose() -> bool:
     return logging.getLogger().isEnabledFor(logging.DEBUG)
 
@@ -88,6 +93,26 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
     with Progress(*columns, console=_err, transient=True, disable=not shown) as bar:
         task = bar.add_task(what, total=1.0)
         yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def steps(what: str) -> Iterator[Callable[[str, float], None]]:
+    """A bar as `progress`, that is told which step is under way; its clock moves by itself."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    shown = _err.is_terminal
+    with Progress(*columns, console=_err, transient=True, disable=not shown) as bar:
+        task = bar.add_task(what, total=1.0)
+        known = ""
+
+        def tell(step: str, done: float) -> None:
+            nonlocal known
+            if step != known:
+                known = step
+                bar.reset(task, description=f"{what}: {step}")
+            bar.update(task, completed=done)
+
+        yield tell
 
 
 @contextmanager

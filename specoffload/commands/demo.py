@@ -9,7 +9,7 @@ whose own clock is behind goes next: what is on the screen is what each had writ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +27,7 @@ from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions, GenerationStats, Piece
+from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.session import Session
 
 # Of 90 prompts and 14 settings: what the pair continues without turning in circles, and by itself
@@ -121,7 +122,7 @@ def ways(
 def demo(environment: Environment) -> None:
     """Open the three, run them on the screen, and leave the last frame there."""
     with ExitStack() as closing:
-        with report.progress("opening, and measuring T(n)") as on_progress:
+        with report.steps("opening") as on_progress:
             opened = [open_way(closing, *way, on_progress) for way in ways(environment)]
         with report.live(_FRAMES_PER_S) as show:
             for _ in race(opened):
@@ -134,7 +135,7 @@ def open_way(
     title: str,
     about: str,
     config: Config,
-    on_progress: Callable[[float], None] | None = None,
+    on_progress: OnProgress = ignore,
 ) -> Way:
     """A column, open until `closing` closes."""
     trace = Trace()

@@ -59,7 +59,7 @@ def profile_config(
     no_drafts = replace(NO_DRAFTS, replacements=config.spec.options.replacements)
     quiet = SpecConfig(no_drafts, of_draft=config.spec.of_draft)
     quiet_config = replace(config, spec=quiet)
-    with report.progress(f"opening {config.model.name}") as on_progress:
+    with report.steps(config.alias or config.model.name) as on_progress:
         session = Session(quiet_config, on_progress)
     with session:
         key = key_of(session.target, session.draft)

@@ -7,6 +7,7 @@ file, the engine process says, and an assertion of the library ends that process
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specoffload import report
@@ -14,26 +15,38 @@ from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import Config
 from specoffload.server.run import serve
 from specoffload.session.generation import GenerateOptions
+from specoffload.session.progress import OnProgress, ignore
 
 if TYPE_CHECKING:
     from specoffload.session.session import Session
 
 
-def open_session(config: Config) -> Session:
+def open_session(config: Config, verbose: bool, on_progress: OnProgress = ignore) -> Session:
     """Called in the engine process, which alone imports the engine; picklable with its argument."""
     from specoffload.session.session import Session
 
-    return Session(config)
+    if verbose:
+        report.be_verbose()
+    return Session(config, on_progress)
 
 
-def serve_config(config: Config, serving: ServeOptions, defaults: GenerateOptions) -> None:
+def serve_config(
+    config: Config,
+    serving: ServeOptions,
+    defaults: GenerateOptions,
+    remarks: Sequence[str] = (),
+) -> None:
     """Say what was chosen, and serve until stopped; `defaults` are for requests that do not say.
+    `remarks` on the command line are always said.
 
     Raises UsageError where an address or a model cannot be had.
     """
+    for words in remarks:
+        report.note(words)
     for reason in (*config.reasons, *config.spec.reasons):
-        report.note(reason)
-    factory = functools.partial(open_session, config)
+        if reason not in remarks:
+            report.detail(reason)
+    factory = functools.partial(open_session, config, report.is_verbose())
     code = serve(factory, serving, defaults=defaults, say=report.line)
     if code:
         raise SystemExit(code)

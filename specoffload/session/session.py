@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 
 from offload.engine import Engine
 from offload.errors import BadRequest, DoesNotFit
@@ -27,6 +28,7 @@ from specoffload.session.generation import (
 )
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
 from specoffload.session.opening import open_target, set_min_batch
+from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
 from specoffload.slots.request import Request
@@ -40,22 +42,32 @@ SEQUENCE = 0
 class Session:
     """A target, perhaps a draft, and the conversation they hold. Close it, or use `with`."""
 
-    def __init__(self, config: Config, on_progress: Callable[[float], None] | None = None) -> None:
-        """May measure for some seconds. Raises OffloadError or SpecDecError when something does
-        not open or fit together; whatever ends the opening, Ctrl-C too, frees what was opened."""
+    def __init__(self, config: Config, on_progress: OnProgress = ignore) -> None:
+        """May measure for some seconds; `on_progress` hears which step is how far.
+
+        Raises OffloadError or SpecDecError when something does not open or fit together; whatever
+        ends the opening, Ctrl-C too, frees what was opened.
+        """
         self.config = config
         self.speculation: Speculation | None = None  # None: every token is decoded alone
         with ExitStack() as opened:
             opened.callback(self._write_trace)  # the last thing done
-            self.target: Engine = opened.enter_context(open_target(config, on_progress))
+            self.target: Engine = opened.enter_context(
+                open_target(config, partial(on_progress, "reading weights"))
+            )
             drafting = open_draft(config, self.target)
             self.draft: DraftModel | None = None if drafting is None else drafting.model
             if self.draft is not None:
                 opened.callback(self.draft.close)
             engine_lines = () if drafting is None else drafting.notes
-            self._chosen = (*engine_lines, *set_min_batch(config, self.target, on_progress))
+            self._chosen = (
+                *engine_lines,
+                *set_min_batch(config, self.target, partial(on_progress, "measuring min-batch")),
+            )
             if drafts_anything(config.spec.options, has_draft=self.draft is not None):
-                self.speculation = Speculation(config.spec, self.target, self.draft, on_progress)
+                self.speculation = Speculation(
+                    config.spec, self.target, self.draft, partial(on_progress, "measuring T(n)")
+                )
                 opened.callback(self.speculation.close)
             self.batcher = Batcher(
                 self.target,

@@ -22,7 +22,7 @@ def opened(config: Config, remarks: Sequence[str] = ()) -> Iterator[Session]:
     """`remarks` on the command line are always said; what else there is to say, with --verbose."""
     for words in remarks:
         report.note(words)
-    with report.progress(f"opening {config.alias or config.model.name}") as on_progress:
+    with report.steps(config.alias or config.model.name) as on_progress:
         session = Session(config, on_progress)
     with session:
         for words in session.notes:

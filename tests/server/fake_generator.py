@@ -30,6 +30,7 @@ from specoffload.session.generation import (
     SlotResult,
 )
 from specoffload.session.infill import Fill
+from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.stopping import StopScanner
 
 # Combining marks, a joined emoji and U+2028: a piece is one code point, so pieces split them all.
@@ -49,7 +50,8 @@ class FakeFactory:
     abort_if: Path | None = None
     n_parallel: int = 1
 
-    def __call__(self) -> FakeGenerator:
+    def __call__(self, on_progress: OnProgress = ignore) -> FakeGenerator:
+        on_progress("reading weights", 0.25)
         time.sleep(self.load_s)
         if self.bad_model:
             raise BadModel("fake.gguf is not a GGUF file: it begins with b'text'")

@@ -17,9 +17,11 @@ def test_while_the_model_loads_health_is_503_and_requests_are_refused(
     for path in ("/health", "/v1/health"):
         response = http.get(server.url + path)
         assert response.status_code == 503
-        assert response.json() == {
-            "error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}
-        }
+        assert response.json()["error"] == {
+            "code": 503, "message": "Loading model", "type": "unavailable_error",
+        }  # fmt: skip
+    eventually(lambda: http.get(server.url + "/health").json().get("progress") == 0.25)
+    assert http.get(server.url + "/health").json()["step"] == "reading weights"
     for path in ("/v1/models", "/props"):
         assert http.get(server.url + path).status_code == 503
     response = http.post(server.url + "/v1/completions", json={"prompt": "x"})
@@ -28,6 +30,10 @@ def test_while_the_model_loads_health_is_503_and_requests_are_refused(
     server.wait_until_healthy()
     assert http.get(server.url + "/health").json() == {"status": "ok"}
     assert any(line.startswith("model loaded: fake") for line in server.lines)
+    http.post(server.url + "/v1/completions", json={"prompt": "x", "max_tokens": 3})
+    (line,) = [line for line in server.lines if line.startswith("#")]
+    assert " tokens, " in line
+    assert " t/s · prompt " in line
 
 
 def test_props_tell_context_slots_template_and_notes(start_server: StartServer) -> None:

@@ -14,6 +14,7 @@ from specoffload import __version__
 from specoffload.server.api.answer import problem_response
 from specoffload.server.api.context import Context
 from specoffload.server.api.settings import settings_of
+from specoffload.server.api.wire import error_body
 from specoffload.server.engine.client import RequestFailed
 from specoffload.server.engine.messages import Counters, CountersJob
 from specoffload.server.status.metrics import MEDIA_TYPE, Now, metrics_page
@@ -44,7 +45,15 @@ class Status:
     async def health(self) -> Response:
         """200 when requests are taken, else 503 and why not."""
         problem = self._context.engine.unavailable()
-        return problem_response(problem) if problem else JSONResponse({"status": "ok"})
+        if problem is None:
+            return JSONResponse({"status": "ok"})
+        loading = self._context.engine.loading
+        if loading is None:
+            return problem_response(problem)
+        told = {"status": "loading model", "step": loading.step, "progress": loading.done}
+        body = error_body(problem) | told
+        headers = {"Retry-After": str(problem.retry_after_s)}
+        return JSONResponse(body, problem.http_status, headers)
 
     async def models(self) -> dict[str, Any]:
         """The one model, under both its names: OpenAI's list and the older one of llama-server."""

@@ -30,6 +30,7 @@ from specoffload.server.engine.messages import (
     GeneratingJob,
     Job,
     LoadFailed,
+    Loading,
     Output,
     Problem,
     Ready,
@@ -38,10 +39,12 @@ from specoffload.server.engine.messages import (
 )
 from specoffload.server.engine.restart import RestartPolicy, describe_exit
 from specoffload.server.engine.watchdog import Watchdog
+from specoffload.server.status.lines import plan_of, request_line
 from specoffload.server.status.totals import Totals
 from specoffload.session.generation import ModelCard, Piece
 
 _CLOSE_PATIENCE_S = 5.0
+_SAY_AGAIN_S = 3.0
 _LOADING_RETRY_AFTER_S = 5
 _MAX_RETRY_AFTER_S = 60
 
@@ -137,6 +140,8 @@ class EngineClient:
         self.card: ModelCard | None = None
         self.totals = Totals()
         self.n_restarts = 0
+        self.loading: Loading | None = None  # how far it is, while it is
+        self._said_at = 0.0
         self.failure: Exception | None = None  # why FAILED
         self.failed = asyncio.Event()
         self._child: Child | None = None
@@ -261,12 +266,17 @@ class EngineClient:
         if self.state is State.CLOSED:
             return
         self._heard_at = time.monotonic()
-        if isinstance(message, Ready):
+        if isinstance(message, Loading):
+            self._on_loading(message)
+        elif isinstance(message, Ready):
+            self.loading = None
             self.card = message.card
             self.n_parallel = message.card.n_parallel
             self._ready_at = time.monotonic()
             self.state = State.READY
             self._say(f"model loaded: {message.card.name}, context {message.card.n_ctx} tokens")
+            for note in plan_of(message.card.notes):
+                self._say(note)
             self._dispatch()
         elif isinstance(message, LoadFailed):
             self._load_problem = message.problem
@@ -275,6 +285,16 @@ class EngineClient:
                 self._on_output(output)
             self._dispatch()
 
+    def _on_loading(self, loading: Loading) -> None:
+        """One line each time a step begins or some seconds have passed."""
+        before, self.loading = self.loading, loading
+        now = time.monotonic()
+        if before is None:
+            self._said_at = now  # a small model is loaded by then
+        elif now - self._said_at > _SAY_AGAIN_S:
+            self._said_at = now
+            self._say(f"loading: {loading.step} {loading.done:.0%}")
+
     def _on_output(self, output: Output) -> None:
         ticket = self._running.get(output.job_id)
         if ticket is None:
@@ -282,6 +302,9 @@ class EngineClient:
         ticket.put(output.event)
         if isinstance(output.event, Piece) and output.event.stats is not None:
             self.totals.add(output.event.stats)
+            self._say(request_line(output.job_id, output.event.stats))
+        if isinstance(output.event, Problem):
+            self._say(f"#{output.job_id}: {output.event.message}")
         if isinstance(output.event, Finished | Problem):
             self._release(ticket)
 

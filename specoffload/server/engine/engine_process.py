@@ -16,12 +16,20 @@ import threading
 from collections.abc import Callable
 
 from specoffload.server.engine.channel import Channel
-from specoffload.server.engine.messages import FromEngine, LoadFailed, Ready, ToEngine, problem_of
+from specoffload.server.engine.messages import (
+    FromEngine,
+    LoadFailed,
+    Loading,
+    Ready,
+    ToEngine,
+    problem_of,
+)
 from specoffload.server.engine.service import Service
 from specoffload.session.generation import Generator
+from specoffload.session.progress import OnProgress
 
-Factory = Callable[[], Generator]
-"""Makes the generator; must be picklable, since the process is spawned, not forked."""
+Factory = Callable[[OnProgress], Generator]
+"""Makes the generator, and tells how far it is; must be picklable, since the process is spawned."""
 
 IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
@@ -93,7 +101,7 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     inbox = _Inbox(channel)
     try:
-        generator = factory()
+        generator = factory(_in_percent(channel))
     except Exception as error:
         problem = problem_of(error)
         if problem.http_status >= 500:
@@ -107,3 +115,16 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
     finally:
         outbox.close()
         generator.close()
+
+
+def _in_percent(channel: Channel[FromEngine, ToEngine]) -> OnProgress:
+    """Tells the API process of each per cent once."""
+    told: set[tuple[str, int]] = set()
+
+    def tell(step: str, done: float) -> None:
+        per_cent = (step, int(100 * done))
+        if per_cent not in told:
+            told.add(per_cent)
+            channel.send(Loading(step, done))
+
+    return tell

@@ -135,6 +135,14 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """The model is being opened: which step, and the fraction of it that is done."""
+
+    step: str
+    done: float
+
+
+@dataclass(frozen=True)
 class Ready:
     """The model is loaded."""
 
@@ -226,7 +234,7 @@ class Outputs:
     outputs: tuple[Output, ...]
 
 
-FromEngine = Ready | LoadFailed | Outputs
+FromEngine = Loading | Ready | LoadFailed | Outputs
 
 
 def problem_of(
