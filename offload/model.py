@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -31,6 +31,8 @@ class Header:
 
     metadata: dict[str, Value | tuple[Value, ...]]
     tensors: tuple[TensorEntry, ...]
+    lengths: dict[str, int] = field(default_factory=dict)  # of its arrays, long ones included
+    has_byte_tokens: bool = True  # False: a vocabulary that the library cannot split any text with
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from offload.ggml.gguf import read_header
 from offload.model import Header, ModelFacts, WeightPlace
 
 _SPLIT = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+
+_TOKENS = "tokenizer.ggml.tokens"
+_PER_TOKEN = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 
 
 def read_facts(path: str | Path) -> ModelFacts:
@@ -31,6 +35,7 @@ def read_facts(path: str | Path) -> ModelFacts:
         weights |= {e.name: WeightPlace(part, e) for e in read_header(part).tensors}
     if not weights:
         raise BadModel(f"{path}: has no weights (a vocabulary-only file?)")
+    _check_numbers(path, header)
     name = header.metadata.get("general.name")
     return ModelFacts(
         path, architecture, name if isinstance(name, str) else path.stem, header, weights
@@ -53,6 +58,8 @@ def _check_path(path: Path) -> None:
         raise BadModel(f"{path}: no such file")
     if path.is_dir():
         raise BadModel(f"{path}: is a directory, expected a .gguf file")
+    if not path.is_file():
+        raise BadModel(f"{path}: is not a regular file")
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -62,6 +69,28 @@ def _check_path(path: Path) -> None:
         raise BadModel(f"{path}: is empty")
     if magic != b"GGUF":
         raise BadModel(f"{path}: is not a GGUF file (it begins with {magic!r})")
+
+
+def _check_numbers(path: Path, header: Header) -> None:
+    """Numbers that the library asserts on late, or reads past the end of an array for."""
+    for key, value in header.metadata.items():
+        values = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(x, float) and not math.isfinite(x) for x in values):
+            raise BadModel(f"{path}: {key} is not a finite number; the file is damaged")
+        if key.endswith("_epsilon") and any(isinstance(x, float) and x < 0 for x in values):
+            raise BadModel(f"{path}: {key} is {value}, below 0; the file is damaged")
+    if not header.has_byte_tokens:
+        raise BadModel(
+            f"{path}: its vocabulary lacks tokens for single bytes (<0x00> to <0xFF>), without"
+            " which the library cannot split text into tokens"
+        )
+    n_tokens = header.lengths.get(_TOKENS)
+    for key in _PER_TOKEN if n_tokens is not None else ():
+        n = header.lengths.get(key, n_tokens)
+        if n != n_tokens:
+            raise BadModel(
+                f"{path}: {key} has {n} entries for {n_tokens} tokens; the file is damaged"
+            )
 
 
 def _other_parts(path: Path, header: Header) -> list[Path]:

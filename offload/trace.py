@@ -7,6 +7,7 @@ events there are, and offload/trace_report.py reads them back.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
 from collections.abc import Mapping
@@ -71,6 +72,9 @@ class Trace:
             with open(path, "w", encoding="utf-8") as f:
                 json.dump(document, f, separators=(",", ":"))
         except OSError as e:
+            with contextlib.suppress(OSError):
+                if Path(path).is_file():
+                    Path(path).unlink()  # half a trace is none
             raise OffloadError(f"the trace could not be written to {path}: {e.strerror}") from e
 
 

@@ -110,11 +110,13 @@ def read_report(path: str | Path) -> TraceReport:
 
 def read_events(path: str | Path) -> tuple[list[Event], int]:
     """(events, how many were dropped) of a trace file that Trace.write wrote."""
+    if Path(path).exists() and not Path(path).is_file():
+        raise OffloadError(f"cannot read the trace {path}: it is not a regular file")
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as e:
         raise OffloadError(f"cannot read the trace {path}: {e.strerror}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise OffloadError(f"{path} is not a trace: not JSON ({e})") from e
     other = document.get("otherData") if isinstance(document, dict) else None
     if not isinstance(other, dict) or other.get("producer") != PRODUCER:

@@ -34,6 +34,7 @@ from specdec.simulation.synthetic import (
     rates_of_length,
 )
 from specdec.types import Chooser, Drafter, Policy
+from specdec.whole_file import read_text
 
 _BLOCK = 4  # general text; code bears 8 to 15 (llama.cpp #10466)
 
@@ -179,7 +180,7 @@ def _corpus(
     if tokenize is None:
         raise BadOption(f"{options.name('suffix_corpus')} needs a tokeniser")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as e:
         raise BadOption(
             f"{options.name('suffix_corpus')} {path}: cannot be read as UTF-8 text ({e})"

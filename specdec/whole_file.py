@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,3 +33,33 @@ def write_json(path: Path, data: object) -> None:
     """JSON for people to look into, whole or not at all. Raises OSError."""
     with whole_file(path) as f:
         f.write((json.dumps(data, indent=1) + "\n").encode())
+
+
+MOST_BYTES = 64 << 20  # of a text that a person names
+
+
+def read_whole(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+    """A regular file of `most_bytes` at most: pipes would hang, and devices never end.
+
+    Raises OSError, with words for the user.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if about.st_size > most_bytes:
+            size = f"it has {about.st_size} bytes, and {most_bytes} are read at most"
+            raise OSError(errno.EFBIG, size, str(path))
+        return file.read()
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The same as UTF-8 text. Raises OSError and UnicodeDecodeError."""
+    return read_whole(path, most_bytes).decode("utf-8")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Text, whole or not at all. Raises OSError."""
+    with whole_file(path) as f:
+        f.write(text.encode())

@@ -2,6 +2,7 @@
 
 SpecOffloadError
 ├── UsageError   flags or arguments that cannot be taken together
+├── NotStored    what was measured could not be kept
 ├── FetchFailed  a model that was asked for by name cannot be had now
 └── (offload.errors.OffloadError, specdec.errors.SpecDecError, numa.errors.NumaError: their trees)
 
@@ -23,6 +24,10 @@ class SpecOffloadError(Exception):
 
 class UsageError(SpecOffloadError):
     """The command line asks for something that cannot be done."""
+
+
+class NotStored(SpecOffloadError):
+    """A result was shown and could not be written to its file."""
 
 
 class FetchFailed(SpecOffloadError):
@@ -51,6 +56,7 @@ _FAILED = Meaning(1, 500, "server_error")
 _MEANINGS: tuple[tuple[type[Exception], Meaning], ...] = (
     (offload_errors.DeviceFailed, _FAILED),
     (FetchFailed, _FAILED),
+    (NotStored, _FAILED),
     (offload_errors.DoesNotFit, Meaning(2, 400, "exceed_context_size_error")),
     (offload_errors.NotSupported, Meaning(2, 501, "not_supported_error")),
     (offload_errors.OffloadError, _INVALID),

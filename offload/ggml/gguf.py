@@ -6,7 +6,7 @@ Nothing of the weights is read. A file the parser refuses raises BadModel with t
 from __future__ import annotations
 
 import ctypes as C
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,12 @@ def read_header(path: Path) -> Header:
             for i in range(lib.gguf_get_n_kv(context))
             if (value := _value(lib, context, i)) is not None
         }
+        lengths = {
+            lib.gguf_get_key(context, i).decode("utf-8", "replace"): lib.gguf_get_arr_n(context, i)
+            for i in range(lib.gguf_get_n_kv(context))
+            if lib.gguf_get_kv_type(context, i) == _ARRAY
+        }
+        has_byte_tokens = _has_byte_tokens(lib, context, metadata)
         tensors = tuple(_tensors(lib, context))
     for tensor in tensors:
         end = tensor.offset_bytes + tensor.size_bytes
@@ -75,7 +81,25 @@ def read_header(path: Path) -> Header:
                 f"{path}: the file ends at byte {size_bytes} but tensor {tensor.name} needs bytes "
                 f"up to {end}; it is damaged or was not downloaded completely"
             )
-    return Header(metadata, tensors)
+    return Header(metadata, tensors, lengths, has_byte_tokens)
+
+
+def _has_byte_tokens(lib: Library, context: int, metadata: Mapping[str, object]) -> bool:
+    """False for a SentencePiece vocabulary without a token for each byte: the library looks those
+    up for any character it does not know, and ends the process where one is missing."""
+    if metadata.get("tokenizer.ggml.model") != "llama":
+        return True
+    key = lib.gguf_find_key(context, b"tokenizer.ggml.tokens")
+    if key < 0 or lib.gguf_get_kv_type(context, key) != _ARRAY:
+        return True
+    if lib.gguf_get_arr_type(context, key) != _STRING:
+        return False
+    wanted = {f"<0x{byte:02X}>".encode() for byte in range(256)}
+    for i in range(lib.gguf_get_arr_n(context, key)):
+        wanted.discard(lib.gguf_get_arr_str(context, key, i))
+        if not wanted:
+            return True
+    return False
 
 
 def _value(lib: Library, context: int, i: int) -> Value | tuple[Value, ...] | None:
@@ -87,6 +111,8 @@ def _value(lib: Library, context: int, i: int) -> Value | tuple[Value, ...] | No
         n, element = lib.gguf_get_arr_n(context, i), lib.gguf_get_arr_type(context, i)
         if element not in _SCALARS or n > _MAX_ARRAY:
             return None
+        if n == 0:
+            return ()  # its data is a null pointer
         return tuple((_SCALARS[element] * n).from_address(lib.gguf_get_arr_data(context, i)))
     scalar: Value = _SCALARS[kind].from_address(lib.gguf_get_val_data(context, i)).value
     return scalar

@@ -13,10 +13,11 @@ from typing import Any
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, ProfileKey
 from specdec.errors import BadProfile
-from specdec.whole_file import write_json
+from specdec.whole_file import read_text, write_json
 
 _MOST = 1e300  # floats, and integers that become floats
 _FORMAT = 1
+MOST_PROFILE_BYTES = 1 << 20  # a profile of 10,000 batch sizes has less
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def load(path: Path, key: ProfileKey | None = None) -> StoredProfile:
     Raises BadProfile: unreadable, damaged, hand-edited into nonsense, or of another run.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path, MOST_PROFILE_BYTES))
     except (OSError, UnicodeDecodeError) as e:
         raise BadProfile(f"the profile {path} cannot be read: {e}") from e
     except (ValueError, RecursionError) as e:

@@ -15,10 +15,11 @@ from pathlib import Path
 from specdec.drafters.offer import nothing, offer
 from specdec.errors import BadOption
 from specdec.types import Draft, Policy, Round
-from specdec.whole_file import whole_file
+from specdec.whole_file import read_whole, whole_file
 
 MAX_SIZE = 4
 _NO_TOKEN = -1
+_MOST_BYTES = 1 << 30  # of a cache file
 _HEAD_BYTES = 20
 _MOST_COUNTED = 2**31 - 1  # the file's counts are 32 bit
 _MOST_CONTEXTS = 1 << 20  # of a dynamic cache: about 250 MB, 4 contexts a token
@@ -77,7 +78,7 @@ class LookupCache:
         """Raises BadOption when the file cannot be read, is damaged, or holds tokens beyond a
         vocabulary of `n_vocab`: it is another model's."""
         try:
-            data = path.read_bytes()
+            data = read_whole(path, _MOST_BYTES)
         except OSError as e:
             raise BadOption(f"the lookup cache {path} cannot be read: {e}") from e
         cache = cls()

@@ -13,7 +13,7 @@ from specdec.costs.profile_io import StoredProfile
 from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import NO_DRAFTS, SpecConfig
-from specoffload.errors import UsageError
+from specoffload.errors import NotStored, UsageError
 from specoffload.session.session import Session
 from specoffload.speculation.profile_store import (
     export_profile,
@@ -76,7 +76,8 @@ def profile_config(
         else:
             found = _measured(session, text, n_max, repetitions, before)
     failed = store(path, found.costs, found.calibration)
-    report.note(failed if failed is not None else f"stored: {path}")
+    if failed is None:
+        report.note(f"stored: {path}")
     _show(found.costs)
     if export_to is not None:
         kind = export_profile(export_to, found.costs, found.calibration)
@@ -84,6 +85,8 @@ def profile_config(
     if plot is not None:
         _plot(plot, found)
     report.line(json.dumps(_as_data(found.costs, path)))
+    if failed is not None:
+        raise NotStored(failed)
 
 
 def _measured(

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from specdec.whole_file import read_text as read_regular
 from specoffload import report
 from specoffload.chat.deltas import Message
 from specoffload.config.resolution import Config
@@ -78,7 +79,7 @@ def read_text(words: str | None, file: Path | None) -> str | None:
     if file is None:
         return words or None
     try:
-        return file.read_text(encoding="utf-8")
+        return read_regular(file)
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
 

@@ -8,7 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import load, parse_batch_costs, parse_batched_bench, published_curves
+from specdec.costs.profile_io import (
+    MOST_PROFILE_BYTES,
+    load,
+    parse_batch_costs,
+    parse_batched_bench,
+    published_curves,
+)
 from specdec.errors import BadProfile, SpecDecError
 from specdec.simulation.compare import (
     Make,
@@ -25,6 +31,7 @@ from specdec.simulation.simulate import (
     parse_trace,
     simulate,
 )
+from specdec.whole_file import read_text
 from specoffload import report
 from specoffload.commands.simulate_steps import simulate_draft_steps
 
@@ -80,7 +87,7 @@ def _row(s: Score) -> tuple[str, ...]:
 def read_profile(path: Path) -> CostProfile:
     """Our JSON, llama-batched-bench's JSONL or GGML_BATCH_COSTS text. Raises BadProfile."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MOST_PROFILE_BYTES)
     except (OSError, UnicodeDecodeError) as e:
         raise BadProfile(f"--profile {path}: cannot be read as UTF-8 text ({e})") from e
     if '"speed_tg"' in text:
@@ -123,7 +130,7 @@ def _replay(
 def _read_trace(file: Path) -> DraftTrace:
     """A recorded text, with a line on what is not known of it. Raises SpecDecError."""
     try:
-        trace = parse_trace(file.read_text(encoding="utf-8"))
+        trace = parse_trace(read_text(file))
     except (OSError, UnicodeDecodeError) as e:
         raise SpecDecError(f"--trace {file}: cannot be read as UTF-8 text ({e})") from e
     _say_unknown(trace)

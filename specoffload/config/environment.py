@@ -47,18 +47,37 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
 def _profile_folder(environ: Mapping[str, str]) -> Path:
     named = environ.get("SPECOFFLOAD_PROFILE_DIR")
     if named:
-        return Path(named)
+        return _usable("SPECOFFLOAD_PROFILE_DIR", Path(named))
     return _caches(environ) / "specoffload" / "profiles"
 
 
 def _caches(environ: Mapping[str, str]) -> Path:
     named = environ.get("XDG_CACHE_HOME")
-    return Path(named) if named else Path.home() / ".cache"
+    return Path(named) if named else _home() / ".cache"
 
 
 def _state(environ: Mapping[str, str]) -> Path:
     named = environ.get("XDG_STATE_HOME")
-    return Path(named) if named else Path.home() / ".local" / "state"
+    return Path(named) if named else _home() / ".local" / "state"
+
+
+def _home() -> Path:
+    """Raises UsageError where there is none: a container's user may have no entry and no HOME."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise UsageError(
+            "this user has no home folder, where profiles and models are kept: set HOME"
+        ) from None
+
+
+def _usable(variable: str, folder: Path) -> Path:
+    """Raises UsageError for a name that no file system takes."""
+    try:
+        folder.exists()
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{variable}={str(folder):.60}...: is no folder's name ({e})") from None
+    return folder
 
 
 def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:
@@ -66,7 +85,7 @@ def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:
     named = environ.get("OLLAMA_MODELS")
     if named:
         return (Path(named),)
-    return (Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models"))
+    return (_home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models"))
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from specdec.whole_file import read_text, write_text
 from specoffload.errors import UsageError
 
 
 def read_kept(path: Path) -> tuple[int, ...]:
     """The ids; text behind a # is not read. Raises UsageError with the line that is none."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"--draft-vocab {path}: cannot be read as UTF-8 text ({e})") from e
     kept: list[int] = []
@@ -30,7 +31,7 @@ def read_kept(path: Path) -> tuple[int, ...]:
 def write_kept(path: Path, kept: Sequence[int], remark: str) -> None:
     """Write what `read_kept` reads, with a first line that says where it is from."""
     text = "".join(f"{token}\n" for token in sorted(set(kept)))
-    path.write_text(f"# {remark}\n{text}", encoding="utf-8")
+    write_text(path, f"# {remark}\n{text}")
 
 
 def choose_kept(counts: Sequence[int], always: Iterable[int], n: int) -> tuple[int, ...]:

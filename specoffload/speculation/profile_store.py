@@ -16,6 +16,7 @@ from offload.native_build import library_build
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, ProfileKey
 from specdec.costs.profile_io import (
+    MOST_PROFILE_BYTES,
     StoredProfile,
     format_batch_costs,
     format_batched_bench,
@@ -25,6 +26,7 @@ from specdec.costs.profile_io import (
     save,
 )
 from specdec.errors import BadProfile
+from specdec.whole_file import read_text, write_text
 from specoffload.speculation.draft_model import DraftModel
 
 _HEADER_BYTES = 1 << 20
@@ -119,7 +121,7 @@ def import_profile(path: Path, key: ProfileKey) -> StoredProfile:
     JSON must be of this run; the other two have no key and take this run's. Raises BadProfile.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MOST_PROFILE_BYTES)
     except (OSError, UnicodeDecodeError) as e:
         raise BadProfile(f"--import {path}: cannot be read as UTF-8 text ({e})") from e
     lines = [line for line in text.splitlines() if line.strip()]
@@ -143,9 +145,9 @@ def export_profile(path: Path, costs: CostProfile, calibration: Calibration) -> 
             save(path, costs, calibration)
             return "a profile of specoffload"
         if path.suffix == ".jsonl":
-            path.write_text(format_batched_bench(costs), encoding="utf-8")
+            write_text(path, format_batched_bench(costs))
             return "llama-batched-bench's JSONL"
-        path.write_text(f"GGML_BATCH_COSTS={format_batch_costs(costs)}\n", encoding="utf-8")
+        write_text(path, f"GGML_BATCH_COSTS={format_batch_costs(costs)}\n")
     except OSError as e:
         raise BadProfile(f"--export {path}: {e}") from e
     return "GGML_BATCH_COSTS"

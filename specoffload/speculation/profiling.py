@@ -18,6 +18,7 @@ from offload.timing import decode_s
 from specdec.costs.measure import MeasureOptions, measure, measure_step
 from specdec.costs.profile import CostProfile, ProfileKey
 from specdec.errors import BadProfile
+from specdec.whole_file import read_text
 from specoffload.config.resolution import demo_file
 from specoffload.errors import UsageError
 from specoffload.speculation.draft_model import DraftModel
@@ -48,7 +49,7 @@ def real_text(engine: DraftModel, file: Path | None = None) -> list[int]:
         text = "\n".join(row["text"] for row in rows)
     else:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_text(file)
         except (OSError, UnicodeDecodeError) as e:
             raise UsageError(f"--text {file}: cannot be read as UTF-8 text ({e})") from e
     return engine.tokenize(text, add_special=False, parse_special=False)

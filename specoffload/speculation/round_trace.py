@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from specdec.types import Round
+from specdec.whole_file import write_text
 from specoffload.errors import UsageError
 
 
@@ -40,6 +41,6 @@ class RoundTrace:
 
     def _write(self, lines: list[str]) -> None:
         try:
-            self._path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            write_text(self._path, "".join(f"{line}\n" for line in lines))
         except OSError as e:
             raise UsageError(f"--record-trace {self._path}: {e}") from e
