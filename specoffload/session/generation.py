@@ -58,6 +58,7 @@ class GenerateOptions:
     id_slot: int = -1  # the slot to run in, if it is idle; -1: any
     draft_max: int | None = None  # tokens of a draft; None: as the policy has it, 0: no drafts
     time_limit_s: float | None = None  # from its first step on; then the answer ends as it is
+    timings_per_token: bool = False  # each piece tells of the generation as far as it has come
     n: int = 1  # answers to the prompt, which is evaluated once; their seeds follow one another
 
 
@@ -107,6 +108,7 @@ class Piece:
     tokens: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None  # set on the last piece only
     stats: GenerationStats | None = None  # set on the last piece only
+    so_far: GenerationStats | None = None  # on each other that has tokens, with timings_per_token
     index: int = 0  # of the answer, where a request asked for several
     stopping_word: str | None = None  # on the last piece, if a stop sequence ended the answer
     logprobs: tuple[ChosenLogprob, ...] = ()  # of `tokens`, if asked for; an end token has none

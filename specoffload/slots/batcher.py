@@ -144,7 +144,7 @@ class Batcher:
             request = self._running[member]
             for hears in self.on_round:
                 hears(round_)
-            if request.take(round_):
+            if request.take(round_, self._counts):
                 self._finished(request)
             news.append(request)
         return news + [self._failed(self._running[member], e) for member, e in step.failed]

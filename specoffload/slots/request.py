@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -76,12 +77,14 @@ class Request:
         """True when its time is up."""
         return self._deadline_s is not None and perf_counter() > self._deadline_s
 
-    def take(self, round_: Round) -> bool:
+    def take(self, round_: Round, counts: Callable[[], EngineCounts]) -> bool:
         """A round's tokens become a piece; True when the answer ends with it."""
         assert self._tally is not None
         piece = self._answer.take(round_.emitted, self.sampler.take_logprobs())
         self.n_left -= len(round_.emitted)
         self._tally.count(round_, len(piece.tokens))
+        if self.options.timings_per_token:
+            piece = replace(piece, so_far=self._tally.stats(counts(), perf_counter()))
         self.pieces.append(piece)
         return self._answer.finish == "stop" or bool(round_.end) or self.is_late
 

@@ -197,7 +197,8 @@ class FakeGenerator:
             n += 1
             shown = stops.feed(symbol)
             if shown:
-                yield Piece(shown, tuple(shown.encode()))
+                so_far = GenerationStats(n_prompt, n) if options.timings_per_token else None
+                yield Piece(shown, tuple(shown.encode()), so_far=so_far)
             if stops.stopped:
                 break
         stats = GenerationStats(

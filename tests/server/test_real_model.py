@@ -196,3 +196,16 @@ def test_a_prompt_longer_than_the_context_is_a_400_with_both_numbers(program: Pr
     assert body["type"] == "exceed_context_size_error"
     assert body["n_ctx"] == 512
     assert body["n_prompt_tokens"] > 512
+
+
+def test_a_stream_tells_of_the_generation_as_far_as_it_has_come(program: Program) -> None:
+    body = {"prompt": PROMPT, "n_predict": 48, "stream": True, "timings_per_token": True}
+    answer = http.post(program.url + "/completion", json=body)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+    timings = [event["timings"] for event in events]
+    assert len(timings) > 2
+    for name in ("predicted_n", "predicted_ms", "draft_n", "draft_n_accepted", "streamed_bytes"):
+        counts = [found.get(name) or 0 for found in timings]
+        assert counts == sorted(counts), name
+    assert timings[-1]["predicted_n"] == events[-1]["tokens_predicted"]
+    assert timings[0]["predicted_n"] < timings[-1]["predicted_n"]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import StartServer, http
 
-from specoffload.server.api.shapes import ChatShape, Shape, TextShape
-from specoffload.server.api.wire import ChatChunk, TextCompletion
+from specoffload.server.api.shapes import MARK, TextLine
+from specoffload.server.api.wire import TextChoice, TextCompletion
 from specoffload.server.engine.channel import Frames, channels, packed
 
 MESSAGES = st.lists(st.one_of(st.binary(max_size=50), st.text(max_size=50), st.integers()))
@@ -53,17 +53,17 @@ def test_bytes_that_are_no_message_are_told() -> None:
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
-@given(TEXTS, st.sampled_from([ChatShape("m‡", 1), TextShape('a "model"', 2)]))
-def test_a_line_is_the_json_that_pydantic_makes(text: str, shape: Shape) -> None:
-    line = shape.delta(text)
-    if isinstance(shape, ChatShape):
-        chunk = ChatChunk.model_validate_json(line)
-        assert chunk.choices[0].delta.content == text
-        assert chunk.to_json() == line
-    else:
-        completion = TextCompletion.model_validate_json(line)
-        assert completion.choices[0].text == text
-        assert completion.to_json() == line
+def chunk(text: str, model: str) -> str:
+    """The JSON of a part of a text, by pydantic."""
+    choice = TextChoice(index=0, text=text, logprobs=None, finish_reason=None)
+    return TextCompletion(
+        id="x", object="text_completion", created=1, model=model, choices=[choice]
+    ).to_json()
+
+
+@given(TEXTS, st.one_of(st.sampled_from([MARK, f'"{MARK}"', 'a "model"']), TEXTS))
+def test_a_line_is_the_json_that_pydantic_makes(text: str, model: str) -> None:
+    assert TextLine(chunk(MARK, model)).fill(text) == chunk(text, model)
 
 
 def ask(url: str, version: str) -> tuple[bytes, bytes]:

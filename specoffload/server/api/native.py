@@ -6,7 +6,6 @@ llama.cpp tools/server/README.md, "POST /completion".
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ from specoffload.server.engine.messages import (
     Problem,
     Started,
 )
-from specoffload.session.generation import GenerateOptions, GenerationStats, Piece
+from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.infill import Fill
 
 _STOP_TYPES = {"length": "limit", "stop": "eos"}
@@ -99,7 +98,6 @@ class NativeTeller:
         self._settings = settings_of(options)
         self._prompts = prompts
         self._with_tokens = bool(body.return_tokens)
-        self._with_timings = bool(body.timings_per_token)
         self._fields = body.response_fields
         self._told = [_Told() for _ in prompts]
 
@@ -125,8 +123,8 @@ class NativeTeller:
             "tokens_predicted": len(told.tokens),
             "tokens_evaluated": told.n_prompt,
         }
-        if self._with_timings:
-            chunk["timings"] = told.timings()
+        if piece.so_far is not None:
+            chunk["timings"] = timings_of(piece.so_far).model_dump(exclude_unset=True)
         return server_sent(json.dumps(chunk))
 
     def end(self) -> bytes:
@@ -181,28 +179,12 @@ class _Told:
         self.tokens: list[int] = []
         self.n_prompt = 0
         self.last: Piece | None = None
-        self._started_s = time.monotonic()
-        self._first_s: float | None = None
 
     def add(self, piece: Piece) -> None:
-        if piece.tokens and self._first_s is None:
-            self._first_s = time.monotonic()
         self.texts.append(piece.text)
         self.tokens += piece.tokens
         if piece.finish_reason is not None:
             self.last = piece
-
-    def timings(self) -> dict[str, Any]:
-        """As seen from here, while the engine's own are not known."""
-        now_s = time.monotonic()
-        first_s = self._first_s or now_s
-        stats = GenerationStats(
-            n_prompt_tokens=self.n_prompt,
-            n_tokens=len(self.tokens),
-            prefill_s=first_s - self._started_s,
-            decode_s=now_s - first_s,
-        )
-        return timings_of(stats).model_dump(exclude_unset=True)
 
 
 def _at(answer: dict[str, Any], path: str) -> Any:

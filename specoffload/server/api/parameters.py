@@ -48,7 +48,7 @@ def generate_options(
         for name, field in _PASSED_ON.items()
         if (value := getattr(request, name)) is not None
     }
-    for name in ("cache_prompt", "id_slot", "draft_max"):
+    for name in ("cache_prompt", "id_slot", "draft_max", "timings_per_token"):
         if (value := getattr(request, name)) is not None:
             changes[name] = value
     if request.samplers is not None:

@@ -109,6 +109,7 @@ class GenerationRequest(RequestModel):
     draft_max: Whole | None = Field(None, ge=0)
     time_limit_s: float | None = Field(None, gt=0)
     stream: bool | None = None
+    timings_per_token: bool | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -124,7 +125,6 @@ class NativeRequest(GenerationRequest):
 
     prompt: Prompts
     return_tokens: bool | None = None
-    timings_per_token: bool | None = None
     response_fields: _Texts | None = None
 
 
@@ -141,7 +141,6 @@ class InfillRequest(GenerationRequest):
     input_extra: list[ExtraFile] | None = None
     prompt: str = ""
     return_tokens: bool | None = None
-    timings_per_token: bool | None = None
     response_fields: _Texts | None = None
 
 
@@ -221,6 +220,7 @@ class Timings(_Answer):
     predicted_per_second: float
     draft_n: int | None = None
     draft_n_accepted: int | None = None
+    streamed_bytes: int | None = None  # ours: weights copied to the device
     speculation: dict[str, Any] | None = None  # ours: where the time of a round goes, and why
 
 
@@ -328,6 +328,8 @@ def timings_of(stats: GenerationStats) -> Timings:
         timings.draft_n = stats.n_drafted
         timings.draft_n_accepted = stats.n_accepted
         timings.speculation = speculation_of(stats)
+    if stats.streamed_bytes:
+        timings.streamed_bytes = stats.streamed_bytes
     return timings
 
 

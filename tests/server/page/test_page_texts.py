@@ -129,10 +129,10 @@ def test_the_loading_is_shown_in_percent_until_it_is_over(browser: Any, url: str
     with browser.new_context() as context:
         page = context.new_page()
         error = {"code": 503, "message": "Loading model", "type": "unavailable_error"}
-        body = {"error": error, "loading": {"stage": "model", "fraction": 0.42}}
+        body = {"error": error, "step": "reading weights", "progress": 0.42}
         page.route("**/health", lambda route: route.fulfill(status=503, json=body))
         page.goto(url)
-        page.get_by_text("Loading the model: 42 %").wait_for()
+        page.get_by_text("Loading the model, reading weights: 42 %").wait_for()
         assert page.locator("progress").get_attribute("value") == "0.42"
         send(page, "too early")
         assert page.locator("article").count() == 0

@@ -21,10 +21,11 @@ export class Answers {
     this.#running.get(conversation.id)?.controller.abort();
   }
 
-  /** Write an answer behind the conversation's leaf. */
-  async write(conversation, sampling) {
-    const body = { ...sampling, messages: wire(conversation) };
+  /** Write an answer behind the conversation's leaf; `language`: the model writes only that. */
+  async write(conversation, sampling, language = "") {
+    const body = { ...sampling, messages: wire(conversation), timings_per_token: true };
     const message = conversation.add("assistant", "");
+    if (language) message.language = language;
     const meter = new Meter();
     message.meter = meter;
     const controller = new AbortController();

@@ -38,7 +38,7 @@ const answers = new Answers({
 });
 
 const thread = new Thread({
-  language: () => settings.language ?? (servesDemo() ? "python" : ""),
+  language: () => settings.language,
   running: () => answers.running(state.current),
   retry: (message) => ask(() => (state.current.leaf = message.parent)),
   edit: (message, content) => ask(() => state.current.add("user", content, message.parent)),
@@ -57,7 +57,7 @@ function ask(change) {
   change();
   if (!state.conversations.includes(conversation)) state.conversations.unshift(conversation);
   write("specoffload.current", conversation.id);
-  const written = answers.write(conversation, settings.sampling);
+  const written = answers.write(conversation, settings.sampling, servesDemo() ? "python" : "");
   showWelcome();
   showList();
   thread.end();
@@ -327,10 +327,8 @@ function trouble(error) {
 }
 
 function loadingWords(found) {
-  if (!found.loading) return [found.message === "Loading model" ? "Loading the model …" : found.message];
-  const { stage, fraction } = found.loading;
-  const what = stage === "model" ? "Loading the model" : "Measuring this machine with the model";
-  return [`${what}: ${Math.floor(100 * fraction)} %`, fraction];
+  if (found.progress === undefined) return [found.message === "Loading model" ? "Loading the model …" : found.message];
+  return [`Loading the model, ${found.step}: ${Math.floor(100 * found.progress)} %`, found.progress];
 }
 
 let watching = null;
@@ -354,7 +352,6 @@ async function watch() {
   else if (!wasReady || !state.props) {
     banner("");
     await readServer().catch(trouble);
-    thread.show(state.current, answers.running(state.current)); // how answers are shown may depend on it
   }
   showWelcome();
   showComposer();

@@ -71,7 +71,7 @@ export class MessageView {
 
   /** A model that writes only code fences none. */
   #asCode(content) {
-    const language = this.acts.language();
+    const language = this.acts.language() ?? this.message.language;
     return language && content ? `~~~~~~${language}\n${content}\n~~~~~~` : content;
   }
 

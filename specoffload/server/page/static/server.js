@@ -50,14 +50,15 @@ async function request(path, options = {}) {
 
 export const getJson = async (path) => (await request(path)).json();
 
-/** `{ready: true}`, or what is known of the loading: `{ready: false, message, loading}`. */
+/** `{ready: true}`, or what is known of the loading: `{ready: false, message, step, progress}`. */
 export async function health() {
   try {
     await request("health");
     return { ready: true };
   } catch (error) {
     if (!(error instanceof ServerError)) throw error;
-    return { ready: false, status: error.status, message: error.message, loading: error.body?.loading };
+    const { step, progress } = error.body ?? {};
+    return { ready: false, status: error.status, message: error.message, step, progress };
   }
 }
 
