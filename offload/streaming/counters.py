@@ -12,6 +12,7 @@ class StreamCounters:
     graphs: int = 0
     cuts: int = 0
     chunks: int = 0  # of those, of tokens whose experts fitted the slots
+    bands: int = 0  # cuts whose nodes were shown some of the slots, not all
     copies: int = 0
     streamed_bytes: int = 0
     bounced_bytes: int = 0  # of those, through a ring of pinned memory

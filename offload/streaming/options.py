@@ -39,6 +39,8 @@ class StreamingOptions:
     n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: what fits
     reserve_bytes: int = 0  # of the budget, for others: a draft and its context
     chunks: Chunks = "auto"  # of tokens, where the experts of a batch have no slots all at once
+    band: bool = True  # show kernels the slots between which a batch's experts lie, not all
+    vector_tokens: int = 0  # batches of up to 100 tokens go in chunks of so many; 0: they do not
     overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
     depth: int = 8  # cuts that copies run ahead
     bounce: bool = True  # copy through a pinned ring what cannot be pinned
@@ -122,7 +124,15 @@ def executor_maker(
         rule = make_cache_rule(options.cache)
         schedule = Schedule(table, rule, options.depth, options.n_guesses)
         return ScheduledExecutor(
-            stream, host, plan.layout, schedule, copier, options.trace, prefetch=options.prefetch
+            stream,
+            host,
+            plan.layout,
+            schedule,
+            copier,
+            options.trace,
+            prefetch=options.prefetch,
+            band=options.band,
+            vector_tokens=options.vector_tokens,
         )
 
     return make

@@ -33,6 +33,7 @@ from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.tensor import Buffer, Redirect, Tensor
 from offload.plan.slot_layout import SlotLayout, WeightGroup
+from offload.schedule.band import VECTOR_TOKENS, band
 from offload.schedule.chunks import chunks_of
 from offload.schedule.coalesce import Span, coalesce
 from offload.schedule.commands import Command, Copy, Entered, Need
@@ -86,11 +87,17 @@ class ScheduledExecutor:
         trace: Trace = NO_TRACE,
         *,
         prefetch: bool = True,
+        band: bool = True,
+        vector_tokens: int = 0,
     ) -> None:
-        """`host` holds the weights that stream through the slots of `layout`."""
+        """`host` holds the weights that stream through the slots of `layout`.
+
+        `band`: show kernels the slots between which a batch's experts lie, not all. With
+        `vector_tokens` batches of up to 100 tokens go in chunks of so many.
+        """
         self._stream, self._host, self._layout = stream, host, layout
         self.schedule, self.copier, self._trace = schedule, copier, trace
-        self._prefetch = prefetch
+        self._prefetch, self._band, self._vector_tokens = prefetch, band, vector_tokens
         self._kinds = [  # of each group, those that were loaded
             tuple(kind for kind, name in group.names.items() if name in host.weights)
             for group in layout.groups
@@ -130,7 +137,9 @@ class ScheduledExecutor:
     # -- one graph -------------------------------------------------------------------------------
 
     def prepare(self, graph: Graph, products: Sequence[Product]) -> Run:
-        chunked = find_chunked(graph, products, self._layout, self.memories, _CHUNK_TOKENS)
+        chunked = find_chunked(
+            graph, products, self._layout, self.memories, _CHUNK_TOKENS, self._vector_tokens
+        )
         if chunked:
             graph, products = self._take_out(graph, chunked)
         steps = find_steps(products, self._layout, self.memories)
@@ -258,11 +267,11 @@ class ScheduledExecutor:
         self._enqueue(entered.issued)
         step.waits = self._tickets_of(entered.waits) if entered.waits else []
         step.missed = entered.misses > 0 or bool(entered.waits)
+        first = self._point(step, entered)
         if ids is not None:
             if step.need is None and step.missed:
                 self._routing.observe(step.layer, ids)
-            self._upload(step, ids, experts, entered.slots)
-        self._point(step, entered)
+            self._upload(step, ids, experts, [slot - first for slot in entered.slots])
         running.open.append(step)
         return 0
 
@@ -289,13 +298,20 @@ class ScheduledExecutor:
             running.redirected.append(reader.reads_ids)
         return 0
 
-    def _point(self, step: Step, entered: Entered) -> None:
-        """Choose what the cut's nodes read: neighbouring slots, or all where ids choose."""
+    def _point(self, step: Step, entered: Entered) -> int:
+        """Choose what the cut's nodes read: neighbouring slots, or those between which all that ids
+        choose lie. The first of them."""
+        if step.ids is None:
+            first, n = entered.slots[0], max(1, step.n_experts)
+        else:
+            n_slots = self._layout.pools[step.pool].n_slots
+            first, n = 0, n_slots
+            if self._band and step.n_tokens > VECTOR_TOKENS:
+                first, n = band(entered.slots, n_slots)
+            self.counters.bands += n < n_slots
         for reader in step.readers:
-            if step.ids is None:
-                reader.slots = reader.views.of(entered.slots[0], max(1, step.n_experts))
-            elif reader.slots is None:
-                reader.slots = reader.views.of(0, self._layout.pools[step.pool].n_slots)
+            reader.slots = reader.views.of(first, n)
+        return first
 
     # -- chunks of tokens ------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from offload.streaming.chains import Chain, chains_of
 from offload.streaming.slot_memory import SlotMemory, SlotViews
 
 IDS_ALIGNMENT = 256
+_MOST_BY_VECTORS = 100  # tokens: for more, a matrix kernel reads each expert far less often
 Tickets = dict[str, Any]  # of the copies of some pieces, by kind: gate need not wait for down
 
 
@@ -152,17 +153,24 @@ def find_chunked(
     layout: SlotLayout,
     memories: Sequence[SlotMemory],
     most_tokens: int,
+    vector_tokens: int = 0,
 ) -> list[ChunkedStep]:
-    """The layers of which the batch may use more experts than have slots. Not yet numbered."""
+    """The layers of which the batch may use more experts than have slots. Not yet numbered.
+
+    With `vector_tokens` also those of batches that are to go in chunks of so many tokens.
+    """
     places = layout.places()
     members: dict[tuple[int, Tensor], list[tuple[Product, str]]] = {}
     for product in products:
         number, kind = places[product.weight.name]
         pool = layout.pools[layout.groups[number].pool]
-        if product.ids is not None and not fits(product.ids, pool):
+        if product.ids is None:
+            continue
+        by_vectors = 0 < vector_tokens < product.n_tokens <= _MOST_BY_VECTORS
+        if by_vectors or not fits(product.ids, pool):
             members.setdefault((number, product.ids), []).append((product, kind))
     return [
-        _chunked(chain, number, ids, of_layer, layout, memories, most_tokens)
+        _chunked(chain, number, ids, of_layer, layout, memories, vector_tokens or most_tokens)
         for (number, ids), of_layer in members.items()
         for chain in chains_of(graph, of_layer)
     ]
@@ -177,7 +185,6 @@ def _chunked(
     n_used, n_tokens, _, _ = ids.shape
     weights = {kind: product.weight for product, kind in members}
     memory = memories[group.pool]
-    most_tokens = max(most_tokens, pool.n_slots // n_used)
     return ChunkedStep(
         cut=0,
         n_cuts=most_chunks(n_tokens, n_used, pool.n_slots, most_tokens),

@@ -102,6 +102,8 @@ class Options:
     overlap: bool = True
     prefetch: bool = True
     expert_chunks: Chunks = "auto"
+    slot_band: bool = True
+    vector_tokens: int = 0
     bounce: bool = True
     native_placement: bool = True
     warmup: bool = True

@@ -132,6 +132,8 @@ def _streaming(options: Options) -> StreamingOptions:
         depth=options.prefetch_depth,
         prefetch=options.prefetch,
         chunks=options.expert_chunks,
+        band=options.slot_band,
+        vector_tokens=options.vector_tokens,
         bounce=options.bounce,
         native=options.native_placement,
         warmup=options.warmup,

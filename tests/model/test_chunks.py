@@ -126,3 +126,25 @@ def test_the_trace_shows_each_chunk(model: Path) -> None:
         engine.sequences.extend(0, [(13 * i) % engine.n_vocab for i in range(24)])
         n_chunks = engine.counters().chunks
     assert sum(event.name.startswith("tokens ") for event in trace.events()) == n_chunks > 0
+
+
+def test_chunks_of_eight_tokens_by_choice_give_the_same(
+    model: Path, expected: NDArray[np.float32]
+) -> None:
+    with Engine(model, options(StreamingOptions(vector_tokens=8))) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert engine.counters().chunks > 0
+        at = engine.counters().chunks
+        engine.sequences.extend(0, [1] * 8)
+        assert engine.counters().chunks == at, "the vector kernel takes these at once"
+
+
+def test_a_band_of_the_slots_gives_the_same(models: Path) -> None:
+    path = write_preset("deepseek-v3", models / "band.gguf", seed=1, n_expert=64)
+    batches = (9, 1, 12, 20, 9)
+    with Engine(path, options(StreamingOptions(overlap=False))) as engine:
+        expected = logits(engine, batches)
+    for band in (True, False):
+        with Engine(path, options(StreamingOptions(band=band))) as engine:
+            assert np.array_equal(logits(engine, batches), expected)
+            assert (engine.counters().bands > 0) == band

@@ -55,6 +55,17 @@ FLAGS = (
         "otherwise.", rare=True,
     ),
     Flag(
+        Options, "slot_band", (), SWITCH,
+        "Show kernels all slots, not those between which a batch's experts lie.", _P,
+        more="For batches of 9 tokens and more.", off=("--no-slot-band",), rare=True,
+    ),
+    Flag(
+        Options, "vector_tokens", ("--vector-tokens",), INT,
+        "Compute batches of up to 100 tokens in chunks of so many.", _P, least=0,
+        more="CUDA's vector kernels take up to 8 tokens, and go by tokens, not by slots; but they "
+        "read an expert once per token. 0 does not.", rare=True,
+    ),
+    Flag(
         Options, "expert_cache", ("--expert-cache",), choice(tuple(CACHE_RULES)),
         "Which cached slots are replaced.", _P, rare=True,
     ),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotKind, SlotLayout, SlotPool
+from offload.schedule.band import band
 from offload.schedule.chunks import chunks_of, most_chunks
 
 CHOSEN = st.lists(
@@ -35,6 +36,17 @@ def test_a_chunk_ends_only_where_one_more_token_does_not_fit(
 ) -> None:
     for first, end, _ in chunks_of(chosen, n_slots, 1000)[:-1]:
         assert len({e for its in chosen[first : end + 1] for e in its}) > n_slots
+
+
+@given(st.sets(st.integers(0, 299), min_size=1), st.integers(0, 500))
+def test_a_band_holds_the_slots_and_there_are_few_of_them(slots: set[int], n_more: int) -> None:
+    n_slots = max(slots) + 1 + n_more
+    first, n = band(sorted(slots), n_slots)
+    assert 0 <= first <= min(slots)
+    assert max(slots) < first + n <= n_slots
+    step = max(1, n_slots // 16)
+    assert first % step == 0
+    assert n < max(slots) - min(slots) + 1 + 2 * step
 
 
 def test_a_token_that_needs_more_slots_than_there_are_is_an_error() -> None:
