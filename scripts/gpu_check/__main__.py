@@ -19,6 +19,7 @@ from link import measure_link
 from rich.console import Console
 from rich.table import Table
 from steps import Workload, ceilings, measure_peers, measure_ways
+from switches import measure_switches
 
 from offload.device import DeviceChoice, choose_device, devices
 from offload.model_file import read_facts
@@ -52,6 +53,7 @@ class Report:
     equality: list[dict[str, Any]] = field(default_factory=list)
     gpu_tests: str = ""
     model: dict[str, Any] = field(default_factory=dict)
+    switches: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     error: str = ""
@@ -120,6 +122,8 @@ def measure(args: argparse.Namespace, choice: DeviceChoice, folder: Path, report
     out.print(f"{facts.size_bytes / 1e9:.2f} GB, {expert_bytes / 1e9:.2f} of it experts, through "
               f"{load.vram_bytes / 1e9:.2f} GB")  # fmt: skip
     done("model")
+    report.switches = measure_switches(load, lambda: done("switches") - args.limit_s / 2)
+    show_switches(report.switches)
     ways, report.model["store"] = measure_ways(load)
     out.print(report.model["store"], soft_wrap=True)
     done("ours")
@@ -186,6 +190,15 @@ def show_equality(rows: list[dict[str, Any]]) -> None:
         table.add_row(row["what"], row["model"], f"{row['equal_share']:.1%}",
                       f"{row['error']:.2e}", f"{row['allowed']:.0e}",
                       "ok" if row["passed"] else "FAILED")  # fmt: skip
+    out.print(table)
+
+
+def show_switches(rows: list[dict[str, Any]]) -> None:
+    table = Table("switch", "tokens", "without ms", "with ms", "x", title="each switch",
+                  title_justify="left")  # fmt: skip
+    for row in rows:
+        table.add_row(row["switch"], str(row["n"]), f"{row['default_s'] * 1e3:.2f}",
+                      f"{row['step_s'] * 1e3:.2f}", f"{row['ratio']:.2f}")  # fmt: skip
     out.print(table)
 
 

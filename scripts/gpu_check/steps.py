@@ -82,14 +82,15 @@ def measure_ways(load: Workload) -> tuple[dict[str, Way], str]:
             flash_attn=load.flash_attn,
         )
         with Engine(load.path, options) as engine:
-            ways[name] = _time(engine, load)
+            ways[name] = time_steps(engine, load)
             if streams and engine.store is not None and engine.store.report is not None:
                 sentence = engine.store.report.sentence()
             assert streams == (engine.counters().cuts > 0)
     return ways, sentence
 
 
-def _time(engine: Engine, load: Workload) -> Way:
+def time_steps(engine: Engine, load: Workload) -> Way:
+    """Medians of each batch size, the first repetition dropped."""
     way = Way()
     engine.sequences.extend(0, tokens_of(PREFIX, 0, engine.n_vocab), n_logits=0)
     for n in load.batches:

@@ -40,6 +40,12 @@ def test_a_dry_run_on_sim_measures_everything_and_ends_with_json() -> None:
     assert report["link"]["pageable_bytes_per_s"] > 0
     assert len(report["equality"]) == 8
     assert all(row["equal_share"] == 1.0 for row in report["equality"])
+    assert {row["switch"] for row in report["switches"]} == {
+        *("--no-slot-band", "--vector-tokens 8", "--no-native-placement", "--no-bounce"),
+        *("--mla-crossover 0", "--expert-chunks on"),
+    }
+    assert {row["n"] for row in report["switches"]} == {4, 10, 16}
+    assert all(row["step_s"] > 0 < row["default_s"] for row in report["switches"])
     assert [row["n"] for row in report["steps"]] == [4, 16]
     for row in report["steps"]:
         assert row["max_difference"] == 0.0, "streamed is resident"
