@@ -2,7 +2,7 @@
 
 [flood]    never ends, and as fast as it can
 [slow]     20 ms a piece          [forever]  never ends by itself
-[prefill]  0.7 s before the first   [options]  answers with its options
+[prefill]  0.7 s before the first   [options]  answers with its options that are not usual
 [crash]    aborts the process after two pieces; [crash-now] before the first
 [hang]     never comes back after two pieces; [hang-now] before the first
 [raise]    raises after two pieces; [raise-now] before the first; [refuse] as bad input
@@ -15,7 +15,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from offload.errors import BadModel, BadRequest, NotSupported
@@ -181,7 +181,7 @@ class FakeGenerator:
     def _answer(self, text: str, n_prompt: int, options: GenerateOptions) -> Iterator[Piece]:
         if "[prefill]" in text:
             time.sleep(0.7)
-        answer = repr(options) if "[options]" in text else text + TAIL
+        answer = _told(options) if "[options]" in text else text + TAIL
         room = self._factory.n_ctx - n_prompt
         n_predict = min(room, options.n_predict or room)
         stops = StopScanner(options.stop)
@@ -216,6 +216,16 @@ class FakeGenerator:
         if self._factory.log is not None:
             with self._factory.log.open("a") as file:
                 file.write(line + "\n")
+
+
+def _told(options: GenerateOptions) -> str:
+    """The temperature and what else is not as usual."""
+    usual = GenerateOptions()
+    return ", ".join(
+        f"{field.name}={getattr(options, field.name)!r}"
+        for field in fields(options)
+        if field.name == "temperature" or getattr(options, field.name) != getattr(usual, field.name)
+    )
 
 
 def _endless(text: str) -> bool:
