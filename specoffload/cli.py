@@ -32,7 +32,7 @@ from specoffload.config.options import (
 from specoffload.config.speculation import measuring_only, remark
 from specoffload.config.typer_commands import add_command
 from specoffload.errors import KNOWN, UsageError, meaning_of
-from specoffload.session.generation import GenerateOptions
+from specoffload.session.generation import AskedOptions, GenerateOptions
 
 if TYPE_CHECKING:
     from specoffload.config.resolution import Config
@@ -65,7 +65,7 @@ def sampling_of(line: CommandLine) -> GenerateOptions:
     """The sampling that was asked for, files read. Raises UsageError for one that cannot be."""
     from specoffload.commands.run import read_text
 
-    said, files = line.of(GenerateOptions), line.of(AnswerFiles)
+    said, files = line.of(AskedOptions), line.of(AnswerFiles)
     return replace(
         said,
         grammar=read_text(said.grammar, files.grammar),

@@ -41,7 +41,7 @@ class Codec(codecs.Codec):
         return codecs.charmap_encode(input,errors,encoding_table)
 
     def decode(self,input,errors='strict'):"""
-SAMPLING = GenerateOptions(n_predict=160, temperature=0.0, repeat_penalty=1.2, repeat_last_n=64)
+SAMPLING = GenerateOptions(n_predict=160, temperature=0.0, repeat_penalty=1.3, repeat_last_n=64)
 
 # Copies and the computation of a verification batch take about equally long over this link, and
 # the slots hold half of what streams.

@@ -63,6 +63,14 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True)
+class AskedOptions(GenerateOptions):
+    """For people and requests that say nothing else: llama-server's defaults. A `GenerateOptions`
+    is greedy by itself, as measurements have to be."""
+
+    temperature: float = 0.8
+
+
+@dataclass(frozen=True)
 class GenerationStats:
     """Counters of one finished generation; times in seconds."""
 

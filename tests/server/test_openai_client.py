@@ -111,7 +111,7 @@ def test_sampling_parameters_reach_the_generator(server: Running) -> None:
         assert part in text
     assert "repeat_penalty=1.5" in text
     assert "ignore_eos=True" in text
-    assert "temperature=0.0" in default.choices[0].text
+    assert "temperature=0.8" in default.choices[0].text
 
 
 def test_text_parts_and_the_developer_role_are_understood(server: Running) -> None:

@@ -20,6 +20,7 @@ SERVE = [
     "-m",
     "specoffload",
     "serve",
+    *("--temp", "0"),
     "--no-profile",  # fixed blocks: what the default policy drafts depends on what it measures
     "--port",
     "0",

@@ -40,7 +40,7 @@ def test_props_tell_context_slots_template_and_notes(start_server: StartServer) 
     server = start_server(FakeFactory(n_ctx=300))
     props = server.props()
     assert props["default_generation_settings"]["n_ctx"] == 300
-    assert props["default_generation_settings"]["params"]["temperature"] == 0.0
+    assert props["default_generation_settings"]["params"]["temperature"] == 0.8
     assert props["total_slots"] == 1
     assert props["chat_template"] == "{{ messages }}"
     assert props["notes"] == ["nothing is computed"]

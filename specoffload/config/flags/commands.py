@@ -31,7 +31,7 @@ from specoffload.config.options import (
     TraceOptions,
     TuneOptions,
 )
-from specoffload.session.generation import GenerateOptions
+from specoffload.session.generation import AskedOptions
 
 _P = Panel.COMMAND
 _PLAN = frozenset({"plan"})
@@ -73,7 +73,7 @@ CHAT = (
         commands=_RUN,
     ),
     Flag(
-        GenerateOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
+        AskedOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
         "Most tokens of an answer; -1: to the end of the context.", _P,
         variables=("LLAMA_ARG_N_PREDICT",), commands=frozenset({"chat"}), default_words="-1",
     ),
@@ -160,12 +160,12 @@ SERVE = (
         "Folder for what POST /slots/ID?action=save keeps.", Panel.SERVER, commands=_SERVE,
     ),
     Flag(
-        GenerateOptions, "time_limit_s", ("--time-limit",), FLOAT,
+        AskedOptions, "time_limit_s", ("--time-limit",), FLOAT,
         "Seconds after which an answer ends as it is.", Panel.SERVER, above=0, commands=_SERVE,
         default_words="none", request="time_limit_s",
     ),
     Flag(
-        GenerateOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
+        AskedOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
         "Most tokens of an answer whose request does not say; -1: to the end of the context.",
         Panel.SERVER, commands=_SERVE, variables=("LLAMA_ARG_N_PREDICT",),
         default_words="-1", request="max_tokens",

@@ -6,158 +6,158 @@ from offload.sampling.options import SAMPLERS
 from specoffload.config.flags.flag import FLOAT, INT, PATH, SWITCH, TEXT, Flag, Panel
 from specoffload.config.flags.reading import BREAKER, LOGIT_BIAS, SAMPLER_NAMES, SEED
 from specoffload.config.options import AnswerFiles
-from specoffload.session.generation import GenerateOptions
+from specoffload.session.generation import AskedOptions
 
 _P = Panel.SAMPLING
 _ANSWERS = frozenset({"run", "chat", "serve"})
 
 FLAGS = (
     Flag(
-        GenerateOptions, "temperature", ("--temp", "--temperature"), FLOAT, "0 is greedy.", _P,
+        AskedOptions, "temperature", ("--temp", "--temperature"), FLOAT, "0 is greedy.", _P,
         variables=("LLAMA_ARG_TEMPERATURE",), least=0, most=1000, commands=_ANSWERS,
         request="temperature",
     ),
     Flag(
-        GenerateOptions, "top_k", ("--top-k",), INT, "The k likeliest tokens; 0 and -1: all.", _P,
+        AskedOptions, "top_k", ("--top-k",), INT, "The k likeliest tokens; 0 and -1: all.", _P,
         variables=("LLAMA_ARG_TOP_K",), least=-1, commands=_ANSWERS, request="top_k",
     ),
     Flag(
-        GenerateOptions, "top_p", ("--top-p",), FLOAT,
+        AskedOptions, "top_p", ("--top-p",), FLOAT,
         "The likeliest tokens of that joint probability; 1: all.", _P,
         variables=("LLAMA_ARG_TOP_P",), least=0, most=1, commands=_ANSWERS, request="top_p",
     ),
     Flag(
-        GenerateOptions, "min_p", ("--min-p",), FLOAT,
+        AskedOptions, "min_p", ("--min-p",), FLOAT,
         "Tokens of at least that share of the likeliest one's probability; 0: all.", _P,
         variables=("LLAMA_ARG_MIN_P",), least=0, most=1, commands=_ANSWERS, request="min_p",
     ),
     Flag(
-        GenerateOptions, "repeat_penalty", ("--repeat-penalty",), FLOAT,
+        AskedOptions, "repeat_penalty", ("--repeat-penalty",), FLOAT,
         "Penalty of tokens seen lately; 1: off.", _P, variables=("LLAMA_ARG_REPEAT_PENALTY",),
         above=0, most=1000, commands=_ANSWERS, request="repeat_penalty",
     ),
     Flag(
-        GenerateOptions, "repeat_last_n", ("--repeat-last-n",), INT,
+        AskedOptions, "repeat_last_n", ("--repeat-last-n",), INT,
         "Tokens that penalties look at; -1: all.", _P, least=-1, commands=_ANSWERS,
         request="repeat_last_n", rare=True,
     ),
     Flag(
-        GenerateOptions, "frequency_penalty", ("--frequency-penalty",), FLOAT,
+        AskedOptions, "frequency_penalty", ("--frequency-penalty",), FLOAT,
         "Penalty of a token per time it was seen.", _P, variables=("LLAMA_ARG_FREQUENCY_PENALTY",),
         least=-2, most=2, commands=_ANSWERS, request="frequency_penalty", rare=True,
     ),
     Flag(
-        GenerateOptions, "presence_penalty", ("--presence-penalty",), FLOAT,
+        AskedOptions, "presence_penalty", ("--presence-penalty",), FLOAT,
         "Penalty of a token that was seen at all.", _P, variables=("LLAMA_ARG_PRESENCE_PENALTY",),
         least=-2, most=2, commands=_ANSWERS, request="presence_penalty", rare=True,
     ),
     Flag(
-        GenerateOptions, "typical_p", ("--typical", "--typical-p"), FLOAT,
+        AskedOptions, "typical_p", ("--typical", "--typical-p"), FLOAT,
         "Tokens about as surprising as is typical here, of that joint probability; 1: all.", _P,
         least=0, most=1, commands=_ANSWERS, request="typical_p", rare=True,
     ),
     Flag(
-        GenerateOptions, "top_n_sigma", ("--top-nsigma", "--top-n-sigma"), FLOAT,
+        AskedOptions, "top_n_sigma", ("--top-nsigma", "--top-n-sigma"), FLOAT,
         "Tokens whose logit is within so many standard deviations of the greatest; 0 or less: all.",
         _P, commands=_ANSWERS, request="top_n_sigma", rare=True,
     ),
     Flag(
-        GenerateOptions, "xtc_probability", ("--xtc-probability",), FLOAT,
+        AskedOptions, "xtc_probability", ("--xtc-probability",), FLOAT,
         "How often the likeliest tokens are left out; 0: never.", _P, least=0, most=1,
         commands=_ANSWERS, request="xtc_probability", rare=True,
     ),
     Flag(
-        GenerateOptions, "xtc_threshold", ("--xtc-threshold",), FLOAT,
+        AskedOptions, "xtc_threshold", ("--xtc-threshold",), FLOAT,
         "Probability of those that are left out, but for the last of them; over 0.5: none.", _P,
         least=0, most=1, commands=_ANSWERS, request="xtc_threshold", rare=True,
     ),
     Flag(
-        GenerateOptions, "dynatemp_range", ("--dynatemp-range",), FLOAT,
+        AskedOptions, "dynatemp_range", ("--dynatemp-range",), FLOAT,
         "The temperature follows the entropy by up to so much; 0: it stays.", _P, least=0,
         most=1000, commands=_ANSWERS, request="dynatemp_range", rare=True,
     ),
     Flag(
-        GenerateOptions, "dynatemp_exponent", ("--dynatemp-exp",), FLOAT,
+        AskedOptions, "dynatemp_exponent", ("--dynatemp-exp",), FLOAT,
         "How it follows.", _P, least=0, most=1000, commands=_ANSWERS,
         request="dynatemp_exponent", rare=True,
     ),
     Flag(
-        GenerateOptions, "dry_multiplier", ("--dry-multiplier",), FLOAT,
+        AskedOptions, "dry_multiplier", ("--dry-multiplier",), FLOAT,
         "Penalty of a token that would lengthen a repetition (DRY); 0: off.", _P, least=0,
         most=1000, commands=_ANSWERS, request="dry_multiplier", rare=True,
     ),
     Flag(
-        GenerateOptions, "dry_base", ("--dry-base",), FLOAT,
+        AskedOptions, "dry_base", ("--dry-base",), FLOAT,
         "What each further token of the repetition multiplies it by.", _P, least=1, most=1000,
         commands=_ANSWERS, request="dry_base", rare=True,
     ),
     Flag(
-        GenerateOptions, "dry_allowed_length", ("--dry-allowed-length",), INT,
+        AskedOptions, "dry_allowed_length", ("--dry-allowed-length",), INT,
         "Tokens that may be repeated without it.", _P, least=0, commands=_ANSWERS,
         request="dry_allowed_length", rare=True,
     ),
     Flag(
-        GenerateOptions, "dry_penalty_last_n", ("--dry-penalty-last-n",), INT,
+        AskedOptions, "dry_penalty_last_n", ("--dry-penalty-last-n",), INT,
         "Tokens that it looks back at; -1: all.", _P, least=-1, commands=_ANSWERS,
         request="dry_penalty_last_n", rare=True,
     ),
     Flag(
-        GenerateOptions, "dry_sequence_breakers", ("--dry-sequence-breaker",), BREAKER,
+        AskedOptions, "dry_sequence_breakers", ("--dry-sequence-breaker",), BREAKER,
         "Text that ends a repetition; may be given several times, none: nothing does.", _P,
         default_words='"\\n", ":", "\"", "*"', commands=_ANSWERS,
         request="dry_sequence_breakers", repeats=True, rare=True,
     ),
     Flag(
-        GenerateOptions, "mirostat", ("--mirostat",), INT,
+        AskedOptions, "mirostat", ("--mirostat",), INT,
         "1 or 2: tokens are drawn so that the text stays equally surprising; 0: off.", _P,
         more="Other samplers than the temperature, penalties too, have no effect beside it.",
         least=0, most=2, commands=_ANSWERS, request="mirostat", rare=True,
     ),
     Flag(
-        GenerateOptions, "mirostat_eta", ("--mirostat-lr",), FLOAT, "Its learning rate.", _P,
+        AskedOptions, "mirostat_eta", ("--mirostat-lr",), FLOAT, "Its learning rate.", _P,
         least=0, most=1000, commands=_ANSWERS, request="mirostat_eta", rare=True,
     ),
     Flag(
-        GenerateOptions, "mirostat_tau", ("--mirostat-ent",), FLOAT,
+        AskedOptions, "mirostat_tau", ("--mirostat-ent",), FLOAT,
         "The surprise it keeps to, in bits.", _P, least=0, most=1000, commands=_ANSWERS,
         request="mirostat_tau", rare=True,
     ),
     Flag(
-        GenerateOptions, "adaptive_target", ("--adaptive-target",), FLOAT,
+        AskedOptions, "adaptive_target", ("--adaptive-target",), FLOAT,
         "Probability of tokens that are chosen, on the average, where --samplers names adaptive_p; "
         "below 0: any.", _P, most=1, commands=_ANSWERS, request="adaptive_target", rare=True,
     ),
     Flag(
-        GenerateOptions, "adaptive_decay", ("--adaptive-decay",), FLOAT,
+        AskedOptions, "adaptive_decay", ("--adaptive-decay",), FLOAT,
         "How slowly it forgets.", _P, least=0, most=0.99, commands=_ANSWERS,
         request="adaptive_decay", rare=True,
     ),
     Flag(
-        GenerateOptions, "min_keep", ("--min-keep",), INT,
+        AskedOptions, "min_keep", ("--min-keep",), INT,
         "Tokens that top-p, min-p, typical and XTC leave at least.", _P, least=0,
         commands=_ANSWERS, request="min_keep", rare=True,
     ),
     Flag(
-        GenerateOptions, "samplers", ("--samplers",), SAMPLER_NAMES,
+        AskedOptions, "samplers", ("--samplers",), SAMPLER_NAMES,
         "The samplers and their order, separated by ; one that is not named is off.", _P,
         more="[sampling.md](sampling.md) says what each does.",
         default_words="; ".join(SAMPLERS), commands=_ANSWERS, request="samplers", rare=True,
     ),
     Flag(
-        GenerateOptions, "logit_bias", ("--logit-bias", "-l"), LOGIT_BIAS,
+        AskedOptions, "logit_bias", ("--logit-bias", "-l"), LOGIT_BIAS,
         "Added to a token's logit, as in 15043+1 or 15043-inf; may be given several times.", _P,
         commands=_ANSWERS, request="logit_bias", repeats=True, rare=True,
     ),
     Flag(
-        GenerateOptions, "seed", ("--seed", "-s"), SEED, "Of the random numbers; -1: random.", _P,
+        AskedOptions, "seed", ("--seed", "-s"), SEED, "Of the random numbers; -1: random.", _P,
         default_words="random", commands=_ANSWERS, request="seed",
     ),
     Flag(
-        GenerateOptions, "ignore_eos", ("--ignore-eos",), SWITCH, "Go on after an end token.", _P,
+        AskedOptions, "ignore_eos", ("--ignore-eos",), SWITCH, "Go on after an end token.", _P,
         commands=_ANSWERS, request="ignore_eos", rare=True,
     ),
     Flag(
-        GenerateOptions, "grammar", ("--grammar",), TEXT, "GBNF that the answer must follow.", _P,
+        AskedOptions, "grammar", ("--grammar",), TEXT, "GBNF that the answer must follow.", _P,
         commands=_ANSWERS, request="grammar",
     ),
     Flag(
@@ -165,7 +165,7 @@ FLAGS = (
         commands=_ANSWERS,
     ),
     Flag(
-        GenerateOptions, "json_schema", ("--json-schema", "-j"), TEXT,
+        AskedOptions, "json_schema", ("--json-schema", "-j"), TEXT,
         "JSON schema of the answer.", _P, commands=_ANSWERS, request="json_schema",
     ),
     Flag(
@@ -173,7 +173,7 @@ FLAGS = (
         _P, commands=_ANSWERS,
     ),
     Flag(
-        GenerateOptions, "stop", ("--reverse-prompt", "-r"), TEXT,
+        AskedOptions, "stop", ("--reverse-prompt", "-r"), TEXT,
         "Text at which the answer ends; may be given several times.", _P, commands=_ANSWERS,
         request="stop", repeats=True, rare=True,
     ),

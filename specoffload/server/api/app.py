@@ -45,7 +45,7 @@ from specoffload.server.engine.messages import (
     problem_of,
 )
 from specoffload.server.page.files import page_router
-from specoffload.session.generation import GenerateOptions
+from specoffload.session.generation import AskedOptions, GenerateOptions
 
 log = logging.getLogger("specoffload.server")
 
@@ -86,7 +86,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    context = Context(engine, BodyReader(strict=strict_params), defaults or GenerateOptions())
+    context = Context(engine, BodyReader(strict=strict_params), defaults or AskedOptions())
     app.include_router(Status(context, has_metrics=has_metrics).router())
     app.include_router(TextRoutes(context).router())
     app.include_router(completions_router(context))

@@ -20,7 +20,7 @@ from specoffload.config.options import DraftOptions, RunOptions, ServeOptions, T
 from specoffload.config.resolution import resolve
 from specoffload.errors import UsageError
 from specoffload.server.access.keys import read_keys
-from specoffload.session.generation import GenerateOptions
+from specoffload.session.generation import AskedOptions
 
 # -- reading words
 
@@ -147,7 +147,7 @@ def test_a_bad_min_batch_is_named(text: str) -> None:
     [((), None), (("-s", "-1"), None), (("--seed", "0"), 0), (("--seed", "42"), 42)],
 )
 def test_a_seed_of_minus_one_is_random(words: tuple[str, ...], seed: int | None) -> None:
-    assert line_of(*words).of(GenerateOptions).seed == seed
+    assert line_of(*words).of(AskedOptions).seed == seed
 
 
 def test_a_number_for_the_draft_is_read_as_its_longest_length() -> None:
@@ -169,7 +169,7 @@ def test_a_longest_draft_without_room_is_the_longest_with_room() -> None:
 
 
 def test_a_value_may_begin_with_a_hyphen_unless_it_is_a_flag() -> None:
-    assert line_of("-n", "-1", "-p", "- a list").of(GenerateOptions) == GenerateOptions()
+    assert line_of("-n", "-1", "-p", "- a list").of(AskedOptions) == AskedOptions()
     with pytest.raises(UsageError, match="-p needs a value"):
         line_of("-p", "-n", "3")
     assert line_of("--", "-p").given  # behind -- everything is the prompt

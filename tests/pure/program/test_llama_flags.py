@@ -22,7 +22,7 @@ from specoffload.config.flags.reading import ALL_LAYERS, NEVER
 from specoffload.config.flags.table import FOREIGN, TABLE
 from specoffload.config.options import DraftOptions, ServeOptions
 from specoffload.errors import UsageError
-from specoffload.session.generation import GenerateOptions
+from specoffload.session.generation import AskedOptions
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LLAMA = json.loads((FIXTURES / "llama_flags.json").read_text(encoding="utf-8"))["flags"]
@@ -230,7 +230,7 @@ def test_the_last_of_several_wins_among_theirs_and_ours() -> None:
 
 def test_samplers_are_read_by_every_name_of_theirs() -> None:
     def samplers(*words: str) -> tuple[str, ...]:
-        return line_of(*words, command="serve").of(GenerateOptions).samplers
+        return line_of(*words, command="serve").of(AskedOptions).samplers
 
     assert samplers("--samplers", "top-k;typical-p;Nucleus;temp") == (
         "top_k", "typ_p", "top_p", "temperature",
@@ -249,7 +249,7 @@ def test_flags_of_samplers_mean_what_they_mean_there() -> None:
         *("--dry-sequence-breaker", "\\n", "--dry-sequence-breaker", "none", "-l", "7+1.5"),
         *("--logit-bias", "8-inf", "--adaptive-target", "0.4", "--adaptive-decay", "0.8"),
     )
-    assert line_of(*words).of(GenerateOptions) == GenerateOptions(
+    assert line_of(*words).of(AskedOptions) == AskedOptions(
         mirostat=2, mirostat_eta=0.2, mirostat_tau=4, typical_p=0.9, top_n_sigma=1.5,
         xtc_probability=0.5, xtc_threshold=0.2, dynatemp_range=0.5, dynatemp_exponent=2,
         dry_multiplier=0.8, dry_base=2, dry_allowed_length=3, dry_penalty_last_n=-1,
