@@ -55,7 +55,7 @@ class GenerateOptions:
     seed: int | None = None
     ignore_eos: bool = False
     cache_prompt: bool = True  # a beginning that a slot or host memory holds is not evaluated again
-    id_slot: int = -1  # the slot to run in, if it is idle; -1: any
+    id_slot: int = -1  # the slot to run in, waited for; -1: the one that holds most of the prompt
     draft_max: int | None = None  # tokens of a draft; None: as the policy has it, 0: no drafts
     time_limit_s: float | None = None  # from its first step on; then the answer ends as it is
     timings_per_token: bool = False  # each piece tells of the generation as far as it has come
@@ -147,6 +147,9 @@ class SlotInfo:
     id: int
     is_processing: bool
     n_tokens: int  # held now
+    n_prompt_tokens: int = 0  # of the request that is being answered
+    n_decoded: int = 0  # tokens of the answer so far
+    n_remain: int = 0  # that may follow
 
 
 @dataclass(frozen=True)

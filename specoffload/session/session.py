@@ -167,8 +167,7 @@ class Session:
         the sequence as far as it was verified.
         """
         tokens = self._prompt_tokens(prompt)
-        self._n_predict(tokens, options)
-        return self._pieces(tokens, options)
+        return self.batcher.generate(tokens, self._n_predict(tokens, options), options)
 
     def start(
         self, tokens: Sequence[int], options: GenerateOptions, beside: Running | None = None
@@ -198,7 +197,7 @@ class Session:
 
     def slots(self) -> tuple[SlotInfo, ...]:
         """The slots as they are now."""
-        return tuple(SlotInfo(s.number, s.is_busy, s.n_held) for s in self.batcher.slots)
+        return self.batcher.slot_infos()
 
     def change_slot(self, number: int, action: SlotAction, filename: str) -> SlotResult:
         """Save an idle slot to a file under --slot-save-path, restore or erase it.
@@ -234,17 +233,3 @@ class Session:
                 "must hold at least one more; shorten it or raise --ctx-size"
             )
         return room if options.n_predict is None else min(options.n_predict, room)
-
-    def _pieces(self, tokens: list[int], options: GenerateOptions) -> Iterator[Piece]:
-        request = self.start(tokens, options)
-        try:
-            while True:
-                while request.pieces:
-                    yield request.pieces.popleft()
-                if request.is_over:
-                    break
-                self.step()
-            if request.error is not None:
-                raise request.error
-        finally:
-            self.cancel(request)

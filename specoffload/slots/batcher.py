@@ -9,13 +9,12 @@ and goes on where it was.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from time import perf_counter
 
 from offload.engine import Engine
-from offload.errors import DeviceFailed, DoesNotFit
+from offload.errors import BadRequest, DeviceFailed, DoesNotFit
 from offload.ggml.sampler import SamplerChain
 from offload.plan.placement import DEFAULT_UBATCH
 from specdec.decoding.accept import Acceptance, MatchAcceptance
@@ -24,7 +23,7 @@ from specdec.decoding.member import BatchMember
 from specdec.policies.throughput import Throughput
 from specdec.types import Round
 from specoffload.session.answer import Answer
-from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.session.generation import GenerateOptions, Piece, SlotInfo
 from specoffload.session.sampling import sampling_of
 from specoffload.session.statistics import EngineCounts
 from specoffload.slots.choosing import SlotState, Source, choose
@@ -84,6 +83,9 @@ class Batcher:
 
         Raises BadRequest for sampling parameters that cannot be used.
         """
+        n_slots, wanted = len(self.slots), options.id_slot
+        if not -1 <= wanted < n_slots:
+            raise BadRequest(f"id_slot {wanted}: there are slots 0 to {n_slots - 1} (--parallel)")
         is_end = _never if options.ignore_eos else self._target.is_end
         sampling = sampling_of(options, self._target.n_ctx)
         sampler = SamplerChain(self._target.model, sampling, tokens)
@@ -91,6 +93,24 @@ class Batcher:
         request = Request(tokens, n_predict, options, sampler, answer, is_end, beside)
         self._waiting.append(request)
         return request
+
+    def generate(
+        self, tokens: Sequence[int], n_predict: int, options: GenerateOptions
+    ) -> Iterator[Piece]:
+        """The pieces of a request that is worked on whenever the next one is asked for. Raises what
+        ended it; closing the iterator early cancels it."""
+        request = self.start(tokens, n_predict, options)
+        try:
+            while True:
+                while request.pieces:
+                    yield request.pieces.popleft()
+                if request.is_over:
+                    break
+                self.step()
+            if request.error is not None:
+                raise request.error
+        finally:
+            self.cancel(request)
 
     def cancel(self, request: Request) -> None:
         """Whoever asked has gone: its slot is free again. Does nothing to one that is over."""
@@ -116,6 +136,16 @@ class Batcher:
         step_s = perf_counter() - began
         self._share.took(step_s, has_rounds=bool(step.rounds), has_prompts=bool(step.read))
         return news + self._after(step)
+
+    def slot_infos(self) -> tuple[SlotInfo, ...]:
+        """The slots as they are now."""
+        requests = {r.slot.number: r for r in self._running.values() if r.slot is not None}
+        infos = []
+        for slot in self.slots:
+            request = requests.get(slot.number)
+            counts = (0, 0, 0) if request is None else request.progress
+            infos.append(SlotInfo(slot.number, slot.is_busy, slot.n_held, *counts))
+        return tuple(infos)
 
     def forget(self) -> None:
         """Drop what is kept of prompts, but for those that run."""
@@ -179,13 +209,13 @@ class Batcher:
         """
         news = []
         while not (self._is_full and self._running):
-            request = next((r for r in self._waiting if r.may_begin), None)
+            request = next((r for r in self._waiting if self._may_begin(r)), None)
             if request is None:
                 break
             n_taken = sum([len(member.history) + 1 for member in self._running])
             if self._running and n_taken + len(request.history) + 1 > self._sequences.n_ctx:
                 break
-            slot = self._slot_for(request.history, request.options)
+            slot = self._slot_for(request)
             if slot is None:
                 break
             self._waiting.remove(request)
@@ -235,34 +265,29 @@ class Batcher:
         slot.keep(request.history)
         slot.is_busy = False
 
-    def _slot_for(self, tokens: Sequence[int], options: GenerateOptions) -> Slot | None:
-        """A free slot that holds as much of the beginning of `tokens` as can be had; the one that
-        was wished for, if it is free."""
-        states = self._states(tokens)
-        wished = [s for s in states if s.number == options.id_slot and not s.is_busy]
+    def _may_begin(self, request: Request) -> bool:
+        """False while another evaluates its prompt, or its slot is another's."""
+        slot = request.options.id_slot
+        return request.may_begin and (slot < 0 or not self.slots[slot].is_busy)
+
+    def _slot_for(self, request: Request) -> Slot | None:
+        """A free slot that holds as much of the request's beginning as can be had."""
+        tokens, options = request.history, request.options
+        states, n_stored = self._states(tokens), self.store.reusable(tokens)
         if not options.cache_prompt:
-            return self._empty_slot(wished or states)
-        choice = choose(wished or states, len(tokens), self.store.reusable(tokens))
+            states, n_stored = [s.without_reuse() for s in states], 0
+        choice = choose(states, len(tokens), n_stored, wanted=options.id_slot)
         if choice is None:
             return None
         slot = self.slots[choice.number]
         if choice.keep:
             self._store(slot)
+        if not options.cache_prompt:
+            slot.clear()
         if choice.source is Source.STORE:
             self._load(slot, tokens)
         elif choice.source is Source.SLOT:
             slot.share(self.slots[choice.other], states[choice.other].n_shareable, tokens)
-        return slot
-
-    def _empty_slot(self, states: Sequence[SlotState]) -> Slot | None:
-        """A free slot that holds nothing, for a prompt that is to be evaluated whole."""
-        choice = choose([replace(s, n_reusable=0, n_shareable=0) for s in states], 1, 0)
-        if choice is None:
-            return None
-        slot = self.slots[choice.number]
-        if choice.keep:
-            self._store(slot)
-        slot.clear()
         return slot
 
     def _load(self, slot: Slot, tokens: Sequence[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 _SIMILAR = 0.1  # of a prompt: less in common is chance, a template's first words
@@ -31,6 +31,10 @@ class SlotState:
     n_shareable: int  # that another slot can take over from it
     last_used: int
 
+    def without_reuse(self) -> SlotState:
+        """For a prompt of which nothing that is held may be used."""
+        return replace(self, n_reusable=0, n_shareable=0)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -45,14 +49,16 @@ class Choice:
     keep: bool = False
 
 
-def choose(slots: Sequence[SlotState], n_prompt: int, n_stored: int) -> Choice | None:
+def choose(
+    slots: Sequence[SlotState], n_prompt: int, n_stored: int, wanted: int = -1
+) -> Choice | None:
     """The slot for a prompt of `n_prompt` tokens, of which host memory holds `n_stored`; None when
-    all are busy.
+    all are busy. `wanted` is the number of the only one that will do (-1: any).
 
     The longest beginning wins, and of equal ones that which copies least. A slot that would lose
     much by it is copied to an empty one instead.
     """
-    idle = [slot for slot in slots if not slot.is_busy]
+    idle = [slot for slot in slots if not slot.is_busy and wanted in (-1, slot.number)]
     if not idle:
         return None
     own = max(idle, key=lambda s: (s.n_reusable, s.n_held == s.n_reusable, -s.number))

@@ -73,6 +73,11 @@ class Request:
         return other is None or other.is_over or other._is_evaluated
 
     @property
+    def progress(self) -> tuple[int, int, int]:
+        """Tokens of the prompt, of the answer so far, and of what may follow."""
+        return self.n_prompt, len(self.history) - self.n_prompt, self.n_left
+
+    @property
     def is_late(self) -> bool:
         """True when its time is up."""
         return self._deadline_s is not None and perf_counter() > self._deadline_s

@@ -291,6 +291,27 @@ def test_a_request_that_came_first_is_answered_first(exact: Path) -> None:
     assert all(order.index(i) < order.index(i + 2) for i in range(4))
 
 
+def test_a_request_may_name_its_slot_and_refuse_what_is_held(pair: Session) -> None:
+    pair.forget()
+    text = texts_of(pair)[0]
+    options = GenerateOptions(n_predict=4, ignore_eos=True)
+    wanted = together(pair, [text], replace(options, id_slot=5))[0]
+    assert [slot.id for slot in pair.slots() if slot.n_tokens] == [5]
+    fresh = together(pair, [text], replace(options, cache_prompt=False))[0]
+    assert (fresh.stats.n_cached_tokens, fresh.tokens) == (0, wanted.tokens)
+    again = together(pair, [text], replace(options, id_slot=5))[0]
+    assert (again.stats.n_cached_tokens, again.tokens) == (len(text) - 1, wanted.tokens)
+    with pytest.raises(BadRequest, match="there are slots 0 to 8"):
+        pair.start(text, replace(options, id_slot=9))
+    busy = pair.start(text, replace(options, id_slot=3))
+    waits, passes = pair.start(text, replace(options, id_slot=3)), pair.start(text, options)
+    pair.step()
+    assert [r.slot is not None for r in (busy, waits, passes)] == [True, False, True]
+    while not pair.is_idle:
+        pair.step()
+    assert answer_of(waits).tokens == wanted.tokens
+
+
 def test_a_time_limit_ends_an_answer_as_it_is(pair: Session) -> None:
     text = texts_of(pair)[0]
     request = pair.start(text, GenerateOptions(ignore_eos=True, time_limit_s=1e-9))

@@ -36,7 +36,7 @@ from specoffload.server.api.wire import (
     SlotRequest,
 )
 from specoffload.server.body.reading import BodyReader, ignore
-from specoffload.server.engine.client import EngineClient, RequestFailed
+from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
 from specoffload.server.engine.messages import (
     ChatJob,
     Job,
@@ -132,8 +132,10 @@ class _Api:
     # ---- slots
 
     async def slots(self, request: Request) -> Response:
-        n_ctx = self._context.card().n_ctx
-        return SingleAnswer(self._engine.submit(SlotsJob()), lambda event: slots_body(event, n_ctx))
+        engine, n_ctx = self._engine, self._context.card().n_ctx
+        if request.query_params.get("fail_on_no_slot") and engine.n_running >= engine.n_parallel:
+            raise RequestFailed(unavailable("no slot available"))
+        return SingleAnswer(engine.submit(SlotsJob()), lambda event: slots_body(event, n_ctx))
 
     async def change_slot(self, request: Request, number: int) -> Response:
         has_body = request.headers.get("content-length", "0") != "0"

@@ -31,6 +31,14 @@ def slots_body(event: Event, n_ctx: int) -> list[dict[str, Any]]:
             "n_ctx": n_ctx,
             "is_processing": slot.is_processing,
             "n_tokens": slot.n_tokens,
+            "n_prompt_tokens": slot.n_prompt_tokens,
+            "next_token": [
+                {
+                    "has_next_token": slot.is_processing,
+                    "n_remain": slot.n_remain,
+                    "n_decoded": slot.n_decoded,
+                }
+            ],
         }
         for slot in event.slots
     ]

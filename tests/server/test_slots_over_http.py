@@ -1,0 +1,110 @@
+"""/slots as llama-server has it: what each holds, and saving, restoring and erasing."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_generator import FakeFactory
+from running import Running, StartServer, eventually, http
+from test_real_model import SERVE, Program
+
+
+def act(url: str, number: int, action: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    return http.post(f"{url}/slots/{number}", params={"action": action}, json=body)
+
+
+def test_the_slots_are_listed_with_what_they_hold(start_server: StartServer) -> None:
+    server = start_server(FakeFactory(n_parallel=3))
+    slots = http.get(server.url + "/slots").json()
+    assert [slot["id"] for slot in slots] == [0, 1, 2]
+    assert [slot["n_tokens"] for slot in slots] == [0, 10, 20]
+    assert {slot["n_ctx"] for slot in slots} == {512}
+    assert not any(slot["is_processing"] for slot in slots)
+    assert server.props()["total_slots"] == 3
+
+
+def test_who_wants_a_free_slot_is_told_that_there_is_none(start_server: StartServer) -> None:
+    server = start_server(FakeFactory(n_parallel=1))
+    url = server.url + "/slots?fail_on_no_slot=1"
+    assert http.get(url).status_code == 200
+    with http.stream(
+        "POST", server.url + "/v1/completions", json={"prompt": "[forever]", "stream": True}
+    ):
+        eventually(lambda: http.get(url).status_code == 503)
+        assert http.get(server.url + "/slots").json()[0]["is_processing"]
+    eventually(lambda: http.get(url).status_code == 200)
+
+
+@pytest.mark.parametrize(
+    ("number", "action", "body", "words"),
+    [
+        (0, "explode", {}, "action 'explode' is not one of save, restore, erase"),
+        (0, "save", {}, "save needs a filename"),
+        (0, "restore", {"filename": ""}, "restore needs a filename"),
+        (9, "erase", None, "slot 9 does not exist"),
+        (0, "save", {"filename": 7}, "filename"),
+    ],
+)
+def test_what_is_wrong_with_an_action_is_a_400(
+    server: Running, number: int, action: str, body: dict[str, Any] | None, words: str
+) -> None:
+    response = act(server.url, number, action, body)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]
+
+
+def test_the_result_of_an_action_has_llama_servers_names(server: Running) -> None:
+    saved = act(server.url, 0, "save", {"filename": "x"}).json()
+    assert saved == {
+        "id_slot": 0, "filename": "x", "n_saved": 0, "n_written": 1000,
+        "timings": {"save_ms": 500.0},
+    }  # fmt: skip
+    assert set(act(server.url, 0, "restore", {"filename": "x"}).json()) == {
+        "id_slot", "filename", "n_restored", "n_read", "timings",
+    }  # fmt: skip
+    assert act(server.url, 0, "erase").json() == {"id_slot": 0, "n_erased": 0}
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    command = [*SERVE, "--device", "cpu", "--parallel", "2", "--slot-save-path", str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield Program(process)
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)
+
+
+def test_a_conversation_is_saved_erased_restored_and_gone_on_with(
+    program: Program, tmp_path: Path
+) -> None:
+    prompt = "import os\nimport sys\nimport json\n\ndef main() -> None:\n"
+
+    def cached() -> int:
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+        answer = http.post(program.url + "/v1/completions", json=body).json()
+        tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return tokens
+
+    assert cached() == 0
+    number = next(s["id"] for s in http.get(program.url + "/slots").json() if s["n_tokens"])
+    held = cached()
+    assert held > 10
+    saved = act(program.url, number, "save", {"filename": "talk"}).json()
+    assert saved["n_written"] == (tmp_path / "talk").stat().st_size
+    assert act(program.url, number, "erase").json()["n_erased"] == saved["n_saved"]
+    other = 1 - number
+    restored = act(program.url, other, "restore", {"filename": "talk"}).json()
+    assert (restored["n_restored"], restored["n_read"]) == (saved["n_saved"], saved["n_written"])
+    assert cached() == held
+    refused = act(program.url, other, "save", {"filename": "../talk"})
+    assert refused.status_code == 400
+    assert "must be a name" in refused.json()["error"]["message"]
