@@ -1,6 +1,6 @@
 """From timed decodes to T(n): which size to time next, and the best estimate of all. Pure.
 
-Times of a busy machine are skewed: most are right, some far too long. So medians are taken, a size
+Times of a busy machine are skewed: most are right, some far too long. So centres are taken, a size
 is timed again until its repetitions agree or the time is up, and what is still uncertain is drawn
 towards its neighbours and marked.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 TOLERANCE = 0.03  # relative error of a median from which on repetitions agree
 _JAGGEDNESS = 0.05  # by which T(n) may well differ from the line between its neighbours
+_DISTURBED = 1.3  # times the median: something else ran
 _MAD_TO_SIGMA, _MEDIAN_TO_MEAN = 1.4826, 1.2533  # of a normal distribution
 
 Samples = Mapping[int, Sequence[float]]  # batch size -> seconds of each repetition
@@ -37,6 +38,12 @@ class Wanted:
     n_least: int = 1
     n_most: int = 4
     budget_s: float = float("inf")
+
+
+def typical(times: Sequence[float]) -> float:
+    """The mean of what was not disturbed: texts have cheap tokens, and no decode is too fast."""
+    most = _DISTURBED * statistics.median(times)
+    return statistics.fmean([t for t in times if t <= most])
 
 
 def relative_error(times: Sequence[float]) -> float:
@@ -90,20 +97,20 @@ def expected_s(samples: Samples, n: int) -> float:
 
 
 def estimate(samples: Samples, n_max: int) -> Estimate:
-    """Medians where repetitions agree; the rest between its neighbours, and marked.
+    """Typical times where repetitions agree; the rest between its neighbours, and marked.
 
     A size whose repetitions have a relative error e is drawn to the line between the sizes around
     it that agree, the more the larger e is. One that was timed once only stays as it is, since
     costs have jumps, but counts as uncertain.
     """
-    medians = {n: statistics.median(times) for n, times in samples.items() if times}
-    errors = {n: relative_error(samples[n]) for n in medians}
-    firm = {n: medians[n] for n, e in errors.items() if e <= TOLERANCE or len(samples[n]) < 2}
-    known = dict(medians)
+    centres = {n: typical(times) for n, times in samples.items() if times}
+    errors = {n: relative_error(samples[n]) for n in centres}
+    firm = {n: centres[n] for n, e in errors.items() if e <= TOLERANCE or len(samples[n]) < 2}
+    known = dict(centres)
     for n, error in errors.items():
         if n not in firm and firm:
             weight = _JAGGEDNESS**2 / (_JAGGEDNESS**2 + error**2)
-            known[n] = weight * medians[n] + (1.0 - weight) * _between(firm, n, medians[n])
+            known[n] = weight * centres[n] + (1.0 - weight) * _between(firm, n, centres[n])
     sizes = sorted(known)
     steps = [expected_s({size: [known[size]] for size in sizes}, n) for n in range(1, n_max + 1)]
     uncertain = [n for n in range(1, n_max + 1) if errors.get(n, float("inf")) > TOLERANCE]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from offload.plan.min_batch import (
 from offload.plan.min_batch_search import Streaming, budget_s, search
 from offload.plan.placement import DEFAULT_UBATCH
 from offload.streaming.layer_clock import BrokenOff, LayerClock
-from specdec.costs.estimate import TOLERANCE, relative_error
+from specdec.costs.estimate import TOLERANCE, relative_error, typical
 from specdec.costs.measure import TextWalk
 from specdec.costs.profile import ProfileKey
 from specdec.whole_file import write_json
@@ -41,6 +40,8 @@ _SEQUENCE = 0
 _FORMAT = 1
 _ONCE_FROM_S = 0.4  # a decode that takes so long is timed once
 _REPEAT_S = 0.12  # a size whose decodes do not agree is timed again so long
+_SPAN = 512  # tokens, before the memory is cut back
+_DEPTH, _DEEP_BELOW_S = 128, 0.005  # tokens of context, below that T(1)
 _ON_CPU = MinBatch(NEVER, NEVER)
 _STREAMED = {"experts": MinBatch(1, NEVER), "dense": MinBatch(NEVER, 1)}
 
@@ -114,12 +115,17 @@ class _Measuring:
         self._target = target
         plan = target.plan
         self._layers = sorted({layer_of(e.name) for e in plan.streamed}) if plan else []
-        self._walk = TextWalk(target.sequences, _SEQUENCE, text, 0, target.n_ctx)
+        span = max(_SPAN, _n_most(target))
+        self._walk = TextWalk(target.sequences, _SEQUENCE, text, 0, span)
         self._on_progress = on_progress
         self._began = perf_counter()
         self._switch(_ON_CPU)
         self._walk.time_s(1)
-        self._most_s = budget_s(self._walk.time_s(1))
+        one_s = self._walk.time_s(1)
+        self._most_s = budget_s(one_s)
+        if one_s < _DEEP_BELOW_S and min(len(text), target.n_ctx) >= _DEPTH + _n_most(target):
+            # In small models attention is a part of it; in others reading so much takes too long.
+            self._walk = TextWalk(target.sequences, _SEQUENCE, text, _DEPTH, span)
 
     def times(self) -> Kinds:
         return search(self._streaming(), self._decode_s, self._spent_s, self._most_s)
@@ -148,7 +154,7 @@ class _Measuring:
         self._walk.time_s(1, n_logits=0)
 
     def _decode_s(self, kind: str, side: Side, n: int, n_layers: int) -> float:
-        """The median of decodes that agree; of those that take long, the first."""
+        """The typical time of decodes that agree; of those that take long, the first."""
         self._switch(_ON_CPU if side == "cpu" else _STREAMED[kind])
         rows = None if n <= VERIFY_MOST else 1  # all of a verification's, and the last of a prompt
         timed_s = partial(self._walk.time_s, n, n_logits=rows)
@@ -156,20 +162,19 @@ class _Measuring:
             timed_s = partial(self._in_part_s, n, rows, n_layers)
         began = perf_counter()
         times = [timed_s()]
-        least = 0
         if perf_counter() - began < _ONCE_FROM_S:
             if side == "streamed" and not n_layers:
                 self._walk.lead(n, LEAD_TOKENS // n, rows)
-                least = LEAD_TOKENS // n  # single tokens differ too much from one to the next
             times.clear()  # the first built its graph
             began = perf_counter()
-            while len(times) < max(2, least) or (
+            least = max(2, LEAD_TOKENS // n)  # single tokens differ too much from one to the next
+            while len(times) < least or (
                 perf_counter() - began < _REPEAT_S and relative_error(times) > TOLERANCE
             ):
                 times.append(timed_s())
         if self._on_progress is not None:
             self._on_progress(min(1.0, self._spent_s() / self._most_s))
-        return statistics.fmean(times) if least > 2 else statistics.median(times)
+        return typical(times)
 
     def _in_part_s(self, n: int, rows: int | None, n_layers: int) -> float:
         """A decode of the next tokens, broken off behind `n_layers` of its layers and one before
