@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from offload.ggml.llama import Model
 
@@ -35,9 +35,14 @@ class ModelText:
     ) -> list[int]:
         return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
 
-    def text_stream(self, *, special: bool = False) -> TextStream:
-        """A detokeniser that never yields half a character."""
-        return TextStream(lambda token: self._model.piece(token, special=special))
+    def text_stream(self, *, special: bool = False, shown: Collection[int] = ()) -> TextStream:
+        """A detokeniser that never yields half a character; of special tokens, `shown` are text."""
+        return TextStream(lambda token: self._model.piece(token, special=special or token in shown))
+
+    def special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
+        """Those of `texts` that are one token each."""
+        found = (self.tokenize(text, add_special=False, parse_special=True) for text in texts)
+        return frozenset(tokens[0] for tokens in found if len(tokens) == 1)
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False) -> str:
         stream = self.text_stream(special=special)

@@ -138,11 +138,13 @@ def remarks_of(options: Options) -> tuple[str, ...]:
 def serve(line: CommandLine) -> None:
     """Serve the OpenAI API on a socket."""
     from specoffload.commands.serve import serve_config
+    from specoffload.config.chat_template import chat_settings
     from specoffload.config.serving import for_serving
 
     own = line.of(ServeOptions)
+    chat = chat_settings(line.of(ChatOptions))
     config = for_serving(config_of(line), own)
-    serve_config(config, own, sampling_of(line), remarks_of(line.options))
+    serve_config(config, own, chat, sampling_of(line), remarks_of(line.options))
 
 
 def bench(line: CommandLine) -> None:

@@ -120,8 +120,10 @@ class Model:
     def has_tokenizer(self) -> bool:
         return bool(self._lib.llama_vocab_type(self.vocab))
 
-    def chat_template(self) -> str | None:
-        text: bytes | None = self._lib.llama_model_chat_template(self.handle, None)
+    def chat_template(self, name: str | None = None) -> str | None:
+        """The file's own: the one of that name, or the one without."""
+        encoded = None if name is None else name.encode()
+        text: bytes | None = self._lib.llama_model_chat_template(self.handle, encoded)
         return text.decode("utf-8", "replace") if text else None
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:

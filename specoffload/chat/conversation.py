@@ -77,6 +77,8 @@ class Conversation:
     reasoning: ReasoningOptions = ReasoningOptions()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
+    continues: bool = False  # the last message is the beginning of the answer
+    schema: str | None = None  # JSON schema of an answer in words, as JSON text
 
     def __post_init__(self) -> None:
         if not self.messages:

@@ -64,6 +64,11 @@ class ChatFormat:
             return cls({"default": template}, bos, eos)
         return cls({"default": CHATML}, bos, eos, "chatml")
 
+    @property
+    def _stops(self) -> tuple[str, ...]:
+        """A model without a template may not know that ChatML's end of turn is one."""
+        return ("<|im_end|>",) if self.template(with_tools=False) == CHATML else ()
+
     def template(self, *, with_tools: bool) -> str:
         if with_tools and "tool_use" in self.templates:
             return self.templates["tool_use"]
@@ -82,6 +87,10 @@ class ChatFormat:
         needs = self._needs(source)
         family = family_of(source) if needs.takes_tools or needs.takes_calls else GENERIC
         messages = template_messages(conversation, needs, family.layout)
+        begun = ""
+        if conversation.continues:
+            begun = conversation.messages[-1].get("content") or ""
+            messages.pop()
         variables = {
             **_reasoning_variables(conversation),
             **conversation.template_kwargs,
@@ -92,6 +101,8 @@ class ChatFormat:
             "eos_token": self.eos,
         }
         text = render(self.name, source, variables, now)
+        if begun:
+            text = _answered(text, begun, reasoning_of(source))
         return self._asked(conversation, family, source, text)
 
     def _needs(self, source: str) -> Needs:
@@ -123,11 +134,19 @@ class ChatFormat:
             conversation.parallel_tool_calls,
             reasoning,
             thinking,
+            conversation.schema,
         )
         shown = (*family.markers, *(reasoning or ())) if tools or reasoning else ()
         if isinstance(family.calls, HarmonyCalls):
             shown = family.markers
-        return ChatPrompt(text, form, shown=shown, grammar=answer_grammar(asked))
+        return ChatPrompt(text, form, self._stops, shown, answer_grammar(asked))
+
+
+def _answered(text: str, begun: str, reasoning: tuple[str, str] | None) -> str:
+    """The prompt with the beginning of the answer, after reasoning that the prompt has opened."""
+    if reasoning is not None and text.rstrip().endswith(reasoning[0]):
+        return text + reasoning[1] + begun
+    return text + begun
 
 
 def _tools(conversation: Conversation, needs: Needs) -> list[dict[str, Any]] | None:

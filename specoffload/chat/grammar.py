@@ -34,22 +34,33 @@ class Asked:
     parallel: bool = True
     reasoning: tuple[str, str] | None = None
     thinking: bool = False
+    schema: str | None = None  # of an answer that is no call, as JSON text
 
 
 def answer_grammar(asked: Asked) -> str | None:
     """GBNF for the answer; None where it is free.
 
     An answer that need not be a call is free, but for the family that has no format of its own: if
-    it begins with a brace, it is calls.
+    it begins with a brace, it is calls. With a schema, an answer of a family whose calls begin with
+    a brace is none: one brace cannot be told from the other.
     """
+    harmony = isinstance(asked.family.calls, HarmonyCalls)
+    if asked.schema is not None and not (asked.tools or asked.reasoning or harmony):
+        return None  # the schema alone says it
     generic = asked.family.name == GENERIC.name
-    if not asked.tools or not (asked.must_call or generic):
+    if asked.schema is None and not (asked.tools and (asked.must_call or generic)):
         return None
     rules = _Rules()
-    answer = _calls(rules, asked)
-    if not asked.must_call:
-        answer = f"({answer} | ([^{{ \\t\\r\\n] [^\\x00]*)?)"
-    return rules.text(f"{_before(rules, asked)} {answer}")
+    layout = asked.family.layout
+    is_bare = (layout.begin + layout.before_name).startswith("{")
+    with_calls = asked.must_call or not (asked.schema is not None and is_bare)
+    forms = [_calls(rules, asked)] if asked.tools and with_calls else []
+    if asked.schema is not None and not asked.must_call:
+        final = '"<|channel|>final<|message|>" ' if harmony else ""
+        forms.append(f"{final}%json {asked.schema}")
+    elif not asked.must_call:
+        forms.append("([^{ \\t\\r\\n] [^\\x00]*)?")
+    return rules.text(f"{_before(rules, asked)} ({' | '.join(forms)})")
 
 
 def _calls(rules: _Rules, asked: Asked) -> str:
@@ -139,6 +150,8 @@ def _value(
 
 
 def _object(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    if set(parameters) <= {"type"}:  # nothing is said of its arguments: it has none
+        return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **parameters}
 
 

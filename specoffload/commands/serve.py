@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specoffload import report
+from specoffload.chat.settings import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import Config
 from specoffload.server.run import serve
@@ -33,6 +34,7 @@ def open_session(config: Config, verbose: bool, on_progress: OnProgress = ignore
 def serve_config(
     config: Config,
     serving: ServeOptions,
+    chat: ChatSettings,
     defaults: GenerateOptions,
     remarks: Sequence[str] = (),
 ) -> None:
@@ -47,6 +49,6 @@ def serve_config(
         if reason not in remarks:
             report.detail(reason)
     factory = functools.partial(open_session, config, report.is_verbose())
-    code = serve(factory, serving, defaults=defaults, say=report.line)
+    code = serve(factory, serving, chat=chat, defaults=defaults, say=report.line)
     if code:
         raise SystemExit(code)

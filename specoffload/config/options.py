@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from numa.place import Strategy
 from offload.mla.decision import Crossover
 from offload.plan.min_batch import MinBatch
 from offload.schedule.chunks import Chunks
 from specdec.options import SpecOptions
+from specoffload.chat.conversation import ReasoningFormat
 
 
 class Toggle(StrEnum):
@@ -143,11 +144,21 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Of `chat`, and of `run` where it converses."""
+    """Of `chat`, of `run` where it converses, and in part of `serve`."""
 
     system: str | None = None
     system_file: Path | None = None
     template: str | None = None  # a built-in template's name, or a file's
+    template_kwargs: Mapping[str, Any] | None = None
+    reasoning_format: ReasoningFormat = "auto"
+    reasoning: Toggle = Toggle.AUTO
+    reasoning_effort: str | None = None
+    prefill: bool = True
+
+    @property
+    def reasons(self) -> bool | None:
+        """True if the model is to reason; None leaves it to the template."""
+        return None if self.reasoning is Toggle.AUTO else self.reasoning is Toggle.ON
 
 
 @dataclass(frozen=True)

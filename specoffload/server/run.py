@@ -17,12 +17,14 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from specoffload.chat.settings import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.errors import UsageError
 from specoffload.server.access.browsers import read_origins
 from specoffload.server.access.gate import Access
 from specoffload.server.access.keys import read_keys
 from specoffload.server.api.app import create_app
+from specoffload.server.chat.renderer import Renderer
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.engine_process import Factory
 from specoffload.server.engine.watchdog import Watchdog
@@ -43,6 +45,7 @@ def serve(
     options: ServeOptions,
     *,
     grace_s: float = 5.0,
+    chat: ChatSettings | None = None,
     defaults: GenerateOptions | None = None,
     say: Callable[[str], None],
 ) -> int:
@@ -65,8 +68,11 @@ def serve(
             say("warning: other machines can reach this server, and no --api-key is set")
         watchdog = Watchdog(options.watchdog_s)
         engine = EngineClient(factory, max_queue=options.max_queue, watchdog=watchdog, say=say)
+        renderer = Renderer()
         app = create_app(
             engine,
+            renderer=renderer,
+            chat=chat,
             access=access,
             defaults=defaults,
             has_page=options.ui != "none",
@@ -74,7 +80,9 @@ def serve(
             has_metrics=options.metrics,
         )
         stop = asyncio.Event()
-        return asyncio.run(serve_until(stop, app, engine, listener, grace_s, say, limits))
+        with contextlib.closing(renderer):
+            renderer.warm()
+            return asyncio.run(serve_until(stop, app, engine, listener, grace_s, say, limits))
 
 
 def listen(host: str, port: int) -> socket.socket:

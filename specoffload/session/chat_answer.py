@@ -31,7 +31,7 @@ def answer(
     """
     prompt = form.prepare(conversation)
     tokens = session.tokenize(prompt.text, add_special=False, parse_special=True)
-    wanted = replace(options, stop=(*options.stop, *prompt.stops))
+    wanted = replace(options, stop=(*options.stop, *prompt.stops), shown=prompt.shown)
     return len(tokens), _read(session.generate(tokens, wanted), prompt)
 
 

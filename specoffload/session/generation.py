@@ -52,6 +52,7 @@ class GenerateOptions:
     post_sampling_probs: bool = False  # of what the samplers left, not of the raw distribution
     grammar: str | None = None  # GBNF
     json_schema: str | None = None  # JSON text; excludes a grammar
+    shown: tuple[str, ...] = ()  # special tokens that are part of the text
     seed: int | None = None
     ignore_eos: bool = False
     cache_prompt: bool = True  # a beginning that a slot or host memory holds is not evaluated again
@@ -133,6 +134,7 @@ class ModelCard:
     n_params: int
     size_bytes: int
     chat_template: str | None
+    tool_use_template: str | None = None  # the file's own for conversations with tools
     longest_token_bytes: int = 256  # of text that one token can stand for
     bos: str = ""
     eos: str = ""
@@ -192,8 +194,6 @@ class Generator(Protocol):
     def piece(self, token: int) -> bytes:
         """The bytes of one token's text."""
         ...
-
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str: ...
 
     def fill_tokens(self, fill: Fill, options: GenerateOptions) -> list[int]:
         """The prompt that fills in text. Raises NotSupported for a model that cannot."""

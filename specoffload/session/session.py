@@ -14,7 +14,6 @@ from offload.engine import Engine
 from offload.errors import BadRequest, DoesNotFit
 from offload.trace import Trace
 from specoffload.config.resolution import Config
-from specoffload.session.chat import render
 from specoffload.session.description import describe
 from specoffload.session.draft_opening import open_draft
 from specoffload.session.generation import (
@@ -109,6 +108,7 @@ class Session:
             n_params=model.n_params,
             size_bytes=model.size_bytes,
             chat_template=self.target.chat_template,
+            tool_use_template=model.chat_template("tool_use"),
             longest_token_bytes=self.target.longest_token_bytes,
             bos=model.token_text(model.bos) if model.bos >= 0 else "",
             eos=model.token_text(model.eos) if model.eos >= 0 else "",
@@ -151,12 +151,6 @@ class Session:
     def counters(self) -> Mapping[str, float]:
         """Counts of the copy path since the model was opened."""
         return asdict(self.target.counters())
-
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str:
-        model = self.target.model
-        bos = model.token_text(model.bos) if model.bos >= 0 else ""
-        eos = model.token_text(model.eos) if model.eos >= 0 else ""
-        return render(self.target.chat_template, messages, bos=bos, eos=eos)
 
     # -- generating ----------------------------------------------------------------------------
 

@@ -89,7 +89,8 @@ class Batcher:
         is_end = _never if options.ignore_eos else self._target.is_end
         sampling = sampling_of(options, self._target.n_ctx)
         sampler = SamplerChain(self._target.model, sampling, tokens)
-        answer = Answer(self._target.text_stream(), options.stop, is_end)
+        shown = self._target.special_tokens(options.shown)
+        answer = Answer(self._target.text_stream(shown=shown), options.stop, is_end)
         request = Request(tokens, n_predict, options, sampler, answer, is_end, beside)
         self._waiting.append(request)
         return request

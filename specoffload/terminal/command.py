@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from specoffload import report
 from specoffload.chat.conversation import Conversation
 from specoffload.chat.deltas import Delta, Message
-from specoffload.chat.format import BUILT_IN, ChatFormat
+from specoffload.chat.format import ChatFormat
+from specoffload.config.chat_template import chat_settings
 from specoffload.config.options import ChatOptions
 from specoffload.config.resolution import Config
-from specoffload.errors import UsageError
 from specoffload.session.chat_answer import answer, chat_format
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
@@ -70,26 +71,22 @@ def answer_once(
 
 
 def _format(session: Session, own: ChatOptions) -> ChatFormat:
-    form = chat_format(session, _template(own.template))
+    form = chat_format(session, chat_settings(own).template)
     if own.template is None and not session.target.chat_template:
         report.note("the model file has no chat template: ChatML is used (--chat-template)")
     return form
 
 
-def _template(named: str | None) -> str | None:
-    """A built-in template, or a file's text. Raises UsageError for neither."""
-    if named is None or named in BUILT_IN:
-        return BUILT_IN[named] if named else None
-    try:
-        return Path(named).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        known = ", ".join(BUILT_IN)
-        raise UsageError(f"--chat-template {named}: is none of {known}, and no file ({e})") from e
-
-
 def _talk(session: Session, form: ChatFormat, options: GenerateOptions, own: ChatOptions) -> Talk:
+    settings = chat_settings(own)
+
     def answered(conversation: Conversation) -> Iterator[Delta | Piece]:
-        n_prompt, parts = answer(session, form, conversation, options)
+        asked = replace(
+            conversation,
+            reasoning=settings.reasoning,
+            template_kwargs=settings.template_kwargs,
+        )
+        n_prompt, parts = answer(session, form, asked, options)
         return with_bar(parts, n_prompt, session)
 
     return Talk(answered, own.system or "")

@@ -13,8 +13,10 @@ import httpx
 import openai
 from fake_generator import FakeFactory
 
+from specoffload.chat.settings import ChatSettings
 from specoffload.server.access.gate import Access
 from specoffload.server.api.app import create_app
+from specoffload.server.chat.renderer import Renderer
 from specoffload.server.engine.client import EngineClient
 from specoffload.server.engine.restart import RestartPolicy
 from specoffload.server.engine.watchdog import Watchdog
@@ -39,6 +41,7 @@ class Running:
         *,
         has_page: bool = True,
         strict_params: bool = False,
+        chat: ChatSettings | None = None,
         has_metrics: bool = False,
         watchdog: Watchdog | None = None,
     ) -> None:
@@ -51,6 +54,7 @@ class Running:
             "has_page": has_page,
             "strict_params": strict_params,
             "has_metrics": has_metrics,
+            "chat": chat,
         }
         self._thread = threading.Thread(target=self._run, name="server")
         self._thread.start()
@@ -99,8 +103,9 @@ class Running:
                 watchdog=self._watchdog,
                 say=self.lines.append,
             )
-            app = create_app(engine, access=access, **self._app_options)
-            await serve_until(self._stop, app, engine, listener, 1.0, self._hear, self._limits)
+            with closing(Renderer()) as renderer:
+                app = create_app(engine, access=access, renderer=renderer, **self._app_options)
+                await serve_until(self._stop, app, engine, listener, 1.0, self._hear, self._limits)
 
     def _hear(self, line: str) -> None:
         self.lines.append(line)

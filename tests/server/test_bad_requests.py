@@ -51,6 +51,10 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "x", "grammar": 7}, "grammar"),
 ]
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CHOICE_OF_G = {"type": "function", "function": {"name": "g"}}
+
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({}, "messages"),
     ({"messages": []}, "messages is empty"),
@@ -60,15 +64,25 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "king", "content": "x"}]}, "'king' is not one of"),
     ({"messages": [{"role": "user", "content": 3}]}, "content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "'tool'"),
-    ({"messages": [{"role": "assistant", "content": "x"}]}, "chat template refuses"),
+    ({"messages": [{"role": "tool"}]}, "messages[0]: content is missing"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "tool_calls"),
-    ({"messages": USER, "tools": [{"type": "function"}]}, "tools is not supported"),
-    ({"messages": USER, "tool_choice": "required"}, "tool_choice"),
+    ({"messages": [{**USER[0], "tool_calls": [CALL]}]}, "only the assistant has tool_calls"),
+    ({"messages": USER, "tools": [{"type": "function"}]}, "tools[0]: type 'function'"),
+    ({"messages": USER, "tools": [{"type": "web_search"}]}, "tools[0]: type 'web_search'"),
+    ({"messages": USER, "tools": [TOOL, TOOL]}, "two of them are called 'f'"),
+    ({"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}]}, "tool name"),
+    ({"messages": USER, "tools": [TOOL], "tool_choice": "maybe"}, "tool_choice 'maybe'"),
+    ({"messages": USER, "tools": [TOOL], "tool_choice": CHOICE_OF_G}, "no tool is called 'g'"),
+    ({"messages": USER, "tool_choice": "required"}, "there are no tools"),
+    ({"messages": USER, "tools": [TOOL], "tool_choice": "required", "grammar": "r"}, "exclude"),
+    ({"messages": USER, "reasoning_format": "loud"}, "reasoning_format 'loud'"),
+    ({"messages": USER, "chat_template_kwargs": 3}, "chat_template_kwargs"),
+    ({"messages": USER, "n": 0}, "n:"),
+    ({"messages": USER, "n": 65}, "n:"),
     ({"messages": USER, "response_format": {"type": "xml"}}, "response_format: type 'xml'"),
     ({"messages": USER, "response_format": {"type": "json_schema"}}, "json_schema.schema"),
-    ({"messages": USER, "logprobs": True}, "logprobs"),
-    ({"messages": USER, "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": USER, "logprobs": 3}, "logprobs"),
+    ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "the context 512"),
 ]
 

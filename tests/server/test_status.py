@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fake_generator import FakeFactory
+from fake_generator import CHAT_TEMPLATE, FakeFactory
 from running import Running, StartServer, eventually, http
 
 from specoffload.errors import UsageError
@@ -42,7 +42,7 @@ def test_props_tell_context_slots_template_and_notes(start_server: StartServer) 
     assert props["default_generation_settings"]["n_ctx"] == 300
     assert props["default_generation_settings"]["params"]["temperature"] == 0.8
     assert props["total_slots"] == 1
-    assert props["chat_template"] == "{{ messages }}"
+    assert props["chat_template"] == CHAT_TEMPLATE
     assert props["notes"] == ["nothing is computed"]
     meta = http.get(server.url + "/v1/models").json()["data"][0]["meta"]
     assert meta["n_ctx"] == 300

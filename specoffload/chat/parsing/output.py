@@ -27,6 +27,11 @@ class Output:
         self._thought = ""  # white space that is dropped if the reasoning ends here
         self._has_arguments = False
 
+    @property
+    def is_reasoning(self) -> bool:
+        """True within the reasoning, once some of it was read."""
+        return self._thinking
+
     def take(self) -> list[Delta]:
         """The deltas since the last time."""
         deltas, self._deltas = self._deltas, []

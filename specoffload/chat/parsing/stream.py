@@ -68,6 +68,11 @@ class StreamParser:
         """Tool calls begun so far."""
         return self._output.n_calls
 
+    @property
+    def is_reasoning(self) -> bool:
+        """True while the text so far ends within the reasoning."""
+        return self._output.is_reasoning
+
     def feed(self, text: str) -> list[Delta]:
         """The deltas that `text` adds."""
         self._reader.feed(text)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from typing import get_args
+
+from specoffload.chat.conversation import ReasoningFormat
 from specoffload.config.flags.flag import (
     FALSE,
     FLOAT,
@@ -12,6 +16,7 @@ from specoffload.config.flags.flag import (
     TEXT,
     TRUE,
     Flag,
+    Kind,
     Panel,
     Positional,
     choice,
@@ -28,6 +33,7 @@ from specoffload.config.options import (
     RunOptions,
     ServeOptions,
     SimulateOptions,
+    Toggle,
     TraceOptions,
     TuneOptions,
 )
@@ -66,6 +72,20 @@ RUN = (
 )  # fmt: skip
 
 _CHATS = frozenset({"run", "chat"})
+_ANSWERS = frozenset({"run", "chat", "serve"})
+
+
+def _json_object(text: str) -> object:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("must be a JSON object") from None
+    if not isinstance(found, dict):
+        raise ValueError("must be a JSON object")
+    return found
+
+
+JSON_OBJECT = Kind("JSON", _json_object)
 
 CHAT = (
     Flag(
@@ -88,8 +108,34 @@ CHAT = (
     Flag(
         ChatOptions, "template", ("--chat-template", "--chat-template-file"), TEXT,
         "Template of a conversation: chatml, or a file.", _P,
-        variables=("LLAMA_ARG_CHAT_TEMPLATE", "LLAMA_ARG_CHAT_TEMPLATE_FILE"), commands=_CHATS,
+        variables=("LLAMA_ARG_CHAT_TEMPLATE", "LLAMA_ARG_CHAT_TEMPLATE_FILE"), commands=_ANSWERS,
         default_words="the model's, else chatml", rare=True,
+    ),
+    Flag(
+        ChatOptions, "template_kwargs", ("--chat-template-kwargs",), JSON_OBJECT,
+        "Variables for the template, as a JSON object.", _P,
+        variables=("LLAMA_ARG_CHAT_TEMPLATE_KWARGS",), commands=_ANSWERS, rare=True,
+    ),
+    Flag(
+        ChatOptions, "reasoning_format", ("--reasoning-format",), choice(get_args(ReasoningFormat)),
+        "How reasoning is given: auto and deepseek apart from the answer, none within it.", _P,
+        variables=("LLAMA_ARG_THINK",), commands=_ANSWERS, rare=True,
+    ),
+    Flag(
+        ChatOptions, "reasoning", ("--reasoning", "-rea"), choice(Toggle),
+        "Whether the model is to reason; auto: as its template has it.", _P,
+        variables=("LLAMA_ARG_REASONING",), commands=_ANSWERS,
+    ),
+    Flag(
+        ChatOptions, "reasoning_effort", ("--reasoning-effort",), TEXT,
+        "How much, in the words of the template: low, medium, high.", _P,
+        variables=("LLAMA_ARG_REASONING_EFFORT",), commands=_ANSWERS, rare=True,
+    ),
+    Flag(
+        ChatOptions, "prefill", ("--prefill-assistant",), SWITCH,
+        "An answer that a conversation ends with is continued.", _P,
+        variables=("LLAMA_ARG_PREFILL_ASSISTANT",), commands=_SERVE, rare=True,
+        off=("--no-prefill-assistant",), off_value=False,
     ),
 )  # fmt: skip
 

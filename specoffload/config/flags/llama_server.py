@@ -19,8 +19,6 @@ _NO_TOOLS = NoEffect("there are no tools of the server's own")
 _ONE_MODEL = Refused("one model is served: give it with --model")
 _BROWSERS = NoEffect("pages of --cors-origins may use every method and header, without cookies")
 _PROXY = Refused("this server speaks plain HTTP: put a proxy before it that does")
-_TEMPLATE = Refused("the file's own chat template is used: leave it out")
-_REASONING = NoEffect("reasoning stays in the text as the model writes it")
 _LOG = NoEffect("the log goes to standard error as it is")
 _NO_EMBEDDINGS = Refused("there are no embeddings here: leave it out")
 _BENCH = NoEffect("bench measures plain, wrapped and speculative decoding; `profile` measures T(n)")
@@ -33,6 +31,16 @@ def _verbosity(value: str) -> Answer:
     except ValueError:
         raise ValueError("must be a whole number") from None
     return Becomes(("--verbose",)) if level >= _DEBUG_LEVEL else ALREADY
+
+
+def _budget(value: str) -> Answer:
+    try:
+        n_tokens = int(value)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
+    if n_tokens == 0:
+        return Becomes(("--reasoning", "off"))
+    return ALREADY if n_tokens < 0 else NoEffect("only 0 is understood: no reasoning")
 
 
 SERVER = (
@@ -114,35 +122,18 @@ CHAT = (
         "--jinja !--no-jinja LLAMA_ARG_JINJA", ALREADY,
         off=NoEffect("chat templates are always rendered as Jinja"),
     ),
-    *valued(_TEMPLATE, "--chat-template-kwargs LLAMA_ARG_CHAT_TEMPLATE_KWARGS"),
-    foreign(
-        "--reasoning-format LLAMA_ARG_THINK",
-        lambda value: ALREADY if value == "none" else _REASONING, n_values=1,
-    ),
-    foreign(
-        "-rea --reasoning LLAMA_ARG_REASONING",
-        lambda value: ALREADY if value == "auto" else NoEffect(
-            "the model reasons as its template says"
-        ),
-        n_values=1,
-    ),
-    foreign("--reasoning-budget LLAMA_ARG_THINK_BUDGET", off_at(lambda x: x < 0, _REASONING),
-            n_values=1),
+    foreign("--reasoning-budget LLAMA_ARG_THINK_BUDGET", _budget, n_values=1),
     *valued(
-        _REASONING, "--reasoning-effort LLAMA_ARG_REASONING_EFFORT",
+        NoEffect("reasoning is not ended at a number of tokens"),
         "--reasoning-budget-message LLAMA_ARG_THINK_BUDGET_MESSAGE",
     ),
     *switches(
-        _REASONING,
+        NoEffect("which reasoning stays in a conversation, its template says"),
         "--reasoning-preserve !--no-reasoning-preserve LLAMA_ARG_REASONING_PRESERVE",
     ),
     foreign(
-        "--skip-chat-parsing !--no-skip-chat-parsing LLAMA_ARG_SKIP_CHAT_PARSING", ALREADY,
-        off=NoEffect("an answer is text, as the model writes it"),
-    ),
-    foreign(
-        "--prefill-assistant !--no-prefill-assistant LLAMA_ARG_PREFILL_ASSISTANT",
-        NoEffect("an answer begins anew"),
+        "!--skip-chat-parsing --no-skip-chat-parsing LLAMA_ARG_SKIP_CHAT_PARSING", ALREADY,
+        off=NoEffect("--reasoning-format none leaves reasoning in the text; calls are read always"),
     ),
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from specoffload.server.api.wire import (
 from specoffload.server.engine.client import RequestFailed, Ticket
 from specoffload.server.engine.messages import Event, Finished, Problem
 from specoffload.server.transport.connection import WRITE_PART
-from specoffload.session.generation import FinishReason, GenerationStats, Piece
+from specoffload.session.generation import Piece
 
 # A refused prompt and a failed prefill should get their HTTP status, so a stream's header waits
 # for the first piece; but proxies and clients must not time out in a prefill of minutes.
@@ -98,30 +98,23 @@ class WholeAnswer(TicketResponse):
         await response(scope, receive, send)
 
     async def _collect(self) -> Response:
-        texts: list[str] = []
-        reason: FinishReason | None = None
-        stats: GenerationStats | None = None
         async for piece in _pieces(self._ticket):
-            texts.append(piece.text)
-            reason, stats = piece.finish_reason, piece.stats
-        assert reason is not None  # the engine process checks its last piece
-        assert stats is not None
-        body = self._shape.whole("".join(texts), reason, stats)
-        return Response(body, media_type="application/json")
+            self._shape.add(piece)
+        return Response(self._shape.whole(), media_type="application/json")
 
 
 class StreamedAnswer(TicketResponse):
     """Server-sent events, ended by [DONE]; after the header, an error is an event."""
 
-    def __init__(self, ticket: Ticket, shape: Shape, *, include_usage: bool) -> None:
+    def __init__(self, ticket: Ticket, shape: Shape) -> None:
         super().__init__(ticket.cancel)
         self._ticket = ticket
         self._shape = shape
-        self._include_usage = include_usage
         self._has_header = False
         self._is_writing = False  # what comes now must wait for it
         self._has_spoken = False  # since it was last looked at
         self._write_part: Callable[[bytes], bool] | None = None
+        self._unsent = b""  # goes before what is written next
 
     async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(data: bytes) -> None:
@@ -167,18 +160,19 @@ class StreamedAnswer(TicketResponse):
             return False
         if not event.text or event.finish_reason is not None or self._is_writing:
             return False
-        self._has_spoken = self._write_part(server_sent(self._shape.delta(event.text)))
-        return self._has_spoken
+        data = self._unsent + _events(self._shape.add(event))
+        if data:
+            self._has_spoken = self._write_part(data)
+            self._unsent = b"" if self._has_spoken else data
+        return True
 
     async def _write_piece(self, piece: Piece, write: Callable[[bytes], Awaitable[None]]) -> None:
-        if piece.text:
-            await write(server_sent(self._shape.delta(piece.text)))
-        elif piece.finish_reason is None and not piece.tokens:
+        if not piece.text and piece.finish_reason is None and not piece.tokens:
             await write(KEEP_ALIVE)  # a part of the prompt was evaluated
-        if piece.finish_reason is not None and piece.stats is not None:
-            await write(server_sent(self._shape.ending(piece.finish_reason, piece.stats)))
-            if self._include_usage:
-                await write(server_sent(self._shape.usage(piece.stats)))
+            return
+        data = _events(self._shape.add(piece))
+        if data:
+            await write(data)
 
     async def _write(self, send: Send, data: bytes) -> None:
         if not self._has_header:
@@ -189,10 +183,13 @@ class StreamedAnswer(TicketResponse):
                 (b"x-accel-buffering", b"no"),  # nginx would hold the events back
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            opening = self._shape.opening()
-            if opening is not None:
-                data = server_sent(opening) + data
+            data = _events(self._shape.opening()) + data
+        data, self._unsent = self._unsent + data, b""
         await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def _events(lines: list[str]) -> bytes:
+    return b"".join(map(server_sent, lines))
 
 
 class SingleAnswer(TicketResponse):

@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from specoffload.chat.settings import ChatSettings
 from specoffload.errors import KNOWN
 from specoffload.server.access.gate import Access, Gate
 from specoffload.server.api.answer import (
@@ -22,11 +23,7 @@ from specoffload.server.api.answer import (
 from specoffload.server.api.completions import completions_router
 from specoffload.server.api.context import Context
 from specoffload.server.api.native import NativeRoutes
-from specoffload.server.api.parameters import (
-    chat_messages,
-    generate_options,
-)
-from specoffload.server.api.shapes import ChatShape, Shape
+from specoffload.server.api.shapes import Shape
 from specoffload.server.api.slots import slot_body, slot_job, slots_body
 from specoffload.server.api.status import Status
 from specoffload.server.api.text import TextRoutes
@@ -36,9 +33,11 @@ from specoffload.server.api.wire import (
     SlotRequest,
 )
 from specoffload.server.body.reading import BodyReader, ignore
+from specoffload.server.chat.asking import Asking
+from specoffload.server.chat.renderer import Renderer
+from specoffload.server.chat.shape import ChatShape
 from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
 from specoffload.server.engine.messages import (
-    ChatJob,
     Job,
     Problem,
     SlotsJob,
@@ -60,8 +59,10 @@ def create_app(
     has_page: bool = True,
     strict_params: bool = False,
     has_metrics: bool = False,
+    chat: ChatSettings | None = None,
+    renderer: Renderer | None = None,
 ) -> FastAPI:
-    """The application; starting and closing `engine` is the caller's business.
+    """The application; starting and closing `engine` and `renderer` is the caller's business.
 
     `defaults` is what a request that names no sampling parameter gets; `has_page` puts the chat
     page at `/`. With `strict_params`, a parameter without effect is a 400. `has_metrics` opens
@@ -86,7 +87,9 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    context = Context(engine, BodyReader(strict=strict_params), defaults or AskedOptions())
+    defaults = defaults or AskedOptions()
+    asking = Asking(renderer or Renderer(), chat or ChatSettings(), defaults)
+    context = Context(engine, BodyReader(strict=strict_params), defaults, asking)
     app.include_router(Status(context, has_metrics=has_metrics).router())
     app.include_router(TextRoutes(context).router())
     app.include_router(completions_router(context))
@@ -115,19 +118,22 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         body = await self._context.read(request, ChatRequest)
-        options, idle = generate_options(body, self._context.defaults)
-        ignore(request, idle)
-        job = ChatJob(chat_messages(body.messages), options)
         card = self._context.card()
-        return self._generate(job, body, ChatShape(card.name, int(time.time())))
+        question = await self._context.asking.question(body, card)
+        ignore(request, question.idle)
+        shape = ChatShape(
+            question.prompt,
+            card.name,
+            int(time.time()),
+            n=question.job.options.n,
+            include_usage=_wants_usage(body),
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+        return self._generate(question.job, body, shape)
 
     def _generate(self, job: Job, body: GenerationRequest, shape: Shape) -> Response:
         ticket = self._engine.submit(job)
-        if body.stream:
-            options = body.stream_options
-            include_usage = bool(options and options.include_usage)
-            return StreamedAnswer(ticket, shape, include_usage=include_usage)
-        return WholeAnswer(ticket, shape)
+        return StreamedAnswer(ticket, shape) if body.stream else WholeAnswer(ticket, shape)
 
     # ---- slots
 
@@ -142,6 +148,10 @@ class _Api:
         body = await self._context.read(request, SlotRequest) if has_body else SlotRequest()
         job = slot_job(number, request.query_params.get("action"), body)
         return SingleAnswer(self._engine.submit(job), slot_body)
+
+
+def _wants_usage(body: GenerationRequest) -> bool:
+    return bool(body.stream_options and body.stream_options.include_usage)
 
 
 def _install_error_handlers(app: FastAPI) -> None:

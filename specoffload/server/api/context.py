@@ -9,6 +9,7 @@ from fastapi import Request
 from pydantic import BaseModel
 
 from specoffload.server.body.reading import BodyReader, body_limit_bytes
+from specoffload.server.chat.asking import Asking
 from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
 from specoffload.session.generation import GenerateOptions, ModelCard
 
@@ -19,8 +20,11 @@ class Context:
     """`defaults` is what a request gets that does not say; `created` the server's start, Unix
     seconds."""
 
-    def __init__(self, engine: EngineClient, bodies: BodyReader, defaults: GenerateOptions) -> None:
+    def __init__(
+        self, engine: EngineClient, bodies: BodyReader, defaults: GenerateOptions, asking: Asking
+    ) -> None:
         self.engine = engine
+        self.asking = asking
         self.defaults = defaults
         self.created = int(time.time())
         self._bodies = bodies

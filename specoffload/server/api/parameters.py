@@ -16,7 +16,6 @@ from specoffload.config.flags.flag import FLOAT, INT, SWITCH
 from specoffload.server.api.wire import (
     ChatRequest,
     GenerationRequest,
-    Message,
 )
 from specoffload.session.generation import N_SEEDS, GenerateOptions
 from specoffload.session.sampling import read_logit_bias
@@ -27,7 +26,6 @@ _PASSED_ON = {
     for flag in sampling.FLAGS
     if flag.request and flag.kind in (INT, FLOAT, SWITCH)
 }
-_ROLES = ("system", "developer", "user", "assistant")
 MAX_STOPS = 256  # each is looked for at every piece of the answer
 MAX_STOP_LETTERS = 1024
 MAX_SAMPLERS = 64
@@ -74,6 +72,13 @@ def generate_options(
         raise BadRequest("max_tokens is 0: at least one token must be asked for")
     if limit is not None:
         changes["n_predict"] = None if limit == -1 else limit
+    if isinstance(request, ChatRequest):
+        if request.n is not None:
+            changes["n"] = request.n
+        if request.logprobs:
+            changes["n_probs"] = max(1, request.top_logprobs or 0)
+        elif request.top_logprobs:
+            idle.append("top_logprobs")
     return replace(defaults, **changes), tuple(idle)
 
 
@@ -152,40 +157,3 @@ def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(schema, dict):
         raise BadRequest("response_format: it needs json_schema.schema, a JSON object")
     return schema
-
-
-def chat_messages(messages: list[Message]) -> tuple[dict[str, str], ...]:
-    """Messages as a chat template takes them. Raises BadRequest."""
-    if not messages:
-        raise BadRequest("messages is empty: at least one message is needed")
-    return tuple(_chat_message(at, message) for at, message in enumerate(messages))
-
-
-def _chat_message(at: int, message: Message) -> dict[str, str]:
-    where = f"messages[{at}]"
-    if message.role not in _ROLES:
-        raise BadRequest(f"{where}: role {message.role!r} is not one of {', '.join(_ROLES)}")
-    # Templates know "system"; OpenAI's newer name for it is "developer".
-    role = "system" if message.role == "developer" else message.role
-    result = {"role": role, "content": _content(where, message)}
-    for name, value in (message.model_extra or {}).items():
-        if value is None or value == []:
-            continue  # clients send back what they were given, nulls and empty lists included
-        if name == "tool_calls":
-            raise BadRequest(f"{where}: {name} is not supported by this server")
-        if name in ("name", "reasoning_content") and isinstance(value, str):
-            result[name] = value
-    return result
-
-
-def _content(where: str, message: Message) -> str:
-    if message.content is None:
-        raise BadRequest(f"{where}: content is missing")
-    if isinstance(message.content, str):
-        return message.content
-    texts = []
-    for part in message.content:
-        if part.type != "text" or part.text is None:
-            raise BadRequest(f"{where}: a part of type {part.type!r} is not supported, only text")
-        texts.append(part.text)
-    return "".join(texts)

@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from specoffload.server.api.answer import SingleAnswer
 from specoffload.server.api.context import Context
-from specoffload.server.api.parameters import chat_messages
 from specoffload.server.api.wire import DetokenizeRequest, TemplateRequest, TokenizeRequest
 from specoffload.server.engine.messages import (
     DetokenizeJob,
     Event,
-    Prompt,
-    TemplateJob,
     Text,
     TokenizeJob,
     Tokens,
@@ -53,8 +50,8 @@ class TextRoutes:
     async def template(self, request: Request) -> Response:
         """The prompt that a conversation becomes."""
         body = await self._context.read(request, TemplateRequest)
-        job = TemplateJob(chat_messages(body.messages))
-        return SingleAnswer(self._context.engine.submit(job), _prompt_body)
+        text = await self._context.asking.text(body, self._context.card())
+        return JSONResponse({"prompt": text})
 
 
 def _tokens_body(event: Event) -> dict[str, Any]:
@@ -76,8 +73,3 @@ def _piece(piece: bytes) -> str | list[int]:
 def _text_body(event: Event) -> dict[str, Any]:
     assert isinstance(event, Text)
     return {"content": event.text}
-
-
-def _prompt_body(event: Event) -> dict[str, Any]:
-    assert isinstance(event, Prompt)
-    return {"prompt": event.text}

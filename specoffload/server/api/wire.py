@@ -37,6 +37,9 @@ _Texts = Annotated[list[str], _AT_FIRST_MISFIT]
 _Tokens = Annotated[list[Whole], _AT_FIRST_MISFIT]
 
 
+MOST_ANSWERS = 64  # to one prompt
+
+
 class StreamOptions(RequestModel):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding against traffic analysis: OpenAI's own
@@ -149,14 +152,67 @@ class TextPart(RequestModel):
     text: str | None = None
 
 
+class FunctionCall(RequestModel):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(RequestModel):
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall
+
+
 class Message(RequestModel):
     role: str
     content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's and OpenRouter's name for it
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
 
 
-class ChatRequest(GenerationRequest):
+class Function(RequestModel):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolParameter(RequestModel):
+    type: str
+    function: Function | None = None
+
+
+class FunctionName(RequestModel):
+    name: str
+
+
+class ToolChoiceObject(RequestModel):
+    type: str
+    function: FunctionName | None = None
+
+
+class ConversationRequest(RequestModel):
+    """The fields that a chat template is rendered with."""
+
     messages: list[Message]
+    tools: list[ToolParameter] | None = None
+    tool_choice: str | ToolChoiceObject | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    reasoning_format: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ChatRequest(ConversationRequest, GenerationRequest):
     max_completion_tokens: Whole | None = Field(None, ge=-1)
+    n: Whole | None = Field(None, ge=1, le=MOST_ANSWERS)
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = Field(None, ge=0, le=20)
 
 
 class TokenizeRequest(RequestModel):
@@ -174,10 +230,8 @@ class DetokenizeRequest(RequestModel):
     tokens: _Tokens
 
 
-class TemplateRequest(RequestModel):
+class TemplateRequest(ConversationRequest):
     """llama-server's POST /apply-template."""
-
-    messages: list[Message]
 
 
 class SlotRequest(RequestModel):
@@ -199,11 +253,16 @@ class PromptTokensDetails(_Answer):
     cached_tokens: int
 
 
+class CompletionTokensDetails(_Answer):
+    reasoning_tokens: int
+
+
 class Usage(_Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class Timings(_Answer):
@@ -224,28 +283,72 @@ class Timings(_Answer):
     speculation: dict[str, Any] | None = None  # ours: where the time of a round goes, and why
 
 
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+
+
+class CalledFunction(_Answer):
+    name: str
+    arguments: str
+
+
+class Called(_Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(_Answer):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[Called] | None = None
+
+
+class CalledFunctionDelta(_Answer):
+    name: str | None = None
+    arguments: str
+
+
+class CalledDelta(_Answer):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunctionDelta
 
 
 class Delta(_Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CalledDelta] | None = None
+
+
+class TokenLogprobs(_Answer):
+    """`bytes` are there because a token may be part of a character, and then `token` is not it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TokenLogprobs] = []
+
+
+class ChatLogprobs(_Answer):
+    content: list[TokenLogprobs]
+    refusal: None
 
 
 class ChatChoice(_Answer):
     index: int
     message: ChatMessage
-    logprobs: None
-    finish_reason: FinishReason
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
 
 
 class ChunkChoice(_Answer):
     index: int
     delta: Delta
-    logprobs: None
-    finish_reason: FinishReason | None
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason | None
 
 
 class TextChoice(_Answer):

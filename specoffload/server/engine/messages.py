@@ -37,9 +37,9 @@ class InfillJob:
 
 @dataclass(frozen=True)
 class ChatJob:
-    """Answer a conversation, laid out by the model's chat template."""
+    """Answer a conversation, of which a chat template made `text`, special tokens and all."""
 
-    messages: tuple[dict[str, str], ...]
+    text: str
     options: GenerateOptions
 
 
@@ -66,13 +66,6 @@ class CountersJob:
 
 
 @dataclass(frozen=True)
-class TemplateJob:
-    """The prompt that a conversation becomes; nothing is generated."""
-
-    messages: tuple[dict[str, str], ...]
-
-
-@dataclass(frozen=True)
 class SlotsJob:
     """The state of every slot; nothing is generated."""
 
@@ -87,7 +80,7 @@ class SlotJob:
 
 
 GeneratingJob = CompletionJob | ChatJob | InfillJob
-BriefJob = TokenizeJob | DetokenizeJob | TemplateJob | SlotsJob | SlotJob | CountersJob
+BriefJob = TokenizeJob | DetokenizeJob | SlotsJob | SlotJob | CountersJob
 Job = GeneratingJob | BriefJob
 
 
@@ -187,13 +180,6 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Answer to a TemplateJob."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class Slots:
     """Answer to a SlotsJob."""
 
@@ -213,9 +199,7 @@ class Finished:
     """The job's slot is free again, whether it ended by itself or was cancelled."""
 
 
-Event = (
-    Started | Piece | Tokens | Text | Prompt | Slots | SlotChanged | Counters | Problem | Finished
-)
+Event = Started | Piece | Tokens | Text | Slots | SlotChanged | Counters | Problem | Finished
 """One of the things that a job yields. Problem and Finished are the last."""
 
 

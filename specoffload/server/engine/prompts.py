@@ -37,9 +37,8 @@ def prompt_tokens(generator: Generator, job: GeneratingJob) -> list[int]:
     """
     card = generator.card
     if isinstance(job, ChatJob):
-        text = generator.apply_chat_template(job.messages)
-        check_text(text, card)
-        tokens = generator.tokenize(text, add_special=False, parse_special=True)
+        check_text(job.text, card)
+        tokens = generator.tokenize(job.text, add_special=False, parse_special=True)
     elif isinstance(job, InfillJob):
         for text in (job.fill.prefix, job.fill.suffix, job.fill.prompt):
             check_text(text, card)

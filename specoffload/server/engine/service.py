@@ -19,14 +19,12 @@ from specoffload.server.engine.messages import (
     GeneratingJob,
     Output,
     Outputs,
-    Prompt,
     Shutdown,
     SlotChanged,
     Slots,
     SlotsJob,
     Started,
     Submit,
-    TemplateJob,
     Text,
     ToEngine,
     TokenizeJob,
@@ -183,8 +181,6 @@ def _answer(generator: Generator, job: BriefJob) -> Event:
     if isinstance(job, DetokenizeJob):
         check_ids(job.tokens, generator.card.n_vocab)
         return Text(generator.detokenize(job.tokens))
-    if isinstance(job, TemplateJob):
-        return Prompt(generator.apply_chat_template(job.messages))
     if isinstance(job, SlotsJob):
         return Slots(generator.slots())
     if isinstance(job, CountersJob):

@@ -187,7 +187,6 @@ def test_a_flag_that_is_translated_says_so_in_one_line(
         (("-fit", "on"), None),
         (("-fit", "off"), "chosen to fit"),
         (("-fit",), None),
-        (("--metrics",), "/metrics"),
     ],
 )
 def test_a_flag_that_changes_nothing_is_said_once_or_is_so_already(
@@ -290,12 +289,10 @@ def test_their_variables_are_answered_as_their_flags_and_refuse_nothing() -> Non
         LLAMA_ARG_JINJA="1",
         LLAMA_ARG_CPU_MOE="on",
         LLAMA_ARG_RPC="h:1",
-        LLAMA_ARG_ENDPOINT_METRICS="1",
         LLAMA_ARG_N_PARALLEL="4",
     )
     assert line.options.n_cpu_moe == ALL_LAYERS
     assert [name for name, _ in line.idle] == [
-        "LLAMA_ARG_ENDPOINT_METRICS",
         "LLAMA_ARG_RPC",
     ]
     assert line.of(ServeOptions).parallel == 4

@@ -1,0 +1,20 @@
+"""The part of a chat that whoever starts the program settles, for all conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specoffload.chat.conversation import ReasoningOptions
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """A conversation that does not say otherwise gets these."""
+
+    template: str | None = None  # instead of the model file's
+    template_name: str = "of the model file"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning: ReasoningOptions = ReasoningOptions()
+    continues: bool = True  # an answer that a conversation ends with is continued

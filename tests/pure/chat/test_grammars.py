@@ -1,0 +1,147 @@
+"""Grammars that force calls: every family's own writing passes, and nothing else does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from published import WEATHER
+from recorded import THINK
+
+from offload.errors import BadRequest
+from offload.sampling.grammar import Grammar, GrammarTokens, grammar_of
+from specoffload.chat.conversation import Tool
+from specoffload.chat.families import FAMILIES, GENERIC
+from specoffload.chat.family import Family, HarmonyCalls
+from specoffload.chat.grammar import Asked, answer_grammar, until
+from specoffload.chat.layout import written
+
+END = 256
+NOW = Tool("now")
+ONE = [("get_weather", {"city": "Zürich", "days": 2})]
+TWO = [*ONE, ("now", {})]
+
+
+class Bytes:
+    """A vocabulary of single bytes, and an end."""
+
+    n_vocab = 257
+    ends: Sequence[int] = (END,)
+    controls: Sequence[int] = (END,)
+
+    def piece(self, token: int, *, special: bool) -> bytes:
+        return b"<end>" if token == END else bytes([token])
+
+    def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        return list(text.encode())
+
+
+@cache
+def tokens() -> GrammarTokens:
+    return GrammarTokens(Bytes())
+
+
+def passes(gbnf: str, text: str, *, to_the_end: bool = True) -> bool:
+    grammar = grammar_of(tokens, gbnf, None)
+    assert isinstance(grammar, Grammar)
+    try:
+        for byte in text.encode():
+            grammar.accept(byte)
+        return not to_the_end or grammar.allows(END)
+    except BadRequest:
+        return False
+
+
+def forced(family: Family, **changes: object) -> str:
+    gbnf = answer_grammar(Asked(family, (WEATHER, NOW), True, **changes))  # type: ignore[arg-type]
+    assert gbnf is not None
+    return gbnf
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_calls_as_the_family_writes_them_pass_and_others_do_not(family: Family) -> None:
+    gbnf = forced(family)
+    one = written(family.layout, ONE)
+    assert passes(gbnf, one)
+    assert not passes(gbnf, one[:-1])
+    assert not passes(gbnf, one.replace("get_weather", "get_whether"))
+    assert not passes(gbnf, "It is fine.", to_the_end=False)
+    assert not passes(gbnf, written(family.layout, [("get_weather", {"town": "x"})]))
+    assert not passes(
+        gbnf, written(family.layout, [("get_weather", {"days": 2})])
+    )  # city is missing
+    assert passes(gbnf, written(family.layout, TWO)) != family.layout.one_only
+    assert not passes(forced(family, parallel=False), written(family.layout, TWO))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_forced_call_may_be_thought_about_before(family: Family) -> None:
+    call = written(family.layout, ONE)
+    if isinstance(family.calls, HarmonyCalls):
+        thought = "<|channel|>analysis<|message|>Hm. <|en<<|end|><|start|>assistant"
+        assert passes(forced(family), thought + call)
+        return
+    gbnf = forced(family, reasoning=THINK)
+    assert passes(gbnf, f"<think>\nHm. </thi<</think >\n</think>\n\n{call}")
+    assert passes(gbnf, call)
+    opened = forced(family, reasoning=THINK, thinking=True)
+    assert passes(opened, f"Hm.</think>{call}")
+    assert not passes(opened, call)
+
+
+def test_an_answer_is_free_unless_a_call_is_forced_or_the_family_has_no_format() -> None:
+    for family in FAMILIES:
+        gbnf = answer_grammar(Asked(family, (WEATHER,), False))
+        assert (gbnf is None) == (family.name != GENERIC.name)
+        assert answer_grammar(Asked(family, (), False)) is None
+    gbnf = answer_grammar(Asked(GENERIC, (WEATHER, NOW), False))
+    assert gbnf is not None
+    assert passes(gbnf, "It is fine: {}.")
+    assert passes(gbnf, written(GENERIC.layout, TWO))
+    assert not passes(gbnf, '{"name": 3}')
+
+
+def test_an_answer_by_a_schema_may_be_a_call_instead_and_may_be_thought_about() -> None:
+    schema = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}})
+    for family in FAMILIES:
+        gbnf = answer_grammar(Asked(family, (WEATHER,), False, reasoning=THINK, schema=schema))
+        assert gbnf is not None
+        harmony = isinstance(family.calls, HarmonyCalls)
+        final = "<|channel|>final<|message|>" if harmony else "<think>Hm.</think>\n"
+        assert passes(gbnf, final + '{"n": 3}')
+        assert not passes(gbnf, final + '{"n": "x"}')
+        call = written(family.layout, ONE)
+        assert passes(gbnf, call) != call.startswith("{")
+        if not harmony:
+            alone = answer_grammar(Asked(family, (), False, schema=schema))
+            assert alone is None  # the schema is enough
+
+
+def test_text_arguments_are_any_text_and_choices_are_theirs() -> None:
+    tool = Tool(
+        "f",
+        None,
+        {
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "unit": {"enum": ["K", "°C"]}},
+            "required": ["text"],
+        },
+    )
+    tagged = [family for family in FAMILIES if family.layout.before_key]
+    assert len(tagged) >= 4
+    for family in tagged:
+        gbnf = answer_grammar(Asked(family, (tool,), True))
+        assert gbnf is not None
+        for text in ("", "a\n\n<b>\"'", "</parameter", "</｜DSML", "</arg_valu"):
+            assert passes(gbnf, written(family.layout, [("f", {"text": text, "unit": "°C"})]))
+        assert not passes(gbnf, written(family.layout, [("f", {"text": "x", "unit": "F"})]))
+
+
+@given(st.sampled_from(["</think>", "<|end|>", "[/X]"]), st.text("<>/|[]X</thinkend", max_size=30))
+def test_until_is_any_text_up_to_the_first_marker(marker: str, text: str) -> None:
+    gbnf = f"root ::= {until(marker)}\n"
+    assert passes(gbnf, text + marker) == ((text + marker).find(marker) == len(text))

@@ -1,0 +1,226 @@
+"""Tools, reasoning and several answers over HTTP: recorded texts, by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from fake_generator import FakeFactory
+from openai.types.chat import ChatCompletionToolParam
+from running import Running, StartServer, http
+
+from specoffload.chat.conversation import ReasoningOptions
+from specoffload.chat.settings import ChatSettings
+
+# Hermes' format and reasoning, by the marks that a template is known by.
+TEMPLATE = (
+    "{# <tool_call> <think> #}{% set nl = '\\n' %}"
+    "{% if tools %}{{ tools | tojson }}{{ nl }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{{ nl }}"
+    "{% endfor %}"
+    "{% if enable_thinking is defined %}thinking {{ enable_thinking }}{{ nl }}{% endif %}"
+    "{% if slow %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endif %}{% if large %}{{ 'x' * 3000000000 }}{% endif %}"
+)
+TOOL: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALLS = (
+    "<think>\nHm.\n</think>\n\nI look.\n"
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    running = Running(FakeFactory(chat_template=TEMPLATE, n_ctx=4096))
+    running.wait_until_healthy()
+    yield running
+    running.stop()
+
+
+def said(text: str) -> list[Any]:
+    return [{"role": "user", "content": f"[say]{text}[/say]"}]
+
+
+def test_recorded_calls_are_told_whole(server: Running) -> None:
+    with server.client() as client:
+        answer = client.chat.completions.create(model="any", messages=said(CALLS), tools=[TOOL])
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert choice.message.model_extra == {"reasoning_content": "Hm."}
+    assert choice.message.tool_calls is not None
+    found = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    assert found == [("get_weather", '{"city": "Paris"}'), ("get_weather", '{"city": "Rom"}')]
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens_details is not None
+    n_reasoning = answer.usage.completion_tokens_details.reasoning_tokens
+    assert n_reasoning is not None
+    assert 0 < n_reasoning < answer.usage.completion_tokens
+
+
+def test_streamed_calls_join_to_the_same(server: Running) -> None:
+    with server.client() as client:
+        stream = client.chat.completions.create(
+            model="any", messages=said(CALLS), tools=[TOOL], stream=True
+        )
+        chunks = list(stream)
+    content = "".join(c.choices[0].delta.content or "" for c in chunks)
+    thought = "".join(
+        (c.choices[0].delta.model_extra or {}).get("reasoning_content", "") for c in chunks
+    )
+    assert (content, thought) == ("I look.", "Hm.")
+    calls: dict[int, dict[str, str]] = {}
+    for chunk in chunks:
+        for call in chunk.choices[0].delta.tool_calls or ():
+            found = calls.setdefault(call.index, {"arguments": ""})
+            assert call.function is not None
+            if call.id:
+                assert call.function.name == "get_weather"
+                assert "id" not in found
+                found["id"] = call.id
+            found["arguments"] += call.function.arguments or ""
+    cities = [json.loads(call["arguments"])["city"] for call in calls.values()]
+    assert cities == ["Paris", "Rom"]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert sum(bool(c.choices[0].delta.tool_calls) for c in chunks) > 10  # piece by piece
+
+
+def test_the_clients_own_accumulator_takes_the_stream(server: Running) -> None:
+    with (
+        server.client() as client,
+        client.chat.completions.stream(model="any", messages=said(CALLS), tools=[TOOL]) as stream,
+    ):
+        final = stream.get_final_completion()
+    calls = final.choices[0].message.tool_calls
+    assert calls is not None
+    assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Paris", "Rom"]
+
+
+def test_without_parallel_calls_the_first_is_told(server: Running) -> None:
+    with server.client() as client:
+        answer = client.chat.completions.create(
+            model="any", messages=said(CALLS), tools=[TOOL], parallel_tool_calls=False
+        )
+    assert len(answer.choices[0].message.tool_calls or ()) == 1
+
+
+def test_without_tools_a_call_is_text_and_reasoning_can_be_left_in_it(server: Running) -> None:
+    with server.client() as client:
+        plain = client.chat.completions.create(model="any", messages=said(CALLS))
+        raw = client.chat.completions.create(
+            model="any", messages=said(CALLS), extra_body={"reasoning_format": "none"}
+        )
+    assert plain.choices[0].finish_reason == "stop"
+    assert (plain.choices[0].message.content or "").startswith("I look.\n<tool_call>")
+    assert raw.choices[0].message.content == CALLS
+
+
+def test_a_whole_turn_with_calls_and_results_reaches_the_template(server: Running) -> None:
+    body = {
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "Be "}, TEXT]},
+            {"role": "user", "content": "Weather?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "a", "content": "Rain"},
+        ],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    prompt = http.post(server.url + "/apply-template", json=body).json()["prompt"]
+    assert prompt == (
+        "system: Be brief\nuser: Weather?\nassistant: {}\ntool: Rain\nthinking False\n"
+    )
+
+
+TEXT = {"type": "text", "text": "brief"}
+
+
+def test_the_effort_none_turns_reasoning_off_and_an_answer_is_continued(server: Running) -> None:
+    body = {"messages": said("x"), "reasoning_effort": "none"}
+    prompt = http.post(server.url + "/apply-template", json=body).json()["prompt"]
+    assert prompt.endswith("thinking False\n")
+    begun = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    prompt = http.post(server.url + "/apply-template", json=begun).json()["prompt"]
+    assert prompt == "user: a\nb"
+    begun["continue_final_message"] = False  # type: ignore[assignment]
+    prompt = http.post(server.url + "/apply-template", json=begun).json()["prompt"]
+    assert prompt == "user: a\nassistant: b\n"
+
+
+def test_several_answers_are_told_by_their_index(server: Running) -> None:
+    with server.client() as client:
+        whole = client.chat.completions.create(model="any", messages=said(CALLS), tools=[TOOL], n=3)
+        stream = client.chat.completions.create(
+            model="any",
+            messages=said(CALLS),
+            tools=[TOOL],
+            n=2,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert all(choice.message.content == "I look." for choice in whole.choices)
+    ends = [c.choices[0].index for c in chunks if c.choices and c.choices[0].finish_reason]
+    assert sorted(ends) == [0, 1]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 2 * len(CALLS)
+
+
+def test_a_template_that_does_not_end_is_a_400_that_names_it_and_the_next_is_served(
+    server: Running,
+) -> None:
+    with server.client() as client:
+        for kwargs, words in (({"slow": True}, "takes over"), ({"large": True}, "memory")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.chat.completions.create(
+                    model="any", messages=said("x"), extra_body={"chat_template_kwargs": kwargs}
+                )
+            message = caught.value.body["message"]  # type: ignore[index]
+            assert message.startswith("chat template of the model file")
+            assert words.lower() in message.lower()
+        answer = client.chat.completions.create(model="any", messages=said("still here"))
+    assert answer.choices[0].message.content == "still here"
+
+
+def test_settings_of_the_server_are_those_of_requests_that_do_not_say(
+    start_server: StartServer,
+) -> None:
+    settings = ChatSettings(
+        TEMPLATE, "mine", {"enable_thinking": True}, ReasoningOptions("none"), continues=False
+    )
+    server = start_server(FakeFactory(), chat=settings)
+    body = {"messages": said(CALLS)}
+    prompt = http.post(server.url + "/apply-template", json=body).json()["prompt"]
+    assert prompt.endswith("thinking True\n")
+    with server.client() as client:
+        answer = client.chat.completions.create(model="any", messages=said(CALLS))
+    assert answer.choices[0].message.content == CALLS
+
+
+def test_the_process_that_renders_ends_with_the_server(start_server: StartServer) -> None:
+    import psutil
+
+    server = start_server(FakeFactory())
+    http.post(server.url + "/apply-template", json={"messages": said("x")})
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    server.stop()
+    after = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert len(before - after) >= 2  # the engine's, and the one that renders
