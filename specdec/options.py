@@ -80,6 +80,7 @@ class SpecOptions:
     n_max: int | None = None  # the longest draft; None: the policy's own
     n_min: int = 0
     p_min: float = 0.75
+    joint: bool = True  # lengths of sequences that share a batch are chosen together
     tree: bool = False
     p_split: float = 0.1
     accept: AcceptRule = AcceptRule.MATCH

@@ -19,9 +19,13 @@ from specdec.types import BatchDrafter, Decision, Draft, Drafter, Policy, Round,
 class ChainDrafting:
     """Chains of tokens by `drafter`, of lengths by `policy`."""
 
-    def __init__(self, target: Target, drafter: Drafter, policy: Policy) -> None:
+    def __init__(
+        self, target: Target, drafter: Drafter, policy: Policy, *, joint: bool = True
+    ) -> None:
+        """Without `joint`, each length is chosen as if its sequence had the batch for itself: the
+        slow twin."""
         self.policy = policy
-        self._target, self._drafter = target, drafter
+        self._target, self._drafter, self._joint = target, drafter, joint
         # By sequence and drafter, those that the last step began; several sequences' only.
         self._walks: dict[int, Mapping[str, Walk]] = {}
         self._n_shared = 1  # members whose batch the policy prices
@@ -35,9 +39,11 @@ class ChainDrafting:
         )
 
     def propose_many(self, members: Sequence[BatchMember]) -> list[Draft]:
-        self._share(len(members))
+        self._share(len(members) if self._joint else 1)
         if isinstance(self.policy, Throughput):
-            return self._together(members, self.policy)
+            if self._joint:
+                return self._together(members, self.policy)
+            return self._cut_to_fit(self._drafts_of(members, self.policy))
         return self._cut_to_fit([self._alone(member, self.policy) for member in members])
 
     def learn(self, member: BatchMember, round_: Round) -> None:
@@ -140,7 +146,9 @@ class ChainDrafting:
                 policy.calibration.observe(source, p, accepted)
             policy.calibration.elapse(source, len(round_.emitted))
             policy.settle(source, round_, len(evidence), walks.get(source))
-        if is_priced and rounds:
+        if not self._joint:
+            _account_alone(rounds, policy)
+        elif is_priced and rounds:
             first = rounds[0][1]
             n_steps = [round_.draft.n_steps for _, round_ in rounds]
             policy.account(
@@ -150,6 +158,20 @@ class ChainDrafting:
                 verify_s=first.verify_s + first.rollback_s,
                 draft_s=draft_s,
             )
+
+
+def _account_alone(rounds: Sequence[tuple[BatchMember, Round]], policy: Throughput) -> None:
+    """Each round at the price that it would have had by itself."""
+    costs = policy.costs
+    for _, round_ in rounds:
+        n_rows, n_steps = 1 + round_.n_drafted, round_.draft.n_steps
+        policy.account(
+            n_rows,
+            n_steps,
+            len(round_.emitted),
+            verify_s=costs.times[n_rows - 1],
+            draft_s=n_steps * costs.draft_step_s,
+        )
 
 
 def cut(draft: Draft, n: int) -> Draft:

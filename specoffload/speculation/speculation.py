@@ -66,7 +66,9 @@ class Speculation:
             assert isinstance(draft, Engine)  # torch drafts no trees
             self._drafting = self._tree_drafting(draft, policy)
         else:
-            self._drafting = ChainDrafting(target.sequences, self.drafter, policy)
+            self._drafting = ChainDrafting(
+                target.sequences, self.drafter, policy, joint=options.joint
+            )
 
     # -- parts ----------------------------------------------------------------------------------
 

@@ -150,6 +150,11 @@ DRAFTING = (
         "Batch sizes tried past the best.", _P, needs=(PolicyName.COSTS,), least=0, rare=True,
     ),
     Flag(
+        SpecOptions, "joint", (), SWITCH,
+        "Choose the draft length of each request as if it had the batch for itself.", _P,
+        needs=(PolicyName.THROUGHPUT,), off=("--no-spec-joint",), rare=True,
+    ),
+    Flag(
         SpecOptions, "tree", ("--spec-tree",), SWITCH,
         "Draft trees (throughput and the draft model alone).", _P, needs=(DrafterName.DRAFT,),
         rare=True,
