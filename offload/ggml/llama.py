@@ -23,7 +23,6 @@ LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 _CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 _ABORTED = 2
-_NO_TEXT = 1 | 2 | 8  # LLAMA_TOKEN_ATTR_UNKNOWN, _UNUSED, _CONTROL
 PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts only
 ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they are
 
@@ -158,12 +157,6 @@ class Model:
     def ends(self) -> tuple[int, ...]:
         """The tokens that end a generation."""
         return tuple(i for i in range(self.n_vocab) if self.is_end(i))
-
-    @functools.cached_property
-    def controls(self) -> tuple[int, ...]:
-        """The tokens that are no text: control tokens, the unknown and the unused ones."""
-        attribute, vocab = self._lib.llama_vocab_get_attr, self.vocab
-        return tuple(i for i in range(self.n_vocab) if attribute(vocab, i) & _NO_TEXT)
 
     @functools.cached_property
     def suppressed(self) -> tuple[int, ...]:

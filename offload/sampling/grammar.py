@@ -35,11 +35,6 @@ class Vocabulary(Protocol):
         """Tokens that end a text."""
         ...
 
-    @property
-    def controls(self) -> Sequence[int]:
-        """Tokens that are no text."""
-        ...
-
     def piece(self, token: int, *, special: bool) -> bytes: ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
@@ -52,7 +47,9 @@ class _Tokens:
         self.eos_token_id = vocabulary.ends[0]
         self.bos_token_id = None
         self.tokens = [vocabulary.piece(i, special=True) for i in range(vocabulary.n_vocab)]
-        self.special_token_ids = list(vocabulary.controls)
+        # As in llama.cpp, control tokens are the text that they are written as: a grammar that asks
+        # for <|channel|> is asking for that token.
+        self.special_token_ids = list(vocabulary.ends)
         self._vocabulary = vocabulary
 
     def __call__(self, text: bytes) -> list[int]:

@@ -93,7 +93,7 @@ def assert_same_masks(session: Session, gbnf: str, seed: int, n_steps: int = 12)
     ours = grammar(session, gbnf)
     model = session.target.model
     whole = np.array([is_text(model.piece(i, special=True)) for i in range(model.n_vocab)])
-    whole[list(model.controls)] = False
+    whole[list(model.ends)] = False
     with closing(LlamaGrammar(session, gbnf)) as theirs:
         for _ in range(n_steps):
             mine, wanted = ours.allowed(), theirs.allowed()
@@ -175,6 +175,16 @@ def test_left_recursion_which_llama_cpp_refuses_is_followed(session: Session) ->
     gbnf = 'root ::= root "+" n | n\nn ::= [0-9]'
     assert takes(session, "1+2+3", gbnf)
     assert not takes(session, "1+", gbnf)
+
+
+def test_a_control_token_is_the_text_that_it_is_written_as(session: Session) -> None:
+    (start,) = session.tokenize("<|im_start|>", add_special=False, parse_special=True)
+    for gbnf in ('root ::= "<|im_start|>" "a"', 'root ::= [^b]* "b"'):
+        followed = grammar(session, gbnf)
+        assert followed.allows(start)
+        followed.accept(start)
+        assert not followed.allows(session.target.model.ends[0])
+        assert_same_masks(session, gbnf, 1)
 
 
 def test_a_grammar_may_name_tokens(session: Session) -> None:
