@@ -100,11 +100,17 @@ def common(a: str, b: str) -> int:
 
 
 async def speed(
-    port: int, prompts: list[str], n_tokens: int, n_streams: int
+    port: int, prompts: list[str], n_tokens: int, n_streams: int, n_requests: int
 ) -> tuple[float, list[Answer]]:
-    """Tokens per second of `n_streams` requests that begin together, and the answers."""
+    """Tokens per second of `n_streams` streams that begin together, each of `n_requests` requests
+    one after another, and the answers."""
+
+    async def stream(number: int) -> list[Answer]:
+        asked = range(number, number + n_requests)
+        return [await ask(port, request(prompts[i % len(prompts)], n_tokens)) for i in asked]
+
     began_s = time.perf_counter()
-    asked = (ask(port, request(prompts[i % len(prompts)], n_tokens)) for i in range(n_streams))
-    answers = await asyncio.gather(*asked)
+    streams = await asyncio.gather(*(stream(n) for n in range(n_streams)))
+    answers = [answer for found in streams for answer in found]
     took_s = max(answer.ended_s for answer in answers) - began_s
-    return sum(answer.n_tokens for answer in answers) / took_s, list(answers)
+    return sum(answer.n_tokens for answer in answers) / took_s, answers
