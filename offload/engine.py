@@ -275,7 +275,7 @@ class Engine(ModelText):
             n_ubatch=n_ubatch,
             n_sequences=o.n_sequences + o.n_tree_leaves,
             n_outputs=o.n_outputs,
-            n_rs_seq=o.n_rs_seq,
+            n_rs_seq=self._snapshots(n_ubatch),
             n_threads=o.n_threads,
             n_threads_batch=o.n_threads_batch,
             flash_attn=o.flash_attn,
@@ -283,6 +283,17 @@ class Engine(ModelText):
             type_v=o.type_v,
             swa_full=_keeps_all(o),
         )
+
+    def _snapshots(self, n_ubatch: int) -> int:
+        """Snapshots of recurrent state: what they take back comes out of one ubatch, with a token
+        before it and one more (the library asserts n_ubatch > n_rs_seq + 1)."""
+        wanted, most = self.options.n_rs_seq, max(0, n_ubatch - 2)
+        if wanted > most and self._model.is_recurrent:
+            self.notes.append(
+                f"--spec-rs-snapshots {wanted}: with --ubatch-size {n_ubatch} there is room for "
+                f"{most}, which are taken"
+            )
+        return min(wanted, most)
 
     def _size_slots(self, free_before: int) -> None:
         """Give slots what a GPU has left once all else has its memory. Raises DoesNotFit."""

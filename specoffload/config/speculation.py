@@ -76,11 +76,10 @@ class SpecConfig:
         """The longest draft that a verification batch must have room for."""
         return MOST_DRAFTED if self.options.n_max is None else self.options.n_max
 
-    def n_rs_seq(self, n_ubatch: int) -> int:
-        """Snapshots of recurrent state; all of them must come out of one ubatch."""
-        if not self.options.is_on:
-            return 0
-        return min(self.options.rs_snapshots, self.longest, n_ubatch - 1)
+    @property
+    def n_rs_seq(self) -> int:
+        """Snapshots of recurrent state."""
+        return min(self.options.rs_snapshots, self.longest) if self.options.is_on else 0
 
     @property
     def device_checkpoints(self) -> bool:

@@ -12,7 +12,6 @@ from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.plan.context import type_of_values
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import DEFAULT_UBATCH
 from offload.store.store import StoreOptions
 from specoffload.config.resolution import Config
 from specoffload.session.draft_opening import draft_bytes
@@ -39,7 +38,7 @@ def target_options(config: Config) -> EngineOptions:
         n_sequences=config.parallel,
         n_outputs=max(1 + spec.longest, 64) + config.parallel - 1,
         n_tree_leaves=TREE_LEAVES if spec.options.tree else 0,
-        n_rs_seq=spec.n_rs_seq(config.ubatch_size or DEFAULT_UBATCH),
+        n_rs_seq=spec.n_rs_seq,
         device_checkpoints=spec.device_checkpoints,
         n_threads=config.threads,
         n_threads_batch=config.threads_batch,

@@ -222,3 +222,24 @@ def test_trees_on_a_recurrent_model_are_refused_when_it_is_opened(hybrid: Path) 
     )
     with pytest.raises(BadOption, match=r"--spec-tree needs memory that can be cut.*recurrent"):
         Session(opened)
+
+
+@pytest.mark.parametrize(
+    ("n_ubatch", "wanted", "taken"), [(8, 7, 6), (8, 6, 6), (2, 4, 0), (1, 1, 0)]
+)
+def test_a_small_ubatch_has_room_for_fewer_snapshots_and_it_is_said(
+    models: Path, n_ubatch: int, wanted: int, taken: int
+) -> None:
+    path = write_preset(WITH_SNAPSHOTS, models / "few.gguf", size="tiny", seed=4)
+    asked = EngineOptions(device="cpu", n_ctx=256, n_ubatch=n_ubatch, n_rs_seq=wanted)
+    with Engine(path, asked) as engine:
+        assert engine.sequences.n_rs_seq == taken
+        notes = [note for note in engine.notes if "--spec-rs-snapshots" in note]
+        assert len(notes) == (wanted > taken)
+        for n in (1, n_ubatch, n_ubatch + 1, 3 * n_ubatch + 1):
+            engine.sequences.extend(0, [1] * n, 0)
+
+
+def test_a_model_without_recurrent_memory_hears_nothing_of_snapshots(tiny_dense: Path) -> None:
+    with Engine(tiny_dense, options("cpu", n_ubatch=4, n_rs_seq=16)) as engine:
+        assert not [note for note in engine.notes if "snapshots" in note]
