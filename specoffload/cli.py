@@ -19,7 +19,6 @@ from specoffload.config.options import (
     BenchOptions,
     ChatOptions,
     DoctorOptions,
-    ModelsOptions,
     Options,
     PlanOptions,
     ProfileOptions,
@@ -88,7 +87,7 @@ def run(line: CommandLine) -> None:
     options = replace(options, model=None if model is by_repo else model)
     piped = None if prompt is not None or own.file is not None else piped_text()
     if model is not None and prompt is None and own.file is None:
-        _converse(line, options, piped, as_json=own.as_json)
+        _converse(line, options, piped)
         return
     if model is None and prompt is not None and prompt == own.words and len(prompt.split()) == 1:
         said = f"{prompt!r} is text to continue; docs/models.md says how models are named"
@@ -98,7 +97,6 @@ def run(line: CommandLine) -> None:
         lambda: read_prompt(prompt or piped, own.file, escape=own.escape),
         replace(sampling_of(line), n_predict=own.n_predict),
         remarks_of(options),
-        as_json=own.as_json,
     )
 
 
@@ -106,10 +104,10 @@ def chat(line: CommandLine) -> None:
     """Converse with a model."""
     from specoffload.commands.run import piped_text
 
-    _converse(line, line.options, piped_text(), as_json=False)
+    _converse(line, line.options, piped_text())
 
 
-def _converse(line: CommandLine, options: Options, piped: str | None, *, as_json: bool) -> None:
+def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
     """One answer to what was piped in, else a conversation."""
     from specoffload.commands.run import read_text
     from specoffload.terminal import command
@@ -120,10 +118,8 @@ def _converse(line: CommandLine, options: Options, piped: str | None, *, as_json
         sampling = replace(sampling, n_predict=line.of(RunOptions).n_predict)
     remarks = remarks_of(options)
     if piped is not None:
-        command.answer_once(
-            config_of(line, options), piped, sampling, own, remarks, as_json=as_json
-        )
-    elif sys.stdin is not None and sys.stdin.isatty() and not as_json:
+        command.answer_once(config_of(line, options), piped, sampling, own, remarks)
+    elif sys.stdin is not None and sys.stdin.isatty():
         history = line.environment.chat_history
         command.chat(config_of(line, options), sampling, own, history, remarks)
     else:
@@ -148,7 +144,7 @@ def serve(line: CommandLine) -> None:
 
 
 def bench(line: CommandLine) -> None:
-    """Measure plain, wrapped and speculative decoding; the last line is one JSON object."""
+    """Measure plain, wrapped and speculative decoding."""
     own = line.of(BenchOptions)
     if own.overlap:
         from specoffload.commands.bench_overlap import bench_overlap
@@ -200,7 +196,6 @@ def models(line: CommandLine) -> None:
     show_models(
         lambda path: config_of(line, replace(line.options, model=path)),
         line.environment,
-        as_json=line.of(ModelsOptions).as_json,
     )
 
 

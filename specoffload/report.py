@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -21,8 +22,22 @@ _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
 
 
+def only_data(on: bool) -> None:
+    """Nothing but what `data` is given goes to standard output."""
+    _out.quiet = on
+
+
+def data(value: object) -> None:
+    """For scripts: one line of JSON, where --json asks for it."""
+    if _out.quiet:
+        sys.stdout.write(json.dumps(value) + "\n")
+        sys.stdout.flush()
+
+
 def text(piece: str) -> None:
     """A piece of the answer, to standard output, at once."""
+    if _out.quiet:
+        return
     sys.stdout.write(piece)
     sys.stdout.flush()
 

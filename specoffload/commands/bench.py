@@ -1,4 +1,4 @@
-"""`specoffload bench`: ceilings, measurements, distances, and one JSON object on the last line.
+"""`specoffload bench`: ceilings, measurements, distances.
 
 Everything is measured in one run on one machine and compared as ratios; medians of repetitions,
 the first repetition dropped as warm-up.
@@ -80,7 +80,7 @@ def bench_config(
         tuned = next(iter(peers.values()))
         _beside_llama_server(result, config, llama_server, tuned, n_predict)
     _show(result)
-    report.line(json.dumps(result))
+    report.data(result)
 
 
 def _side_by_side(

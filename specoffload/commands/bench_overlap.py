@@ -10,7 +10,6 @@ is step = max(copy, compute), none is their sum.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -124,7 +123,7 @@ def bench_overlap(repetitions: int, cases: Sequence[Case] = CASES) -> None:
         ],
     )
     rows = [asdict(r) for r in results]
-    report.line(json.dumps({"overlap": rows, "machine": machine(), "commit": commit()}))
+    report.data({"overlap": rows, "machine": machine(), "commit": commit()})
 
 
 def measure(case: Case, folder: Path, repetitions: int) -> Overlap:

@@ -8,7 +8,6 @@ where T(n) is nearly linear, so that nothing can be gained and nothing must be l
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 import time
@@ -101,7 +100,7 @@ def adversarial_prompts(n_prompts: int = 3, n_bytes: int = 120) -> Kinds:
 
 
 def bench_policies(config: Config, *, n_predict: int) -> None:
-    """Measure and print; the last line is one JSON object. Raises UsageError without a draft."""
+    """Measure and print. Raises UsageError without a draft."""
     if not config.spec.use_profile:
         raise UsageError("bench --policies measures T(n) itself: leave --no-profile out")
     if config.draft is None or config.spec.options.policy != DEFAULT:
@@ -124,7 +123,7 @@ def bench_policies(config: Config, *, n_predict: int) -> None:
             result["cpu"] = cpu_regime(session, n_predict)
     result["took_s"] = time.perf_counter() - began
     _show(result)
-    report.line(json.dumps(result))
+    report.data(result)
 
 
 def transfer_bound(config: Config) -> tuple[Config, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -49,7 +50,16 @@ def doctor(folder: Path, *, numa: bool) -> None:
     elif numa:
         report.line(f"placement was not tried: {ONE_NODE}")
     is_tuned = not topology.is_numa or load_tuned(folder, topology).result is not None
-    report.line(last_line(_not_used(), findings, why_not_kept(folder), is_tuned=is_tuned))
+    last = last_line(_not_used(), findings, why_not_kept(folder), is_tuned=is_tuned)
+    report.line(last)
+    report.data(
+        {
+            "machine": machine_lines(topology),
+            "library": library_lines(folder),
+            "findings": [asdict(finding) for finding in findings],
+            "last": last,
+        }
+    )
 
 
 def last_line(

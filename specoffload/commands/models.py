@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,15 @@ from specoffload.config.resolution import Config
 from specoffload.models.caches import CachedModel, cached_models
 
 
-def show_models(
-    config_for: Callable[[Path], Config], environment: Environment, *, as_json: bool
-) -> None:
+def show_models(config_for: Callable[[Path], Config], environment: Environment) -> None:
     """A line for each; `config_for` is the configuration in which a file would be opened."""
     from huggingface_hub import constants
 
     hub = Path(constants.HF_HUB_CACHE)
     found = cached_models(hub, environment.llama_cache, environment.ollama_folders)
     rows = [describe(model, config_for) for model in found]
-    if as_json:
-        report.line(json.dumps(rows))
-    elif rows:
+    report.data(rows)
+    if rows:
         report.table(
             "Models",
             ("name", "size", "architecture", "type", "here"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -47,10 +46,8 @@ def plan_config(config: Config, own: PlanOptions) -> None:
     Raises BadModel or DoesNotFit.
     """
     planned = planned_for(config, own)
-    if own.as_json:
-        report.line(json.dumps(as_dict(planned)))
-    else:
-        _show(planned)
+    _show(planned)
+    report.data(as_dict(planned))
 
 
 def planned_for(config: Config, own: PlanOptions) -> Planned:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def profile_config(
 ) -> None:
     """Measure (or import) the profile of what `config` opens, and store it.
 
-    The last line is one JSON object. Raises UsageError or BadProfile.
+    Raises UsageError or BadProfile.
     """
     n_max = N_MAX if n_max is None else n_max
     repetitions = _REPETITIONS if repetitions is None else repetitions
@@ -84,7 +83,7 @@ def profile_config(
         report.note(f"exported {export_to}: {kind}")
     if plot is not None:
         _plot(plot, found)
-    report.line(json.dumps(_as_data(found.costs, path)))
+    report.data(_as_data(found.costs, path))
     if failed is not None:
         raise NotStored(failed)
 

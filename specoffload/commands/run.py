@@ -14,7 +14,7 @@ from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
 from specoffload.models.name import read_name
 from specoffload.session.generation import GenerateOptions, Piece
-from specoffload.terminal.opened import PromptBar, as_json_text, opened, say_how_it_went
+from specoffload.terminal.opened import PromptBar, as_data, opened, say_how_it_went
 
 _NAME = re.compile(r"(?=.*[\d./:-])[\w.-]+([/:][\w.-]+)*")
 
@@ -99,8 +99,6 @@ def run_prompt(
     prompt_text: Callable[[], str],
     options: GenerateOptions,
     remarks: Sequence[str] = (),
-    *,
-    as_json: bool = False,
 ) -> None:
     """Open, continue a text, and say in two lines how it went. The model's errors come before
     the prompt's."""
@@ -111,17 +109,13 @@ def run_prompt(
     with opened(config, remarks) as session:
         n_prompt = len(session.tokenize(prompt, add_special=True, parse_special=True))
         text, last = "", Piece("")
-        if not as_json:
-            report.echo(prompt)
+        report.echo(prompt)
         with PromptBar(session, n_prompt) as bar:
             for piece in session.generate(prompt, options):
                 if bar.takes(piece):
                     continue
                 text, last = text + piece.text, piece
-                if not as_json:
-                    report.text(piece.text)
-        if as_json:
-            report.line(as_json_text(session, Message(text), last))
-        else:
-            report.text("\n")
-            say_how_it_went(last)
+                report.text(piece.text)
+        report.text("\n")
+        say_how_it_went(last)
+        report.data(as_data(session, Message(text), last))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,7 +48,7 @@ def simulate_policies(
     draft_steps: Sequence[float] = (),
     target_step: float = 0.1,
 ) -> None:
-    """Print a table; the last line is one JSON object. Raises BadProfile or SpecDecError for files
+    """Print a table. Raises BadProfile or SpecDecError for files
     that cannot be read."""
     n_tokens = _N_TOKENS if n_tokens is None else n_tokens
     seed = 1 if seed is None else seed
@@ -76,7 +75,7 @@ def simulate_policies(
         ("policy", "x oracle, mean", "x oracle, least", "x plain, mean", "x plain, least"),
         [_row(score) for score in scores],
     )
-    report.line(json.dumps({"simulated": [asdict(score) for score in scores]}))
+    report.data({"simulated": [asdict(score) for score in scores]})
 
 
 def _row(s: Score) -> tuple[str, ...]:
@@ -124,7 +123,7 @@ def _replay(
             ],
         )
     found = {"n_tokens": len(trace.p), "n_unknown": len(trace.unknown), "n_cut_short": asked}
-    report.line(json.dumps({"replayed": results, **found}))
+    report.data({"replayed": results, **found})
 
 
 def _read_trace(file: Path) -> DraftTrace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -20,7 +19,7 @@ def simulate_draft_steps(
     steps_s: Sequence[float],
     one_s: float,
 ) -> None:
-    """Print tokens per second of `throughput` at every price; the last line is one JSON object.
+    """Print tokens per second of `throughput` at every price.
 
     `one_s` is T(1) of curves that have no unit.
     """
@@ -39,7 +38,7 @@ def simulate_draft_steps(
             [_row(effect) for effect in effects if effect.draft_step_s == step_s],
         )
     found = {"draft_steps": [asdict(effect) for effect in effects], "target_step_s": one_s}
-    report.line(json.dumps(found))
+    report.data(found)
 
 
 def _percent(least: float, most: float) -> str:

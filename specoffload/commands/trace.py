@@ -1,8 +1,7 @@
-"""`specoffload trace`: what a trace file adds up to, for people, and as JSON on the last line."""
+"""`specoffload trace`: what a trace file adds up to, for people, and as data."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from offload.trace_report import read_report
@@ -50,4 +49,4 @@ def show_trace(path: Path) -> None:
         )
     if found.n_dropped:
         report.note(f"{found.n_dropped} older events were dropped; the trace keeps the last ones")
-    report.line(json.dumps(found.as_json()))
+    report.data(found.as_json())

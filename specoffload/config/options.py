@@ -139,7 +139,6 @@ class RunOptions:
     file: Path | None = None
     escape: bool = False  # \n and the like in the prompt are read
     n_predict: int | None = 128  # None: to the end of the context
-    as_json: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,14 +214,13 @@ class ProfileOptions:
 class PlanOptions:
     """Of `plan`; None is a typical machine's."""
 
-    as_json: bool = False
     link_bytes_per_s: float | None = None
     ram_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
-class ModelsOptions:
-    """Of `models`."""
+class OutputOptions:
+    """Of every command with results."""
 
     as_json: bool = False
 

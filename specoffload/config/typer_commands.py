@@ -15,6 +15,7 @@ from specoffload.config.command_line import HELP, CommandLine, flags_of, read_co
 from specoffload.config.environment import read_environment
 from specoffload.config.flags.flag import OPENS, Flag, Panel
 from specoffload.config.flags.table import POSITIONALS
+from specoffload.config.options import OutputOptions
 from specoffload.ctrl_c import EXIT_CODE
 
 _FIRST = "to begin with"
@@ -30,11 +31,14 @@ def add_command(
     command = f"{under} {name}".strip()
 
     def run(context: typer.Context, **_: Any) -> None:
+        report.only_data(context.obj.of(OutputOptions).as_json)
         try:
             function(context.obj)
         except KeyboardInterrupt:
             report.note("interrupted")
             raise typer.Exit(EXIT_CODE) from None
+        finally:
+            report.only_data(False)
 
     parameters = [*_positional(command), *_options(command)]
     context = inspect.Parameter(

@@ -18,7 +18,7 @@ from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
 from specoffload.terminal.chat import converse
 from specoffload.terminal.keyboard import Keyboard
-from specoffload.terminal.opened import as_json_text, opened, say_how_it_went, with_bar
+from specoffload.terminal.opened import as_data, opened, say_how_it_went, with_bar
 from specoffload.terminal.screen import show_answer
 from specoffload.terminal.talk import Talk
 
@@ -44,8 +44,6 @@ def answer_once(
     options: GenerateOptions,
     own: ChatOptions,
     remarks: Sequence[str] = (),
-    *,
-    as_json: bool = False,
 ) -> None:
     """Answer one message, and say in two lines how it went."""
     with opened(config, remarks) as session:
@@ -61,13 +59,9 @@ def answer_once(
                     message.add(part)
                 yield part
 
-        if as_json:
-            for _ in kept():
-                pass
-            report.line(as_json_text(session, message, last))
-        else:
-            show_answer(kept(), report.console())
-            say_how_it_went(last)
+        show_answer(kept(), report.console())
+        say_how_it_went(last)
+        report.data(as_data(session, message, last))
 
 
 def _format(session: Session, own: ChatOptions) -> ChatFormat:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from specoffload import report
 from specoffload.chat.deltas import Message
@@ -77,17 +76,15 @@ def say_how_it_went(last: Piece) -> None:
         report.detail(words)
 
 
-def as_json_text(session: Session, message: Message, last: Piece) -> str:
+def as_data(session: Session, message: Message, last: Piece) -> dict[str, Any]:
     """An answer for a script to read."""
     stats = last.stats
-    return json.dumps(
-        {
-            "model": session.card.name,
-            "content": message.content,
-            "reasoning_content": message.reasoning,
-            "finish_reason": last.finish_reason,
-            "tokens_per_s": stats.tokens_per_s if stats else 0.0,
-            "acceptance_rate": stats.acceptance_rate if stats else None,
-            "stats": asdict(stats) if stats else {},
-        }
-    )
+    return {
+        "model": session.card.name,
+        "content": message.content,
+        "reasoning_content": message.reasoning,
+        "finish_reason": last.finish_reason,
+        "tokens_per_s": stats.tokens_per_s if stats else 0.0,
+        "acceptance_rate": stats.acceptance_rate if stats else None,
+        "stats": asdict(stats) if stats else {},
+    }

@@ -19,7 +19,7 @@ _FRAMES_PER_S = 12
 
 def show_answer(parts: Iterable[Delta | Piece], console: Console) -> None:
     """Show it to the end; what was shown stays, however it ends. A pipe gets the content alone."""
-    if not console.is_terminal:
+    if console.quiet or not console.is_terminal:
         _show_plain(parts, console)
         return
     answer = _Answer(console)
@@ -32,11 +32,12 @@ def show_answer(parts: Iterable[Delta | Piece], console: Console) -> None:
 
 def _show_plain(parts: Iterable[Delta | Piece], console: Console) -> None:
     for part in parts:
-        if isinstance(part, Content):
+        if isinstance(part, Content) and not console.quiet:
             console.file.write(part.text)
             console.file.flush()
-    console.file.write("\n")
-    console.file.flush()
+    if not console.quiet:
+        console.file.write("\n")
+        console.file.flush()
 
 
 class _Answer:

@@ -125,11 +125,11 @@ def test_bench_of_a_model_ten_times_the_devices_memory(models: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "specoffload", "bench", str(path), "--min-batch", "3",
          "--device", "sim", "--vram", str(vram), "-n", "4", "-r", "1", "-c", "256", "-ub", "32",
-         "-t", "1"],
+         "-t", "1", "--json"],
         capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout)
     assert result["counters"]["streamed_bytes"] > 0
     assert {row["chosen"] for row in result["min_batch"] if row["n"] < 3} == {"cpu"}
     assert {row["chosen"] for row in result["min_batch"] if row["n"] >= 3} == {"stream"}

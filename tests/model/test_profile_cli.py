@@ -30,7 +30,7 @@ def profile(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess
 
 def last_json(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
     assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout.splitlines()[-1])
+    data = json.loads(done.stdout)  # that alone
     assert isinstance(data, dict)
     return data
 
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_profile_is_measured_stored_exported_and_read_back(folder: Path, tmp_path: Path) -> None:
     costs, bench = tmp_path / "costs.txt", tmp_path / "bench.jsonl"
-    data = last_json(profile(folder, "--export", costs, "--plot", tmp_path / "plot.png"))
+    data = last_json(profile(folder, "--json", "--export", costs, "--plot", tmp_path / "plot.png"))
     steps = data["profile"]
     assert isinstance(steps, list)
     assert len(steps) == 8
@@ -58,10 +58,10 @@ def test_a_profile_is_measured_stored_exported_and_read_back(folder: Path, tmp_p
     assert Path(str(data["stored"])).is_file()
     assert (tmp_path / "plot.png").stat().st_size > 1000
     assert costs.read_text().startswith("GGML_BATCH_COSTS=1,")
-    again = last_json(profile(folder, "--import", costs, "--export", bench))
+    again = last_json(profile(folder, "--json", "--import", costs, "--export", bench))
     assert again["relative"] is True
     seconds = [json.loads(line)["t_tg"] for line in bench.read_text().splitlines()]
-    third = last_json(profile(folder, "--import", bench))
+    third = last_json(profile(folder, "--json", "--import", bench))
     assert third["profile"] == pytest.approx(seconds)
 
 
@@ -207,7 +207,9 @@ def test_a_recorded_trace_is_replayed(folder: Path, tmp_path: Path) -> None:
     flags = ("--policy", "fixed", "--record-trace", rounds, "-n", "24", "-t", "1")
     done = program(folder, "run", prompts("code")[0], "--device", "cpu", *flags)
     assert done.returncode == 0, done.stderr
-    replayed = last_json(program(folder, "simulate", "--trace", rounds, "--profile", costs))
+    replayed = last_json(
+        program(folder, "simulate", "--json", "--trace", rounds, "--profile", costs)
+    )
     rates = replayed["replayed"]
     assert isinstance(rates, dict)
     found = rates["costs"]

@@ -26,8 +26,8 @@ from specoffload.config.options import (
     BenchOptions,
     ChatOptions,
     DoctorOptions,
-    ModelsOptions,
     Options,
+    OutputOptions,
     PlanOptions,
     ProfileOptions,
     RunOptions,
@@ -71,6 +71,7 @@ RUN = (
     ),
 )  # fmt: skip
 
+_RESULTS = frozenset({"run", "bench", "profile", "plan", "models", "simulate", "trace", "doctor"})
 _CHATS = frozenset({"run", "chat"})
 _ANSWERS = frozenset({"run", "chat", "serve"})
 
@@ -88,10 +89,6 @@ def _json_object(text: str) -> object:
 JSON_OBJECT = Kind("JSON", _json_object)
 
 CHAT = (
-    Flag(
-        RunOptions, "as_json", ("--json",), SWITCH, "One JSON object and nothing else.", _P,
-        commands=_RUN,
-    ),
     Flag(
         AskedOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
         "Most tokens of an answer; -1: to the end of the context.", _P,
@@ -271,10 +268,6 @@ PROFILE = (
 
 PLAN = (
     Flag(
-        PlanOptions, "as_json", ("--json",), SWITCH, "One JSON object and nothing else.", _P,
-        commands=_PLAN, first=True,
-    ),
-    Flag(
         PlanOptions, "link_bytes_per_s", ("--link",), RATE,
         "Host memory to device, e.g. 12GB/s.", _P, default_words="25GB/s", commands=_PLAN,
     ),
@@ -285,10 +278,11 @@ PLAN = (
     ),
 )  # fmt: skip
 
-MODELS = (
+OUTPUT = (
     Flag(
-        ModelsOptions, "as_json", ("--json",), SWITCH, "One JSON array and nothing else.", _P,
-        commands=frozenset({"models"}), first=True,
+        OutputOptions, "as_json", ("--json",), SWITCH,
+        "Results as one line of JSON, and nothing else on standard output.", _P,
+        commands=_RESULTS,
     ),
 )  # fmt: skip
 
@@ -353,7 +347,7 @@ SHOWN = (
     ),
 )  # fmt: skip
 
-FLAGS = (*RUN, *CHAT, *SERVE, *BENCH, *PROFILE, *PLAN, *MODELS, *SIMULATE, *MACHINE, *SHOWN)
+FLAGS = (*RUN, *CHAT, *SERVE, *BENCH, *PROFILE, *PLAN, *OUTPUT, *SIMULATE, *MACHINE, *SHOWN)
 
 _OPENED = (OPENS - _RUN) | {"tune numa"}
 

@@ -43,7 +43,9 @@ def test_the_command_says_what_sixteen_steps_take() -> None:
     assert "16 of them take 40% to" in done.output
     assert "16 of them take 11% to" in done.output
     assert "--draft-share has no effect with --draft-step" in done.output
-    found = json.loads(done.output.splitlines()[-1])
+    assert "{" not in done.stdout
+    done = CliRunner().invoke(app, [*words, "--json"])
+    found = json.loads(done.stdout)
     assert {e["draft_step_s"] for e in found["draft_steps"]} == {0.0025, 0.0007}
     assert len(found["draft_steps"]) == 2 * len(published_curves())
 
