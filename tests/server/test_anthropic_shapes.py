@@ -12,7 +12,7 @@ from told_answers import STATS, answers
 
 from offload.errors import BadRequest
 from specoffload.chat.deltas import CallPiece, Content, Delta, joined
-from specoffload.server.anthropic.answer import MessageTold
+from specoffload.server.anthropic.answer import MessageStory
 from specoffload.server.anthropic.request import MessagesRequest, as_chat
 
 pytest.importorskip("anthropic", reason="the extra `clients` is not installed")
@@ -29,8 +29,8 @@ def _chat(**fields: Any) -> dict[str, Any]:
 
 @given(answers)
 def test_the_events_add_up_to_the_whole_message(deltas: list[Delta]) -> None:
-    told = MessageTold("m", 6)
-    events = told.begin()
+    told = MessageStory("m")
+    events = told.begin(6)
     for delta in deltas:
         events += told.add(delta)
     events += told.end("stop", STATS)
@@ -40,12 +40,12 @@ def test_the_events_add_up_to_the_whole_message(deltas: list[Delta]) -> None:
         snapshot = accumulate_event(
             event=EVENT.validate_python(event), current_snapshot=snapshot, json_bufs=buffers
         )
-    whole = Message.model_validate(told.message)
+    whole = Message.model_validate(told.result)
     assert snapshot.to_dict()["content"] == whole.to_dict()["content"]
     assert snapshot.stop_reason == whole.stop_reason
     assert snapshot.usage.output_tokens == whole.usage.output_tokens == 7
     said = joined(deltas)
-    blocks = told.message["content"]
+    blocks = told.result["content"]
     assert "".join(b["text"] for b in blocks if b["type"] == "text") == said.content
     assert "".join(b["thinking"] for b in blocks if b["type"] == "thinking") == said.reasoning
     calls = [b for b in blocks if b["type"] == "tool_use"]
@@ -57,8 +57,8 @@ def test_the_events_add_up_to_the_whole_message(deltas: list[Delta]) -> None:
 
 @given(answers)
 def test_blocks_are_opened_and_closed_one_after_another(deltas: list[Delta]) -> None:
-    told = MessageTold("m")
-    events = [*told.begin(), *(e for delta in deltas for e in told.add(delta))]
+    told = MessageStory("m")
+    events = [*told.begin(6), *(e for delta in deltas for e in told.add(delta))]
     events += told.end("length", STATS)
     kinds = [event["type"] for event in events]
     assert kinds[0] == "message_start"
@@ -81,25 +81,25 @@ def test_the_reason_for_the_end_has_anthropics_name() -> None:
 
 
 def _ended(reason: Any, word: str | None = None) -> tuple[Any, Any]:
-    told = MessageTold("m")
+    told = MessageStory("m")
     told.add(Content("a"))
-    told.end(reason, STATS, word)
-    return told.message["stop_reason"], told.message["stop_sequence"]
+    told.end(reason, STATS, stopping_word=word)
+    return told.result["stop_reason"], told.result["stop_sequence"]
 
 
 def test_tokens_from_the_cache_are_counted_apart() -> None:
-    told = MessageTold("m")
+    told = MessageStory("m")
     told.end("stop", STATS)
-    usage = told.message["usage"]
+    usage = told.result["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (6, 4)
 
 
 def test_a_call_cut_short_has_no_made_up_input() -> None:
-    told = MessageTold("m")
+    told = MessageStory("m")
     told.add(CallPiece(0, "c", "t", '{"a": "b'))
     told.end("length", STATS)
-    assert told.message["content"][0]["input"] == {}
-    assert told.message["stop_reason"] == "max_tokens"
+    assert told.result["content"][0]["input"] == {}
+    assert told.result["stop_reason"] == "max_tokens"
 
 
 def test_system_stops_and_sampling_become_those_of_a_chat() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from running import Running, StartServer, eventually, http
 
 from offload.errors import BadRequest
-from specoffload.server.api.prompts import MOST_ANSWERS, prompts_of
+from specoffload.server.completions.prompts import MOST_ANSWERS, prompts_of
 
 
 def _post(server: Running, path: str, **body: Any) -> Any:

@@ -15,15 +15,15 @@ from told_answers import STATS, answers
 from offload.errors import BadRequest
 from specoffload.chat.deltas import Content, Delta, joined
 from specoffload.server.engine.messages import Problem
-from specoffload.server.responses.answer import ResponseTold
+from specoffload.server.responses.answer import ResponseStory
 from specoffload.server.responses.request import ResponsesRequest, as_chat
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def _told(**fields: Any) -> ResponseTold:
+def _told(**fields: Any) -> ResponseStory:
     request = ResponsesRequest.model_validate({"input": "hi", **fields})
-    return ResponseTold(request, "m", 5)
+    return ResponseStory(request, "m", 5)
 
 
 def _chat(**fields: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def _chat(**fields: Any) -> dict[str, Any]:
 @given(answers)
 def test_the_events_add_up_to_the_whole_response(deltas: list[Delta]) -> None:
     told = _told()
-    events = told.begin()
+    events = told.begin(6)
     for delta in deltas:
         events += told.add(delta)
     events += told.end("stop", STATS)
@@ -41,7 +41,7 @@ def test_the_events_add_up_to_the_whole_response(deltas: list[Delta]) -> None:
     state: ResponseStreamState[Any] = ResponseStreamState(input_tools=omit, text_format=omit)
     for event in events:
         heard = state.handle_event(EVENT.validate_python(event))
-    whole = Response.model_validate(told.response)
+    whole = Response.model_validate(told.result)
     assert heard[-1].type == "response.completed"
     assert heard[-1].response.output_text == whole.output_text == joined(deltas).content
     said = joined(deltas)
@@ -59,7 +59,7 @@ def test_the_events_add_up_to_the_whole_response(deltas: list[Delta]) -> None:
 @given(answers)
 def test_what_the_deltas_say_is_said_again_when_an_item_is_done(deltas: list[Delta]) -> None:
     told = _told()
-    events = [*told.begin(), *(e for delta in deltas for e in told.add(delta))]
+    events = [*told.begin(6), *(e for delta in deltas for e in told.add(delta))]
     events += told.end("stop", STATS)
     heard: dict[str, str] = {}
     for event in events:
@@ -69,7 +69,7 @@ def test_what_the_deltas_say_is_said_again_when_an_item_is_done(deltas: list[Del
             said = event.get("text", event.get("arguments"))
             assert heard.get(event["item_id"], "") == said
     done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
-    assert done == told.response["output"]
+    assert done == told.result["output"]
 
 
 def test_an_answer_at_its_limit_is_incomplete() -> None:
@@ -77,7 +77,7 @@ def test_an_answer_at_its_limit_is_incomplete() -> None:
     told.add(Content("a"))
     events = told.end("length", STATS)
     assert events[-1]["type"] == "response.incomplete"
-    whole = Response.model_validate(told.response)
+    whole = Response.model_validate(told.result)
     assert whole.incomplete_details is not None
     assert whole.incomplete_details.reason == "max_output_tokens"
 

@@ -10,17 +10,19 @@ import secrets
 from typing import Any
 
 from specoffload.chat.deltas import Content, Delta, Reasoning
+from specoffload.server.anthropic.errors import anthropic_error
+from specoffload.server.engine.messages import Problem
 from specoffload.session.generation import FinishReason, GenerationStats
 
 Event = dict[str, Any]
 
 
-class MessageTold:
-    """One answer, delta by delta. Each method returns the events that it makes; `message` is the
+class MessageStory:
+    """One answer, delta by delta. Each method returns the events that it makes; `result` is the
     whole message so far."""
 
-    def __init__(self, model: str, n_prompt_tokens: int = 0) -> None:
-        self.message: dict[str, Any] = {
+    def __init__(self, model: str) -> None:
+        self.result: dict[str, Any] = {
             "id": "msg_" + secrets.token_hex(12),
             "type": "message",
             "role": "assistant",
@@ -28,14 +30,15 @@ class MessageTold:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": n_prompt_tokens, "output_tokens": 0},
+            "usage": {"input_tokens": 0, "output_tokens": 0},
         }
         self._call: int | None = None  # the index of the call that is open
         self._arguments = ""
         self._is_open = False
 
-    def begin(self) -> list[Event]:
-        return [{"type": "message_start", "message": {**self.message, "content": []}}]
+    def begin(self, n_prompt_tokens: int) -> list[Event]:
+        self.result["usage"]["input_tokens"] = n_prompt_tokens
+        return [{"type": "message_start", "message": {**self.result, "content": []}}]
 
     def add(self, delta: Delta) -> list[Event]:
         if isinstance(delta, Content):
@@ -67,29 +70,36 @@ class MessageTold:
         ]
 
     def end(
-        self, reason: FinishReason, stats: GenerationStats, stopping_word: str | None = None
+        self,
+        reason: FinishReason,
+        stats: GenerationStats,
+        *,
+        stopping_word: str | None = None,
+        n_reasoning: int = 0,
     ) -> list[Event]:
-        """`stopping_word` is the stop sequence that ended the answer."""
         closed = self._closed()
-        self.message["stop_reason"] = self._stop_reason(reason, stopping_word)
-        self.message["stop_sequence"] = stopping_word
-        self.message["usage"] = {
+        self.result["stop_reason"] = self._stop_reason(reason, stopping_word)
+        self.result["stop_sequence"] = stopping_word
+        self.result["usage"] = {
             "input_tokens": stats.n_prompt_tokens - stats.n_cached_tokens,
             "cache_read_input_tokens": stats.n_cached_tokens,
             "cache_creation_input_tokens": 0,
             "output_tokens": stats.n_tokens,
         }
-        ending = {"stop_reason": self.message["stop_reason"], "stop_sequence": stopping_word}
-        usage = self.message["usage"]
+        ending = {"stop_reason": self.result["stop_reason"], "stop_sequence": stopping_word}
+        usage = self.result["usage"]
         return [
             *closed,
             {"type": "message_delta", "delta": ending, "usage": usage},
             {"type": "message_stop"},
         ]
 
+    def fail(self, problem: Problem) -> list[Event]:
+        return [anthropic_error(problem)]
+
     @property
     def _blocks(self) -> list[dict[str, Any]]:
-        blocks: list[dict[str, Any]] = self.message["content"]
+        blocks: list[dict[str, Any]] = self.result["content"]
         return blocks
 
     def _stop_reason(self, reason: FinishReason, stopping_word: str | None) -> str:

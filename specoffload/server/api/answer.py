@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from specoffload.server.anthropic.errors import PATH, anthropic_error
 from specoffload.server.api.shapes import Shape
 from specoffload.server.api.wire import (
     DONE,
@@ -40,7 +41,21 @@ def problem_response(problem: Problem) -> Response:
         headers["X-Should-Retry"] = "false"  # read by OpenAI's clients
     if problem.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(problem), problem.http_status, headers)
+    return _ProblemResponse(problem, headers)
+
+
+class _ProblemResponse(JSONResponse):
+    """OpenAI's shape of an error, or on the paths of Anthropic's API, Anthropic's."""
+
+    def __init__(self, problem: Problem, headers: Mapping[str, str]) -> None:
+        super().__init__(error_body(problem), problem.http_status, headers)
+        self._problem = problem
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(PATH):
+            self.body = self.render(anthropic_error(self._problem))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
 class TicketResponse(Response):

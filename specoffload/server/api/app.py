@@ -20,9 +20,9 @@ from specoffload.server.api.answer import (
     WholeAnswer,
     problem_response,
 )
-from specoffload.server.api.completions import completions_router
 from specoffload.server.api.context import Context
-from specoffload.server.api.native import NativeRoutes
+from specoffload.server.api.embeddings import embeddings_router
+from specoffload.server.api.openapi import openapi_router
 from specoffload.server.api.shapes import Shape
 from specoffload.server.api.slots import slot_body, slot_job, slots_body
 from specoffload.server.api.status import Status
@@ -36,6 +36,8 @@ from specoffload.server.body.reading import BodyReader, ignore
 from specoffload.server.chat.asking import Asking
 from specoffload.server.chat.renderer import Renderer
 from specoffload.server.chat.shape import ChatShape
+from specoffload.server.completions.native import NativeRoutes
+from specoffload.server.completions.routes import completions_router
 from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
 from specoffload.server.engine.messages import (
     Job,
@@ -94,6 +96,8 @@ def create_app(
     app.include_router(TextRoutes(context).router())
     app.include_router(completions_router(context))
     app.include_router(NativeRoutes(context).router())
+    app.include_router(embeddings_router())
+    app.include_router(openapi_router(app))
     api = _Api(context)
     router = APIRouter()
     for path in ("/v1/chat/completions", "/chat/completions"):

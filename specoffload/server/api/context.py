@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel
 
-from specoffload.server.body.reading import BodyReader, body_limit_bytes
+from specoffload.server.body.reading import BodyReader, body_limit_bytes, checked
 from specoffload.server.chat.asking import Asking
 from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
 from specoffload.session.generation import GenerateOptions, ModelCard
@@ -32,6 +32,16 @@ class Context:
     async def read(self, request: Request, kind: type[_Body]) -> _Body:
         """The request's body. Raises RequestFailed and BadRequest for what cannot be."""
         return await self._bodies.read(request, kind, body_limit_bytes(self.card()))
+
+    async def read_unjudged(self, request: Request, kind: type[_Body]) -> _Body:
+        """The same, but names that no field has are left to `judged`."""
+        return await self._bodies.read_unjudged(request, kind, body_limit_bytes(self.card()))
+
+    def judged(self, request: Request, body: dict[str, Any], kind: type[_Body]) -> _Body:
+        """A request that was made of another API's. Raises RequestFailed and BadRequest."""
+        found = checked(body, kind)
+        self._bodies.judge(request, found)
+        return found
 
     def card(self) -> ModelCard:
         """Raises RequestFailed (503) before the first load."""

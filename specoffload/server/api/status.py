@@ -34,7 +34,8 @@ class Status:
     def router(self) -> APIRouter:
         router = APIRouter(tags=["status"])
         for path in ("/health", "/v1/health"):
-            router.add_api_route(path, self.health, methods=["GET", "HEAD"])
+            router.add_api_route(path, self.health, methods=["GET"])
+            router.add_api_route(path, self.health, methods=["HEAD"], include_in_schema=False)
         for path in ("/v1/models", "/models"):
             router.add_api_route(path, self.models, methods=["GET"])
         router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])

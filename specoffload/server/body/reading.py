@@ -10,7 +10,6 @@ from starlette.requests import Request
 
 from specoffload.server.body.names import (
     HEADER,
-    REFUSED,
     header_value,
     ignored_names,
     refuse_ignored,
@@ -47,19 +46,26 @@ class BodyReader:
         request: Request,
         kind: type[_Body],
         limit_bytes: int,
-        refused: dict[str, tuple[object, ...]] | None = None,
     ) -> _Body:
         """The body as `kind`; what it ignores is noted for the answer's header.
 
         Raises RequestFailed: 413 over the limit, 503 where too much is being read, 400 for
         anything that does not fit; BadRequest for a parameter that cannot be.
         """
-        body = parse(await self._bytes(request, limit_bytes), kind)
-        names = ignored_names(body, REFUSED if refused is None else refused)
-        if self._strict:
-            refuse_ignored(kind, names)
-        ignore(request, names)
+        body = await self.read_unjudged(request, kind, limit_bytes)
+        self.judge(request, body)
         return body
+
+    async def read_unjudged(self, request: Request, kind: type[_Body], limit_bytes: int) -> _Body:
+        """As `read`, but for names that no field has: they are the caller's to judge."""
+        return checked(parse(await self._bytes(request, limit_bytes)), kind)
+
+    def judge(self, request: Request, body: BaseModel) -> None:
+        """Note what of `body` has no effect. Raises BadRequest for what cannot be."""
+        names = ignored_names(body)
+        if self._strict:
+            refuse_ignored(type(body), names)
+        ignore(request, names)
 
     async def _bytes(self, request: Request, limit_bytes: int) -> bytes:
         chunks: list[bytes] = []
@@ -83,14 +89,19 @@ class BodyReader:
         return b"".join(chunks)
 
 
-def parse(data: bytes, kind: type[_Body]) -> _Body:
-    """JSON as `kind`. Raises RequestFailed (400)."""
+def parse(data: bytes) -> dict[str, Any]:
+    """A JSON object. Raises RequestFailed (400)."""
     try:
         found = from_json(data, allow_inf_nan=False)
     except ValueError as e:
         raise RequestFailed(_invalid(f"the body is not JSON: {e}")) from e
     if not isinstance(found, dict):
         raise RequestFailed(_invalid("the body must be a JSON object"))
+    return found
+
+
+def checked(found: dict[str, Any], kind: type[_Body]) -> _Body:
+    """A JSON object as `kind`. Raises RequestFailed (400)."""
     try:
         return kind.model_validate(renamed(found, kind.model_fields))
     except ValidationError as e:

@@ -67,7 +67,7 @@ def page_router() -> APIRouter:
             raise HTTPException(404, f"the page has no file {name!r}")
         return _response(request, files[name])
 
-    router = APIRouter()
+    router = APIRouter(include_in_schema=False)
     router.add_api_route("/", index, methods=["GET", "HEAD"], response_model=None)
     router.add_api_route("/page/{name:path}", part, methods=["GET", "HEAD"], response_model=None)
     return router

@@ -17,13 +17,13 @@ from specoffload.session.generation import FinishReason, GenerationStats
 Event = dict[str, Any]
 
 
-class ResponseTold:
-    """One answer, delta by delta. Each method returns the events that it makes; `response` is the
+class ResponseStory:
+    """One answer, delta by delta. Each method returns the events that it makes; `result` is the
     whole response so far."""
 
     def __init__(self, request: ResponsesRequest, model: str, created_at: int) -> None:
         given = request.model_dump(exclude_unset=True)
-        self.response: dict[str, Any] = {
+        self.result: dict[str, Any] = {
             "id": "resp_" + secrets.token_hex(16),
             "object": "response",
             "created_at": created_at,
@@ -50,10 +50,10 @@ class ResponseTold:
         self._n_events = 0
         self._is_open = False
 
-    def begin(self) -> list[Event]:
+    def begin(self, n_prompt_tokens: int) -> list[Event]:
         return [
-            self._event("response.created", response=copy.deepcopy(self.response)),
-            self._event("response.in_progress", response=copy.deepcopy(self.response)),
+            self._event("response.created", response=copy.deepcopy(self.result)),
+            self._event("response.in_progress", response=copy.deepcopy(self.result)),
         ]
 
     def add(self, delta: Delta) -> list[Event]:
@@ -66,34 +66,41 @@ class ResponseTold:
         name = f"response.{self._item['content'][0]['type']}.delta"
         return [*events, self._in_part(name, delta=delta.text, **more)]
 
-    def end(self, reason: FinishReason, stats: GenerationStats) -> list[Event]:
+    def end(
+        self,
+        reason: FinishReason,
+        stats: GenerationStats,
+        *,
+        stopping_word: str | None = None,
+        n_reasoning: int = 0,
+    ) -> list[Event]:
         closed = self._closed("incomplete" if reason == "length" else "completed")
-        self.response["status"] = "incomplete" if reason == "length" else "completed"
+        self.result["status"] = "incomplete" if reason == "length" else "completed"
         if reason == "length":
-            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self.response["usage"] = {
+            self.result["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.result["usage"] = {
             "input_tokens": stats.n_prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": stats.n_cached_tokens,
                 "cache_write_tokens": 0,
             },
             "output_tokens": stats.n_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": n_reasoning},
             "total_tokens": stats.n_prompt_tokens + stats.n_tokens,
         }
-        name = f"response.{self.response['status']}"
-        return [*closed, self._event(name, response=copy.deepcopy(self.response))]
+        name = f"response.{self.result['status']}"
+        return [*closed, self._event(name, response=copy.deepcopy(self.result))]
 
     def fail(self, problem: Problem) -> list[Event]:
         """The events of an answer that broke off."""
         self._is_open = False
-        self.response["status"] = "failed"
-        self.response["error"] = {"code": "server_error", "message": problem.message}
-        return [self._event("response.failed", response=copy.deepcopy(self.response))]
+        self.result["status"] = "failed"
+        self.result["error"] = {"code": "server_error", "message": problem.message}
+        return [self._event("response.failed", response=copy.deepcopy(self.result))]
 
     @property
     def _item(self) -> dict[str, Any]:
-        item: dict[str, Any] = self.response["output"][-1]
+        item: dict[str, Any] = self.result["output"][-1]
         return item
 
     def _is_open_as(self, kind: str) -> bool:
@@ -104,7 +111,7 @@ class ResponseTold:
         return {"type": kind, "sequence_number": self._n_events - 1, **fields}
 
     def _in_item(self, kind: str, /, **fields: Any) -> Event:
-        index = len(self.response["output"]) - 1
+        index = len(self.result["output"]) - 1
         return self._event(kind, item_id=self._item["id"], output_index=index, **fields)
 
     def _in_part(self, kind: str, /, **fields: Any) -> Event:
@@ -112,8 +119,8 @@ class ResponseTold:
 
     def _open(self, item: dict[str, Any]) -> Event:
         self._is_open = True
-        self.response["output"].append(item)
-        index = len(self.response["output"]) - 1
+        self.result["output"].append(item)
+        index = len(self.result["output"]) - 1
         name = "response.output_item.added"
         return self._event(name, output_index=index, item=copy.deepcopy(item))
 
@@ -165,7 +172,7 @@ class ResponseTold:
                 self._in_part(f"response.{part['type']}.done", text=part["text"], **more),
                 self._in_part("response.content_part.done", part=dict(part)),
             ]
-        index = len(self.response["output"]) - 1
+        index = len(self.result["output"]) - 1
         done = self._event(
             "response.output_item.done", output_index=index, item=copy.deepcopy(item)
         )

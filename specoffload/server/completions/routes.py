@@ -9,11 +9,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from specoffload.server.api.context import Context
-from specoffload.server.api.group import TicketGroup
 from specoffload.server.api.parameters import generate_options
-from specoffload.server.api.prompts import completion_jobs
 from specoffload.server.api.shapes import MARK, TextLine
-from specoffload.server.api.telling import Told
 from specoffload.server.api.wire import (
     DONE,
     CompletionRequest,
@@ -26,7 +23,10 @@ from specoffload.server.api.wire import (
     timings_of,
 )
 from specoffload.server.body.reading import ignore
+from specoffload.server.completions.prompts import completion_jobs
 from specoffload.server.engine.messages import Problem, Started
+from specoffload.server.telling.group import TicketGroup
+from specoffload.server.telling.told import Told
 from specoffload.session.generation import FinishReason, GenerationStats, Piece
 
 

@@ -9,10 +9,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specoffload.server.api.answer import TicketResponse, problem_response
-from specoffload.server.api.group import TicketGroup
 from specoffload.server.api.wire import KEEP_ALIVE
 from specoffload.server.engine.client import RequestFailed
 from specoffload.server.engine.messages import Event, Problem, Started
+from specoffload.server.telling.group import TicketGroup
 from specoffload.server.transport.connection import WRITE_PART
 from specoffload.session.generation import Piece
 

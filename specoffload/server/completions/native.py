@@ -13,11 +13,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from specoffload.server.api.context import Context
-from specoffload.server.api.group import TicketGroup
 from specoffload.server.api.parameters import generate_options
-from specoffload.server.api.prompts import Prompt, prompts_of
 from specoffload.server.api.settings import settings_of
-from specoffload.server.api.telling import Told
 from specoffload.server.api.wire import (
     InfillRequest,
     NativeRequest,
@@ -26,6 +23,7 @@ from specoffload.server.api.wire import (
     timings_of,
 )
 from specoffload.server.body.reading import ignore
+from specoffload.server.completions.prompts import Prompt, prompts_of
 from specoffload.server.engine.messages import (
     CompletionJob,
     GeneratingJob,
@@ -33,6 +31,8 @@ from specoffload.server.engine.messages import (
     Problem,
     Started,
 )
+from specoffload.server.telling.group import TicketGroup
+from specoffload.server.telling.told import Told
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.infill import Fill
 

@@ -1,0 +1,1 @@
+"""Completions of prompts: OpenAI's, and llama-server's own."""

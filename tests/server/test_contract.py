@@ -1,0 +1,77 @@
+"""/openapi.json describes what the server does: contract tools find no failure of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fake_generator import FakeFactory
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from running import Running, http
+
+schemathesis = pytest.importorskip("schemathesis", reason="the extra `clients` is not installed")
+
+N_REQUESTS = 40  # of each operation
+NO_FAILURES = {501}  # what this model cannot do: a clear answer, not a failure
+
+
+@pytest.fixture(scope="module")
+def contract() -> Any:
+    running = Running(FakeFactory(n_parallel=4), has_metrics=True)
+    running.wait_until_healthy()
+    yield schemathesis.openapi.from_url(running.url + "/openapi.json"), running
+    running.stop()
+
+
+def test_the_document_names_every_route_of_the_api(server: Running) -> None:
+    document = http.get(server.url + "/openapi.json").json()
+    assert document["openapi"].startswith("3.")
+    paths = document["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/completion", "/props"} <= set(paths)
+    assert "/" not in paths
+    body = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert body["schema"] == {"$ref": "#/components/schemas/CompletionRequest"}
+    fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert {"prompt", "max_tokens", "temperature", "stream"} <= set(fields)
+    for path, operations in paths.items():
+        if path not in ("/v1/embeddings", "/embeddings", "/embedding") and "post" in operations:
+            assert "requestBody" in operations["post"], path
+
+
+def test_embeddings_are_refused_clearly(server: Running) -> None:
+    answer = http.post(server.url + "/v1/embeddings", json={"input": "x", "model": "m"})
+    assert answer.status_code == 501
+    assert answer.json()["error"]["type"] == "not_supported_error"
+    assert "embedding model" in answer.json()["error"]["message"]
+
+
+@settings(
+    max_examples=N_REQUESTS,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
+@given(data=st.data())
+def _run_operation(operation: Any, url: str, data: st.DataObject) -> None:
+    mode = data.draw(st.sampled_from(list(schemathesis.GenerationMode)))
+    case = data.draw(operation.as_strategy(generation_mode=mode))
+    answer = case.call(base_url=url, timeout=30)
+    assert answer.status_code < 500 or answer.status_code in NO_FAILURES, (
+        case.as_curl_command(),
+        answer.text,
+    )
+    if answer.status_code >= 400 and case.method != "HEAD":
+        error = answer.json()["error"]
+        assert len(error["message"]) < 2000
+        assert "Traceback" not in error["message"]
+
+
+def test_no_request_that_the_contract_suggests_makes_the_server_fail(contract: Any) -> None:
+    schema, running = contract
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) > 20
+    for operation in operations:
+        _run_operation(operation, running.url)
+    assert http.get(running.url + "/health").status_code == 200
