@@ -14,6 +14,7 @@ from starlette.responses import Response
 from specoffload.chat.settings import ChatSettings
 from specoffload.errors import KNOWN
 from specoffload.server.access.gate import Access, Gate
+from specoffload.server.anthropic.routes import AnthropicRoutes
 from specoffload.server.api.answer import (
     SingleAnswer,
     StreamedAnswer,
@@ -46,6 +47,7 @@ from specoffload.server.engine.messages import (
     problem_of,
 )
 from specoffload.server.page.files import page_router
+from specoffload.server.responses.routes import responses_router
 from specoffload.session.generation import AskedOptions, GenerateOptions
 
 log = logging.getLogger("specoffload.server")
@@ -96,6 +98,8 @@ def create_app(
     app.include_router(TextRoutes(context).router())
     app.include_router(completions_router(context))
     app.include_router(NativeRoutes(context).router())
+    app.include_router(AnthropicRoutes(context).router())
+    app.include_router(responses_router(context))
     app.include_router(embeddings_router())
     app.include_router(openapi_router(app))
     api = _Api(context)

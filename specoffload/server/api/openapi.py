@@ -11,7 +11,9 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import JSONResponse, Response
 
 from specoffload import __version__
+from specoffload.server.anthropic.request import CountRequest, MessagesRequest
 from specoffload.server.api import wire
+from specoffload.server.responses.request import ResponsesRequest
 
 BODIES: dict[str, type[BaseModel]] = {
     "/apply-template": wire.TemplateRequest,
@@ -24,6 +26,10 @@ BODIES: dict[str, type[BaseModel]] = {
     "/tokenize": wire.TokenizeRequest,
     "/v1/chat/completions": wire.ChatRequest,
     "/v1/completions": wire.CompletionRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/v1/responses": ResponsesRequest,
+    "/responses": ResponsesRequest,
 }
 _MAY_BE_EMPTY = {"/slots/{number}"}
 _REF = "#/components/schemas/{model}"
