@@ -41,7 +41,7 @@ _FORMAT = 1
 _ONCE_FROM_S = 0.4  # a decode that takes so long is timed once
 _REPEAT_S = 0.12  # a size whose decodes do not agree is timed again so long
 _SPAN = 512  # tokens, before the memory is cut back
-_DEPTH, _DEEP_BELOW_S = 128, 0.005  # tokens of context, below that T(1)
+_DEPTH, _DEEP_BELOW_S = 192, 0.01  # tokens of context, below that T(1)
 _ON_CPU = MinBatch(NEVER, NEVER)
 _STREAMED = {"experts": MinBatch(1, NEVER), "dense": MinBatch(NEVER, 1)}
 

@@ -152,7 +152,7 @@ def test_ctrl_c_at_any_report_of_progress_leaves_nothing_open(
     """Loading reports it, and measuring the profile does."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
     reports: list[float] = []
-    Session(config_of(), reports.append).close()
+    Session(config_of(), lambda _, share: reports.append(share)).close()
     assert all_are_closed(engines)
     measuring = next(i for i, share in enumerate(reports) if i and share < reports[i - 1])
     for at in (1, 2, measuring - 1, measuring + 1, measuring + 3):
@@ -160,7 +160,7 @@ def test_ctrl_c_at_any_report_of_progress_leaves_nothing_open(
             file.unlink()
         left = iter(range(at))
 
-        def interrupt(_: float, left: Iterator[int] = left) -> None:
+        def interrupt(step: str, share: float, left: Iterator[int] = left) -> None:
             if next(left, None) is None:
                 raise KeyboardInterrupt
 
