@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from library_memory import allocated
 
-from offload.model import ModelFacts
+from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
 from offload.synth import plan_preset, write_header_only
@@ -42,6 +42,25 @@ def test_every_shape_takes_what_the_plan_says(preset: str, headers: Path) -> Non
     facts = read_facts(headers / preset)
     for n_ctx, n_ubatch in ((4096, 512), (32768, 2048), (131072, 4096)):
         check(headers / preset, facts, replace(SPEC, n_ctx=n_ctx, n_ubatch=n_ubatch))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_is_used_is_within_3_percent_or_200_megabytes(preset: str, headers: Path) -> None:
+    """The whole device: resident weights are the file's own bytes, and slots take what is left, so
+    the context's share is what can be wrong. Counted with the least that is ever resident."""
+    facts = read_facts(headers / preset)
+    resident_bytes = sum(
+        place.entry.size_bytes
+        for place in facts.weights.values()
+        if not is_experts(place.entry) and not place.entry.name.startswith("token_embd")
+    )
+    for n_ctx, n_ubatch in ((4096, 512), (32768, 2048), (131072, 4096)):
+        spec = replace(SPEC, n_ctx=n_ctx, n_ubatch=n_ubatch)
+        ours, theirs = context_memory(facts, spec), allocated(headers / preset, spec)
+        used = resident_bytes + theirs.kv_bytes + theirs.recurrent_bytes + theirs.compute_bytes
+        off = ours.kv_bytes + ours.recurrent_bytes + ours.compute_bytes + resident_bytes - used
+        print(f"{preset} {n_ctx} {n_ubatch}: {off / 1e6:+.0f} MB of {used / 1e9:.1f} GB")
+        assert abs(off) <= max(0.03 * used, 200e6)
 
 
 @pytest.mark.parametrize(
