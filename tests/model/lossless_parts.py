@@ -279,7 +279,7 @@ class Judge:
         """Every token is what plain decoding chooses for its prefix, with the random number that
         is its turn. Returns how many were near ties, which may fall either way."""
         rows = self.rows(run.prompt, run.tokens)
-        chain = self._chain(request)
+        chain = self._chain(request, run.prompt)
         n_ties = 0
         for i, (row, token) in enumerate(zip(rows, run.tokens, strict=True)):
             chosen = chain.choose(row, ())
@@ -294,7 +294,7 @@ class Judge:
 
     def check_support(self, run: Run, request: GenerateOptions) -> None:
         """Every token is one that the request's sampler could have drawn."""
-        chain = self._chain(request)
+        chain = self._chain(request, run.prompt)
         for row, token in zip(self.rows(run.prompt, run.tokens), run.tokens, strict=True):
             if chain.probabilities(row, ())[token] == 0.0:
                 # The last candidate of top-k or min-p, by a hair.
@@ -318,8 +318,8 @@ class Judge:
             worst = max(worst, found)
         return worst
 
-    def _chain(self, request: GenerateOptions) -> SamplerChain:
-        return SamplerChain(self.engine.model, sampling_of(request, 512))
+    def _chain(self, request: GenerateOptions, prompt: Sequence[int]) -> SamplerChain:
+        return SamplerChain(self.engine.model, sampling_of(request, 512), prompt)
 
     def _is_near_tie(self, request: GenerateOptions, run: Run, i: int) -> bool:
         """True if plain decoding may as well choose token i: from the logits of another batch size,
@@ -350,7 +350,7 @@ class Judge:
         row: NDArray[np.float32],
     ) -> int:
         """The sampler's choice from `row` after it chose from `rows`."""
-        chain = self._chain(request)
+        chain = self._chain(request, run.prompt)
         for before, token in zip(rows, tokens, strict=False):
             chain.choose(before, ())
             chain.accepted(token)
