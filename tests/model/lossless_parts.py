@@ -338,20 +338,20 @@ class Judge:
                 shifts[-1][order[:n]] = NEAR_TIE / 2
             for shift in shifts:
                 for shifted in (row + shift, row - shift):
-                    if self._choice(request, rows[:i], run.tokens, shifted) == run.tokens[i]:
+                    if self._choice(request, run, rows[:i], shifted) == run.tokens[i]:
                         return True
         return False
 
     def _choice(
         self,
         request: GenerateOptions,
+        run: Run,
         rows: Sequence[NDArray[np.float32]],
-        tokens: Sequence[int],
         row: NDArray[np.float32],
     ) -> int:
-        """The sampler's choice from `row` after it chose from `rows`."""
+        """The sampler's choice from `row` after it chose the run's tokens from `rows`."""
         chain = self._chain(request, run.prompt)
-        for before, token in zip(rows, tokens, strict=False):
+        for before, token in zip(rows, run.tokens, strict=False):
             chain.choose(before, ())
             chain.accepted(token)
         chosen = chain.choose(row, ())
