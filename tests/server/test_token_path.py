@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import StartServer, http
 
-from specoffload.server.api.shapes import MARK, TextLine
-from specoffload.server.api.wire import TextChoice, TextCompletion
+from specoffload.server.api.wire import TextChoice, TextCompletion, server_sent
 from specoffload.server.engine.channel import Frames, channels, packed
+from specoffload.server.telling.text_line import MARK, TextLine
 
 MESSAGES = st.lists(st.one_of(st.binary(max_size=50), st.text(max_size=50), st.integers()))
 
@@ -63,7 +63,7 @@ def chunk(text: str, model: str) -> str:
 
 @given(TEXTS, st.one_of(st.sampled_from([MARK, f'"{MARK}"', 'a "model"']), TEXTS))
 def test_a_line_is_the_json_that_pydantic_makes(text: str, model: str) -> None:
-    assert TextLine(chunk(MARK, model)).fill(text) == chunk(text, model)
+    assert TextLine(chunk(MARK, model)).sent(text) == server_sent(chunk(text, model))
 
 
 def ask(url: str, version: str) -> tuple[bytes, bytes]:

@@ -15,39 +15,26 @@ from specoffload.chat.settings import ChatSettings
 from specoffload.errors import KNOWN
 from specoffload.server.access.gate import Access, Gate
 from specoffload.server.anthropic.routes import AnthropicRoutes
-from specoffload.server.api.answer import (
-    SingleAnswer,
-    StreamedAnswer,
-    WholeAnswer,
-    problem_response,
-)
+from specoffload.server.api.answer import SingleAnswer, problem_response
 from specoffload.server.api.context import Context
 from specoffload.server.api.embeddings import embeddings_router
 from specoffload.server.api.openapi import openapi_router
-from specoffload.server.api.shapes import Shape
 from specoffload.server.api.slots import slot_body, slot_job, slots_body
 from specoffload.server.api.status import Status
 from specoffload.server.api.text import TextRoutes
-from specoffload.server.api.wire import (
-    ChatRequest,
-    GenerationRequest,
-    SlotRequest,
-)
+from specoffload.server.api.wire import ChatRequest, SlotRequest
 from specoffload.server.body.reading import BodyReader, ignore
+from specoffload.server.chat.answer import ChatTeller
 from specoffload.server.chat.asking import Asking
 from specoffload.server.chat.renderer import Renderer
-from specoffload.server.chat.shape import ChatShape
 from specoffload.server.completions.native import NativeRoutes
 from specoffload.server.completions.routes import completions_router
 from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
-from specoffload.server.engine.messages import (
-    Job,
-    Problem,
-    SlotsJob,
-    problem_of,
-)
+from specoffload.server.engine.messages import Problem, SlotsJob, problem_of
 from specoffload.server.page.files import page_router
 from specoffload.server.responses.routes import responses_router
+from specoffload.server.telling.group import TicketGroup
+from specoffload.server.telling.told import Told
 from specoffload.session.generation import AskedOptions, GenerateOptions
 
 log = logging.getLogger("specoffload.server")
@@ -129,19 +116,16 @@ class _Api:
         card = self._context.card()
         question = await self._context.asking.question(body, card)
         ignore(request, question.idle)
-        shape = ChatShape(
+        teller = ChatTeller(
             question.prompt,
             card.name,
             int(time.time()),
             n=question.job.options.n,
-            include_usage=_wants_usage(body),
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        return self._generate(question.job, body, shape)
-
-    def _generate(self, job: Job, body: GenerationRequest, shape: Shape) -> Response:
-        ticket = self._engine.submit(job)
-        return StreamedAnswer(ticket, shape) if body.stream else WholeAnswer(ticket, shape)
+        group = TicketGroup(self._engine, [question.job])
+        return Told(group, teller, stream=bool(body.stream))
 
     # ---- slots
 
@@ -156,10 +140,6 @@ class _Api:
         body = await self._context.read(request, SlotRequest) if has_body else SlotRequest()
         job = slot_job(number, request.query_params.get("action"), body)
         return SingleAnswer(self._engine.submit(job), slot_body)
-
-
-def _wants_usage(body: GenerationRequest) -> bool:
-    return bool(body.stream_options and body.stream_options.include_usage)
 
 
 def _install_error_handlers(app: FastAPI) -> None:

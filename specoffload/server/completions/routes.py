@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from specoffload.server.api.context import Context
 from specoffload.server.api.parameters import generate_options
-from specoffload.server.api.shapes import MARK, TextLine
 from specoffload.server.api.wire import (
     DONE,
     CompletionRequest,
@@ -26,6 +25,7 @@ from specoffload.server.body.reading import ignore
 from specoffload.server.completions.prompts import completion_jobs
 from specoffload.server.engine.messages import Problem, Started
 from specoffload.server.telling.group import TicketGroup
+from specoffload.server.telling.text_line import MARK, TextLine
 from specoffload.server.telling.told import Told
 from specoffload.session.generation import FinishReason, GenerationStats, Piece
 
@@ -85,7 +85,7 @@ class CompletionTeller:
         if self._echoes[index] and (text or piece.finish_reason):
             text, self._echoes[index] = self._echoes[index] + text, ""
         self._texts[index].append(text)
-        told = server_sent(self._line(index).fill(text)) if text else b""
+        told = self._line(index).sent(text) if text else b""
         if piece.finish_reason is None or piece.stats is None:
             return told
         self._reasons[index], self._stats[index] = piece.finish_reason, piece.stats

@@ -9,8 +9,15 @@ from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
 from specoffload.chat.deltas import CallPiece, Content, Delta, Message, Reasoning
 from specoffload.chat.format import ChatPrompt
 from specoffload.server.api import wire
-from specoffload.server.api.shapes import MARK, TextLine
-from specoffload.server.api.wire import ChatFinishReason, ChatMessage
+from specoffload.server.api.wire import (
+    DONE,
+    ChatFinishReason,
+    ChatMessage,
+    server_sent,
+    server_sent_error,
+)
+from specoffload.server.engine.messages import Problem, Started
+from specoffload.server.telling.text_line import MARK, TextLine
 from specoffload.session.generation import FinishReason, GenerationStats, Piece
 
 _LEAST_LOGPROB = -9999.0  # OpenAI's, of a token that cannot be: JSON has no infinity
@@ -44,8 +51,9 @@ class _Choice:
         return "tool_calls" if reason == "stop" and self._parser.n_calls else reason
 
 
-class ChatShape:
-    """One request's answers, `n` of them; with `include_usage` a last chunk has the usage."""
+class ChatTeller:
+    """One request's answers, `n` of them; with `include_usage` a stream's last chunk has the usage.
+    `created` is in Unix seconds."""
 
     def __init__(
         self,
@@ -65,37 +73,44 @@ class ChatShape:
         self._n_logprobs_told = [0] * n
         self._id = "chatcmpl-" + secrets.token_hex(16)
         self._choices = [_Choice(prompt) for _ in range(n)]
-        self._content = [self._line(i, wire.Delta(content=MARK)) for i in range(n)]
-        self._reasoning = [self._line(i, wire.Delta(reasoning_content=MARK)) for i in range(n)]
+        self._content: dict[int, TextLine] = {}
+        self._reasoning: dict[int, TextLine] = {}
 
-    def opening(self) -> list[str]:
+    def started(self, index: int, started: Started) -> None:
+        pass
+
+    def begin(self) -> bytes:
         first = wire.Delta(role="assistant", content="")
-        return [self._chunk(i, first).to_json() for i in range(len(self._choices))]
+        return b"".join(_sent(self._chunk(i, first)) for i in range(len(self._choices)))
 
-    def add(self, piece: Piece) -> list[str]:
+    def piece(self, index: int, piece: Piece) -> bytes:
         choice = self._choices[piece.index]
         deltas = choice.add(piece)
-        chunks = [self._delta(piece.index, delta) for delta in deltas[:-1]]
-        if deltas and (piece.so_far is not None or self._top_logprobs is not None):
-            chunks.append(self._full_delta(piece, deltas[-1]).to_json())
-        elif deltas:
-            chunks.append(self._delta(piece.index, deltas[-1]))
-        if choice.stats is None:
-            return chunks
-        ending = self._chunk(piece.index, wire.Delta(), choice.reason)
-        ending.timings = wire.timings_of(choice.stats)
-        chunks.append(ending.to_json())
-        if self._include_usage and all(choice.stats is not None for choice in self._choices):
-            told = self._chunk(0, wire.Delta())
-            told.choices = []
-            told.usage = self._usage()
-            chunks.append(told.to_json())
-        return chunks
+        is_full = piece.so_far is not None or self._top_logprobs is not None
+        told = [self._delta(piece.index, delta) for delta in (deltas[:-1] if is_full else deltas)]
+        if is_full and deltas:
+            told.append(_sent(self._full_delta(piece, deltas[-1])))
+        if choice.stats is not None:
+            ending = self._chunk(piece.index, wire.Delta(), choice.reason)
+            ending.timings = wire.timings_of(choice.stats)
+            told.append(_sent(ending))
+        return b"".join(told)
 
-    def whole(self) -> str:
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        told = self._chunk(0, wire.Delta())
+        told.choices = []
+        told.usage = self._usage()
+        return _sent(told) + DONE
+
+    def failed(self, problem: Problem) -> bytes:
+        return server_sent_error(problem)
+
+    def whole(self) -> bytes:
         stats = [choice.stats for choice in self._choices if choice.stats is not None]
         assert len(stats) == len(self._choices)  # the engine process checks the last pieces
-        return wire.ChatCompletion(
+        completion = wire.ChatCompletion(
             id=self._id,
             object="chat.completion",
             created=self._created,
@@ -106,7 +121,8 @@ class ChatShape:
             ],
             usage=self._usage(),
             timings=wire.timings_of(stats[-1]),
-        ).to_json()
+        )
+        return completion.to_json().encode()
 
     def _usage(self) -> wire.Usage:
         """Of all answers; the prompt counts once, as its evaluation does."""
@@ -118,13 +134,17 @@ class ChatShape:
         usage.completion_tokens_details = wire.CompletionTokensDetails(reasoning_tokens=n_reasoning)
         return usage
 
-    def _delta(self, index: int, delta: Delta) -> str:
+    def _delta(self, index: int, delta: Delta) -> bytes:
         """The short way: most chunks differ in a text alone."""
         if isinstance(delta, Content):
-            return self._content[index].fill(delta.text)
+            if index not in self._content:
+                self._content[index] = self._line(index, wire.Delta(content=MARK))
+            return self._content[index].sent(delta.text)
         if isinstance(delta, Reasoning):
-            return self._reasoning[index].fill(delta.text)
-        return self._chunk(index, _delta(delta)).to_json()
+            if index not in self._reasoning:
+                self._reasoning[index] = self._line(index, wire.Delta(reasoning_content=MARK))
+            return self._reasoning[index].sent(delta.text)
+        return _sent(self._chunk(index, _delta(delta)))
 
     def _full_delta(self, piece: Piece, delta: Delta) -> wire.ChatChunk:
         """With the timings so far, and the logprobs of all tokens since they were last told."""
@@ -160,6 +180,10 @@ class ChatShape:
             model=self._model,
             choices=[choice],
         )
+
+
+def _sent(chunk: wire.ChatChunk) -> bytes:
+    return server_sent(chunk.to_json())
 
 
 def _logprob(token: TokenLogprob, top: Sequence[TokenLogprob] = ()) -> wire.TokenLogprobs:
