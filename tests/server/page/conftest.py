@@ -9,12 +9,14 @@ import pytest
 from browser import DESKTOP, Seen, chromium, served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Of a module: while it lives, Playwright's event loop runs in this thread, so that
+    tests behind it could not start their own."""
     yield from chromium()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def url(browser: Any) -> Iterator[str]:
     with served() as address:
         yield address
