@@ -5,6 +5,7 @@
 [say]x[/say] answers with x, the last where there are several
 [prefill]  0.7 s before the first   [options]  answers with its options that are not usual
 [crash]    aborts the process after two pieces; [crash-now] before the first
+[crash-tokens] aborts it when it is made tokens
 [hang]     never comes back after two pieces; [hang-now] before the first
 [raise]    raises after two pieces; [raise-now] before the first; [refuse] as bad input
 """
@@ -103,6 +104,8 @@ class FakeGenerator:
         )
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        if "[crash-tokens]" in text:
+            abort()
         return [BOS] * add_special + list(text.encode())
 
     def detokenize(self, tokens: Sequence[int]) -> str:

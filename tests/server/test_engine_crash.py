@@ -43,6 +43,39 @@ def test_a_crash_is_a_500_for_its_request_and_a_new_process_serves_the_next(
     assert len(set(_pids(log))) == 3
 
 
+def test_requests_that_kill_the_engine_do_not_end_the_server_and_run_once(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """Neither those that generate nor the others: one request is to blame for each death."""
+    log = tmp_path / "log"
+    server = start_server(FakeFactory(log=log))
+    for n in range(1, 7):  # more than QUICK_RESTART has patience for
+        if n % 2:
+            response = http.post(server.url + "/tokenize", json={"content": "[crash-tokens]"})
+        else:
+            response = _completion(server, "[crash-now]")
+        assert response.status_code == 500
+        assert "while it served this request" in response.json()["error"]["message"]
+        server.wait_until_healthy()
+        assert server.props()["engine_restarts"] == n
+    assert log.read_text().splitlines().count("start") == 3
+    assert _completion(server, "after").json()["choices"][0]["text"] == "after" + TAIL
+
+
+def test_an_engine_that_is_killed_while_idle_is_started_so_often_and_no_more(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """Nobody is to blame but the process."""
+    log = tmp_path / "log"
+    server = start_server(FakeFactory(log=log))
+    for n in range(1, 5):
+        eventually(lambda n=n: len(_pids(log)) == n)
+        server.wait_until_healthy()
+        os.kill(_pids(log)[-1], signal.SIGKILL)
+    server.wait_for_end()
+    assert "for the 4th time in a row" in str(server.error)
+
+
 def test_a_crash_in_a_stream_ends_it_with_an_error_event(start_server: StartServer) -> None:
     server = start_server()
     with server.client() as client:
@@ -92,7 +125,8 @@ def test_an_engine_that_keeps_dying_is_given_up(start_server: StartServer, tmp_p
     server.wait_for_end()
     assert isinstance(server.error, DeviceFailed)
     assert "for the 4th time in a row" in str(server.error)
-    assert sum("restarting it" in line for line in server.lines) == 3
+    # The first death was a request's fault, and the four of loading are the process's own.
+    assert sum("restarting it" in line for line in server.lines) == 4
 
 
 def test_an_exception_is_a_500_with_its_class_and_the_process_stays(

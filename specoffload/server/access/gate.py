@@ -8,7 +8,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specoffload.server.access.browsers import refusal
-from specoffload.server.access.keys import holds_key
+from specoffload.server.access.clients import client_name, note_client
+from specoffload.server.access.keys import held_key
 from specoffload.server.api.answer import problem_response
 from specoffload.server.body.reading import ignored_header
 from specoffload.server.engine.messages import Problem
@@ -53,11 +54,12 @@ class Gate:
         if why is not None:
             return Problem("Forbidden", why, 403, "permission_error", can_retry=False)
         is_public = scope["path"] in PUBLIC or scope["path"].startswith(PUBLIC_BELOW)
-        if not is_public and not holds_key(
-            access.keys, headers.get("authorization"), headers.get("x-api-key")
-        ):
+        key = held_key(access.keys, headers.get("authorization"), headers.get("x-api-key"))
+        if not is_public and access.keys and key is None:
             message = "Invalid API Key: send `Authorization: Bearer KEY`"
             return Problem("Unauthorized", message, 401, "authentication_error")
+        address = scope["client"][0] if scope.get("client") else None
+        note_client(scope, client_name(key if len(access.keys) > 1 else None, address))
         return _media_problem(headers)
 
 

@@ -42,20 +42,19 @@ def _checked(source: str, keys: Iterable[str]) -> tuple[str, ...]:
     return stripped
 
 
-def holds_key(keys: tuple[str, ...], authorization: str | None, x_api_key: str | None) -> bool:
-    """True if a request's headers carry one of `keys`, or there are none.
+def held_key(keys: tuple[str, ...], authorization: str | None, x_api_key: str | None) -> int | None:
+    """The number of the key, from 0, that a request's headers carry; None for none of `keys`.
 
     OpenAI's clients send `Authorization: Bearer KEY`, Anthropic's `X-Api-Key: KEY`. Every key is
     compared, each in constant time, so that the time an answer takes tells nothing of them.
     """
-    if not keys:
-        return True
     scheme, _, token = (authorization or "").partition(" ")
     held = [token.strip()] if scheme.lower() == "bearer" else []
     held += [x_api_key.strip()] if x_api_key else []
     right = [
-        hmac.compare_digest(one.encode("latin-1"), key.encode("latin-1"))
+        number
         for one in held
-        for key in keys
+        for number, key in enumerate(keys)
+        if hmac.compare_digest(one.encode("latin-1"), key.encode("latin-1"))
     ]
-    return any(right)
+    return right[0] if right else None

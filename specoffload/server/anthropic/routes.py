@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from specoffload.server.access.clients import client_of
 from specoffload.server.anthropic.answer import MessageStory
 from specoffload.server.anthropic.request import CountRequest, MessagesRequest, as_chat
 from specoffload.server.api.answer import SingleAnswer
@@ -45,7 +46,7 @@ class AnthropicRoutes:
         question = await context.asking.question(asked, card)
         ignore(request, question.idle)
         teller = EventTeller(MessageStory(card.name), question.prompt.parser())
-        group = TicketGroup(context.engine, [question.job])
+        group = TicketGroup(context.engine, [question.job], client_of(request))
         return Told(group, teller, stream=bool(body.stream))
 
     async def count_tokens(self, request: Request) -> Response:

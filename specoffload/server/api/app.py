@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from specoffload.chat.settings import ChatSettings
 from specoffload.errors import KNOWN
+from specoffload.server.access.clients import client_of
 from specoffload.server.access.gate import Access, Gate
 from specoffload.server.anthropic.routes import AnthropicRoutes
 from specoffload.server.api.answer import SingleAnswer, problem_response
@@ -124,7 +125,7 @@ class _Api:
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        group = TicketGroup(self._engine, [question.job])
+        group = TicketGroup(self._engine, [question.job], client_of(request))
         return Told(group, teller, stream=bool(body.stream))
 
     # ---- slots

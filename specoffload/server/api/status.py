@@ -107,6 +107,7 @@ class Status:
             engine.n_waiting,
             engine.n_parallel,
             engine.n_restarts,
+            engine.n_refused,
             engine=self._counters,
         )
         return Response(metrics_page(now), media_type=MEDIA_TYPE)

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from specoffload.server.access.clients import client_of
 from specoffload.server.api.context import Context
 from specoffload.server.api.parameters import generate_options
 from specoffload.server.api.settings import settings_of
@@ -62,7 +63,7 @@ class NativeRoutes:
         ignore(request, idle)
         prompts = prompts_of(body.prompt)
         jobs = [CompletionJob(prompt, options) for prompt in prompts]
-        return self._told(body, options, prompts, jobs)
+        return self._told(request, body, options, prompts, jobs)
 
     async def infill(self, request: Request) -> Response:
         """Writes what stands between two texts; 501 for a model that was not trained to."""
@@ -71,17 +72,19 @@ class NativeRoutes:
         ignore(request, idle)
         extra = tuple((part.filename, part.text) for part in body.input_extra or ())
         fill = Fill(body.input_prefix, body.input_suffix, body.prompt, extra)
-        return self._told(body, options, [body.prompt], [InfillJob(fill, options)])
+        return self._told(request, body, options, [body.prompt], [InfillJob(fill, options)])
 
     def _told(
         self,
+        request: Request,
         body: NativeRequest | InfillRequest,
         options: GenerateOptions,
         prompts: Sequence[Prompt],
         jobs: Sequence[GeneratingJob],
     ) -> Response:
         teller = NativeTeller(self._context.card().name, options, prompts, body)
-        return Told(TicketGroup(self._context.engine, jobs), teller, stream=bool(body.stream))
+        group = TicketGroup(self._context.engine, jobs, client_of(request))
+        return Told(group, teller, stream=bool(body.stream))
 
 
 class NativeTeller:

@@ -8,6 +8,7 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from specoffload.server.access.clients import client_of
 from specoffload.server.api.context import Context
 from specoffload.server.api.parameters import generate_options
 from specoffload.server.api.wire import (
@@ -45,7 +46,7 @@ def completions_router(context: Context) -> APIRouter:
             n_per_prompt=body.n or 1,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
         )
-        group = TicketGroup(context.engine, jobs)
+        group = TicketGroup(context.engine, jobs, client_of(request))
         return Told(group, teller, stream=bool(body.stream))
 
     router = APIRouter(tags=["completions"])

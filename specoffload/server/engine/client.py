@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import random
 import time
-from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
@@ -38,6 +37,7 @@ from specoffload.server.engine.messages import (
     Submit,
 )
 from specoffload.server.engine.restart import RestartPolicy, describe_exit
+from specoffload.server.engine.turns import FairQueue, retry_after_s
 from specoffload.server.engine.watchdog import Watchdog
 from specoffload.server.status.lines import plan_of, request_line
 from specoffload.server.status.totals import Totals
@@ -46,7 +46,6 @@ from specoffload.session.generation import ModelCard, Piece
 _CLOSE_PATIENCE_S = 5.0
 _SAY_AGAIN_S = 3.0
 _LOADING_RETRY_AFTER_S = 5
-_MAX_RETRY_AFTER_S = 60
 
 
 class State(Enum):
@@ -68,9 +67,12 @@ class RequestFailed(Exception):
 class Ticket:
     """One job on its way; one reader."""
 
-    def __init__(self, job_id: int, job: Job, give_up: Callable[[Ticket], None]) -> None:
+    def __init__(
+        self, job_id: int, job: Job, client: str, give_up: Callable[[Ticket], None]
+    ) -> None:
         self.job_id = job_id
         self.job = job
+        self.client = client
         self.started_at: float | None = None  # time.monotonic() when handed to the engine
         self.has_begun = False  # its answer has a token
         self.at_once: Callable[[Event], bool] | None = None
@@ -112,8 +114,9 @@ def unavailable(message: str, retry_after_s: int | None = None) -> Problem:
 class EngineClient:
     """Starts, feeds, restarts and ends the engine process.
 
-    `max_queue` jobs may wait besides those that run. `say` gets one line for each change that an
-    operator should see. The caller awaits `start`, and `close` whatever happens.
+    `max_queue` jobs may wait besides those that run; clients are served by turns. `say` gets one
+    line for each change that an operator should see. The caller awaits `start`, and `close`
+    whatever happens.
     """
 
     def __init__(
@@ -129,7 +132,6 @@ class EngineClient:
             raise UsageError(f"max_queue {max_queue}: must be 0 or more")
         self.n_parallel = 1  # jobs in the engine process at once; known when it is ready
         self._factory = factory
-        self._max_queue = max_queue
         self._policy = policy or RestartPolicy()
         self._watchdog = watchdog or Watchdog()
         self._heard_at = 0.0  # time.monotonic() of the last message, or of the first job after it
@@ -140,6 +142,7 @@ class EngineClient:
         self.card: ModelCard | None = None
         self.totals = Totals()
         self.n_restarts = 0
+        self.n_refused = 0  # for want of a place in the queue
         self.loading: Loading | None = None  # how far it is, while it is
         self._said_at = 0.0
         self.failure: Exception | None = None  # why FAILED
@@ -151,7 +154,8 @@ class EngineClient:
         self._n_failures = 0
         self._restart_timer: asyncio.TimerHandle | None = None
         self._next_id = 0
-        self._waiting: deque[Ticket] = deque()
+        self._waiting: FairQueue[Ticket] = FairQueue(max_queue)
+        self._random = random.Random()
         self._running: dict[int, Ticket] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -184,31 +188,21 @@ class EngineClient:
             )
         return None
 
-    def submit(self, job: Job) -> Ticket:
-        """Queue a job; one that generates nothing goes at once.
+    def submit(self, job: Job, client: str = "") -> Ticket:
+        """Queue a job of a client; one that generates nothing goes at once.
 
         Raises RequestFailed (503) when loading, draining or the queue is full.
         """
         problem = self.unavailable()
         if problem is not None:
             raise RequestFailed(problem)
-        is_brief = not isinstance(job, GeneratingJob)  # answered between two steps, without a slot
-        if not is_brief and self.n_running >= self.n_parallel and self.n_waiting >= self._max_queue:
-            wait_s = self._job_s * (1 + self.n_waiting / self.n_parallel)
-            raise RequestFailed(
-                unavailable(
-                    f"the queue is full: {self.n_waiting} requests are waiting, the limit is "
-                    f"{self._max_queue} (--max-queue)",
-                    max(1, min(_MAX_RETRY_AFTER_S, math.ceil(wait_s))),
-                )
-            )
-        ticket = Ticket(self._next_id, job, self._give_up)
+        ticket = Ticket(self._next_id, job, client, self._give_up)
         self._next_id += 1
-        if is_brief:
-            self._hand_over(ticket)
-        else:
-            self._waiting.append(ticket)
+        if isinstance(job, GeneratingJob):
+            self._enqueue(ticket)
             self._dispatch()
+        else:  # answered between two steps, without a slot
+            self._hand_over(ticket)
         return ticket
 
     # ---- life
@@ -221,8 +215,8 @@ class EngineClient:
         """Take no more jobs, drop the waiting ones, give the running ones `grace_s` seconds."""
         self._draining = True
         shutting_down = unavailable("the server is shutting down")
-        while self._waiting:
-            self._waiting.popleft().put(shutting_down)
+        for ticket in self._waiting.clear():
+            ticket.put(shutting_down)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
@@ -324,12 +318,13 @@ class EngineClient:
             "server_error",
             can_retry=False,  # the request may be what kills it
         )
-        for ticket in list(self._running.values()):
+        served = list(self._running.values())
+        for ticket in served:
             ticket.put(lost)
             self._release(ticket)
         first_load = self.card is None
         ready_for_s = None if self._ready_at is None else time.monotonic() - self._ready_at
-        if hung_s is None:  # one request is to blame else, and not the server
+        if not served:  # else one of these is to blame, and not the server
             self._n_failures = self._policy.count(self._n_failures, ready_for_s)
         delay_s = self._policy.delay_s(max(1, self._n_failures))
         if first_load or delay_s is None:
@@ -360,9 +355,38 @@ class EngineClient:
 
     # ---- the queue
 
+    def _enqueue(self, ticket: Ticket) -> None:
+        """Raises RequestFailed (503), which says when there is a place."""
+        now = time.monotonic()
+        running_s = [
+            now - other.started_at
+            for other in self._running.values()
+            if other.started_at is not None and isinstance(other.job, GeneratingJob)
+        ]
+        # Those at work may take longer than those that have ended, and count while they do.
+        job_s = max(self._job_s, sum(running_s) / max(1, len(running_s)))
+        wait_s = self._waiting.enter(
+            ticket.client,
+            ticket,
+            n_slots=self.n_parallel,
+            n_idle=max(0, self.n_parallel - len(running_s)),
+            place_s=job_s / self.n_parallel,
+            now_s=now,
+        )
+        if wait_s is None:
+            return
+        self.n_refused += 1
+        raise RequestFailed(
+            unavailable(
+                f"the queue is full: {self.n_waiting} requests are waiting, the limit is "
+                f"{self._waiting.limit} (--max-queue)",
+                retry_after_s(wait_s, self._random.random(), self._random.random()),
+            )
+        )
+
     def _dispatch(self) -> None:
         while self.state is State.READY and self._waiting and self.n_running < self.n_parallel:
-            self._hand_over(self._waiting.popleft())
+            self._hand_over(self._waiting.next())
 
     def _hand_over(self, ticket: Ticket) -> None:
         assert self._child is not None  # READY
@@ -398,19 +422,19 @@ class EngineClient:
         if ticket.job_id in self._running:
             if self._child is not None:
                 self._child.send(Cancel(ticket.job_id))
-        elif ticket in self._waiting:
-            self._waiting.remove(ticket)
+        else:
+            self._waiting.remove(ticket.client, ticket)
 
     def _release(self, ticket: Ticket) -> None:
         del self._running[ticket.job_id]
         if ticket.started_at is not None and isinstance(ticket.job, GeneratingJob):
             self._job_s += 0.2 * (time.monotonic() - ticket.started_at - self._job_s)
+            self._waiting.ended(ticket.client)
         if not self._running:
             self._idle.set()
 
     def _fail_all(self, problem: Problem) -> None:
-        for ticket in [*self._running.values(), *self._waiting]:
+        for ticket in [*self._running.values(), *self._waiting.clear()]:
             ticket.put(problem)
         self._running.clear()
-        self._waiting.clear()
         self._idle.set()

@@ -7,6 +7,7 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from specoffload.server.access.clients import client_of
 from specoffload.server.api.context import Context
 from specoffload.server.api.wire import ChatRequest
 from specoffload.server.body.reading import ignore
@@ -31,7 +32,7 @@ def responses_router(context: Context) -> APIRouter:
         ignore(request, question.idle)
         story = ResponseStory(body, card.name, int(time.time()))
         teller = EventTeller(story, question.prompt.parser())
-        group = TicketGroup(context.engine, [question.job])
+        group = TicketGroup(context.engine, [question.job], client_of(request))
         return Told(group, teller, stream=bool(body.stream))
 
     router = APIRouter(tags=["responses"])

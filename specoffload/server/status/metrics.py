@@ -41,6 +41,7 @@ class Now:
     n_waiting: int
     n_parallel: int
     n_restarts: int
+    n_refused: int = 0
     n_connections_closed: int = 0
     engine: Mapping[str, float] = field(default_factory=dict)
 
@@ -118,6 +119,7 @@ def _ours(now: Now) -> Iterator[Metric]:
         ("verify_seconds", "Time of verifying drafts.", t.verify_s),
         ("rollback_seconds", "Time of taking rejected tokens back.", t.rollback_s),
         ("engine_restarts", "Times the engine process was started again.", now.n_restarts),
+        ("requests_refused", "Requests that found no place in the queue.", now.n_refused),
         ("connections_closed", "Connections closed to make room.", now.n_connections_closed),
     )
     for name, text, value in counters:

@@ -28,9 +28,9 @@ class TicketGroup:
     engine has slots.
     """
 
-    def __init__(self, engine: EngineClient, jobs: Sequence[GeneratingJob]) -> None:
-        """Raises RequestFailed where not even the first is taken."""
-        self._engine = engine
+    def __init__(self, engine: EngineClient, jobs: Sequence[GeneratingJob], client: str) -> None:
+        """`client` is who asks. Raises RequestFailed where not even the first is taken."""
+        self._engine, self._client = engine, client
         self._jobs = iter(enumerate(jobs))
         self._n_left = len(jobs)
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -101,7 +101,7 @@ class TicketGroup:
             await asyncio.sleep(_AGAIN_S)
 
     def _submit(self, index: int, job: GeneratingJob) -> Ticket:
-        ticket = self._tickets[index] = self._engine.submit(job)
+        ticket = self._tickets[index] = self._engine.submit(job, self._client)
         ticket.at_once = functools.partial(self._offer, index)
         return ticket
 

@@ -1,0 +1,220 @@
+"""Whose request is next, and who gets a place: plain numbers, no clock."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specoffload.server.access.clients import client_name
+from specoffload.server.engine.turns import (
+    MOST_RETRY_AFTER_S,
+    FairQueue,
+    Promises,
+    Turns,
+    retry_after_s,
+)
+
+CLIENTS = st.sampled_from("abcd")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "next", "end", "remove"]), CLIENTS)))
+def test_nothing_is_lost_or_comes_twice_and_each_clients_own_come_in_order(
+    steps: list[tuple[str, str]],
+) -> None:
+    turns: Turns[tuple[str, int]] = Turns()
+    waiting: dict[str, list[tuple[str, int]]] = {}
+    running: Counter[str] = Counter()
+    for number, (step, client) in enumerate(steps):
+        if step == "add":
+            turns.add(client, (client, number))
+            waiting.setdefault(client, []).append((client, number))
+        elif step == "next" and len(turns):
+            least = min(running[name] for name, mine in waiting.items() if mine)
+            item = turns.next()
+            assert item == waiting[item[0]].pop(0)
+            assert running[item[0]] == least
+            running[item[0]] += 1
+        elif step == "end" and running[client]:
+            turns.ended(client)
+            running[client] -= 1
+        elif step == "remove" and waiting.get(client):
+            turns.remove(client, waiting[client].pop())
+            turns.remove(client, (client, -1))  # one that does not wait
+        assert len(turns) == sum(map(len, waiting.values()))
+    assert sorted(turns.clear()) == sorted(item for mine in waiting.values() for item in mine)
+
+
+@given(st.dictionaries(CLIENTS, st.integers(5, 40), min_size=1), st.integers(1, 3))
+def test_clients_that_wait_have_equally_many_turns(waiting: dict[str, int], n_slots: int) -> None:
+    """However many requests one of them has."""
+    turns: Turns[str] = Turns()
+    for client, n in waiting.items():
+        for _ in range(n):
+            turns.add(client, client)
+    at_work = [turns.next() for _ in range(n_slots) if len(turns)]
+    counts = Counter(at_work)
+    for _ in range(4 * len(waiting)):
+        turns.ended(at_work.pop(0))
+        at_work.append(turns.next())
+        counts[at_work[-1]] += 1
+        n_turns = [counts[client] for client in waiting]
+        assert max(n_turns) - min(n_turns) <= 1
+        if max(n_turns) == 5:
+            break
+
+
+def test_who_asks_once_is_next_after_one_that_asks_a_hundred_times() -> None:
+    turns: Turns[str] = Turns()
+    for n in range(100):
+        turns.add("many", f"many {n}")
+    assert turns.next() == "many 0"
+    turns.add("one", "one")
+    assert turns.next() == "one"
+    assert turns.next() == "many 1"
+
+
+def test_a_place_is_kept_for_whoever_was_refused_first() -> None:
+    queue: FairQueue[str] = FairQueue(4)
+
+    def ask(client: str, now_s: float = 0.0, n_idle: int = 0) -> float | None:
+        return queue.enter(client, client, n_slots=1, n_idle=n_idle, place_s=2.0, now_s=now_s)
+
+    assert [ask(c) for c in "abcd"] == [None] * 4
+    assert (ask("e"), ask("f"), ask("e")) == (2.0, 4.0, 4.0), "one place after the other"
+    assert queue.next() == "a"
+    assert ask("a", 1.0) == 6.0, "who was served comes after those who were refused"
+    assert ask("f", 1.0) == 6.0, "and so does the second of them"
+    assert ask("e", 2.0) is None
+    assert queue.next() == "b"
+    assert ask("f", 3.0) is None
+    queue.next()
+    assert ask("g", 100.0) is None, "a promise does not last for ever"
+
+
+def test_the_slots_are_not_kept_idle_for_a_promise() -> None:
+    queue: FairQueue[str] = FairQueue(2)
+    for client in "ab":
+        assert queue.enter(client, client, n_slots=1, n_idle=0, place_s=9, now_s=0) is None
+    assert queue.enter("c", "c", n_slots=1, n_idle=0, place_s=9, now_s=0) == 9
+    assert [queue.next(), queue.next()] == ["a", "b"]
+    assert queue.enter("d", "d", n_slots=1, n_idle=0, place_s=9, now_s=0) is None
+    alone: FairQueue[str] = FairQueue(0)
+    assert alone.enter("a", "a", n_slots=1, n_idle=0, place_s=9, now_s=0) == 9
+    assert alone.enter("b", "b", n_slots=1, n_idle=1, place_s=9, now_s=0) is None
+
+
+@given(
+    st.integers(0, 5),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.sampled_from(["ask", "end"]), st.integers(0, 9), st.floats(0, 9))),
+)
+def test_the_queue_is_bounded_and_no_slot_waits_for_anybody(
+    limit: int, n_slots: int, steps: list[tuple[str, int, float]]
+) -> None:
+    queue: FairQueue[int] = FairQueue(limit)
+    at_work: list[int] = []
+    now_s = 0.0
+    for what, client, after_s in steps:
+        now_s += after_s
+        if what == "end" and at_work:
+            queue.ended(str(at_work.pop(0)))
+        elif what == "ask":
+            n_idle = n_slots - len(at_work)
+            wait_s = queue.enter(
+                str(client), client, n_slots=n_slots, n_idle=n_idle, place_s=3.0, now_s=now_s
+            )
+            assert wait_s is None or 3.0 <= wait_s <= MOST_RETRY_AFTER_S
+            assert wait_s is None or not n_idle
+        while len(at_work) < n_slots and len(queue):
+            at_work.append(queue.next())
+        assert len(queue) <= limit
+
+
+def test_promises_are_bounded() -> None:
+    promises = Promises()
+    for n in range(5000):
+        promises.give(str(n), 0.001, 0.0)
+    assert promises.n_before("another", 0.0) == 1024
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True))
+def test_a_time_to_come_back_is_whole_seconds_about_the_right_ones(
+    wait_s: float, chance: float, fraction: float
+) -> None:
+    after_s = retry_after_s(wait_s, chance, fraction)
+    assert 1 <= after_s <= MOST_RETRY_AFTER_S
+    if 1 < wait_s < 50:
+        assert 0.9 * wait_s - 1 <= after_s <= 1.1 * wait_s + 1
+
+
+def served(queue: FairQueue[int], seed: int, n_clients: int = 64, n_slots: int = 4) -> list[int]:
+    """Answers of each client after ten for each on average: every one asks again at once when it
+    has its answer, and when it was told to if it was refused."""
+    rng, counts, mean_s, n_events = random.Random(seed), Counter[int](), 1.0, 0
+    events: list[tuple[float, int, int, float]] = []
+
+    def at(time_s: float, client: int, took_s: float = 0.0) -> None:
+        nonlocal n_events
+        n_events += 1
+        heapq.heappush(events, (time_s, n_events, client, took_s))
+
+    for client in range(n_clients):
+        at(rng.random() / 20, client)
+    n_running = 0
+    while sum(counts.values()) < 10 * n_clients:
+        now_s, _, client, took_s = heapq.heappop(events)
+        if took_s:
+            n_running -= 1
+            counts[client] += 1
+            queue.ended(str(client))
+            mean_s += 0.2 * (took_s - mean_s)
+            at(now_s + 0.005 * rng.random(), client)
+        else:
+            wait_s = queue.enter(
+                str(client),
+                client,
+                n_slots=n_slots,
+                n_idle=n_slots - n_running,
+                place_s=mean_s / n_slots,
+                now_s=now_s,
+            )
+            if wait_s is not None:
+                at(now_s + retry_after_s(wait_s, rng.random(), rng.random()), client)
+        while n_running < n_slots and len(queue):
+            n_running += 1
+            takes_s = rng.uniform(0.2, 0.4)
+            at(now_s + takes_s, queue.next(), takes_s)
+    return [counts[client] for client in range(n_clients)]
+
+
+def test_64_clients_over_a_queue_of_16_get_about_equally_many_answers() -> None:
+    class Forgetful(FairQueue[int]):
+        """Whoever asks first when a place is free gets it."""
+
+        def enter(self, client: str, item: int, **state: float) -> float | None:  # type: ignore[override]
+            if len(self) >= self.limit + state["n_idle"]:
+                return 1.0
+            self._turns.add(client, item)
+            return None
+
+    for seed in range(3):
+        fair, unfair = served(FairQueue(16), seed), served(Forgetful(16), seed)
+        assert min(fair) >= 5
+        assert max(fair) <= 18
+        assert min(unfair) <= 2
+        assert max(unfair) >= 25
+
+
+def test_a_client_is_its_key_or_its_address() -> None:
+    assert client_name(1, "10.0.0.1") == "key 1"
+    assert client_name(None, "10.0.0.1") == "10.0.0.1"
+    assert client_name(None, "::ffff:10.0.0.1") == "10.0.0.1"
+    one, other = "2001:db8:1:2::5", "2001:db8:1:2:aaaa:bbbb:cccc:dddd"
+    assert client_name(None, one) == client_name(None, other) == "2001:db8:1:2::/64"
+    assert client_name(None, "2001:db8:1:3::5") != client_name(None, one)
+    assert client_name(None, None) == ""
+    assert len(client_name(None, "x" * 9000)) == 64
