@@ -160,7 +160,8 @@ class EngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._job_s = 1.0  # running mean of recent jobs, seconds
+        self._job_s = 0.25  # running mean of recent jobs, seconds; a guess before the first
+        self._n_ended = 0
 
     # ---- what the API asks
 
@@ -428,7 +429,9 @@ class EngineClient:
     def _release(self, ticket: Ticket) -> None:
         del self._running[ticket.job_id]
         if ticket.started_at is not None and isinstance(ticket.job, GeneratingJob):
-            self._job_s += 0.2 * (time.monotonic() - ticket.started_at - self._job_s)
+            self._n_ended += 1
+            took_s = time.monotonic() - ticket.started_at
+            self._job_s += max(0.2, 1 / self._n_ended) * (took_s - self._job_s)
             self._waiting.ended(ticket.client)
         if not self._running:
             self._idle.set()

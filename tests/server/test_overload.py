@@ -1,0 +1,78 @@
+"""More clients than the queue has places: about equally many answers for each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import httpx
+from fake_generator import TAIL, FakeFactory
+from running import StartServer, http
+
+from specoffload.server.access.gate import Access
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from attack_parts.overload import overload, text_of  # noqa: E402
+
+N_CLIENTS = 64
+PER_CLIENT = 8
+
+
+def test_64_clients_are_served_about_equally(start_server: StartServer) -> None:
+    server = start_server(FakeFactory(n_parallel=4), max_queue=16)
+    port = httpx.URL(server.url).port
+    assert port is not None
+    texts = {f"prompt {n} ": (f"prompt {n} " + TAIL)[:24] for n in range(9)}
+    for prompt, text in texts.items():  # so it is known how long a place is taken
+        assert asyncio.run(text_of(port, prompt, 24)) == text
+    found = asyncio.run(
+        overload(port, texts, 24, n_clients=N_CLIENTS, n_answers=PER_CLIENT * N_CLIENTS)
+    )
+    print(found.said())
+    assert found.wrong == []
+    assert found.n_refused > 0
+    assert all(1 <= after_s <= 60 for after_s in found.retry_after_s)
+    least, most = found.spread
+    assert least >= PER_CLIENT // 4
+    assert most <= PER_CLIENT * 3
+    props = server.props()
+    assert (props["requests_processing"], props["requests_deferred"]) == (0, 0)
+
+
+def test_a_client_of_many_requests_does_not_keep_out_one_with_another_key(
+    start_server: StartServer,
+) -> None:
+    """Six of one key wait before it came, and it is served after the first of them."""
+    server = start_server(access=Access(keys=("many", "one")))
+    done: list[str] = []
+
+    async def ask(client: httpx.AsyncClient, key: str) -> None:
+        body = {"prompt": "[slow]", "max_tokens": 4}
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = await client.post(server.url + "/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        done.append(key)
+
+    def n_deferred() -> int:
+        props = http.get(server.url + "/props", headers={"X-Api-Key": "one"}).json()
+        return int(props["requests_deferred"])
+
+    async def all_of_them() -> None:
+        async with httpx.AsyncClient(verify=False, timeout=60) as client:
+            body = {"prompt": "[forever]", "stream": True}
+            headers = {"X-Api-Key": "many"}
+            url = server.url + "/v1/completions"
+            async with client.stream("POST", url, json=body, headers=headers):
+                asked = [asyncio.ensure_future(ask(client, "many")) for _ in range(6)]
+                while await asyncio.to_thread(n_deferred) < 6:
+                    await asyncio.sleep(0.02)
+                asked.append(asyncio.ensure_future(ask(client, "one")))
+                while await asyncio.to_thread(n_deferred) < 7:
+                    await asyncio.sleep(0.02)
+            await asyncio.gather(*asked)
+
+    asyncio.run(all_of_them())
+    assert len(done) == 7
+    assert done.index("one") <= 1
