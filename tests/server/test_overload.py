@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import httpx
-from fake_generator import TAIL, FakeFactory
+from fake_generator import FakeFactory
 from running import StartServer, http
 
 from specoffload.server.access.gate import Access
@@ -17,25 +17,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from attack_parts.overload import overload, text_of  # noqa: E402
 
 N_CLIENTS = 64
-PER_CLIENT = 8
+PER_CLIENT = 5
+N_TOKENS = 2  # of 20 ms each, four at once: whole seconds of Retry-After need some time
 
 
 def test_64_clients_are_served_about_equally(start_server: StartServer) -> None:
     server = start_server(FakeFactory(n_parallel=4), max_queue=16)
     port = httpx.URL(server.url).port
     assert port is not None
-    texts = {f"prompt {n} ": (f"prompt {n} " + TAIL)[:24] for n in range(9)}
+    texts = {f"{n}[slow]": f"{n}[" for n in range(9)}
     for prompt, text in texts.items():  # so it is known how long a place is taken
-        assert asyncio.run(text_of(port, prompt, 24)) == text
+        assert asyncio.run(text_of(port, prompt, N_TOKENS)) == text
     found = asyncio.run(
-        overload(port, texts, 24, n_clients=N_CLIENTS, n_answers=PER_CLIENT * N_CLIENTS)
+        overload(port, texts, N_TOKENS, n_clients=N_CLIENTS, n_answers=PER_CLIENT * N_CLIENTS)
     )
     print(found.said())
     assert found.wrong == []
     assert found.n_refused > 0
     assert all(1 <= after_s <= 60 for after_s in found.retry_after_s)
     least, most = found.spread
-    assert least >= PER_CLIENT // 4
+    assert least >= 1
     assert most <= PER_CLIENT * 3
     props = server.props()
     assert (props["requests_processing"], props["requests_deferred"]) == (0, 0)

@@ -146,7 +146,7 @@ class Service:
         if isinstance(error, PromptTooLong):
             n_prompt_tokens = error.n_prompt_tokens
         problem = problem_of(error, n_prompt_tokens=n_prompt_tokens, n_ctx=self._card.n_ctx)
-        if problem.http_status >= 500:
+        if problem.http_status == 500:  # what this model cannot do is no failure
             log.error("job %d failed", job_id, exc_info=error)
         self._forget(job_id)
         self._tell(job_id, problem)
