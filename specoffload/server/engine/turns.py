@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 
 
 class Turns(Generic[_T]):
-    """What waits, and what is next: the first of the client with the fewest at work, and among
-    those of the one that has waited longest since its last turn."""
+    """Requests that wait. Next is the first of the client with the fewest at work, and among those
+    of the one that has waited longest since its last turn."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[_T]] = OrderedDict()  # in the order of their turns
