@@ -54,8 +54,8 @@ def config_of(line: CommandLine, options: Options | None = None) -> Config:
     from specoffload.models.locate import located
 
     options = options or line.options
-    if options.verbose:
-        report.be_verbose()
+    if options.verbose or options.library_log:
+        report.be_verbose(library=options.library_log)
     options = located(options, line.environment)
     return resolve(options, read_host(line.environment))
 

@@ -48,9 +48,45 @@ def echo(prompt: str) -> None:
         text(prompt)
 
 
-def be_verbose() -> None:
-    """Everything that modules log goes to standard error from here on."""
-    logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(message)s")
+_OURS = ("specoffload", "offload", "specdec", "numa")
+_LIBRARY = "offload.llama"  # the logger that llama.cpp's lines come by
+_shows_library = False
+
+
+def be_verbose(*, library: bool = False) -> None:
+    """What our modules log goes to standard error from here on, others' warnings too, each with its
+    name; with `library` all that is logged."""
+    global _shows_library
+    _shows_library = library
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Marked())
+    handler.addFilter(lambda record: library or is_told(record))
+    logging.basicConfig(level=logging.DEBUG, handlers=[handler])
+
+
+def is_told(record: logging.LogRecord) -> bool:
+    """True for a line that --verbose shows without the library's log."""
+    return record.levelno >= logging.WARNING or _is_ours(record)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return record.name != _LIBRARY and record.name.partition(".")[0] in _OURS
+
+
+class _Marked(logging.Formatter):
+    """Lines of others begin with their name."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = super().format(record)
+        if _is_ours(record):
+            return words
+        name = "llama.cpp" if record.name == _LIBRARY else record.name.partition(".")[0]
+        return "\n".join(f"{name}: {line}" for line in words.splitlines())
+
+
+def verbosity() -> tuple[bool, bool]:
+    """True if details are said; True if the library's log is as well."""
+    return is_verbose(), _shows_library
 
 
 def is_verbose() -> bool:

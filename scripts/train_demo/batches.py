@@ -14,6 +14,7 @@ POOL_BLOCKS = 64
 # (from this share of the run on, tokens per sequence): short first because it is faster, long at
 # the end so that positions up to the declared context have been trained.
 LENGTHS = ((0.0, 256), (0.35, 512), (0.70, 1024), (0.90, 2048))
+LONG_FROM = 0.6  # where a run that goes on with trained weights begins in that list
 
 
 def sequence_length(share: float) -> int:

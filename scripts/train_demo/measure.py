@@ -72,14 +72,14 @@ def tokenizer_matches(work: Path, model: LlamaModel, sources: tuple[SourceFile, 
 
 def _run_facts(checkpoint: Path) -> dict[str, Any]:
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    done = saved["counters"]
+    done, earlier = saved["counters"], saved.get("earlier") or {}
     n_parameters = sum(v.numel() for k, v in saved["model"].items() if not k.endswith(".bias"))
     return {
         "parameters": n_parameters,
         "shape": saved["shape"],
-        "steps": done["step"],
-        "tokens": done["n_tokens"],
-        "seconds": round(done["elapsed_s"]),
+        "steps": done["step"] + earlier.get("step", 0),
+        "tokens": done["n_tokens"] + earlier.get("n_tokens", 0),
+        "seconds": round(done["elapsed_s"] + earlier.get("elapsed_s", 0)),
         "distill_from": saved.get("distill_from", 1.0),
     }
 

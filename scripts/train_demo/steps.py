@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from train_demo.batches import Cursor, Replay, Stream
+from train_demo.batches import BLOCK, LONG_FROM, POOL_BLOCKS, Cursor, Replay, Stream
 from train_demo.continuations import N_NEW, make_continuations
 from train_demo.data import load_split, python_version
 from train_demo.distill import distilling_loss
@@ -17,6 +17,7 @@ from train_demo.draft import Draft
 from train_demo.export import export_pair
 from train_demo.measure import measure_pair
 from train_demo.prompts import pick_prompts, write_prompts
+from train_demo.restore import DemoGGUF, torch_model
 from train_demo.shapes import SEED, DraftShape, TargetShape
 from train_demo.target import Target
 from train_demo.tokenizer import encode_plain, encode_stream, load_tokenizer, train_tokenizer
@@ -70,10 +71,12 @@ def run_target(arguments: argparse.Namespace) -> None:
         checkpoint=arguments.work / "target.pt",
         device=device,
         dtype=dtype,
+        peak=arguments.peak,
+        earlier=_earlier(arguments, "target"),
     )
-    tokens = np.load(arguments.work / "train.npy")
-    feed = TextFeed(Stream(tokens, Cursor()), plain_loss(dtype))
-    done = train(Target(TargetShape()), feed, plan)
+    feed = _text(arguments, plan)
+    model = _pair_model(arguments, "target") if plan.earlier else Target(TargetShape())
+    done = train(model, feed, plan)
     console.print(f"target: {done}")
 
 
@@ -103,18 +106,22 @@ def run_draft(arguments: argparse.Namespace) -> None:
         checkpoint=arguments.work / "draft.pt",
         device=device,
         dtype=dtype,
+        peak=arguments.peak,
+        earlier=_earlier(arguments, "draft"),
         distill_from=arguments.distill_from,
     )
-    tokens = np.load(arguments.work / "train.npy")
-    feed = TextFeed(Stream(tokens, Cursor()), plain_loss(dtype))
+    feed = _text(arguments, plan)
     if arguments.distill_from < 1.0:
         teacher = Target(TargetShape())
         saved = torch.load(arguments.work / "target.pt", map_location="cpu", weights_only=True)
         teacher.load_state_dict(saved["model"])
-        replay = Replay(np.load(arguments.work / "continuations.npy"), seed=len(tokens))
+        replay = Replay(np.load(arguments.work / "continuations.npy"), seed=len(feed.stream.tokens))
         distilling = distilling_loss(teacher.to(device), dtype)
-        feed = FollowingFeed(feed.stream, feed.loss, arguments.distill_from, distilling, replay)
-    done = train(Draft(DraftShape()), feed, plan)
+        feed = FollowingFeed(
+            feed.stream, feed.loss, feed.begins_at, arguments.distill_from, distilling, replay
+        )
+    model = _pair_model(arguments, "draft") if plan.earlier else Draft(DraftShape())
+    done = train(model, feed, plan)
     console.print(f"draft: {done}")
 
 
@@ -126,6 +133,33 @@ def run_export(arguments: argparse.Namespace) -> None:
 def run_measure(arguments: argparse.Namespace) -> None:
     _prepare(arguments)
     measure_pair(arguments.work, arguments.out, load_split(arguments.stdlib), console)
+
+
+def _earlier(arguments: argparse.Namespace, name: str) -> dict[str, float]:
+    """What the pair's card says was spent on its weights; empty for a run with new ones."""
+    if not arguments.from_pair:
+        return {}
+    facts = json.loads((arguments.out / "card.json").read_text())[name]
+    return {"step": facts["steps"], "n_tokens": facts["tokens"], "elapsed_s": facts["seconds"]}
+
+
+def _pair_model(arguments: argparse.Namespace, name: str) -> Target | Draft:
+    """The exported weights, whose tokens must be those of the training text."""
+    read = DemoGGUF(arguments.out / f"{name}.gguf")
+    ids = load_tokenizer(arguments.work / "tokenizer.json").get_vocab()
+    if sorted(ids, key=ids.__getitem__) != list(read.vocabulary().tokens):
+        raise SystemExit(f"{name}.gguf has other tokens than {arguments.work}: run `tokenizer`")
+    return torch_model(read)
+
+
+def _text(arguments: argparse.Namespace, plan: Plan) -> TextFeed:
+    """Training text from its beginning, or from where an earlier run left it."""
+    seen_pools = int(plan.earlier.get("n_tokens", 0)) // (POOL_BLOCKS * BLOCK)
+    tokens = np.load(arguments.work / "train.npy")
+    n_pools = -(-(len(tokens) // BLOCK) // POOL_BLOCKS)
+    cursor = Cursor(*divmod(seen_pools, n_pools))
+    begins_at = LONG_FROM if plan.earlier else 0.0
+    return TextFeed(Stream(tokens, cursor), plain_loss(plan.dtype), begins_at)
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

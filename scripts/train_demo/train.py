@@ -44,6 +44,9 @@ class Plan:
     checkpoint: Path
     device: torch.device
     dtype: torch.dtype
+    peak: float = 1.0  # factor of the learning rates
+    # What was spent on the weights before this run, if they are not new: steps, n_tokens, elapsed_s.
+    earlier: dict[str, float] = field(default_factory=dict)
     # From this share of the run on the feed follows a teacher (1.0: never); kept for the card.
     distill_from: float = 1.0
 
@@ -57,9 +60,11 @@ class TextFeed:
 
     stream: Stream
     loss: Loss
+    begins_at: float  # of the lengths of sequences, as a share of a whole run
 
     def next(self, share: float, step: int) -> tuple[np.ndarray, Loss]:
-        return self.stream.batch(BATCH_TOKENS, sequence_length(share)), self.loss
+        length = sequence_length(self.begins_at + (1.0 - self.begins_at) * share)
+        return self.stream.batch(BATCH_TOKENS, length), self.loss
 
 
 @dataclass
@@ -97,6 +102,7 @@ def save_checkpoint(plan: Plan, model: nn.Module, optimizers: list[Any], done: C
         "counters": asdict(done),
         "shape": model.shape.to_dict(),
         "distill_from": plan.distill_from,
+        "earlier": plan.earlier,
     }
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
@@ -129,7 +135,7 @@ def train(model: nn.Module, feed: TextFeed, plan: Plan) -> Counters:
     done = Counters()
     if plan.checkpoint.exists():
         done = load_checkpoint(plan.checkpoint, model, optimizers)
-    feed.stream.cursor = done.cursor
+        feed.stream.cursor = done.cursor
     last_save = last_log = last = time.monotonic()
     average = float("nan")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -174,7 +180,7 @@ def _step(
         loss = loss_of(model, part[:, :-1], part[:, 1:].contiguous()) * weight
         loss.backward()
         total += float(loss.detach())
-    factor = rate(share)
+    factor = rate(share) * plan.peak
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from specoffload.session.session import Session
 
 
-def open_session(config: Config, verbose: bool, on_progress: OnProgress = ignore) -> Session:
-    """Called in the engine process, which alone imports the engine; picklable with its argument."""
+def open_session(
+    config: Config, verbose: bool, library: bool, on_progress: OnProgress = ignore
+) -> Session:
+    """Called in the engine process, which alone imports the engine; picklable with its arguments.
+    `verbose` and `library` are report's."""
     from specoffload.session.session import Session
 
     if verbose:
-        report.be_verbose()
+        report.be_verbose(library=library)
     return Session(config, on_progress)
 
 
@@ -48,7 +51,7 @@ def serve_config(
     for reason in (*config.reasons, *config.spec.reasons):
         if reason not in remarks:
             report.detail(reason)
-    factory = functools.partial(open_session, config, report.is_verbose())
+    factory = functools.partial(open_session, config, *report.verbosity())
     code = serve(factory, serving, chat=chat, defaults=defaults, say=report.line)
     if code:
         raise SystemExit(code)

@@ -117,6 +117,7 @@ class Options:
     use_profile: bool = True
     record_trace: Path | None = None
     verbose: bool = False
+    library_log: bool = False
     strict: bool = False
     spec: SpecOptions = SpecOptions()
     of_draft: DraftOptions = DraftOptions()

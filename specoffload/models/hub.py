@@ -10,14 +10,19 @@ import difflib
 import errno
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specoffload import report
 from specoffload.errors import FetchFailed, UsageError
 from specoffload.models.choice import choose, choose_file
 from specoffload.models.name import HubName
+from specoffload.models.resume import bytes_there, fetch_blob
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelInfo
 
 _GIB = 1 << 30
 
@@ -80,31 +85,34 @@ def _download(name: HubName, token: str | None) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
     info = HfApi(token=token).model_info(name.repo, files_metadata=True)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    files = _chosen(name, list(sizes))
-    _check_room(name, {file: sizes[file] for file in files}, info.sha)
-    paths = [
-        Path(hf_hub_download(name.repo, file, revision=info.sha, token=token)) for file in files
-    ]
+    files = _chosen(name, [file.rfilename for file in info.siblings or ()])
+    _check_room(name, files, info)
+    paths = []
+    for file in files:
+        fetch_blob(name.repo, file, info.sha, token)
+        paths.append(Path(hf_hub_download(name.repo, file, revision=info.sha, token=token)))
     _remember(name, info.sha)
     return paths[0]
 
 
-def _check_room(name: HubName, sizes: dict[str, int], commit: str | None) -> None:
+def _check_room(name: HubName, files: Sequence[str], info: ModelInfo) -> None:
     """Raises FetchFailed before anything is fetched that the disk cannot hold."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    missing = [
-        size
-        for file, size in sizes.items()
-        if not isinstance(try_to_load_from_cache(name.repo, file, revision=commit), str)
-    ]
+    missing_bytes = sum(
+        (file.size or 0) - (bytes_there(name.repo, file.lfs.sha256) if file.lfs else 0)
+        for file in info.siblings or ()
+        if file.rfilename in files
+        and not isinstance(
+            try_to_load_from_cache(name.repo, file.rfilename, revision=info.sha), str
+        )
+    )
     folder = Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
-    if sum(missing) > free:
+    if missing_bytes > free:
         raise FetchFailed(
-            f"{name} needs {sum(missing) / _GIB:.1f} GiB more in {folder}, where {free / _GIB:.1f} "
-            "GiB are free: make room, or have HF_HOME name another disk"
+            f"{name} needs {missing_bytes / _GIB:.1f} GiB more in {folder}, where "
+            f"{free / _GIB:.1f} GiB are free: make room, or have HF_HOME name another disk"
         )
 
 
@@ -155,12 +163,21 @@ def _in_one_sentence(name: HubName, token: str | None) -> Iterator[None]:
     except XetDownloadError as e:
         raise _Unreachable(f"the download of {name} broke off ({e}): start it again") from e
     except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        if e.errno in _NO_ROOM:
             raise FetchFailed(
-                f"the disk of {constants.HF_HUB_CACHE} is full: make room and start again, or have "
-                "HF_HOME name another; parts that are whole stay"
+                f"{_NO_ROOM[e.errno]} {constants.HF_HUB_CACHE}: make room and start again, or "
+                "have HF_HOME name another; what came stays, and is gone on with"
             ) from e
         raise _Unreachable(f"the download of {name} broke off ({e}): start it again") from e
+    except ValueError as e:  # a file beyond plain HTTP's 50 GB without hf_xet, or no hub's answer
+        raise FetchFailed(f"{name} cannot be fetched: {' '.join(str(e).split())}") from e
+
+
+_NO_ROOM = {
+    errno.ENOSPC: "there is no room on the disk of",
+    errno.EDQUOT: "the quota is used up in",
+    errno.EFBIG: "files may not be as large (ulimit -f, or the file system's limit) in",
+}
 
 
 def _suggestion(name: HubName, token: str | None) -> str:

@@ -21,11 +21,22 @@ class Hub:
     repos: dict[str, dict[str, bytes]]
     gated: set[str] = field(default_factory=set)
     breaks: int = 0  # downloads that are still to break off in the middle
+    stalls_after: int | None = None  # bytes of a download, behind which nothing comes any more
     claimed: dict[str, int] = field(default_factory=dict)
     ranges: list[str] = field(default_factory=list)  # that were asked for
     n_downloads: int = 0
     down: bool = False  # every request gets a 503
+    is_stalled: threading.Event = field(default_factory=threading.Event)
+    goes_on: threading.Event = field(default_factory=threading.Event)
     url: str = ""
+
+
+def _listed(file: tuple[str, bytes], hub: Hub) -> dict[str, Any]:
+    """A row of a repository's listing."""
+    name, content = file
+    size = hub.claimed.get(name, len(content))
+    lfs = {"sha256": hashlib.sha256(content).hexdigest(), "size": size, "pointerSize": 130}
+    return {"rfilename": name, "size": size, "lfs": lfs}
 
 
 def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
@@ -59,10 +70,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             elif repo not in hub.repos:
                 self._refuse(401, "RepoNotFound")
             else:
-                files = [
-                    {"rfilename": name, "size": hub.claimed.get(name, len(content))}
-                    for name, content in hub.repos[repo].items()
-                ]
+                files = [_listed(file, hub) for file in hub.repos[repo].items()]
                 self._json({"id": repo, "sha": COMMIT, "siblings": files})
 
         def _file(self, repo: str, name: str) -> None:
@@ -90,6 +98,13 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self.wfile.flush()
                 self.close_connection = True
                 self.connection.shutdown(2)
+                return
+            if hub.stalls_after is not None:
+                self.wfile.write(content[start : start + hub.stalls_after])
+                self.wfile.flush()
+                hub.is_stalled.set()
+                hub.goes_on.wait(60)
+                self.close_connection = True
                 return
             self.wfile.write(content[start:])
 
@@ -122,6 +137,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.goes_on.set()
         server.shutdown()
         server.server_close()
         thread.join()

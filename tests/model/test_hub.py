@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,13 +71,20 @@ def environment(hub: Hub, home: Path) -> dict[str, str]:
     }
 
 
-def fetched(hub: Hub, home: Path, *names: str) -> list[str]:
+def fetched(hub: Hub, home: Path, *names: str, most_bytes: int | None = None) -> list[str]:
+    """What FETCH prints; `most_bytes` is the largest file it may write."""
+
+    def limit() -> None:
+        if most_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+
     done = subprocess.run(
         [sys.executable, "-c", FETCH, *names],
         env=environment(hub, home),
         capture_output=True,
         text=True,
         timeout=100,
+        preexec_fn=limit,
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -121,6 +130,93 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(hub: Hub, home: Path) -
     assert Path(path).read_bytes() == large
     assert len(hub.ranges) == 1
     assert int(hub.ranges[0].removeprefix("bytes=").rstrip("-")) > 0
+
+
+def large_model(hub: Hub) -> bytes:
+    """One that comes in three pieces of the hub's 10 MB; the repository's model from here on."""
+    large = b"GGUF" + bytes(range(256)) * (100 << 10)
+    hub.repos["maker/model-GGUF"]["m-Q4_K_M.gguf"] = large
+    return large
+
+
+def left_over(home: Path) -> list[Path]:
+    return sorted((home / "hub/models--maker--model-GGUF/blobs").glob("*.incomplete"))
+
+
+def end_in_the_middle(hub: Hub, home: Path) -> int:
+    """Fetch until some of it is there, and end the process; how many bytes it left."""
+    hub.stalls_after = 11_000_000
+    begun = subprocess.Popen(
+        [sys.executable, "-c", FETCH, "maker/model-GGUF"], env=environment(hub, home),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert hub.is_stalled.wait(60)
+        deadline_s = time.monotonic() + 30
+        while not (left := left_over(home)) or left[0].stat().st_size == 0:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    finally:
+        begun.kill()
+        begun.wait()
+        hub.stalls_after = None
+        hub.goes_on.set()
+    (partial,) = left_over(home)
+    return partial.stat().st_size
+
+
+def test_a_program_that_is_ended_leaves_what_the_next_goes_on_with(hub: Hub, home: Path) -> None:
+    large = large_model(hub)
+    n_left = end_in_the_middle(hub, home)
+    assert 0 < n_left < len(large)
+    (offline,) = fetched(hub, home, "offline maker/model-GGUF")
+    assert offline.startswith("FetchFailed maker/model-GGUF is not in "), "half is no model"
+    (path,) = fetched(hub, home, "maker/model-GGUF")
+    assert hub.ranges == [f"bytes={n_left}-"]
+    assert Path(path).read_bytes() == large
+    assert left_over(home) == []
+
+
+def test_what_was_left_and_is_not_the_hubs_is_thrown_away(hub: Hub, home: Path) -> None:
+    large = large_model(hub)
+    end_in_the_middle(hub, home)
+    (partial,) = left_over(home)
+    with partial.open("r+b") as file:
+        file.write(b"what a broken disk left")
+    said, path = fetched(hub, home, "maker/model-GGUF", "maker/model-GGUF")
+    assert said.startswith("FetchFailed what came of m-Q4_K_M.gguf is not what the hub has")
+    assert Path(path).read_bytes() == large
+
+
+def test_a_limit_met_in_the_middle_is_one_sentence_and_nothing_is_taken_for_whole(
+    hub: Hub, home: Path
+) -> None:
+    large = large_model(hub)
+    (said,) = fetched(hub, home, "maker/model-GGUF", most_bytes=15_000_000)
+    assert said.startswith("FetchFailed files may not be as large (ulimit -f")
+    assert "what came stays, and is gone on with" in said
+    assert fetched(hub, home, "offline maker/model-GGUF")[0].startswith("FetchFailed")
+    (path,) = fetched(hub, home, "maker/model-GGUF")
+    assert Path(path).read_bytes() == large
+    assert len(hub.ranges) == 1
+
+
+def test_a_disk_that_fills_in_the_middle_is_one_sentence(hub: Hub, home: Path) -> None:
+    """On a file system of 16 MB of this test's own, where one may be mounted."""
+    home.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(home)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("no file system may be mounted here")
+    try:
+        large_model(hub)
+        hub.claimed["m-Q4_K_M.gguf"] = 1000  # so that nothing is noticed before
+        (said,) = fetched(hub, home, "maker/model-GGUF")
+        assert said.startswith(f"FetchFailed there is no room on the disk of {home}/hub: make room")
+        assert fetched(hub, home, "offline maker/model-GGUF")[0].startswith("FetchFailed")
+    finally:
+        subprocess.run(["umount", "-l", str(home)], check=True)
 
 
 def test_a_disk_without_room_is_noticed_before_anything_is_fetched(hub: Hub, home: Path) -> None:

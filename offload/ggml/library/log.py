@@ -19,24 +19,38 @@ _logger = logging.getLogger("offload.llama")
 _logger.addHandler(logging.NullHandler())  # silent unless the program configures logging
 _errors: collections.deque[str] = collections.deque(maxlen=8)
 _last_level = logging.INFO
+_unfinished = ""  # a line that came in pieces
 pending = Pending()  # a Ctrl-C that arrived while a line was being logged
 _opening: str | None = None  # the model file that is being opened
 _kept: list[Any] = []  # C keeps a pointer to the callback for the life of the process
 
 
-def _on_line(level: int, text: bytes | None, _: Any) -> None:
-    global _last_level
-    line = (text or b"").decode("utf-8", "replace").rstrip("\n")
-    number = _last_level if level == _CONTINUE else _LEVELS.get(level, logging.INFO)
-    _last_level = number
-    if number >= logging.ERROR and line.strip():
+def _on_text(level: int, text: bytes | None, _: Any) -> None:
+    """A line, or a piece of one: its level is that of the first piece."""
+    global _last_level, _unfinished
+    words = (text or b"").decode("utf-8", "replace")
+    if level != _CONTINUE:
+        _end_line()
+        _last_level = _LEVELS.get(level, logging.INFO)
+    _unfinished += words
+    if words.endswith("\n"):
+        _end_line()
+
+
+def _end_line() -> None:
+    """Dots alone are the library's bar of progress, which the program has one of its own for."""
+    global _unfinished
+    line, _unfinished = _unfinished.strip("\n"), ""
+    if not line.strip(". "):
+        return
+    if _last_level >= logging.ERROR:
         _errors.append(line.strip())
-    _logger.log(number, "%s", line)
+    _logger.log(_last_level, "%s", line)
 
 
 def capture(lib: Any) -> None:
     """Route the library's log into the logger `offload.llama` and keep the last error lines."""
-    callback, _ = guard(lib.structs.llama_log_callback, pending, None, _on_line)
+    callback, _ = guard(lib.structs.llama_log_callback, pending, None, _on_text)
     _kept.append(callback)
     lib.llama_log_set(callback, None)
 
@@ -77,6 +91,7 @@ def take_reason() -> str:
 
 def take_errors() -> list[str]:
     """The error lines since the last call, oldest first, without the function that logged them."""
+    _end_line()
     lines = [line.split(": ", 1)[-1] for line in _errors]
     _errors.clear()
     return lines

@@ -338,7 +338,13 @@ SHOWN = (
     ),
     Flag(
         Options, "verbose", ("--verbose", "-v", "--log-verbose"), SWITCH,
-        "The library's log, and the program's own.", Panel.DEBUGGING,
+        "What was chosen and why, what each answer took, and the library's warnings.",
+        Panel.DEBUGGING,
+    ),
+    Flag(
+        Options, "library_log", ("-vv", "--library-log"), SWITCH,
+        "That, and the library's whole log, its lines marked 'llama.cpp:'.", Panel.DEBUGGING,
+        rare=True,
     ),
     Flag(
         Options, "strict", ("--strict-flags",), SWITCH,

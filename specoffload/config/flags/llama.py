@@ -36,7 +36,7 @@ _ADAPTERS = Refused("adapters are not applied here: merge them into the model")
 _DRAFT_IS_RESIDENT = NoEffect("the draft lies on its device whole")
 _CACHED = NoEffect("prompts are kept in memory while the program runs, not in files")
 _LINES = NoEffect("`specoffload chat` converses; run does where it is given no text")
-_PRESET = Refused("models are not fetched here: give the file with --model")
+_PRESET = Refused("no model has a flag of its own: name it with -hf user/repo")
 
 
 def _sampler_letters(value: str) -> Answer:
@@ -326,7 +326,7 @@ TEXT = (
         "--in-prefix-bos", "--simple-io",
     ),
     *valued(_LINES, "--in-prefix", "--in-suffix"),
-    foreign("--completion-bash", Refused("there is no completion for shells: leave it out")),
+    foreign("--completion-bash", Refused("specoffload --install-completion does that")),
     *valued(Refused("`specoffload serve` is a server, and run needs none"), "--server-base"),
     *switches(NoEffect("there is no /infill"), "--spm-infill"),
 )  # fmt: skip

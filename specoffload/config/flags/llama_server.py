@@ -30,7 +30,7 @@ def _verbosity(value: str) -> Answer:
         level = int(value)
     except ValueError:
         raise ValueError("must be a whole number") from None
-    return Becomes(("--verbose",)) if level >= _DEBUG_LEVEL else ALREADY
+    return Becomes(("--library-log",)) if level >= _DEBUG_LEVEL else ALREADY
 
 
 def _budget(value: str) -> Answer:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,27 +66,6 @@ def test_every_link_leads_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def commands() -> list[str]:
-    lines = block_after("Use").splitlines()
-    return [line.split("  #")[0].strip() for line in lines if line.startswith("specoffload")]
-
-
-@pytest.mark.parametrize("command", commands())
-def test_every_command_of_the_readme_parses(command: str) -> None:
-    """With --help behind it a command parses its flags and runs nothing."""
-    words = shlex.split(command)[1:]
-    flags = [word for word in words if word.startswith("-")]
-    done = subprocess.run(
-        [sys.executable, "-m", "specoffload", words[0], "--help"],
-        capture_output=True,
-        text=True,
-        env={"COLUMNS": "200", "PATH": "/usr/bin:/bin", "TERM": "dumb"},
-    )
-    assert done.returncode == 0, done.stderr
-    for flag in flags:
-        assert flag in done.stdout, f"{command}: {flag} is not a flag of {words[0]}"
 
 
 def test_the_two_commands_exist_and_are_executable() -> None:

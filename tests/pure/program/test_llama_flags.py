@@ -156,7 +156,7 @@ def test_a_flag_that_is_so_already_is_taken_without_a_word() -> None:
         (("--no-flash-attn",), "flash_attn", "off"),
         (("-lm", "mmap"), "mmap", True),
         (("-lm", "none"), "mmap", False),
-        (("-lv", "4"), "verbose", True),
+        (("-lv", "4"), "library_log", True),
         (("--numa", "isolate"), "numa", "single"),
         (("--numa", "numactl"), "numa", "none"),
         (("-dev", "none"), "device", "cpu"),

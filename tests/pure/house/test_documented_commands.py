@@ -1,0 +1,85 @@
+"""Every command line on a page is one that the program and the scripts know."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specoffload.cli import commands
+from specoffload.commands.demo import NEXT
+from specoffload.config.command_line import HELP, read_command_line
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "scripts/README.md"]
+OF_THE_PROGRAM = {"COMMAND", "--version", "--install-completion", "--show-completion", *HELP}
+NUMBER = re.compile(r"[A-Z]")  # `--port P`
+CODE = re.compile(r"```.*?\n(.*?)```|`([^`\n]+)`", re.S)
+
+
+def code(page: str) -> Iterator[str]:
+    """Pieces of code: between backticks, lines of blocks, and indented lines."""
+    for block, inline in CODE.findall(page):
+        yield from block.replace("\\\n", " ").splitlines() if block else [inline]
+    yield from (line.strip() for line in page.splitlines() if line.startswith("    "))
+
+
+def said_of(program: str, page: str) -> set[str]:
+    """What follows the program's name, to the end of its part of the line."""
+    found = set()
+    for line in code(page):
+        line = re.split(r"\s#|\s{3,}|…|\.\.\.$", line)[0]
+        for part in re.split(r" \| | && ", line):
+            at = re.match(rf"(?:\$ )?(?:[A-Z_]+=\S* )*{program}(?=\s)(.*)", part.strip())
+            if at:
+                found.add(re.split(r"\s[<>]\s", at[1])[0].strip())
+    return found
+
+
+def lines() -> list[tuple[str, str]]:
+    found = [(page, words) for page in PAGES for words in said_of("specoffload", page.read_text())]
+    shown = {words for line in NEXT for words in said_of("specoffload", f"`{line[8:]}`")}
+    return sorted({(page.name, words) for page, words in found} | {("demo", w) for w in shown})
+
+
+@pytest.mark.parametrize(("page", "words"), lines(), ids=lambda text: text[:60])
+def test_a_command_line_on_a_page_is_read(page: str, words: str) -> None:
+    names = {name for name, _ in commands()}
+    first, *rest = [*shlex.split(re.sub(r"[\[\]]", "", words))]
+    if first in OF_THE_PROGRAM:
+        return
+    if rest and f"{first} {rest[0]}" in names:
+        first = f"{first} {rest.pop(0)}"
+    assert first in names, f"{page}: there is no command {first}"
+    read_command_line(first, ["8" if NUMBER.fullmatch(word) else word for word in rest])
+
+
+def scripts() -> list[tuple[str, str]]:
+    found = {
+        (script.name, words)
+        for script in (ROOT / "scripts").iterdir()
+        if script.is_file() and not script.suffix
+        for page in PAGES
+        for words in said_of(f"scripts/{script.name}", page.read_text(encoding="utf-8"))
+    }
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("script", "words"), scripts(), ids=lambda text: text[:60])
+def test_a_scripts_flags_on_a_page_are_in_the_script(script: str, words: str) -> None:
+    beside = script.replace("-", "_")
+    sources = [*(ROOT / "scripts").glob(f"{beside}*.py"), *(ROOT / "scripts" / beside).glob("*.py")]
+    text = "".join(p.read_text(encoding="utf-8") for p in [ROOT / "scripts" / script, *sources])
+    for flag in re.findall(r"(?<=\s)--[a-z][a-z-]+", f" {words}"):
+        of_typer = rf"\b{flag[2:].replace('-', '_')}: Annotated"
+        assert flag in text or re.search(of_typer, text), f"scripts/{script} knows no {flag}"
+
+
+def test_lines_were_found() -> None:
+    """The patterns still find what the pages say."""
+    assert len(lines()) > 40
+    assert len(scripts()) > 20
+    assert {page for page, _ in lines()} > {"README.md", "models.md", "speculation.md", "demo"}
