@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def own_processor(worker: str, processors: Iterable[int]) -> int:
+    """The one of `processors` that pytest-xdist's worker gw0, gw1, ... runs on."""
+    allowed = sorted(processors)
+    return allowed[int(worker.removeprefix("gw")) % len(allowed)]
+
+
+# Workers side by side have a processor each, and so have the programs they start: ggml's threads
+# spin, and more threads than processors wait for each other.
+if (worker := os.environ.get("PYTEST_XDIST_WORKER", "")).startswith("gw"):
+    os.sched_setaffinity(0, {own_processor(worker, os.sched_getaffinity(0))})
+
+
 def pytest_report_header() -> str:
     try:
         import llama_cpp
@@ -37,6 +49,13 @@ def profile_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECOFFLOAD_PROFILE_DIR", str(folder))
         yield folder
+
+
+@pytest.fixture
+def measures_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start measures for a tenth of its time: for tests that are not about the figures."""
+    monkeypatch.setattr("specoffload.speculation.profiling.BUDGET_S", 0.4)
+    monkeypatch.setattr("offload.plan.min_batch_search._BUDGET_S", 0.2)
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,7 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     peak: float = 1.0  # factor of the learning rates
-    # What was spent on the weights before this run, if they are not new: steps, n_tokens, elapsed_s.
+    # step, n_tokens and elapsed_s of an earlier run that the weights come from, if any.
     earlier: dict[str, float] = field(default_factory=dict)
     # From this share of the run on the feed follows a teacher (1.0: never); kept for the card.
     distill_from: float = 1.0

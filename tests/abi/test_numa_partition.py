@@ -103,6 +103,7 @@ def test_stealing_drivers_do_not_keep_to_slabs(
     assert wrong_pages(weight, 4, 1, answer) > 0
 
 
+@pytest.mark.several_processors
 def test_bindings_survive_a_graph_except_that_of_the_calling_thread(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one processor: there is nothing to be bound to")

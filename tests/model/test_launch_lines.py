@@ -23,6 +23,7 @@ from specoffload.config.resolution import Config, resolve
 from specoffload.errors import UsageError
 from specoffload.session.session import Session
 
+pytestmark = pytest.mark.usefixtures("measures_briefly")
 FILE = Path(__file__).parents[1] / "fixtures" / "launch_lines.txt"
 COMMANDS = {"server": "serve", "cli": "run", "bench": "bench"}
 

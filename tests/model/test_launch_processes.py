@@ -45,7 +45,7 @@ def start(launch: Launch, models: Path, folder: Path) -> subprocess.Popen[str]:
         [sys.executable, "-m", "specoffload", *words_of(launch, models, folder)],
         env={
             **os.environ, **launch.environ, "PYTHONPATH": path,
-            "SPECOFFLOAD_PROFILE_DIR": str(folder / "profiles"),
+            "SPECOFFLOAD_PROFILE_DIR": str(models / "launch-profiles"),
         },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

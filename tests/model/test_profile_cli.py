@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from in_process import command
 from resolved import config_of
 
 from specoffload.commands.bench import prompts
@@ -16,11 +17,13 @@ from specoffload.config.resolution import demo_file
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
+pytestmark = pytest.mark.usefixtures("measures_briefly")
+
 
 def program(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "specoffload", *map(str, arguments)]
+    words = [sys.executable, "-m", "specoffload", *map(str, arguments)]
     environ = {"SPECOFFLOAD_PROFILE_DIR": str(folder), "PATH": "/usr/bin:/bin", "COLUMNS": "500"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ)
+    return subprocess.run(words, capture_output=True, text=True, timeout=240, env=environ)
 
 
 def profile(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -82,7 +85,7 @@ def test_a_bad_file_is_refused_in_one_sentence(
 ) -> None:
     path = tmp_path / "bad.txt"
     path.write_text(text)
-    done = profile(folder, "--import", path)
+    done = command("profile", "--device", "cpu", "-t", "1", "--import", path)
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("specoffload:")]
     assert len(lines) == 1
@@ -176,7 +179,7 @@ def test_the_environment_selects_costs(folder: Path, monkeypatch: pytest.MonkeyP
 def test_bad_flags_are_refused_and_strictly_those_without_effect_too(
     folder: Path, flags: tuple[str, ...], words: str
 ) -> None:
-    done = program(folder, "run", "-p", "x", "--device", "cpu", *flags)
+    done = command("run", "-p", "x", "--device", "cpu", *flags)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -195,7 +198,7 @@ def test_bad_flags_are_refused_and_strictly_those_without_effect_too(
 def test_flags_that_change_nothing_about_a_measurement_are_refused_when_strict(
     folder: Path, flags: tuple[str, ...], words: str
 ) -> None:
-    done = program(folder, "profile", "--device", "cpu", "--strict-flags", *flags)
+    done = command("profile", "--device", "cpu", "--strict-flags", *flags)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -220,6 +223,6 @@ def test_a_recorded_trace_is_replayed(folder: Path, tmp_path: Path) -> None:
 def test_the_simulator_names_what_it_cannot_read(folder: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"p": 2.0, "accepted": true}\n')
-    done = program(folder, "simulate", "--trace", bad)
+    done = command("simulate", "--trace", bad)
     assert done.returncode == 2
     assert "line 1" in done.stderr

@@ -22,6 +22,8 @@ from specoffload.session import draft_opening, min_batch, opening
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
+pytestmark = pytest.mark.usefixtures("measures_briefly")
+
 
 def config_of(**options: object) -> Config:
     return resolved.config_of(**{"threads": 1, "ctx_size": 256, "device": "sim", **options})

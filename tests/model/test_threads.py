@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,11 @@ from offload.store.layout import plan_layout
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
 PLACING = [Strategy.SINGLE, Strategy.INTERLEAVE, Strategy.ROWS, Strategy.DISTRIBUTE]
-needs_two = pytest.mark.skipif(len(CPUS) < 2, reason="needs two processors")
+
+
+def needs_two(test: Callable[..., None]) -> Callable[..., None]:
+    skips = pytest.mark.skipif(len(CPUS) < 2, reason="needs two processors")
+    return pytest.mark.several_processors(skips(test))
 
 
 def two_nodes(cpus: Sequence[int] = CPUS) -> Topology:

@@ -1,0 +1,32 @@
+"""A command run inside the test's own process, which saves a second of imports.
+
+For commands that end before a model is opened; what a process does as a whole (its exit, its
+signals, what the library prints) is tested by processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+from specoffload.cli import main
+
+
+def command(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """Its exit code, and what it wrote to standard output and error."""
+    arguments = ["specoffload", *map(str, words)]
+    out, errors, code = io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", arguments),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            main()
+        except SystemExit as e:
+            code = e.code if isinstance(e.code, int) else 1
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), errors.getvalue())
