@@ -54,8 +54,8 @@ _shows_library = False
 
 
 def be_verbose(*, library: bool = False) -> None:
-    """Standard error gets all that our modules log from here on, and others' warnings, each with its
-    name; with `library` everything that is logged."""
+    """Standard error gets all that our modules log from here on, and warnings of others with their
+    names; with `library` everything that is logged."""
     global _shows_library
     _shows_library = library
     handler = logging.StreamHandler(sys.stderr)
