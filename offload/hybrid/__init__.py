@@ -1,0 +1,1 @@
+"""Hybrid layers: each expert where it finishes first."""

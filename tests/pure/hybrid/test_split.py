@@ -1,0 +1,199 @@
+"""The split of a layer's experts between CPU and device."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from offload.hybrid.split import (
+    HIT,
+    HOST,
+    STREAMED,
+    Split,
+    SplitCosts,
+    excess_s,
+    seconds_at,
+    split_pairs,
+)
+
+Ids = NDArray[np.int32]
+Resident = NDArray[np.bool_]
+_US = 1e-6
+seconds = st.integers(0, 400).map(lambda n: n * _US)
+steps = st.lists(st.integers(1, 50).map(lambda n: n * _US), min_size=1, max_size=5)
+
+
+@st.composite
+def regular_costs(draw: st.DrawFn) -> SplitCosts:
+    """Costs as machines have them: more rows take longer, the CPU's share of it growing."""
+    per_row = draw(steps)
+    host_s = np.array([0.0, *itertools.accumulate(per_row)])
+    speedups = np.cumsum([0, 1, *(draw(st.integers(0, 3)) for _ in per_row[1:])])
+    device_s = np.array([0.0, *(h / s for h, s in zip(host_s[1:], speedups[1:], strict=True))])
+    return SplitCosts(
+        host_s,
+        device_s,
+        draw(seconds),
+        draw(seconds),
+        draw(seconds),
+        draw(st.sampled_from([1.0, 1.5, 3.0])),
+    )
+
+
+@st.composite
+def any_costs(draw: st.DrawFn) -> SplitCosts:
+    """Costs as nobody would expect them."""
+    n = draw(st.integers(2, 6))
+    return SplitCosts(
+        np.array([0.0, *(draw(seconds) for _ in range(n - 1))]),
+        np.array([0.0, *(draw(seconds) for _ in range(n - 1))]),
+        draw(seconds),
+        draw(seconds),
+        draw(seconds),
+        draw(st.sampled_from([1.0, 2.0])),
+    )
+
+
+@st.composite
+def batches(draw: st.DrawFn, most_experts: int = 8, most_tokens: int = 6) -> tuple[Ids, Resident]:
+    """The experts of some tokens, and which of all have a slot."""
+    n_experts = draw(st.integers(1, most_experts))
+    n_used = draw(st.integers(1, n_experts))
+    chosen = st.permutations(range(n_experts)).map(lambda order: order[:n_used])
+    ids = draw(st.lists(chosen, min_size=1, max_size=most_tokens))
+    resident = draw(st.lists(st.booleans(), min_size=n_experts, max_size=n_experts))
+    return np.array(ids, np.int32), np.array(resident)
+
+
+def priced(ids: Ids, costs: SplitCosts, kind: NDArray[np.uint8]) -> tuple[float, float]:
+    """The model in plain words: seconds of the CPU, and of the device, expert by expert."""
+    work_s = compute_s = link_s = 0.0
+    rows = {int(e): int((ids == e).sum()) for e in np.unique(ids)}
+    for expert, n in rows.items():
+        if kind[expert] == HOST:
+            work_s += float(seconds_at(costs.host_s, np.array([n]))[0])
+        else:
+            compute_s += float(seconds_at(costs.device_s, np.array([n]))[0])
+            link_s += costs.copy_s if kind[expert] == STREAMED else 0.0
+    kinds = {int(kind[expert]) for expert in rows}
+    cpu_s = device_s = 0.0
+    if HOST in kinds:
+        work_s += costs.host_fixed_s
+        slow = costs.host_slowdown
+        # At 1 / slow of its speed until the link rests, or it has ended.
+        cpu_s = work_s * slow if work_s * slow <= link_s else link_s + work_s - link_s / slow
+    if kinds != {HOST}:
+        device_s = costs.device_fixed_s + max(compute_s, link_s)
+    return cpu_s, device_s
+
+
+def later_s(split: Split) -> float:
+    return max(split.cpu_s, split.device_s)
+
+
+def best_of_all_s(ids: Ids, resident: Resident, costs: SplitCosts) -> float:
+    used = np.unique(ids)
+    kind = np.zeros(len(resident), np.uint8)
+    found = np.inf
+    for hosts in itertools.product((False, True), repeat=len(used)):
+        kind[used] = np.where(hosts, HOST, np.where(resident[used], HIT, STREAMED))
+        found = min(found, max(priced(ids, costs, kind)))
+    return found
+
+
+@given(batches(), any_costs())
+def test_a_split_is_what_it_says_and_costs_what_the_model_says(
+    batch: tuple[Ids, Resident], costs: SplitCosts
+) -> None:
+    ids, resident = batch
+    split = split_pairs(ids, resident, costs)
+    used = np.unique(ids)
+    assert split.kind.dtype == np.uint8
+    assert set(split.kind[used[resident[used]]]) <= {HIT, HOST}
+    assert set(split.kind[used[~resident[used]]]) <= {STREAMED, HOST}
+    assert (split.cpu_s, split.device_s) == pytest.approx(priced(ids, costs, split.kind), abs=1e-12)
+
+
+@given(batches(64, 16), any_costs())
+def test_it_is_never_behind_the_cpu_alone_nor_the_device_alone(
+    batch: tuple[Ids, Resident], costs: SplitCosts
+) -> None:
+    ids, resident = batch
+    found_s = later_s(split_pairs(ids, resident, costs))
+    all_host = np.full(len(resident), HOST, np.uint8)
+    all_device = np.where(resident, HIT, STREAMED).astype(np.uint8)
+    assert found_s <= max(priced(ids, costs, all_host)) + 1e-12
+    assert found_s <= max(priced(ids, costs, all_device)) + 1e-12
+
+
+@given(batches(), regular_costs())
+def test_no_split_at_all_is_better_by_more_than_the_bound(
+    batch: tuple[Ids, Resident], costs: SplitCosts
+) -> None:
+    ids, resident = batch
+    best_s = best_of_all_s(ids, resident, costs)
+    found_s = later_s(split_pairs(ids, resident, costs))
+    assert best_s - 1e-12 <= found_s <= best_s + excess_s(ids, resident, costs) + 1e-12
+
+
+@given(batches(most_tokens=1), any_costs())
+def test_for_one_token_it_is_the_best_of_all(
+    batch: tuple[Ids, Resident], costs: SplitCosts
+) -> None:
+    ids, resident = batch
+    found_s = later_s(split_pairs(ids, resident, costs))
+    assert found_s == pytest.approx(best_of_all_s(ids, resident, costs), abs=1e-12)
+
+
+@given(batches(32, 8), any_costs(), st.sampled_from(["host_s", "device_s", "copy_s"]))
+def test_a_faster_part_never_makes_a_step_longer(
+    batch: tuple[Ids, Resident], costs: SplitCosts, part: str
+) -> None:
+    ids, resident = batch
+    faster = replace(costs, **{part: getattr(costs, part) * 0.5})
+    before_s = later_s(split_pairs(ids, resident, costs))
+    assert later_s(split_pairs(ids, resident, faster)) <= before_s + 1e-12
+
+
+@given(batches(32, 1), any_costs(), st.integers(0, 31))
+def test_one_expert_more_in_a_slot_never_makes_a_tokens_step_longer(
+    batch: tuple[Ids, Resident], costs: SplitCosts, at: int
+) -> None:
+    ids, resident = batch
+    more = resident.copy()
+    more[at % len(more)] = True
+    before_s = later_s(split_pairs(ids, resident, costs))
+    assert later_s(split_pairs(ids, more, costs)) <= before_s + 1e-12
+
+
+@given(batches(32, 8), regular_costs())
+def test_the_link_gets_the_misses_of_most_rows(
+    batch: tuple[Ids, Resident], costs: SplitCosts
+) -> None:
+    ids, resident = batch
+    split = split_pairs(ids, resident, costs)
+    rows = np.bincount(ids.ravel(), minlength=len(resident))
+    misses = (rows > 0) & ~resident
+    streamed, left = (rows[misses & (split.kind == kind)] for kind in (STREAMED, HOST))
+    assert streamed.min(initial=99) >= left.max(initial=0)
+
+
+def test_beyond_what_was_measured_costs_follow_their_last_step() -> None:
+    measured = np.array([0.0, 2.0, 5.0])
+    assert seconds_at(measured, np.array([1, 2, 3, 10])).tolist() == [2.0, 5.0, 8.0, 29.0]
+
+
+def test_a_slow_link_leaves_every_miss_to_the_cpu_and_a_fast_one_shares_them() -> None:
+    costs = SplitCosts(np.array([0.0, 10.0]), np.array([0.0, 1.0]), 0.0, 0.0, 100.0)
+    ids = np.arange(8, dtype=np.int32)[None]
+    resident = np.arange(8) < 3
+    assert split_pairs(ids, resident, costs).kind.tolist() == [HIT] * 3 + [HOST] * 5
+    fast = split_pairs(ids, resident, replace(costs, copy_s=15.0))
+    assert fast.kind.tolist() == [HIT] * 3 + [STREAMED] * 2 + [HOST] * 3
+    assert (fast.cpu_s, fast.device_s) == (30.0, 30.0)
