@@ -23,7 +23,7 @@ _Counts = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class SplitCosts:
-    """What one kind of layer costs, in seconds, as measured on the machine.
+    """Costs of one kind of layer in seconds, as measured on the machine.
 
     The arrays are by rows, the tokens that use the expert: `host_s[r]` for r = 0..R, at least up to
     1; from R on they go on along their last step.
@@ -40,7 +40,7 @@ class SplitCosts:
 
 @dataclass(frozen=True)
 class Split:
-    """Where each expert of a layer is computed, and the time that is expected of both sides."""
+    """The side of each expert of a layer, and the time that is expected of both sides."""
 
     kind: NDArray[np.uint8]  # HIT, STREAMED or HOST; of experts that nobody uses it means nothing
     cpu_s: float
