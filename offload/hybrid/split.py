@@ -134,11 +134,11 @@ def _sums(by_rows_s: NDArray[np.float64], rows: NDArray[np.integer]) -> NDArray[
 def seconds_at(by_rows_s: NDArray[np.float64], rows: NDArray[np.integer]) -> NDArray[np.float64]:
     """Seconds of experts of that many rows, beyond the last that was measured on its line."""
     last = len(by_rows_s) - 1
+    seconds: NDArray[np.float64] = by_rows_s[np.minimum(rows, last)]
     beyond = rows - last
-    if beyond.max(initial=0) <= 0:
-        return by_rows_s[rows]
-    step_s = by_rows_s[-1] - by_rows_s[-2]
-    return by_rows_s[np.minimum(rows, last)] + np.maximum(beyond, 0) * step_s
+    if beyond.max(initial=0) > 0:
+        seconds = seconds + np.maximum(beyond, 0) * (by_rows_s[-1] - by_rows_s[-2])
+    return seconds
 
 
 def excess_s(ids: NDArray[np.int32], resident: NDArray[np.bool_], costs: SplitCosts) -> float:
