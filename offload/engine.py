@@ -417,6 +417,11 @@ class Engine(ModelText):
             else:
                 s.restore(0, checkpoint)
 
+    def settle(self) -> None:
+        """Return when no copy is under way: all that are counted are in the trace, too."""
+        if self.device is not None:
+            self.device.settle()
+
     def counters(self) -> StreamCounters:
         """Counts of the copy path since the engine was opened; all zero where nothing streams."""
         total = StreamCounters()

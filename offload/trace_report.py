@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import OffloadError
-from offload.trace import COMPUTE, COPY, CPU, LANES, PRODUCER, Event, Value
+from offload.trace import COMPUTE, COPY, CPU, LANES, PRODUCER, ROUND, TOKEN, Event, Value
 
 PREDICTED_WRONG = "predicted wrong"
 SLOT_NOT_FREE = "slot not free"
@@ -62,6 +62,9 @@ class TraceReport:
     stalls: tuple[Stall, ...]
     layers: dict[int, LayerTimes] = field(default_factory=dict)
     n_dropped: int = 0  # events that the ring had no room for
+    n_clipped: int = 0  # slices that overlapped others of their track, and begin later
+    n_rounds: int = 0
+    n_tokens: int = 0
 
     @property
     def overlap(self) -> float:
@@ -98,18 +101,21 @@ class TraceReport:
             "stalled_s": self.stalled_s,
             "stalled_by_cause_s": self.stalled_by_cause(),
             "n_stalls": len(self.stalls),
+            "n_rounds": self.n_rounds,
+            "n_tokens": self.n_tokens,
             "dropped_events": self.n_dropped,
+            "clipped_events": self.n_clipped,
         }
 
 
 def read_report(path: str | Path) -> TraceReport:
     """The report of a trace file. Raises OffloadError for a file that is not one of ours."""
-    events, n_dropped = read_events(path)
-    return report(events, n_dropped)
+    events, n_dropped, n_clipped = read_events(path)
+    return report(events, n_dropped, n_clipped)
 
 
-def read_events(path: str | Path) -> tuple[list[Event], int]:
-    """(events, how many were dropped) of a trace file that Trace.write wrote."""
+def read_events(path: str | Path) -> tuple[list[Event], int, int]:
+    """(events, how many were dropped, how many clipped) of a file that Trace.write wrote."""
     if Path(path).exists() and not Path(path).is_file():
         raise OffloadError(f"cannot read the trace {path}: it is not a regular file")
     try:
@@ -123,7 +129,8 @@ def read_events(path: str | Path) -> tuple[list[Event], int]:
         raise OffloadError(f"{path} is not a trace of ours: --trace FILE writes one")
     try:
         events = [_event(e) for e in document["traceEvents"] if e["ph"] == "X"]
-        return events, int(other.get("dropped_events", 0))
+        n_dropped, n_clipped = other.get("dropped_events", 0), other.get("clipped_events", 0)
+        return events, int(n_dropped), int(n_clipped)
     except (KeyError, TypeError, ValueError, IndexError) as e:
         raise OffloadError(f"{path} is a damaged trace: {type(e).__name__} {e}") from e
 
@@ -131,10 +138,11 @@ def read_events(path: str | Path) -> tuple[list[Event], int]:
 def _event(raw: dict[str, Any]) -> Event:
     start_s = raw["ts"] / 1e6
     args = dict(raw.get("args", {}))
-    return Event(LANES[raw["tid"]], str(raw["name"]), start_s, start_s + raw["dur"] / 1e6, args)
+    lane = LANES[LANES.index(raw["cat"])]
+    return Event(lane, str(raw["name"]), start_s, start_s + raw["dur"] / 1e6, args)
 
 
-def report(events: Iterable[Event], n_dropped: int = 0) -> TraceReport:
+def report(events: Iterable[Event], n_dropped: int = 0, n_clipped: int = 0) -> TraceReport:
     """The events summed up."""
     ordered = sorted(events, key=lambda event: event.start_s)
     copies = [e for e in ordered if e.lane == COPY]
@@ -155,6 +163,9 @@ def report(events: Iterable[Event], n_dropped: int = 0) -> TraceReport:
         stalls=stalls,
         layers=_layers(copies, work, waits),
         n_dropped=n_dropped,
+        n_clipped=n_clipped,
+        n_rounds=sum(e.lane == ROUND and "n_tokens" in e.args for e in ordered),
+        n_tokens=sum(e.lane == TOKEN for e in ordered),
     )
 
 

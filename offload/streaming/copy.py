@@ -179,7 +179,11 @@ class DeviceCopier:
         return self._events.record(self._compute)
 
     def drain(self) -> None:
+        if self._watcher is not None and self._unmarked:
+            self.mark()
         self._stream.synchronize()
+        if self._watcher is not None:
+            self._watcher.drain()
 
     def abandon(self) -> None:
         self.drain()
@@ -317,6 +321,7 @@ class ThreadCopier:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             transfer, enqueued_s = item
+            began_s = time.perf_counter()  # later than the link's time where a sleep was too long
             start_s = max(self._link_free_s, enqueued_s)
             self._link_free_s = start_s + self._link.duration_s(transfer.size_bytes)
             try:
@@ -325,7 +330,7 @@ class ThreadCopier:
                 self._failure = e
             if self._trace:
                 self._trace.add(
-                    COPY, transfer.name, start_s, time.perf_counter(),
+                    COPY, transfer.name, began_s, time.perf_counter(),
                     bytes=transfer.size_bytes, **transfer.args,
                 )  # fmt: skip
             with self._progress:

@@ -53,6 +53,9 @@ class Executor(Protocol):
     def prepare(self, graph: Graph, products: Sequence[Product]) -> Run:
         """Find out what stays the same every time the graph is computed."""
 
+    def settle(self) -> None:
+        """Return when no copy is under way. Raises DeviceFailed if one failed."""
+
     def close(self) -> None: ...
 
 
@@ -244,6 +247,12 @@ class StreamingDevice(PyDevice):
         if clock.wants(layer):
             stream.inner.synchronize()
             clock.reached(layer)
+
+    def settle(self) -> None:
+        """Return when nothing is under way; a trace knows of all copies that are counted."""
+        for stream, executor in self.executors.items():
+            stream.inner.synchronize()
+            executor.settle()
 
     def decoding(self, active: bool) -> None:
         """A decode begins or has ended: between our graphs, libllama computes on the CPU."""

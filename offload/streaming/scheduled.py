@@ -39,7 +39,7 @@ from offload.schedule.coalesce import Span, coalesce
 from offload.schedule.commands import Command, Copy, Entered, Need
 from offload.schedule.predict import Routing
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import Piece
+from offload.schedule.slots import FREE, IN_USE, Piece
 from offload.streaming.copy import Copier, Transfer
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import Run
@@ -124,6 +124,9 @@ class ScheduledExecutor:
             buffer.close()
         if self._ids_buffer is not None:
             self._ids_buffer.close()
+
+    def settle(self) -> None:
+        self.copier.drain()
 
     @property
     def working_bytes(self) -> int:
@@ -273,6 +276,7 @@ class ScheduledExecutor:
                 self._routing.observe(step.layer, ids)
             self._upload(step, ids, experts, [slot - first for slot in entered.slots])
         running.open.append(step)
+        self._trace_slots()
         return 0
 
     def _tickets_of(self, pieces: Sequence[Piece]) -> list[Tickets]:
@@ -333,6 +337,7 @@ class ScheduledExecutor:
                 return status
             self._fence(running)
             self.schedule.leave(cut)
+            self._trace_slots()
         return 0
 
     def _enter_chunk(self, step: ChunkedStep, cut: int, experts: Sequence[int]) -> Sequence[int]:
@@ -348,6 +353,7 @@ class ScheduledExecutor:
         for kind in step.kinds:
             self.copier.wait([tickets[kind] for tickets in self._tickets_of(entered.waits)])
         self._trace_wait(start_s, step.layer, "all")
+        self._trace_slots()
         self.counters.cuts += 1
         self.counters.chunks += 1
         return entered.slots
@@ -440,6 +446,13 @@ class ScheduledExecutor:
             self._trace.add(COMPUTE, "wait for copies", start_s, time.perf_counter(),
                             layer=layer, kind=kind, cause="copy")  # fmt: skip
 
+    def _trace_slots(self) -> None:
+        if self._trace:
+            counts = self.schedule.table.counts()
+            held = sum(counts) - counts[FREE]
+            now_s = time.perf_counter()
+            self._trace.sample("slots", now_s, **{"in use": counts[IN_USE], "held": held})
+
     # -- computation -----------------------------------------------------------------------------
 
     def _submit(self, running: _Running, end: int) -> int:
@@ -468,6 +481,7 @@ class ScheduledExecutor:
         self._fence(running)
         for step in left:
             self.schedule.leave(step.cut)
+        self._trace_slots()
 
     def _fence(self, running: _Running) -> None:
         """A fence behind all uses but those of cuts that are still open."""

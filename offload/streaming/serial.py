@@ -129,6 +129,10 @@ class SerialExecutor:
         self._stream.synchronize()
         return self._run_redirected(graph, product, {0: slots, 2: ids.tensor})
 
+    def settle(self) -> None:
+        if self._copier is not None:
+            self._copier.drain()
+
     def _copy(
         self, target: Tensor, target_bytes: int, source: Tensor, source_bytes: int, size_bytes: int
     ) -> None:

@@ -18,6 +18,7 @@ def show_trace(path: Path) -> None:
         ("", "value"),
         [
             ("trace", f"{found.span_s:.3f} s"),
+            ("rounds", f"{found.n_rounds}, {found.n_tokens} tokens"),
             ("overlap", f"{found.overlap:.1%}"),
             ("link utilisation", f"{found.link_utilisation:.1%}"),
             ("link bandwidth", f"{found.link_bytes_per_s / 1e9:.2f} GB/s"),
@@ -49,4 +50,9 @@ def show_trace(path: Path) -> None:
         )
     if found.n_dropped:
         report.note(f"{found.n_dropped} older events were dropped; the trace keeps the last ones")
+    if found.n_clipped:
+        report.note(
+            f"{found.n_clipped} events overlapped others of their track, and are drawn to begin "
+            "where those end"
+        )
     report.data(found.as_json())

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 
 from offload.engine import Engine
-from offload.errors import BadRequest, DoesNotFit
-from offload.trace import Trace
+from offload.errors import BadRequest, DeviceFailed, DoesNotFit
 from specoffload.config.resolution import Config
 from specoffload.session.description import describe
 from specoffload.session.draft_opening import open_draft
@@ -32,10 +32,13 @@ from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
 from specoffload.slots.request import Request
 from specoffload.slots.saving import change_slot
+from specoffload.slots.step_trace import StepTrace
 from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation, drafts_anything
 
 SEQUENCE = 0
+
+log = logging.getLogger("specoffload.session")
 
 
 class Session:
@@ -49,11 +52,13 @@ class Session:
         """
         self.config = config
         self.speculation: Speculation | None = None  # None: every token is decoded alone
+        self._untraced_bytes = 0  # streamed before the trace began
         with ExitStack() as opened:
             opened.callback(self._write_trace)  # the last thing done
             self.target: Engine = opened.enter_context(
                 open_target(config, partial(on_progress, "reading weights"))
             )
+            opened.callback(self._end_trace)
             drafting = open_draft(config, self.target)
             self.draft: DraftModel | None = None if drafting is None else drafting.model
             if self.draft is not None:
@@ -78,6 +83,7 @@ class Session:
             )
             if self.speculation is not None and self.speculation.watches:
                 self.batcher.on_round.append(self.speculation.watch)
+            self._begin_trace()
             self._closing = opened.pop_all()
 
     def close(self) -> None:
@@ -90,10 +96,38 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # -- its trace -----------------------------------------------------------------------------
+
+    def _begin_trace(self) -> None:
+        """What was measured to open the session is not what a trace is asked for."""
+        trace = self.config.streaming.trace
+        if not trace:
+            return
+        self.target.settle()
+        self._untraced_bytes = self.target.counters().streamed_bytes
+        trace.restart()
+        self.batcher.on_step.append(StepTrace(trace, self.piece).add)
+
+    def _end_trace(self) -> None:
+        """Before the target is closed: what its counters say of the same time."""
+        trace = self.config.streaming.trace
+        if trace:
+            with suppress(DeviceFailed):  # closing goes on; who decoded was told
+                self.target.settle()
+            copied = self.target.counters().streamed_bytes - self._untraced_bytes
+            trace.totals["streamed_bytes"] = copied
+
     def _write_trace(self) -> None:
         trace = self.config.streaming.trace
-        if self.config.trace is not None and isinstance(trace, Trace):
-            trace.write(self.config.trace)
+        if self.config.trace is None or not trace:
+            return
+        trace.write(self.config.trace)
+        if trace.n_dropped:
+            log.warning(
+                "the trace has the last %d events; %d older ones were dropped",
+                len(trace),
+                trace.n_dropped,
+            )
 
     # -- what a client may ask ---------------------------------------------------------------
 

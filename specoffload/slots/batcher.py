@@ -55,6 +55,7 @@ class Batcher:
         self.slots = [Slot(i, self._sequences, drafts, n_checkpoints) for i in range(n_slots)]
         self.store = PromptStore(store_bytes, can_cut=self._sequences.can_rewind)
         self.on_round: list[Callable[[Round], None]] = []  # told of every round
+        self.on_step: list[Callable[[float, float, Step], None]] = []  # (start, end in s, step)
         self._loop = DecodingLoop(self._sequences) if speculation is None else speculation.loop()
         self._share = PromptShare(
             target.options.n_ubatch or DEFAULT_UBATCH, rides_along=self._sequences.can_rewind
@@ -134,7 +135,10 @@ class Batcher:
             return news + self._make_room(e)
         except Exception as e:
             return news + [self._failed(request, e) for request in [*self._running.values()]]
-        step_s = perf_counter() - began
+        ended = perf_counter()
+        for notes in self.on_step:
+            notes(began, ended, step)
+        step_s = ended - began
         self._share.took(step_s, has_rounds=bool(step.rounds), has_prompts=bool(step.read))
         return news + self._after(step)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import OffloadError
-from offload.trace import LANES, NO_TRACE, Event, Trace
+from offload.trace import LANES, NO_TRACE, Event, Trace, laid_out, link_speeds
 from offload.trace_report import (
     CAUSES,
     IDS_READBACK,
@@ -24,6 +26,17 @@ from offload.trace_report import (
     report,
     union,
 )
+
+
+def check_tracks(slices: Sequence[tuple[int, float, float]]) -> None:
+    """On each track, (track, start, end) by start nest or are disjoint."""
+    around: defaultdict[int, list[float]] = defaultdict(list)
+    for track, start, end in slices:
+        ends = around[track]
+        while ends and ends[-1] <= start:
+            ends.pop()
+        assert not ends or end <= ends[-1], (track, start, end, ends)
+        ends.append(end)
 
 
 def copy(start: float, end: float, **args: str | int | float) -> Event:
@@ -77,7 +90,9 @@ def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "t.json").read_text())
     events = document["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == dict(enumerate(LANES))
+    assert tuple(names.values()) == LANES
+    # Perfetto takes a thread 0, and one with its process's number, for one and the same.
+    assert not {0, *(e["pid"] for e in events)} & names.keys()
     timed = [e for e in events if e["ph"] == "X"]
     assert [(names[e["tid"]], e["name"], e["ts"], e["dur"]) for e in timed] == [
         ("copy", "blk.3:7+2", 0.0, 1000.0),  # microseconds, from the first event on
@@ -87,13 +102,94 @@ def test_the_file_is_what_perfetto_reads(tmp_path: Path) -> None:
     assert {e["pid"] for e in events} == {1}
 
 
+def test_what_overlaps_on_a_track_is_clipped_and_counted_and_nothing_is_left_out() -> None:
+    slices, n_clipped = laid_out([copy(0, 4), copy(1, 2), copy(3, 6), compute(3, 5), copy(7, 8)])
+    seconds = [(s.track, s.start_ns / 1e9, s.end_ns / 1e9) for s in slices]
+    assert seconds == [(0, 0, 4), (0, 1, 2), (1, 3, 5), (0, 4, 6), (0, 7, 8)]
+    assert n_clipped == 1
+
+
+ANY_EVENTS = st.lists(
+    st.builds(
+        lambda lane, slot, start, length: Event(lane, "x", start, start + length, {"slot": slot}),
+        st.sampled_from(LANES),
+        st.integers(0, 2),
+        st.floats(0, 1e-6),
+        st.floats(0, 1e-6),
+    ),
+    max_size=30,
+)
+
+
+@given(ANY_EVENTS)
+def test_slices_of_a_track_nest_or_are_disjoint_whatever_was_recorded(events: list[Event]) -> None:
+    slices, n_clipped = laid_out(events)
+    assert len(slices) == len(events)
+    check_tracks([(s.track, s.start_ns, s.end_ns) for s in slices])
+    kept = sum(s.start_ns == round((s.event.start_s - zero(events)) * 1e9) for s in slices)
+    assert kept >= len(events) - n_clipped
+
+
+def zero(events: list[Event]) -> float:
+    return min(event.start_s for event in events)
+
+
+def test_counters_are_samples_in_order_of_time_and_the_links_speed_adds_up(tmp_path: Path) -> None:
+    trace = Trace()
+    trace.sample("slots", 0.001, held=3)
+    trace.add("copy", "b", 0.0020, 0.0025, bytes=500)
+    trace.add("copy", "a", 0.0, 0.002, bytes=4000)
+    trace.sample("slots", 0.0005, held=2)
+    trace.write(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    samples = [(e["name"], e["ts"], e["args"]) for e in events if e["ph"] == "C"]
+    assert samples == [
+        ("link", 0.0, {"bytes/s": 2_000_000}),
+        ("slots", 500.0, {"held": 2}),
+        ("slots", 1000.0, {"held": 3}),
+        ("link", 2000.0, {"bytes/s": 500_000}),  # the mean of a millisecond
+        ("link", 3000.0, {"bytes/s": 0}),
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(0, 0.003), st.integers(1, 9999))))
+def test_the_links_speed_over_its_time_is_what_was_copied(
+    copies: list[tuple[int, float, int]],
+) -> None:
+    events = [copy(0.01 * at, 0.01 * at + took, bytes=n) for at, took, n in copies]
+    speeds = link_speeds(laid_out(events)[0])
+    carried = sum(
+        speed * (end - start) / 1e9
+        for (start, speed), (end, _) in zip(speeds, speeds[1:], strict=False)
+    )
+    assert carried == pytest.approx(sum(n for _, _, n in copies), abs=1)
+    assert not speeds or speeds[-1][1] == 0
+
+
+def test_a_trace_that_begins_anew_has_nothing_of_before() -> None:
+    trace = Trace(capacity=1)
+    trace.add("copy", "a", 0.0, 1.0)
+    trace.add("copy", "b", 1.0, 2.0)
+    trace.restart()
+    assert (trace.events(), trace.n_dropped) == ([], 0)
+
+
+def test_what_was_dropped_is_said_within_the_picture(tmp_path: Path) -> None:
+    trace = Trace(capacity=1)
+    for i in range(4):
+        trace.add("copy", "a", i, i + 1)
+    trace.write(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "i"] == ["3 older events were dropped"]
+
+
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     trace = Trace(capacity=2)
     for i in range(3):
         trace.add("CPU", f"e{i}", 5.0 + i, 5.5 + i, layer=i)
     trace.write(tmp_path / "t.json")
-    events, n_dropped = read_events(tmp_path / "t.json")
-    assert n_dropped == 1
+    events, n_dropped, n_clipped = read_events(tmp_path / "t.json")
+    assert (n_dropped, n_clipped) == (1, 0)
     assert events == [
         Event("CPU", "e1", 0.0, 0.5, {"layer": 1}),
         Event("CPU", "e2", 1.0, 1.5, {"layer": 2}),

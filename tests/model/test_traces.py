@@ -1,0 +1,135 @@
+"""A trace of a real run: tracks as Perfetto wants them, and sums as the counters have them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resolved import config_of
+
+from offload.plan.min_batch import MinBatch
+from offload.trace import LANES
+from offload.trace_report import read_report
+from specoffload.config.resolution import demo_file
+from specoffload.session.generation import GenerateOptions, GenerationStats
+from specoffload.session.session import Session
+
+N_PREDICT = 24
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], int]:
+    """(file, document, bytes that the counters say) of a run that streams and drafts."""
+    folder = tmp_path_factory.mktemp("trace")
+    path = folder / "trace.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECOFFLOAD_PROFILE_DIR", str(folder))
+        config = config_of(
+            draft=demo_file("draft.gguf"),
+            device="sim:bw=400MB/s",
+            threads=1,
+            ctx_size=512,
+            min_batch=MinBatch(1, 1),
+            n_gpu_layers=0,
+            vram_bytes=10 << 20,
+            trace=path,
+        )
+    with Session(config) as session:
+        before = session.target.counters().streamed_bytes
+        assert before > 0, "opening measured, so there is something to leave out"
+        stats: GenerationStats | None = None
+        options = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
+        for piece in session.generate("def main(", options):
+            stats = piece.stats
+        assert stats is not None
+        session.target.settle()
+        copied = session.target.counters().streamed_bytes - before
+    return path, json.loads(path.read_text()), copied
+
+
+def of_phase(document: dict[str, Any], phase: str) -> list[dict[str, Any]]:
+    return [event for event in document["traceEvents"] if event["ph"] == phase]
+
+
+def test_each_event_is_what_the_format_demands(
+    traced: tuple[Path, dict[str, Any], int],
+) -> None:
+    _, document, _ = traced
+    assert {event["ph"] for event in document["traceEvents"]} == {"M", "X", "C"}
+    for event in document["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        if event["ph"] != "C":
+            assert isinstance(event["tid"], int)
+        if event["ph"] != "M":
+            assert event["ts"] >= 0
+    for event in of_phase(document, "X"):
+        assert event["dur"] >= 0
+        assert isinstance(event["args"], dict)
+    for event in of_phase(document, "C"):
+        assert all(isinstance(value, int | float) for value in event["args"].values())
+
+
+def test_slices_of_a_track_nest_or_are_disjoint(
+    traced: tuple[Path, dict[str, Any], int],
+) -> None:
+    _, document, _ = traced
+    assert document["otherData"]["dropped_events"] == 0
+    assert document["otherData"]["clipped_events"] == 0, "copies are recorded one after another"
+    around: defaultdict[int, list[int]] = defaultdict(list)
+    for event in of_phase(document, "X"):
+        start = round(event["ts"] * 1e3)
+        end = start + round(event["dur"] * 1e3)
+        ends = around[event["tid"]]
+        while ends and ends[-1] <= start:
+            ends.pop()
+        assert not ends or end <= ends[-1], event
+        ends.append(end)
+    assert {event["cat"] for event in of_phase(document, "X")} == set(LANES)
+    assert len(around) == len(LANES), "a track for each"
+    assert not {0, *(event["pid"] for event in of_phase(document, "X"))} & around.keys()
+
+
+def test_counters_go_on_in_time_and_are_what_they_say(
+    traced: tuple[Path, dict[str, Any], int],
+) -> None:
+    _, document, _ = traced
+    samples: defaultdict[str, list[tuple[float, dict[str, float]]]] = defaultdict(list)
+    for event in of_phase(document, "C"):
+        samples[event["name"]].append((event["ts"], event["args"]))
+    assert set(samples) == {"link", "slots", "requests"}
+    for found in samples.values():
+        times = [at for at, _ in found]
+        assert times == sorted(times)
+    link = [(at, values["bytes/s"]) for at, values in samples["link"]]
+    area = sum(
+        speed * (end - at) / 1e6 for (at, speed), (end, _) in zip(link, link[1:], strict=False)
+    )
+    assert area == pytest.approx(document["otherData"]["streamed_bytes"], rel=0.01)
+    assert max(values["in use"] for _, values in samples["slots"]) > 0
+    assert all(values["in use"] <= values["held"] for _, values in samples["slots"])
+
+
+def test_copies_add_up_to_the_counter_of_the_run_without_its_profiling(
+    traced: tuple[Path, dict[str, Any], int],
+) -> None:
+    path, document, copied = traced
+    in_file = sum(e["args"]["bytes"] for e in of_phase(document, "X") if e["cat"] == "copy")
+    assert in_file == copied == document["otherData"]["streamed_bytes"]
+    assert read_report(path).copied_bytes == copied
+
+
+def test_rounds_and_their_tokens_are_marked(traced: tuple[Path, dict[str, Any], int]) -> None:
+    path, document, _ = traced
+    found = read_report(path)
+    assert found.n_tokens == N_PREDICT
+    rounds = [e for e in of_phase(document, "X") if e["cat"] == "round" and e["name"] == "round"]
+    assert sum(e["args"]["n_tokens"] for e in rounds) == N_PREDICT
+    verified = [e for e in of_phase(document, "X") if e["name"] == "verify"]
+    assert len(verified) == len(rounds)
+    computed = [e for e in of_phase(document, "X") if e["cat"] == "compute"]
+    first, last = rounds[0]["ts"], rounds[-1]["ts"] + rounds[-1]["dur"]
+    assert any(first <= e["ts"] <= last for e in computed), "one clock for all tracks"
