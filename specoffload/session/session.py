@@ -99,7 +99,7 @@ class Session:
     # -- its trace -----------------------------------------------------------------------------
 
     def _begin_trace(self) -> None:
-        """What was measured to open the session is not what a trace is asked for."""
+        """Begin the trace here: measurements that opened the session are not what it is for."""
         trace = self.config.streaming.trace
         if not trace:
             return
