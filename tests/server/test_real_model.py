@@ -5,52 +5,16 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import psutil
 import pytest
-from running import eventually, http
+from program import SERVE, Program
+from running import http
 
 PROMPT = "def fibonacci(n):\n"
-SERVE = [
-    sys.executable,
-    "-m",
-    "specoffload",
-    "serve",
-    *("--temp", "0"),
-    "--no-profile",  # fixed blocks: what the default policy drafts depends on what it measures
-    "--port",
-    "0",
-    "--ctx-size",
-    "512",
-    "--threads",
-    "1",
-]
-
-
-class Program:
-    """The running program; `url` ends without a slash."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.url = self._address()
-        eventually(lambda: http.get(self.url + "/health").status_code == 200, 60)
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60)
-
-    def _address(self) -> str:
-        assert self.process.stdout is not None
-        seen = []
-        for line in self.process.stdout:
-            seen.append(line)
-            _, found, url = line.partition("listening on ")
-            if found:
-                return url.strip()
-        raise AssertionError("no address line:\n" + "".join(seen))
 
 
 @pytest.fixture(scope="module", params=["cpu", "sim"])

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from fake_generator import FakeFactory
+from program import SERVE, Program
 from running import Running, StartServer, eventually, http
-from test_real_model import SERVE, Program
 
 
 def act(url: str, number: int, action: str, body: dict[str, Any] | None = None) -> httpx.Response:

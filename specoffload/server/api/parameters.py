@@ -9,13 +9,16 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from offload.errors import BadRequest
+from offload.errors import BadRequest, NotSupported
 from offload.sampling.options import sampler_letters, sampler_names
 from specoffload.config.flags import sampling
 from specoffload.config.flags.flag import FLOAT, INT, SWITCH
 from specoffload.server.api.wire import (
     ChatRequest,
+    CompletionRequest,
     GenerationRequest,
+    InfillRequest,
+    NativeRequest,
 )
 from specoffload.session.generation import N_SEEDS, GenerateOptions
 from specoffload.session.sampling import read_logit_bias
@@ -36,7 +39,7 @@ def generate_options(
 ) -> tuple[GenerateOptions, tuple[str, ...]]:
     """`defaults` where the request says nothing; and parameters that have no effect beside others.
 
-    Raises BadRequest.
+    Raises BadRequest and NotSupported.
     """
     idle = []
     if request.stream_options is not None and not request.stream:
@@ -72,14 +75,38 @@ def generate_options(
         raise BadRequest("max_tokens is 0: at least one token must be asked for")
     if limit is not None:
         changes["n_predict"] = None if limit == -1 else limit
+    if isinstance(request, ChatRequest) and request.n is not None:
+        changes["n"] = request.n
+    wished, vain = _probabilities(request)
+    return replace(defaults, **changes, **wished), (*idle, *vain)
+
+
+def _probabilities(request: GenerationRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """How many probabilities are told beside each token; and what says more of none.
+
+    Raises NotSupported for those of an echoed prompt.
+    """
     if isinstance(request, ChatRequest):
-        if request.n is not None:
-            changes["n"] = request.n
         if request.logprobs:
-            changes["n_probs"] = max(1, request.top_logprobs or 0)
-        elif request.top_logprobs:
-            idle.append("top_logprobs")
-    return replace(defaults, **changes), tuple(idle)
+            return {"n_probs": max(1, request.top_logprobs or 0)}, ()
+        return {}, ("top_logprobs",) if request.top_logprobs else ()
+    if isinstance(request, CompletionRequest):
+        if request.logprobs is None or request.logprobs is False:
+            return {}, ()
+        if request.echo:
+            raise NotSupported(
+                "logprobs with echo asks for the probabilities of the prompt's own tokens, and "
+                "those of the answer alone are computed: leave out echo or logprobs"
+            )
+        return {"n_probs": max(1, request.logprobs)}, ()
+    if not isinstance(request, NativeRequest | InfillRequest):
+        return {}, ()
+    if not request.n_probs:
+        return {}, ("post_sampling_probs",) if request.post_sampling_probs else ()
+    return {
+        "n_probs": request.n_probs,
+        "post_sampling_probs": bool(request.post_sampling_probs),
+    }, ()
 
 
 def _samplers(given: str | list[str]) -> tuple[tuple[str, ...], list[str]]:

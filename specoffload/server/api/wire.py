@@ -119,16 +119,22 @@ class GenerationRequest(RequestModel):
 class CompletionRequest(GenerationRequest):
     prompt: Prompts
     echo: bool | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | Literal[False] | None = None
     n: Whole | None = Field(None, ge=1)
     suffix: str | None = None
 
 
-class NativeRequest(GenerationRequest):
+class _NativeFields(GenerationRequest):
+    n_probs: Whole | None = Field(None, ge=0, le=1000)
+    post_sampling_probs: bool | None = None
+    return_tokens: bool | None = None
+    response_fields: _Texts | None = None
+
+
+class NativeRequest(_NativeFields):
     """llama-server's POST /completion."""
 
     prompt: Prompts
-    return_tokens: bool | None = None
-    response_fields: _Texts | None = None
 
 
 class ExtraFile(RequestModel):
@@ -136,15 +142,13 @@ class ExtraFile(RequestModel):
     text: str
 
 
-class InfillRequest(GenerationRequest):
+class InfillRequest(_NativeFields):
     """llama-server's POST /infill."""
 
     input_prefix: str
     input_suffix: str
     input_extra: list[ExtraFile] | None = None
     prompt: str = ""
-    return_tokens: bool | None = None
-    response_fields: _Texts | None = None
 
 
 class TextPart(RequestModel):
@@ -354,7 +358,7 @@ class ChunkChoice(_Answer):
 class TextChoice(_Answer):
     index: int
     text: str
-    logprobs: None
+    logprobs: dict[str, Any] | None
     finish_reason: FinishReason | None
 
 

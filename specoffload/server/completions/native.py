@@ -24,6 +24,11 @@ from specoffload.server.api.wire import (
     timings_of,
 )
 from specoffload.server.body.reading import ignore
+from specoffload.server.completions.probabilities import (
+    Placed,
+    TokenPlaces,
+    native_probabilities,
+)
 from specoffload.server.completions.prompts import Prompt, prompts_of
 from specoffload.server.engine.messages import (
     CompletionJob,
@@ -99,6 +104,7 @@ class NativeTeller:
     ) -> None:
         self._model = model
         self._settings = settings_of(options)
+        self._post_sampling = options.post_sampling_probs
         self._prompts = prompts
         self._with_tokens = bool(body.return_tokens)
         self._fields = body.response_fields
@@ -114,7 +120,7 @@ class NativeTeller:
         told = self._told[index]
         told.add(piece)
         if piece.finish_reason is not None:
-            return server_sent(json.dumps(self._final(index, "", piece.tokens)))
+            return self._rest(index, piece)
         if not piece.text and not piece.tokens:
             return b""
         chunk = {
@@ -128,7 +134,19 @@ class NativeTeller:
         }
         if piece.so_far is not None:
             chunk["timings"] = timings_of(piece.so_far).model_dump(exclude_unset=True)
+        if found := told.new_probabilities:
+            chunk["completion_probabilities"] = self._worded(found)
         return server_sent(json.dumps(chunk))
+
+    def _rest(self, index: int, piece: Piece) -> bytes:
+        """A stream's last chunk, with the probabilities of tokens whose text was held back."""
+        final = self._final(index, "", piece.tokens)
+        if found := self._told[index].new_probabilities:
+            final["completion_probabilities"] = self._worded(found)
+        return server_sent(json.dumps(final))
+
+    def _worded(self, tokens: Sequence[Placed]) -> list[dict[str, Any]]:
+        return native_probabilities(tokens, post_sampling=self._post_sampling)
 
     def end(self) -> bytes:
         return b""
@@ -137,13 +155,21 @@ class NativeTeller:
         return server_sent_error(problem)
 
     def whole(self) -> bytes:
-        answers = [
-            self._final(i, "".join(told.texts), told.tokens if self._with_tokens else ())
-            for i, told in enumerate(self._told)
-        ]
+        answers = [self._whole(i, told) for i, told in enumerate(self._told)]
         return json.dumps(answers[0] if len(answers) == 1 else answers).encode()
 
-    def _final(self, index: int, content: str, tokens: Sequence[int]) -> dict[str, Any]:
+    def _whole(self, index: int, told: _Told) -> dict[str, Any]:
+        tokens = told.tokens if self._with_tokens else ()
+        probabilities = self._worded(told.probabilities) if self._settings["n_probs"] else None
+        return self._final(index, "".join(told.texts), tokens, probabilities)
+
+    def _final(
+        self,
+        index: int,
+        content: str,
+        tokens: Sequence[int],
+        probabilities: list[dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
         """The whole answer, or a stream's last chunk, whose text has been told."""
         told, prompt = self._told[index], self._prompts[index]
         last = told.last
@@ -169,6 +195,8 @@ class NativeTeller:
             "tokens_cached": last.stats.n_cached_tokens,
             "timings": timings_of(last.stats).model_dump(exclude_unset=True),
         }
+        if probabilities is not None:
+            answer["completion_probabilities"] = probabilities
         if not self._fields:
             return answer
         return {name: found for name in self._fields if (found := _at(answer, name)) is not None}
@@ -182,10 +210,15 @@ class _Told:
         self.tokens: list[int] = []
         self.n_prompt = 0
         self.last: Piece | None = None
+        self.probabilities: list[Placed] = []
+        self.new_probabilities: list[Placed] = []  # that the last piece brought
+        self._places = TokenPlaces()
 
     def add(self, piece: Piece) -> None:
         self.texts.append(piece.text)
         self.tokens += piece.tokens
+        self.new_probabilities = self._places.take(piece)
+        self.probabilities += self.new_probabilities
         if piece.finish_reason is not None:
             self.last = piece
 

@@ -23,6 +23,7 @@ from specoffload.server.api.wire import (
     timings_of,
 )
 from specoffload.server.body.reading import ignore
+from specoffload.server.completions.probabilities import Placed, TokenPlaces, openai_logprobs
 from specoffload.server.completions.prompts import completion_jobs
 from specoffload.server.engine.messages import Problem, Started
 from specoffload.server.telling.group import TicketGroup
@@ -45,6 +46,7 @@ def completions_router(context: Context) -> APIRouter:
             len(prompts),
             n_per_prompt=body.n or 1,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            n_logprobs=body.logprobs or 0 if options.n_probs else None,
         )
         group = TicketGroup(context.engine, jobs, client_of(request))
         return Told(group, teller, stream=bool(body.stream))
@@ -59,14 +61,24 @@ class CompletionTeller:
     The text of a prompt is told before each of its answers where the engine gives it."""
 
     def __init__(
-        self, model: str, n_prompts: int, *, n_per_prompt: int = 1, include_usage: bool = False
+        self,
+        model: str,
+        n_prompts: int,
+        *,
+        n_per_prompt: int = 1,
+        include_usage: bool = False,
+        n_logprobs: int | None = None,
     ) -> None:
+        """`n_logprobs` is how many tokens are told beside each; None: no logprobs at all."""
         n_answers = n_prompts * n_per_prompt
         self._model = model
         self._created = int(time.time())
         self._id = "cmpl-" + secrets.token_hex(16)
         self._n_per_prompt = n_per_prompt
         self._include_usage = include_usage
+        self._n_logprobs = n_logprobs
+        self._places = [TokenPlaces() for _ in range(n_answers)]
+        self._logprobs: list[list[Placed]] = [[] for _ in range(n_answers)]
         self._lines: dict[int, TextLine] = {}
         self._texts: list[list[str]] = [[] for _ in range(n_answers)]
         self._echoes = [""] * n_answers
@@ -86,13 +98,25 @@ class CompletionTeller:
         if self._echoes[index] and (text or piece.finish_reason):
             text, self._echoes[index] = self._echoes[index] + text, ""
         self._texts[index].append(text)
-        told = self._line(index).sent(text) if text else b""
+        told = self._text(index, text, piece)
         if piece.finish_reason is None or piece.stats is None:
             return told
         self._reasons[index], self._stats[index] = piece.finish_reason, piece.stats
         ending = self._completion(index, "", piece.finish_reason)
         ending.timings = timings_of(piece.stats)
         return told + server_sent(ending.to_json())
+
+    def _text(self, index: int, text: str, piece: Piece) -> bytes:
+        """A chunk of text, with the tokens that it has shown."""
+        if self._n_logprobs is None:
+            return self._line(index).sent(text) if text else b""
+        found = self._places[index].take(piece)
+        self._logprobs[index] += found
+        if not text and not found:
+            return b""
+        chunk = self._completion(index, text)
+        chunk.choices[0].logprobs = openai_logprobs(found, self._n_logprobs)
+        return server_sent(chunk.to_json())
 
     def end(self) -> bytes:
         if not self._include_usage:
@@ -108,7 +132,14 @@ class CompletionTeller:
     def whole(self) -> bytes:
         completion = self._completion(0, "")
         completion.choices = [
-            TextChoice(index=i, text="".join(texts), logprobs=None, finish_reason=self._reasons[i])
+            TextChoice(
+                index=i,
+                text="".join(texts),
+                logprobs=None
+                if self._n_logprobs is None
+                else openai_logprobs(self._logprobs[i], self._n_logprobs),
+                finish_reason=self._reasons[i],
+            )
             for i, texts in enumerate(self._texts)
         ]
         completion.usage = self._usage()

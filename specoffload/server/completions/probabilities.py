@@ -1,0 +1,94 @@
+"""Probabilities of chosen tokens as OpenAI's completions and llama-server tell them. Pure."""
+
+from __future__ import annotations
+
+import codecs
+import math
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
+from specoffload.session.generation import Piece
+
+_LEAST_LOGPROB = -9999.0  # OpenAI's, of a token that cannot be: JSON has no infinity
+
+Placed = tuple[int, ChosenLogprob]
+"""A token with the number of characters before it."""
+
+
+class TokenPlaces:
+    """The chosen tokens of one answer: each is told once its text is, and so none of a stop
+    sequence, which nobody sees."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._n_read = self._n_told = 0  # characters: of the tokens, and of the text
+        self._waiting: deque[Placed] = deque()
+
+    def take(self, piece: Piece) -> list[Placed]:
+        """Those that are told with this piece's text."""
+        for token in piece.logprobs:
+            self._waiting.append((self._n_read, token))
+            self._n_read += len(self._decoder.decode(token.chosen.piece))
+        self._n_told += len(piece.text)
+        is_whole = piece.finish_reason is not None and piece.stopping_word is None
+        found: list[Placed] = []
+        while self._waiting and (is_whole or self._waiting[0][0] < self._n_told):
+            found.append(self._waiting.popleft())
+        return found
+
+
+def openai_logprobs(tokens: Sequence[Placed], n_top: int) -> dict[str, Any]:
+    """The `logprobs` of a choice of /v1/completions, with `n_top` others beside each token.
+
+    https://platform.openai.com/docs/api-reference/completions/object
+    """
+    return {
+        "tokens": [_named(token.chosen) for _, token in tokens],
+        "token_logprobs": [_finite(token.chosen) for _, token in tokens],
+        "top_logprobs": [
+            {_named(other): _finite(other) for other in token.top[:n_top]} for _, token in tokens
+        ]
+        if n_top
+        else None,
+        "text_offset": [at for at, _ in tokens],
+    }
+
+
+def _named(token: TokenLogprob) -> str:
+    """Its text, or where a character is cut, its bytes as OpenAI writes them."""
+    try:
+        return token.piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.piece)
+
+
+def _finite(token: TokenLogprob) -> float:
+    return max(token.logprob, _LEAST_LOGPROB)
+
+
+def native_probabilities(tokens: Sequence[Placed], *, post_sampling: bool) -> list[dict[str, Any]]:
+    """llama-server's `completion_probabilities`: logarithms of the model's distribution, or the
+    probabilities that samplers left.
+
+    llama.cpp tools/server/README.md, "POST /completion".
+    """
+    others = "top_probs" if post_sampling else "top_logprobs"
+    return [
+        _native(token.chosen, post_sampling)
+        | {others: [_native(other, post_sampling) for other in token.top]}
+        for _, token in tokens
+    ]
+
+
+def _native(token: TokenLogprob, post_sampling: bool) -> dict[str, Any]:
+    told = {
+        "id": token.token,
+        "token": token.piece.decode(errors="ignore"),
+        "bytes": list(token.piece),
+    }
+    if post_sampling:
+        return told | {"prob": math.exp(token.logprob)}
+    return told | {"logprob": max(token.logprob, -sys.float_info.max)}

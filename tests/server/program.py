@@ -1,0 +1,61 @@
+"""`specoffload serve` as a process of its own, for tests that want a real model behind it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import openai
+from running import eventually, http
+
+SERVE = [
+    sys.executable,
+    "-m",
+    "specoffload",
+    "serve",
+    *("--temp", "0"),
+    "--no-profile",  # fixed blocks: what the default policy drafts depends on what it measures
+    "--port",
+    "0",
+    "--ctx-size",
+    "512",
+    "--threads",
+    "1",
+]
+
+
+class Program:
+    """The running program; `url` ends without a slash."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.url = self._address()
+        eventually(lambda: http.get(self.url + "/health").status_code == 200, 60)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+    def _address(self) -> str:
+        assert self.process.stdout is not None
+        seen = []
+        for line in self.process.stdout:
+            seen.append(line)
+            _, found, url = line.partition("listening on ")
+            if found:
+                return url.strip()
+        raise AssertionError("no address line:\n" + "".join(seen))
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[Program]:
+    """SERVE with more flags; of two that say the same, the later counts."""
+    with subprocess.Popen(
+        [*SERVE, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield Program(process)
+        finally:
+            process.terminate()
+            process.communicate(timeout=30)

@@ -1,0 +1,168 @@
+"""Probabilities of tokens over HTTP, against the model's own softmax; whole and streamed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from program import Program, serving
+from resolved import config_of
+from running import http
+
+from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
+from specoffload.config.speculation import NO_DRAFTS
+from specoffload.server.completions.probabilities import TokenPlaces, openai_logprobs
+from specoffload.session.generation import GenerationStats, Piece
+from specoffload.session.session import Session
+
+PROMPT = "def fibonacci(n):\n"
+N = 12
+SAMPLED = {"temperature": 1.0, "top_k": 3, "seed": 7, "ignore_eos": True}
+_NEAR = 0.02  # quantised kernels round differently for each batch size
+
+
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    with serving("--device", "cpu") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session(config_of(device="cpu", threads=1, ctx_size=512, spec=NO_DRAFTS)) as opened:
+        yield opened
+
+
+def _events(answer: Any) -> list[dict[str, Any]]:
+    lines = [line[6:] for line in answer.text.splitlines() if line and line != "data: [DONE]"]
+    return [json.loads(line) for line in lines]
+
+
+def _softmax_logs(session: Session, tokens: Sequence[int]) -> NDArray[np.float64]:
+    """Logarithms of the model's distribution where each of `tokens` was chosen, [n, n_vocab]."""
+    prompt = session.tokenize(PROMPT, add_special=True, parse_special=True)
+    session.forget()
+    rows = session.target.sequences.extend(0, [*prompt, *tokens])[len(prompt) - 1 : -1]
+    session.forget()
+    x = rows.astype(np.float64)
+    x -= x.max(1, keepdims=True)
+    logs: NDArray[np.float64] = x - np.log(np.exp(x).sum(1, keepdims=True))
+    return logs
+
+
+def test_n_probs_are_the_models_own(program: Program, session: Session) -> None:
+    body = {"prompt": PROMPT, "n_predict": N, "n_probs": 4, **SAMPLED}
+    whole = http.post(program.url + "/completion", json=body).json()["completion_probabilities"]
+    events = _events(http.post(program.url + "/completion", json={**body, "stream": True}))
+    streamed = [token for event in events for token in event.get("completion_probabilities", ())]
+    assert streamed == whole
+    assert len(whole) == N
+    logs = _softmax_logs(session, [token["id"] for token in whole])
+    for row, token in zip(logs, whole, strict=True):
+        assert bytes(token["bytes"]) == session.piece(token["id"])
+        assert token["logprob"] == pytest.approx(row[token["id"]], abs=_NEAR)
+        best = sorted(row)[::-1][:4]
+        assert [t["logprob"] for t in token["top_logprobs"]] == pytest.approx(best, abs=_NEAR)
+        for other in token["top_logprobs"]:
+            assert other["logprob"] == pytest.approx(row[other["id"]], abs=_NEAR)
+
+
+def test_post_sampling_probs_are_of_what_the_samplers_left(
+    program: Program, session: Session
+) -> None:
+    body = {"prompt": PROMPT, "n_predict": N, "n_probs": 8, "post_sampling_probs": True, **SAMPLED}
+    body |= {"top_p": 1.0, "min_p": 0.0}
+    found = http.post(program.url + "/completion", json=body).json()["completion_probabilities"]
+    logs = _softmax_logs(session, [token["id"] for token in found])
+    for row, token in zip(logs, found, strict=True):
+        left = np.exp(np.sort(row)[::-1][:3])  # top_k 3
+        told = [other["prob"] for other in token["top_probs"]]
+        assert told == pytest.approx(left / left.sum(), abs=_NEAR)
+        assert token["prob"] in told
+
+
+def test_logprobs_of_completions_have_openais_shape(program: Program, session: Session) -> None:
+    asked: dict[str, Any] = {"model": "any", "prompt": PROMPT, "max_tokens": N, "logprobs": 2}
+    asked |= {"temperature": 1.0, "seed": 7, "extra_body": {"top_k": 3, "ignore_eos": True}}
+    with program.client() as client:
+        answer = client.completions.create(**asked)
+        chunks = list(client.completions.create(**asked, stream=True))
+    [choice] = answer.choices
+    told = choice.logprobs
+    assert told is not None
+    assert told.tokens is not None
+    assert told.token_logprobs is not None
+    assert told.top_logprobs is not None
+    assert told.text_offset is not None
+    assert "".join(told.tokens) == choice.text
+    pieces = zip(told.text_offset, told.tokens, strict=True)
+    assert all(choice.text[at:].startswith(token) for at, token in pieces)
+    native = {"prompt": PROMPT, "n_predict": N, "return_tokens": True, **SAMPLED}
+    same = http.post(program.url + "/completion", json=native).json()
+    assert same["content"] == choice.text
+    logs = _softmax_logs(session, same["tokens"])
+    expected = [row[i] for row, i in zip(logs, same["tokens"], strict=True)]
+    assert told.token_logprobs == pytest.approx(expected, abs=_NEAR)
+    for logprob, top in zip(told.token_logprobs, told.top_logprobs, strict=True):
+        assert len(top) == 2
+        assert logprob <= max(top.values())
+    parts = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [token for part in parts for token in part.tokens or ()] == told.tokens
+    assert [at for part in parts for at in part.text_offset or ()] == told.text_offset
+
+
+def test_no_more_tokens_are_told_than_text_and_of_several_each_has_its_own(
+    program: Program,
+) -> None:
+    body = {"prompt": [PROMPT, PROMPT], "max_tokens": N, "logprobs": 0, "temperature": 0}
+    first, second = http.post(program.url + "/v1/completions", json=body).json()["choices"]
+    assert first["logprobs"] == second["logprobs"]
+    assert first["logprobs"]["top_logprobs"] is None
+    text = first["text"]
+    stop = text[len(text) // 2 :][:2]
+    cut = http.post(program.url + "/v1/completions", json={**body, "stop": stop}).json()
+    shown = cut["choices"][0]
+    assert shown["text"] == text[: text.index(stop)]
+    last = shown["logprobs"]["text_offset"][-1]
+    assert last < len(shown["text"]) <= last + len(shown["logprobs"]["tokens"][-1])
+
+
+def test_probabilities_of_an_echoed_prompt_are_a_501_that_says_why(program: Program) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1, "logprobs": 1, "echo": True}
+    answer = http.post(program.url + "/v1/completions", json=body)
+    assert answer.status_code == 501
+    assert "leave out echo or logprobs" in answer.json()["error"]["message"]
+
+
+def _token(piece: bytes) -> ChosenLogprob:
+    one = TokenLogprob(0, piece, math.log(0.5))
+    return ChosenLogprob(one, (one,))
+
+
+@given(st.text(max_size=20), st.sets(st.integers(0, 80)), st.integers(0, 20))
+def test_every_token_is_told_once_and_where_it_begins(
+    text: str, cuts: set[int], n_held: int
+) -> None:
+    """Cut anywhere, also within characters, and with text held back to the end."""
+    raw = text.encode(errors="ignore")
+    text = raw.decode()
+    edges = sorted({0, *(c for c in cuts if c < len(raw)), len(raw)})
+    pieces = [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    places, found = TokenPlaces(), []
+    shown = text[: max(0, len(text) - n_held)]
+    found += places.take(Piece(shown, logprobs=tuple(map(_token, pieces))))
+    assert all(at < len(shown) for at, _ in found)
+    found += places.take(Piece(text[len(shown) :], (), "stop", GenerationStats()))
+    assert [token.chosen.piece for _, token in found] == pieces
+    told = openai_logprobs(found, 1)
+    assert told["text_offset"] == [
+        len(raw[:edge].decode(errors="ignore")) for edge in edges[: len(pieces)]
+    ]
+    assert len(told["tokens"]) == len(told["top_logprobs"]) == len(pieces)
