@@ -8,16 +8,9 @@ from dataclasses import replace
 from specoffload.chat.conversation import Conversation
 from specoffload.chat.deltas import Delta
 from specoffload.chat.format import ChatFormat, ChatPrompt
+from specoffload.session.chat_options import answer_options, check_options
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
-
-
-def chat_format(session: Session, template: str | None = None) -> ChatFormat:
-    """By the model's own template, unless one is given; ChatML where there is neither."""
-    model = session.target.model
-    bos = model.token_text(model.bos) if model.bos >= 0 else ""
-    eos = model.token_text(model.eos) if model.eos >= 0 else ""
-    return ChatFormat.of(template or session.target.chat_template, bos=bos, eos=eos)
 
 
 def answer(
@@ -27,12 +20,16 @@ def answer(
     text: one for each part of the prompt that was evaluated, and the last with the finish reason
     and the statistics.
 
+    A JSON schema of `options` is the answer's, after whatever reasoning the format has.
+
     Raises BadRequest or DoesNotFit.
     """
-    prompt = form.prepare(conversation)
+    asked = replace(conversation, schema=options.json_schema)
+    check_options(asked, options)
+    prompt = form.prepare(asked)
     tokens = session.tokenize(prompt.text, add_special=False, parse_special=True)
-    wanted = replace(options, stop=(*options.stop, *prompt.stops), shown=prompt.shown)
-    return len(tokens), _read(session.generate(tokens, wanted), prompt)
+    pieces = session.generate(tokens, answer_options(prompt, options))
+    return len(tokens), _read(pieces, prompt)
 
 
 def _read(pieces: Iterator[Piece], prompt: ChatPrompt) -> Iterator[Delta | Piece]:

@@ -13,7 +13,8 @@ from specoffload.chat.format import ChatFormat
 from specoffload.config.chat_template import chat_settings
 from specoffload.config.options import ChatOptions
 from specoffload.config.resolution import Config
-from specoffload.session.chat_answer import answer, chat_format
+from specoffload.session.chat_answer import answer
+from specoffload.session.chat_options import format_of
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
 from specoffload.terminal.chat import converse
@@ -65,7 +66,7 @@ def answer_once(
 
 
 def _format(session: Session, own: ChatOptions) -> ChatFormat:
-    form = chat_format(session, chat_settings(own).template)
+    form = format_of(session.card, chat_settings(own))
     if own.template is None and not session.target.chat_template:
         report.note("the model file has no chat template: ChatML is used (--chat-template)")
     return form
@@ -77,7 +78,7 @@ def _talk(session: Session, form: ChatFormat, options: GenerateOptions, own: Cha
     def answered(conversation: Conversation) -> Iterator[Delta | Piece]:
         asked = replace(
             conversation,
-            reasoning=settings.reasoning,
+            reasoning=settings.reasoning_with(settings.template_kwargs),
             template_kwargs=settings.template_kwargs,
         )
         n_prompt, parts = answer(session, form, asked, options)

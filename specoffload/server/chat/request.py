@@ -57,14 +57,9 @@ def conversation_of(
 def _reasoning(
     request: ConversationRequest, settings: ChatSettings, kwargs: Mapping[str, Any]
 ) -> ReasoningOptions:
-    form = settings.reasoning.format
-    if request.reasoning_format is not None:
-        form = _format(request.reasoning_format)
-    effort = request.reasoning_effort or settings.reasoning.effort
-    enabled = kwargs.get("enable_thinking", settings.reasoning.enabled)
-    if effort == "none":
-        enabled, effort = False, None
-    return ReasoningOptions(form, enabled if isinstance(enabled, bool) else None, effort)
+    wished = request.reasoning_format
+    form = None if wished is None else _format(wished)
+    return settings.reasoning_with(kwargs, form=form, effort=request.reasoning_effort)
 
 
 def _format(name: str) -> ReasoningFormat:

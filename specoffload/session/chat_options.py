@@ -1,0 +1,39 @@
+"""From a chat's prompt to the options of its answer, for server and terminal alike. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offload.errors import BadRequest
+from specoffload.chat.conversation import Conversation
+from specoffload.chat.format import ChatFormat, ChatPrompt
+from specoffload.chat.settings import ChatSettings
+from specoffload.session.generation import GenerateOptions, ModelCard
+
+
+def format_of(card: ModelCard, settings: ChatSettings) -> ChatFormat:
+    """By the template of `settings`, else by the file's own; ChatML where there is neither."""
+    if settings.template is not None:
+        templates = {"default": settings.template}
+        return ChatFormat(templates, card.bos, card.eos, settings.template_name)
+    if card.chat_template and card.tool_use_template:
+        templates = {"default": card.chat_template, "tool_use": card.tool_use_template}
+        return ChatFormat(templates, card.bos, card.eos)
+    return ChatFormat.of(card.chat_template, bos=card.bos, eos=card.eos)
+
+
+def check_options(conversation: Conversation, options: GenerateOptions) -> None:
+    """Raises BadRequest for two forms that the answer cannot have at once."""
+    if conversation.must_call and options.grammar is not None:
+        raise BadRequest("grammar and a tool_choice that forces a call exclude each other")
+
+
+def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOptions:
+    """`options` with what the model's format adds: stops, markers to show, and the grammar of
+    calls, or of an answer in JSON after reasoning. A grammar of the request's own comes first."""
+    found = replace(
+        options, stop=(*options.stop, *prompt.stops), shown=(*options.shown, *prompt.shown)
+    )
+    if prompt.grammar is None or options.grammar is not None:
+        return found
+    return replace(found, grammar=prompt.grammar, json_schema=None)
