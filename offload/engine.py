@@ -15,6 +15,7 @@ from types import TracebackType
 
 from offload.decoder import Decoder
 from offload.device import DeviceChoice, choose_device, has_gpu
+from offload.embedding import Embedder
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import opening
@@ -37,6 +38,7 @@ from offload.plan.context import (
 )
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import DEFAULT_UBATCH, Plan
+from offload.plan.pooling import pooling_of
 from offload.plan.sharing import UBATCHES
 from offload.sequences import Decode, Sequences
 from offload.store.store import Store, StoreOptions
@@ -79,6 +81,7 @@ class EngineOptions:
     type_k: str = "f16"  # of the KV cache
     type_v: str = "f16"
     swa_full: bool = False  # keep what sliding windows have passed; with trees it is kept
+    pooling: str | None = None  # of embeddings (plan/pooling.py); None: there are none
     numa: NumaPlan | None = None  # replaces n_threads and n_threads_batch by its teams
     mla_crossover: Crossover | None = None  # tokens up to which MLA's value product is by vectors
     trial_folder: Path | None = None  # keeps what was tried once per build; None: tried each time
@@ -135,6 +138,7 @@ class Engine(ModelText):
         self.store: Store | None = None
         self.placer: PagePlacer | None = None
         self.device: StreamingDevice | None = None
+        self.embedder: Embedder | None = None
         free_before = self.choice.device.memory_bytes()[0]
         try:
             placement = self._place()
@@ -143,6 +147,7 @@ class Engine(ModelText):
                 n_ctx = options.n_ctx or self._model.n_ctx_train
                 self._context = Context(self._model, self._context_options(n_ctx), self._pending)
                 self._closing.callback(self._context.close)
+                self.embedder = self._open_embedder(n_ctx)
             self.threads = self._pin_threads()
             self._size_slots(free_before)
             self._answer_natively()
@@ -283,6 +288,17 @@ class Engine(ModelText):
             type_v=o.type_v,
             swa_full=_keeps_all(o),
         )
+
+    def _open_embedder(self, n_ctx: int) -> Embedder | None:
+        pooling = pooling_of(self.facts, self.options.pooling)
+        if pooling is None:
+            return None
+        options = self._context_options(n_ctx)
+        embedder = Embedder(self._model, options, pooling, self._pending)
+        self._closing.callback(embedder.close)
+        if self.device is not None:
+            embedder.decode = Decoder(embedder.context, None, self.device, embedder.n_most).decode
+        return embedder
 
     def _snapshots(self, n_ubatch: int) -> int:
         """Snapshots of recurrent state: what they take back comes out of one ubatch, with a token

@@ -251,10 +251,19 @@ class _Batch:
 class Context:
     """The KV cache and compute state of a model, and decoding with it."""
 
-    def __init__(self, model: Model, options: ContextOptions, pending: Pending) -> None:
+    def __init__(
+        self,
+        model: Model,
+        options: ContextOptions,
+        pending: Pending,
+        pooling_type: int | None = None,
+    ) -> None:
+        """With a `pooling_type`, one of llama.cpp's, it computes embeddings too."""
         self._lib = lib = library()
         self._model, self._pending = model, pending
         params = lib.llama_context_default_params()
+        if pooling_type is not None:
+            params.embeddings, params.pooling_type = True, pooling_type
         # The library rounds n_ctx up to this, but caps n_batch by what it was given.
         params.n_ctx = -(-options.n_ctx // _CTX_PADDING) * _CTX_PADDING
         params.n_batch = options.n_batch
@@ -388,3 +397,27 @@ class Context:
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
         self._lib.llama_set_n_threads(self.handle, n_threads, n_threads_batch)
+
+
+class EmbeddingContext(Context):
+    """A context whose `decode` gives embeddings instead of logits."""
+
+    def __init__(
+        self, model: Model, options: ContextOptions, pending: Pending, pooling_type: int
+    ) -> None:
+        super().__init__(model, options, pending, pooling_type)
+        self._is_pooled = pooling_type > 0
+        self._width = int(self._lib.llama_model_n_embd_out(model.handle))
+
+    def _logits(self, rows: list[int]) -> NDArray[np.float32]:
+        """[1, width] of sequence 0, or without pooling one row for each token."""
+        out = np.empty((1 if self._is_pooled else len(rows), self._width), np.float32)
+        for at in range(len(out)):
+            if self._is_pooled:
+                address = self._lib.llama_get_embeddings_seq(self.handle, 0)
+            else:
+                address = self._lib.llama_get_embeddings_ith(self.handle, rows[at])
+            if not address:
+                raise DeviceFailed("libllama returned no embeddings")
+            C.memmove(out[at].ctypes.data, address, out[at].nbytes)
+        return out

@@ -186,6 +186,8 @@ class ServeOptions:
     parallel: int | None = None
     cache_ram_mib: int = 8192  # -1: no limit
     slot_save_path: Path | None = None
+    embeddings: bool = False
+    pooling: str | None = None  # None: as the model file says
 
 
 @dataclass(frozen=True)

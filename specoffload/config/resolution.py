@@ -54,6 +54,7 @@ class Config:
     parallel: int = 1  # requests that run at once
     cache_ram_bytes: int | None = 0  # host memory for prompts whose slots others needed
     slot_save_path: Path | None = None
+    pooling: str | None = None  # of embeddings; None: there are none
 
 
 def demo_file(name: str) -> Path:

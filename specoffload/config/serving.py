@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from offload.plan.pooling import OWN, OWN_OR_NONE
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import Config
 
@@ -26,5 +27,11 @@ def for_serving(config: Config, serve: ServeOptions) -> Config:
         parallel=parallel,
         cache_ram_bytes=None if mib < 0 else mib << 20,
         slot_save_path=serve.slot_save_path,
+        pooling=_pooling(serve),
         reasons=reasons,
     )
+
+
+def _pooling(serve: ServeOptions) -> str:
+    """What a flag says; a model file that names a pooling is for embeddings, without a flag too."""
+    return serve.pooling or (OWN_OR_NONE if serve.embeddings else OWN)

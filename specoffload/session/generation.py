@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from offload.sampling.options import SAMPLERS
 from offload.sampling.probabilities import ChosenLogprob
 from specoffload.session.infill import Fill
@@ -197,6 +200,13 @@ class Generator(Protocol):
 
     def fill_tokens(self, fill: Fill, options: GenerateOptions) -> list[int]:
         """The prompt that fills in text. Raises NotSupported for a model that cannot."""
+        ...
+
+    def embed(self, tokens: Sequence[int]) -> tuple[NDArray[np.float32], bool]:
+        """[1, width] and True, or a row for each token and False where nothing pools them.
+
+        Raises NotSupported for a model without embeddings, and DoesNotFit.
+        """
         ...
 
     def counters(self) -> Mapping[str, float]:

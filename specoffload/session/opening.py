@@ -46,6 +46,7 @@ def target_options(config: Config) -> EngineOptions:
         type_k=config.type_k,
         type_v=_type_v(config),
         swa_full=config.swa_full,
+        pooling=config.pooling,
         streaming=replace(config.streaming, reserve_bytes=draft_bytes(config)),
         mla_crossover=config.mla_crossover,
         stream_experts=config.stream_experts,

@@ -11,8 +11,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
+
 from offload.engine import Engine
-from offload.errors import BadRequest, DeviceFailed, DoesNotFit
+from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
 from specoffload.config.resolution import Config
 from specoffload.session.description import describe
 from specoffload.session.draft_opening import open_draft
@@ -181,6 +184,19 @@ class Session:
             beginning=self.tokenize("", add_special=True, parse_special=False),
             n_room=n_room,
         )
+
+    def embed(self, tokens: Sequence[int]) -> tuple[NDArray[np.float32], bool]:
+        """[1, width] and True, or a row for each token and False where nothing pools them.
+
+        Raises NotSupported for a model without embeddings, and DoesNotFit.
+        """
+        embedder = self.target.embedder
+        if embedder is None:
+            raise NotSupported(
+                "the model file names no pooling, so it was not trained to make embeddings: start "
+                "the server with --embeddings --pooling mean or last to have them all the same"
+            )
+        return embedder.embed(tokens), embedder.pooling != "none"
 
     def counters(self) -> Mapping[str, float]:
         """Counts of the copy path since the model was opened."""

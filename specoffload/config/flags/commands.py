@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import get_args
 
+from offload.plan.pooling import POOLINGS
 from specoffload.chat.conversation import ReasoningFormat
 from specoffload.config.flags.flag import (
     FALSE,
@@ -21,7 +22,7 @@ from specoffload.config.flags.flag import (
     Positional,
     choice,
 )
-from specoffload.config.flags.reading import KEYS, N_PREDICT, RATE, SECONDS, SEED
+from specoffload.config.flags.reading import KEYS, N_PREDICT, PARALLEL, RATE, SECONDS, SEED
 from specoffload.config.options import (
     BenchOptions,
     ChatOptions,
@@ -187,7 +188,8 @@ SERVE = (
         commands=_SERVE, bare="auto",
     ),
     Flag(
-        ServeOptions, "parallel", ("--parallel", "-np"), INT, "Requests that run at once.",
+        ServeOptions, "parallel", ("--parallel", "-np"), PARALLEL,
+        "Requests that run at once; -1: chosen.",
         Panel.SERVER, variables=("LLAMA_ARG_N_PARALLEL",), least=1, most=_MOST_PARALLEL,
         default_words="4, fewer in a small context", commands=_SERVE,
         more="They share the context: each may take all of it that the others leave. When it is "
@@ -197,6 +199,19 @@ SERVE = (
         ServeOptions, "cache_ram_mib", ("--cache-ram", "-cram"), INT,
         "MiB of host memory for prompts whose slots others needed; -1: no limit, 0: none.",
         Panel.SERVER, variables=("LLAMA_ARG_CACHE_RAM",), least=-1, commands=_SERVE,
+    ),
+    Flag(
+        ServeOptions, "embeddings", ("--embeddings", "--embedding"), SWITCH,
+        "Make embeddings, also of a model whose file names no pooling.", Panel.SERVER,
+        variables=("LLAMA_ARG_EMBEDDINGS",), commands=_SERVE, rare=True,
+        more="They take a second context of --ubatch-size tokens, the longest text that can be "
+        "embedded. Text is generated as without it.",
+    ),
+    Flag(
+        ServeOptions, "pooling", ("--pooling",), choice(POOLINGS),
+        "How the vectors of a text's tokens become one.", Panel.SERVER,
+        variables=("LLAMA_ARG_POOLING",), default_words="the model file's", commands=_SERVE,
+        rare=True, more="It implies --embeddings.",
     ),
     Flag(
         ServeOptions, "slot_save_path", ("--slot-save-path",), PATH,

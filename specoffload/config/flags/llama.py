@@ -91,10 +91,6 @@ def _draft_layers(value: str) -> Answer:
     return Becomes(("--device-draft", "cpu")) if value == "0" else _DRAFT_IS_RESIDENT
 
 
-def _pooling(value: str) -> Answer:
-    return ALREADY if value == "none" else Refused("there are no embeddings here: leave it out")
-
-
 def _sizes(part: str) -> Callable[[str], Answer]:
     """A size that once was of every n-gram drafter."""
     drafters = ["ngram-simple", "ngram-map-k", "ngram-map-k4v"]
@@ -199,7 +195,6 @@ CONTEXT = (
         "--yarn-attn-factor LLAMA_ARG_YARN_ATTN_FACTOR",
         "--yarn-beta-slow LLAMA_ARG_YARN_BETA_SLOW", "--yarn-beta-fast LLAMA_ARG_YARN_BETA_FAST",
     ),
-    foreign("--pooling LLAMA_ARG_POOLING", _pooling, n_values=1),
     *valued(Refused("attention is the model's own: leave it out"), "--attention"),
 )  # fmt: skip
 

@@ -20,7 +20,7 @@ _ONE_MODEL = Refused("one model is served: give it with --model")
 _BROWSERS = NoEffect("pages of --cors-origins may use every method and header, without cookies")
 _PROXY = Refused("this server speaks plain HTTP: put a proxy before it that does")
 _LOG = NoEffect("the log goes to standard error as it is")
-_NO_EMBEDDINGS = Refused("there are no embeddings here: leave it out")
+_NO_RANKS = Refused("this server ranks nothing: leave it out")
 _BENCH = NoEffect("bench measures plain, wrapped and speculative decoding; `profile` measures T(n)")
 _DEBUG_LEVEL = 4  # llama.cpp's, of 5
 
@@ -41,6 +41,10 @@ def _budget(value: str) -> Answer:
     if n_tokens == 0:
         return Becomes(("--reasoning", "off"))
     return ALREADY if n_tokens < 0 else NoEffect("only 0 is understood: no reasoning")
+
+
+def _norm(value: str) -> Answer:
+    return ALREADY if value == "2" else NoEffect("embeddings of texts have length 1")
 
 
 SERVER = (
@@ -110,11 +114,8 @@ SERVER = (
         "--mcp-servers-json LLAMA_ARG_MCP_SERVERS_JSON",
     ),
     foreign("-ag --agent !-no-ag !--no-agent LLAMA_ARG_AGENT", _NO_TOOLS),
-    *switches(
-        _NO_EMBEDDINGS, "--embedding --embeddings LLAMA_ARG_EMBEDDINGS",
-        "--rerank --reranking LLAMA_ARG_RERANKING",
-    ),
-    *valued(NoEffect("there are no embeddings here"), "--embd-normalize"),
+    *switches(_NO_RANKS, "--rerank --reranking LLAMA_ARG_RERANKING"),
+    foreign("--embd-normalize", _norm, n_values=1),
 )  # fmt: skip
 
 CHAT = (

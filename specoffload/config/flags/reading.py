@@ -107,6 +107,12 @@ def n_predict(text: str) -> int | None:
     return None if value < 0 else value
 
 
+def parallel(text: str) -> int | None:
+    """-1 chooses, as in llama.cpp."""
+    value = _whole(text)
+    return None if value == -1 else value
+
+
 def threads(text: str) -> int | None:
     """0 and less choose, as in llama.cpp."""
     value = _whole(text)
@@ -202,6 +208,7 @@ BREAKER = Kind("TEXT", breaker)
 LOGIT_BIAS = Kind("ID+BIAS", logit_bias)
 KEYS = Kind("KEY,...", keys)
 N_PREDICT = Kind("N", n_predict)
+PARALLEL = Kind("N", parallel)
 THREADS = Kind("N", threads)
 LAYERS = Kind("N", layers)
 WORDS = Kind("WORDS", words)

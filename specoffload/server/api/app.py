@@ -18,7 +18,7 @@ from specoffload.server.access.gate import Access, Gate
 from specoffload.server.anthropic.routes import AnthropicRoutes
 from specoffload.server.api.answer import SingleAnswer, problem_response
 from specoffload.server.api.context import Context
-from specoffload.server.api.embeddings import embeddings_router
+from specoffload.server.api.embeddings import EmbeddingRoutes
 from specoffload.server.api.openapi import openapi_router
 from specoffload.server.api.slots import slot_body, slot_job, slots_body
 from specoffload.server.api.status import Status
@@ -88,7 +88,7 @@ def create_app(
     app.include_router(NativeRoutes(context).router())
     app.include_router(AnthropicRoutes(context).router())
     app.include_router(responses_router(context))
-    app.include_router(embeddings_router())
+    app.include_router(EmbeddingRoutes(context).router())
     app.include_router(openapi_router(app))
     api = _Api(context)
     router = APIRouter()

@@ -13,11 +13,15 @@ from starlette.responses import JSONResponse, Response
 from specoffload import __version__
 from specoffload.server.anthropic.request import CountRequest, MessagesRequest
 from specoffload.server.api import wire
+from specoffload.server.api.embeddings import EmbeddingsRequest, NativeEmbeddingRequest
 from specoffload.server.responses.request import ResponsesRequest
 
 BODIES: dict[str, type[BaseModel]] = {
     "/apply-template": wire.TemplateRequest,
     "/chat/completions": wire.ChatRequest,
+    "/embedding": NativeEmbeddingRequest,
+    "/embeddings": NativeEmbeddingRequest,
+    "/v1/embeddings": EmbeddingsRequest,
     "/completion": wire.NativeRequest,
     "/completions": wire.NativeRequest,
     "/detokenize": wire.DetokenizeRequest,

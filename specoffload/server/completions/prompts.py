@@ -15,19 +15,20 @@ MOST_ANSWERS = 1024  # of one request: each takes its turn, and memory until the
 Prompt = str | tuple[int | str, ...]
 
 
-def prompts_of(given: object) -> list[Prompt]:
-    """A text, token ids, both in turn, or a list of such. Raises BadRequest."""
+def prompts_of(given: object, name: str = "prompt") -> list[Prompt]:
+    """A text, token ids, both in turn, or a list of such; `name` is the field's. Raises
+    BadRequest."""
     if isinstance(given, str):
         return [_filled(given)]
     if not isinstance(given, list):
-        raise BadRequest("prompt must be text, token ids, or a list of such")
+        raise BadRequest(f"{name} must be text, token ids, or a list of such")
     if not given:
         raise BadRequest("the prompt is empty: at least one token is needed")
     if any(isinstance(part, list) for part in given) or all(isinstance(p, str) for p in given):
         if len(given) > MOST_ANSWERS:
-            raise BadRequest(f"prompt: {len(given)} prompts; at most {MOST_ANSWERS} in a request")
-        return [_prompt(f"prompt[{at}]", part) for at, part in enumerate(given)]
-    return [_prompt("prompt", given)]
+            raise BadRequest(f"{name}: {len(given)} texts; at most {MOST_ANSWERS} in a request")
+        return [_prompt(f"{name}[{at}]", part) for at, part in enumerate(given)]
+    return [_prompt(name, given)]
 
 
 def _prompt(where: str, given: object) -> Prompt:

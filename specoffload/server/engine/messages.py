@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specoffload.errors import meaning_of
 from specoffload.session.generation import (
     GenerateOptions,
@@ -61,6 +64,13 @@ class DetokenizeJob:
 
 
 @dataclass(frozen=True)
+class EmbedJob:
+    """The embedding of a text or of token ids; nothing is generated."""
+
+    prompt: str | tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
 class CountersJob:
     """Counters of the copy path since the engine was opened; nothing is generated."""
 
@@ -80,7 +90,7 @@ class SlotJob:
 
 
 GeneratingJob = CompletionJob | ChatJob | InfillJob
-BriefJob = TokenizeJob | DetokenizeJob | SlotsJob | SlotJob | CountersJob
+BriefJob = TokenizeJob | DetokenizeJob | EmbedJob | SlotsJob | SlotJob | CountersJob
 Job = GeneratingJob | BriefJob
 
 
@@ -173,6 +183,15 @@ class Text:
 
 
 @dataclass(frozen=True)
+class Embedded:
+    """Answer to an EmbedJob: [1, width] if it is pooled, else a row for each token."""
+
+    rows: NDArray[np.float32]
+    n_tokens: int
+    is_pooled: bool
+
+
+@dataclass(frozen=True)
 class Counters:
     """Answer to a CountersJob: names and counts."""
 
@@ -199,7 +218,9 @@ class Finished:
     """The job's slot is free again, whether it ended by itself or was cancelled."""
 
 
-Event = Started | Piece | Tokens | Text | Slots | SlotChanged | Counters | Problem | Finished
+Event = (
+    Started | Piece | Tokens | Text | Embedded | Slots | SlotChanged | Counters | Problem | Finished
+)
 """One of the things that a job yields. Problem and Finished are the last."""
 
 

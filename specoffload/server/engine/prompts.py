@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.errors import BadRequest, DoesNotFit
-from specoffload.server.engine.messages import ChatJob, CompletionJob, GeneratingJob, InfillJob
+from specoffload.server.engine.messages import ChatJob, GeneratingJob, InfillJob
 from specoffload.session.generation import Generator, ModelCard
 
 
@@ -46,17 +46,29 @@ def prompt_tokens(generator: Generator, job: GeneratingJob) -> list[int]:
             check_text(text, card)
         tokens = generator.fill_tokens(job.fill, job.options)
     else:
-        tokens = _completion_tokens(generator, card, job)
+        tokens = _mixed_tokens(generator, card, job.prompt)
     _check(tokens, card.n_vocab, card.n_ctx)
     return tokens
 
 
-def _completion_tokens(generator: Generator, card: ModelCard, job: CompletionJob) -> list[int]:
-    if isinstance(job.prompt, str):
-        check_text(job.prompt, card)
-        return generator.tokenize(job.prompt, add_special=True, parse_special=True)
+def text_tokens(generator: Generator, prompt: str | tuple[int | str, ...]) -> list[int]:
+    """Of a text that is read alone. Raises BadRequest or DoesNotFit."""
+    card = generator.card
+    tokens = _mixed_tokens(generator, card, prompt)
+    if not tokens:
+        raise BadRequest("the input is empty: at least one token is needed")
+    check_ids(tokens, card.n_vocab)
+    return tokens
+
+
+def _mixed_tokens(
+    generator: Generator, card: ModelCard, prompt: str | tuple[int | str, ...]
+) -> list[int]:
+    if isinstance(prompt, str):
+        check_text(prompt, card)
+        return generator.tokenize(prompt, add_special=True, parse_special=True)
     tokens: list[int] = []
-    for at, part in enumerate(job.prompt):
+    for at, part in enumerate(prompt):
         if isinstance(part, str):
             check_text(part, card)
             tokens += generator.tokenize(part, add_special=at == 0, parse_special=True)

@@ -14,6 +14,8 @@ from specoffload.server.engine.messages import (
     Counters,
     CountersJob,
     DetokenizeJob,
+    Embedded,
+    EmbedJob,
     Event,
     Finished,
     GeneratingJob,
@@ -36,6 +38,7 @@ from specoffload.server.engine.prompts import (
     check_ids,
     check_text,
     prompt_tokens,
+    text_tokens,
 )
 from specoffload.session.generation import (
     N_SEEDS,
@@ -181,6 +184,10 @@ def _answer(generator: Generator, job: BriefJob) -> Event:
     if isinstance(job, DetokenizeJob):
         check_ids(job.tokens, generator.card.n_vocab)
         return Text(generator.detokenize(job.tokens))
+    if isinstance(job, EmbedJob):
+        tokens = text_tokens(generator, job.prompt)
+        rows, is_pooled = generator.embed(tokens)
+        return Embedded(rows, len(tokens), is_pooled)
     if isinstance(job, SlotsJob):
         return Slots(generator.slots())
     if isinstance(job, CountersJob):
