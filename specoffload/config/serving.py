@@ -33,5 +33,5 @@ def for_serving(config: Config, serve: ServeOptions) -> Config:
 
 
 def _pooling(serve: ServeOptions) -> str:
-    """What a flag says; a model file that names a pooling is for embeddings, without a flag too."""
+    """As a flag says; a model file that names a pooling is for embeddings without a flag too."""
     return serve.pooling or (OWN_OR_NONE if serve.embeddings else OWN)

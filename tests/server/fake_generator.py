@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NoReturn
 
 from offload.errors import BadModel, BadRequest, NotSupported
 from specoffload.session.generation import (
@@ -119,6 +120,9 @@ class FakeGenerator:
             raise NotSupported("the fake cannot fill in this text")
         text = f"<{fill.prefix}|{fill.suffix}>{fill.prompt}"
         return [BOS, *text.encode()]
+
+    def embed(self, tokens: Sequence[int]) -> NoReturn:
+        raise NotSupported("the fake makes no embeddings")
 
     def counters(self) -> dict[str, float]:
         return {"streamed_bytes": 1000, "hits": 3, "misses": 1}

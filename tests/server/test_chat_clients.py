@@ -271,6 +271,7 @@ def test_langchain_binds_tools_and_reads_objects(program: Program) -> None:
     assert isinstance(found, Switch)
 
 
+@pytest.mark.filterwarnings("ignore:Item 'summary':UserWarning")  # pydantic's, of its own types
 def test_litellm_completes_with_tools_whole_and_streamed(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ def generate_options(
 
 
 def _probabilities(request: GenerationRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """How many probabilities are told beside each token; and what says more of none.
+    """The options of probabilities that are told beside tokens, and names without effect.
 
     Raises NotSupported for those of an echoed prompt.
     """
