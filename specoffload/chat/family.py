@@ -25,6 +25,17 @@ class MistralCalls:
 Calls = JsonCalls | NamedCalls | TaggedCalls | HarmonyCalls | MistralCalls
 
 
+def openers(calls: Calls) -> tuple[str, ...]:
+    """The markers that begin a call anywhere in a text; none where calls have none."""
+    if isinstance(calls, MistralCalls):
+        return (calls.named.opens,)
+    if isinstance(calls, HarmonyCalls):
+        return ()
+    if isinstance(calls, JsonCalls):
+        return calls.opens
+    return tuple(marker for marker in (calls.section, calls.opens) if marker)
+
+
 @dataclass(frozen=True)
 class Family:
     """Its templates have all of `marks`. `markers` are texts that may be special tokens of its

@@ -6,13 +6,13 @@ GBNF, with `%json {...}` for text that follows a JSON schema.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specoffload.chat.conversation import Tool
 from specoffload.chat.families import GENERIC
-from specoffload.chat.family import Family, HarmonyCalls
+from specoffload.chat.family import Family, HarmonyCalls, openers
 from specoffload.chat.layout import Layout
 from specoffload.chat.parsing.tagged_calls import types_of
 
@@ -41,14 +41,16 @@ def answer_grammar(asked: Asked) -> str | None:
     """GBNF for the answer; None where it is free.
 
     An answer that need not be a call is free, but for the family that has no format of its own: if
-    it begins with a brace, it is calls. With a schema, an answer of a family whose calls begin with
-    a brace is none: one brace cannot be told from the other.
+    it begins with a brace, it is calls. With a strict tool, every family's calls are held to the
+    schemas, also where they are free to come. With a schema, an answer of a family whose calls
+    begin with a brace is none: one brace cannot be told from the other.
     """
     harmony = isinstance(asked.family.calls, HarmonyCalls)
     if asked.schema is not None and not (asked.tools or asked.reasoning or harmony):
         return None  # the schema alone says it
     generic = asked.family.name == GENERIC.name
-    if asked.schema is None and not (asked.tools and (asked.must_call or generic)):
+    holds = asked.must_call or generic or any(tool.strict for tool in asked.tools)
+    if asked.schema is None and not (asked.tools and holds):
         return None
     rules = _Rules()
     layout = asked.family.layout
@@ -58,6 +60,10 @@ def answer_grammar(asked: Asked) -> str | None:
     if asked.schema is not None and not asked.must_call:
         final = '"<|channel|>final<|message|>" ' if harmony else ""
         forms.append(f"{final}%json {asked.schema}")
+    elif not asked.must_call and harmony:
+        forms.append('"<|channel|>final<|message|>" [^\\x00]*')
+    elif not asked.must_call and (markers := openers(asked.family.calls)):
+        forms = [f"{without(markers)} ({forms[0]})?"]
     elif not asked.must_call:
         forms.append("([^{ \\t\\r\\n] [^\\x00]*)?")
     return rules.text(f"{_before(rules, asked)} ({' | '.join(forms)})")
@@ -181,6 +187,35 @@ def until(marker: str) -> str:
     start = f"{_one_of(first)} ({' | '.join(again)})*"
     space = literal(marker[len(marker.rstrip()) :])
     return f"({_none_of(first)} | {start} ({' | '.join(failed)}))* {start} {literal(rest)} {space}"
+
+
+def without(markers: Sequence[str]) -> str:
+    """GBNF of any text in which none of `markers` is, which may end with a part of one.
+
+    They begin with the same character, which is not in them again. An automaton as in `until`, over
+    the tree of what may follow that character.
+    """
+    stripped = sorted({marker.strip() for marker in markers})
+    words = [
+        w for w in stripped if not any(w != other and w.startswith(other) for other in stripped)
+    ]
+    first = words[0][0]
+    assert all(word[0] == first and first not in word[1:] for word in words)
+    follows: dict[str, set[str]] = {}  # a marker's part past its first -> what may come next
+    for word in words:
+        for n in range(1, len(word)):
+            follows.setdefault(word[1:n], set()).add(word[n])
+    begun = [literal(part) for part in follows]
+    again = f"({' | '.join(f'{b} {_one_of(first)}' for b in begun)})*"
+    failed = [
+        f"{literal(part)} {_none_of(first + ''.join(sorted(more)))}"
+        for part, more in follows.items()
+    ]
+    start = _one_of(first)
+    return (
+        f"({_none_of(first)} | {start} {again} ({' | '.join(failed)}))* "
+        f"({start} ({' | '.join(begun)}))*"
+    )
 
 
 def _one_of(characters: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from specoffload.chat.conversation import ReasoningFormat
 from specoffload.chat.deltas import Delta
-from specoffload.chat.family import Family, HarmonyCalls, MistralCalls
+from specoffload.chat.family import Family, HarmonyCalls, MistralCalls, openers
 from specoffload.chat.parsing.harmony import read_harmony
 from specoffload.chat.parsing.json_calls import (
     JsonCalls,
@@ -134,15 +134,7 @@ class StreamParser:
 
     def _openers(self) -> tuple[str, ...]:
         """The markers that begin a tool call."""
-        calls = self._form.family.calls
-        if not self._form.schemas:
-            return ()
-        if isinstance(calls, MistralCalls):
-            return (calls.named.opens,)
-        if isinstance(calls, JsonCalls):
-            return calls.opens
-        assert not isinstance(calls, HarmonyCalls)
-        return tuple(marker for marker in (calls.section, calls.opens) if marker)
+        return openers(self._form.family.calls) if self._form.schemas else ()
 
     def _answer(self) -> Reading[None]:
         reader, output = self._reader, self._output

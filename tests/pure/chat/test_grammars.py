@@ -16,8 +16,8 @@ from offload.errors import BadRequest
 from offload.sampling.grammar import Grammar, GrammarTokens, grammar_of
 from specoffload.chat.conversation import Tool
 from specoffload.chat.families import FAMILIES, GENERIC
-from specoffload.chat.family import Family, HarmonyCalls
-from specoffload.chat.grammar import Asked, answer_grammar, until
+from specoffload.chat.family import Family, HarmonyCalls, openers
+from specoffload.chat.grammar import Asked, answer_grammar, literal, until, without
 from specoffload.chat.layout import written
 
 END = 256
@@ -145,3 +145,40 @@ def test_text_arguments_are_any_text_and_choices_are_theirs() -> None:
 def test_until_is_any_text_up_to_the_first_marker(marker: str, text: str) -> None:
     gbnf = f"root ::= {until(marker)}\n"
     assert passes(gbnf, text + marker) == ((text + marker).find(marker) == len(text))
+
+
+STRICT = Tool("get_weather", None, WEATHER.parameters, strict=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_strict_tool_that_may_be_called_is_called_by_its_schema(family: Family) -> None:
+    gbnf = answer_grammar(Asked(family, (STRICT, NOW), False))
+    assert gbnf is not None
+    final = "<|channel|>final<|message|>" if isinstance(family.calls, HarmonyCalls) else ""
+    assert passes(gbnf, final + "It is fine, as 1 < 2 [1].")
+    call = written(family.layout, ONE)
+    assert passes(gbnf, call)
+    assert not passes(gbnf, written(family.layout, [("get_weather", {"days": 2})]))
+    assert not passes(gbnf, written(family.layout, [("get_whether", {"city": "x"})]))
+    if openers(family.calls):
+        assert passes(gbnf, "I look. " + call)
+        assert passes(gbnf, "1 < 2 <<" + call[:1] + call)
+        for marker in openers(family.calls):
+            assert not passes(gbnf, f"I look. {marker} nothing")
+    loose = Tool("get_weather", None, WEATHER.parameters)
+    free = answer_grammar(Asked(family, (loose, NOW), False))
+    assert (free is None) == (family is not GENERIC)
+
+
+@given(
+    st.lists(st.text("ab<x", min_size=0, max_size=3).map("<".__add__), min_size=1, max_size=3),
+    st.text("ab<x", max_size=12),
+)
+def test_without_is_any_text_that_has_none_of_the_markers(found: list[str], text: str) -> None:
+    markers = ["<" + marker.replace("<", "") for marker in found]
+    markers = [marker if len(marker) > 1 else "<a" for marker in markers]
+    gbnf = f"root ::= {without(markers)}\n"
+    assert passes(gbnf, text) == (not any(marker in text for marker in markers))
+    behind = f'root ::= {without(markers)} {literal(markers[0])} "!"\n'
+    has_one = any(marker in text for marker in markers)
+    assert passes(behind, text + markers[0] + "!") == (not has_one)
