@@ -40,7 +40,9 @@ def _budget(value: str) -> Answer:
         raise ValueError("must be a whole number") from None
     if n_tokens == 0:
         return Becomes(("--reasoning", "off"))
-    return ALREADY if n_tokens < 0 else NoEffect("only 0 is understood: no reasoning")
+    if n_tokens < 0:
+        return ALREADY
+    return NoEffect("reasoning is not ended at a number of tokens: 0 is none, -1 as it comes")
 
 
 def _norm(value: str) -> Answer:
