@@ -20,6 +20,7 @@ class Answer:
         self._text, self._is_end = text, is_end
         self._stops = StopScanner(stops)
         self.finish: FinishReason = "length"  # until something else ends it
+        self.id_slot = -1  # of the slot that it is made in
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[ChosenLogprob] = ()) -> Piece:
         """The piece that these tokens add; it has those of them up to the end of the answer, and
@@ -35,7 +36,9 @@ class Answer:
             if self._stops.stopped:
                 self.finish = "stop"
                 break
-        return Piece(shown, tuple(tokens[:n_kept]), logprobs=tuple(logprobs[:n_told]))
+        return Piece(
+            shown, tuple(tokens[:n_kept]), logprobs=tuple(logprobs[:n_told]), id_slot=self.id_slot
+        )
 
     def last_piece(self, stats: GenerationStats) -> Piece:
         """The text held back, when no token follows, and how it ended."""
@@ -43,4 +46,4 @@ class Answer:
         text = ""
         if word is None:
             text = self._stops.feed(self._text.finish()) + self._stops.finish()
-        return Piece(text, (), self.finish, stats, stopping_word=word)
+        return Piece(text, (), self.finish, stats, stopping_word=word, id_slot=self.id_slot)

@@ -124,6 +124,7 @@ class Piece:
     index: int = 0  # of the answer, where a request asked for several
     stopping_word: str | None = None  # on the last piece, if a stop sequence ended the answer
     logprobs: tuple[ChosenLogprob, ...] = ()  # of `tokens`, if asked for; an end token has none
+    id_slot: int = -1  # of the slot that it was made in
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ class Batcher:
         return news
 
     def _enter(self, request: Request, slot: Slot) -> BatchMember:
-        request.begin(self._counts(), slot.reuse(request.history))
+        request.begin(self._counts(), slot.reuse(request.history), slot.number)
         self._n_used += 1
         slot.is_busy, slot.last_used = True, self._n_used
         member = BatchMember(

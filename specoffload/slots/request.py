@@ -51,8 +51,9 @@ class Request:
         self._is_evaluated = False
         self._deadline_s: float | None = None
 
-    def begin(self, counts: EngineCounts, n_cached: int) -> None:
+    def begin(self, counts: EngineCounts, n_cached: int, id_slot: int) -> None:
         """It has a slot, perhaps not for the first time, which holds `n_cached` tokens of it."""
+        self._answer.id_slot = id_slot
         if self._tally is not None:
             return
         now_s = perf_counter()

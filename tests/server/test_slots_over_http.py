@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,3 +109,15 @@ def test_a_conversation_is_saved_erased_restored_and_gone_on_with(
     refused = act(program.url, other, "save", {"filename": "../talk"})
     assert refused.status_code == 400
     assert "must be a name" in refused.json()["error"]["message"]
+
+
+def test_an_answer_tells_the_slot_that_it_was_made_in(program: Program) -> None:
+    body = {"prompt": "import os", "n_predict": 3, "ignore_eos": True}
+    for wanted in (1, 0, -1):
+        asked = {**body, "id_slot": wanted}
+        whole = http.post(program.url + "/completion", json=asked).json()
+        events = http.post(program.url + "/completion", json={**asked, "stream": True}).text
+        told = [json.loads(line[6:])["id_slot"] for line in events.splitlines() if line]
+        assert len(told) > 1
+        for number in (whole["id_slot"], *told):
+            assert number == wanted if wanted >= 0 else number in (0, 1)

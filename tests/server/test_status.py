@@ -29,6 +29,9 @@ def test_while_the_model_loads_health_is_503_and_requests_are_refused(
     assert int(response.headers["retry-after"]) >= 1
     server.wait_until_healthy()
     assert http.get(server.url + "/health").json() == {"status": "ok"}
+    for path in ("/health", "/v1/health"):
+        head = http.head(server.url + path)
+        assert (head.status_code, head.content) == (200, b"")
     assert any(line.startswith("model loaded: fake") for line in server.lines)
     http.post(server.url + "/v1/completions", json={"prompt": "x", "max_tokens": 3})
     (line,) = [line for line in server.lines if line.startswith("#")]

@@ -128,7 +128,7 @@ class NativeTeller:
             "content": piece.text,
             "tokens": list(piece.tokens),
             "stop": False,
-            "id_slot": -1,
+            "id_slot": piece.id_slot,
             "tokens_predicted": len(told.tokens),
             "tokens_evaluated": told.n_prompt,
         }
@@ -181,7 +181,7 @@ class NativeTeller:
             "index": index,
             "content": content if content else last.text,
             "tokens": list(tokens),
-            "id_slot": -1,
+            "id_slot": last.id_slot,
             "stop": True,
             "model": self._model,
             "tokens_predicted": last.stats.n_tokens,
