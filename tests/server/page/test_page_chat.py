@@ -34,14 +34,12 @@ def test_an_answer_streams_and_is_measured_and_stays_after_a_reload(page: Any, s
     assert "tokens/s" in again.locator(".plot.speed").inner_text()
 
 
-def test_while_an_answer_grows_its_speed_and_drafts_and_link_are_drawn(
-    page: Any, seen: Seen
-) -> None:
+def test_while_an_answer_grows_its_speed_and_drafts_are_drawn(page: Any, seen: Seen) -> None:
     page.evaluate("localStorage.setItem('specoffload.settings', '{\"temperature\": 0}')")
     page.reload()
     send(page, PROMPT)
     growing = page.locator("article.assistant[aria-busy='true']")
-    for kind in ("speed", "acceptance", "link"):
+    for kind in ("speed", "acceptance"):
         growing.locator(f".plot.{kind} .plot-line[d^='M']").wait_for(state="attached")
     assert "tokens/s" in growing.locator(".plot.speed").inner_text()
     assert seen.bodies[-1]["timings_per_token"] is True
