@@ -81,6 +81,7 @@ class SpecOptions:
     n_min: int = 0
     p_min: float = 0.75
     joint: bool = True  # lengths of sequences that share a batch are chosen together
+    draft_batch: bool = True  # they are drafted together
     tree: bool = False
     p_split: float = 0.1
     accept: AcceptRule = AcceptRule.MATCH

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,10 +89,11 @@ class TreeTarget(Target, Protocol):
 
 
 class Drawing(Protocol):
-    """The drawing of a block's tokens: uniform numbers [n_steps, n_parts] at a temperature."""
+    """The drawing of a block's tokens: uniform numbers [n_steps, n_parts], at one temperature or
+    at one for each part [n_parts]."""
 
     @property
-    def temperature(self) -> float: ...
+    def temperature(self) -> float | NDArray[np.float64]: ...
 
     @property
     def uniforms(self) -> NDArray[np.float64]: ...
@@ -315,17 +316,20 @@ class Drafter(Protocol):
         ...
 
 
+class DraftRequest(NamedTuple):
+    """What `Drafter.propose` is asked, as one value."""
+
+    sequence: int
+    history: Sequence[int]
+    policy: Policy
+    limit: int
+
+
 @runtime_checkable
 class BatchDrafter(Drafter, Protocol):
     """A drafter that can serve several sequences in one step."""
 
-    @property
-    def samples(self) -> bool:
-        """True if tokens are drawn: then each sequence has to be asked by itself."""
-        ...
-
-    def propose_many(
-        self, requests: Sequence[tuple[int, Sequence[int], int]], policy: Policy
-    ) -> list[tuple[Draft, Walk]]:
-        """Drafts for several (sequence, history, limit), with the policy's walk of each."""
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """The drafts that `propose` would give one after the other, each of its own sequence. The
+        number of draft decodes is the largest `n_steps` of them."""
         ...

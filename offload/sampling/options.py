@@ -25,18 +25,18 @@ MOST_BIASES = 4096
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """llama.cpp's sampling parameters, by its names, with its defaults; temperature 0 is greedy."""
+class SamplerParameters:
+    """llama.cpp's sampling parameters, by its names, with its defaults: what a request says and a
+    sampler is built of."""
 
-    temperature: float = 0.8
+    temperature: float = 0.8  # 0 is greedy
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
     repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
+    repeat_last_n: int = 64  # tokens that the penalties look at
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    seed: int = 0xFFFFFFFF  # libllama draws one
     grammar: str | None = None  # GBNF, from its rule root
     json_schema: str | None = None  # JSON text; instead of a grammar
     typical_p: float = 1.0
@@ -50,16 +50,23 @@ class SamplingOptions:
     dry_allowed_length: int = 2
     dry_penalty_last_n: int = 64
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    mirostat: int = 0
+    mirostat: int = 0  # 1 or 2
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
     adaptive_target: float = -1.0
     adaptive_decay: float = 0.9
     min_keep: int = 0
-    samplers: tuple[str, ...] = SAMPLERS
-    logit_bias: tuple[tuple[int | str, float], ...] = ()  # a text: each of its tokens
-    n_probs: int = 0  # likeliest tokens told beside each chosen one
+    samplers: tuple[str, ...] = SAMPLERS  # in this order
+    logit_bias: tuple[tuple[int | str, float], ...] = ()  # -inf: never; a text: each of its tokens
+    n_probs: int = 0  # over 0: logprobs of each token, and of so many of the likeliest ones
     post_sampling_probs: bool = False  # of what the samplers left, not of the raw logits
+
+
+@dataclass(frozen=True)
+class SamplingOptions(SamplerParameters):
+    """The parameters of a sampler, checked, with every count of tokens said."""
+
+    seed: int = 0xFFFFFFFF  # libllama draws one
 
     @property
     def has_penalties(self) -> bool:

@@ -293,7 +293,9 @@ class TorchDraft:
         if drawing is not None:
             by_lane = np.zeros((n_steps, len(self._lengths)))
             by_lane[:, sequences] = drawing.uniforms
-            drawing = Drawing(drawing.temperature, by_lane)
+            temperatures = np.ones(len(self._lengths))  # of lanes that take no part, too
+            temperatures[list(sequences)] = drawing.temperature
+            drawing = Drawing(temperatures, by_lane)
         n_kv = bucket(n_positions, self.n_ctx)
         steps.run(n_steps, 1 + max(sequences), width, n_kv, drawing)
         out = steps.fetch(n_steps)[:, sequences]

@@ -34,9 +34,10 @@ class StepCounters:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Tokens are drawn at `temperature`, by uniform numbers [n_steps, n_parts]."""
+    """Tokens are drawn by uniform numbers [n_steps, n_parts], at one temperature for all parts or
+    at one for each [n_parts]."""
 
-    temperature: float
+    temperature: float | NDArray[np.float64]
     uniforms: NDArray[np.float64]
 
 
@@ -146,7 +147,7 @@ class Steps:
         assert self._draws is not None
         assert self._staged_draws is not None
         n_seq = self._sizes.n_sequences
-        self._staged_draws[:n_seq] = drawing.temperature
+        self._staged_draws[:n_seq] = torch.as_tensor(drawing.temperature)
         n_steps, n_parts = drawing.uniforms.shape
         table = self._staged_draws[n_seq:].view(-1, n_seq)
         table[:n_steps, :n_parts] = torch.from_numpy(drawing.uniforms)

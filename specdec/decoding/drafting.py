@@ -8,43 +8,76 @@ the most probable ones, as long as the batch pays. Other policies decide for eac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from specdec.decoding.member import BatchMember
+from specdec.drafters.together import one_by_one, propose_many_of
+from specdec.policies.bounded import DraftBounds, bounded
 from specdec.policies.joint import allocate, level
 from specdec.policies.throughput import Throughput
-from specdec.types import BatchDrafter, Decision, Draft, Drafter, Policy, Round, Target, Walk
+from specdec.types import (
+    BatchDrafter,
+    Decision,
+    Draft,
+    Drafter,
+    DraftRequest,
+    Policy,
+    Round,
+    Target,
+    Walk,
+)
+
+
+@dataclass
+class DraftCounters:
+    """Proof that several sequences were drafted and decided together."""
+
+    draft_batches: int = 0  # times that the drafter was asked for several sequences at once
+    joint_steps: int = 0  # batches of which all lengths were chosen together
+    joint_changed: int = 0  # lengths in them that the sequence alone would not have had
 
 
 class ChainDrafting:
     """Chains of tokens by `drafter`, of lengths by `policy`."""
 
     def __init__(
-        self, target: Target, drafter: Drafter, policy: Policy, *, joint: bool = True
+        self,
+        target: Target,
+        drafter: Drafter,
+        policy: Policy,
+        *,
+        joint: bool = True,
+        batched: bool = True,
+        draws: bool = False,
     ) -> None:
-        """Without `joint`, each length is chosen as if its sequence had the batch for itself: the
-        slow twin."""
+        """Slow twins: without `joint`, each length is chosen as if its sequence had the batch for
+        itself; without `batched`, each is drafted by itself. `draws`: drafts may be drawn, for
+        rejection sampling."""
         self.policy = policy
-        self._target, self._drafter, self._joint = target, drafter, joint
+        self.counters = DraftCounters()
+        self._target, self._drafter, self._joint, self._draws = target, drafter, joint, draws
         # By sequence and drafter, those that the last step began; several sequences' only.
         self._walks: dict[int, Mapping[str, Walk]] = {}
         self._n_shared = 1  # members whose batch the policy prices
-        self._drafts_many = isinstance(drafter, BatchDrafter) and not drafter.samples
+        self._drafts_many = batched and isinstance(drafter, BatchDrafter)
+        self._propose_many = propose_many_of(drafter) if batched else one_by_one(drafter)
 
     def propose(self, member: BatchMember) -> Draft:
         if self._n_shared != 1:
             self._share(1)
         return self._drafter.propose(
-            member.sequence, member.history, self.policy, self._limit(member)
+            member.sequence,
+            member.history,
+            bounded(self.policy, member.bounds),
+            self._limit(member),
         )
 
     def propose_many(self, members: Sequence[BatchMember]) -> list[Draft]:
         self._share(len(members) if self._joint else 1)
-        if isinstance(self.policy, Throughput):
-            if self._joint:
-                return self._together(members, self.policy)
-            return self._cut_to_fit(self._drafts_of(members, self.policy))
-        return self._cut_to_fit([self._alone(member, self.policy) for member in members])
+        drafts = self._drafts_of(members)
+        if self._joint and isinstance(self.policy, Throughput):
+            return self._together(members, drafts, self.policy)
+        return self._cut_to_fit(drafts)
 
     def learn(self, member: BatchMember, round_: Round) -> None:
         self.policy.learn(round_)
@@ -55,10 +88,10 @@ class ChainDrafting:
     ) -> None:
         if isinstance(self.policy, Throughput):
             self._learn_together(rounds, self.policy, draft_s, is_priced=is_priced)
-            self._walks.clear()
         else:
             for _, round_ in rounds:
                 self.policy.learn(round_)
+        self._walks.clear()
         for member, round_ in rounds:
             self._drafter.learn(member.sequence, round_)
 
@@ -67,22 +100,21 @@ class ChainDrafting:
 
     # -- one by one ------------------------------------------------------------------------------
 
-    def _limit(self, member: BatchMember) -> int:
-        """A round of m drafts feeds m + 1 tokens and may emit m + 1."""
+    def _limit(self, member: BatchMember, n_members: int = 1) -> int:
+        """A round of m drafts feeds m + 1 tokens and may emit m + 1. Drawn drafts of all members
+        fit a decode: to cut one afterwards would make what is kept depend on what was drawn."""
         target = self._target
-        n_most = min(self.policy.n_max, target.n_outputs - 1, target.n_batch - 1)
-        if member.draft_max is not None:
-            n_most = min(n_most, member.draft_max)
+        n_rows = min(target.n_outputs, target.n_batch) // (n_members if self._draws else 1)
+        n_most = min(self.policy.n_max, n_rows - 1)
+        if member.bounds.n_max is not None:
+            n_most = min(n_most, member.bounds.n_max)
         return max(0, min(member.n_left - 1, target.n_ctx - len(member.history), n_most))
 
     def _share(self, n_members: int) -> None:
         """Tell a policy that prices batches of how many members the next ones are."""
         if n_members != self._n_shared and isinstance(self.policy, Throughput):
-            self.policy.share_batch(n_members)
+            self.policy.share_batch(n_members, shares_steps=self._drafts_many)
         self._n_shared = n_members
-
-    def _alone(self, member: BatchMember, policy: Policy) -> Draft:
-        return self._drafter.propose(member.sequence, member.history, policy, self._limit(member))
 
     def _cut_to_fit(self, drafts: list[Draft]) -> list[Draft]:
         """The longest are cut where all of their rows do not fit one decode."""
@@ -97,36 +129,44 @@ class ChainDrafting:
 
     # -- several together ------------------------------------------------------------------------
 
-    def _together(self, members: Sequence[BatchMember], policy: Throughput) -> list[Draft]:
-        """Drafts cut to what pays over all members."""
-        drafts = self._drafts_of(members, policy)
-        if not any([draft.tokens or draft.dropped for draft in drafts]):
+    def _together(
+        self, members: Sequence[BatchMember], drafts: list[Draft], policy: Throughput
+    ) -> list[Draft]:
+        """The drafts cut to what pays over all members. A drawn draft stays as its walk left it,
+        which decided on each token before it was drawn: rejection sampling is exact for those."""
+        if not any([not d.rows and (d.tokens or d.dropped) for d in drafts]):
             return drafts
-        chains = [_reached(draft, policy) for draft in drafts]
+        chains = [
+            [] if d.rows else _reached(d, policy, m.bounds)
+            for d, m in zip(drafts, members, strict=True)
+        ]
+        n_drawn = sum([len(draft.rows) for draft in drafts])
         times = policy.costs.times[: min(self._target.n_outputs, self._target.n_batch)]
         if self._target.can_rewind:
-            counts = allocate(chains, times, policy.rate)
+            counts = allocate(chains, times, policy.rate, n_beside=n_drawn)
         else:
             counts = (level(chains, times, policy.rate),) * len(members)
-        return [
-            cut(draft, n) if draft.tokens or draft.dropped else draft
-            for draft, n in zip(drafts, counts, strict=True)
-        ]
+        out = []
+        for draft, member, n in zip(drafts, members, counts, strict=True):
+            if not draft.rows and (draft.tokens or draft.dropped):
+                n_kept = member.bounds.kept(n)
+                self.counters.joint_changed += n_kept != len(draft.tokens)
+                draft = cut(draft, n_kept)
+            out.append(draft)
+        self.counters.joint_steps += 1
+        return out
 
-    def _drafts_of(self, members: Sequence[BatchMember], policy: Throughput) -> list[Draft]:
-        drafter = self._drafter
-        if self._drafts_many:
-            assert isinstance(drafter, BatchDrafter)
-            requests = [(m.sequence, m.history, self._limit(m)) for m in members]
-            pairs = drafter.propose_many(requests, policy)
-            for member, (_, walk) in zip(members, pairs, strict=True):
-                self._walks[member.sequence] = {drafter.name: walk}
-            return [draft for draft, _ in pairs]
-        drafts = []
-        for member in members:
-            remembering = _Remembering(policy)
-            drafts.append(self._alone(member, remembering))
+    def _drafts_of(self, members: Sequence[BatchMember]) -> list[Draft]:
+        policies = [_Remembering(self.policy) for _ in members]
+        requests = [
+            DraftRequest(m.sequence, m.history, bounded(p, m.bounds), self._limit(m, len(members)))
+            for m, p in zip(members, policies, strict=True)
+        ]
+        drafts = self._propose_many(requests)
+        for member, remembering in zip(members, policies, strict=True):
             self._walks[member.sequence] = remembering.walks
+        if self._drafts_many and sum([d.n_steps > 0 for d in drafts]) > 1:
+            self.counters.draft_batches += 1
         return drafts
 
     def _learn_together(
@@ -190,10 +230,12 @@ def cut(draft: Draft, n: int) -> Draft:
     )
 
 
-def _reached(draft: Draft, policy: Throughput) -> list[float]:
-    """The calibrated probability that each drafted token, kept or dropped, is accepted."""
+def _reached(draft: Draft, policy: Throughput, bounds: DraftBounds) -> list[float]:
+    """The calibrated probability that each drafted token, kept or dropped, is accepted, of those
+    that may be kept."""
     out, product = [], 1.0
-    for p in (*draft.probs, *(p for _, p in draft.dropped)):
+    probs = (*draft.probs, *(p for _, p in draft.dropped))
+    for p in probs[: bounds.n_allowed(probs)]:
         product *= policy.calibration.probability(draft.source, p)
         out.append(product)
     return out

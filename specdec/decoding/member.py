@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from specdec.decoding.accept import Acceptance
 from specdec.errors import SpecDecError
+from specdec.policies.bounded import NO_BOUNDS, DraftBounds
 from specdec.types import Chooser, End, IsEnd, Target
 
 
@@ -25,7 +26,7 @@ class BatchMember:
     n_left: int
     is_end: IsEnd
     n_cached: int = 0
-    draft_max: int | None = None  # tokens of a draft, at most; None: as many as the policy wants
+    bounds: DraftBounds = NO_BOUNDS  # the request's own, of its drafts
     end: End = field(default="")  # set when it is over
 
 

@@ -205,8 +205,8 @@ class TreeDrafting:
         `n_drafted` counts every node verified."""
         began = perf_counter()
         room = min(member.n_left - 1, self._target.n_ctx - len(member.history), self.policy.n_max)
-        if member.draft_max is not None:
-            room = min(room, member.draft_max)
+        if member.bounds.n_max is not None:
+            room = min(room, member.bounds.n_max)
         tree = self._drafter.grow(member.sequence, member.history, max(0, room))
         drafted = perf_counter()
         path = _verify(self._target, member, tree)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.drafters.memory import DraftMemory
-from specdec.types import Block, BlockModel, Decision, Draft, Policy, Round, Walk
+from specdec.types import Block, BlockModel, Decision, Draft, DraftRequest, Policy, Round, Walk
 
 _FIRST = 4  # the length of the first block of all
 _MEMORY = 0.25
@@ -27,7 +27,7 @@ _MEMORY = 0.25
 class Draws:
     """A `Drawing` as plain data."""
 
-    temperature: float
+    temperature: NDArray[np.float64]
     uniforms: NDArray[np.float64]
 
 
@@ -85,89 +85,69 @@ class BlockDrafter:
         self._pace = Pace(block)
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        room = self._model.n_ctx - len(history)
+        return self.propose_many([DraftRequest(sequence, history, policy, limit)])[0]
+
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One step per token for all of them."""
+        found = [self._begin(request) for request in requests]
+        drafting = begun = [f for f in found if isinstance(f, _Found)]
+        n_steps = 0
+        while drafting:
+            n = self._block_length(n_steps, min([f.limit for f in drafting]))
+            block = self._step(drafting, n, begins=not n_steps)
+            for part, each in enumerate(drafting):
+                each.take(block, part, n)
+            drafting, n_steps = [f for f in drafting if f.goes_on], n_steps + n
+        if begun:
+            self._pace.wanted(max([f.n_fed for f in begun]), max([f.limit for f in begun]))
+        return [
+            f if isinstance(f, Draft) else f.draft(self.name, self._memory.catch_up_s(a.sequence))
+            for f, a in zip(found, requests, strict=True)
+        ]
+
+    def _begin(self, asked: DraftRequest) -> _Found | Draft:
+        """A draft to be made, or the empty one that it is."""
+        sequence = asked.sequence
+        room = self._model.n_ctx - len(asked.history)
         if room < 0:
             return Draft((), (), self.name, Decision(0, "the draft's context is full"))
         # The last drafted token is not decoded, so room + 1 fit.
-        limit = min(limit, room + 1)
-        walk = policy.begin(limit, self.name)
+        limit = min(asked.limit, room + 1)
+        walk = asked.policy.begin(limit, self.name)
         if not walk.wants:
             return Draft((), (), self.name, Decision(0, walk.reason, walk.rest))
-        found = _Found(walk, drawn=self._sampling is not None)
-        draws = self._draws(sequence)
-        new = self._memory.tail(sequence, history)
-        while found.goes_on:
-            n = self._block_length(found.n_steps, limit)
-            block = self._step([(sequence, new)], n, draws, begins=not found.n_steps)
-            found.take(block, 0, n)
-        self._pace.wanted(found.n_fed, limit)
-        return found.draft(self.name, self._memory.catch_up_s(sequence))
-
-    @property
-    def samples(self) -> bool:
-        """True if tokens are drawn."""
-        return self._sampling is not None
-
-    def propose_many(
-        self, requests: Sequence[tuple[int, Sequence[int], int]], policy: Policy
-    ) -> list[tuple[Draft, Walk]]:
-        """Drafts for several (sequence, history, limit), with the policy's walk of each: one step
-        per token for all of them. Greedy only."""
-        found: list[_Found] = []
-        parts: dict[int, list[int]] = {}  # of requests: tokens to feed
-        limits: dict[int, int] = {}
-        for i, (sequence, history, limit) in enumerate(requests):
-            room = self._model.n_ctx - len(history)
-            limits[i] = max(0, min(limit, room + 1))
-            walk = policy.begin(limits[i], self.name)
-            found.append(_Found(walk, drawn=False))
-            if walk.wants and room >= 0:
-                parts[i] = self._memory.tail(sequence, history)
-        drafting, n_steps = list(parts), 0
-        while drafting:
-            n = self._block_length(n_steps, min(limits[i] for i in drafting))
-            fed = [(requests[i][0], parts[i]) for i in drafting]
-            block = self._step(fed, n, None, begins=not n_steps)
-            for part, i in enumerate(drafting):
-                found[i].take(block, part, n)
-            drafting, n_steps = [i for i in drafting if found[i].goes_on], n_steps + n
-        if parts:
-            self._pace.wanted(max(found[i].n_fed for i in parts), max(limits[i] for i in parts))
-        out = []
-        for i, each in enumerate(found):
-            caught_up_s = self._memory.catch_up_s(requests[i][0]) if i in parts else 0.0
-            out.append((each.draft(self.name, caught_up_s), each.walk))
-        return out
+        feed = self._memory.tail(sequence, asked.history)
+        return _Found(sequence, walk, limit, feed, self._draws(sequence))
 
     def _block_length(self, n_drafted: int, limit: int) -> int:
         return min(self._pace.length(n_drafted), limit - n_drafted, self._model.n_steps_max)
 
-    def _step(
-        self,
-        fed: Sequence[tuple[int, list[int]]],
-        n: int,
-        draws: np.random.Generator | None,
-        *,
-        begins: bool,
-    ) -> Block:
+    def _step(self, drafting: Sequence[_Found], n: int, *, begins: bool) -> Block:
         """Draft a block; what the model holds then is noted."""
-        drawing = None
-        if self._sampling is not None and draws is not None:
-            temperature = self._sampling.temperature(fed[0][0])
-            drawing = Draws(temperature, draws.random((n, len(fed))))
+        sequences = [f.sequence for f in drafting]
+        drawing = self._drawing(drafting, n)
         if begins:
-            block = self._model.draft(fed, n, drawing)
-            for sequence, new in fed:
-                self._memory.fed(sequence, new)
-                self._memory.mark(sequence)
+            block = self._model.draft([(f.sequence, f.feed) for f in drafting], n, drawing)
+            for each in drafting:
+                self._memory.fed(each.sequence, each.feed)
+                self._memory.mark(each.sequence)
         else:
-            block = self._model.draft_more([sequence for sequence, _ in fed], n, drawing)
-        for part, (sequence, last) in enumerate(fed):
+            block = self._model.draft_more(sequences, n, drawing)
+        for part, each in enumerate(drafting):
             drafted = block.tokens[:, part].tolist()
-            held = drafted[:-1] if begins else [last[-1], *drafted[:-1]]
-            self._memory.fed(sequence, held)
-            last[:] = drafted[-1:]
+            held = drafted[:-1] if begins else [each.feed[-1], *drafted[:-1]]
+            self._memory.fed(each.sequence, held)
+            each.feed = drafted[-1:]
         return block
+
+    def _drawing(self, drafting: Sequence[_Found], n: int) -> Draws | None:
+        """Each sequence's own numbers at its own temperature, so that what it is with does not
+        change what it draws."""
+        if self._sampling is None:
+            return None
+        temperatures = [self._sampling.temperature(f.sequence) for f in drafting]
+        uniforms = [f.draws.random(n) for f in drafting if f.draws is not None]
+        return Draws(np.array(temperatures), np.stack(uniforms, axis=1))
 
     def _draws(self, sequence: int) -> np.random.Generator | None:
         """Random numbers of one draft: as many as its blocks happen to need, and one of the
@@ -191,12 +171,21 @@ class BlockDrafter:
 class _Found:
     """One draft as it grows, and what the policy's walk makes of it."""
 
-    def __init__(self, walk: Walk, drawn: bool) -> None:
-        self.walk = walk
+    def __init__(
+        self,
+        sequence: int,
+        walk: Walk,
+        limit: int,
+        feed: list[int],
+        draws: np.random.Generator | None,
+    ) -> None:
+        self.sequence, self.walk, self.limit = sequence, walk, limit
+        self.feed = feed  # tokens that the model does not hold yet
+        self.draws = draws
         self.goes_on = walk.wants
         self.n_steps = 0  # of the model, those included that nobody asked for
         self.n_fed = 0  # tokens that the policy was fed
-        self._drawn = drawn
+        self._drawn = draws is not None
         self._tokens: list[int] = []
         self._probs: list[float] = []
         self._gaps: list[float] = []

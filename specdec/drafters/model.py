@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.drafters.memory import DraftMemory
-from specdec.types import Decision, Draft, Policy, Round, Target, Walk
+from specdec.types import Decision, Draft, DraftRequest, Policy, Round, Target, Walk
 
 
 class DraftSampling(Protocol):
@@ -50,58 +50,48 @@ class ModelDrafter:
         self._memory = DraftMemory(model)
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        room = self._model.n_ctx - len(history)
+        found = self._begin(DraftRequest(sequence, history, policy, limit))
+        if isinstance(found, Draft):
+            return found
+        logits = self._memory.catch_up(sequence, history)
+        while (token := found.take(logits)) is not None:
+            logits = self._memory.step(sequence, token)
+        return found.draft(self.name, self._memory.catch_up_s(sequence))
+
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One decode per token for all of them."""
+        found = [self._begin(request) for request in requests]
+        drafting = [f for f in found if isinstance(f, _Found)]
+        feed = [self._memory.tail(f.asked.sequence, f.asked.history) for f in drafting]
+        begins = True
+        while drafting:
+            parts = [(f.asked.sequence, new, 1) for f, new in zip(drafting, feed, strict=True)]
+            rows = self._model.extend_batch(parts)
+            for sequence, new, _ in parts:
+                self._memory.fed(sequence, new)
+                if begins:
+                    self._memory.mark(sequence)
+            begins, going, drafting, feed = False, drafting, [], []
+            for f, logits in zip(going, rows, strict=True):
+                token = f.take(logits[-1])
+                if token is not None:
+                    drafting.append(f)
+                    feed.append([token])
+        return [
+            f if isinstance(f, Draft) else f.draft(self.name, self._memory.catch_up_s(a.sequence))
+            for f, a in zip(found, requests, strict=True)
+        ]
+
+    def _begin(self, asked: DraftRequest) -> _Found | Draft:
+        """A draft to be made, or the empty one that it is."""
+        room = self._model.n_ctx - len(asked.history)
         if room < 0:
             return Draft((), (), self.name, Decision(0, "the draft's context is full"))
         # The last drafted token is not decoded, so room + 1 fit.
-        walk = policy.begin(min(limit, room + 1), self.name)
+        walk = asked.policy.begin(min(asked.limit, room + 1), self.name)
         if not walk.wants:
             return Draft((), (), self.name, Decision(0, walk.reason, walk.rest))
-        logits = self._memory.catch_up(sequence, history)
-        if self._sampling is not None:
-            return self._sampled(sequence, walk, logits, self._sampling)
-        tokens: list[int] = []
-        probs: list[float] = []
-        while True:
-            token, p = self._most_likely(logits)
-            tokens.append(token)
-            probs.append(p)
-            if not walk.feed(p):
-                break
-            logits = self._memory.step(sequence, token)
-        return self._draft(walk, tokens, probs, self._memory.catch_up_s(sequence))
-
-    def _sampled(
-        self, sequence: int, walk: Walk, logits: NDArray[np.float32], sampling: DraftSampling
-    ) -> Draft:
-        tokens: list[int] = []
-        probs: list[float] = []
-        rows: list[NDArray[np.float64]] = []
-        n_steps = 1
-        while True:
-            q = sampling.probabilities(sequence, logits[: self._n_vocab])
-            p = float(q.max())
-            goes_on = walk.feed(p)
-            if not goes_on and walk.n_best <= len(tokens):
-                break  # not worth drawing, decided before it was
-            drawn = sampling.rng(sequence).random() * q.sum()
-            token = int(np.searchsorted(np.cumsum(q), drawn, side="right"))
-            tokens.append(min(token, len(q) - 1))
-            probs.append(p)
-            rows.append(q)
-            if not goes_on:
-                break
-            logits = self._memory.step(sequence, tokens[-1])
-            n_steps += 1
-        return Draft(
-            tuple(tokens),
-            tuple(probs),
-            self.name,
-            Decision(len(tokens), walk.reason),
-            rows=tuple(rows),
-            n_steps=n_steps,
-            catch_up_s=self._memory.catch_up_s(sequence),
-        )
+        return _Found(asked, walk, self._n_vocab, self._sampling)
 
     def learn(self, sequence: int, round_: Round) -> None:
         pass
@@ -110,70 +100,60 @@ class ModelDrafter:
         self._memory.forget(sequence)
 
     @property
-    def samples(self) -> bool:
-        """True if tokens are drawn, not the most likely ones."""
-        return self._sampling is not None
-
-    @property
     def n_rows(self) -> int:
         """Tokens that the model has decoded so far."""
         return self._memory.n_rows
 
-    def propose_many(
-        self, requests: Sequence[tuple[int, Sequence[int], int]], policy: Policy
-    ) -> list[tuple[Draft, Walk]]:
-        """Drafts for several (sequence, history, limit), one decode per token for all of them,
-        and the policy's walk of each.
 
-        Greedy only. The number of decodes is the largest `n_steps` of the drafts.
-        """
-        walks: list[Walk] = []
-        parts: list[tuple[int, list[int]]] = []
-        drafting: list[int] = []
-        for i, (sequence, history, limit) in enumerate(requests):
-            room = self._model.n_ctx - len(history)
-            walk = policy.begin(max(0, min(limit, room + 1)), self.name)
-            walks.append(walk)
-            if walk.wants and room >= 0:
-                drafting.append(i)
-                parts.append((sequence, self._memory.tail(sequence, history)))
-        tokens: list[list[int]] = [[] for _ in requests]
-        probs: list[list[float]] = [[] for _ in requests]
-        while drafting:
-            rows = self._model.extend_batch([(s, new, 1) for s, new in parts])
-            for sequence, new in parts:
-                self._memory.fed(sequence, new)
-            parts, still = [], []
-            for i, logits in zip(drafting, rows, strict=True):
-                if not tokens[i]:
-                    self._memory.mark(requests[i][0])
-                token, p = self._most_likely(logits[-1])
-                tokens[i].append(token)
-                probs[i].append(p)
-                if walks[i].feed(p):
-                    still.append(i)
-                    parts.append((requests[i][0], [token]))
-            drafting = still
-        drafts = []
-        for i, walk in enumerate(walks):
-            caught_up_s = self._memory.catch_up_s(requests[i][0]) if tokens[i] else 0.0
-            drafts.append((self._draft(walk, tokens[i], probs[i], caught_up_s), walk))
-        return drafts
+class _Found:
+    """One draft as it grows, and what the policy's walk makes of it."""
 
-    def _draft(self, walk: Walk, tokens: list[int], probs: list[float], catch_up_s: float) -> Draft:
-        n = walk.n_best
-        return Draft(
-            tuple(tokens[:n]),
-            tuple(probs[:n]),
-            self.name,
-            Decision(n, walk.reason),
-            tuple(zip(tokens[n:], probs[n:], strict=True)),
-            n_steps=len(tokens),
-            catch_up_s=catch_up_s,
-        )
+    def __init__(
+        self, asked: DraftRequest, walk: Walk, n_vocab: int, sampling: DraftSampling | None
+    ) -> None:
+        self.asked = asked
+        self._walk, self._n_vocab, self._sampling = walk, n_vocab, sampling
+        self._n_steps = 0
+        self._tokens: list[int] = []
+        self._probs: list[float] = []
+        self._rows: list[NDArray[np.float64]] = []
 
-    def _most_likely(self, logits: NDArray[np.float32]) -> tuple[int, float]:
+    def take(self, logits: NDArray[np.float32]) -> int | None:
+        """Draft a token by `logits`; it is to be decoded next, or None when the draft is over."""
+        self._n_steps += 1
         row = logits[: self._n_vocab]
+        if self._sampling is not None:
+            return self._draw(row, self._sampling)
         token = int(row.argmax())
         # p of the most likely token: its own exponential is 1.
-        return token, float(1.0 / np.exp(row - row[token]).sum(dtype=np.float64))
+        p = float(1.0 / np.exp(row - row[token]).sum(dtype=np.float64))
+        self._tokens.append(token)
+        self._probs.append(p)
+        return token if self._walk.feed(p) else None
+
+    def _draw(self, row: NDArray[np.float32], sampling: DraftSampling) -> int | None:
+        sequence = self.asked.sequence
+        q = sampling.probabilities(sequence, row)
+        p = float(q.max())
+        goes_on = self._walk.feed(p)
+        if not goes_on and self._walk.n_best <= len(self._tokens):
+            return None  # not worth drawing, decided before it was
+        drawn = sampling.rng(sequence).random() * q.sum()
+        token = min(int(np.searchsorted(np.cumsum(q), drawn, side="right")), len(q) - 1)
+        self._tokens.append(token)
+        self._probs.append(p)
+        self._rows.append(q)
+        return token if goes_on else None
+
+    def draft(self, name: str, catch_up_s: float) -> Draft:
+        n = self._walk.n_best if self._sampling is None else len(self._tokens)
+        return Draft(
+            tuple(self._tokens[:n]),
+            tuple(self._probs[:n]),
+            name,
+            Decision(n, self._walk.reason),
+            tuple(zip(self._tokens[n:], self._probs[n:], strict=True)),
+            rows=tuple(self._rows),
+            n_steps=self._n_steps,
+            catch_up_s=catch_up_s,
+        )

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdec.types import Decision, Draft, Drafter, Policy, Round
+from specdec.drafters.together import propose_many_of
+from specdec.types import Decision, Draft, Drafter, DraftRequest, Policy, Round
 
 Tokenize = Callable[[str], list[int]]  # no BOS added, special tokens parsed
 Detokenize = Callable[[Sequence[int]], str]  # special tokens rendered
@@ -50,24 +51,35 @@ class TranslatedDrafter:
         pairs: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.name = inner.name
-        self._inner = inner
+        self._inner, self._inner_many = inner, propose_many_of(inner)
         self._target, self._draft = target, draft
         self._to_draft = tuple(pairs)
         self._to_target = tuple((d, t) for t, d in pairs)
         self._sides: dict[int, _Side] = {}
 
     def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        side = self._sides.setdefault(sequence, _Side())
+        return self.propose_many([DraftRequest(sequence, history, policy, limit)])[0]
+
+    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """In one batch where the inner drafter has one."""
+        read = [self._read(request) for request in requests]
+        theirs = iter(self._inner_many([r for r in read if isinstance(r, DraftRequest)]))
+        return [
+            r if isinstance(r, Draft) else self._translated(next(theirs), r.limit) for r in read
+        ]
+
+    def _read(self, asked: DraftRequest) -> DraftRequest | Draft:
+        """The request in the draft's words, or the empty draft."""
+        history = asked.history
+        side = self._sides.setdefault(asked.sequence, _Side())
         text = self._target.detokenize(history[side.n_read :])
         if text.endswith("\ufffd"):
-            reason = "the text ends inside a character"
-            return Draft((), (), self.name, Decision(0, reason))
+            return Draft((), (), self.name, Decision(0, "the text ends inside a character"))
         side.tokens += self._draft.tokenize(replace_all(text, self._to_draft))
         side.n_read = len(history)
         if not side.tokens:
             return Draft((), (), self.name, Decision(0, "the draft reads no text yet"))
-        theirs = self._inner.propose(sequence, side.tokens, policy, limit)
-        return self._translated(theirs, limit)
+        return asked._replace(history=side.tokens)
 
     def _translated(self, theirs: Draft, limit: int) -> Draft:
         ends, text = [], ""

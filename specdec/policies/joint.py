@@ -26,15 +26,20 @@ def best_count(gains: Sequence[float], times: Sequence[float], n_rows: int, rate
 
 
 def allocate(
-    chains: Sequence[Sequence[float]], times: Sequence[float], rate: float
+    chains: Sequence[Sequence[float]],
+    times: Sequence[float],
+    rate: float,
+    *,
+    n_beside: int = 0,
 ) -> tuple[int, ...]:
-    """The number of tokens of each sequence's draft to verify together.
+    """The number of tokens of each sequence's draft to verify together, where `n_beside` rows
+    besides one of each sequence are in the batch already.
 
     `chains[s][k]` is the probability that sequence s's first k + 1 drafted tokens are all
     accepted; it falls with k, so the most probable tokens of a sequence are its first.
     """
     order = sorted(((p, s) for s, chain in enumerate(chains) for p in chain), key=lambda t: -t[0])
-    n = best_count([p for p, _ in order], times, len(chains), rate)
+    n = best_count([p for p, _ in order], times, len(chains) + n_beside, rate)
     counts = [0] * len(chains)
     for _, s in order[:n]:
         counts[s] += 1

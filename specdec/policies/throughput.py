@@ -109,6 +109,25 @@ class _Source:
         self.age = 0
 
 
+def extra_time(times: NDArray[np.float64], n_sequences: int) -> NDArray[np.float64]:
+    """A sequence's share of the time that 0, 1, 2, ... drafted tokens of its own add to a batch of
+    `n_sequences`; `times[n - 1]` is T(n).
+
+    How many rows the others will have is not known yet. If all of them draft as much, T is paid by
+    all; if none does, it is this one's alone. The less of the two counts: a draft that turns out
+    too long is cut when the lengths are chosen together, one that was never made is lost.
+    """
+    first = times[n_sequences - 1]
+    alone = times[n_sequences - 1 :] - first
+    if n_sequences == 1:
+        return alone
+    rows = n_sequences * np.arange(1, 1 + len(alone))
+    at_most = np.minimum(rows, len(times))
+    slope = max(0.0, float(times[-1] - times[-1 - len(times) // 4])) / max(1, len(times) // 4)
+    shared = (times[at_most - 1] - first + slope * (rows - at_most)) / n_sequences
+    return np.asarray(np.minimum(alone, shared), np.float64)
+
+
 def offset_of(regimes: list[tuple[float, float]]) -> float:
     """The mean log-odds by which a drafter is off now."""
     return (
@@ -262,6 +281,7 @@ class Throughput:
         self._n_rounds = 0
         self._alone_s: list[float] = []  # rounds without a draft that are not learnt from yet
         self._beside = 0  # rows of other sequences in each batch
+        self._step_shared_by = 1  # sequences that one draft decode serves
         self._won = 0.0  # tokens gained over plain decoding in the same time
         self._seconds = 4.0 * self._costs.times[0]
 
@@ -334,10 +354,8 @@ class Throughput:
 
     def _rebuild(self, known: _Source, source: str) -> None:
         step_s = self._costs.draft_step_s if source in self._paid else 0.0
-        beside = self._beside
-        times = np.array(self._costs.times[beside:])
-        price = self.rate * (times - times[0])
-        known.rebuild(price, self.rate * step_s / (1 + beside))
+        price = self.rate * extra_time(np.array(self._costs.times), 1 + self._beside)
+        known.rebuild(price, self.rate * step_s / self._step_shared_by)
 
     def learn(self, round_: Round) -> None:
         draft = round_.draft
@@ -399,9 +417,9 @@ class Throughput:
     def _settle(self, source: str, walk: ThroughputWalk, round_: Round, n_judged: int) -> None:
         known = self._sources[source]
         known.n_judged += n_judged
-        beside, times = self._beside, self._costs.times
-        steps_s = round_.draft.n_steps * self._costs.draft_step_s / (1 + beside)
-        extra_s = times[beside + round_.n_drafted] - times[beside] + steps_s
+        times, n_drafted = np.array(self._costs.times), round_.n_drafted
+        steps_s = round_.draft.n_steps * self._costs.draft_step_s / self._step_shared_by
+        extra_s = float(extra_time(times, 1 + self._beside)[n_drafted]) + steps_s
         has_gained = len(round_.emitted) - 1 > extra_s * self._plain_rate
         # A prompt that the draft model had to read first is part of what asking it took.
         spent = walk.n * known.step + self.rate * round_.draft.catch_up_s
@@ -454,12 +472,13 @@ class Throughput:
         self._tokens = self._tokens * keep + come
         self._seconds = self._seconds * keep + come * self._costs.times[0]
 
-    def share_batch(self, n_sequences: int) -> None:
+    def share_batch(self, n_sequences: int, *, shares_steps: bool = True) -> None:
         """From now on each verification has rows of `n_sequences` sequences, one of each at
-        least: prices start at that batch, and one draft decode serves all of them."""
+        least: prices start at that batch, and with `shares_steps` one draft decode serves all."""
         if n_sequences - 1 != self._beside:
             self._learn_alone()
             self._beside = n_sequences - 1
+            self._step_shared_by = n_sequences if shares_steps else 1
             self._costs.reach(self.n_max + n_sequences)
             self._seconds = self._tokens / self._plain_rate
             for known in self._sources.values():
@@ -471,6 +490,7 @@ class Throughput:
         return (1 + self._beside) / self._costs.times[self._beside]
 
     def _took(self, n_rows: int, n_steps: int) -> float:
+        self._costs.reach(n_rows)
         return self._costs.times[n_rows - 1] + n_steps * self._costs.draft_step_s
 
     def _judge(self, known: _Source, walk: ThroughputWalk, spent: float, has_gained: bool) -> None:

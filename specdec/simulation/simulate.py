@@ -97,14 +97,15 @@ def simulate(
         if rest:
             rest -= 1  # as in the decoding loop: the draft that was decided on, an empty one, holds
         else:
-            draft, asked_unknown = _draft(trace, at, policy, source)
+            limit = min(policy.n_max, n - at - 1)
+            draft, asked_unknown = _draft(trace, at, policy, source, limit)
             unknown += asked_unknown
             rest = draft.decision.rest
         m = len(draft.tokens)
         n_accepted = 0
         while n_accepted < m and trace.accepted[at + n_accepted]:
             n_accepted += 1
-        emitted = _emitted(trace, at, n_accepted)
+        emitted = emitted_of_trace(trace, at, n_accepted)
         verify = profile.time(1 + m)
         drafting = draft.n_steps * profile.draft_step_s
         policy.learn(Round(draft, n_accepted, emitted, drafting, verify))
@@ -117,9 +118,15 @@ def simulate(
     return Simulated(at, time, rounds, drafted, accepted, steps, unknown)
 
 
-def _draft(trace: DraftTrace, at: int, policy: Policy, source: str) -> tuple[Draft, bool]:
+def draft_of_trace(trace: DraftTrace, at: int, policy: Policy, source: str, limit: int) -> Draft:
+    """What the trace's drafter proposes at token `at`: `limit` tokens at most."""
+    return _draft(trace, at, policy, source, limit)[0]
+
+
+def _draft(
+    trace: DraftTrace, at: int, policy: Policy, source: str, limit: int
+) -> tuple[Draft, bool]:
     """The draft, and whether an unknown token cut it short."""
-    limit = min(policy.n_max, len(trace.p) - at - 1)
     walk = policy.begin(limit, source)
     fed = 0
     wants = walk.wants
@@ -128,12 +135,12 @@ def _draft(trace: DraftTrace, at: int, policy: Policy, source: str) -> tuple[Dra
         fed += 1
     m = walk.n_best
     tokens = (_OWN,) * m
-    dropped = ((_OWN, trace.p[at + m]),) if fed > m else ()
+    dropped = tuple([(_OWN, p) for p in trace.p[at + m : at + fed]])
     probs = trace.p[at : at + m]
     return Draft(tokens, probs, source, Decision(m, "", walk.rest), dropped, (), fed), wants
 
 
-def _emitted(trace: DraftTrace, at: int, n_accepted: int) -> tuple[int, ...]:
+def emitted_of_trace(trace: DraftTrace, at: int, n_accepted: int) -> tuple[int, ...]:
     """The accepted tokens and the target's own, which equals the draft's where that is right."""
     right = at + n_accepted < len(trace.p) and trace.accepted[at + n_accepted]
     return (_OWN,) * n_accepted + ((_OWN,) if right else (_OTHER,))

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.sampling.options import SAMPLERS
+from offload.sampling.options import SamplerParameters
 from offload.sampling.probabilities import ChosenLogprob
 from specoffload.session.infill import Fill
 
@@ -19,48 +19,23 @@ N_SEEDS = 2**32 - 1  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "rando
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
-    """Length, sampling and stops of one answer, by llama.cpp's names where they mean the same."""
+class GenerateOptions(SamplerParameters):
+    """Length, sampling and stops of one answer, by llama.cpp's names where they mean the same.
+    `repeat_last_n` and `dry_penalty_last_n` may be -1: all tokens."""
 
+    temperature: float = 0.0
     n_predict: int | None = None  # None: until the end of the context
     stop: tuple[str, ...] = ()
-    temperature: float = 0.0
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64  # tokens that the penalties look at; -1: all
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    typical_p: float = 1.0
-    top_n_sigma: float = -1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = 64  # -1: all
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    mirostat: int = 0  # 1 or 2
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    adaptive_target: float = -1.0
-    adaptive_decay: float = 0.9
-    min_keep: int = 0
-    samplers: tuple[str, ...] = SAMPLERS  # in this order, by llama.cpp's names
-    logit_bias: tuple[tuple[int | str, float], ...] = ()  # -inf: never; a text: each of its tokens
-    n_probs: int = 0  # over 0: logprobs of each token, and of so many of the likeliest ones
-    post_sampling_probs: bool = False  # of what the samplers left, not of the raw distribution
-    grammar: str | None = None  # GBNF
-    json_schema: str | None = None  # JSON text; excludes a grammar
     shown: tuple[str, ...] = ()  # special tokens that are part of the text
     seed: int | None = None
     ignore_eos: bool = False
     cache_prompt: bool = True  # a beginning that a slot or host memory holds is not evaluated again
     id_slot: int = -1  # the slot to run in, waited for; -1: the one that holds most of the prompt
-    draft_max: int | None = None  # tokens of a draft; None: as the policy has it, 0: no drafts
+    # Tokens of a draft at most and at least, and the least probability of each; None: as the policy
+    # has it. A `draft_max` of 0: no drafts.
+    draft_max: int | None = None
+    draft_min: int | None = None
+    draft_p_min: float | None = None
     time_limit_s: float | None = None  # from its first step on; then the answer ends as it is
     timings_per_token: bool = False  # each piece tells of the generation as far as it has come
     n: int = 1  # answers to the prompt, which is evaluated once; their seeds follow one another

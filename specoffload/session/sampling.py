@@ -10,6 +10,7 @@ from offload.errors import BadRequest
 from offload.sampling.options import (
     MOST_BIASES,
     MOST_BREAKERS,
+    SamplerParameters,
     SamplingOptions,
     sampler_names,
 )
@@ -17,11 +18,8 @@ from specoffload.session.generation import GenerateOptions
 
 _HOTTEST = 1000.0
 _NUMBERS = tuple(f.name for f in fields(SamplingOptions) if f.type == "float")
-_SAME = tuple(
-    f.name
-    for f in fields(SamplingOptions)
-    if f.name not in ("seed", "samplers", "repeat_last_n", "dry_penalty_last_n")
-)
+_SAID = ("samplers", "repeat_last_n", "dry_penalty_last_n")  # in other words than libllama's
+_SAME = tuple(f.name for f in fields(SamplerParameters) if f.name not in _SAID)
 
 
 def sampling_of(options: GenerateOptions, n_ctx: int) -> SamplingOptions:

@@ -199,8 +199,9 @@ class Session:
         return embedder.embed(tokens), embedder.pooling != "none"
 
     def counters(self) -> Mapping[str, float]:
-        """Counts of the copy path since the model was opened."""
-        return asdict(self.target.counters())
+        """Counts of the copy path and of what was drafted together, since the model was opened."""
+        drafting = {} if self.speculation is None else asdict(self.speculation.counters)
+        return asdict(self.target.counters()) | drafting
 
     # -- generating ----------------------------------------------------------------------------
 

@@ -242,7 +242,7 @@ class Batcher:
             request.n_left,
             request.is_end,
             slot.n_held,
-            request.options.draft_max,
+            request.bounds,
         )
         request.slot, request.member = slot, member
         self._running[member] = request

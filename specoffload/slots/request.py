@@ -11,6 +11,7 @@ import numpy as np
 
 from offload.ggml.sampler import SamplerChain
 from specdec.decoding.member import BatchMember
+from specdec.policies.bounded import DraftBounds
 from specdec.types import IsEnd, Round
 from specoffload.session.answer import Answer
 from specoffload.session.generation import GenerateOptions, Piece
@@ -66,6 +67,12 @@ class Request:
         if not self._is_evaluated and self._tally is not None:
             self._is_evaluated = True
             self._tally.evaluated(self.n_prompt, self._n_cached, perf_counter())
+
+    @property
+    def bounds(self) -> DraftBounds:
+        """Of its drafts."""
+        options = self.options
+        return DraftBounds(options.draft_max, options.draft_min, options.draft_p_min)
 
     @property
     def may_begin(self) -> bool:

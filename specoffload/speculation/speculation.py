@@ -14,7 +14,7 @@ from offload.ggml.sampler import SamplerChain
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import Acceptance
-from specdec.decoding.drafting import ChainDrafting
+from specdec.decoding.drafting import ChainDrafting, DraftCounters
 from specdec.decoding.loop import DecodingLoop
 from specdec.decoding.reject import RejectionAcceptance, Sampler
 from specdec.decoding.tree import TreeDrafter, TreeDrafting
@@ -67,7 +67,12 @@ class Speculation:
             self._drafting = self._tree_drafting(draft, policy)
         else:
             self._drafting = ChainDrafting(
-                target.sequences, self.drafter, policy, joint=options.joint
+                target.sequences,
+                self.drafter,
+                policy,
+                joint=options.joint,
+                batched=options.draft_batch,
+                draws=options.accept is AcceptRule.REJECT,
             )
 
     # -- parts ----------------------------------------------------------------------------------
@@ -127,6 +132,12 @@ class Speculation:
         n_sizes = self._costs.profile.n_max
         why = f"the profile has batches of up to {n_sizes} tokens, so drafts have up to {n_max}"
         return (*lines, f"{options.name('n_max')} {wanted}: {why}")
+
+    @property
+    def counters(self) -> DraftCounters:
+        """Proof of what was drafted and decided together."""
+        drafting = self._drafting
+        return drafting.counters if isinstance(drafting, ChainDrafting) else DraftCounters()
 
     @property
     def policy(self) -> Policy:

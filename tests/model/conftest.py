@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from lossless_parts import N_CTX, Judge, cheap_batches, write_f32
+from sampler_parts import opened, without_drafts
 
 from offload.engine import Engine, EngineOptions
+from specoffload.session.session import Session
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +31,24 @@ def batches_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Policies that ask for a profile get one by which every draft pays."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
     monkeypatch.setattr("specoffload.speculation.costs.measure_quickly", cheap_batches)
+
+
+@pytest.fixture(scope="module")
+def matching() -> Iterator[Session]:
+    """The embedded pair, whose drafts are kept where the sampler chooses them."""
+    with opened() as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def rejecting() -> Iterator[Session]:
+    """The embedded pair, by rejection sampling."""
+    with opened(**{"--spec-accept": "reject"}) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Session]:
+    """The embedded target without drafts."""
+    with without_drafts() as session:
+        yield session

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the torch draft needs torch (gpu-draft)")
 
 from lossless_parts import cheap_batches  # noqa: E402
+from test_slots import Plain, in_turn, together  # noqa: E402
 
 from offload.device import choose_device  # noqa: E402
 from offload.errors import BadModel, DeviceUnavailable, DoesNotFit  # noqa: E402
@@ -22,6 +23,7 @@ from offload.torch_draft.load import allocate  # noqa: E402
 from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
 from offload.torch_draft.shape import read_shape  # noqa: E402
 from specdec.drafters.block import BlockDrafter  # noqa: E402
+from specoffload.commands.bench import prompts  # noqa: E402
 from specoffload.config.command_line import read_command_line  # noqa: E402
 from specoffload.config.host import read_host  # noqa: E402
 from specoffload.config.resolution import Config, demo_file, resolve  # noqa: E402
@@ -33,6 +35,7 @@ from specoffload.session.session import Session  # noqa: E402
 
 PROMPT = "import os\n\ndef main(argv):\n    "
 GREEDY = GenerateOptions(n_predict=40, ignore_eos=True)
+EXACT_WORDS = "--flash-attn off --cache-type-k f32 --cache-type-v f32"  # as EXACT of test_slots
 
 
 def config_of(words: str) -> Config:
@@ -68,6 +71,33 @@ def test_the_text_is_plain_decodings(words: str, plain: str) -> None:
         assert session.draft is not None
         assert session.draft.sequences.counters.n_steps > 0  # type: ignore[union-attr]
         assert any("draft engine: torch on cpu" in note for note in session.notes)
+
+
+@pytest.mark.parametrize("spec", ["", "--spec-accept reject", "--spec ngram-mod,draft"])
+def test_it_drafts_for_several_requests_at_once_and_changes_no_answer(
+    spec: str, exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time, prompts are held, by the draft too."""
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    monkeypatch.setattr("specoffload.speculation.costs.measure_quickly", cheap_batches)
+    options = GenerateOptions(n_predict=24, ignore_eos=True)
+    words = f"-m {exact} -c 2048 {EXACT_WORDS}"
+    with Session(config_of(f"{words} --no-spec")) as alone:
+        texts = [alone.tokenize(t, add_special=True, parse_special=False) for t in prompts("code")]
+        texts = [text[: 20 + 31 * i] for i, text in enumerate(texts[:4])]
+        wanted = [answer.tokens for answer in in_turn(alone, texts, options)]
+    draft = f"--draft {demo_file('draft.gguf')} --draft-engine torch"
+    config = replace(config_of(f"{words} {draft} {spec}"), parallel=4)
+    with Session(config) as session:
+        for _ in range(2):
+            got = together(session, texts, options)
+            for text, answer, tokens in zip(texts, got, wanted, strict=True):
+                Plain(exact).check(text, answer.tokens, tokens)
+        assert session.counters()["draft_batches"] > 0
+        assert session.draft is not None
+        assert session.draft.sequences.counters.n_steps > 0  # type: ignore[union-attr]
+    assert sum(answer.stats.n_cached_tokens for answer in got) > 0
+    assert sum(answer.stats.n_accepted for answer in got) > 10
 
 
 def test_both_engines_draft_the_same_but_for_rounding() -> None:

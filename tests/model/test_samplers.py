@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -11,19 +11,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from resolved import config_of
+from sampler_parts import PROMPT, row_of
 
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import SAMPLERS, SamplingOptions
 from specdec.decoding.accept import MatchAcceptance
 from specdec.drafters.none import NO_DRAFT
-from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.sampling import read_logit_bias, sampling_of
 from specoffload.session.session import Session
 
-PROMPT = "def fibonacci(n):\n"
 OPEN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 STATEFUL: tuple[dict[str, object], ...] = (
     {"mirostat": 1, "mirostat_tau": 3.0},
@@ -41,34 +39,6 @@ STATEFUL: tuple[dict[str, object], ...] = (
     {"grammar": 'root ::= ([a-m] [a-z]? " "?)+', "xtc_probability": 0.5},
     {"samplers": ("temperature", "top_k"), "top_k": 5},
 )
-
-
-def opened(**spec: object) -> Session:
-    given = {"--spec-policy": "fixed", "--spec-draft-n-max": 4, **spec}
-    return Session(config_of(device="cpu", threads=1, ctx_size=512, spec_given=given))
-
-
-@pytest.fixture(scope="module")
-def matching() -> Iterator[Session]:
-    with opened() as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def rejecting() -> Iterator[Session]:
-    with opened(**{"--spec-accept": "reject"}) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Session]:
-    with Session(config_of(device="cpu", threads=1, ctx_size=512, spec=NO_DRAFTS)) as session:
-        yield session
-
-
-def row_of(session: Session, seed: int = 5) -> NDArray[np.float32]:
-    rng = np.random.default_rng(seed)
-    return rng.normal(0, 2, session.target.n_vocab).astype(np.float32)
 
 
 def softmax(x: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import closing
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from resolved import config_of
+from sampler_parts import FIXED, PROMPT, row_of
 
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import SamplingOptions
 from specdec.decoding.reject import Sampler
-from specoffload.config.speculation import NO_DRAFTS
 from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.session import Session
 
-PROMPT = "def fibonacci(n):\n"
-ROW_SEED = 5
-FIXED: dict[str, object] = {"--spec-policy": "fixed", "--spec-draft-n-max": 4}
 SCHEMA = json.dumps(
     {
         "type": "object",
@@ -31,34 +26,6 @@ SCHEMA = json.dumps(
         "required": ["n", "on"],
     }
 )
-
-
-def opened(**spec: object) -> Session:
-    given = {**FIXED, **spec}
-    return Session(config_of(device="cpu", threads=1, ctx_size=512, spec_given=given))
-
-
-@pytest.fixture(scope="module")
-def matching() -> Iterator[Session]:
-    with opened() as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def rejecting() -> Iterator[Session]:
-    with opened(**{"--spec-accept": "reject"}) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Session]:
-    with Session(config_of(device="cpu", threads=1, ctx_size=512, spec=NO_DRAFTS)) as session:
-        yield session
-
-
-def row_of(session: Session) -> NDArray[np.float32]:
-    rng = np.random.default_rng(ROW_SEED)
-    return rng.normal(0, 2, session.target.n_vocab).astype(np.float32)
 
 
 def write(session: Session, **options: object) -> tuple[str, list[int], GenerationStats]:

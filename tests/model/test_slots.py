@@ -200,6 +200,76 @@ def test_a_draft_model_drafts_for_all_and_changes_no_answer(pair: Session, exact
         Plain(exact).check(text, answer.tokens, tokens)
 
 
+@pytest.mark.parametrize(
+    ("off", "counter"),
+    [("--no-spec-joint", "joint_steps"), ("--no-spec-draft-batch", "draft_batches")],
+)
+def test_answers_are_the_same_with_lengths_and_drafts_made_together_or_alone(
+    pair: Session, exact: Path, off: str, counter: str
+) -> None:
+    options = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
+    texts = texts_of(pair)[:5]
+    pair.forget()
+    before = pair.counters()[counter]
+    got = together(pair, texts, options)
+    assert pair.counters()[counter] > before
+    draft = demo_file("draft.gguf")
+    with open_slots(exact, {off: True}, 5, draft=draft, ctx_size=2048) as slow:
+        wanted = together(slow, texts, options)
+        assert slow.counters()[counter] == 0
+    assert min(sum(a.stats.n_accepted for a in answers) for answers in (got, wanted)) > 10
+    for text, one, other in zip(texts, got, wanted, strict=True):
+        Plain(exact).check(text, one.tokens, other.tokens)
+
+
+def test_each_request_has_its_own_limits_of_drafts_and_the_same_answer(
+    pair: Session, exact: Path
+) -> None:
+    texts = texts_of(pair)[:4]
+    plain = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
+    limits: list[dict[str, Any]] = [{}, {"draft_max": 0}, {"draft_min": 3}, {"draft_p_min": 0.9}]
+    with open_slots(exact, SPECS["alone"], 1, ctx_size=2048) as alone:
+        wanted = [answer.tokens for answer in in_turn(alone, texts, plain)]
+    pair.forget()
+    asked = [replace(plain, **limit) for limit in limits]
+    requests = [pair.start(text, wish) for text, wish in zip(texts, asked, strict=True)]
+    while not pair.is_idle:
+        pair.step()
+    answers = [answer_of(request) for request in requests]
+    for text, answer, tokens in zip(texts, answers, wanted, strict=True):
+        Plain(exact).check(text, answer.tokens, tokens)
+    lengths = [{n for n, _ in answer.stats.draft_lengths} for answer in answers]
+    assert lengths[1] == {0}
+    assert not lengths[2] & {1, 2}
+    assert max(lengths[0]) > 2
+    assert answers[3].stats.n_drafted < answers[0].stats.n_drafted
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"--spec-accept": "reject"},
+        {"--spec-type": "suffix,draft"},
+        {"--spec-type": "ngram-mod,draft", "--spec-accept": "reject"},
+    ],
+    ids=["drawn", "chained", "chained and drawn"],
+)
+def test_drawn_and_chained_drafts_are_made_together_and_change_no_answer(
+    exact: Path, spec: dict[str, object], batches_are_cheap: None
+) -> None:
+    options = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
+    draft = demo_file("draft.gguf")
+    with open_slots(exact, spec, 5, draft=draft, ctx_size=2048) as session:
+        texts = texts_of(session)[:5]
+        got = together(session, texts, options)
+        assert session.counters()["draft_batches"] > 0
+    with open_slots(exact, SPECS["alone"], 1, ctx_size=2048) as alone:
+        wanted = [answer.tokens for answer in in_turn(alone, texts, options)]
+    assert sum(answer.stats.n_accepted for answer in got) > 10
+    for text, answer, tokens in zip(texts, got, wanted, strict=True):
+        Plain(exact).check(text, answer.tokens, tokens)
+
+
 SAMPLED = GenerateOptions(n_predict=16, temperature=0.9, seed=7, ignore_eos=True)
 GRAMMAR = GenerateOptions(n_predict=16, grammar='root ::= "ab"+ "c"')
 PENALTIES = GenerateOptions(n_predict=16, repeat_penalty=1.5, ignore_eos=True)

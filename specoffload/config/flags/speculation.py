@@ -155,6 +155,11 @@ DRAFTING = (
         needs=(PolicyName.THROUGHPUT,), off=("--no-spec-joint",), rare=True,
     ),
     Flag(
+        SpecOptions, "draft_batch", (), SWITCH,
+        "Draft for one request after the other instead of for all in one batch.", _P,
+        needs=_DRAFTS, off=("--no-spec-draft-batch",), rare=True,
+    ),
+    Flag(
         SpecOptions, "tree", ("--spec-tree",), SWITCH,
         "Draft trees (throughput and the draft model alone).", _P, needs=(DrafterName.DRAFT,),
         rare=True,

@@ -32,6 +32,11 @@ _PASSED_ON = {
 MAX_STOPS = 256  # each is looked for at every piece of the answer
 MAX_STOP_LETTERS = 1024
 MAX_SAMPLERS = 64
+# Parameters that are fields of the options under the same name.
+_ALIKE = (
+    *("cache_prompt", "id_slot", "timings_per_token"),
+    *("draft_max", "draft_min", "draft_p_min"),
+)
 
 
 def generate_options(
@@ -49,7 +54,7 @@ def generate_options(
         for name, field in _PASSED_ON.items()
         if (value := getattr(request, name)) is not None
     }
-    for name in ("cache_prompt", "id_slot", "draft_max", "timings_per_token"):
+    for name in _ALIKE:
         if (value := getattr(request, name)) is not None:
             changes[name] = value
     if request.samplers is not None:

@@ -110,6 +110,8 @@ class GenerationRequest(RequestModel):
     cache_prompt: bool | None = None
     id_slot: Whole | None = Field(None, ge=-1)
     draft_max: Whole | None = Field(None, ge=0)
+    draft_min: Whole | None = Field(None, ge=0)
+    draft_p_min: float | None = Field(None, ge=0, le=1)
     time_limit_s: float | None = Field(None, gt=0)
     stream: bool | None = None
     timings_per_token: bool | None = None

@@ -28,6 +28,8 @@ ALIASES: Mapping[str, str] = {
     "repetition_penalty_range": "repeat_last_n",
     "rep_pen_range": "repeat_last_n",
     "speculative.n_max": "draft_max",
+    "speculative.n_min": "draft_min",
+    "speculative.p_min": "draft_p_min",
     "stopping_strings": "stop",
     "stop_sequence": "stop",
     "typ_p": "typical_p",

@@ -18,7 +18,7 @@ from specoffload.server.status.totals import Totals
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Counters of the copy path, by the name of their field.
+# Counters of the copy path and of drafting, by the name of their field.
 ENGINE_COUNTERS: Mapping[str, str] = {
     "streamed_bytes": "Bytes of weights copied to the device.",
     "copies": "Copies of weights to the device.",
@@ -28,6 +28,9 @@ ENGINE_COUNTERS: Mapping[str, str] = {
     "evictions": "Streamed pieces that gave their slot to another.",
     "prefetched_used": "Pieces copied ahead of their use, and used.",
     "prefetched_wasted": "Pieces copied ahead of their use, and evicted unused.",
+    "draft_batches": "Drafts of several answers in one batch.",
+    "joint_steps": "Batches of which all draft lengths were chosen together.",
+    "joint_changed": "Draft lengths in them that differ from the answer's own choice.",
 }
 
 

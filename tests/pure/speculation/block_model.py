@@ -58,8 +58,8 @@ class FakeBlockModel(FakeTarget):
             out.rows.append([])
             for part, (sequence, tokens) in enumerate(feed.items()):
                 logits = self._append(sequence, tokens)[-1].astype(np.float64)
-                temperature = 1.0 if drawing is None else drawing.temperature
-                q = np.exp((logits - logits.max()) / temperature)
+                given = 1.0 if drawing is None else drawing.temperature
+                q = np.exp((logits - logits.max()) / np.broadcast_to(given, len(feed))[part])
                 q /= q.sum()
                 token = int(q.argmax())
                 if drawing is not None:
