@@ -104,7 +104,7 @@ class _Bench:
         token_major: bool,
     ) -> None:  # fmt: skip
         self._kv_lora, self._v_dim, self._n_head = shape
-        self._token_major, self._type = token_major, weight_type
+        self._token_major = token_major
         vectors_bytes = _aligned(_FLOAT_BYTES * self._kv_lora * self._n_head * n_max)
         product_bytes = _aligned(_FLOAT_BYTES * self._v_dim * self._n_head * n_max)
         # As f32 a weight is largest.

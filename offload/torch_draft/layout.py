@@ -65,7 +65,6 @@ class Layout:
     pieces: dict[str, Piece] = field(default_factory=dict)
     weight_bytes: int = 0
     kv_bytes: int = 0
-    static_bytes: int = 0  # of the block beside those: tables, inputs, outputs
     scratch_bytes: int = 0  # activations at most, beside the block
     chunk: int = _CHUNKS[-1]  # tokens of a prompt evaluated at once, at full context
 
@@ -99,7 +98,6 @@ def lay_out(shape: DraftShape, sizes: Sizes) -> Layout:
         block.pieces,
         weights,
         kv_bytes,
-        block.end - weights - kv_bytes,
         scratch + _head_scratch(n_out, n_seq),
         chunk,
     )

@@ -28,7 +28,6 @@ class StepCounters:
     n_replays: int = 0  # of them, by replaying a captured graph
     n_captures: int = 0
     n_host_copies: int = 0  # results brought to the host, each a wait for the device
-    n_uploads: int = 0
     n_fed: int = 0  # tokens of histories evaluated, drafted ones apart
 
 
@@ -114,7 +113,6 @@ class Steps:
             n_uploaded = len(self._staged) if width else 1 + self._sizes.n_sequences
             staged = self._staged[:n_uploaded]
             self._inputs[:n_uploaded].copy_(staged, non_blocking=True)
-            self.counters.n_uploads += 1
             if drawing is not None:
                 self._upload_draws(drawing)
             for step in steps:
@@ -152,7 +150,6 @@ class Steps:
         table = self._staged_draws[n_seq:].view(-1, n_seq)
         table[:n_steps, :n_parts] = torch.from_numpy(drawing.uniforms)
         self._draws.copy_(self._staged_draws, non_blocking=True)
-        self.counters.n_uploads += 1
 
     # -- capture ----------------------------------------------------------------------------------
 

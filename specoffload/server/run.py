@@ -132,7 +132,7 @@ async def serve_until(
 
     On every way out the engine process is gone.
     """
-    waiting = Waiting(limits or SocketLimits())
+    app.state.connections = waiting = Waiting(limits or SocketLimits())  # /metrics counts them
     for name in ("asyncio", "uvicorn.error", "specoffload.server"):
         logging.getLogger(name).addFilter(OncePerWhile())
     config = uvicorn.Config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -79,12 +80,15 @@ def test_a_long_body_that_keeps_coming_is_waited_for(start_server: StartServer) 
 def test_silent_connections_do_not_keep_others_out(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = start_server(limits=SocketLimits(n_connections=8))
+    server = start_server(limits=SocketLimits(n_connections=8), has_metrics=True)
     with ExitStack() as stack:
         for _ in range(100):
             stack.enter_context(_connect(server))
         for _ in range(5):
             assert http.get(server.url + "/health").status_code == 200
+    page = http.get(server.url + "/metrics").text
+    (told,) = re.findall(r"^specoffload:connections_closed_total (\S+)$", page, re.M)
+    assert float(told) >= 92
     said = [r for r in caplog.records if "connections are open" in r.getMessage()]
     assert len(said) == 1
 

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 from offload.errors import NotSupported
@@ -18,6 +19,7 @@ from specoffload.server.api.wire import error_body
 from specoffload.server.engine.client import RequestFailed
 from specoffload.server.engine.messages import Counters, CountersJob
 from specoffload.server.status.metrics import MEDIA_TYPE, Now, metrics_page
+from specoffload.server.transport.connection import Waiting
 from specoffload.session.generation import ModelCard
 
 _ENGINE_PATIENCE_S = 2.0  # it answers between two batches; a long one may take minutes
@@ -95,12 +97,13 @@ class Status:
             "engine_restarts": engine.n_restarts,
         }
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """Prometheus' text; without --metrics, a 501."""
         if not self._has_metrics:
             raise NotSupported("/metrics is off: start the server with --metrics")
         await self._ask_engine()
         engine = self._context.engine
+        connections: Waiting | None = getattr(request.app.state, "connections", None)
         now = Now(
             engine.totals,
             engine.n_running,
@@ -108,6 +111,7 @@ class Status:
             engine.n_parallel,
             engine.n_restarts,
             engine.n_refused,
+            0 if connections is None else connections.n_closed,
             engine=self._counters,
         )
         return Response(metrics_page(now), media_type=MEDIA_TYPE)

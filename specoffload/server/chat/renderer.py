@@ -28,7 +28,6 @@ class Renderer:
     """One process and one thread that speaks with it; conversations take their turn."""
 
     def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
-        self.n_killed = 0
         self._time_limit_s = time_limit_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
         self._process: BaseProcess | None = None
@@ -67,7 +66,6 @@ class Renderer:
             why = f"takes over {self._time_limit_s:g} s on these messages"
         except (EOFError, OSError):
             why = "ended the process that renders it, by these messages"
-        self.n_killed += 1
         log.warning("chat template %s %s", form.name, why)
         self._end()
         return Refused(f"chat template {form.name} {why}")
