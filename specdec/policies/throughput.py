@@ -118,7 +118,7 @@ def extra_time(times: NDArray[np.float64], n_sequences: int) -> NDArray[np.float
     too long is cut when the lengths are chosen together, one that was never made is lost.
     """
     first = times[n_sequences - 1]
-    alone = times[n_sequences - 1 :] - first
+    alone = np.asarray(times[n_sequences - 1 :] - first, np.float64)
     if n_sequences == 1:
         return alone
     rows = n_sequences * np.arange(1, 1 + len(alone))
