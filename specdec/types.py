@@ -317,7 +317,7 @@ class Drafter(Protocol):
 
 
 class DraftRequest(NamedTuple):
-    """What `Drafter.propose` is asked, as one value."""
+    """The question that `Drafter.propose` answers, as one value."""
 
     sequence: int
     history: Sequence[int]

@@ -10,7 +10,7 @@ ProposeMany = Callable[[Sequence[DraftRequest]], list[Draft]]
 
 
 def propose_many_of(drafter: Drafter) -> ProposeMany:
-    """What proposes for several requests. Found once: looking up a protocol takes as long as a
+    """Proposes for several requests. Found once: looking up a protocol takes as long as a
     round without a draft."""
     return drafter.propose_many if isinstance(drafter, BatchDrafter) else one_by_one(drafter)
 

@@ -26,7 +26,7 @@ class DraftBounds:
         return self.n_min is not None or self.p_min is not None
 
     def n_allowed(self, probs: tuple[float, ...]) -> int:
-        """How many of a draft's tokens, of these probabilities, may be kept."""
+        """The number of a draft's tokens, of these probabilities, that may be kept."""
         p_min = self.p_min or 0.0
         return next((i for i, p in enumerate(probs) if p < p_min), len(probs))
 

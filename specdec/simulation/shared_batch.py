@@ -20,7 +20,7 @@ from specdec.types import Draft, DraftRequest, Policy, Round
 
 @dataclass(frozen=True)
 class SharedPlay:
-    """What became of all traces; time in the profile's unit."""
+    """The play of all traces; time in the profile's unit."""
 
     n_tokens: int
     time: float

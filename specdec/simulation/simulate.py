@@ -119,7 +119,7 @@ def simulate(
 
 
 def draft_of_trace(trace: DraftTrace, at: int, policy: Policy, source: str, limit: int) -> Draft:
-    """What the trace's drafter proposes at token `at`: `limit` tokens at most."""
+    """The proposal of the trace's drafter at token `at`: `limit` tokens at most."""
     return _draft(trace, at, policy, source, limit)[0]
 
 
