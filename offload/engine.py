@@ -22,7 +22,10 @@ from offload.ggml.library.log import opening
 from offload.ggml.library.prepare import prepare
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
+from offload.ggml.pairs import CpuTeam
 from offload.ggml.threadpool import has_openmp
+from offload.hybrid.layers import Hybrid, Pace
+from offload.hybrid.switch import HybridSwitch, stay
 from offload.mla.decision import Crossover
 from offload.mla.measure import chosen_crossover
 from offload.model import ModelFacts
@@ -139,6 +142,7 @@ class Engine(ModelText):
         self.placer: PagePlacer | None = None
         self.device: StreamingDevice | None = None
         self.embedder: Embedder | None = None
+        self.hybrid = self._hybrid()
         free_before = self.choice.device.memory_bytes()[0]
         try:
             placement = self._place()
@@ -214,6 +218,7 @@ class Engine(ModelText):
             trace=o.streaming.trace,
             mla_crossover=crossover.n_tokens,
             chunks=self.plan.chunk_tokens > 0,
+            hybrid=None if self.hybrid is None else self.hybrid.switch,
         )
         return ModelPlacement(
             devices=(self.device,),
@@ -237,8 +242,24 @@ class Engine(ModelText):
                 self.notes.append(sentence)
 
         return executor_maker(
-            plan, self.choice, self.options.streaming, is_pinned, note, copies=copies
+            plan,
+            self.choice,
+            self.options.streaming,
+            is_pinned,
+            note,
+            copies=copies,
+            hybrid=self.hybrid,
         )
+
+    def _hybrid(self) -> Hybrid | None:
+        """The two sides of layers that are split; None where none is."""
+        o, sim = self.options, self.choice.sim
+        if not (o.streaming.hybrid and o.streaming.overlap and o.stream_experts):
+            return None
+        team = CpuTeam(o.n_threads, o.n_threads_batch)
+        self._closing.callback(team.close)
+        pace = Pace() if sim is None else Pace(sim.device_expert_s, sim.host_expert_s)
+        return Hybrid(HybridSwitch(o.streaming.splitter or stay), team, pace)
 
     def _host_buffers(self) -> HostBufferType:
         o = self.options
@@ -376,6 +397,8 @@ class Engine(ModelText):
             return None
         threads = PinnedThreads(self._context, self.numa)
         self._closing.callback(threads.close)
+        if self.hybrid is not None:
+            self.hybrid.team.pin(threads.pools)
         return threads
 
     @property

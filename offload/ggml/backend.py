@@ -203,12 +203,17 @@ class Stream:
         """Enqueue a copy of the values, which may not change until it is complete."""
         self._set(self.address, values.tensor.address, values.position, 0, values.size_bytes)
 
-    def read(self, ids: RouterIds) -> NDArray[np.int32]:
+    def read(
+        self, ids: RouterIds, also: Tensor | None = None, into: HostRange | None = None
+    ) -> NDArray[np.int32]:
         """A router's choice [n_tokens, n_used], when everything enqueued is complete.
 
-        The array is written again the next time.
+        The array is written again the next time. The first bytes of the tensor `also` come along,
+        as many as `into` takes.
         """
         self._get(self.address, ids.tensor.address, ids.position, 0, ids.size_bytes)
+        if also is not None and into is not None:
+            self._get(self.address, also.address, into.address, 0, into.size_bytes)
         self._synchronize(self.address)
         return ids.values
 

@@ -93,6 +93,10 @@ class Graph:
         n, nodes = self._struct.n_nodes, self._struct.nodes
         return list((C.c_size_t * n).from_address(nodes)) if n and nodes else []
 
+    def operations(self) -> list[int]:
+        """The numbers of the nodes' operations, in compute order."""
+        return [op_at(address) for address in self.addresses()]
+
     def nodes(self) -> list[Tensor]:
         return [Tensor(address) for address in self.addresses()]
 

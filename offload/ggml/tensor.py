@@ -146,6 +146,17 @@ class Tensor:
         return bool(self._struct.view_src)
 
     @property
+    def parameters(self) -> bytes:
+        """What the operation is told beside its sources."""
+        return bytes(self._struct.op_params)
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if the CPU can read it where it lies."""
+        buffer = self._struct.buffer
+        return bool(buffer) and bool(library().ggml_backend_buffer_is_host(buffer))
+
+    @property
     def is_output(self) -> bool:
         """True if the caller of the graph wants to read it."""
         return bool(self._struct.flags & abi.GGML_TENSOR_FLAG_OUTPUT)
@@ -153,6 +164,11 @@ class Tensor:
     def is_op(self, name: str) -> bool:
         """True if the node computes the operation of that name, e.g. MUL_MAT."""
         return bool(self._struct.op == op_number(name))
+
+    @property
+    def operation(self) -> int:
+        """The number of the operation that the node computes."""
+        return int(self._struct.op)
 
     def source(self, index: int) -> Tensor | None:
         """The tensor that the node reads as its source `index`."""
@@ -171,14 +187,20 @@ class Tensor:
         strides: Dims | None = None,
         *,
         at: tuple[Buffer, int] | None = None,
+        sources: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """A tensor of our own like this one: no view, `at` an offset of a buffer if given."""
+        """A tensor of our own like this one: no view, `at` an offset of a buffer if given.
+
+        With `sources` it computes as this node does, from them.
+        """
         struct = TENSOR.from_buffer_copy(self._struct)
         _shape(struct, shape, strides)
         struct.view_src, struct.view_offs, struct.extra = None, 0, None
         if at is not None:
             _place(struct, *at)
-        return Tensor._own(struct)
+        if sources is not None:
+            struct.src[:] = [s.address for s in sources] + [None] * (len(struct.src) - len(sources))
+        return Tensor._own(struct, tuple(sources or ()))
 
     def computing(
         self, op: str, sources: Sequence[Tensor], *, shape: Dims | None = None,
@@ -188,6 +210,7 @@ class Tensor:
         struct = TENSOR.from_buffer_copy(self._struct)
         _shape(struct, shape, strides)
         struct.op = op_number(op)
+        struct.flags |= abi.GGML_TENSOR_FLAG_COMPUTE  # backends leave out nodes without it
         if like is not None:
             struct.op_params = like._struct.op_params
         addresses = [source.address for source in sources]

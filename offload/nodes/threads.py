@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from numa.bind import thread_ids
@@ -97,6 +97,11 @@ class PinnedThreads:
                 " (did the cpuset change?); it runs where the kernel lets it, and ggml binds it"
                 " again at each graph"
             )
+
+    @property
+    def pools(self) -> Sequence[threadpool.ThreadPool]:
+        """One token's and several tokens'; none where threads are not pinned."""
+        return self._pools
 
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:

@@ -26,6 +26,7 @@ Rules
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Collection
 
 from offload.schedule.cache_rules import CacheRule
 from offload.schedule.commands import (
@@ -274,6 +275,10 @@ class Schedule:
             if not queued[slot]:
                 offer(slot)
         agenda.changed()
+
+    def used_elsewhere(self, pieces: Collection[Piece]) -> None:
+        """A layer used the pieces where they lie, without slots: the cache rule hears of it."""
+        self._rule.touched(pieces, self._use)
 
     def abort(self) -> None:
         """A step failed: forget what its copies and cuts leave in doubt, keep what is READY.

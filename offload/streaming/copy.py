@@ -52,6 +52,9 @@ class Copier(Protocol):
     def mark(self) -> Any:
         """A ticket for everything enqueued so far."""
 
+    def is_done(self, ticket: Any) -> bool:
+        """True if everything up to a ticket is known to be done, without waiting."""
+
     def wait(self, tickets: Collection[Any]) -> None:
         """Order the computation after the tickets. Raises DeviceFailed if a copy failed."""
 
@@ -79,6 +82,9 @@ class NoCopier:
     def copy(self, transfer: Transfer, after: Any) -> None: ...
 
     def mark(self) -> None: ...
+
+    def is_done(self, ticket: Any) -> bool:
+        return True
 
     def wait(self, tickets: Collection[Any]) -> None: ...
 
@@ -170,6 +176,9 @@ class DeviceCopier:
             self._watcher.watch(event, self._unmarked)
             self._unmarked = []
         return event
+
+    def is_done(self, ticket: Event) -> bool:
+        return False  # ggml cannot ask an event
 
     def wait(self, tickets: Collection[Event]) -> None:
         for ticket in tickets:
@@ -285,6 +294,9 @@ class ThreadCopier:
 
     def mark(self) -> int:
         return self._n_enqueued
+
+    def is_done(self, ticket: int) -> bool:
+        return self._n_done >= ticket
 
     def wait(self, tickets: Collection[int]) -> None:
         ticket = max(tickets, default=0)

@@ -23,6 +23,12 @@ class StreamCounters:
     evictions: int = 0
     prefetched_used: int = 0
     prefetched_wasted: int = 0
+    n_pairs_hit: int = 0  # of a token and an expert, in split layers: on the device, no copy needed
+    n_pairs_streamed: int = 0  # on the device, copied for it
+    n_pairs_host: int = 0  # on the CPU
+    host_s: float = 0.0  # the CPU's time for those
+    split_layers: int = 0
+    split_s: float = 0.0  # from a split to the moment at which all its rows were given to the device
 
     def __add__(self, other: StreamCounters) -> StreamCounters:
         names = [field.name for field in fields(self)]

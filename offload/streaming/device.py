@@ -22,6 +22,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import take_errors
 from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
+from offload.hybrid.switch import HybridSwitch
 from offload.mla.decision import MlaCounters
 from offload.mla.switch import MlaSwitch
 from offload.plan.min_batch import MinBatch
@@ -88,17 +89,19 @@ class StreamingDevice(PyDevice):
         trace: Trace = NO_TRACE,
         mla_crossover: int | None = None,
         chunks: bool = False,
+        hybrid: HybridSwitch | None = None,
     ) -> None:
         """`layout` limits what the device takes. `vram_bytes` is what it says it has.
 
-        With `chunks` it takes batches of which not all experts have slots at once.
+        With `chunks` it takes batches of which not all experts have slots at once, and whatever
+        their min-batch those whose layers `hybrid` splits.
 
         `mla_crossover`: see MlaSwitch. Changing `min_batch` later is for graphs that are built
         from then on; ggml builds one anew when the number of tokens changes.
         """
         super().__init__(choice.device, WRAPPED_NAME, pending, host)
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
-        self.chunks = chunks
+        self.chunks, self.hybrid = chunks, hybrid
         self.is_native = False
         self.declined: Counter[str] = Counter()  # why products went to the CPU
         self._vram_bytes = vram_bytes
@@ -168,9 +171,9 @@ class StreamingDevice(PyDevice):
         """A decode in ubatches of so many tokens comes next."""
         if self.is_native:
             assert self.host is not None
-            streams = self.min_batch.streams
             self.host.offer(
-                experts=streams(n_tokens, experts=True), dense=streams(n_tokens, experts=False)
+                experts=self._streams(n_tokens, experts=True),
+                dense=self._streams(n_tokens, experts=False),
             )
 
     # -- which products it takes -------------------------------------------------------------------
@@ -178,7 +181,7 @@ class StreamingDevice(PyDevice):
     def takes(self, product: Product) -> bool:
         """True if a product with a streamed weight runs here; what stands against it is counted."""
         experts = product.ids is not None
-        if not self.min_batch.streams(product.n_tokens, experts=experts):
+        if not self._streams(product.n_tokens, experts=experts):
             return False
         pool = self._pool_of(product.weight)
         if pool is None:
@@ -192,11 +195,20 @@ class StreamingDevice(PyDevice):
             return False
         return True
 
+    def _streams(self, n_tokens: int, *, experts: bool) -> bool:
+        return self.min_batch.streams(n_tokens, experts=experts) or (
+            experts and self._splits(n_tokens)
+        )
+
+    def _splits(self, n_tokens: int) -> bool:
+        return self.hybrid is not None and self.hybrid.splits(n_tokens)
+
     def _has_room(self, ids: Tensor, pool: SlotPool) -> bool:
-        """True if the experts that the node may use fit the slots, at once or in chunks."""
-        if self.chunks or fits(ids, pool):
-            return True
+        """True if the experts that the node may use fit the slots, at once or in chunks, or those
+        that do not are the CPU's."""
         n_used, n_tokens, _, _ = ids.shape
+        if self.chunks or fits(ids, pool) or self._splits(n_tokens):
+            return True
         wanted = min(pool.n_experts, n_used * n_tokens)
         self.declined[
             f"{n_tokens} tokens may use {wanted} experts, and --vram leaves {pool.n_slots} slots"

@@ -9,6 +9,8 @@ from offload.device import DeviceChoice
 from offload.errors import BadRequest
 from offload.ggml.backend import Stream
 from offload.ggml.hostbuffer import HostBufferType
+from offload.hybrid.layers import Hybrid
+from offload.hybrid.switch import Splitter
 from offload.model import ModelFacts
 from offload.plan.context import ContextSpec
 from offload.plan.placement import MARGIN_BYTES, NCpuMoe, Plan, make_plan
@@ -49,6 +51,8 @@ class StreamingOptions:
     prefetch: bool = True  # guess a verification batch's experts from the last one's
     n_guesses: int = 20  # guessed experts under way at most (docs/log.md)
     cache: str = "lru"  # one of CACHE_RULES
+    hybrid: bool = False  # split layers of small batches between the CPU and the device
+    splitter: Splitter | None = None  # decides how; None: by what was measured
     trace: Trace = NO_TRACE
 
 
@@ -102,12 +106,13 @@ def executor_maker(
     note: Callable[[str], None] = lambda sentence: None,
     *,
     copies: bool = True,
+    hybrid: Hybrid | None = None,
 ) -> MakeExecutor:
     """The maker of an executor for each stream that libllama opens on the device.
 
     `is_pinned` tells, once the weights are loaded, if the device copies from them by itself.
     `note` gets a sentence for the user on what is done where it does not. Without `copies` the
-    executor computes with whatever the slots hold.
+    executor computes with whatever the slots hold. With `hybrid` it splits layers.
     """
     if options.depth < 0:
         raise BadRequest(f"--prefetch-depth {options.depth}: must be 0 or more")
@@ -133,6 +138,7 @@ def executor_maker(
             prefetch=options.prefetch,
             band=options.band,
             vector_tokens=options.vector_tokens,
+            hybrid=hybrid,
         )
 
     return make

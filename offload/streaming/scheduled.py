@@ -7,9 +7,11 @@ file drives both through one graph:
                           experts that the router has yet to choose: compute up to here, read its
                           ids, tell the schedule what the layer needs
                           not all there yet? compute up to here meanwhile
-                          enter the cut, and upload the ids that mean its slots
+                          enter the cut, and upload the ids that mean its slots; of a layer
+                          that is split, of the device's experts alone
     every node of it:     wait for the copies of its own kind of weight, if there were any
                           point it at its slots; go on without submitting while the next is ready
+    behind a split layer: submit, compute the CPU's experts meanwhile, put their rows in place
 
 Nodes are submitted in as few computations as that allows, so that the backend can fuse neighbours.
 A node's sources are restored as soon as its part was submitted: backends read them at submission.
@@ -32,14 +34,16 @@ from offload.ggml.backend import SlotIds, Stream
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.tensor import Buffer, Redirect, Tensor
+from offload.hybrid.layers import Hybrid, HybridExecutor, HybridLayer
+from offload.hybrid.split import HOST
 from offload.plan.slot_layout import SlotLayout, WeightGroup
 from offload.schedule.band import VECTOR_TOKENS, band
 from offload.schedule.chunks import chunks_of
 from offload.schedule.coalesce import Span, coalesce
-from offload.schedule.commands import Command, Copy, Entered, Need
+from offload.schedule.commands import Command, Copy, Need
 from offload.schedule.predict import Routing
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import FREE, IN_USE, Piece
+from offload.schedule.slots import FREE, IN_USE, LOADING, Piece
 from offload.streaming.copy import Copier, Transfer
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import Run
@@ -57,7 +61,7 @@ from offload.streaming.steps import (
     stops_of,
     without_chains,
 )
-from offload.trace import COMPUTE, NO_TRACE, Trace
+from offload.trace import COMPUTE, CPU, NO_TRACE, Trace
 
 _LEAST_BYTES = 1 << 20
 _CHUNK_TOKENS = 128  # at most: what a chunk's nodes pass on takes scratch memory
@@ -89,9 +93,11 @@ class ScheduledExecutor:
         prefetch: bool = True,
         band: bool = True,
         vector_tokens: int = 0,
+        hybrid: Hybrid | None = None,
     ) -> None:
         """`host` holds the weights that stream through the slots of `layout`.
 
+        With `hybrid` layers of batches that it names are split between the CPU and the device.
         `band`: show kernels the slots between which a batch's experts lie, not all. With
         `vector_tokens` batches of up to 100 tokens go in chunks of so many.
         """
@@ -115,8 +121,13 @@ class ScheduledExecutor:
         self._slot_of = np.zeros(most, np.int32)  # by expert, of the cut that is being entered
         self.counters = StreamCounters()
         self.clock: LayerClock | None = None
+        self._hybrid: HybridExecutor | None = None
+        if hybrid is not None:
+            self._hybrid = HybridExecutor(hybrid, stream.device, self.counters)
 
     def close(self) -> None:
+        if self._hybrid is not None:
+            self._hybrid.close()
         self.copier.close()
         for memory in self.memories:
             memory.close()
@@ -131,7 +142,8 @@ class ScheduledExecutor:
     @property
     def working_bytes(self) -> int:
         ids = [] if self._ids_buffer is None else [self._ids_buffer]
-        return sum(buffer.size_bytes for buffer in (*self._scratch, *ids))
+        rows = self._hybrid.device_bytes if self._hybrid is not None else 0
+        return rows + sum(buffer.size_bytes for buffer in (*self._scratch, *ids))
 
     def allocate(self) -> None:
         for memory in self.memories:
@@ -140,12 +152,16 @@ class ScheduledExecutor:
     # -- one graph -------------------------------------------------------------------------------
 
     def prepare(self, graph: Graph, products: Sequence[Product]) -> Run:
+        hybrids: dict[Tensor, HybridLayer] = {}
+        if self._hybrid is not None:
+            hybrids = self._hybrid.layers_of(graph, products, self._layout)
+        others = [product for product in products if product.ids not in hybrids]
         chunked = find_chunked(
-            graph, products, self._layout, self.memories, _CHUNK_TOKENS, self._vector_tokens
+            graph, others, self._layout, self.memories, _CHUNK_TOKENS, self._vector_tokens
         )
         if chunked:
             graph, products = self._take_out(graph, chunked)
-        steps = find_steps(products, self._layout, self.memories)
+        steps = find_steps(products, self._layout, self.memories, hybrids)
         ids_bytes = 0
         both: list[Step | ChunkedStep] = [*steps, *chunked]
         for step in both:  # room for its ids: none is used twice within a graph
@@ -203,7 +219,12 @@ class ScheduledExecutor:
         status = self._tell(running, stop) if stop.nth == 0 else 0
         if isinstance(stop.step, ChunkedStep):
             return status or self._compute_chunks(running, stop.step)
-        if stop.nth == 0:
+        hybrid = stop.step.hybrid
+        if hybrid is not None and stop.nth == len(stop.step.readers):
+            return self._end_split(running, stop.at, hybrid)
+        if stop.nth == 0 and hybrid is not None:
+            status = status or self._enter_split(running, stop.step, hybrid)
+        elif stop.nth == 0:
             status = status or self._enter(running, stop.step)
         return status or self._arrive(running, stop.step, stop)
 
@@ -214,6 +235,8 @@ class ScheduledExecutor:
         self.counters.bounced_bytes = self.copier.bounced_bytes
 
     def _recover(self, running: _Running) -> None:
+        if self._hybrid is not None:
+            self._hybrid.abandon()
         self._restore(running)
         self._stream.synchronize()
         self.schedule.abort()
@@ -258,26 +281,35 @@ class ScheduledExecutor:
             ids = self._read_ids(step)
             if step.need is None:
                 experts = sorted(set(ids.ravel().tolist()))
-                pieces = tuple([(step.group, expert) for expert in experts])
-                schedule.need(Need(step.cut, step.pool, pieces))
+                self._need(step, experts)
         if not schedule.ready(step.cut):
             self._enqueue(schedule.issue(step.cut))
             status = self._submit(running, first)
             if status:
                 return status
-        entered = schedule.enter(step.cut)
-        self._last_use = step.use = entered.use  # counted by the schedule, whatever happens now
-        self._enqueue(entered.issued)
-        step.waits = self._tickets_of(entered.waits) if entered.waits else []
-        step.missed = entered.misses > 0 or bool(entered.waits)
-        first = self._point(step, entered)
+        step.missed = False
+        slots = self._take_slots(running, step)
+        first = self._point(step, slots)
         if ids is not None:
             if step.need is None and step.missed:
                 self._routing.observe(step.layer, ids)
-            self._upload(step, ids, experts, [slot - first for slot in entered.slots])
+            self._upload(step, ids, experts, [slot - first for slot in slots])
+        return 0
+
+    def _need(self, step: Step, experts: Sequence[int]) -> None:
+        pieces = tuple([(step.group, expert) for expert in experts])
+        self.schedule.need(Need(step.cut, step.pool, pieces))
+
+    def _take_slots(self, running: _Running, step: Step) -> Sequence[int]:
+        """Enter the cut, whose need is known: its slots, in the order of the need."""
+        entered = self.schedule.enter(step.cut)
+        self._last_use = step.use = entered.use  # counted by the schedule, whatever happens now
+        self._enqueue(entered.issued)
+        step.waits = self._tickets_of(entered.waits) if entered.waits else []
+        step.missed |= entered.misses > 0 or bool(entered.waits)
         running.open.append(step)
         self._trace_slots()
-        return 0
+        return entered.slots
 
     def _tickets_of(self, pieces: Sequence[Piece]) -> list[Tickets]:
         """The tickets of the pieces' copies, of all graphs whose tickets still count."""
@@ -292,6 +324,8 @@ class ScheduledExecutor:
             if status:
                 return status
             self._wait(step, reader.kind)
+        if step.hybrid is not None:
+            step.hybrid.began_s = time.perf_counter()
         self.counters.cuts += 1
         assert reader.slots is not None
         reader.reads_weight.to(reader.slots)
@@ -302,20 +336,83 @@ class ScheduledExecutor:
             running.redirected.append(reader.reads_ids)
         return 0
 
-    def _point(self, step: Step, entered: Entered) -> int:
+    def _point(self, step: Step, slots: Sequence[int]) -> int:
         """Choose what the cut's nodes read: neighbouring slots, or those between which all that ids
         choose lie. The first of them."""
         if step.ids is None:
-            first, n = entered.slots[0], max(1, step.n_experts)
+            first, n = slots[0], max(1, step.n_experts)
         else:
             n_slots = self._layout.pools[step.pool].n_slots
             first, n = 0, n_slots
-            if self._band and step.n_tokens > VECTOR_TOKENS:
-                first, n = band(entered.slots, n_slots)
+            if slots and self._band and step.n_tokens > VECTOR_TOKENS:
+                first, n = band(slots, n_slots)
             self.counters.bands += n < n_slots
         for reader in step.readers:
             reader.slots = reader.views.of(first, n)
         return first
+
+    # -- layers that are split between the CPU and the device --------------------------------------
+
+    def _enter_split(self, running: _Running, step: Step, layer: HybridLayer) -> int:
+        """Before the first node of a split layer: each expert has its side. A ggml_status."""
+        assert self._hybrid is not None
+        self._enqueue(self.schedule.issue(step.cut))
+        status = self._submit(running, step.at)
+        if status:
+            return status
+        ids = self._read_ids(step, layer)
+        experts = sorted(set(ids.ravel().tolist()))
+        resident = self._residents(step, experts)
+        kinds = self._hybrid.split(ids, resident, self._layout.pools[step.pool].n_slots)
+        on_device = [expert for expert in experts if kinds[expert] != HOST]
+        on_host = [expert for expert in experts if kinds[expert] == HOST]
+        self._hybrid.begin(layer, ids, resident, kinds, len(on_device), len(on_host))
+        slots: Sequence[int] = ()
+        step.waits, step.missed = [], bool(on_host)
+        if on_device:
+            self._need(step, on_device)
+            slots = self._take_slots(running, step)
+        if on_host:
+            self.schedule.used_elsewhere([(step.group, expert) for expert in on_host])
+        if step.missed:
+            self._routing.observe(step.layer, ids)
+        first = self._point(step, slots)
+        # What the CPU computes the device computes too, with some expert, and is written over.
+        somewhere = (slots[0] if slots else 0) - first
+        places = [slot - first for slot in slots] + [somewhere] * len(on_host)
+        self._upload(step, ids, on_device + on_host, places)
+        return 0
+
+    def _residents(self, step: Step, experts: Sequence[int]) -> NDArray[np.bool_]:
+        """[n_experts], True for those of the experts whose slots hold them by now."""
+        resident = np.zeros(step.n_experts, np.bool_)
+        slots = self.schedule.table.pools[step.pool]
+        where, state, group = slots.where, slots.state, step.group
+        for expert in experts:
+            slot = where.get((group, expert))
+            if slot is None:
+                continue
+            if state[slot] != LOADING or self._has_arrived((group, expert)):
+                resident[expert] = True
+        return resident
+
+    def _has_arrived(self, piece: Piece) -> bool:
+        """True if a copy that no computation was ordered behind is complete, as far as is known."""
+        tickets = self._tickets.get(piece)
+        return tickets is None or all(map(self.copier.is_done, tickets.values()))
+
+    def _end_split(self, running: _Running, at: int, layer: HybridLayer) -> int:
+        """Behind the last product of a split layer: the CPU's rows are in its output."""
+        assert self._hybrid is not None
+        if not self._hybrid.has_to_end(layer):
+            return 0
+        status = self._submit(running, at)
+        start_s = time.perf_counter()
+        status = status or self._hybrid.finish(layer, self._stream)
+        if self._trace:
+            self._trace.add(CPU, f"experts of {layer.n_pairs} pairs", start_s, time.perf_counter(),
+                            layer=layer.weights.layer)  # fmt: skip
+        return status
 
     # -- chunks of tokens ------------------------------------------------------------------------
 
@@ -497,11 +594,19 @@ class ScheduledExecutor:
 
     # -- the router's ids ------------------------------------------------------------------------
 
-    def _read_ids(self, step: Step | ChunkedStep) -> NDArray[np.int32]:
-        """The experts that a layer's router chose, when everything submitted is complete."""
+    def _read_ids(
+        self, step: Step | ChunkedStep, hybrid: HybridLayer | None = None
+    ) -> NDArray[np.int32]:
+        """The experts that a layer's router chose, when everything submitted is complete.
+
+        Of a layer that is split, the rows that they read come along.
+        """
         assert step.ids is not None
         start_s = time.perf_counter()
-        ids = self._stream.read(step.ids)
+        if hybrid is None:
+            ids = self._stream.read(step.ids)
+        else:
+            ids = self._stream.read(step.ids, hybrid.inputs, hybrid.read_to)
         self.counters.router_reads += 1
         if self._trace:
             self._trace.add(COMPUTE, "read router ids", start_s, time.perf_counter(),

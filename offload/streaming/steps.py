@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from offload.ggml.backend import RouterIds, SlotIds
 from offload.ggml.graph import Graph, Product
 from offload.ggml.tensor import Buffer, Redirect, Tensor
+from offload.hybrid.layers import HybridLayer
 from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.schedule.chunks import most_chunks
 from offload.schedule.commands import Need
@@ -57,6 +58,7 @@ class Step:
     missed: bool = True  # something had to be copied for it the last time
     use: int = 0  # the number of its use of the slots, the last time
     waits: list[Tickets] = field(default_factory=list)  # of copies that its readers wait for
+    hybrid: HybridLayer | None = None  # where the CPU computes some of its experts
     last: int = field(init=False)  # the node after which its slots are read no more
 
     def __post_init__(self) -> None:
@@ -133,7 +135,10 @@ class ChunkedStep:
 
 
 class Stop(NamedTuple):
-    """A node before which the executor has to act: the `nth` reader of a step, or its chunks."""
+    """A node before which the executor has to act: the `nth` reader of a step, or its chunks.
+
+    Behind the last reader of a layer that is split, the rows of the CPU are put in place.
+    """
 
     at: int  # in the graph's node order
     step: Step | ChunkedStep
@@ -144,7 +149,8 @@ def stops_of(steps: Sequence[Step], chunked: Sequence[ChunkedStep] = ()) -> list
     """Every chunked step and every reader of the others, in node order."""
     stops = [Stop(step.at, step) for step in chunked]
     stops += [Stop(r.index, step, n) for step in steps for n, r in enumerate(step.readers)]
-    return sorted(stops, key=lambda stop: stop.at)
+    ends = [Stop(s.last + 1, s, len(s.readers)) for s in steps if s.hybrid is not None]
+    return sorted([*ends, *stops], key=lambda stop: stop.at)
 
 
 def find_chunked(
@@ -234,9 +240,13 @@ def number_cuts(steps: Sequence[Step], chunked: Sequence[ChunkedStep]) -> int:
 
 
 def find_steps(
-    products: Sequence[Product], layout: SlotLayout, memories: Sequence[SlotMemory]
+    products: Sequence[Product],
+    layout: SlotLayout,
+    memories: Sequence[SlotMemory],
+    hybrids: Mapping[Tensor, HybridLayer] | None = None,
 ) -> list[Step]:
-    """The cuts of a graph with these products, by their first node. `memories`: of each pool."""
+    """The cuts of a graph with these products, by their first node. `memories`: of each pool;
+    `hybrids`: the layers that are split, by their router's ids."""
     places = layout.places()
     by_cut: dict[tuple[int, Tensor], list[tuple[Product, str]]] = {}
     for product in products:
@@ -245,14 +255,14 @@ def find_steps(
         read_with = product.node if product.ids is None else product.ids
         by_cut.setdefault((group, read_with), []).append((product, kind))
     return [
-        _step(cut, group, members, layout, memories)
-        for cut, ((group, _), members) in enumerate(by_cut.items())
+        _step(cut, group, members, layout, memories, (hybrids or {}).get(read_with))
+        for cut, ((group, read_with), members) in enumerate(by_cut.items())
     ]
 
 
 def _step(
     cut: int, group: int, members: Sequence[tuple[Product, str]], layout: SlotLayout,
-    memories: Sequence[SlotMemory],
+    memories: Sequence[SlotMemory], hybrid: HybridLayer | None,
 ) -> Step:  # fmt: skip
     of = layout.groups[group]
     pool = layout.pools[of.pool]
@@ -263,6 +273,8 @@ def _step(
     if (ids := members[0][0].ids) is not None:
         n_used, n_tokens, _, _ = ids.shape
         fetch, _ = fetch_of(n_tokens, n_used, pool.n_experts, pool.n_slots)
+        if hybrid is not None:
+            fetch = Fetch.CHOSEN
         if fetch is Fetch.ALL_IN_ORDER:
             need = Need(cut, of.pool, pieces, contiguous=True)
         else:
@@ -279,4 +291,6 @@ def _step(
         )
         for product, kind in members
     )
-    return Step(cut, group, of.pool, of.layer, readers, need, read_back, pool.n_experts, n_tokens)
+    step = Step(cut, group, of.pool, of.layer, readers, need, read_back, pool.n_experts, n_tokens)
+    step.hybrid = hybrid
+    return step

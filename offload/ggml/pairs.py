@@ -1,0 +1,146 @@
+"""Tensors of our own with a row for each of some pairs (token, expert), as many as there are.
+
+The library reads shapes and sources when a graph is submitted, so one graph serves any number of
+pairs and any layer: what differs is written into it before.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import DeviceFailed
+from offload.ggml.backend import Device, Stream, all_devices
+from offload.ggml.library import abi
+from offload.ggml.library.lib import library
+from offload.ggml.memory import HostRange
+from offload.ggml.tensor import TENSOR, Buffer, Tensor, new_tensor
+from offload.ggml.threadpool import ThreadPool
+
+_DATA, _BUFFER = TENSOR.data.offset, TENSOR.buffer.offset
+
+
+class Count:
+    """One dimension of several tensors, changed together."""
+
+    def __init__(self) -> None:
+        self._cells: list[C.c_int64] = []
+        self._kept: list[Tensor] = []
+
+    def follows(self, tensor: Tensor, dim: int) -> Tensor:
+        """Let that dimension of the tensor be the count from the next `set` on; the tensor."""
+        self._cells.append(C.c_int64.from_address(tensor.address + TENSOR.ne.offset + 8 * dim))
+        self._kept.append(tensor)
+        return tensor
+
+    def set(self, n: int) -> None:
+        for cell in self._cells:
+            cell.value = n
+
+
+class Place:
+    """Where a tensor of our own lies: wherever another one does, changed as often as needed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._data = C.c_void_p.from_address(tensor.address + _DATA)
+        self._buffer = C.c_void_p.from_address(tensor.address + _BUFFER)
+
+    def of(self, other: Tensor) -> None:
+        at = other.address
+        self._data.value = C.c_void_p.from_address(at + _DATA).value
+        self._buffer.value = C.c_void_p.from_address(at + _BUFFER).value
+
+
+class HostRows:
+    """Memory of the host as a row of numbers for each pair, seen by numpy and by ggml."""
+
+    def __init__(self, buffer: Buffer, offset_bytes: int, n_rows: int, n: int, of: str) -> None:
+        """`of`: f32 or i32. The tensor is [n, 1, n_rows], or [n_rows] of single numbers if n is 0."""
+        width = max(1, n)
+        dtype = np.float32 if of == "f32" else np.int32
+        size_bytes = 4 * width * n_rows
+        self.memory = buffer.host_range.part(offset_bytes, size_bytes)
+        flat = self.memory.array().view(dtype)
+        self.array: NDArray[np.float32] | NDArray[np.int32] = flat if not n else flat.reshape(-1, n)
+        shape = (1, n_rows, 1, 1) if not n else (n, 1, n_rows, 1)
+        self.tensor = new_tensor(of, shape, (buffer, offset_bytes))
+
+    def first(self, n_rows: int) -> HostRange:
+        """The memory of the first rows."""
+        return self.memory.part(0, self.memory.size_bytes // len(self.array) * n_rows)
+
+
+def host_copy(tensor: Tensor) -> NDArray[np.float32]:
+    """The values of an f32 tensor of a few dimensions, contiguous, read from wherever it lies."""
+    values = np.zeros(tensor.size_bytes // 4, np.float32)
+    library().ggml_backend_tensor_get(tensor.address, values.ctypes.data, 0, values.nbytes)
+    return values
+
+
+def of_array(values: NDArray[np.float32], like: Tensor) -> Tensor:
+    """A tensor like `like` whose values are the array's, which has to be kept."""
+    made = like.alike()
+    made.lie_at(HostRange(values.ctypes.data, values.nbytes, values))
+    return made
+
+
+class CpuTeam:
+    """A stream of the CPU device that computes graphs of ours with an engine's threads."""
+
+    def __init__(self, n_threads: int, n_threads_batch: int) -> None:
+        self._n_threads = n_threads, n_threads_batch
+        self._pools: Sequence[ThreadPool] = ()
+        self._chosen = -1
+        self._stream: Stream | None = None
+
+    def pin(self, pools: Sequence[ThreadPool]) -> None:
+        """Compute with these pools, one token's and several tokens'; their owner closes them."""
+        self._pools, self._chosen = pools, -1
+
+    def open(self) -> None:
+        """Make the stream now; nothing where it is open."""
+        if self._stream is None:
+            self._stream = cpu_device().open()
+            self._chosen = -1
+
+    def choose(self, n_tokens: int) -> None:
+        """The threads of a batch of so many tokens."""
+        self.open()
+        team = 0 if n_tokens == 1 else 1
+        if team == self._chosen or self._stream is None:
+            return
+        self._chosen = team
+        lib, address = library(), self._stream.address
+        n = self._pools[team].team.n_threads if self._pools else self._n_threads[team]
+        lib.ggml_backend_cpu_set_n_threads(address, n)
+        if self._pools:
+            lib.ggml_backend_cpu_set_threadpool(address, self._pools[team].address)
+
+    @property
+    def stream(self) -> Stream:
+        assert self._stream is not None, "choose() opens it"
+        return self._stream
+
+    def close(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+
+def cpu_device() -> Device:
+    """The device that computes in host memory."""
+    return next(device for device in all_devices() if device.kind == "cpu")
+
+
+def check(status: int, what: str) -> int:
+    """The ggml_status, if it is that of success or of a decode that a signal ended.
+
+    Raises DeviceFailed for any other.
+    """
+    if status not in (abi.GGML_STATUS_SUCCESS, abi.GGML_STATUS_ABORTED):
+        raise DeviceFailed(f"{what} failed with ggml status {status}")
+    return status

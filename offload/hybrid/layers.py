@@ -1,0 +1,252 @@
+"""Executes split layers: the CPU's pairs of each while the device computes the others.
+
+One synchronisation, that which the router's ids need anyway, also fetches the rows that the experts
+read. After the split the device is given all its work. A device that computes while the host goes
+on needs no other thread: the CPU's pairs are computed by the caller, when it comes to where their
+rows are read. Where the device computes on the caller's thread (`sim`), a thread computes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.ggml.backend import Device, Stream
+from offload.ggml.graph import Graph, Product
+from offload.ggml.memory import HostRange
+from offload.ggml.pairs import CpuTeam
+from offload.ggml.tensor import Tensor
+from offload.hybrid.form import Form, NoForm, find_form
+from offload.hybrid.host_graph import HostGraph, LayerWeights, layer_weights
+from offload.hybrid.placing import RowPlacer
+from offload.hybrid.split import HOST
+from offload.hybrid.switch import HybridSwitch
+from offload.plan.slot_layout import SlotLayout
+from offload.streaming.counters import StreamCounters
+
+_LEAST_PAIRS = 64
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds that each expert of a split layer takes at least on either side, as `sim` asks."""
+
+    device_s: float = 0.0
+    host_s: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.device_s > 0 or self.host_s > 0
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """What an engine's executors need to split layers."""
+
+    switch: HybridSwitch
+    team: CpuTeam
+    pace: Pace = Pace()
+
+
+@dataclass(slots=True)
+class HybridLayer:
+    """A layer of one graph that is split each time the graph is computed."""
+
+    weights: LayerWeights
+    host: HostGraph
+    placer: RowPlacer
+    inputs: Tensor
+    read_to: HostRange  # where its inputs are fetched to
+    output: Tensor
+    n_tokens: int
+    n_pairs: int = 0  # that the CPU computes, this time
+    n_on_device: int = 0  # experts
+    began_s: float = 0.0  # when the device had all that its experts need
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was found out about a layer, for the graphs in which its nodes do the same."""
+
+    operations: tuple[int, ...]
+    host: HostGraph
+    placer: RowPlacer
+    weights: LayerWeights
+
+
+class HybridExecutor:
+    """The CPU's side of split layers, of one executor."""
+
+    def __init__(self, hybrid: Hybrid, device: Device, counters: StreamCounters) -> None:
+        self.switch, self._team, self._pace = hybrid.switch, hybrid.team, hybrid.pace
+        self._device, self._counters = device, counters
+        self._graphs: dict[object, tuple[HostGraph, RowPlacer]] = {}  # by form, the largest
+        self._made: list[HostGraph | RowPlacer] = []  # graphs that were prepared refer to all
+        self._known: dict[int, _Known] = {}  # by group
+        self._thread: ThreadPoolExecutor | None = None
+        if self._pace:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts")
+        self._running: Future[int] | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(made.size_bytes for made in self._made if isinstance(made, RowPlacer))
+
+    def close(self) -> None:
+        self.abandon()
+        if self._thread is not None:
+            self._thread.shutdown()
+        for made in self._made:
+            made.close()
+        self._made.clear()
+        self._graphs.clear()
+        self._known.clear()
+
+    # -- preparing a graph -------------------------------------------------------------------------
+
+    def layers_of(
+        self, graph: Graph, products: Sequence[Product], layout: SlotLayout
+    ) -> dict[Tensor, HybridLayer]:
+        """The layers to split, by the ids of their router. None where one has an unknown form: then
+        none of the model is ever split, for the reason that the switch then has."""
+        places = layout.places()
+        members: dict[Tensor, list[Product]] = {}
+        for product in products:
+            if product.ids is not None and self.switch.splits(product.n_tokens):
+                members.setdefault(product.ids, []).append(product)
+        if not members:
+            return {}
+        operations = graph.operations()
+        found: dict[Tensor, HybridLayer] = {}
+        for ids, of_layer in members.items():
+            number, _ = places[of_layer[0].weight.name]
+            group = layout.groups[number]
+            try:
+                if len(of_layer) != len(group.names):
+                    raise NoForm("some of its products are not computed on the device")
+                found[ids] = self._layer(graph, of_layer, operations, number, group.layer)
+            except NoForm as reason:
+                self.switch.declined = f"layer {group.layer} is not split: {reason}"
+                return {}
+        return found
+
+    def _layer(
+        self, graph: Graph, products: list[Product], operations: list[int], group: int, layer: int
+    ) -> HybridLayer:
+        first, down = products[0], products[-1]
+        between = tuple(operations[first.index : down.index + 1])
+        assert first.ids is not None
+        n_used, n_tokens, _, _ = first.ids.shape
+        known = self._known.get(group)
+        if (
+            known is None
+            or known.operations != between
+            or known.host.most < n_used * n_tokens
+        ):
+            form = find_form(graph, products)
+            host, placer = self._graph_of(form, n_used * n_tokens)
+            weights = known.weights if known is not None else layer_weights(form, layer)
+            known = self._known[group] = _Known(between, host, placer, weights)
+        inputs = first.node.source(1)
+        assert inputs is not None
+        return HybridLayer(
+            known.weights, known.host, known.placer, inputs, known.host.inputs_of(n_tokens),
+            down.node, n_tokens,
+        )  # fmt: skip
+
+    def _graph_of(self, form: Form, n_pairs: int) -> tuple[HostGraph, RowPlacer]:
+        key = form.key
+        found = self._graphs.get(key)
+        if found is not None and found[0].most >= n_pairs:
+            return found
+        most = max(_LEAST_PAIRS, 1 << (n_pairs - 1).bit_length())
+        host = HostGraph(form, most, self._device)
+        self._made.append(host)
+        placer = RowPlacer(host, self._device)
+        self._made.append(placer)
+        self._graphs[key] = host, placer
+        return host, placer
+
+    # -- one layer ---------------------------------------------------------------------------------
+
+    def split(
+        self, ids: NDArray[np.int32], resident: NDArray[np.bool_], n_slots: int
+    ) -> NDArray[np.uint8]:
+        """HIT, STREAMED or HOST of each expert of `ids`; no more on the device than have slots."""
+        kinds = self.switch.splitter(ids, resident)
+        if ids.size <= n_slots:
+            return kinds
+        used = np.zeros(len(kinds), np.bool_)
+        used[ids] = True
+        chosen = np.flatnonzero(used & (kinds != HOST))
+        if len(chosen) > n_slots:
+            hits_first = chosen[np.argsort(~resident[chosen], kind="stable")]
+            kinds = kinds.copy()
+            kinds[hits_first[n_slots:]] = HOST
+        return kinds
+
+    def begin(
+        self, layer: HybridLayer, ids: NDArray[np.int32], resident: NDArray[np.bool_],
+        kinds: NDArray[np.uint8], n_on_device: int, n_on_host: int,
+    ) -> None:  # fmt: skip
+        """A layer is split, with so many experts on either side; its inputs were fetched."""
+        counters = self._counters
+        layer.n_on_device, layer.n_pairs = n_on_device, 0
+        counters.split_layers += 1
+        on_host = kinds.take(ids).ravel() == HOST if n_on_host else None
+        n_hit = int(np.count_nonzero(resident.take(ids)))
+        if on_host is not None:
+            pairs = np.flatnonzero(on_host)
+            layer.n_pairs = len(pairs)
+            n_hit -= int(np.count_nonzero(resident.take(ids.ravel()[pairs])))
+        counters.n_pairs_hit += n_hit
+        counters.n_pairs_host += layer.n_pairs
+        counters.n_pairs_streamed += ids.size - layer.n_pairs - n_hit
+        if on_host is None:
+            return
+        layer.host.fill(layer.weights, ids, pairs)
+        self._team.choose(layer.n_tokens)
+        if self._thread is not None:
+            self._running = self._thread.submit(self._compute, layer, n_on_host)
+
+    def has_to_end(self, layer: HybridLayer) -> bool:
+        """True if `finish` has something to do."""
+        return layer.n_pairs > 0 or bool(self._pace)
+
+    def _compute(self, layer: HybridLayer, n_experts: int = 0) -> int:
+        start_s = time.perf_counter()
+        status = layer.host.compute(self._team.stream, layer.weights.layer)
+        _wait_until(start_s + n_experts * self._pace.host_s)
+        self._counters.host_s += time.perf_counter() - start_s
+        return status
+
+    def finish(self, layer: HybridLayer, stream: Stream) -> int:
+        """The device has been given its work: put the CPU's rows beside its own. A ggml_status.
+
+        Raises DeviceFailed.
+        """
+        if self._pace:
+            _wait_until(layer.began_s + layer.n_on_device * self._pace.device_s)
+        if not layer.n_pairs:
+            return 0
+        running, self._running = self._running, None
+        status = running.result() if running is not None else self._compute(layer)
+        return status or layer.placer.place(
+            stream, layer.n_pairs, layer.output, layer.weights.layer
+        )
+
+    def abandon(self) -> None:
+        """After a failure: return when nothing is under way."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.exception()
+
+
+def _wait_until(moment_s: float) -> None:
+    left_s = moment_s - time.perf_counter()
+    if left_s > 0:
+        time.sleep(left_s)

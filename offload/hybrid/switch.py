@@ -1,0 +1,35 @@
+"""Which batches have their layers split between the CPU and the device, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.hybrid.split import HIT, HOST
+
+# (ids [n_tokens, n_used], resident [n_experts]) -> HIT, STREAMED or HOST of each expert. HIT is for
+# residents alone; of experts that nobody uses it may say anything.
+Splitter = Callable[[NDArray[np.int32], NDArray[np.bool_]], NDArray[np.uint8]]
+
+MOST_TOKENS = 64  # of a batch that is split: larger ones use nearly all experts of a layer
+
+
+def stay(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Hits on the device and all others on the CPU: nothing is copied while somebody waits."""
+    return np.where(resident, np.uint8(HIT), np.uint8(HOST))
+
+
+@dataclass
+class HybridSwitch:
+    """Shared by the device, which takes products for it, and the executors that split layers."""
+
+    splitter: Splitter = stay
+    declined: str = ""  # why no layer of this model is split; found at its first graph
+    unsplit: set[int] = field(default_factory=set)  # sizes of batches that go by min-batch alone
+
+    def splits(self, n_tokens: int) -> bool:
+        """True if layers of such a batch are split, whatever its min-batch."""
+        return n_tokens <= MOST_TOKENS and not self.declined and n_tokens not in self.unsplit

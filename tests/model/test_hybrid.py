@@ -1,0 +1,256 @@
+"""Layers split between the CPU and `sim`: the resident model's bits, whatever the split.
+
+Both sides compute with the CPU's kernels here, a row at a time, so that nothing may differ at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from budgets import budget
+from numpy.typing import NDArray
+
+from offload.engine import Engine, EngineOptions
+from offload.errors import DeviceFailed
+from offload.ggml.backend import Stream
+from offload.ggml.graph import Graph
+from offload.hybrid import layers
+from offload.hybrid.form import NoForm
+from offload.hybrid.host_graph import HostGraph
+from offload.hybrid.placing import RowPlacer
+from offload.hybrid.split import HIT, HOST, STREAMED
+from offload.hybrid.switch import Splitter, stay
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.streaming.copy import ThreadCopier, Transfer
+from offload.streaming.options import StreamingOptions
+from offload.synth import write_preset
+
+Rows = NDArray[np.float32]
+PRESETS = {
+    "deepseek2": "deepseek-v2-lite",
+    "qwen3moe": "qwen3-30b-a3b",
+    "glm4moe": "glm-4.5-air",
+    "gpt-oss": "gpt-oss-20b",  # biases
+    "llama4": "llama-4-scout",  # weights before the FFN
+    "qwen35moe": "qwen3.5-35b-a3b",
+    "minimax-m2": "minimax-m2",
+}
+BATCHES = (1, 2, 5, 1, 17, 64, 3, 1)
+
+
+def all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    return np.full(len(resident), HOST, np.uint8)
+
+
+def all_device(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    return np.where(resident, np.uint8(HIT), np.uint8(STREAMED))
+
+
+def at_random(seed: int) -> Splitter:
+    rng = np.random.default_rng(seed)
+
+    def split(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        chance = rng.random(len(resident))
+        return np.where(chance < 0.4, np.uint8(HOST), all_device(ids, resident))
+
+    return split
+
+
+SPLITS: dict[str, Callable[[], Splitter]] = {
+    "stay": lambda: stay,
+    "all-host": lambda: all_host,
+    "all-device": lambda: all_device,
+    "random": lambda: at_random(1),
+}
+
+
+def options(streaming: StreamingOptions, min_batch: int = NEVER) -> EngineOptions:
+    return EngineOptions(
+        device="sim",
+        streaming=streaming,
+        min_batch=MinBatch(min_batch, min_batch),
+        n_ctx=512,
+        n_ubatch=64,
+        n_outputs=128,
+        n_threads=1,
+        n_threads_batch=1,
+    )
+
+
+def split_by(splitter: Splitter, path: Path, slots: str) -> EngineOptions:
+    streaming = StreamingOptions(hybrid=True, splitter=splitter)
+    if slots != "all":
+        streaming = replace(streaming, vram_bytes=budget(path, streaming, slots))
+    return options(streaming)
+
+
+def logits(engine: Engine) -> Rows:
+    return np.concatenate(
+        [
+            engine.sequences.extend(0, [(13 * i + 5 * n) % engine.n_vocab for i in range(n)])
+            for n in BATCHES
+        ]
+    )
+
+
+def pairs(engine: Engine) -> tuple[int, int, int]:
+    counters = engine.counters()
+    return counters.n_pairs_hit, counters.n_pairs_streamed, counters.n_pairs_host
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def model(request: pytest.FixtureRequest, models: Path) -> Iterator[tuple[Path, Rows]]:
+    """A random model of an architecture, and the logits of all of it resident."""
+    path = models / f"hybrid-{request.param}.gguf"
+    write_preset(PRESETS[request.param], path, size="tiny", seed=1)
+    with Engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+        yield path, logits(engine)
+
+
+@pytest.mark.parametrize(
+    ("split", "slots"),
+    [
+        ("stay", "half"),
+        ("all-host", "least"),
+        ("all-device", "all"),
+        ("random", "half"),
+        ("random", "least"),
+    ],
+)
+def test_a_split_layer_gives_the_resident_models_bits(
+    model: tuple[Path, Rows], split: str, slots: str
+) -> None:
+    path, expected = model
+    with Engine(path, split_by(SPLITS[split](), path, slots)) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert engine.hybrid is not None
+        assert not engine.hybrid.switch.declined
+        n_hit, n_streamed, n_host = pairs(engine)
+    assert (n_host == 0) == (split == "all-device")
+    assert (n_hit + n_streamed == 0) == (split == "all-host")
+    if split == "stay":
+        assert n_streamed == 0, "only what is there already is the device's"
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_split_of_one_model_with_every_number_of_slots(
+    tiny_moe: Path, expected: Rows, split: str
+) -> None:
+    for slots in ("all", "half", "least"):
+        with Engine(tiny_moe, split_by(SPLITS[split](), tiny_moe, slots)) as engine:
+            assert np.array_equal(logits(engine), expected), slots
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_moe: Path) -> Rows:
+    with Engine(tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+        return logits(engine)
+
+
+def test_off_asks_nothing_of_the_device_below_its_min_batch(
+    tiny_moe: Path, expected: Rows
+) -> None:
+    with Engine(tiny_moe, options(StreamingOptions())) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert engine.hybrid is None
+        assert engine.counters().cuts == engine.counters().split_layers == 0
+
+
+def test_a_device_with_a_pace_of_its_own_computes_beside_the_cpu(
+    tiny_moe: Path, expected: Rows
+) -> None:
+    """With a pace the CPU's experts are a thread's."""
+    paced = replace(split_by(at_random(2), tiny_moe, "half"), device="sim:expert=10us,host=10us")
+    with Engine(tiny_moe, paced) as engine:
+        assert np.array_equal(logits(engine), expected)
+
+
+def test_an_unknown_form_runs_as_before_and_says_why(
+    tiny_moe: Path, expected: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NoForm("its rows are folded")
+
+    monkeypatch.setattr(layers, "find_form", refuse)
+    with Engine(tiny_moe, split_by(stay, tiny_moe, "least")) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert engine.hybrid is not None
+        assert "its rows are folded" in engine.hybrid.switch.declined
+        assert engine.counters().split_layers == 0
+        cuts = engine.counters().cuts
+        engine.sequences.extend(0, [1, 2])
+        assert engine.counters().cuts == cuts, "the CPU computes it, as below min-batch"
+
+
+class Broken(Exception):
+    pass
+
+
+def _fail_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
+    inner = HostGraph.compute
+
+    def fail(self: HostGraph, stream: Stream, layer: int) -> int:
+        patch.setattr(Stream, "compute", lambda self, graph: -1)
+        return inner(self, stream, layer)
+
+    patch.setattr(HostGraph, "compute", fail)
+
+
+def _fail_to_place(patch: pytest.MonkeyPatch) -> None:
+    def fail(self: RowPlacer, *_: object) -> int:
+        raise DeviceFailed("placing experts' rows of layer 1 failed with ggml status -1")
+
+    patch.setattr(RowPlacer, "place", fail)
+
+
+def _fail_on_the_device(patch: pytest.MonkeyPatch) -> None:
+    inner = Stream.compute
+    n_computed = 0
+
+    def fail(self: Stream, graph: Graph) -> int:
+        nonlocal n_computed
+        n_computed += 1
+        return -1 if n_computed == 4 else inner(self, graph)
+
+    patch.setattr(Stream, "compute", fail)
+
+
+def _fail_to_copy(patch: pytest.MonkeyPatch) -> None:
+    def fail(self: ThreadCopier, transfer: Transfer) -> None:
+        raise Broken("the link is down")
+
+    patch.setattr(ThreadCopier, "_copy", fail)
+
+
+@pytest.mark.parametrize("device", ["sim", "sim:expert=10us,host=10us"])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (_fail_on_the_cpu, "computing experts of layer .* on the CPU failed with ggml status -1"),
+        (_fail_to_place, "placing experts' rows"),
+        (_fail_on_the_device, "status"),
+        (_fail_to_copy, "the link is down"),
+    ],
+)
+def test_a_fault_ends_the_request_and_the_next_one_has_the_right_bits(
+    tiny_moe: Path,
+    expected: Rows,
+    fault: Callable[[pytest.MonkeyPatch], None],
+    message: str,
+    device: str,
+) -> None:
+    turns = at_random(3)
+
+    with Engine(tiny_moe, replace(split_by(turns, tiny_moe, "half"), device=device)) as engine:
+        engine.sequences.extend(0, [4, 5, 6])
+        engine.sequences.rewind(0, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            with pytest.raises(DeviceFailed, match=message):
+                engine.sequences.extend(0, [1, 2, 3, 250, 99])
+        assert engine.sequences.length(0) == 0
+        assert np.array_equal(logits(engine), expected)
