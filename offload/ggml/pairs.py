@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,14 +60,13 @@ class HostRows:
     """Memory of the host as a row of numbers for each pair, seen by numpy and by ggml."""
 
     def __init__(self, buffer: Buffer, offset_bytes: int, n_rows: int, n: int, of: str) -> None:
-        """`of`: f32 or i32. The tensor is [n, 1, n_rows], or [n_rows] of single numbers if n is 0."""
-        width = max(1, n)
-        dtype = np.float32 if of == "f32" else np.int32
-        size_bytes = 4 * width * n_rows
+        """`of`: f32, or i32 for single numbers, of which `n` is 0 and the tensor [1, n_rows]."""
+        size_bytes = 4 * max(1, n) * n_rows
         self.memory = buffer.host_range.part(offset_bytes, size_bytes)
-        flat = self.memory.array().view(dtype)
-        self.array: NDArray[np.float32] | NDArray[np.int32] = flat if not n else flat.reshape(-1, n)
-        shape = (1, n_rows, 1, 1) if not n else (n, 1, n_rows, 1)
+        self.array: NDArray[Any] = self.memory.array().view(np.float32 if of == "f32" else np.int32)
+        if n:
+            self.array = self.array.reshape(-1, n)
+        shape = (n, 1, n_rows, 1) if n else (1, n_rows, 1, 1)
         self.tensor = new_tensor(of, shape, (buffer, offset_bytes))
 
     def first(self, n_rows: int) -> HostRange:

@@ -95,9 +95,7 @@ class HostGraph:
         adds = [made[node] for node in form.nodes if node.is_op("ADD_ID")]
         self._sources += [Redirect(add, 1) for add in adds]
 
-    def _twin(
-        self, node: Tensor, made: dict[Tensor, Tensor], at: tuple[Buffer, int]
-    ) -> Tensor:
+    def _twin(self, node: Tensor, made: dict[Tensor, Tensor], at: tuple[Buffer, int]) -> Tensor:
         sources = [made.get(source, source) for source in node.sources]
         row = 4 * node.shape[0]
         shape, strides = (node.shape[0], 1, self.most, 1), (4, row, row, row * self.most)

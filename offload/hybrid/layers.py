@@ -111,8 +111,8 @@ class HybridExecutor:
     def layers_of(
         self, graph: Graph, products: Sequence[Product], layout: SlotLayout
     ) -> dict[Tensor, HybridLayer]:
-        """The layers to split, by the ids of their router. None where one has an unknown form: then
-        none of the model is ever split, for the reason that the switch then has."""
+        """The layers to split, by the ids of their router. Where one has an unknown form, no layer
+        of the model is ever split, for the reason that the switch has from then on."""
         places = layout.places()
         members: dict[Tensor, list[Product]] = {}
         for product in products:
@@ -142,11 +142,7 @@ class HybridExecutor:
         assert first.ids is not None
         n_used, n_tokens, _, _ = first.ids.shape
         known = self._known.get(group)
-        if (
-            known is None
-            or known.operations != between
-            or known.host.most < n_used * n_tokens
-        ):
+        if known is None or known.operations != between or known.host.most < n_used * n_tokens:
             form = find_form(graph, products)
             host, placer = self._graph_of(form, n_used * n_tokens)
             weights = known.weights if known is not None else layer_weights(form, layer)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from offload.errors import DeviceUnavailable
 from offload.units import parse_bytes, parse_rate, parse_seconds
 
-
 _KEYS = ("vram", "bw", "latency", "expert", "host")
 
 

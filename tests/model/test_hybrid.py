@@ -151,9 +151,7 @@ def expected(tiny_moe: Path) -> Rows:
         return logits(engine)
 
 
-def test_off_asks_nothing_of_the_device_below_its_min_batch(
-    tiny_moe: Path, expected: Rows
-) -> None:
+def test_off_asks_nothing_of_the_device_below_its_min_batch(tiny_moe: Path, expected: Rows) -> None:
     with Engine(tiny_moe, options(StreamingOptions())) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.hybrid is None
@@ -190,12 +188,19 @@ class Broken(Exception):
     pass
 
 
+class _Failing(Stream):
+    def __init__(self) -> None:
+        """Opens nothing."""
+
+    def compute(self, graph: Graph) -> int:
+        return -1
+
+
 def _fail_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
     inner = HostGraph.compute
 
     def fail(self: HostGraph, stream: Stream, layer: int) -> int:
-        patch.setattr(Stream, "compute", lambda self, graph: -1)
-        return inner(self, stream, layer)
+        return inner(self, _Failing(), layer)
 
     patch.setattr(HostGraph, "compute", fail)
 
