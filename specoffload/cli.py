@@ -150,6 +150,10 @@ def bench(line: CommandLine) -> None:
         from specoffload.commands.bench_overlap import bench_overlap
 
         bench_overlap(own.repetitions)
+    elif own.hybrid:
+        from specoffload.commands.bench_hybrid import bench_hybrid
+
+        bench_hybrid(own.repetitions)
     elif own.policies:
         from specoffload.commands.bench_policies import bench_policies
 

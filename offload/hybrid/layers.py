@@ -65,6 +65,7 @@ class HybridLayer:
     n_tokens: int
     n_pairs: int = 0  # that the CPU computes, this time
     n_on_device: int = 0  # experts
+    split_at_s: float = 0.0
     began_s: float = 0.0  # when the device had all that its experts need
 
 
@@ -192,6 +193,7 @@ class HybridExecutor:
         """A layer is split, with so many experts on either side; its inputs were fetched."""
         counters = self._counters
         layer.n_on_device, layer.n_pairs = n_on_device, 0
+        layer.split_at_s = time.perf_counter()
         counters.split_layers += 1
         on_host = kinds.take(ids).ravel() == HOST if n_on_host else None
         n_hit = int(np.count_nonzero(resident.take(ids)))
@@ -231,9 +233,11 @@ class HybridExecutor:
             return 0
         running, self._running = self._running, None
         status = running.result() if running is not None else self._compute(layer)
-        return status or layer.placer.place(
+        status = status or layer.placer.place(
             stream, layer.n_pairs, layer.output, layer.weights.layer
         )
+        self._counters.split_s += time.perf_counter() - layer.split_at_s
+        return status
 
     def abandon(self) -> None:
         """After a failure: return when nothing is under way."""

@@ -28,9 +28,7 @@ class StreamCounters:
     n_pairs_host: int = 0  # on the CPU
     host_s: float = 0.0  # the CPU's time for those
     split_layers: int = 0
-    split_s: float = (
-        0.0  # from a split to the moment at which all its rows were given to the device
-    )
+    split_s: float = 0.0  # of those in which the CPU had some: until its rows were handed over
 
     def __add__(self, other: StreamCounters) -> StreamCounters:
         names = [field.name for field in fields(self)]

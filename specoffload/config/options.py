@@ -197,6 +197,7 @@ class BenchOptions:
     n_predict: int = 64
     repetitions: int = 5
     overlap: bool = False
+    hybrid: bool = False
     policies: bool = False
     vs: str | None = None
 

@@ -244,6 +244,10 @@ BENCH = (
         "Measure how well copies hide behind computation.", _P, commands=_BENCH,
     ),
     Flag(
+        BenchOptions, "hybrid", ("--hybrid",), SWITCH,
+        "Measure how well CPU and device compute a layer's experts at once.", _P, commands=_BENCH,
+    ),
+    Flag(
         BenchOptions, "policies", ("--policies",), SWITCH,
         "Compare draft-length policies (code, prose, noise).", _P, commands=_BENCH,
     ),
