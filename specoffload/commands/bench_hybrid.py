@@ -36,8 +36,14 @@ from specoffload import report
 from specoffload.commands.bench import commit, machine
 
 LIMIT = 1.10
-_SHAPE: dict[str, Any] = {"n_layer": 6, "n_embd": 256, "n_expert": 32, "n_expert_used": 8, "n_ff_exp": 256,
-          "quant": "q4_K"}  # fmt: skip
+_SHAPE: dict[str, Any] = {
+    "n_layer": 6,
+    "n_embd": 256,
+    "n_expert": 32,
+    "n_expert_used": 8,
+    "n_ff_exp": 256,
+    "quant": "q4_K",
+}
 _EXPERT_S = 4e-3
 _COPY_S = 4e-3  # an expert's bytes through the link
 
