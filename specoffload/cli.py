@@ -147,11 +147,11 @@ def bench(line: CommandLine) -> None:
     """Measure plain, wrapped and speculative decoding."""
     own = line.of(BenchOptions)
     if own.overlap:
-        from specoffload.commands.bench_overlap import bench_overlap
+        from specoffload.commands.on_sim.bench_overlap import bench_overlap
 
         bench_overlap(own.repetitions)
     elif own.hybrid:
-        from specoffload.commands.bench_hybrid import bench_hybrid
+        from specoffload.commands.on_sim.bench_hybrid import bench_hybrid
 
         bench_hybrid(own.repetitions)
     elif own.policies:
