@@ -43,7 +43,7 @@ class Count:
 
 
 class Place:
-    """Where a tensor of our own lies: wherever another one does, changed as often as needed."""
+    """The place of a tensor of our own: that of another one, changed as often as needed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

@@ -147,7 +147,7 @@ class Tensor:
 
     @property
     def parameters(self) -> bytes:
-        """What the operation is told beside its sources."""
+        """Parameters of the operation, beside its sources."""
         return bytes(self._struct.op_params)
 
     @property

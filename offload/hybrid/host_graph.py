@@ -29,7 +29,7 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """What differs from layer to layer of one form."""
+    """Weights and scales: all that differs from layer to layer of one form."""
 
     layer: int
     sources: tuple[Tensor, ...]  # weights of the products, then biases
@@ -51,8 +51,8 @@ class HostGraph:
     """
 
     def __init__(self, form: Form, most: int, device: Device) -> None:
-        """What is exchanged with `device` lies in memory that it copies from directly, where there
-        is such. Raises DoesNotFit."""
+        """Rows that go to `device` or come from it lie in memory that it copies directly, where
+        there is such. Raises DoesNotFit."""
         cpu = cpu_device()
         self.most = most
         self.n_out = form.down.node.shape[0]

@@ -45,7 +45,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Hybrid:
-    """What an engine's executors need to split layers."""
+    """All that an engine's executors need to split layers."""
 
     switch: HybridSwitch
     team: CpuTeam
@@ -71,7 +71,7 @@ class HybridLayer:
 
 @dataclass(frozen=True)
 class _Known:
-    """What was found out about a layer, for the graphs in which its nodes do the same."""
+    """A layer as it was found, for all graphs in which its nodes do the same."""
 
     operations: tuple[int, ...]
     host: HostGraph

@@ -1,4 +1,4 @@
-"""Which batches have their layers split between the CPU and the device, and how."""
+"""The batches whose layers are split between the CPU and the device, and who splits them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `bench` measures on simulated devices."""
+"""Measurements of `bench` on simulated devices."""
