@@ -61,12 +61,12 @@ def be_verbose(*, library: bool = False) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Marked())
     handler.addFilter(lambda record: library or is_told(record))
-    logging.basicConfig(level=logging.DEBUG, handlers=[handler])
+    logging.basicConfig(level=logging.DEBUG if library else logging.INFO, handlers=[handler])
 
 
 def is_told(record: logging.LogRecord) -> bool:
     """True for a line that --verbose shows without the library's log."""
-    return record.levelno >= logging.WARNING or _is_ours(record)
+    return record.levelno >= (logging.INFO if _is_ours(record) else logging.WARNING)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -90,7 +90,7 @@ def verbosity() -> tuple[bool, bool]:
 
 
 def is_verbose() -> bool:
-    return logging.getLogger().isEnabledFor(logging.DEBUG)
+    return logging.getLogger().isEnabledFor(logging.INFO)
 
 
 def console() -> Console:
@@ -111,7 +111,7 @@ def paragraph(words: str) -> None:
 
 def note(words: str) -> None:
     """A line on what the program does or leaves out, to standard error."""
-    _err.print(words, style="dim", markup=False, soft_wrap=True)
+    _err.print(words, style="dim", markup=False, soft_wrap=not _err.is_terminal)
 
 
 def detail(words: str) -> None:
@@ -121,7 +121,8 @@ def detail(words: str) -> None:
 
 
 def error(words: str) -> None:
-    _err.print(f"specoffload: {words}", style="red", markup=False, soft_wrap=True)
+    words = f"specoffload: {words}"
+    _err.print(words, style="red", markup=False, soft_wrap=not _err.is_terminal)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -209,7 +210,8 @@ def summary(stats: GenerationStats) -> list[str]:
             f"acceptance {stats.acceptance_rate:.0%} ({stats.n_accepted} of {stats.n_drafted}), "
             f"{stats.tokens_per_round:.2f} tokens per round"
         )
-    return [speed, f"{drafts} · streamed {bytes_text(stats.streamed_bytes)}"]
+    streamed = f" · streamed {bytes_text(stats.streamed_bytes)}" if stats.streamed_bytes else ""
+    return [speed, drafts + streamed]
 
 
 def spec_lines(stats: GenerationStats) -> list[str]:

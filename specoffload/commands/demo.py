@@ -49,9 +49,9 @@ _LINK = "2 GB/s"
 _DEVICE = f"sim:bw={_LINK.replace(' ', '')}"
 _VRAM_BYTES = 8 << 20
 NEXT = (
-    "Go on:  specoffload run MODEL.gguf -p TEXT      --draft DRAFT.gguf speculates",
-    "        specoffload serve MODEL.gguf            the OpenAI API, on port 8080",
-    "        specoffload bench --overlap             such figures, measured with care",
+    "Go on:  specoffload run -hf user/repo:Q4_K_M     fetch a model and talk to it",
+    "        specoffload plan MODEL.gguf              what would lie where, at what speed",
+    "        specoffload serve MODEL.gguf -md DRAFT.gguf     the OpenAI API, with drafts",
 )
 _FRAMES_PER_S = 12.0
 
@@ -171,20 +171,20 @@ def _heading(way: Way) -> str:
     where = target.choice.description if target.choice.on_gpu else f"simulated GPU, {_LINK} link"
     assert target.plan is not None
     streamed, slots = (n / 2**20 for n in (target.plan.streamed_bytes, target.plan.slot_bytes))
-    return f"Demo pair, {where}: {streamed:.0f} MiB of weights through {slots:.0f} MiB of slots"
+    return f"Demo pair, {where}: {streamed:.0f} MiB of weights, {slots:.0f} MiB of GPU memory"
 
 
 def _costs(way: Way) -> tuple[Sequence[float], str]:
     """T(n), and what drafts came to with it, once that is known."""
     assert way.session.speculation is not None
     step_s = way.session.speculation.costs.step_s
-    words = f": T(8) is {step_s[7] / step_s[0]:.1f} T(1)" if len(step_s) >= 8 else ""
+    words = f": T(8) = {step_s[7] / step_s[0]:.1f} T(1)" if len(step_s) >= 8 else ""
     if way.stats is None:
         return step_s, words
     if way.stats.acceptance_rate is None:
         return step_s, f"{words}; nothing was drafted"
     accepted, each = way.stats.acceptance_rate, way.stats.tokens_per_round
-    return step_s, f"{words}; {accepted:.0%} accepted, {each:.1f} tokens a round"
+    return step_s, f"{words}; {accepted:.0%} of drafts right, {each:.1f} tokens each"
 
 
 def _column(way: Way, running: Sequence[Way]) -> Column:

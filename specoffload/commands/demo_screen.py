@@ -14,7 +14,7 @@ from rich.text import Text
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS = 2
-_CAPTION = "T(n), one decode of n tokens"
+_CAPTION = "T(n), a decode of n tokens"
 _OTHER_ROWS = 14  # of the screen: everything but the columns' text and the footer
 _TEXT_ROWS = (4, 16)  # of a column: at least, at most
 

@@ -35,23 +35,22 @@ def doctor(folder: Path, *, numa: bool) -> None:
     """
     topology = read_topology()  # before the library starts threads
     threads = plan_threads(topology)
-    for line in machine_lines(topology):
-        report.line(line)
-    for line in library_lines(folder):
-        report.line(line)
-    report.line(_tuned_line(folder, topology))
+    for line in (*machine_lines(topology), *library_lines(folder)):
+        report.paragraph(line)
+    report.paragraph(_tuned_line(folder, topology))
     if numa:
         _show_nodes(topology)
     findings = diagnose(topology, read_facts(), threads)
     for finding in findings:
-        report.line(_finding_line(finding))
+        if numa or finding.severity != "info":
+            report.paragraph(_finding_line(finding))
     if numa and topology.is_numa:
         _show_shares(topology, threads)
     elif numa:
         report.line(f"placement was not tried: {ONE_NODE}")
     is_tuned = not topology.is_numa or load_tuned(folder, topology).result is not None
     last = last_line(_not_used(), findings, why_not_kept(folder), is_tuned=is_tuned)
-    report.line(last)
+    report.paragraph(last)
     report.data(
         {
             "machine": machine_lines(topology),
@@ -111,7 +110,8 @@ def machine_lines(topology: Topology) -> list[str]:
     locked = "unlimited" if soft == resource.RLIM_INFINITY else report.bytes_text(soft)
     return [
         f"processors: {len(topology.cores)} cores, {len(topology.usable_cores)} usable by this"
-        f" process ({format_list(topology.allowed_cpus)}), {len(topology.nodes)} memory nodes",
+        f" process ({format_list(topology.allowed_cpus)}), "
+        + ("one memory node" if not topology.is_numa else f"{len(topology.nodes)} memory nodes"),
         f"memory: {report.bytes_text(memory.total)}, {report.bytes_text(room.available_bytes)} may"
         f" be taken ({room.limited_by})",
         f"huge pages: transparent {topology.huge_page_mode}, "

@@ -41,8 +41,8 @@ def show_models(config_for: Callable[[Path], Config], environment: Environment) 
         )  # fmt: skip
     else:
         folders = (hub, environment.llama_cache, *environment.ollama_folders)
-        report.line(f"no models in {', '.join(map(str, folders))}")
-        report.line("fetch one: specoffload run -hf user/repo[:quant]")
+        report.paragraph(f"no models in {', '.join(map(str, folders))}")
+        report.line("fetch one: specoffload run -hf user/repo:Q4_K_M")
 
 
 def describe(model: CachedModel, config_for: Callable[[Path], Config]) -> dict[str, Any]:

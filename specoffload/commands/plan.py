@@ -159,7 +159,7 @@ def _show(planned: Planned) -> None:
     plan, facts, memory = planned.plan, planned.facts, planned.memory
     experts = f", {facts.n_experts} experts, {facts.n_experts_used} used" if facts.n_experts else ""
     report.line(
-        f"{facts.path.name}: {facts.architecture}, {facts.size_bytes / _GIB:.1f} GiB, "
+        f"{facts.path.name}: {facts.architecture}, {report.bytes_text(facts.size_bytes)}, "
         f"{facts.n_layers} layers{experts}"
     )
     rows = [
@@ -185,14 +185,14 @@ def _show(planned: Planned) -> None:
     shown += [("free", f"{(vram - used) / _GIB:.2f}", ""),
               ("device memory", f"{vram / _GIB:.2f}", planned.why_vram)]  # fmt: skip
     report.table("Device memory", ("", "GiB", ""), shown)
-    report.line(f"streams from host memory: {plan.streamed_bytes / _GIB:.1f} GiB")
     if plan.streamed:
+        report.line(f"streams from host memory: {report.bytes_text(plan.streamed_bytes)}")
         pays = "never" if plan.min_batch is None else f"from {plan.min_batch} tokens on"
         report.line(f"streaming is expected to pay {pays} (--min-batch auto measures it)")
     expected, machine = _expected(planned), planned.machine
     report.line(
-        f"expected: prefill {expected['prefill_tps']:.0f} tokens/s, decoding "
-        f"{expected['decode_tps']:.1f} tokens/s"
+        f"expected: prefill {expected['prefill_tps']:,.0f} tokens/s, decoding "
+        f"{expected['decode_tps']:,.1f} tokens/s"
     )
     report.line(
         f"with a link of {machine.link_bytes_per_s / 1e9:g} GB/s and RAM of "

@@ -96,7 +96,7 @@ def _measured(
     streams = streams_in_verification(target)
     options = full_options(n_max, repetitions, len(tokens), target.n_ctx, streams=streams)
     key = key_of(target, session.draft)
-    with report.progress("measuring T(n)") as bar:
+    with report.progress("measuring what batches take") as bar:
         costs = run_measure(target, session.draft, tokens, options, key, bar)
     depths = " and ".join(map(str, options.depths))
     report.note(

@@ -53,8 +53,8 @@ def _unpinned(options: Options, n_threads: int | None, host: Host, remarks: Rema
     if n_threads is None:
         n_threads = max(1, min(host.n_physical, host.n_allowed))
         remarks.reason(
-            f"{n_threads} threads: {host.n_physical} physical cores, {host.n_allowed} allowed to "
-            "this process"
+            f"{n_threads} thread{'s' * (n_threads != 1)}: {host.n_physical} physical cores, "
+            f"{host.n_allowed} allowed to this process"
         )
     return Threads(n_threads, options.threads_batch or n_threads)
 

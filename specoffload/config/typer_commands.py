@@ -20,7 +20,7 @@ from specoffload.ctrl_c import EXIT_CODE
 
 _FIRST = "to begin with"
 HELP_ALL = "--help-all"
-_MORE = f"All flags: {HELP_ALL}. All their names, variables and defaults: docs/flags.md."
+_MORE = "{n} more flags ({panels}): {all}. All names, variables and defaults: docs/flags.md."
 
 
 def add_command(
@@ -51,8 +51,24 @@ def add_command(
         help=inspect.getdoc(function),
         cls=_class_for(command),
         options_metavar="[FLAGS]",
-        epilog=_MORE if command in OPENS else None,
+        epilog=_more(command),
     )(run)
+
+
+def _in_first_help(command: str, flag: Flag) -> bool:
+    """True for what fits a screen: the flags that people need first, and the command's own."""
+    if flag.is_rare or flag.first or command not in OPENS:
+        return not flag.is_rare
+    return flag.panel in (Panel.COMMAND, Panel.SERVER)
+
+
+def _more(command: str) -> str | None:
+    """The line under a help that leaves flags out."""
+    left_out = [flag for flag in flags_of(command) if not _in_first_help(command, flag)]
+    if not left_out:
+        return None
+    panels = ", ".join(p for p in Panel if any(flag.panel is p for flag in left_out))
+    return _MORE.format(n=len(left_out), panels=panels, all=HELP_ALL)
 
 
 def _class_for(command: str) -> type[TyperCommand]:
@@ -75,12 +91,25 @@ def _class_for(command: str) -> type[TyperCommand]:
             ctx.obj = read_command_line(command, args, read_environment())
             return []
 
+        def get_help_option(self, ctx: Any) -> Any:
+            option = super().get_help_option(ctx)
+            if option is not None:
+                option.hidden = True  # who reads it has found it
+            return option
+
     return _Command
 
 
 def _positional(command: str) -> list[inspect.Parameter]:
+    """Shown where they add to the usage line, which has their names."""
     return [
-        _parameter("word", str, typer.Argument(metavar=p.metavar, help=p.help, show_default=False))
+        _parameter(
+            "word",
+            str,
+            typer.Argument(
+                metavar=p.metavar, help=p.help, show_default=False, hidden=command in OPENS
+            ),
+        )
         for p in POSITIONALS
         if command in p.commands
     ]
@@ -92,16 +121,18 @@ def _options(command: str) -> list[inspect.Parameter]:
     order = list(Panel)
     rows = [(_FIRST, flag) for flag in flags if flag.first]
     rest = sorted((f for f in flags if not f.first), key=lambda f: order.index(f.panel))
-    return [_option(panel, flag) for panel, flag in (*rows, *((str(f.panel), f) for f in rest))]
+    return [
+        _option(command, panel, flag) for panel, flag in (*rows, *((str(f.panel), f) for f in rest))
+    ]
 
 
-def _option(panel: str, flag: Flag) -> inspect.Parameter:
+def _option(command: str, panel: str, flag: Flag) -> inspect.Parameter:
     declared = typer.Option(
         *_shown_names(flag),
         help=escape(_help_words(flag)),
         metavar=flag.kind.metavar or " ",
         rich_help_panel=panel,
-        hidden=flag.is_rare,
+        hidden=not _in_first_help(command, flag),
         show_default=False,
     )
     kind = bool if flag.is_switch else str

@@ -73,7 +73,10 @@ class Session:
             )
             if drafts_anything(config.spec.options, has_draft=self.draft is not None):
                 self.speculation = Speculation(
-                    config.spec, self.target, self.draft, partial(on_progress, "measuring T(n)")
+                    config.spec,
+                    self.target,
+                    self.draft,
+                    partial(on_progress, "measuring what batches take"),
                 )
                 opened.callback(self.speculation.close)
             self.batcher = Batcher(

@@ -100,7 +100,7 @@ def load_stored(path: Path, key: ProfileKey) -> tuple[StoredProfile | None, str]
     if not path.exists():
         return None, "no profile of this model and plan is stored yet"
     try:
-        return load(path, key), f"profile of an earlier run: {path}"
+        return load(path, key), f"of an earlier run, {path}"
     except BadProfile as e:
         return None, f"{e}; it is not used"
 

@@ -63,7 +63,7 @@ RUN = (
     Flag(
         RunOptions, "escape", ("--escape", "-e"), SWITCH,
         "Read \\n, \\t, \\\\ and the like in the prompt as what they stand for.", _P, commands=_RUN,
-        off=("--no-escape",),
+        off=("--no-escape",), rare=True,
     ),
     Flag(
         RunOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
@@ -153,7 +153,7 @@ SERVE = (
     ),
     Flag(
         ServeOptions, "api_key_file", ("--api-key-file",), PATH, "File of such tokens, one a line.",
-        Panel.SERVER, variables=("LLAMA_ARG_API_KEY_FILE",), commands=_SERVE,
+        Panel.SERVER, variables=("LLAMA_ARG_API_KEY_FILE",), commands=_SERVE, rare=True,
     ),
     Flag(
         ServeOptions, "cors_origins", ("--cors-origins",), TEXT,
@@ -185,7 +185,7 @@ SERVE = (
     Flag(
         ServeOptions, "ui", ("--ui", "--webui"), _UI, "A page to chat with, at /.", Panel.SERVER,
         off=("--no-ui", "--no-webui"), off_value="none", variables=("LLAMA_ARG_UI",),
-        commands=_SERVE, bare="auto",
+        commands=_SERVE, bare="auto", rare=True,
     ),
     Flag(
         ServeOptions, "parallel", ("--parallel", "-np"), PARALLEL,
@@ -216,11 +216,12 @@ SERVE = (
     Flag(
         ServeOptions, "slot_save_path", ("--slot-save-path",), PATH,
         "Folder for what POST /slots/ID?action=save keeps.", Panel.SERVER, commands=_SERVE,
+        rare=True,
     ),
     Flag(
         AskedOptions, "time_limit_s", ("--time-limit",), FLOAT,
         "Seconds after which an answer ends as it is.", Panel.SERVER, above=0, commands=_SERVE,
-        default_words="none", request="time_limit_s",
+        default_words="none", request="time_limit_s", rare=True,
     ),
     Flag(
         AskedOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,

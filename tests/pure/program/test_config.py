@@ -75,12 +75,15 @@ def test_every_command_of_the_program_has_its_words_read_by_the_table() -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "serve"])
-def test_help_shows_panels_and_all_of_it_on_demand(command: str) -> None:
-    short = CliRunner().invoke(app, [command, "--help"]).stdout
-    for panel in ("to begin with", "model", "offload", "speculation", "sampling", "debugging"):
-        assert f"─ {panel} ─" in short
+def test_help_fits_a_screen_and_shows_all_of_it_on_demand(command: str) -> None:
+    short = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+    assert "─ to begin with ─" in short
+    assert len(short.splitlines()) <= 50
     assert "--spec-ngram-mod-n-max" not in short
     every = CliRunner().invoke(app, [command, "--help-all"], env={"COLUMNS": "200"}).stdout
+    for panel in ("to begin with", "model", "offload", "speculation", "sampling", "debugging"):
+        assert f"─ {panel} ─" in every
+        assert panel in short
     for flag in flags_of(command):
         assert (*flag.names, *flag.off)[0] in every
 
