@@ -49,9 +49,9 @@ _LINK = "2 GB/s"
 _DEVICE = f"sim:bw={_LINK.replace(' ', '')}"
 _VRAM_BYTES = 8 << 20
 NEXT = (
-    "Go on:  specoffload run -hf user/repo:Q4_K_M     fetch a model and talk to it",
-    "        specoffload plan MODEL.gguf              what would lie where, at what speed",
-    "        specoffload serve MODEL.gguf -md DRAFT.gguf     the OpenAI API, with drafts",
+    "Go on:  specoffload run -hf user/repo:Q4_K_M   fetches a model and talks to it",
+    "        specoffload plan MODEL.gguf   says what would lie where, and the speed",
+    "        specoffload serve MODEL.gguf -md DRAFT.gguf   is an OpenAI server",
 )
 _FRAMES_PER_S = 12.0
 

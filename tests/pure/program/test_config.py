@@ -97,7 +97,7 @@ def test_every_automatic_choice_has_a_reason() -> None:
     assert config.draft is not None
     assert config.draft.name == "draft.gguf"
     assert any("embedded" in reason for reason in config.reasons)
-    assert any("threads" in reason for reason in config.reasons)
+    assert any("thread" in reason for reason in config.reasons)
 
 
 def test_what_was_said_needs_no_reason() -> None:
