@@ -321,7 +321,7 @@ TEXT = (
         "--in-prefix-bos", "--simple-io",
     ),
     *valued(_LINES, "--in-prefix", "--in-suffix"),
-    foreign("--completion-bash", Refused("specoffload --help names its own way")),
+    foreign("--completion-bash", Refused("the shell completes flags once specoffload has taught it: docs/install.md")),
     *valued(Refused("`specoffload serve` is a server, and run needs none"), "--server-base"),
     *switches(NoEffect("there is no /infill"), "--spm-infill"),
 )  # fmt: skip
