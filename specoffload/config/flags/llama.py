@@ -321,7 +321,7 @@ TEXT = (
         "--in-prefix-bos", "--simple-io",
     ),
     *valued(_LINES, "--in-prefix", "--in-suffix"),
-    foreign("--completion-bash", Refused("the shell completes flags once specoffload has taught it: docs/install.md")),
+    foreign("--completion-bash", Refused("docs/install.md says how a shell learns the flags")),
     *valued(Refused("`specoffload serve` is a server, and run needs none"), "--server-base"),
     *switches(NoEffect("there is no /infill"), "--spm-infill"),
 )  # fmt: skip
