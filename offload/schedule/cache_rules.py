@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import heapq
 import math
-from collections.abc import Callable, Collection, Container
+from collections.abc import Collection, Container
 from typing import Protocol
 
 from offload.errors import OffloadError
@@ -44,39 +44,60 @@ class Lru:
         return self._last.get(piece, NEVER)
 
 
-class Lfu:
-    """Keep what is used often, counting a use half after every `half_life` cuts.
+class Lrfu:
+    """Keep what is used often, a use counting half after every `half_life` cuts.
+
+    Recency first, frequency second (LRFU: Lee and others, IEEE Transactions on Computers 50, 2001):
+    what was used in this cut outranks any one use before, and what recurs stays for longer. A cut
+    counts as much as any other, however many pieces it uses: beyond `n_used` they share its weight,
+    so that a prompt, which uses all experts of a layer, leaves those of a decode where they are.
 
     All counts decay alike, so instead of shrinking the old ones each new use weighs more; the rank
     is the base-2 logarithm of the weighted count, which cannot overflow.
     """
 
-    def __init__(self, half_life: float = 4096.0) -> None:
+    def __init__(self, half_life: float, n_used: int = 1) -> None:
         if half_life <= 0:
-            raise OffloadError(f"the half-life of lfu must be over 0 cuts, not {half_life}")
-        self._half_life = half_life
+            raise OffloadError(f"the half-life of lrfu must be over 0 cuts, not {half_life}")
+        self._half_life, self._n_used = half_life, max(1, n_used)
         self._rank: dict[Piece, float] = {}
 
     def touched(self, pieces: Collection[Piece], now: int) -> None:
         rank, new, log2 = self._rank, now / self._half_life, math.log2
+        if len(pieces) > self._n_used:
+            new -= log2(len(pieces) / self._n_used)
         for piece in pieces:
             old = rank.get(piece)
-            rank[piece] = new if old is None else new + log2(1.0 + 2.0 ** min(old - new, 1000.0))
+            rank[piece] = new if old is None else _log2_of_sum(old, new)
 
     def rank(self, piece: Piece) -> float:
         return self._rank.get(piece, NEVER)
 
+    def recurs(self, piece: Piece, now: int) -> bool:
+        """True if the piece's uses count for more than one that is a half-life old."""
+        return self.rank(piece) > now / self._half_life - 1.0
 
-CACHE_RULES: dict[str, Callable[[], CacheRule]] = {"lru": Lru, "lfu": Lfu}
+
+def _log2_of_sum(a: float, b: float) -> float:
+    """log2(2**a + 2**b), of any size."""
+    high, low = (a, b) if a > b else (b, a)
+    return high + math.log2(1.0 + 2.0 ** (low - high))
 
 
-def make_cache_rule(name: str) -> CacheRule:
-    """The rule of that name. Raises OffloadError for a name that is not in CACHE_RULES."""
+HALF_LIFE_STEPS = 4.0  # decodes (docs/log.md)
+CACHE_RULES = ("lrfu", "lru")
+
+
+def make_cache_rule(name: str, n_cuts: int = 1, n_used: int = 1) -> CacheRule:
+    """The rule of that name, for graphs of `n_cuts` cuts and tokens that use `n_used` experts.
+
+    Raises OffloadError for a name that is not in CACHE_RULES.
+    """
     if name not in CACHE_RULES:
         near = difflib.get_close_matches(name, CACHE_RULES, 1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(CACHE_RULES)}"
         raise OffloadError(f"no cache rule is called {name!r}: {hint}")
-    return CACHE_RULES[name]()
+    return Lru() if name == "lru" else Lrfu(HALF_LIFE_STEPS * max(1, n_cuts), n_used)
 
 
 class VictimQueue:

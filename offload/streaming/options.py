@@ -50,7 +50,7 @@ class StreamingOptions:
     warmup: bool = True  # size slots by what a GPU has left after a ubatch; off: by the header
     prefetch: bool = True  # guess a verification batch's experts from the last one's
     n_guesses: int = 20  # guessed experts under way at most (docs/log.md)
-    cache: str = "lru"  # one of CACHE_RULES
+    cache: str = "lrfu"  # one of CACHE_RULES
     hybrid: bool = False  # split layers of small batches between the CPU and the device
     splitter: Splitter | None = None  # decides how; None: by what was measured
     trace: Trace = NO_TRACE
@@ -126,7 +126,8 @@ def executor_maker(
         if not options.overlap or not plan.layout.pools:
             return SerialExecutor(stream, copier, options.trace)
         table = SlotTable({i: pool.n_slots for i, pool in enumerate(plan.layout.pools)})
-        rule = make_cache_rule(options.cache)
+        n_used = max((pool.n_used for pool in plan.layout.pools), default=1)
+        rule = make_cache_rule(options.cache, len(plan.layout.groups), n_used)
         schedule = Schedule(table, rule, options.depth, options.n_guesses)
         return ScheduledExecutor(
             stream,

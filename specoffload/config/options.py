@@ -98,7 +98,7 @@ class Options:
     vram_bytes: int | None = None
     n_gpu_layers: int | None = None
     n_cpu_moe: int | None = None
-    expert_cache: str = "lru"
+    expert_cache: str = "lrfu"
     prefetch_depth: int = 8
     overlap: bool = True
     prefetch: bool = True

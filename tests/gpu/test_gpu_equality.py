@@ -77,7 +77,7 @@ def test_the_serial_stream_gives_the_bits_of_the_resident_model(
 
 
 @pytest.mark.parametrize("slots", ["all", "half", "least"])
-@pytest.mark.parametrize("cache", ["lru", "lfu"])
+@pytest.mark.parametrize("cache", ["lru", "lrfu"])
 def test_overlapped_is_resident_for_every_policy_and_slot_count(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits, cache: str, slots: str
 ) -> None:

@@ -71,7 +71,7 @@ def test_the_serial_twin_gives_the_bits_of_the_resident_model(
         StreamingOptions(depth=1),
         StreamingOptions(depth=1000),
         StreamingOptions(prefetch=False),
-        StreamingOptions(cache="lfu"),
+        StreamingOptions(cache="lru"),
         StreamingOptions(n_gpu_layers=0),
         StreamingOptions(n_gpu_layers=2, depth=2),
     ],

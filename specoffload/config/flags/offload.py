@@ -66,8 +66,10 @@ FLAGS = (
         "read an expert once per token. 0 does not.", rare=True,
     ),
     Flag(
-        Options, "expert_cache", ("--expert-cache",), choice(tuple(CACHE_RULES)),
-        "Which cached slots are replaced.", _P, rare=True,
+        Options, "expert_cache", ("--expert-cache",), choice(CACHE_RULES),
+        "Which cached slots are replaced.", _P,
+        more="lru: those used longest ago. lrfu: those used least, a use counting half after every "
+        "4 decodes, and a prompt's as little as a token's.", reads_as=(("lfu", "lrfu"),), rare=True,
     ),
     Flag(
         Options, "prefetch_depth", ("--prefetch-depth",), INT,

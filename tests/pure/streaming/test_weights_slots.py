@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.errors import OffloadError
-from offload.schedule.cache_rules import CACHE_RULES, Lfu, Lru, VictimQueue, make_cache_rule
+from offload.schedule.cache_rules import CACHE_RULES, Lrfu, Lru, VictimQueue, make_cache_rule
 from offload.schedule.coalesce import Span, coalesce
 from offload.schedule.commands import Copy
 from offload.schedule.predict import Fetch, Routing, expected_union, fetch_of
@@ -146,8 +146,8 @@ def test_lru_gives_up_what_was_used_longest_ago() -> None:
     assert order(rule) == [B, C, A]
 
 
-def test_lfu_gives_up_what_is_used_least_but_forgets_old_fame() -> None:
-    rule = Lfu(half_life=10)
+def test_lrfu_gives_up_what_is_used_least_but_forgets_old_fame() -> None:
+    rule = Lrfu(half_life=10, n_used=2)
     for now in range(5):
         rule.touched([A, B], now)
     rule.touched([B], 5)
@@ -157,8 +157,8 @@ def test_lfu_gives_up_what_is_used_least_but_forgets_old_fame() -> None:
     assert order(rule) == [A, B, C]
 
 
-def test_lfu_counts_decay_by_half_per_half_life() -> None:
-    rule = Lfu(half_life=8)
+def test_lrfu_counts_decay_by_half_per_half_life() -> None:
+    rule = Lrfu(half_life=8)
     for now in (0, 3, 3, 20):
         rule.touched([A], now)
     count = sum(2.0 ** (now / 8) for now in (0, 3, 3, 20))
@@ -167,16 +167,35 @@ def test_lfu_counts_decay_by_half_per_half_life() -> None:
     assert rule.rank(A) == pytest.approx(10**7 / 8)
 
 
+def test_lrfu_lets_a_prompt_that_uses_everything_count_as_little_as_a_token() -> None:
+    rule = Lrfu(half_life=8, n_used=2)
+    rule.touched([A, B], 1)
+    rule.touched([(0, e) for e in range(32)], 2)
+    assert min(rule.rank(A), rule.rank(B)) > rule.rank(C)
+    rule.touched([C], 3)
+    assert rule.rank(C) > rule.rank(A)  # recency first: one use now outweighs one before
+
+
+def test_what_recurs_is_what_was_used_twice_or_just_now() -> None:
+    rule = Lrfu(half_life=8)
+    rule.touched([A], 1)
+    assert rule.recurs(A, 5)
+    assert not rule.recurs(A, 12)
+    rule.touched([A], 2)
+    assert rule.recurs(A, 16)
+    assert not rule.recurs(B, 1)
+
+
 def test_cache_rules_are_made_by_name_and_a_wrong_name_gets_a_hint() -> None:
     assert {name: type(make_cache_rule(name)).__name__ for name in CACHE_RULES} == {
-        "lru": "Lru", "lfu": "Lfu",
+        "lru": "Lru", "lrfu": "Lrfu",
     }  # fmt: skip
     with pytest.raises(OffloadError, match="did you mean lru"):
         make_cache_rule("lur")
-    with pytest.raises(OffloadError, match="there are lru, lfu"):
+    with pytest.raises(OffloadError, match="there are lrfu, lru"):
         make_cache_rule("belady")
     with pytest.raises(OffloadError, match="over 0 cuts"):
-        Lfu(half_life=0)
+        Lrfu(half_life=0)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,123 @@
+"""Measured costs of split layers: times by rows as whole arrays, to text and back. Pure.
+
+What is measured is how long one side takes for some experts of some rows each. A line through the
+numbers of experts gives what one takes and what is paid once; between the numbers of rows that were
+measured costs lie on the line between them, and never fall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.hybrid.split import SplitCosts
+
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True)
+class SideTimes:
+    """One side's times: by rows the seconds of one expert, and what is paid once."""
+
+    by_rows_s: Mapping[int, float]
+    fixed_s: float = 0.0
+
+    def array(self) -> NDArray[np.float64]:
+        """Seconds of one expert of 0, 1, ... rows, up to the most that was measured."""
+        rows = sorted(self.by_rows_s)
+        seconds = [self.by_rows_s[n] for n in rows]
+        at = np.arange(max(rows[-1], 1) + 1)
+        known = np.interp(at, [0, *rows], [0.0, *seconds]) if rows[0] > 1 else np.interp(
+            at, rows, seconds
+        )  # fmt: skip
+        known[0] = 0.0
+        return np.maximum.accumulate(known)
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Everything that was measured of one kind of layer, in seconds."""
+
+    host: SideTimes
+    device: SideTimes
+    copy_s: float  # one expert through the link, while the CPU computes
+    host_slowdown: float = 1.0  # the CPU's times while the link copies over those while it rests
+
+    def costs(self) -> SplitCosts:
+        """The same as arrays, for the split."""
+        return SplitCosts(
+            self.host.array(),
+            self.device.array(),
+            self.host.fixed_s,
+            self.device.fixed_s,
+            self.copy_s,
+            self.host_slowdown,
+        )
+
+
+def side_times(measured: Mapping[int, Sequence[tuple[int, float]]]) -> SideTimes:
+    """One side's times from (experts, seconds) by rows.
+
+    Each number of rows gives a line over the experts; what is paid once is the median of where
+    these begin. Raises ValueError where nothing was measured.
+    """
+    if not measured or not all(measured.values()):
+        raise ValueError("a side's times need a measurement at each number of rows")
+    lines = {rows: _line(points) for rows, points in measured.items()}
+    fixed_s = float(np.median([fixed for fixed, _ in lines.values()]))
+    by_rows_s = {
+        rows: float(np.median([max(0.0, s - fixed_s) / n for n, s in measured[rows]]))
+        for rows in sorted(lines)
+    }
+    return SideTimes(by_rows_s, fixed_s)
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(at no experts, per expert), neither below 0."""
+    numbers = np.array([n for n, _ in points], np.float64)
+    seconds = np.array([s for _, s in points])
+    spread = numbers - numbers.mean()
+    square = float(spread @ spread)
+    slope = max(0.0, float(spread @ seconds) / square) if square else seconds.mean() / numbers[0]
+    return max(0.0, float(seconds.mean() - slope * numbers.mean())), float(slope)
+
+
+def slowdown(alone_s: Sequence[float], beside_copies_s: Sequence[float]) -> float:
+    """The CPU's times while the link reads memory too, over those while it rests; at least 1."""
+    return max(1.0, float(np.median(beside_copies_s) / np.median(alone_s)))
+
+
+# -- as text ---------------------------------------------------------------------------------------
+
+
+def to_json(costs: MeasuredCosts) -> dict[str, Any]:
+    return asdict(costs)
+
+
+def from_json(data: Mapping[str, Any]) -> MeasuredCosts:
+    """Raises ValueError, KeyError or TypeError unless these are times of experts."""
+    return MeasuredCosts(
+        _side_from_json(data["host"]),
+        _side_from_json(data["device"]),
+        _seconds(data["copy_s"]),
+        max(1.0, _seconds(data["host_slowdown"])),
+    )
+
+
+def _side_from_json(data: Mapping[str, Any]) -> SideTimes:
+    by_rows_s = {int(rows): _seconds(s) for rows, s in data["by_rows_s"].items()}
+    if not by_rows_s or not all(1 <= rows <= MOST_ROWS for rows in by_rows_s):
+        raise ValueError(f"times of {sorted(by_rows_s)} rows are none of experts")
+    return SideTimes(by_rows_s, _seconds(data["fixed_s"]))
+
+
+def _seconds(value: Any) -> float:
+    seconds = float(value)
+    if not 0.0 <= seconds < math.inf:
+        raise ValueError(f"{value} is no time in seconds")
+    return seconds

@@ -1,0 +1,91 @@
+"""Split or not, by batch size: at start by measurement, while serving by comparing."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.hybrid.choosing import Watch, split_sizes, words
+
+times = st.dictionaries(st.integers(1, 64), st.floats(1e-3, 10.0), max_size=8)
+
+
+@given(times, times, st.sets(st.integers(1, 64)))
+def test_no_size_is_split_that_was_measured_slower(
+    old_s: dict[int, float], split_s: dict[int, float], before: set[int]
+) -> None:
+    chosen = split_sizes(old_s, split_s, 64, before)
+    for n in old_s.keys() & split_s.keys():
+        if split_s[n] >= old_s[n]:
+            assert n not in chosen
+        if split_s[n] < 0.97 * old_s[n]:
+            assert n in chosen
+    both = old_s.keys() & split_s.keys()
+    assert all(min(both) <= n <= max(both) for n in chosen)
+
+
+def test_a_tie_keeps_what_is() -> None:
+    old_s, split_s = {1: 1.0, 4: 1.0}, {1: 0.98, 4: 0.98}
+    assert split_sizes(old_s, split_s, 64) == frozenset()
+    assert split_sizes(old_s, split_s, 64, before=range(1, 5)) == {1, 2, 3, 4}
+    assert split_sizes(old_s, split_s, 2, before=range(1, 5)) == {1, 2}
+
+
+def test_the_choice_is_said_with_its_reason() -> None:
+    old_s, split_s = {1: 0.2, 2: 0.3, 8: 0.3}, {1: 0.1, 2: 0.15, 8: 0.6}
+    chosen = split_sizes(old_s, split_s, 64)
+    assert words(chosen, old_s, split_s) == (
+        "layers are split in batches of 1 to 3 tokens "
+        "(at 1: 100.0 ms split, 200.0 ms by --min-batch alone)"
+    )
+    assert words((), {1: 0.1}, {1: 0.2}) == (
+        "no layer is split: slower by measurement "
+        "(at 1: 200.0 ms split, 100.0 ms by --min-batch alone)"
+    )
+    assert words((), {}, {}) == "no layer is split: nothing was measured"
+
+
+def served(
+    watch: Watch, n_decodes: int, old_s: float, split_s: float, noise: float = 0.0, seed: int = 0
+) -> float:
+    """Seconds of all decodes of one token, in whatever way the watch says."""
+    rng, total = random.Random(seed), 0.0
+    for _ in range(n_decodes):
+        seconds = (split_s if watch.splits(1) else old_s) * (1.0 + noise * rng.random())
+        total += seconds
+        watch.took(1, seconds)
+    return total
+
+
+def test_what_serves_slower_than_it_was_measured_is_given_up() -> None:
+    watch = Watch({1})
+    assert watch.splits(1)
+    assert not watch.splits(2)
+    served(watch, 100, old_s=1.0, split_s=4.0)
+    assert not watch.splits(1)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.booleans(), st.floats(0.2, 5.0), st.integers(0, 99))
+def test_in_the_long_run_it_is_as_fast_as_the_faster_way(
+    split: bool, ratio: float, seed: int
+) -> None:
+    n = 6000
+    total_s = served(Watch({1} if split else ()), n, 1.0, ratio, noise=0.05, seed=seed)
+    best_s = min(1.0, ratio) * 1.025 * n
+    worse = max(1.0, ratio) / min(1.0, ratio)
+    # 64 decodes until the first trial, then 10 of them each time the wait has doubled.
+    assert total_s <= best_s * 1.035 + (66 + 10 * 7) * (worse - 1.0) * min(1.0, ratio) * 1.05
+
+
+def test_a_change_is_told_so_that_graphs_are_built_anew() -> None:
+    watch, told = Watch(()), []
+    for i in range(200):
+        before = watch.splits(1)
+        changed = watch.took(1, 0.5 if before else 1.0)
+        assert changed == (watch.splits(1) != before)
+        if changed:
+            told.append((i, watch.splits(1)))
+    assert told == [(64, True), (137, False), (146, True)]  # the last two: a trial of the other
