@@ -60,6 +60,8 @@ class ModelDrafter:
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One decode per token for all of them."""
+        if len(requests) == 1:
+            return [self.propose(*requests[0])]
         found = [self._begin(request) for request in requests]
         drafting = [f for f in found if isinstance(f, _Found)]
         feed = [self._memory.tail(f.asked.sequence, f.asked.history) for f in drafting]
