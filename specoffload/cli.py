@@ -168,10 +168,16 @@ def bench(line: CommandLine) -> None:
 
 def profile(line: CommandLine) -> None:
     """Measure T(n), what a decode of n tokens takes, and keep it for the next start."""
-    from specoffload.commands.profile import profile_config
+    from specoffload.commands.profile import plot_stored, profile_config
 
     own = line.of(ProfileOptions)
+    model = line.options.model
+    if model is not None and model.suffix == ".json":
+        plot_stored([model, *own.plot_with], own.plot, own.labels)
+        return
     options = measuring_only(line.options)
+    if own.plot is None:
+        options = remark(options, line.names(ProfileOptions, "plot_with", "labels"), "no --plot")
     if own.import_from is not None:
         idle = line.names(ProfileOptions, "text", "n_max", "repetitions")
         options = remark(options, idle, "what is imported is not measured")
@@ -183,6 +189,9 @@ def profile(line: CommandLine) -> None:
         plot=own.plot,
         export_to=own.export_to,
         import_from=own.import_from,
+        plot_with=own.plot_with,
+        labels=own.labels,
+        force=own.force,
     )
 
 

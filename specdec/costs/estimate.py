@@ -12,6 +12,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from specdec.costs.profile import Timed
+
 TOLERANCE = 0.03  # relative error of a median from which on repetitions agree
 _JAGGEDNESS = 0.05  # by which T(n) may well differ from the line between its neighbours
 _DISTURBED = 1.3  # times the median: something else ran
@@ -27,6 +29,7 @@ class Estimate:
 
     step_s: tuple[float, ...]
     uncertain: tuple[int, ...]
+    timed: tuple[Timed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,16 @@ def estimate(samples: Samples, n_max: int) -> Estimate:
     sizes = sorted(known)
     steps = [expected_s({size: [known[size]] for size in sizes}, n) for n in range(1, n_max + 1)]
     uncertain = [n for n in range(1, n_max + 1) if errors.get(n, float("inf")) > TOLERANCE]
-    return Estimate(tuple(steps), tuple(uncertain))
+    timed = [Timed(n, len(samples[n]), _spread(samples[n])) for n in sizes if n <= n_max]
+    return Estimate(tuple(steps), tuple(uncertain), tuple(timed))
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Half of what lies between the quartiles, over the median."""
+    if len(times) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return (high - low) / 2 / middle if middle > 0 else 0.0
 
 
 def _between(firm: Mapping[int, float], n: int, otherwise: float) -> float:

@@ -8,13 +8,15 @@ none of 1 would find it. The text is real, because the experts that a batch uses
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 from specdec.costs.estimate import Estimate, Wanted, estimate, next_size
-from specdec.costs.profile import CostProfile, ProfileKey
+from specdec.costs.profile import CostProfile, ProfileKey, Timed
 from specdec.errors import BadProfile
 from specdec.types import BlockModel, Target
 
@@ -164,6 +166,20 @@ def measure(
         key or ProfileKey(),
         depths=tuple((depth, e.step_s) for depth, e in found),
         uncertain=tuple(uncertain),
+        timed=_timed([e.timed for _, e in found]),
+        repetitions=options.n_repeats,
+    )
+
+
+def _timed(of_depths: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
+    """Sizes that were timed at every depth; the fewest repetitions, and the mean spread."""
+    by_size: defaultdict[int, list[Timed]] = defaultdict(list)
+    for timed in itertools.chain.from_iterable(of_depths):
+        by_size[timed.n].append(timed)
+    return tuple(
+        Timed(n, min(t.n_repeats for t in each), statistics.fmean(t.spread for t in each))
+        for n, each in sorted(by_size.items())
+        if len(each) == len(of_depths)
     )
 
 

@@ -1,7 +1,12 @@
-"""Plots of a profile and of calibration. matplotlib is an extra and loaded only here."""
+"""Plots of profiles and of calibration. matplotlib is an extra and loaded only here.
+
+Colours are Okabe and Ito's, which colour-blind eyes tell apart; runs differ in their markers, too.
+"""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +16,13 @@ from specdec.errors import SpecDecError
 
 _NOISE = 0.03
 _FEW_OBSERVATIONS = 5.0
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MOST_RUNS = len(_COLOURS)
+_WRAP = 150  # characters of a caption's line
 
 
-def _figure(n_axes: int) -> tuple[Any, Any]:
+def _figure(n_axes: int, height: float = 4.5) -> tuple[Any, Any]:
     try:
         import matplotlib
     except ImportError as e:
@@ -21,51 +30,137 @@ def _figure(n_axes: int) -> tuple[Any, Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, n_axes, figsize=(6 * n_axes, 4.5), constrained_layout=True)
+    figure, axes = pyplot.subplots(1, n_axes, figsize=(6 * n_axes, height), layout="constrained")
     return figure, axes
 
 
-def plot_profile(profile: CostProfile, path: Path) -> None:
-    """Normalised cost, as llama.cpp #17034 plots it, and T(n); sizes at which a token gets dearer
-    are marked.
+def plot_profiles(runs: Mapping[str, CostProfile], path: Path) -> None:
+    """Runs side by side by their labels: normalised cost, as llama.cpp #17034 plots it, and T(n).
 
-    Raises SpecDecError without matplotlib.
+    Raises SpecDecError without matplotlib, or for more than MOST_RUNS.
     """
-    figure, (left, right) = _figure(2)
-    n = range(1, profile.n_max + 1)
-    # Published costs are rounded means; a measured one rises by noise alone every few sizes.
-    tolerance = 1e-9 if profile.relative else _NOISE
-    rises = profile.rises(tolerance)
-    label = "rises" if profile.relative else f"rises by more than {_NOISE:.0%}"
-    left.plot(n, profile.normalised, marker="o", markersize=3, label="measured")
-    if rises:
-        left.plot(rises, [profile.normalised[b - 1] for b in rises], "rx", label=label)
+    _write(profile_figure(runs), path)
+
+
+def profile_figure(runs: Mapping[str, CostProfile]) -> Any:
+    """The figure of `plot_profiles`."""
+    if not 0 < len(runs) <= MOST_RUNS:
+        raise SpecDecError(f"a plot has room for 1 to {MOST_RUNS} profiles, not {len(runs)}")
+    captions = [_caption(label, costs) for label, costs in runs.items()]
+    words = "\n".join(textwrap.fill(caption, _WRAP) for caption in captions)
+    figure, (left, right) = _figure(2, 5.0 + 0.16 * words.count("\n"))
+    in_units = any(costs.relative for costs in runs.values())
+    for i, (label, costs) in enumerate(runs.items()):
+        scale = 1.0 / costs.step_s[0] if in_units else 1e3
+        _draw(left, costs, [c / costs.step_s[0] / n for n, c in _steps(costs)], i, label)
+        _draw(right, costs, [t * scale for _, t in _steps(costs)], i, "")
+        if len(runs) == 1:
+            _draw_depths(right, costs, scale, i)
+            _mark_rises(left, costs)
     left.set(
-        title="Batch Cost Scaling",
-        xlabel="batch size",
-        ylabel="Normalized Cost (relative to batch size 1)",
-        ylim=(0, None),
+        title="Batch cost scaling: one token of a batch",
+        xlabel="n, tokens decoded together",
+        ylabel="T(n) / (n T(1))",
     )
-    if profile.uncertain:
-        doubtful = [profile.normalised[n - 1] for n in profile.uncertain]
-        left.plot(profile.uncertain, doubtful, "o", color="white", mec="C0", label="uncertain")
-    unit, scale = ("T(1)", 1.0) if profile.relative else ("ms", 1e3)
-    right.plot(n, [t * scale for t in profile.step_s], marker="o", markersize=3, label="mean")
-    if rises:
-        dearer = [profile.step_s[b - 1] * scale for b in rises]
-        right.plot(rises, dearer, "rx", label="a token is dearer")
-    for depth, steps in profile.depths if len(profile.depths) > 1 else ():
-        right.plot(n, [t * scale for t in steps], linewidth=0.8, label=f"depth {depth}")
+    unit = "units of T(1)" if in_units else "ms"
     right.set(
-        title="Time of one decode", xlabel="batch size n", ylabel=f"T(n) [{unit}]", ylim=(0, None)
+        title="Time of one decode", xlabel="n, tokens decoded together", ylabel=f"T(n) [{unit}]"
     )
     for axes in (left, right):
-        axes.set_xlim(1, max(2, profile.n_max))
-        axes.set_xticks(range(2, profile.n_max + 1, 2))
-        axes.tick_params(axis="x", labelsize=7)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    _write(figure, path)
+        _dress(axes, max(costs.n_max for costs in runs.values()))
+    handles = [h for axes in (left, right) for h in axes.get_legend_handles_labels()[0]]
+    handles += _legend_of_points(runs.values())
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=8, frameon=False)
+    figure.supxlabel(words, x=0.01, ha="left", fontsize=7, color="#555555")
+    return figure
+
+
+def _steps(costs: CostProfile) -> list[tuple[int, float]]:
+    return list(enumerate(costs.step_s, 1))
+
+
+def _draw(axes: Any, costs: CostProfile, values: Sequence[float], i: int, label: str) -> None:
+    """A run: a line through all sizes, full points with bars where repetitions agree, hollow ones
+    where they do not, and none where a size was interpolated."""
+    colour, marker = _COLOURS[i], _MARKERS[i]
+    sizes = range(1, costs.n_max + 1)
+    timed = {t.n: t for t in costs.timed} if costs.timed else dict.fromkeys(sizes)
+    axes.plot(sizes, values, color=colour, linewidth=0.9, marker=marker, markevery=[0],
+              markersize=4, label=label or "_nolegend_")  # fmt: skip
+    for firm, face in ((True, colour), (False, "white")):
+        drawn = [n for n in timed if (n not in costs.uncertain) == firm]
+        if not drawn:
+            continue
+        spreads = [t.spread if (t := timed[n]) is not None else 0.0 for n in drawn]
+        bars = [values[n - 1] * spread for n, spread in zip(drawn, spreads, strict=True)]
+        axes.errorbar(
+            drawn, [values[n - 1] for n in drawn], yerr=bars if any(bars) else None, fmt=marker,
+            color=colour, markerfacecolor=face, markersize=4, elinewidth=0.8, capsize=1.5,
+        )  # fmt: skip
+
+
+def _draw_depths(axes: Any, costs: CostProfile, scale: float, i: int) -> None:
+    styles = ("--", ":", "-.")
+    for style, (depth, steps) in zip(styles, costs.depths, strict=False):
+        if len(costs.depths) > 1:
+            axes.plot(
+                range(1, costs.n_max + 1), [t * scale for t in steps], color=_COLOURS[i + 1],
+                linewidth=0.9, linestyle=style, label=f"behind {depth} tokens",
+            )  # fmt: skip
+
+
+def _mark_rises(axes: Any, costs: CostProfile) -> None:
+    # Published costs are rounded means; a measured one rises by noise alone every few sizes.
+    rises = costs.rises(1e-9 if costs.relative else _NOISE)
+    label = "a token is dearer" + ("" if costs.relative else f", by more than {_NOISE:.0%}")
+    if rises:
+        axes.plot(rises, [costs.normalised[b - 1] for b in rises], "x", color="black",
+                  markersize=7, label=label)  # fmt: skip
+
+
+def _dress(axes: Any, n_max: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_ylim(0, None)
+    axes.set_xlim(0.5, 1.02 * max(2, n_max))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True))
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend_of_points(runs: Sequence[CostProfile] | Any) -> list[Any]:
+    """What full and hollow points and bars mean, where there are any."""
+    from matplotlib.lines import Line2D
+
+    found = list(runs)
+    grey = {"color": "#555555", "linestyle": "", "marker": "o", "markersize": 4}
+    handles = []
+    if any(costs.timed for costs in found):
+        words = "measured; bars: the middle half of its times"
+        handles.append(Line2D([], [], **grey, label=words))
+    if any({t.n for t in costs.timed} & {*costs.uncertain} for costs in found):
+        hollow = Line2D([], [], **grey, markerfacecolor="white", label="repetitions do not agree")
+        handles.append(hollow)
+    if any(costs.timed and len(costs.timed) < costs.n_max for costs in found):
+        handles.append(Line2D([], [], color="#555555", linewidth=0.9, label="interpolated"))
+    return handles
+
+
+def _caption(label: str, costs: CostProfile) -> str:
+    """A run in words: what was measured on what, how often, at which depths."""
+    said = [costs.title or "model and device unknown"]
+    if not costs.relative:
+        said.append(f"T(1) = {costs.step_s[0] * 1e3:.3g} ms")
+    if costs.timed:
+        counts = [t.n_repeats for t in costs.timed]
+        least, most = min(counts), max(counts)
+        often = f"{least}" if least == most else f"{least} to {most}"
+        said.append(f"{len(counts)} of {costs.n_max} batch sizes measured {often} times each")
+    else:
+        said.append(f"{costs.n_max} batch sizes, repetitions unknown")
+    if costs.depths:
+        said.append(f"behind {' and '.join(str(depth) for depth, _ in costs.depths)} tokens")
+    return f"{label}: {', '.join(said)}"
 
 
 def plot_reliability(calibration: Calibration, path: Path) -> None:
@@ -80,22 +175,29 @@ def plot_reliability(calibration: Calibration, path: Path) -> None:
         points = calibration.reliability(source)
         firm = [x for x in points if x.weight >= _FEW_OBSERVATIONS]
         few = [x for x in points if x.weight < _FEW_OBSERVATIONS]
-        color = f"C{i}"
+        color, marker = _COLOURS[i % MOST_RUNS], _MARKERS[i % MOST_RUNS]
         label = f"{source} ({sum(x.weight for x in points):.0f} recent tokens)"
-        axes.plot([x.mean_p for x in firm], [x.rate for x in firm], color=color, label=label)
+        axes.plot([x.mean_p for x in firm], [x.rate for x in firm], color=color, label=label,
+                  marker=marker, markersize=3)  # fmt: skip
         for drawn, alpha in ((firm, 0.9), (few, 0.25)):
             sizes = [min(150.0, 8.0 + 2 * x.weight) for x in drawn]
             at, rates = [x.mean_p for x in drawn], [x.rate for x in drawn]
             axes.scatter(at, rates, s=sizes, color=color, alpha=alpha, linewidths=0)
     axes.set(
-        title="Reliability",
+        title="Reliability of the drafters' probabilities",
         xlabel="the drafter's probability",
-        ylabel="accepted share",
+        ylabel="share accepted by the target",
         xlim=(-0.02, 1.02),
         ylim=(-0.02, 1.02),
     )
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper left", fontsize=8)
+    words = (
+        "The larger a point, the more observations; faint ones have fewer than "
+        f"{_FEW_OBSERVATIONS:.0f}. Recent rounds count most."
+    )
+    figure.supxlabel(words, x=0.01, ha="left", fontsize=7, color="#555555")
     _write(figure, path)
 
 

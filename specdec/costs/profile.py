@@ -35,12 +35,24 @@ class ProfileKey:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """A batch size that was timed, not interpolated: how often at each depth, and by how much of
+    T(n) the middle half of the times lies around it."""
+
+    n: int
+    n_repeats: int
+    spread: float
+
+
+@dataclass(frozen=True)
 class CostProfile:
     """`step_s[n-1]` is T(n) in seconds, or in units of T(1) when `relative`.
 
     `draft_step_s` is the time of one draft decode in the same unit, 0 when unknown or free.
     `depths` holds the T(n) at each context depth that `step_s` averages. `uncertain` are sizes
     that were interpolated, timed once only, or timed on a machine that was busy with other work.
+    `timed` are those that were measured, none where that is not known; `repetitions` how often each
+    was to be, 0 where nobody said. `title` says for people what was measured on what.
     """
 
     step_s: tuple[float, ...]
@@ -49,6 +61,9 @@ class CostProfile:
     relative: bool = False
     depths: tuple[tuple[int, tuple[float, ...]], ...] = ()
     uncertain: tuple[int, ...] = ()
+    timed: tuple[Timed, ...] = ()
+    repetitions: int = 0
+    title: str = ""
 
     def __post_init__(self) -> None:
         """Raises BadProfile naming the first entry that is not a time."""
@@ -60,11 +75,24 @@ class CostProfile:
         wrong = next((n for n in self.uncertain if not 1 <= n <= len(self.step_s)), None)
         if wrong is not None:
             raise BadProfile(f"batch size {wrong} is marked uncertain and is not in the profile")
+        for t in self.timed:
+            if not (1 <= t.n <= len(self.step_s) and t.n_repeats > 0 and 0 <= t.spread < _MOST):
+                raise BadProfile(f"batch size {t.n} cannot have been timed as it is written")
 
     @property
     def n_max(self) -> int:
         """The largest batch measured."""
         return len(self.step_s)
+
+    def fuller_than(self, other: CostProfile) -> str:
+        """A few words on what this has and `other` lacks, empty where it lacks nothing: larger
+        batches, or as many and more repetitions."""
+        if self.n_max > other.n_max:
+            return f"batches of up to {self.n_max} tokens, the new one of up to {other.n_max}"
+        known = self.repetitions and other.repetitions
+        if known and self.n_max == other.n_max and self.repetitions > other.repetitions:
+            return f"{self.repetitions} repetitions, the new one {other.repetitions}"
+        return ""
 
     def time(self, n: int) -> float:
         """T(n); beyond the profile it continues as the last quarter of it rises."""

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from specdec.costs.calibration import Calibration
-from specdec.costs.profile import CostProfile, ProfileKey
+from specdec.costs.profile import CostProfile, ProfileKey, Timed
 from specdec.errors import BadProfile
 from specdec.whole_file import read_text, write_json
 
 _MOST = 1e300  # floats, and integers that become floats
 _FORMAT = 1
+_MOST_TITLE = 200  # characters
 MOST_PROFILE_BYTES = 1 << 20  # a profile of 10,000 batch sizes has less
 
 
@@ -38,6 +39,9 @@ def save(path: Path, costs: CostProfile, calibration: Calibration | None = None)
         "relative": costs.relative,
         "depths": [{"depth": d, "step_s": list(s)} for d, s in costs.depths],
         "uncertain": list(costs.uncertain),
+        "timed": [[t.n, t.n_repeats, t.spread] for t in costs.timed],
+        "repetitions": costs.repetitions,
+        "title": costs.title,
         "calibration": (calibration or Calibration()).as_data(),
     }
     write_json(path, data)
@@ -84,6 +88,9 @@ def _parse(data: Any) -> StoredProfile:
         data.get("relative") is True,
         tuple((_depth(d.get("depth")), _numbers(d.get("step_s"), "step_s")) for d in depths),
         _sizes(data.get("uncertain", [])),
+        _timed(data.get("timed", [])),
+        _count(data.get("repetitions", 0)),
+        str(data.get("title", ""))[:_MOST_TITLE],
     )
     return StoredProfile(costs, Calibration.from_data(data.get("calibration", {})))
 
@@ -92,6 +99,24 @@ def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(value) is int for value in values):
         raise BadProfile("its uncertain sizes are no list of whole numbers")
     return tuple(values)
+
+
+def _timed(values: Any) -> tuple[Timed, ...]:
+    if not isinstance(values, list):
+        raise BadProfile("its timed sizes are no list")
+    found = []
+    for value in values:
+        if not (isinstance(value, list) and len(value) == 3 and type(value[1]) is int):
+            raise BadProfile("a timed size is no list of size, repetitions and spread")
+        (n,), (spread,) = _sizes(value[:1]), _numbers(value[2:], "spread")
+        found.append(Timed(n, value[1], spread))
+    return tuple(found)
+
+
+def _count(value: Any) -> int:
+    if type(value) is int and value >= 0:
+        return int(value)
+    raise BadProfile(f"its repetitions are {value!r:.40}, not a count")
 
 
 def _depth(value: Any) -> int:

@@ -30,6 +30,7 @@ from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch
 from offload.streaming.options import free_bytes
 from specdec.costs.measure import TextWalk
 from specoffload import report
+from specoffload.bench.load import warn_of_load
 from specoffload.config.resolution import Config, demo_file
 from specoffload.peers.llama_server import measure_server, program_of, sweep
 from specoffload.peers.paths import LlamaPath, Measured, SessionPath, Workload, measure_in_turns
@@ -59,6 +60,7 @@ def bench_config(
     `vs`: `llama-server=PATH`, a program of the user's to compare with over HTTP as well.
     """
     llama_server = None if vs is None else program_of(vs)
+    warn_of_load()
     if config.device == "auto" and not has_gpu():
         config = replace(config, device="sim")
         report.note("no GPU here: the wrapped device is measured on sim, the CPU posing as one")

@@ -27,6 +27,7 @@ from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.types import Policy
 from specoffload import report
+from specoffload.bench.load import warn_of_load
 from specoffload.commands.bench import commit, machine, prompts
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
@@ -105,6 +106,7 @@ def bench_policies(config: Config, *, n_predict: int) -> None:
         raise UsageError("bench --policies measures T(n) itself: leave --no-profile out")
     if config.draft is None or config.spec.options.policy != DEFAULT:
         raise UsageError("bench --policies needs a draft model and the default policy")
+    warn_of_load()
     result: dict[str, Any] = {"machine": machine(), "commit": commit(), "model": config.model.name}
     streaming = config
     if not has_gpu() and config.device == "auto":

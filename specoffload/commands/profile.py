@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from specdec.costs.calibration import Calibration
-from specdec.costs.plot import plot_profile, plot_reliability
+from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import StoredProfile
 from specoffload import report
+from specoffload.bench.load import warn_of_load
 from specoffload.config.resolution import Config
 from specoffload.config.speculation import NO_DRAFTS, SpecConfig
 from specoffload.errors import NotStored, UsageError
 from specoffload.session.session import Session
 from specoffload.speculation.profile_store import (
     export_profile,
+    fuller,
     import_profile,
     key_of,
     load_stored,
     profile_path,
+    read_any,
     store,
 )
 from specoffload.speculation.profiling import (
@@ -45,15 +49,23 @@ def profile_config(
     plot: Path | None,
     export_to: Path | None,
     import_from: Path | None,
+    plot_with: Sequence[Path] = (),
+    labels: Sequence[str] = (),
+    force: bool = False,
 ) -> None:
-    """Measure (or import) the profile of what `config` opens, and store it.
+    """Measure (or import) the profile of what `config` opens, and store it, unless a fuller one of
+    the same run is stored; `force` stores it then, too.
 
-    Raises UsageError or BadProfile.
+    The plot shows the profiles `plot_with` beside it, all by their `labels`. Raises UsageError or
+    BadProfile.
     """
     n_max = N_MAX if n_max is None else n_max
     repetitions = _REPETITIONS if repetitions is None else repetitions
-    if plot is not None and plot.suffix not in PLOT_SUFFIXES:
-        raise UsageError(f"--plot {plot}: must end in {' or '.join(PLOT_SUFFIXES)}")
+    if plot is not None:
+        check_plot(plot, 1 + len(plot_with), labels)
+    others = [read_any("--plot-with", other) for other in plot_with]  # before anything takes long
+    if import_from is None:
+        warn_of_load()
     # The session measures nothing of its own: it is opened for its engines.
     no_drafts = replace(NO_DRAFTS, replacements=config.spec.options.replacements)
     quiet = SpecConfig(no_drafts, of_draft=config.spec.of_draft)
@@ -74,16 +86,19 @@ def profile_config(
             found = _with_draft_step(session, found, before)
         else:
             found = _measured(session, text, n_max, repetitions, before)
-    failed = store(path, found.costs, found.calibration)
+    kept = "" if force else fuller(path, found.costs)
+    failed = None if kept else store(path, found.costs, found.calibration)
     if failed is None:
-        report.note(f"stored: {path}")
+        report.note(f"{kept}; --force replaces it" if kept else f"stored: {path}")
     _show(found.costs)
     if export_to is not None:
         kind = export_profile(export_to, found.costs, found.calibration)
         report.note(f"exported {export_to}: {kind}")
     if plot is not None:
-        _plot(plot, found)
-    report.data(_as_data(found.costs, path))
+        name = config.alias or config.model.stem
+        _plot(plot, labelled([name, *(p.stem for p in plot_with)], labels), [found.costs, *others])
+        _plot_reliability(plot, found.calibration)
+    report.data(_as_data(found.costs, path) | {"kept": kept})
     if failed is not None:
         raise NotStored(failed)
 
@@ -151,12 +166,45 @@ def _remarks(costs: CostProfile, n: int) -> list[str]:
     return [*rises, "uncertain"] if n in costs.uncertain else rises
 
 
-def _plot(path: Path, found: StoredProfile) -> None:
-    plot_profile(found.costs, path)
+def plot_stored(files: Sequence[Path], plot: Path | None, labels: Sequence[str]) -> None:
+    """Draw profiles of earlier runs side by side; opens no model and measures nothing.
+
+    Raises UsageError or BadProfile.
+    """
+    if plot is None:
+        raise UsageError(f"{files[0]} is a profile, not a model: --plot FILE says where to draw it")
+    check_plot(plot, len(files), labels)
+    _plot(plot, labelled([f.stem for f in files], labels), [read_any("", f) for f in files])
+
+
+def check_plot(path: Path, n_runs: int, labels: Sequence[str]) -> None:
+    """Raises UsageError for a file that is no picture, and for more runs than can be told apart."""
+    if path.suffix not in PLOT_SUFFIXES:
+        raise UsageError(f"--plot {path}: must end in {' or '.join(PLOT_SUFFIXES)}")
+    if n_runs > MOST_RUNS:
+        raise UsageError(f"--plot-with: a plot has room for {MOST_RUNS} profiles, not {n_runs}")
+    if len(labels) > n_runs:
+        raise UsageError(f"--label {labels[n_runs]}: there are only {n_runs} profiles to name")
+
+
+def labelled(names: Sequence[str], labels: Sequence[str]) -> list[str]:
+    """A label for each run: what was said, then the names; a number tells equal ones apart."""
+    wanted = [*labels, *names[len(labels) :]]
+    return [
+        f"{label} ({wanted[: i + 1].count(label)})" if wanted.count(label) > 1 else label
+        for i, label in enumerate(wanted)
+    ]
+
+
+def _plot(path: Path, labels: Sequence[str], runs: Sequence[CostProfile]) -> None:
+    plot_profiles(dict(zip(labels, runs, strict=True)), path)
     report.note(f"plotted {path}")
-    if found.calibration.sources:
+
+
+def _plot_reliability(path: Path, calibration: Calibration) -> None:
+    if calibration.sources:
         beside = path.with_stem(f"{path.stem}-reliability")
-        plot_reliability(found.calibration, beside)
+        plot_reliability(calibration, beside)
         report.note(f"plotted {beside}")
 
 
@@ -168,5 +216,6 @@ def _as_data(costs: CostProfile, path: Path) -> dict[str, object]:
         "depths": [{"depth": depth, "step_s": list(steps)} for depth, steps in costs.depths],
         "bumps": list(costs.bumps),
         "uncertain": list(costs.uncertain),
+        "timed": [{"n": t.n, "n_repeats": t.n_repeats, "spread": t.spread} for t in costs.timed],
         "stored": str(path),
     }

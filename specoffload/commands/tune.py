@@ -24,6 +24,7 @@ from offload.model_file import read_facts
 from offload.nodes.numa_plan import make_numa_plan
 from offload.timing import median_decode_s
 from specoffload import report
+from specoffload.bench.load import warn_of_load
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
 from specoffload.config.tuned import save_tuned
@@ -38,6 +39,7 @@ _BAR_SHARE = 0.1
 def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResult:
     """Measure, keep and show. Raises UsageError for an unwritable folder,
     NumaError when no candidate could be measured."""
+    warn_of_load()
     topology = read_topology()
     threads = widest_plan(topology)
     size_bytes = read_facts(config.model).size_bytes

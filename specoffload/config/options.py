@@ -212,6 +212,9 @@ class ProfileOptions:
     plot: Path | None = None
     export_to: Path | None = None
     import_from: Path | None = None
+    plot_with: tuple[Path, ...] = ()
+    labels: tuple[str, ...] = ()
+    force: bool = False
 
 
 @dataclass(frozen=True)

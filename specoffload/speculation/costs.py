@@ -12,7 +12,7 @@ from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import parse_batch_costs
 from specoffload.config.speculation import SpecConfig
 from specoffload.speculation.draft_model import DraftModel
-from specoffload.speculation.profile_store import key_of, load_stored, profile_path, store
+from specoffload.speculation.profile_store import fuller, key_of, load_stored, profile_path, store
 from specoffload.speculation.profiling import measure_quickly
 
 _UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
@@ -53,7 +53,7 @@ def open_costs(
         notes = (f"profile: {why}", *_warned(stored.costs))
         return RunCosts(stored.costs, stored.calibration, path, notes)
     costs, how = measure_quickly(target, draft, key, on_progress)
-    failed = store(path, costs, None)
+    failed = fuller(path, costs) or store(path, costs, None)
     notes = (f"profile: {why}; {how} (--no-profile to skip)", *_warned(costs))
     if failed is not None:
         notes = (*notes, failed)

@@ -105,6 +105,14 @@ def load_stored(path: Path, key: ProfileKey) -> tuple[StoredProfile | None, str]
         return None, f"{e}; it is not used"
 
 
+def fuller(path: Path, costs: CostProfile) -> str:
+    """A sentence on the stored profile of the same run where that is fuller than `costs`, and so
+    stays; else nothing."""
+    stored = load_stored(path, costs.key)[0]
+    more = "" if stored is None else stored.costs.fuller_than(costs)
+    return more and f"the stored profile is fuller and stays: it has {more}"
+
+
 def store(path: Path, costs: CostProfile, calibration: Calibration | None) -> str | None:
     """Write it; None when done, else why not. A run does not fail for a folder it cannot write."""
     try:
@@ -120,19 +128,29 @@ def import_profile(path: Path, key: ProfileKey) -> StoredProfile:
 
     JSON must be of this run; the other two have no key and take this run's. Raises BadProfile.
     """
+    found = _parsed("--import", path, key)
+    return replace(found, costs=replace(found.costs, key=key))
+
+
+def read_any(flag: str, path: Path) -> CostProfile:
+    """The costs in a file of those formats, of whatever run. Raises BadProfile naming `flag`."""
+    return _parsed(flag, path, None).costs
+
+
+def _parsed(flag: str, path: Path, key: ProfileKey | None) -> StoredProfile:
     try:
         text = read_text(path, MOST_PROFILE_BYTES)
     except (OSError, UnicodeDecodeError) as e:
-        raise BadProfile(f"--import {path}: cannot be read as UTF-8 text ({e})") from e
+        raise BadProfile(f"{flag} {path}: cannot be read as UTF-8 text ({e})".lstrip()) from e
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
-        raise BadProfile(f"--import {path}: the file is empty")
+        raise BadProfile(f"{flag} {path}: the file is empty".lstrip())
     if any('"speed_tg"' in line for line in lines):
-        return StoredProfile(replace(parse_batched_bench(text), key=key), Calibration())
+        return StoredProfile(parse_batched_bench(text), Calibration())
     if text.lstrip().startswith(("{", "[")):
         return load(path, key)
     costs = lines[-1].partition("=")[2] or lines[-1]
-    return StoredProfile(replace(parse_batch_costs(costs.strip("\"' ")), key=key), Calibration())
+    return StoredProfile(parse_batch_costs(costs.strip("\"' ")), Calibration())
 
 
 def export_profile(path: Path, costs: CostProfile, calibration: Calibration) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from offload.engine import Engine
@@ -155,7 +156,7 @@ def run_measure(
     if not 0 < options.n_max <= target.options.n_outputs:
         raise BadRequest(f"batches of {options.n_max} exceed {target.options.n_outputs} rows")
     theirs = None if draft is None else real_text(draft)
-    return measure(
+    costs = measure(
         target.sequences,
         text,
         options,
@@ -164,3 +165,6 @@ def run_measure(
         key=key,
         on_progress=on_progress,
     )
+    threads = target.options.n_threads
+    where = target.choice.name + (f", {threads} threads" if threads else "")
+    return replace(costs, title=f"{target.facts.path.name} on {where}")

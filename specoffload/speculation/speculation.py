@@ -30,7 +30,7 @@ from specdec.types import BlockModel, Drafter, Policy, Round, Target
 from specoffload.config.speculation import SpecConfig
 from specoffload.speculation.costs import open_costs, widened
 from specoffload.speculation.draft_model import DraftModel
-from specoffload.speculation.profile_store import store
+from specoffload.speculation.profile_store import fuller, store
 from specoffload.speculation.round_trace import RoundTrace
 
 _ROUNDS_TO_STORE = 16
@@ -205,7 +205,10 @@ class Speculation:
         if policy.n_rounds < _ROUNDS_TO_STORE:
             return
         before = self._costs.profile
-        failed = store(path, widened(policy.costs.profile(), before), policy.calibration)
+        costs = widened(policy.costs.profile(), before)
+        if fuller(path, costs):
+            return  # `specoffload profile` measured it while this ran
+        failed = store(path, costs, policy.calibration)
         if failed is not None:
             log.warning(failed)
 

@@ -68,6 +68,41 @@ def test_a_profile_is_measured_stored_exported_and_read_back(folder: Path, tmp_p
     assert third["profile"] == pytest.approx(seconds)
 
 
+def test_a_narrow_or_short_profile_leaves_a_fuller_one_in_its_place(
+    folder: Path, tmp_path: Path
+) -> None:
+    whole = last_json(profile(folder, "--json", "--n-max", "6", "-r", "2"))
+    stored = Path(str(whole["stored"])).read_text()
+    narrow = profile(folder, "--json", "--n-max", "2")
+    assert last_json(narrow)["kept"]
+    assert "batches of up to 6 tokens, the new one of up to 2; --force" in narrow.stderr
+    short = profile(folder, "--json", "--n-max", "6", "-r", "1")
+    assert "2 repetitions, the new one 1; --force" in short.stderr
+    assert Path(str(whole["stored"])).read_text() == stored
+    forced = last_json(profile(folder, "--json", "--n-max", "2", "--force"))
+    assert forced["kept"] == ""
+    assert len(json.loads(Path(str(whole["stored"])).read_text())["step_s"]) == 2
+
+
+def test_stored_runs_are_drawn_side_by_side_without_a_model(folder: Path, tmp_path: Path) -> None:
+    one, plot = tmp_path / "one.json", tmp_path / "two.png"
+    last_json(profile(folder, "--json", "--n-max", "3", "--export", one))
+    two = tmp_path / "two.txt"
+    two.write_text("1,0.8,0.7")
+    flags = ("--plot-with", two, "--plot", plot, "--label", "here", "--label", "there")
+    done = program(folder, "profile", one, *flags)
+    assert done.returncode == 0, done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    done = program(folder, "profile", one)
+    assert done.returncode == 2
+    assert "is a profile, not a model: --plot FILE" in done.stderr
+    done = program(folder, "profile", one, "--plot", plot, "--label", "a", "--label", "b")
+    assert "--label b: there are only 1 profiles" in done.stderr
+    done = program(folder, "profile", one, "--plot", plot, "--plot-with", tmp_path / "none.json")
+    assert done.returncode == 2
+    assert "none.json" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

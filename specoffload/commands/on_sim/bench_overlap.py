@@ -25,6 +25,7 @@ from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset
 from offload.timing import decode_s
 from specoffload import report
+from specoffload.bench.load import warn_of_load
 from specoffload.commands.bench import commit, machine
 
 LIMIT = 1.10
@@ -101,6 +102,7 @@ class Overlap:
 
 def bench_overlap(repetitions: int, cases: Sequence[Case] = CASES) -> None:
     """Measure every case and print the table and the JSON line."""
+    warn_of_load()
     results = []
     with tempfile.TemporaryDirectory() as folder, report.progress("measuring overlap") as bar:
         for i, case in enumerate(cases):

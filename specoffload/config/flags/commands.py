@@ -284,6 +284,22 @@ PROFILE = (
         ProfileOptions, "import_from", ("--import",), PATH,
         "Read one of those instead of measuring.", _P, commands=_PROFILE,
     ),
+    Flag(
+        ProfileOptions, "plot_with", ("--plot-with",), PATH,
+        "Profile of another run, drawn beside this one; may be repeated.", _P, commands=_PROFILE,
+        repeats=True, more="In the formats of --import. With a profile (.json) in place of the "
+        "model nothing is opened or measured.",
+    ),
+    Flag(
+        ProfileOptions, "labels", ("--label",), TEXT,
+        "Name of a run in the plot, this one's first; may be repeated.", _P, commands=_PROFILE,
+        repeats=True, default_words="the files'",
+    ),
+    Flag(
+        ProfileOptions, "force", ("--force",), SWITCH,
+        "Store it, though the stored profile has larger batches or more repetitions.", _P,
+        commands=_PROFILE,
+    ),
 )  # fmt: skip
 
 PLAN = (

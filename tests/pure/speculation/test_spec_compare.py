@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.costs.calibration import Calibration
-from specdec.costs.plot import plot_profile, plot_reliability
-from specdec.costs.profile import CostProfile
+from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability, profile_figure
+from specdec.costs.profile import CostProfile, Timed
 from specdec.costs.profile_io import published_curves
 from specdec.errors import SpecDecError
 from specdec.options import PolicyName
@@ -62,7 +62,8 @@ def test_every_policy_is_built_on_any_profile_or_says_why_not(times: list[float]
 
 def test_profile_and_calibration_are_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    plot_profile(CURVES["mistral-large-2411"], tmp_path / "profile.png")
+    curve = CURVES["mistral-large-2411"]
+    plot_profiles({"mistral": curve}, tmp_path / "profile.png")
     calibration = Calibration()
     for i in range(100):
         calibration.observe("draft", i / 100, i % 3 > 0)
@@ -71,3 +72,51 @@ def test_profile_and_calibration_are_plotted(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SpecDecError, match="cannot be written"):
         plot_reliability(calibration, tmp_path / "missing" / "x.png")
+
+
+def a_run(n_max: int, title: str, *, relative: bool = False) -> CostProfile:
+    """A measured profile with sizes that were interpolated and one that was uncertain."""
+    steps = tuple(0.01 * (1 + 0.1 * n + 0.02 * (n % 3)) for n in range(n_max))
+    timed = tuple(Timed(n, 4, 0.02 * n / n_max) for n in range(1, n_max + 1) if n % 5 or n < 3)
+    left_out = {*range(1, n_max + 1)} - {t.n for t in timed}
+    return CostProfile(
+        steps, relative=relative, depths=((16, steps), (512, tuple(1.1 * t for t in steps))),
+        uncertain=tuple(sorted({2, *left_out})), timed=timed, repetitions=4, title=title,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("n_runs", [1, 2, MOST_RUNS])
+@pytest.mark.parametrize("n_max", [2, 9, 64])
+def test_no_two_words_of_a_plot_lie_over_one_another(n_runs: int, n_max: int) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    runs = {f"run {i} of many": a_run(n_max, f"a-model-of-{i}.gguf on sim") for i in range(n_runs)}
+    figure = profile_figure(runs)
+    figure.canvas.draw()
+    beyond = {
+        label
+        for axes in figure.axes
+        for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim()))
+        for tick in axis.get_major_ticks()
+        for label in (tick.label1, tick.label2)
+        if not low <= tick.get_loc() <= high  # these are not drawn
+    }
+    boxes = [
+        (text.get_text(), text.get_window_extent())
+        for text in figure.findobj(pyplot.Text)
+        if text.get_visible() and text.get_text().strip() and text not in beyond
+    ]
+    pyplot.close(figure)
+    words = {text for text, _ in boxes}
+    assert {"ms" in word for word in words} == {True, False}, "units stand somewhere"
+    assert any("measured 4 times each" in word for word in words)
+    assert any("interpolated" in word for word in words) == (n_max > 2)
+    for i, (text, box) in enumerate(boxes):
+        for other, its in boxes[i + 1 :]:
+            apart = box.x1 <= its.x0 or its.x1 <= box.x0 or box.y1 <= its.y0 or its.y1 <= box.y0
+            assert apart, (text, other)
+
+
+def test_more_runs_than_colours_are_refused() -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SpecDecError, match="room for 1 to"):
+        profile_figure({str(i): a_run(4, "x") for i in range(MOST_RUNS + 1)})
