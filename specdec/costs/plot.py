@@ -129,7 +129,7 @@ def _dress(axes: Any, n_max: int) -> None:
 
 
 def _legend_of_points(runs: Sequence[CostProfile] | Any) -> list[Any]:
-    """What full and hollow points and bars mean, where there are any."""
+    """Entries for full and hollow points and bars, where there are any."""
     from matplotlib.lines import Line2D
 
     found = list(runs)
