@@ -15,7 +15,7 @@ _BUSY = 0.2  # share of the processors' time from which on others disturb
 
 @dataclass(frozen=True)
 class Load:
-    """The work of others: `busy` is the share of the time of this process's `n_cpus` processors, now;
+    """The work of others: `busy` is a share of the time of this process's `n_cpus` processors, now;
     `average` the processes that ran or waited in the last minute, on all `n_all`."""
 
     busy: float
