@@ -133,7 +133,7 @@ def _legend_of_points(runs: Sequence[CostProfile] | Any) -> list[Any]:
     from matplotlib.lines import Line2D
 
     found = list(runs)
-    grey = {"color": "#555555", "linestyle": "", "marker": "o", "markersize": 4}
+    grey: dict[str, Any] = {"color": "#555555", "linestyle": "", "marker": "o", "markersize": 4}
     handles = []
     if any(costs.timed for costs in found):
         words = "measured; bars: the middle half of its times"
