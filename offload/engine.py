@@ -29,7 +29,7 @@ from offload.hybrid.switch import HybridSwitch, stay
 from offload.mla.decision import Crossover
 from offload.mla.measure import chosen_crossover
 from offload.model import ModelFacts
-from offload.model_file import read_facts
+from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
 from offload.nodes.numa_plan import NumaPlan
 from offload.nodes.page_placer import NOT_OURS, PagePlacer
@@ -124,6 +124,8 @@ class Engine(ModelText):
         """Raises BadModel, DoesNotFit, DeviceUnavailable or LibraryMismatch."""
         self.options = options = options or EngineOptions()
         self.facts: ModelFacts = read_facts(path)
+        if options.wrapped:  # a draft may read its block at once
+            check_writes(self.facts)
         flash_attn = check_cache_types(
             self.facts, options.type_k, options.type_v, options.flash_attn
         )

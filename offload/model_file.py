@@ -42,6 +42,16 @@ def read_facts(path: str | Path) -> ModelFacts:
     )
 
 
+def check_writes(facts: ModelFacts) -> None:
+    """Raises BadModel for a model that no text can be continued with, such as BERT."""
+    if not facts.number("attention.causal", 1):
+        raise BadModel(
+            f"{facts.path}: {facts.architecture} here reads texts in both directions "
+            "(attention.causal is false), as models for embeddings alone do, and continues none: "
+            "use llama-server --embeddings for it"
+        )
+
+
 def first_part(path: Path) -> Path:
     """The file to open of a split model, from any of its parts."""
     match = _SPLIT.match(path.name)

@@ -16,7 +16,7 @@ from resolved import config_of, line_of
 from running import http
 
 from offload.engine import Engine, EngineOptions
-from offload.errors import DoesNotFit, NotSupported
+from offload.errors import BadModel, DoesNotFit, NotSupported
 from offload.plan.pooling import OWN, OWN_OR_NONE, POOLINGS, pooling_of
 from offload.synth import write_preset
 from specoffload.config.options import ServeOptions
@@ -168,6 +168,14 @@ def test_a_file_that_names_a_pooling_needs_no_flag_and_another_is_a_501_that_say
     plain = for_serving(config_of(model=tiny_dense, device="cpu", ctx_size=512), ServeOptions())
     with Session(plain) as session, pytest.raises(NotSupported, match="names no pooling"):
         session.embed([1, 2, 3])
+
+
+def test_an_encoder_alone_is_refused_in_one_sentence(models: Path) -> None:
+    encoder = models / "encoder.gguf"
+    causal = {"attention.causal": False, "pooling_type": 1}
+    write_preset("mistral-large", encoder, size="tiny", seed=2, metadata=causal)
+    with pytest.raises(BadModel, match="reads texts in both directions"):
+        _opened(encoder, "mean")
 
 
 def test_without_pooling_tokens_have_vectors_of_their_own(tiny_dense: Path) -> None:
