@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,8 +54,8 @@ def left_logprobs(
     order = np.argsort(-p, kind="stable")[:n]
 
     def told(i: int, probability: float) -> TokenLogprob:
-        return TokenLogprob(i, piece(i), float(np.log(probability)))
+        return TokenLogprob(i, piece(i), math.log(probability) if probability > 0 else -math.inf)
 
     top = tuple(told(int(ids[i]), float(p[i])) for i in order if p[i] > 0)
-    at = np.flatnonzero(ids == token)
-    return ChosenLogprob(told(token, float(p[at[0]])), top)
+    at = np.flatnonzero(ids == token)  # nowhere, where a limit of reasoning chose it
+    return ChosenLogprob(told(token, float(p[at[0]]) if len(at) else 0.0), top)

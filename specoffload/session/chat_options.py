@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offload.errors import BadRequest
+from offload.sampling.reasoning_limit import ReasoningLimit
 from specoffload.chat.conversation import Conversation
+from specoffload.chat.family import HarmonyCalls
 from specoffload.chat.format import ChatFormat, ChatPrompt
+from specoffload.chat.parsing import harmony
+from specoffload.chat.parsing.stream import AnswerForm
 from specoffload.chat.settings import ChatSettings
 from specoffload.session.generation import GenerateOptions, ModelCard
 
@@ -28,11 +32,26 @@ def check_options(conversation: Conversation, options: GenerateOptions) -> None:
         raise BadRequest("grammar and a tool_choice that forces a call exclude each other")
 
 
+def _limit(form: AnswerForm, n_tokens: int | None) -> ReasoningLimit | None:
+    """None without a budget, and for a format that has no reasoning of its own."""
+    if n_tokens is None:
+        return None
+    if isinstance(form.family.calls, HarmonyCalls):
+        return ReasoningLimit(n_tokens, *harmony.REASONING)
+    if form.reasoning is None:
+        return None
+    opens, closes = form.reasoning
+    return ReasoningLimit(n_tokens, opens, closes, closes, form.thinking)
+
+
 def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOptions:
     """`options` with what the model's format adds: stops, markers to show, and the grammar of
     calls, or of an answer in JSON after reasoning. A grammar of the request's own comes first."""
     found = replace(
-        options, stop=(*options.stop, *prompt.stops), shown=(*options.shown, *prompt.shown)
+        options,
+        stop=(*options.stop, *prompt.stops),
+        shown=(*options.shown, *prompt.shown),
+        reasoning_limit=_limit(prompt.form, options.reasoning_budget),
     )
     if prompt.grammar is None or options.grammar is not None:
         return found

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from offload.sampling.options import SamplerParameters
 from offload.sampling.probabilities import ChosenLogprob
+from offload.sampling.reasoning_limit import ReasoningLimit
 from specoffload.session.infill import Fill
 
 FinishReason = Literal["stop", "length"]
@@ -29,6 +30,8 @@ class GenerateOptions(SamplerParameters):
     shown: tuple[str, ...] = ()  # special tokens that are part of the text
     seed: int | None = None
     ignore_eos: bool = False
+    reasoning_budget: int | None = None  # tokens of a chat's reasoning; None: as it comes
+    reasoning_limit: ReasoningLimit | None = None  # that, in the words of the chat's format
     cache_prompt: bool = True  # a beginning that a slot or host memory holds is not evaluated again
     id_slot: int = -1  # the slot to run in, waited for; -1: the one that holds most of the prompt
     # Tokens of a draft at most and at least, and the least probability of each; None: as the policy

@@ -17,6 +17,7 @@ from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit
 from offload.ggml.sampler import SamplerChain
 from offload.plan.placement import DEFAULT_UBATCH
+from offload.sampling.reasoning_limit import AnswerSampler, LimitedReasoning, LimitedSampler
 from specdec.decoding.accept import Acceptance, MatchAcceptance
 from specdec.decoding.loop import DecodingLoop, Step
 from specdec.decoding.member import BatchMember
@@ -89,12 +90,20 @@ class Batcher:
             raise BadRequest(f"id_slot {wanted}: there are slots 0 to {n_slots - 1} (--parallel)")
         is_end = _never if options.ignore_eos else self._target.is_end
         sampling = sampling_of(options, self._target.n_ctx)
-        sampler = SamplerChain(self._target.model, sampling, tokens)
+        sampler = self._sampler(SamplerChain(self._target.model, sampling, tokens), options)
         shown = self._target.special_tokens(options.shown)
         answer = Answer(self._target.text_stream(shown=shown), options.stop, is_end)
         request = Request(tokens, n_predict, options, sampler, answer, is_end, beside)
         self._waiting.append(request)
         return request
+
+    def _sampler(self, chain: SamplerChain, options: GenerateOptions) -> AnswerSampler:
+        limit, target = options.reasoning_limit, self._target
+        if limit is None:
+            return chain
+        ending = target.tokenize(limit.ending, add_special=False, parse_special=True)
+        limited = LimitedReasoning(limit, ending)
+        return LimitedSampler(chain, limited, lambda token: target.model.piece(token, special=True))
 
     def generate(
         self, tokens: Sequence[int], n_predict: int, options: GenerateOptions

@@ -9,7 +9,7 @@ from time import perf_counter
 
 import numpy as np
 
-from offload.ggml.sampler import SamplerChain
+from offload.sampling.reasoning_limit import AnswerSampler
 from specdec.decoding.member import BatchMember
 from specdec.policies.bounded import DraftBounds
 from specdec.types import IsEnd, Round
@@ -28,7 +28,7 @@ class Request:
         tokens: Sequence[int],
         n_predict: int,
         options: GenerateOptions,
-        sampler: SamplerChain,
+        sampler: AnswerSampler,
         answer: Answer,
         is_end: IsEnd,
         beside: Request | None = None,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.engine import Engine
-from offload.ggml.sampler import SamplerChain
+from offload.sampling.reasoning_limit import AnswerSampler
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import Acceptance
@@ -162,7 +162,7 @@ class Speculation:
         return DecodingLoop(target, self._drafting)
 
     def acceptance(
-        self, sequence: int, chooser: SamplerChain, temperature: float, rng: np.random.Generator
+        self, sequence: int, chooser: AnswerSampler, temperature: float, rng: np.random.Generator
     ) -> Acceptance:
         """Judges the drafts of a request that begins in `sequence`; `rng` are its random numbers
         for drafts that are drawn."""

@@ -160,6 +160,15 @@ def test_tools_and_their_choice(choice: dict[str, Any], expected: object) -> Non
     assert body["parallel_tool_calls"] is False
 
 
+def test_thinking_has_a_budget() -> None:
+    asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body, ignored = as_chat(MessagesRequest.model_validate({**asked, "thinking": thinking}))
+    assert ignored == ()
+    assert body["thinking_budget_tokens"] == 1024
+    assert body["chat_template_kwargs"] == {"enable_thinking": True}
+
+
 def test_tools_that_run_elsewhere_are_named_as_ignored() -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
     request = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "tools": tools}

@@ -17,6 +17,13 @@ BODY = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", *STARTS)
 MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>")
 
+# What opens the reasoning, what closes it, and what closes it and goes on with the answer.
+REASONING = (
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
+)
+
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 

@@ -33,18 +33,6 @@ def _verbosity(value: str) -> Answer:
     return Becomes(("--library-log",)) if level >= _DEBUG_LEVEL else ALREADY
 
 
-def _budget(value: str) -> Answer:
-    try:
-        n_tokens = int(value)
-    except ValueError:
-        raise ValueError("must be a whole number") from None
-    if n_tokens == 0:
-        return Becomes(("--reasoning", "off"))
-    if n_tokens < 0:
-        return ALREADY
-    return NoEffect("reasoning is not ended at a number of tokens: 0 is none, -1 as it comes")
-
-
 def _norm(value: str) -> Answer:
     return ALREADY if value == "2" else NoEffect("embeddings of texts have length 1")
 
@@ -125,9 +113,8 @@ CHAT = (
         "--jinja !--no-jinja LLAMA_ARG_JINJA", ALREADY,
         off=NoEffect("chat templates are always rendered as Jinja"),
     ),
-    foreign("--reasoning-budget LLAMA_ARG_THINK_BUDGET", _budget, n_values=1),
     *valued(
-        NoEffect("reasoning is not ended at a number of tokens"),
+        NoEffect("reasoning that has used its budget is ended without words"),
         "--reasoning-budget-message LLAMA_ARG_THINK_BUDGET_MESSAGE",
     ),
     *switches(

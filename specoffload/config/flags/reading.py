@@ -107,6 +107,14 @@ def n_predict(text: str) -> int | None:
     return None if value < 0 else value
 
 
+def reasoning_budget(text: str) -> int | None:
+    """-1 is no limit, as in llama.cpp."""
+    value = _whole(text)
+    if value < -1:
+        raise ValueError("must be at least -1")
+    return None if value == -1 else value
+
+
 def parallel(text: str) -> int | None:
     """-1 chooses, as in llama.cpp."""
     value = _whole(text)
@@ -208,6 +216,7 @@ BREAKER = Kind("TEXT", breaker)
 LOGIT_BIAS = Kind("ID+BIAS", logit_bias)
 KEYS = Kind("KEY,...", keys)
 N_PREDICT = Kind("N", n_predict)
+REASONING_BUDGET = Kind("N", reasoning_budget)
 PARALLEL = Kind("N", parallel)
 THREADS = Kind("N", threads)
 LAYERS = Kind("N", layers)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from offload.sampling.options import SAMPLERS
 from specoffload.config.flags.flag import FLOAT, INT, PATH, SWITCH, TEXT, Flag, Panel
-from specoffload.config.flags.reading import BREAKER, LOGIT_BIAS, SAMPLER_NAMES, SEED
+from specoffload.config.flags.reading import (
+    BREAKER,
+    LOGIT_BIAS,
+    REASONING_BUDGET,
+    SAMPLER_NAMES,
+    SEED,
+)
 from specoffload.config.options import AnswerFiles
 from specoffload.session.generation import AskedOptions
 
@@ -155,6 +161,11 @@ FLAGS = (
     Flag(
         AskedOptions, "ignore_eos", ("--ignore-eos",), SWITCH, "Go on after an end token.", _P,
         commands=_ANSWERS, request="ignore_eos", rare=True,
+    ),
+    Flag(
+        AskedOptions, "reasoning_budget", ("--reasoning-budget",), REASONING_BUDGET,
+        "Tokens after which a chat's reasoning is ended; -1: none.", _P,
+        variables=("LLAMA_ARG_THINK_BUDGET",), commands=_ANSWERS, default_words="-1", rare=True,
     ),
     Flag(
         AskedOptions, "grammar", ("--grammar",), TEXT, "GBNF that the answer must follow.", _P,

@@ -52,6 +52,7 @@ class ToolChoiceRequest(RequestModel):
 
 class Thinking(RequestModel):
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Whole | None = Field(None, ge=0)
 
 
 class CountRequest(RequestModel):
@@ -110,6 +111,8 @@ def as_chat(request: CountRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
         thinks = request.thinking.type != "disabled"
         known = body.get("chat_template_kwargs") or {}
         body["chat_template_kwargs"] = {"enable_thinking": thinks, **known}
+        if thinks and request.thinking.budget_tokens is not None:
+            body["thinking_budget_tokens"] = request.thinking.budget_tokens
     return body, tuple(ignored)
 
 

@@ -80,8 +80,11 @@ def generate_options(
         raise BadRequest("max_tokens is 0: at least one token must be asked for")
     if limit is not None:
         changes["n_predict"] = None if limit == -1 else limit
-    if isinstance(request, ChatRequest) and request.n is not None:
-        changes["n"] = request.n
+    if isinstance(request, ChatRequest):
+        if request.n is not None:
+            changes["n"] = request.n
+        if (budget := request.thinking_budget_tokens) is not None:
+            changes["reasoning_budget"] = None if budget < 0 else budget
     wished, vain = _probabilities(request)
     return replace(defaults, **changes, **wished), (*idle, *vain)
 

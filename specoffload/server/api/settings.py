@@ -13,7 +13,8 @@ def settings_of(options: GenerateOptions) -> dict[str, Any]:
     values = asdict(options)
     for name in ("grammar", "json_schema"):
         values[name] = values[name] or ""
-    for name in ("n_predict", "seed"):
+    for name in ("n_predict", "seed", "reasoning_budget"):
         values[name] = -1 if values[name] is None else values[name]
+    del values["reasoning_limit"]  # of the conversation, which has said its budget
     values["max_tokens"] = values["n_predict"]
     return values

@@ -219,6 +219,7 @@ class ChatRequest(ConversationRequest, GenerationRequest):
     n: Whole | None = Field(None, ge=1, le=MOST_ANSWERS)
     logprobs: bool | None = None
     top_logprobs: Whole | None = Field(None, ge=0, le=20)
+    thinking_budget_tokens: Whole | None = Field(None, ge=-1)
 
 
 class TokenizeRequest(RequestModel):

@@ -23,6 +23,7 @@ ALIASES: Mapping[str, str] = {
     "guided_json": "json_schema",
     "max_new_tokens": "max_tokens",
     "n_predict": "max_tokens",
+    "reasoning_budget_tokens": "thinking_budget_tokens",
     "rep_pen": "repeat_penalty",
     "repetition_penalty": "repeat_penalty",
     "repetition_penalty_range": "repeat_last_n",

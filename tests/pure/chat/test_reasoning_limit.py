@@ -1,0 +1,140 @@
+"""Reasoning of at most so many tokens: where it begins, where it ends, and what is chosen then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from offload.sampling.probabilities import ChosenLogprob
+from offload.sampling.reasoning_limit import LimitedReasoning, LimitedSampler, ReasoningLimit
+from specdec.decoding.accept import MatchAcceptance
+from specdec.decoding.reject import RejectionAcceptance
+from specdec.drafters.none import NO_DRAFT
+from specoffload.chat.conversation import Conversation, ReasoningOptions
+from specoffload.chat.format import ChatFormat
+from specoffload.session.chat_options import answer_options
+from specoffload.session.generation import GenerateOptions
+
+OPENS, CLOSES = "<think>", "</think>"
+ENDING = tuple(CLOSES.encode())
+N_VOCAB = 256
+
+
+def followed(text: str, n_tokens: int, *, is_open: bool) -> str:
+    """What becomes of a model that writes `text`, byte by byte, with what is chosen for it."""
+    limit = LimitedReasoning(ReasoningLimit(n_tokens, OPENS, CLOSES, CLOSES, is_open), ENDING)
+    written, wanted = bytearray(), iter(text.encode())
+    while True:
+        token = limit.due
+        if token is None:
+            token = next(wanted, None)
+        if token is None:
+            return written.decode()
+        limit.accepted(token, bytes([token]))
+        written.append(token)
+
+
+@given(st.text("ab<>/think ", max_size=40), st.integers(0, 20))
+def test_opened_reasoning_is_closed_after_so_many_tokens_and_never_twice(
+    text: str, n_tokens: int
+) -> None:
+    found = followed(text, n_tokens, is_open=True)
+    end = text.find(CLOSES)
+    if 0 <= end <= n_tokens - len(CLOSES):
+        assert found == text  # it has ended by itself
+    elif len(text) >= n_tokens:
+        assert found == text[:n_tokens] + CLOSES + text[n_tokens:]
+    else:
+        assert found == text
+
+
+@given(st.text("ab<>/think \n", max_size=40))
+def test_an_answer_that_begins_otherwise_does_not_reason(text: str) -> None:
+    if text.lstrip().startswith(OPENS) or OPENS.startswith(text.lstrip()):
+        return
+    assert followed(text, 0, is_open=False) == text
+
+
+def test_an_answer_may_open_its_reasoning_itself() -> None:
+    assert followed("\n<think>abcdef", 3, is_open=False) == "\n<think>abc</think>def"
+    assert followed("<think>ab</think>cdefgh", 12, is_open=False) == "<think>ab</think>cdefgh"
+    assert followed("<think>abc", 0, is_open=False) == "<think></think>abc"
+    assert followed("a<think>bcdef", 1, is_open=False) == "a<think>bcdef"
+
+
+class _Likeliest:
+    """Chooses the likeliest token, and notes what was accepted."""
+
+    has_distribution = True
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
+        return int(np.argmax(logits))
+
+    def probabilities(
+        self, logits: NDArray[np.float32], history: Sequence[int]
+    ) -> NDArray[np.float64]:
+        out = np.zeros(N_VOCAB)
+        out[self.choose(logits, history)] = 1.0
+        return out
+
+    def accepted(self, token: int) -> None:
+        self.seen.append(token)
+
+    def take_logprobs(self) -> tuple[ChosenLogprob, ...]:
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rejects", [False, True])
+def test_drafts_are_judged_by_what_must_come(rejects: bool) -> None:
+    """A draft that goes on with the reasoning is cut where that ends."""
+    inner = _Likeliest()
+    limit = LimitedReasoning(ReasoningLimit(2, OPENS, CLOSES, CLOSES, is_open=True), ENDING)
+    sampler = LimitedSampler(inner, limit, lambda token: bytes([token]))
+    rows = np.zeros((5, N_VOCAB), np.float32)
+    rows[:, ord("a")] = 1.0
+    judge = (
+        RejectionAcceptance(sampler, np.random.default_rng(1))
+        if rejects
+        else MatchAcceptance(sampler)
+    )
+    history: list[int] = []
+    verdict = judge(
+        replace(NO_DRAFT, tokens=(ord("a"),) * 4, probs=(1.0,) * 4),
+        rows,
+        history,
+        lambda token: False,
+    )
+    assert bytes(verdict.emitted) == b"aa<"
+    assert verdict.n_accepted == 2
+    while limit.due is not None:
+        judge(NO_DRAFT, rows[:1], history, lambda token: False)
+    judge(NO_DRAFT, rows[:1], history, lambda token: False)
+    assert bytes(history) == bytes(inner.seen) == b"aa</think>a"
+
+
+@pytest.mark.parametrize(
+    ("template", "limit"),
+    [
+        ("{{ '<think>' }}", ReasoningLimit(7, OPENS, CLOSES, CLOSES, is_open=True)),
+        ("{# </think> #}x", ReasoningLimit(7, OPENS, CLOSES, CLOSES)),
+        ("x", None),
+    ],
+)
+def test_the_format_says_what_closes_it(template: str, limit: ReasoningLimit | None) -> None:
+    form = ChatFormat.of(template)
+    asked = Conversation(({"role": "user", "content": "x"},), reasoning=ReasoningOptions())
+    prompt = form.prepare(asked)
+    assert answer_options(prompt, GenerateOptions(reasoning_budget=7)).reasoning_limit == limit
+    assert answer_options(prompt, GenerateOptions()).reasoning_limit is None
