@@ -13,6 +13,7 @@ import pytest
 from offload.errors import BadRequest
 from specoffload.chat.conversation import Conversation, ReasoningOptions, Tool
 from specoffload.chat.settings import ChatSettings
+from specoffload.server.api.parameters import generate_options
 from specoffload.server.api.wire import ChatRequest
 from specoffload.server.chat.asking import Asking
 from specoffload.server.chat.renderer import Renderer
@@ -87,3 +88,11 @@ def test_the_effort_none_turns_reasoning_off() -> None:
     assert settings.reasoning_with({}, effort="none") == ReasoningOptions("none", False, None)
     found = settings.reasoning_with({"enable_thinking": False}, form="deepseek")
     assert found == ReasoningOptions("deepseek", False, "high")
+
+
+@pytest.mark.parametrize(("given", "budget"), [(5, 5), (0, 0), (-1, None), (None, 9)])
+def test_a_request_may_limit_its_reasoning(given: int | None, budget: int | None) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "thinking_budget_tokens": given}
+    request = ChatRequest.model_validate(body)
+    options, idle = generate_options(request, GenerateOptions(reasoning_budget=9))
+    assert (options.reasoning_budget, idle) == (budget, ())
