@@ -80,13 +80,13 @@ def _class_for(command: str) -> type[TyperCommand]:
             asked = [word for word in before if word in (*HELP, HELP_ALL)]
             if asked:
                 if HELP_ALL in asked:
-                    for param in self.params:
-                        setattr(param, "hidden", False)  # noqa: B010  # arguments have none
+                    _show_all(self)
                 return super().parse_args(ctx, ["--help"])
             if "--version" in before:
                 report.line(f"specoffload {__version__}")
                 raise typer.Exit
             if ctx.resilient_parsing:  # the shell asks for completions
+                _show_all(self)
                 return super().parse_args(ctx, args)
             ctx.obj = read_command_line(command, args, read_environment())
             return []
@@ -98,6 +98,12 @@ def _class_for(command: str) -> type[TyperCommand]:
             return option
 
     return _Command
+
+
+def _show_all(command: TyperCommand) -> None:
+    """Leave no flag out any more, in a help or where a shell completes one."""
+    for param in command.params:
+        setattr(param, "hidden", False)  # noqa: B010  # typing knows no such field
 
 
 def _positional(command: str) -> list[inspect.Parameter]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import pty
+import re
+import select
+import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 import zipfile
 from pathlib import Path
@@ -25,8 +30,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard"],
         check=True, capture_output=True, text=True,
     ).stdout.splitlines()  # fmt: skip
+    image = ROOT / "scripts/deploy/cpu.Dockerfile"
+    of_image = tuple(
+        name
+        for line in re.findall(r"^COPY (?!--from)(.+) \S+$", image.read_text("utf-8"), re.M)
+        for name in line.split()
+    )
     for name in listed:
-        if (ROOT / name).is_file():
+        # What an image is made of is enough to make a wheel of.
+        if name.startswith(of_image) and (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     pip("wheel", "--no-deps", "-w", str(folder), str(source))
@@ -88,3 +100,49 @@ def test_the_installed_program_decodes_with_the_embedded_pair(
     assert told("--version").startswith("specoffload ")
     assert told("run", "import os", "-n", "8", "--no-profile").strip()
     assert "ready" in told("doctor") or "next:" in told("doctor")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("specoffload serve --spec-ngram-mod-n-mi", "--spec-ngram-mod-n-min"),
+        ("specoffload pro", "specoffload profile"),
+        ("specoffload tune nu", "specoffload tune numa"),
+    ],
+)
+def test_bash_completes_commands_and_flags(
+    typed: str, completed: str, program: Path, tmp_path: Path
+) -> None:
+    """At a terminal, with the script that --install-completion writes."""
+    environ = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "TERM": "dumb"}
+    script = subprocess.run(
+        [program], env={**environ, "_SPECOFFLOAD_COMPLETE": "source_bash"},
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    start = tmp_path / "bashrc"
+    start.write_text(f"{script}\nPS1='ready> '\n", "utf-8")
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        ["bash", "--rcfile", str(start), "-i"], env=environ, cwd=tmp_path,
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    ) as bash:  # fmt: skip
+        os.close(theirs)
+        try:
+            assert read_until(ours, "ready> ")
+            os.write(ours, typed.encode() + b"\t")
+            assert read_until(ours, completed)
+        finally:
+            bash.kill()
+            os.close(ours)
+
+
+def read_until(terminal: int, wanted: str, limit_s: float = 30.0) -> bool:
+    """True once the terminal has shown it."""
+    seen, deadline_s = "", time.monotonic() + limit_s
+    while wanted not in seen:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not select.select([terminal], [], [], left_s)[0]:
+            pytest.fail(f"{wanted!r} was not shown, but {seen!r}")
+        seen += os.read(terminal, 4096).decode("utf-8", "replace")
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -42,6 +43,35 @@ def test_what_an_image_starts_is_a_command_with_flags_of_the_table(image: Path) 
     assert command in dict(commands())
     names = {name for flag in TABLE for name in flag.names}
     assert {word for word in words if word.startswith("-")} <= names
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda p: p.name)
+def test_the_shell_and_python_read_what_an_image_runs(image: Path) -> None:
+    text = image.read_text(encoding="utf-8").replace("\\\n", " ")
+    runs = re.findall(r"^RUN (.+)$", text, re.M)
+    assert len(runs) >= 3
+    for line in runs:
+        subprocess.run(["sh", "-n", "-c", line], check=True)
+        assert line.count("apt-get update") == line.count("rm -rf /var/lib/apt/lists")
+    (check,) = re.findall(r"^HEALTHCHECK .*CMD (\[.+\])$", text, re.M)
+    python, option, program = json.loads(check)
+    assert python.startswith("python")
+    assert option == "-c"
+    compile(program, image.name, "exec")
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda p: p.name)
+def test_what_an_image_names_was_said_before(image: Path) -> None:
+    """Variables have a value, files are copied from a stage that is there, and no step is run as
+    root in what is left."""
+    text = image.read_text(encoding="utf-8")
+    said = set(re.findall(r"^(?:ARG|ENV) (\w+)=", text, re.M))
+    assert set(re.findall(r"\$\{(\w+)\}", text)) <= said
+    stages = set(re.findall(r"^FROM \S+ AS (\w+)$", text, re.M))
+    assert set(re.findall(r"^COPY --from=(\w+)", text, re.M)) <= stages
+    last = text.rpartition("\nFROM ")[2]
+    assert re.search(r"^USER (?!root)\w+$", last, re.M)
+    assert "RUN" not in last.partition("\nUSER ")[2]
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda p: p.name)
