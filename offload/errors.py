@@ -6,6 +6,7 @@ OffloadError
 ├── DoesNotFit         memory, context or slots are too small for what was asked
 ├── DeviceUnavailable  the device named by --device does not exist or cannot be wrapped
 ├── NotSupported       this model, or this server with it, cannot do what was asked
+├── NotWritten         a result was there and its file could not be written
 ├── BadRequest         tokens, positions or a sequence that the engine cannot take
 └── DeviceFailed       a copy or a computation failed; the request is lost, the engine may go on
 """
@@ -41,6 +42,10 @@ class BadRequest(OffloadError):
 
 class NotSupported(OffloadError):
     """The model cannot do that, however it is asked."""
+
+
+class NotWritten(OffloadError):
+    """A result could not be written to its file: the disk is full, or fails."""
 
 
 class DeviceFailed(OffloadError):

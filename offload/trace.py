@@ -11,6 +11,7 @@ a track of its own, and what overlaps all the same is clipped and counted.
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import json
 from collections import defaultdict, deque
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from offload.errors import OffloadError
+from offload.errors import NotWritten, OffloadError
 
 COPY, COMPUTE, CPU, ROUND, TOKEN = "copy", "compute", "CPU", "round", "token"
 LANES = (COPY, COMPUTE, CPU, ROUND, TOKEN)  # tokens have a track for each slot, behind the others
@@ -26,6 +27,7 @@ COUNTER = "counter"  # of events that are samples of numbers, not slices
 PRODUCER = "specoffload"  # by which trace_report knows a file of ours
 Value = str | int | float
 
+_OF_THE_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}  # and not of the path
 # Perfetto takes thread 0, and one that is numbered like its process, for the same main thread.
 _PROCESS, _FIRST_THREAD = 1, 10
 _BIN_NS = 1_000_000  # of the link's speed: single copies are as uneven as what times them
@@ -80,7 +82,10 @@ class Trace:
         return list(self._events)
 
     def write(self, path: str | Path) -> None:
-        """Write a trace file; times start at 0. Raises OffloadError if it cannot be written."""
+        """Write a trace file; times start at 0.
+
+        Raises NotWritten where the disk is full or fails, OffloadError for a path that is none.
+        """
         slices, n_clipped = laid_out(self.events())
         other = {
             "producer": PRODUCER,
@@ -100,7 +105,9 @@ class Trace:
             with contextlib.suppress(OSError):
                 if Path(path).is_file():
                     Path(path).unlink()  # half a trace is none
-            raise OffloadError(f"the trace could not be written to {path}: {e.strerror}") from e
+            words = f"the trace could not be written to {path}: {e.strerror}"
+            kind = NotWritten if e.errno in _OF_THE_DISK else OffloadError
+            raise kind(words) from e
 
 
 class _NoTrace(Trace):

@@ -131,7 +131,7 @@ def read_events(path: str | Path) -> tuple[list[Event], int, int]:
         events = [_event(e) for e in document["traceEvents"] if e["ph"] == "X"]
         n_dropped, n_clipped = other.get("dropped_events", 0), other.get("clipped_events", 0)
         return events, int(n_dropped), int(n_clipped)
-    except (KeyError, TypeError, ValueError, IndexError) as e:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as e:
         raise OffloadError(f"{path} is a damaged trace: {type(e).__name__} {e}") from e
 
 

@@ -300,6 +300,11 @@ def main() -> None:
     except KNOWN as e:
         report.error(str(e))
         raise SystemExit(meaning_of(e).exit_code) from e
+    except OSError as e:
+        if not report.is_of_output(e):
+            raise
+        report.no_more_output(e)
+        raise SystemExit(1) from e
     except KeyboardInterrupt:
         report.note("interrupted")
         raise SystemExit(130) from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +53,19 @@ def echo(prompt: str) -> None:
 _OURS = ("specoffload", "offload", "specdec", "numa")
 _LIBRARY = "offload.llama"  # the logger that llama.cpp's lines come by
 _shows_library = False
+
+
+def is_of_output(error: OSError) -> bool:
+    """True for what writing to standard output raises: nobody reads it, or its disk is full."""
+    return error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO)
+
+
+def no_more_output(error: OSError) -> None:
+    """Output cannot be written: said once, but to those who have only read enough."""
+    if error.errno != errno.EPIPE:
+        _err.print(f"specoffload: output cannot be written: {error.strerror}")
+    # What is still held for it would be tried, and told of, at the interpreter's end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def be_verbose(*, library: bool = False) -> None:

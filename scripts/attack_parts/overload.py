@@ -93,9 +93,8 @@ async def overload(
                 continue
             if answer.status == 503 and "retry-after" in answer.headers:
                 found.n_refused += 1
-                after_s = int(answer.headers["retry-after"])
-                found.retry_after_s[after_s] += 1
-                await asyncio.sleep(after_s)
+                found.retry_after_s[int(answer.headers["retry-after"])] += 1
+                await asyncio.sleep(int(answer.headers["retry-after-ms"]) / 1000)
                 continue
             if answer.status != 200:
                 found.wrong.append(f"client {number}: {answer.status} {answer.body[:200]!r}")

@@ -140,6 +140,7 @@ async def serve_until(
         loop="asyncio",
         http=functools.partial(Connection, waiting=waiting),  # type: ignore[arg-type]
         timeout_keep_alive=waiting.limits.keep_alive_s,
+        backlog=waiting.limits.n_at_once,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -189,6 +190,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or ():  # asyncio has made its queue as short as what it accepts
+            listener.listen(BACKLOG)
         self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -8,7 +8,7 @@ and goes on where it was.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from time import perf_counter
@@ -217,13 +217,13 @@ class Batcher:
     # -- slots -----------------------------------------------------------------------------------
 
     def _admit(self) -> list[Request]:
-        """Give slots to those who wait, in their order, while the context has room for them.
+        """Give slots to those who wait, by turns, while the context has room for them.
 
         Those that have nothing to do there are over at once.
         """
         news = []
         while not (self._is_full and self._running):
-            request = next((r for r in self._waiting if self._may_begin(r)), None)
+            request = self._next()
             if request is None:
                 break
             n_taken = sum([len(member.history) + 1 for member in self._running])
@@ -238,6 +238,13 @@ class Batcher:
                 self._finished(request)
                 news.append(request)
         return news
+
+    def _next(self) -> Request | None:
+        """The first of the prompt with the fewest answers under way: who asks for many answers to
+        one does not keep out those who ask for one."""
+        n_running = Counter([request.asked_with for request in self._running.values()])
+        may_begin = (request for request in self._waiting if self._may_begin(request))
+        return min(may_begin, key=lambda r: n_running[r.asked_with], default=None)
 
     def _enter(self, request: Request, slot: Slot) -> BatchMember:
         request.begin(self._counts(), slot.reuse(request.history), slot.number)

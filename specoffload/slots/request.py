@@ -47,6 +47,7 @@ class Request:
         self.rng = np.random.default_rng(options.seed)  # for drafts that are drawn
         self._answer = answer
         self._beside = beside
+        self.asked_with: int = id(self) if beside is None else beside.asked_with  # same for a group
         self._tally: Tally | None = None  # since it first had a slot
         self._n_cached = 0
         self._is_evaluated = False

@@ -13,6 +13,7 @@ from struct import Struct
 
 from offload.errors import BadRequest, DeviceFailed
 from offload.sequences import Sequences
+from specdec.whole_file import whole_file
 
 _HEADER = Struct("<III")  # magic, version, number of tokens; the tokens and the state follow
 _MAGIC, _VERSION = 0x67677371, 3
@@ -20,11 +21,13 @@ _OF_STATE = 8  # bytes before a state in memory that a file does not have: a mag
 
 
 def write_sequence(path: Path, sequences: Sequences, sequence: int, tokens: Sequence[int]) -> int:
-    """Write the sequence, which holds `tokens`; the bytes written. Raises OSError, BadRequest."""
+    """Write the sequence, which holds `tokens`, whole or not at all; the bytes written.
+
+    Raises OSError, BadRequest."""
     if len(tokens) != sequences.length(sequence):
         raise BadRequest(f"sequence {sequence} holds {sequences.length(sequence)} tokens")
     state = sequences.save(sequence)
-    with path.open("wb") as file:
+    with whole_file(path) as file:
         file.write(_HEADER.pack(_MAGIC, _VERSION, len(tokens)))
         file.write(array("i", tokens).tobytes())
         file.write(memoryview(state)[_OF_STATE:])

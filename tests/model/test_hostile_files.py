@@ -141,6 +141,18 @@ def test_json_nested_without_end_is_damage(tmp_path: Path) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("number", ["Infinity", "1e400", "NaN", "1" + "0" * 400])
+def test_a_trace_of_numbers_that_are_none_is_damage(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "trace.json"
+    other = f'{{"producer": "specoffload", "dropped_events": {number}}}'
+    path.write_text(f'{{"otherData": {other}, "traceEvents": []}}')
+    if number.startswith("1" + "0"):
+        assert read_report(path).n_dropped == int(number)
+        return
+    with pytest.raises(OffloadError, match="damaged trace"):
+        read_report(path)
+
+
 def test_a_user_without_a_home_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> Path:
         raise RuntimeError("Could not determine home directory.")

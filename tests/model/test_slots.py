@@ -361,6 +361,21 @@ def test_a_request_that_came_first_is_answered_first(exact: Path) -> None:
     assert all(order.index(i) < order.index(i + 2) for i in range(4))
 
 
+def test_many_answers_to_a_prompt_do_not_keep_out_who_asks_for_one(exact: Path) -> None:
+    options = GenerateOptions(n_predict=8, ignore_eos=True)
+    with open_slots(exact, SPECS["alone"], 2) as session:
+        texts = texts_of(session)
+        first = session.start(texts[0], options)
+        many = [first, *(session.start(texts[0], options, first) for _ in range(5))]
+        one = session.start(texts[1], options)
+        order = []
+        while not session.is_idle:
+            order += [r for r in session.step() if r.is_over]
+    assert len(order) == 7
+    assert order.index(one) <= 2, "it got the second slot, or the first that was free"
+    assert {id(r) for r in order} == {id(r) for r in (*many, one)}
+
+
 def test_a_request_may_name_its_slot_and_refuse_what_is_held(pair: Session) -> None:
     pair.forget()
     text = texts_of(pair)[0]

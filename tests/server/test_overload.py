@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from attack_parts.overload import overload, text_of  # noqa: E402
 
 N_CLIENTS = 64
-PER_CLIENT = 5
+PER_CLIENT = 4
 N_TOKENS = 2  # of 20 ms each, four at once: whole seconds of Retry-After need some time
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 import pytest
 from running import Running, StartServer, eventually, http
 
-from specoffload.server.transport.limits import OncePerWhile, SocketLimits
+from specoffload.server.transport.limits import BACKLOG, OncePerWhile, SocketLimits
 
 IMPATIENT = SocketLimits(
     n_connections=8, header_s=0.3, body_s=0.3, body_bytes_per_s=10_000, keep_alive_s=1, write_s=0.5
@@ -157,6 +157,13 @@ def test_what_is_no_http_is_a_400_in_the_shape_of_all_errors(server: Running) ->
         head, _, body = _rest(client).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
     assert b'"type": "invalid_request_error"' in body
+
+
+def test_connections_that_are_accepted_together_leave_descriptors_for_the_rest() -> None:
+    """They are, before any is closed for another: with 110 descriptors 46 may be open."""
+    assert SocketLimits(n_connections=46).n_at_once == 11
+    assert SocketLimits(n_connections=1).n_at_once == 1
+    assert SocketLimits().n_at_once == BACKLOG
 
 
 def test_the_log_says_the_same_thing_once_in_a_while_and_how_often() -> None:

@@ -15,7 +15,8 @@ from specoffload.server.engine.turns import (
     FairQueue,
     Promises,
     Turns,
-    retry_after_s,
+    spread_s,
+    whole_s,
 )
 
 CLIENTS = st.sampled_from("abcd")
@@ -145,8 +146,11 @@ def test_promises_are_bounded() -> None:
 def test_a_time_to_come_back_is_whole_seconds_about_the_right_ones(
     wait_s: float, chance: float, fraction: float
 ) -> None:
-    after_s = retry_after_s(wait_s, chance, fraction)
+    exact_s = spread_s(wait_s, chance)
+    after_s = whole_s(exact_s, fraction)
     assert 1 <= after_s <= MOST_RETRY_AFTER_S
+    assert 0.09 <= exact_s <= MOST_RETRY_AFTER_S
+    assert after_s == 1 or abs(after_s - exact_s) <= 1
     if 1 < wait_s < 50:
         assert 0.9 * wait_s - 1 <= after_s <= 1.1 * wait_s + 1
 
@@ -183,7 +187,7 @@ def served(queue: FairQueue[int], seed: int, n_clients: int = 64, n_slots: int =
                 now_s=now_s,
             )
             if wait_s is not None:
-                at(now_s + retry_after_s(wait_s, rng.random(), rng.random()), client)
+                at(now_s + whole_s(spread_s(wait_s, rng.random()), rng.random()), client)
         while n_running < n_slots and len(queue):
             n_running += 1
             takes_s = rng.uniform(0.2, 0.4)

@@ -20,6 +20,8 @@ def problem_response(problem: Problem) -> Response:
     headers = {}
     if problem.retry_after_s is not None:
         headers["Retry-After"] = str(problem.retry_after_s)
+    if problem.retry_after_ms is not None:
+        headers["Retry-After-Ms"] = str(problem.retry_after_ms)  # read by OpenAI's clients
     if not problem.can_retry:
         headers["X-Should-Retry"] = "false"  # read by OpenAI's clients
     if problem.http_status == 401:

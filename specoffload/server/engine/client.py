@@ -15,6 +15,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 
 from offload.errors import DeviceFailed
@@ -37,7 +38,7 @@ from specoffload.server.engine.messages import (
     Submit,
 )
 from specoffload.server.engine.restart import RestartPolicy, describe_exit
-from specoffload.server.engine.turns import FairQueue, retry_after_s
+from specoffload.server.engine.turns import FairQueue, spread_s, whole_s
 from specoffload.server.engine.watchdog import Watchdog
 from specoffload.server.status.lines import plan_of, request_line
 from specoffload.server.status.totals import Totals
@@ -377,11 +378,16 @@ class EngineClient:
         if wait_s is None:
             return
         self.n_refused += 1
+        problem = unavailable(
+            f"the queue is full: {self.n_waiting} requests are waiting, the limit is "
+            f"{self._waiting.limit} (--max-queue)"
+        )
+        after_s = spread_s(wait_s, self._random.random())
         raise RequestFailed(
-            unavailable(
-                f"the queue is full: {self.n_waiting} requests are waiting, the limit is "
-                f"{self._waiting.limit} (--max-queue)",
-                retry_after_s(wait_s, self._random.random(), self._random.random()),
+            replace(
+                problem,
+                retry_after_s=whole_s(after_s, self._random.random()),
+                retry_after_ms=round(1000 * after_s),
             )
         )
 

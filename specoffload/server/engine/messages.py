@@ -134,6 +134,7 @@ class Problem:
     n_prompt_tokens: int | None = None
     n_ctx: int | None = None
     retry_after_s: int | None = None
+    retry_after_ms: int | None = None  # the same, not in whole seconds
     can_retry: bool = True
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 MOST_RETRY_AFTER_S = 60
+_LEAST_RETRY_AFTER_S = 0.1
 _GRACE_S = 2.0  # a client may come so much later than it was told, and half as much again
 _MOST_PROMISES = 1024
 _T = TypeVar("_T")
@@ -151,8 +152,12 @@ class FairQueue(Generic[_T]):
         return self._turns.clear()
 
 
-def retry_after_s(wait_s: float, chance: float, fraction: float) -> int:
-    """`wait_s` in whole seconds for a header, 1 at least. Two numbers between 0 and 1 spread it: by
-    10 % to both sides, and between the whole seconds around it."""
-    spread_s = wait_s * (0.9 + chance / 5)
-    return max(1, min(MOST_RETRY_AFTER_S, math.floor(spread_s + fraction)))
+def spread_s(wait_s: float, chance: float) -> float:
+    """`wait_s`, by a number between 0 and 1 up to 10 % less or more."""
+    return min(max(wait_s, _LEAST_RETRY_AFTER_S) * (0.9 + chance / 5), MOST_RETRY_AFTER_S)
+
+
+def whole_s(wait_s: float, chance: float) -> int:
+    """One of the whole seconds around it, 1 at least; by a number between 0 and 1, right on
+    average."""
+    return max(1, min(MOST_RETRY_AFTER_S, math.floor(wait_s + chance)))

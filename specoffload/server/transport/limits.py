@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-BACKLOG = 128  # connections that the kernel holds while the event loop is busy
+BACKLOG = 128  # connections that the kernel holds until they are accepted
 _MOST_CONNECTIONS = 1024
 _SPARE_DESCRIPTORS = 64  # pipes, files, the listening socket
 
@@ -24,6 +24,12 @@ class SocketLimits:
     body_bytes_per_s: int = 64 * 2**10
     keep_alive_s: int = 30
     write_s: float = 60.0
+
+    @property
+    def n_at_once(self) -> int:
+        """Connections that are accepted before any is looked at, and so before one is closed for
+        another: they must not take the last descriptors."""
+        return max(1, min(BACKLOG, self.n_connections // 4))
 
 
 def raise_descriptor_limit() -> int:

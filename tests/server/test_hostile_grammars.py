@@ -1,0 +1,59 @@
+"""Grammars and schemas that are made to stop a server: each is answered, and so is the next."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from attack_parts.exchange import Answer, ask_for, send  # noqa: E402
+from attack_parts.grammars import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS  # noqa: E402
+from attack_parts.overload import text_of  # noqa: E402
+from attack_parts.program import Program, bad_lines, serving  # noqa: E402
+from attack_parts.witness import PROMPTS  # noqa: E402
+
+FLAGS = ("--device", "cpu", "-t", "1", "-np", "2", "-c", "1024", "--temp", "0", "--no-profile")
+_MOST_GROWTH = 1.2
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    with serving(tmp_path_factory.mktemp("hostile") / "log", FLAGS) as started:
+        yield started
+
+
+def ask(program: Program, **field: Any) -> Answer:
+    """Raises NoAnswer after 30 s."""
+    body = {"prompt": "a", "max_tokens": 4, **field}
+    return asyncio.run(send(program.port, ask_for("/v1/completions", body)))
+
+
+def check(answer: Answer) -> None:
+    assert answer.status in (200, 400), answer.body[:500]
+    if answer.status == 400:
+        message = answer.json()["error"]["message"]
+        assert len(message) < 1000
+        assert "Traceback" not in message
+
+
+def test_each_is_answered_and_the_next_request_is_served(program: Program) -> None:
+    """Memory is what it was after the first of them, to within 20 %."""
+    before = asyncio.run(text_of(program.port, PROMPTS[0], 6))
+    check(ask(program, grammar='root ::= "a"?'))
+    check(ask(program, json_schema={"type": "string", "pattern": "^a{500000000}$"}))
+    rss_bytes = program.rss_bytes()
+    for grammar in HOSTILE_GRAMMARS.values():
+        check(ask(program, grammar=grammar))
+    for schema in HOSTILE_SCHEMAS.values():
+        wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        check(ask(program, response_format=wrapped))
+        assert asyncio.run(text_of(program.port, PROMPTS[0], 6)) == before
+    assert program.rss_bytes() < _MOST_GROWTH * rss_bytes
+    assert bad_lines(program.said()) == []
+    assert "restarting" not in program.said()
