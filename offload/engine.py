@@ -447,6 +447,11 @@ class Engine(ModelText):
         if self.device is None or value == self.device.min_batch:
             return
         self.set_min_batch(value)
+        self.build_anew()
+
+    def build_anew(self) -> None:
+        """Have the next decode build its graph, whatever its size: decodes 3 tokens in sequence 0
+        for it, which are forgotten again."""
         s, start = self.sequences, self.sequences.length(0)
         if start + 3 > self.n_ctx:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,14 @@ class HybridSwitch:
 
     splitter: Splitter = stay
     declined: str = ""  # why no layer of this model is split; found at its first graph
-    unsplit: set[int] = field(default_factory=set)  # sizes of batches that go by min-batch alone
+    is_active: bool = True  # off while others are measured
+    unsplit: frozenset[int] = frozenset()  # sizes of batches that go by min-batch alone
 
     def splits(self, n_tokens: int) -> bool:
         """True if layers of such a batch are split, whatever its min-batch."""
-        return n_tokens <= MOST_TOKENS and not self.declined and n_tokens not in self.unsplit
+        return (
+            self.is_active
+            and n_tokens <= MOST_TOKENS
+            and not self.declined
+            and n_tokens not in self.unsplit
+        )

@@ -102,6 +102,7 @@ class Options:
     prefetch_depth: int = 8
     overlap: bool = True
     prefetch: bool = True
+    hybrid: Toggle = Toggle.OFF
     expert_chunks: Chunks = "auto"
     slot_band: bool = True
     vector_tokens: int = 0

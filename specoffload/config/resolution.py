@@ -50,6 +50,7 @@ class Config:
     stream_experts: bool
     ctx_checkpoints: int
     reasons: tuple[str, ...]
+    hybrid: Toggle = Toggle.OFF  # of layers; auto: measured when it is opened
     numa: NumaPlan | None = None  # None: nothing is pinned
     parallel: int = 1  # requests that run at once
     cache_ram_bytes: int | None = 0  # host memory for prompts whose slots others needed
@@ -97,6 +98,7 @@ def resolve(options: Options, host: Host) -> Config:
             strict=options.strict,
         ),
         streaming=_streaming(options),
+        hybrid=options.hybrid,
         trace=options.trace,
         mla_crossover=options.mla_crossover,
         mmap=options.mmap,
@@ -139,5 +141,6 @@ def _streaming(options: Options) -> StreamingOptions:
         native=options.native_placement,
         warmup=options.warmup,
         cache=options.expert_cache,
+        hybrid=options.hybrid is not Toggle.OFF,
         trace=Trace() if options.trace is not None else NO_TRACE,
     )

@@ -75,11 +75,11 @@ def choose_min_batch(
         why = f"{why}; measured in {perf_counter() - began:.1f} s"
         failed = _store(path, key, times)
         why = why if failed is None else f"{why}; {failed}"
-    found = choose(times, _n_most(target), facts.n_experts, facts.n_experts_used)
+    found = choose(times, n_most_at_once(target), facts.n_experts, facts.n_experts_used)
     return Chosen(found, f"--min-batch auto: {found.words(kinds)} ({why})")
 
 
-def _n_most(target: Engine) -> int:
+def n_most_at_once(target: Engine) -> int:
     """Tokens of the largest batch that is computed at once."""
     return min(target.options.n_ubatch or DEFAULT_UBATCH, target.n_ctx)
 
@@ -115,7 +115,7 @@ class _Measuring:
         self._target = target
         plan = target.plan
         self._layers = sorted({layer_of(e.name) for e in plan.streamed}) if plan else []
-        span = max(_SPAN, _n_most(target))
+        span = max(_SPAN, n_most_at_once(target))
         self._walk = TextWalk(target.sequences, _SEQUENCE, text, 0, span)
         self._on_progress = on_progress
         self._began = perf_counter()
@@ -123,7 +123,9 @@ class _Measuring:
         self._walk.time_s(1)
         one_s = self._walk.time_s(1)
         self._most_s = budget_s(one_s)
-        if one_s < _DEEP_BELOW_S and min(len(text), target.n_ctx) >= _DEPTH + _n_most(target):
+        if one_s < _DEEP_BELOW_S and min(len(text), target.n_ctx) >= _DEPTH + n_most_at_once(
+            target
+        ):
             # In small models attention is a part of it; in others reading so much takes too long.
             self._walk = TextWalk(target.sequences, _SEQUENCE, text, _DEPTH, span)
 
@@ -137,7 +139,7 @@ class _Measuring:
             n_held = plan.slot_bytes * len(self._layers) / plan.streamed_bytes
         return Streaming(
             streamed_kinds(target),
-            _n_most(target),
+            n_most_at_once(target),
             len(self._layers),
             n_held,
             facts.n_experts,

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from time import perf_counter
 
 from offload.engine import Engine, EngineOptions
+from offload.hybrid.auto import Timer, choose_sizes
+from offload.hybrid.switch import MOST_TOKENS
 from offload.model_file import read_facts
 from offload.plan.context import type_of_values
 from offload.plan.min_batch import MinBatch
+from offload.plan.min_batch_search import budget_s
 from offload.store.store import StoreOptions
+from specdec.costs.estimate import typical
+from specdec.costs.measure import TextWalk
+from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
 from specoffload.session.draft_opening import draft_bytes
-from specoffload.session.min_batch import choose_min_batch, streamed_kinds
+from specoffload.session.min_batch import choose_min_batch, n_most_at_once, streamed_kinds
+from specoffload.speculation.profiling import LEAD_TOKENS, real_text
 
 TREE_LEAVES = 32  # of a verified tree
+_SPAN = 512  # tokens, before the memory is cut back
+_LONG_S = 0.05  # T(1) from which fewer decodes tell enough
 
 
 def open_target(config: Config, on_progress: Callable[[float], None] | None = None) -> Engine:
@@ -69,6 +79,48 @@ def set_min_batch(
     if config.min_batch is not None or not streamed_kinds(target):
         return ()
     folder = config.spec.profile_dir if config.spec.use_profile else None
+    if target.hybrid is not None:
+        target.hybrid.switch.is_active = False  # both sides are timed without it
     chosen = choose_min_batch(target, folder, on_progress)
     target.set_min_batch_by_decoding(chosen.min_batch)
     return (chosen.note,)
+
+
+def set_hybrid(
+    config: Config, target: Engine, on_progress: Callable[[float], None] | None = None
+) -> tuple[str, ...]:
+    """Behind `set_min_batch`: split layers, of which batches is measured for `auto`; the lines that
+    tell of it."""
+    if target.hybrid is None or "experts" not in streamed_kinds(target):
+        return ()
+    switch, n_most = target.hybrid.switch, min(MOST_TOKENS, n_most_at_once(target))
+    switch.is_active = True
+    if config.hybrid is Toggle.AUTO:
+        began = perf_counter()
+        decode_s, one_s = _both_ways(target)
+        chosen = choose_sizes(decode_s, n_most, lambda: perf_counter() - began, budget_s(one_s))
+        switch.is_active, switch.unsplit = True, chosen.unsplit
+        target.sequences.rewind(0, 0)
+        note = f"--hybrid auto: {chosen.words(n_most)}"
+    else:
+        note = f"--hybrid on: layers of batches of up to {n_most} tokens are split"
+    target.build_anew()
+    return (f"--hybrid: {switch.declined}",) if switch.declined else (note,)
+
+
+def _both_ways(target: Engine) -> tuple[Timer, float]:
+    """A timer of decodes that go on through a text, layers split or not, and T(1)."""
+    assert target.hybrid is not None
+    switch = target.hybrid.switch
+    walk = TextWalk(target.sequences, 0, real_text(target), 0, _SPAN)
+    walk.time_s(1)
+    one_s = walk.time_s(1)
+
+    def decode_s(n: int, is_split: bool) -> float:
+        switch.is_active = is_split
+        walk.time_s(1, n_logits=0)  # no timed decode is like it: each that follows builds its graph
+        n_decodes = max(2, (LEAD_TOKENS if one_s < _LONG_S else LEAD_TOKENS // 4) // n)
+        walk.lead(n, n_decodes)
+        return typical([walk.time_s(n) for _ in range(n_decodes)])
+
+    return decode_s, one_s

@@ -29,7 +29,7 @@ from specoffload.session.generation import (
     SlotResult,
 )
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
-from specoffload.session.opening import open_target, set_min_batch
+from specoffload.session.opening import open_target, set_hybrid, set_min_batch
 from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
@@ -70,6 +70,7 @@ class Session:
             self._chosen = (
                 *engine_lines,
                 *set_min_batch(config, self.target, partial(on_progress, "measuring min-batch")),
+                *set_hybrid(config, self.target),
             )
             if drafts_anything(config.spec.options, has_draft=self.draft is not None):
                 self.speculation = Speculation(

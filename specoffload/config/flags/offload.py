@@ -6,7 +6,7 @@ from numa.place import Strategy
 from offload.schedule.cache_rules import CACHE_RULES
 from specoffload.config.flags.flag import INT, OPENS, SWITCH, TEXT, Flag, Panel, choice
 from specoffload.config.flags.reading import BYTES, CROSSOVER, LAYERS, MIN_BATCH, THREADS
-from specoffload.config.options import Options
+from specoffload.config.options import Options, Toggle
 
 _P = Panel.OFFLOAD
 
@@ -84,6 +84,13 @@ FLAGS = (
         Options, "prefetch", (), SWITCH,
         "Do not guess a verification batch's experts from the batch before.", _P,
         off=("--no-prefetch",), rare=True,
+    ),
+    Flag(
+        Options, "hybrid", ("--hybrid",), choice(Toggle),
+        "Experts in slots on the device, the others on the CPU meanwhile.", _P,
+        more="For batches of up to 64 tokens, whatever their --min-batch. auto: where decodes of "
+        "that size are measured to be faster, at the start ([hybrid.md](hybrid.md)).",
+        commands=OPENS - {"bench"}, rare=True,
     ),
     Flag(
         Options, "bounce", (), SWITCH,

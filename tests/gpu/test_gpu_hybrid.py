@@ -1,0 +1,80 @@
+"""Layers split between the CPU and a GPU: the resident logits, but for what kernels round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from budgets import budget
+from numpy.typing import NDArray
+from on_gpu import BATCHES, Logits, logits, options
+
+from offload.device import DeviceChoice
+from offload.engine import Engine, EngineOptions
+from offload.hybrid.split import HIT, HOST, STREAMED
+from offload.hybrid.switch import Splitter, stay
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.streaming.options import StreamingOptions
+from offload.synth import write_preset
+
+_NONE = MinBatch(NEVER, NEVER)
+
+
+def all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    return np.full(len(resident), HOST, np.uint8)
+
+
+def all_device(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    return np.where(resident, np.uint8(HIT), np.uint8(STREAMED))
+
+
+def halves(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    kinds = all_device(ids, resident)
+    kinds[::2] = HOST
+    return kinds
+
+
+def split(gpu: DeviceChoice, path: Path, splitter: Splitter, slots: str) -> EngineOptions:
+    streaming = StreamingOptions(hybrid=True, splitter=splitter, bounce=False)
+    streaming = replace(streaming, vram_bytes=budget(path, streaming, slots))
+    return options(gpu, streaming, min_batch=_NONE)
+
+
+def assert_close(got: Logits, expected: Logits) -> None:
+    """The CPU rounds what it multiplies to 8 bits, a GPU otherwise or not at all. Random routers
+    leave near-ties that this decides: a row or two then are another expert's."""
+    off = np.abs(got - expected).max(axis=1) / expected.std()
+    assert np.quantile(off, 0.9) < 0.08, off
+    alike = [np.corrcoef(mine, its)[0, 1] for mine, its in zip(got, expected, strict=True)]
+    assert min(alike) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("splitter", "slots"),
+    [(stay, "half"), (all_host, "least"), (all_device, "half"), (halves, "half")],
+)
+def test_a_split_layer_gives_what_the_resident_model_gives(
+    gpu: DeviceChoice, moe: Path, resident_moe: Logits, splitter: Splitter, slots: str
+) -> None:
+    with Engine(moe, split(gpu, moe, splitter, slots)) as engine:
+        got = logits(engine)
+        counters = engine.counters()
+        assert engine.hybrid is not None
+        assert not engine.hybrid.switch.declined
+        assert counters.split_layers > 0
+    assert (counters.n_pairs_host > 0) == (splitter is not all_device)
+    assert_close(got, resident_moe)
+
+
+def test_biases_that_lie_on_the_gpu_are_read_back(gpu: DeviceChoice, models: Path) -> None:
+    path = write_preset("gpt-oss-20b", models / "gpu_biases.gguf", size="tiny", seed=1)
+    changes: dict[str, Any] = {"flash_attn": "off"}
+    with Engine(path, options(gpu, stream_experts=False, **changes)) as engine:
+        expected = logits(engine, BATCHES[:2])
+    with Engine(path, split(gpu, path, halves, "half")) as engine:
+        got = logits(engine, BATCHES[:2])
+        assert engine.counters().n_pairs_host > 0
+    assert_close(got, expected)
