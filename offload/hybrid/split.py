@@ -137,7 +137,8 @@ def seconds_at(by_rows_s: NDArray[np.float64], rows: NDArray[np.integer]) -> NDA
     seconds: NDArray[np.float64] = by_rows_s[np.minimum(rows, last)]
     beyond = rows - last
     if beyond.max(initial=0) > 0:
-        seconds = seconds + np.maximum(beyond, 0) * (by_rows_s[-1] - by_rows_s[-2])
+        step_s = max(0.0, by_rows_s[-1] - by_rows_s[-2])  # noise must not make time negative
+        seconds = seconds + np.maximum(beyond, 0) * step_s
     return seconds
 
 

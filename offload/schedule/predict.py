@@ -78,10 +78,12 @@ class Routing:
         self._scores[layer] = counts
         self._n_used[layer] = ids.shape[1]
 
-    def predict(self, layer: int, n_tokens: int) -> Sequence[int]:
+    def predict(self, layer: int, n_tokens: int, least: float = 1e-3) -> Sequence[int]:
         """Experts that the layer's next batch is likely to use, the likeliest first.
 
-        As many as that many tokens would use if routing were even; none before the first observe.
+        As many as that many tokens would use if routing were even, of those that score more than
+        `least`: 1 is an expert that all tokens of the last batch chose. None before the first
+        observe.
         """
         scores = self._scores.get(layer)
         if scores is None:
@@ -89,5 +91,5 @@ class Routing:
         n_used = self._n_used[layer]
         n = round(expected_union(n_tokens, min(n_used, len(scores)), len(scores)))
         order = np.argsort(-scores, kind="stable")[:n]
-        chosen: list[int] = order[scores[order] > 1e-3].tolist()
+        chosen: list[int] = order[scores[order] > least].tolist()
         return chosen

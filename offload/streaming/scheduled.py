@@ -250,10 +250,23 @@ class ScheduledExecutor:
             if step.need is not None:
                 schedule.need(step.need)
             elif self._prefetch and step.missed:
-                guess = self._routing.predict(step.layer, step.n_tokens)
+                guess = self._guess(step)
                 if guess:
                     pieces = tuple((step.group, expert) for expert in guess)
                     schedule.predict(Need(step.cut, step.pool, pieces))
+
+    def _guess(self, step: Step) -> Sequence[int]:
+        """Experts of a layer to copy before it is known what it needs.
+
+        Of one that is split a miss is no wait but the CPU's work, and copies take the memory
+        bandwidth that it needs: one expert at a time, which recurs, or as slots are free.
+        """
+        slots = self.schedule.table.pools[step.pool]
+        if step.hybrid is None:
+            return self._routing.predict(step.layer, step.n_tokens)
+        least = 0.0 if slots.counts[FREE] else 1.0 / step.n_tokens
+        found = self._routing.predict(step.layer, step.n_tokens, least)
+        return [expert for expert in found if (step.group, expert) not in slots.where][:1]
 
     def _tell(self, running: _Running, stop: Stop) -> int:
         """Before a cut's first node: a clock that waits for its layer hears of it."""

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
+from offload.hybrid.choosing import split_sizes, words
+
 from offload.engine import Engine, EngineOptions
-from offload.hybrid.auto import Timer, choose_sizes
 from offload.hybrid.switch import MOST_TOKENS
 from offload.model_file import read_facts
 from offload.plan.context import type_of_values
@@ -27,6 +28,7 @@ from specoffload.speculation.profiling import LEAD_TOKENS, real_text
 
 TREE_LEAVES = 32  # of a verified tree
 _SPAN = 512  # tokens, before the memory is cut back
+_SIZES = (1, 8, 64, 2, 16, 4, 32)  # tokens, those that tell most first
 _LONG_S = 0.05  # T(1) from which fewer decodes tell enough
 
 
@@ -89,38 +91,48 @@ def set_min_batch(
 def set_hybrid(
     config: Config, target: Engine, on_progress: Callable[[float], None] | None = None
 ) -> tuple[str, ...]:
-    """Behind `set_min_batch`: split layers, of which batches is measured for `auto`; the lines that
-    tell of it."""
+    """Behind `set_min_batch`: split layers, for `auto` of those sizes of batches at which decodes
+    are measured faster; the line that tells of it."""
     if target.hybrid is None or "experts" not in streamed_kinds(target):
         return ()
     switch, n_most = target.hybrid.switch, min(MOST_TOKENS, n_most_at_once(target))
     switch.is_active = True
+    note = f"--hybrid on: layers are split in batches of up to {n_most} tokens"
     if config.hybrid is Toggle.AUTO:
-        began = perf_counter()
-        decode_s, one_s = _both_ways(target)
-        chosen = choose_sizes(decode_s, n_most, lambda: perf_counter() - began, budget_s(one_s))
-        switch.is_active, switch.unsplit = True, chosen.unsplit
-        target.sequences.rewind(0, 0)
-        note = f"--hybrid auto: {chosen.words(n_most)}"
-    else:
-        note = f"--hybrid on: layers of batches of up to {n_most} tokens are split"
+        old_s, split_s = _both_ways(target, n_most, on_progress)
+        chosen = split_sizes(old_s, split_s, n_most)
+        switch.is_active = True
+        switch.unsplit = frozenset(range(1, n_most + 1)) - chosen
+        note = f"--hybrid auto: {words(chosen, old_s, split_s)}"
     target.build_anew()
     return (f"--hybrid: {switch.declined}",) if switch.declined else (note,)
 
 
-def _both_ways(target: Engine) -> tuple[Timer, float]:
-    """A timer of decodes that go on through a text, layers split or not, and T(1)."""
+def _both_ways(
+    target: Engine, n_most: int, on_progress: Callable[[float], None] | None
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of a decode by batch size, by min-batch alone and with layers split.
+
+    One token is always timed, further sizes while there is time. The sequence is left empty.
+    """
     assert target.hybrid is not None
-    switch = target.hybrid.switch
+    switch, began = target.hybrid.switch, perf_counter()
     walk = TextWalk(target.sequences, 0, real_text(target), 0, _SPAN)
     walk.time_s(1)
     one_s = walk.time_s(1)
-
-    def decode_s(n: int, is_split: bool) -> float:
-        switch.is_active = is_split
-        walk.time_s(1, n_logits=0)  # no timed decode is like it: each that follows builds its graph
-        n_decodes = max(2, (LEAD_TOKENS if one_s < _LONG_S else LEAD_TOKENS // 4) // n)
-        walk.lead(n, n_decodes)
-        return typical([walk.time_s(n) for _ in range(n_decodes)])
-
-    return decode_s, one_s
+    most_s, lead_tokens = budget_s(one_s), LEAD_TOKENS if one_s < _LONG_S else LEAD_TOKENS // 4
+    times: dict[bool, dict[int, float]] = {False: {}, True: {}}
+    for n in dict.fromkeys(min(size, n_most) for size in _SIZES):
+        spent = (perf_counter() - began) / most_s
+        if spent >= 1.0 and times[True]:
+            break
+        for is_split, found in times.items():
+            switch.is_active = is_split
+            walk.time_s(1, n_logits=0)  # no timed decode is like it: each that follows is built
+            n_decodes = max(3, lead_tokens // n)
+            walk.lead(n, n_decodes)
+            found[n] = typical([walk.time_s(n) for _ in range(n_decodes)])
+        if on_progress is not None:
+            on_progress(min(1.0, spent))
+    target.sequences.rewind(0, 0)
+    return times[False], times[True]

@@ -70,7 +70,7 @@ class Session:
             self._chosen = (
                 *engine_lines,
                 *set_min_batch(config, self.target, partial(on_progress, "measuring min-batch")),
-                *set_hybrid(config, self.target),
+                *set_hybrid(config, self.target, partial(on_progress, "measuring split layers")),
             )
             if drafts_anything(config.spec.options, has_draft=self.draft is not None):
                 self.speculation = Speculation(

@@ -14,10 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from budgets import budget
 from numpy.typing import NDArray
 from resolved import config_of
 
 from offload.plan.min_batch import MinBatch
+from offload.streaming.options import StreamingOptions
+from specoffload.config.options import Toggle
 from specoffload.config.resolution import demo_file
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions
@@ -84,6 +87,24 @@ def test_speculative_output_is_the_targets_own(
             assert_each_token_is_the_targets_choice(judge, prompt, tokens)
         streamed = opened.target.counters().streamed_experts
     assert (streamed > 0) == (min_batch in ("1", "2"))
+
+
+@pytest.mark.parametrize("hybrid", [Toggle.ON, Toggle.AUTO])
+def test_speculative_output_is_the_targets_own_where_layers_are_split(
+    exact: Path, judge: Session, hybrid: Toggle
+) -> None:
+    draft, half = demo_file("draft.gguf"), budget(exact, StreamingOptions(), "half")
+    changes = {"vram_bytes": half, "n_cpu_moe": 99, "hybrid": hybrid, "min_batch": "1000"}
+    with session("sim", model=exact, draft=draft, **changes) as opened:
+        for text in held_out()[::5]:
+            opened.forget()
+            tokens = generate(opened, text)
+            prompt = opened.tokenize(text, add_special=True, parse_special=True)
+            assert_each_token_is_the_targets_choice(judge, prompt, tokens)
+        counters = opened.target.counters()
+        assert any(line.startswith(f"--hybrid {hybrid}: ") for line in opened.notes)
+    assert counters.n_pairs_host > 0
+    assert counters.n_pairs_hit > 0
 
 
 def test_on_the_shipped_file_the_choice_differs_no_more_than_batch_sizes_do() -> None:
