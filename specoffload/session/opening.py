@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
 
-from offload.hybrid.choosing import split_sizes, words
-
 from offload.engine import Engine, EngineOptions
+from offload.hybrid.choosing import split_sizes, words
 from offload.hybrid.switch import MOST_TOKENS
 from offload.model_file import read_facts
 from offload.plan.context import type_of_values
