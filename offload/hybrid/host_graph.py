@@ -34,14 +34,21 @@ class LayerWeights:
     layer: int
     sources: tuple[Tensor, ...]  # weights of the products, then biases
     scales: tuple[NDArray[np.float32], ...]  # [n_experts] each
+    copies: tuple[NDArray[np.float32], ...]  # the memory of sources that were read back
 
 
 def layer_weights(form: Form, layer: int) -> LayerWeights:
     """Of the layer whose form this is. What lies on a device is read back, once."""
-    biases = [b if b.is_on_host else of_array(host_copy(b), b) for b in form.biases]
-    weights = [product.weight for product in form.products]
+    copies: list[NDArray[np.float32]] = []
+    sources = [product.weight for product in form.products]
+    for bias in form.biases:
+        if bias.is_on_host:
+            sources.append(bias)
+            continue
+        copies.append(host_copy(bias))
+        sources.append(of_array(copies[-1], bias))
     scales = tuple(host_copy(weight) for _, weight in form.scales)
-    return LayerWeights(layer, (*weights, *biases), scales)
+    return LayerWeights(layer, tuple(sources), scales, tuple(copies))
 
 
 class HostGraph:

@@ -35,7 +35,7 @@ class HybridSwitch:
         """True if layers of such a batch are split, whatever its min-batch."""
         return (
             self.is_active
-            and n_tokens <= MOST_TOKENS
+            and 0 < n_tokens <= MOST_TOKENS  # 0: of the last layer, where no logits are wanted
             and not self.declined
             and n_tokens not in self.unsplit
         )

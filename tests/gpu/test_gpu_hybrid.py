@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +53,7 @@ def assert_close(got: Logits, expected: Logits) -> None:
 
 @pytest.mark.parametrize(
     ("splitter", "slots"),
-    [(stay, "half"), (all_host, "least"), (all_device, "half"), (halves, "half")],
+    [(stay, "half"), (all_device, "half"), (halves, "half")],
 )
 def test_a_split_layer_gives_what_the_resident_model_gives(
     gpu: DeviceChoice, moe: Path, resident_moe: Logits, splitter: Splitter, slots: str
@@ -69,12 +68,23 @@ def test_a_split_layer_gives_what_the_resident_model_gives(
     assert_close(got, resident_moe)
 
 
+def test_all_experts_on_the_cpu_give_the_bits_of_what_is_below_min_batch(
+    gpu: DeviceChoice, moe: Path
+) -> None:
+    with Engine(moe, options(gpu, StreamingOptions(bounce=False), min_batch=_NONE)) as engine:
+        expected = logits(engine)
+        assert engine.counters().cuts == 0
+    with Engine(moe, split(gpu, moe, all_host, "least")) as engine:
+        np.testing.assert_array_equal(logits(engine), expected)
+        assert engine.counters().n_pairs_host > 0
+
+
 def test_biases_that_lie_on_the_gpu_are_read_back(gpu: DeviceChoice, models: Path) -> None:
     path = write_preset("gpt-oss-20b", models / "gpu_biases.gguf", size="tiny", seed=1)
-    changes: dict[str, Any] = {"flash_attn": "off"}
-    with Engine(path, options(gpu, stream_experts=False, **changes)) as engine:
+    cpu = options(gpu, StreamingOptions(bounce=False), min_batch=_NONE)
+    with Engine(path, cpu) as engine:
         expected = logits(engine, BATCHES[:2])
+    with Engine(path, split(gpu, path, all_host, "half")) as engine:
+        np.testing.assert_array_equal(logits(engine, BATCHES[:2]), expected)
     with Engine(path, split(gpu, path, halves, "half")) as engine:
-        got = logits(engine, BATCHES[:2])
-        assert engine.counters().n_pairs_host > 0
-    assert_close(got, expected)
+        assert_close(logits(engine, BATCHES[:2]), expected)

@@ -158,6 +158,16 @@ def test_off_asks_nothing_of_the_device_below_its_min_batch(tiny_moe: Path, expe
         assert engine.counters().cuts == engine.counters().split_layers == 0
 
 
+def test_a_decode_without_logits_has_nothing_to_split_in_its_last_layer(
+    tiny_moe: Path, expected: Rows
+) -> None:
+    with Engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
+        engine.sequences.extend(0, [3, 4], n_logits=0)
+        engine.sequences.extend(0, [5], n_logits=0)
+        engine.sequences.rewind(0, 0)
+        assert np.array_equal(logits(engine), expected)
+
+
 def test_a_device_with_a_pace_of_its_own_computes_beside_the_cpu(
     tiny_moe: Path, expected: Rows
 ) -> None:
