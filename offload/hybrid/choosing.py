@@ -106,6 +106,11 @@ class Watch:
             return n_tokens in self._chosen
         return size.split != (size.trial_s is not None)
 
+    def prefers(self, n_tokens: int) -> bool:
+        """True if batches of so many tokens are split when nothing is tried."""
+        size = self._sizes.get(n_tokens)
+        return n_tokens in self._chosen if size is None else size.split
+
     def took(self, n_tokens: int, seconds: float) -> bool:
         """A decode was done, in the way of `splits`; True if what `splits` says has changed."""
         size = self._sizes.setdefault(n_tokens, _Size(n_tokens in self._chosen))

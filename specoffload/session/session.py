@@ -15,7 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.engine import Engine
-from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
+from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported, OffloadError
+from offload.hybrid.switch import MOST_TOKENS
+from offload.hybrid.watching import Watcher
+from specdec.decoding.loop import Step
+from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
 from specoffload.session.description import describe
 from specoffload.session.draft_opening import open_draft
@@ -90,8 +94,23 @@ class Session:
             )
             if self.speculation is not None and self.speculation.watches:
                 self.batcher.on_round.append(self.speculation.watch)
+            if config.hybrid is Toggle.AUTO and self.target.hybrid is not None:
+                switch = self.target.hybrid.switch
+                chosen = [n for n in range(1, MOST_TOKENS + 1) if switch.splits(n)]
+                self._watcher = Watcher(switch, chosen, self._build_anew)
+                self.batcher.on_step.append(self._watch_split)
             self._begin_trace()
             self._closing = opened.pop_all()
+
+    def _build_anew(self) -> None:
+        with suppress(OffloadError):  # no room for it: the next decode may be like the one before
+            self.target.build_anew()
+
+    def _watch_split(self, began_s: float, ended_s: float, step: Step) -> None:
+        """Of steps of one request the batch is known, and what it took."""
+        if len(step.rounds) == 1 and not step.read:
+            _, round_ = step.rounds[0]
+            self._watcher.took(round_.n_drafted + 1, round_.verify_s)
 
     def close(self) -> None:
         """Free everything, store the profile, and write the traces that were asked for."""

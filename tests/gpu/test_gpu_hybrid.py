@@ -68,23 +68,20 @@ def test_a_split_layer_gives_what_the_resident_model_gives(
     assert_close(got, resident_moe)
 
 
+@pytest.mark.parametrize("preset", ["deepseek-v3", "gpt-oss-20b"])
 def test_all_experts_on_the_cpu_give_the_bits_of_what_is_below_min_batch(
-    gpu: DeviceChoice, moe: Path
+    gpu: DeviceChoice, moe: Path, models: Path, preset: str
 ) -> None:
-    with Engine(moe, options(gpu, StreamingOptions(bounce=False), min_batch=_NONE)) as engine:
-        expected = logits(engine)
-        assert engine.counters().cuts == 0
-    with Engine(moe, split(gpu, moe, all_host, "least")) as engine:
-        np.testing.assert_array_equal(logits(engine), expected)
-        assert engine.counters().n_pairs_host > 0
-
-
-def test_biases_that_lie_on_the_gpu_are_read_back(gpu: DeviceChoice, models: Path) -> None:
-    path = write_preset("gpt-oss-20b", models / "gpu_biases.gguf", size="tiny", seed=1)
-    cpu = options(gpu, StreamingOptions(bounce=False), min_batch=_NONE)
-    with Engine(path, cpu) as engine:
+    """gpt-oss has biases, which lie on the GPU and are read back."""
+    path = moe
+    if preset != "deepseek-v3":
+        path = write_preset(preset, models / "gpu_biases.gguf", size="tiny", seed=1)
+    hybrid = split(gpu, path, all_host, "half")
+    with Engine(path, replace(hybrid, streaming=replace(hybrid.streaming, hybrid=False))) as engine:
         expected = logits(engine, BATCHES[:2])
-    with Engine(path, split(gpu, path, all_host, "half")) as engine:
+        assert engine.counters().cuts == 0
+    with Engine(path, hybrid) as engine:
         np.testing.assert_array_equal(logits(engine, BATCHES[:2]), expected)
+        assert engine.counters().n_pairs_host > 0
     with Engine(path, split(gpu, path, halves, "half")) as engine:
         assert_close(logits(engine, BATCHES[:2]), expected)

@@ -1,0 +1,56 @@
+"""What a switch does when decodes go the other way for a while."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from offload.hybrid.switch import HybridSwitch
+from offload.hybrid.watching import Watcher
+
+MANY = 400
+
+
+def serve(switch: HybridSwitch, watcher: Watcher, split_s: float, old_s: float) -> None:
+    for _ in range(MANY):
+        watcher.took(1, split_s if switch.splits(1) else old_s)
+
+
+def test_it_goes_back_where_splitting_is_slower_while_serving_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    switch, n_built = HybridSwitch(), 0
+
+    def build_anew() -> None:
+        nonlocal n_built
+        n_built += 1
+
+    watcher = Watcher(switch, range(1, 65), build_anew)
+    with caplog.at_level(logging.WARNING):
+        serve(switch, watcher, split_s=2.0, old_s=1.0)
+    assert not switch.splits(1)
+    assert switch.splits(2), "other sizes are as they were"
+    assert n_built > 0
+    assert [r.message for r in caplog.records if "not split from now on" in r.message]
+
+
+def test_it_stays_where_splitting_is_faster(caplog: pytest.LogCaptureFixture) -> None:
+    switch = HybridSwitch()
+    n_split = 0
+    watcher = Watcher(switch, range(1, 65), lambda: None)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(MANY):
+            n_split += switch.splits(1)
+            watcher.took(1, 1.0 if switch.splits(1) else 2.0)
+    assert n_split > 0.85 * MANY
+    assert not caplog.records
+
+
+def test_larger_batches_and_models_that_are_not_split_are_left_alone() -> None:
+    switch = HybridSwitch(declined="layer 1 is not split")
+    watcher = Watcher(switch, (), lambda: pytest.fail("nothing changes"))
+    serve(switch, watcher, 1.0, 1.0)
+    switch.declined = ""
+    for _ in range(MANY):
+        watcher.took(65, 1.0)
