@@ -113,6 +113,7 @@ class Status:
             engine.n_refused,
             0 if connections is None else connections.n_closed,
             engine=self._counters,
+            delays=engine.delays,
         )
         return Response(metrics_page(now), media_type=MEDIA_TYPE)
 

@@ -1,7 +1,8 @@
 """Messages between the two processes: pickled, each behind its length, over a pair of sockets.
 
-multiprocessing's own pipe would do, but the API process reads it on its event loop, without a
-thread: waking one for each step of the engine costs as much as all else that is done for a token.
+multiprocessing's own pipe would do, but the API process reads and writes it on its event loop, and
+the engine process between two steps, without threads: waking one costs as much as all else that is
+done for a token.
 """
 
 from __future__ import annotations
@@ -53,6 +54,14 @@ class Channel(Generic[_Sent, _Received]):
     def send(self, message: _Sent) -> None:
         """Blocks while the other end is slow. Raises OSError when it is gone."""
         self._socket.sendall(packed(message))
+
+    def send_some(self, data: bytearray) -> int:
+        """How many bytes of packed messages were taken, without waiting. Raises OSError when the
+        other end is gone."""
+        try:
+            return self._socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
 
     def receive(self) -> list[_Received]:
         """All that are here; waits for one. Raises EOFError at the end, OSError."""

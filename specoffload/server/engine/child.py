@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import logging
 import multiprocessing
-import queue
 import signal
 import threading
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
-from specoffload.server.engine.channel import Channel, channels
+from specoffload.server.engine.channel import Channel, channels, packed
 from specoffload.server.engine.engine_process import IGNORED_SIGNALS, Factory, engine_main
 from specoffload.server.engine.messages import FromEngine, ToEngine
 
@@ -39,10 +38,10 @@ def start_shielded(process: BaseProcess) -> None:
 
 
 class Child:
-    """Owns the process, the channel to it, and a writer thread.
+    """Owns the process and the channel to it.
 
-    The callbacks run on the event loop's thread; `on_exit` is the last of them. Sending goes
-    through a thread because a full socket blocks, and the event loop must not.
+    Everything but the burial runs on the event loop's thread, the callbacks too; `on_exit` is the
+    last of them.
     """
 
     def __init__(
@@ -58,7 +57,9 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self._channel: Channel[ToEngine, FromEngine]
         self._channel, theirs = channels()
-        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._unsent = bytearray()  # messages, packed
+        self._is_writing = False  # the loop says when the socket takes more of them
+        self._has_ended = False
         self._process = context.Process(
             target=engine_main, args=(theirs, factory), name="engine", daemon=True
         )
@@ -73,11 +74,15 @@ class Child:
         # SIGTERM, which the child ignores, and waits for it. Exit functions run last in, first out.
         atexit.register(self.kill)
         self._loop.add_reader(self._channel.fileno(), self._read)
-        threading.Thread(target=self._write, name="engine writer", daemon=True).start()
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; one sent to a dead process is lost, and `on_exit` tells of its end."""
-        self._outbox.put(message)
+        """Send a message at once, or as soon as the socket takes it; one sent to a dead process is
+        lost, and `on_exit` tells of its end."""
+        if self._has_ended:
+            return
+        self._unsent += packed(message)
+        if not self._is_writing:
+            self._write()
 
     def kill(self) -> None:
         with contextlib.suppress(ValueError):  # closed: it is dead
@@ -99,7 +104,10 @@ class Child:
             self._on_message(message)
 
     def _end(self) -> None:
+        self._has_ended = True
         self._loop.remove_reader(self._channel.fileno())
+        self._loop.remove_writer(self._channel.fileno())
+        self._channel.close()
         threading.Thread(target=self._bury, name="engine burial", daemon=True).start()
 
     def _bury(self) -> None:
@@ -111,14 +119,21 @@ class Child:
         exit_code = self._process.exitcode
         self._process.close()
         atexit.unregister(self.kill)
-        self._outbox.put(None)
         self._tell(self._on_exit, exit_code)
 
     def _write(self) -> None:
-        while (message := self._outbox.get()) is not None:
-            with contextlib.suppress(OSError):  # the loop learns of the end, and still reads
-                self._channel.send(message)
-        self._channel.close()
+        try:
+            n_taken = self._channel.send_some(self._unsent)
+        except OSError:
+            n_taken = len(self._unsent)  # the reader learns of the end, and still reads
+        del self._unsent[:n_taken]
+        if self._is_writing == bool(self._unsent):
+            return
+        self._is_writing = bool(self._unsent)
+        if self._is_writing:
+            self._loop.add_writer(self._channel.fileno(), self._write)
+        else:
+            self._loop.remove_writer(self._channel.fileno())
 
     def _tell(self, callback: Callable[[_T], None], value: _T) -> None:
         # The loop may be closed already when the program is ending; nobody is left to be told.

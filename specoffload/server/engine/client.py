@@ -40,6 +40,7 @@ from specoffload.server.engine.messages import (
 from specoffload.server.engine.restart import RestartPolicy, describe_exit
 from specoffload.server.engine.turns import FairQueue, spread_s, whole_s
 from specoffload.server.engine.watchdog import Watchdog
+from specoffload.server.status.delays import Delays
 from specoffload.server.status.lines import plan_of, request_line
 from specoffload.server.status.totals import Totals
 from specoffload.session.generation import ModelCard, Piece
@@ -76,21 +77,24 @@ class Ticket:
         self.client = client
         self.started_at: float | None = None  # time.monotonic() when handed to the engine
         self.has_begun = False  # its answer has a token
-        self.at_once: Callable[[Event], bool] | None = None
-        """Is offered each event that comes while none waits; True if it has taken it."""
         self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self.hear: Callable[[Event, float], None] = self._keep
+        """Is given each event and its `made_at_s`; by itself keeps it for `next`."""
         self._give_up = give_up
         self._over = False
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Event, made_at_s: float = 0.0) -> None:
         """For EngineClient: deliver an event; after the last one, none is taken."""
-        self.has_begun |= isinstance(event, Piece) and bool(event.tokens)
         if self._over:
             return
-        if self.at_once is not None and self._events.empty() and self.at_once(event):
-            return
+        if isinstance(event, Piece):
+            self.has_begun = self.has_begun or bool(event.tokens)
+        else:
+            self._over = isinstance(event, Finished | Problem)
+        self.hear(event, made_at_s)
+
+    def _keep(self, event: Event, made_at_s: float) -> None:
         self._events.put_nowait(event)
-        self._over = isinstance(event, Finished | Problem)
 
     async def next(self, timeout_s: float | None = None) -> Event:
         """The next event; Finished is the last. Raises RequestFailed, and TimeoutError, after
@@ -142,6 +146,7 @@ class EngineClient:
         self.state = State.STARTING
         self.card: ModelCard | None = None
         self.totals = Totals()
+        self.delays = Delays()  # of tokens, from the engine to their clients' sockets
         self.n_restarts = 0
         self.n_refused = 0  # for want of a place in the queue
         self.loading: Loading | None = None  # how far it is, while it is
@@ -278,7 +283,7 @@ class EngineClient:
             self._load_problem = message.problem
         else:
             for output in message.outputs:
-                self._on_output(output)
+                self._on_output(output, message.made_at_s)
             self._dispatch()
 
     def _on_loading(self, loading: Loading) -> None:
@@ -291,18 +296,20 @@ class EngineClient:
             self._said_at = now
             self._say(f"loading: {loading.step} {loading.done:.0%}")
 
-    def _on_output(self, output: Output) -> None:
-        ticket = self._running.get(output.job_id)
+    def _on_output(self, output: Output, made_at_s: float) -> None:
+        job_id, event = output
+        ticket = self._running.get(job_id)
         if ticket is None:
             return  # failed by drain or close; the engine did not know yet
-        ticket.put(output.event)
-        if isinstance(output.event, Piece) and output.event.stats is not None:
-            self.totals.add(output.event.stats)
-            self._say(request_line(output.job_id, output.event.stats))
-        if isinstance(output.event, Problem):
-            self._say(f"#{output.job_id}: {output.event.message}")
-        if isinstance(output.event, Finished | Problem):
-            self._release(ticket)
+        if isinstance(event, Finished | Problem):
+            self._release(ticket)  # before it is told, since another may ask for the place then
+        ticket.put(event, made_at_s)
+        if isinstance(event, Piece):
+            if event.stats is not None:
+                self.totals.add(event.stats)
+                self._say(request_line(job_id, event.stats))
+        elif isinstance(event, Problem):
+            self._say(f"#{job_id}: {event.message}")
 
     def _on_exit(self, exit_code: int | None) -> None:
         self._child = None

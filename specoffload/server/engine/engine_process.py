@@ -1,16 +1,16 @@
 """The engine process: makes the generator and serves the jobs from the channel.
 
 It owns libllama, so a failed assertion or a device error ends this process and not the API. The
-main thread computes; a second thread reads the channel, so that a cancellation is seen during a
-generation and the end of the API process (end of file) ends this one too: no orphan.
+main thread computes, and reads the channel between two steps; a second thread waits for the end of
+the API process, which ends this one too, wherever it is: no orphan.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
+import select
 import signal
 import threading
 from collections.abc import Callable
@@ -41,26 +41,23 @@ class _Inbox:
 
     def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
         self._channel = channel
-        self._messages: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="channel reader", daemon=True).start()
+        watch = threading.Thread(target=self._watch, name="channel watch", daemon=True)
+        watch.start()
 
     def take(self, *, wait: bool) -> list[ToEngine]:
         """All that have come; with `wait` at least one."""
-        taken = [self._messages.get()] if wait else []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                taken.append(self._messages.get_nowait())
-        return taken
+        try:
+            return self._channel.receive() if wait else self._channel.received()
+        except (EOFError, OSError):
+            os._exit(0)
 
-    def _read(self) -> None:
-        while True:
-            try:
-                for message in self._channel.receive():
-                    self._messages.put(message)
-            except (EOFError, OSError):
-                # The API process is gone. The main thread may be deep inside libllama, where no
-                # exception reaches it, and memory is the kernel's to free.
-                os._exit(0)
+    def _watch(self) -> None:
+        """Waits for the other end to be closed. The main thread may be deep inside libllama, where
+        no exception reaches it, and memory is the kernel's to free."""
+        end = select.poll()
+        end.register(self._channel.fileno(), 0)  # a hang-up is told unasked, and nothing else
+        end.poll()
+        os._exit(0)
 
 
 class _Outbox:

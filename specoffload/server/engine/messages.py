@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -225,8 +226,7 @@ Event = (
 """One of the things that a job yields. Problem and Finished are the last."""
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """One event of one job."""
 
     job_id: int
@@ -235,9 +235,35 @@ class Output:
 
 @dataclass(frozen=True)
 class Outputs:
-    """The events of one step of the engine, in one message for all of its jobs."""
+    """The events of one step of the engine, in one message for all of its jobs.
+
+    `made_at_s` is when they were known, by time.monotonic(), which on Linux is one clock for all
+    processes (CLOCK_MONOTONIC).
+    """
 
     outputs: tuple[Output, ...]
+    made_at_s: float
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nearly all outputs are a text and its tokens, and are pickled as no more than that."""
+        return _outputs, (self.made_at_s, *map(_packed, self.outputs))
+
+
+_Packed = Output | tuple[int, str, tuple[int, ...]]
+
+
+def _packed(output: Output) -> _Packed:
+    job_id, event = output
+    if not isinstance(event, Piece) or event.index or event.logprobs or event.so_far is not None:
+        return output
+    if event.finish_reason is not None or event.stats is not None or event.stopping_word:
+        return output
+    return job_id, event.text, event.tokens
+
+
+def _outputs(made_at_s: float, *packed: _Packed) -> Outputs:
+    outputs = [Output(one[0], Piece(one[1], one[2])) if len(one) == 3 else one for one in packed]
+    return Outputs(tuple(outputs), made_at_s)
 
 
 FromEngine = Loading | Ready | LoadFailed | Outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from time import monotonic
 from typing import Protocol
 
 from specoffload.server.engine.messages import (
@@ -81,7 +82,7 @@ class Service:
             if self._running:
                 self._step()
             if self._outputs:
-                self._send(Outputs(tuple(self._outputs)))
+                self._send(Outputs(tuple(self._outputs), monotonic()))
                 self._outputs.clear()
 
     def _submit(self, submit: Submit) -> None:

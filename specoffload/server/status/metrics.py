@@ -10,10 +10,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from specoffload.server.status.delays import Delays
 from specoffload.server.status.totals import Totals
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -51,6 +56,7 @@ class Now:
     n_refused: int = 0
     n_connections_closed: int = 0
     engine: Mapping[str, float] = field(default_factory=dict)
+    delays: Delays = field(default_factory=Delays)
 
 
 class _Page(Collector):
@@ -143,6 +149,12 @@ def _ours(now: Now) -> Iterator[Metric]:
     )  # fmt: skip
     for name, text, value in gauges:
         yield _gauge(f"specoffload:{name}", text, value)
+    yield HistogramMetricFamily(
+        "specoffload:token_delay_seconds",
+        "Time from the engine's token to its client's socket.",
+        buckets=[*now.delays.buckets()],
+        sum_value=now.delays.sum_s,
+    )
     for name, text, label, values in (
         ("policy_decisions", "Rounds by the reason of their draft length.", "reason", t.decisions),
         ("draft_length", "Rounds by the length of their draft.", "length", t.draft_lengths),

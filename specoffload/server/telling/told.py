@@ -12,7 +12,7 @@ from specoffload.server.api.answer import TicketResponse, problem_response
 from specoffload.server.api.wire import KEEP_ALIVE
 from specoffload.server.engine.client import RequestFailed
 from specoffload.server.engine.messages import Event, Problem, Started
-from specoffload.server.telling.group import TicketGroup
+from specoffload.server.telling.group import Heard, TicketGroup
 from specoffload.server.transport.connection import WRITE_PART
 from specoffload.session.generation import Piece
 
@@ -91,15 +91,15 @@ class Told(TicketResponse):
             await response(scope, receive, send)
 
     async def _collect(self) -> None:
-        while (entry := await self._group.next()) is not None:
-            self._take(*entry)
+        while (heard := await self._group.next()) is not None:
+            self._take(heard.index, heard.event)
 
     async def _tell(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         while True:
             try:
                 patience_s = _KEEP_ALIVE_S if self._has_header else _HEADER_PATIENCE_S
                 self._is_writing = False
-                entry = await self._group.next(patience_s)
+                heard = await self._group.next(patience_s)
                 self._is_writing = True
             except TimeoutError:
                 self._is_writing = True
@@ -107,17 +107,19 @@ class Told(TicketResponse):
                     await write(KEEP_ALIVE)
                 self._has_spoken = False
                 continue
-            if entry is None:
+            if heard is None:
                 break
-            data = self._take(*entry)
+            data = self._take(heard.index, heard.event)
             if data:
                 await write(data)
-            elif _is_part_of_prompt(entry[1]):
+                self._group.written(heard.made_at_s)
+            elif _is_part_of_prompt(heard.event):
                 await write(KEEP_ALIVE)
         await write(self._teller.end())
 
-    def _write_at_once(self, index: int, event: Event) -> bool:
+    def _write_at_once(self, heard: Heard) -> bool:
         """Write a piece that only adds text, from where it is received: most tokens come here."""
+        index, event, made_at_s = heard
         if self._write_part is None or self._is_writing or not isinstance(event, Piece):
             return False
         if not event.text or event.finish_reason is not None:
@@ -126,6 +128,7 @@ class Told(TicketResponse):
         self._unwritten += self._teller.piece(index, event)
         if self._unwritten and self._write_part(self._unwritten):
             self._unwritten = b""
+            self._group.written(made_at_s)
         return True
 
     def _take(self, index: int, event: Event) -> bytes:
