@@ -87,6 +87,9 @@ class Model:
             raise BadModel(f"{path}: the library refuses it ({reason})")
         self.vocab: int = lib.llama_model_get_vocab(self.handle)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
+        # Of the tokens that were asked for: the library's answer takes ten times as long.
+        self._pieces: dict[tuple[int, bool], bytes] = {}
+        self._is_end: dict[int, bool] = {}
 
     def close(self) -> None:
         handle, self.handle = self.handle, None
@@ -142,6 +145,12 @@ class Model:
 
     def piece(self, token: int, *, special: bool) -> bytes:
         """The bytes a token stands for; `special` renders control tokens as text."""
+        found = self._pieces.get((token, special))
+        if found is None:
+            found = self._pieces[token, special] = self._read_piece(token, special=special)
+        return found
+
+    def _read_piece(self, token: int, *, special: bool) -> bytes:
         size = 64
         while True:
             buffer = C.create_string_buffer(size)
@@ -151,7 +160,10 @@ class Model:
             size = -n
 
     def is_end(self, token: int) -> bool:
-        return bool(self._lib.llama_vocab_is_eog(self.vocab, token))
+        found = self._is_end.get(token)
+        if found is None:
+            found = self._is_end[token] = bool(self._lib.llama_vocab_is_eog(self.vocab, token))
+        return found
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
@@ -220,6 +232,7 @@ class _Batch:
         self._seq_rows = np.array([first + i * stride for i in range(capacity)], np.uint64)
         self._wanted = np.zeros(capacity, np.int8)
         self.raw = struct()
+        self._is_one = False  # a row of one sequence, with its logits wanted, was there last
         for name, array in (
             ("token", self._token),
             ("pos", self._pos),
@@ -238,6 +251,10 @@ class _Batch:
         wanted: Sequence[bool],
     ) -> Any:
         n = len(tokens)
+        if n == 1 and isinstance(sequences[0], int) and wanted[0]:
+            self._fill_one(tokens[0], positions[0], sequences[0])
+            return self.raw
+        self._is_one = False
         self.raw.n_tokens = n
         self._token[:n], self._pos[:n], self._wanted[:n] = tokens, positions, wanted
         if isinstance(sequences[0], int):
@@ -246,6 +263,13 @@ class _Batch:
             for i, row in enumerate(cast(Sequence[Sequence[int]], sequences)):
                 self._n_seq_id[i], self._seq_id[i, : len(row)] = len(row), row
         return self.raw
+
+    def _fill_one(self, token: int, position: int, sequence: int) -> None:
+        """Most batches are so, and slices take ten times as long."""
+        self._token[0], self._pos[0], self._seq_id[0, 0] = token, position, sequence
+        if not self._is_one:
+            self.raw.n_tokens = self._n_seq_id[0] = self._wanted[0] = 1
+            self._is_one = True
 
 
 class Context:
@@ -299,6 +323,8 @@ class Context:
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
         self._batch = _Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
+        self._output_at = 0  # the library's buffer of logits, and what it is as an array
+        self._output = np.empty((0, model.n_vocab), np.float32)
         self.n_vocab = model.n_vocab
         # A decode that a signal aborts is redone, which recurrent memory does not allow: there
         # signals wait for its end.
@@ -355,15 +381,18 @@ class Context:
         raise DeviceFailed(f"decoding {n} tokens failed with status {status} ({reason})")
 
     def _logits(self, rows: list[int]) -> NDArray[np.float32]:
-        out = np.empty((len(rows), self.n_vocab), np.float32)
         if not rows:
-            return out
+            return np.empty((0, self.n_vocab), np.float32)
         # Wanted rows lie one after the other in the output buffer, in batch order.
         address = self._lib.llama_get_logits_ith(self.handle, rows[0])
         if not address:
             raise DeviceFailed("libllama returned no logits for a row that asked for them")
-        C.memmove(out.ctypes.data, address, out.nbytes)
-        return out
+        if self._output_at != address or len(self._output) < len(rows):
+            # The library keeps its buffer until a batch needs a larger one.
+            memory: Any = (C.c_float * (len(rows) * self.n_vocab)).from_address(address)
+            self._output_at = address
+            self._output = np.frombuffer(memory, np.float32).reshape(-1, self.n_vocab)
+        return self._output[: len(rows)].copy()
 
     def remove(self, sequence: int, start: int) -> bool:
         """Forget positions from `start` on; False when the memory cannot drop a partial tail."""

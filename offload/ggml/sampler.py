@@ -226,7 +226,7 @@ class SamplerChain:
         if self._options.n_probs:
             self._told = logits, None
         if self.is_plain_greedy:
-            return int(np.argmax(logits))
+            return int(logits.argmax())
         if not self._draw:
             return self._likeliest(logits)
         array = self._candidates(logits)
@@ -387,6 +387,8 @@ class SamplerChain:
 
     def take_logprobs(self) -> tuple[ChosenLogprob, ...]:
         """Of the tokens accepted since the last call, in order; none where none were asked for."""
+        if not self._logprobs:
+            return ()
         found, self._logprobs = tuple(self._logprobs), []
         return found
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import gc
 import ipaddress
 import logging
 import signal
@@ -80,6 +81,7 @@ def serve(
             has_metrics=options.metrics,
         )
         stop = asyncio.Event()
+        gc.freeze()  # what is there now stays: later collections need not look at it
         with contextlib.closing(renderer):
             renderer.warm()
             return asyncio.run(serve_until(stop, app, engine, listener, grace_s, say, limits))

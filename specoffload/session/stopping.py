@@ -19,6 +19,8 @@ class StopScanner:
 
     def feed(self, text: str) -> str:
         """The text that may be shown now; after a stop sequence, nothing more."""
+        if not self._stops:
+            return text
         if self.stopped:
             return ""
         self._held += text

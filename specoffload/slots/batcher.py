@@ -138,8 +138,11 @@ class Batcher:
         if self._loop.is_idle:
             return news
         began = perf_counter()
+        n_prompt_tokens: int | None = 0
         try:
-            step = self._loop.step(self._share.n_tokens(self._loop.n_ready, self._times()))
+            if self._loop.n_reading:
+                n_prompt_tokens = self._share.n_tokens(self._loop.n_ready, self._times())
+            step = self._loop.step(n_prompt_tokens)
         except DoesNotFit as e:
             return news + self._make_room(e)
         except Exception as e:
@@ -221,8 +224,8 @@ class Batcher:
 
         Those that have nothing to do there are over at once.
         """
-        news = []
-        while not (self._is_full and self._running):
+        news: list[Request] = []
+        while self._waiting and not (self._is_full and self._running):
             request = self._next()
             if request is None:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,7 +45,6 @@ class Request:
         self.is_over = False
         self.slot: Slot | None = None  # while it has one
         self.member: BatchMember | None = None
-        self.rng = np.random.default_rng(options.seed)  # for drafts that are drawn
         self._answer = answer
         self._beside = beside
         self.asked_with: int = id(self) if beside is None else beside.asked_with  # same for a group
@@ -68,6 +68,11 @@ class Request:
         if not self._is_evaluated and self._tally is not None:
             self._is_evaluated = True
             self._tally.evaluated(self.n_prompt, self._n_cached, perf_counter())
+
+    @functools.cached_property
+    def rng(self) -> np.random.Generator:
+        """For drafts that are drawn."""
+        return np.random.default_rng(self.options.seed)
 
     @property
     def bounds(self) -> DraftBounds:

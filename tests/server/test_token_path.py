@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_generator import FakeFactory
@@ -12,9 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running import StartServer, http
 
+from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
 from specoffload.server.api.wire import TextChoice, TextCompletion, server_sent
+from specoffload.server.completions.routes import CompletionTeller
 from specoffload.server.engine.channel import Frames, channels, packed
+from specoffload.server.engine.messages import Finished, Output, Outputs
+from specoffload.server.status.delays import Delays
 from specoffload.server.telling.text_line import MARK, TextLine
+from specoffload.session.generation import GenerationStats, Piece
 
 MESSAGES = st.lists(st.one_of(st.binary(max_size=50), st.text(max_size=50), st.integers()))
 
@@ -64,6 +70,86 @@ def chunk(text: str, model: str) -> str:
 @given(TEXTS, st.one_of(st.sampled_from([MARK, f'"{MARK}"', 'a "model"']), TEXTS))
 def test_a_line_is_the_json_that_pydantic_makes(text: str, model: str) -> None:
     assert TextLine(chunk(MARK, model)).sent(text) == server_sent(chunk(text, model))
+
+
+LOGPROBS = (ChosenLogprob(TokenLogprob(1, b"a", -0.5), ()),)
+PIECES = st.builds(
+    Piece,
+    st.text(max_size=5),
+    st.tuples(st.integers()),
+    finish_reason=st.sampled_from([None, None, "stop"]),
+    stats=st.sampled_from([None, None, GenerationStats()]),
+    so_far=st.sampled_from([None, None, GenerationStats()]),
+    index=st.sampled_from([0, 0, 3]),
+    stopping_word=st.sampled_from([None, None, "x"]),
+    logprobs=st.sampled_from([(), (), LOGPROBS]),
+)
+
+
+@given(st.lists(st.builds(Output, st.integers(), PIECES | st.just(Finished()))))
+def test_what_a_step_made_arrives_as_it_was(outputs: list[Output]) -> None:
+    sent = Outputs(tuple(outputs), 1.5)
+    assert pickle.loads(pickle.dumps(sent)) == sent
+    assert [type(output) for output in pickle.loads(pickle.dumps(sent)).outputs] == [
+        Output for _ in outputs
+    ]
+
+
+def test_an_answer_that_cannot_be_told_fails_alone(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are in the same messages of the engine."""
+    server = start_server(FakeFactory(n_parallel=2))
+    server.wait_until_healthy()
+    told = CompletionTeller.piece
+
+    def piece(teller: CompletionTeller, job: int, piece: Piece) -> bytes:
+        data = told(teller, job, piece)
+        if b"!" in data:
+            raise ValueError("a teller's mistake")
+        return data
+
+    monkeypatch.setattr(CompletionTeller, "piece", piece)
+    prompts = ["[slow] aaa ! bbb", "[slow] a good text, a good text"]
+    with ThreadPoolExecutor() as threads:
+        bad, good = threads.map(lambda p: stream(server.url, p), prompts)
+    assert "a teller's mistake" in bad
+    assert "[DONE]" not in bad
+    assert "bbb" not in text_of(bad.partition('data: {"error"')[0])
+    assert text_of(good).startswith(prompts[1])
+    assert good.rstrip().endswith("[DONE]")
+
+
+def stream(url: str, prompt: str) -> str:
+    body = {"prompt": prompt, "stream": True}
+    return http.post(url + "/v1/completions", json=body).text
+
+
+def test_the_way_of_each_token_to_its_socket_is_timed(start_server: StartServer) -> None:
+    server = start_server(FakeFactory(), has_metrics=True)
+    server.wait_until_healthy()
+    text = text_of(stream(server.url, "x" * 100))
+    metrics = http.get(server.url + "/metrics").text
+    found = {
+        line.split()[0]: float(line.split()[1])
+        for line in metrics.splitlines()
+        if line.startswith("specoffload:token_delay_seconds")
+    }
+    n = found["specoffload:token_delay_seconds_count"]
+    # Writes, and the last one is of the end alone.
+    assert 100 <= n <= len(text) + 1
+    assert found['specoffload:token_delay_seconds_bucket{le="+Inf"}'] == n
+    assert 0 < found["specoffload:token_delay_seconds_sum"] < 20 * n
+
+
+@given(st.lists(st.floats(min_value=0, max_value=2)))
+def test_delays_are_counted_up_to_each_bound(delays_s: list[float]) -> None:
+    delays = Delays()
+    for delay_s in delays_s:
+        delays.add(delay_s)
+    for bound, n in delays.buckets():
+        assert n == sum(delay_s <= float(bound) for delay_s in delays_s)
+    assert delays.sum_s == pytest.approx(sum(delays_s))
 
 
 def ask(url: str, version: str) -> tuple[bytes, bytes]:

@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -85,24 +85,30 @@ def deferred(pending: Pending) -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-@contextmanager
-def during_decode(pending: Pending, *, can_abort: bool) -> Iterator[None]:
+def during_decode(pending: Pending, *, can_abort: bool) -> AbstractContextManager[None]:
     """Route signals to the abort flag for the time of one decode; handlers are `deferred`.
 
     Unless it `can_abort`, only the library itself looks at the flag, where it was told to.
     """
-    global _heeded
     handled = callable(signal.getsignal(signal.SIGINT))  # else nothing writes to the descriptor
-    if _flag is None or threading.current_thread() is not threading.main_thread() or not handled:
-        yield
-        return
-    _flag.clear()
+    if _flag is None or not handled or threading.current_thread() is not threading.main_thread():
+        return _NOTHING
+    return _routed(pending, _flag, can_abort)
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _routed(pending: Pending, flag: _Flag, can_abort: bool) -> Iterator[None]:
+    global _heeded
+    flag.clear()
     with deferred(pending):
-        previous = signal.set_wakeup_fd(_flag.fd, warn_on_full_buffer=False)
+        previous = signal.set_wakeup_fd(flag.fd, warn_on_full_buffer=False)
         _heeded = can_abort
         try:
             yield
         finally:
             _heeded = False
             signal.set_wakeup_fd(previous)
-    _flag.clear()
+    flag.clear()

@@ -117,6 +117,8 @@ class _Api:
         card = self._context.card()
         question = await self._context.asking.question(body, card)
         ignore(request, question.idle)
+        # Before the teller is made, so that the engine begins meanwhile.
+        group = TicketGroup(self._engine, [question.job], client_of(request))
         teller = ChatTeller(
             question.prompt,
             card.name,
@@ -125,7 +127,6 @@ class _Api:
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        group = TicketGroup(self._engine, [question.job], client_of(request))
         return Told(group, teller, stream=bool(body.stream))
 
     # ---- slots

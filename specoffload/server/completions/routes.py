@@ -41,6 +41,8 @@ def completions_router(context: Context) -> APIRouter:
         options, idle = generate_options(body, context.defaults)
         ignore(request, idle)
         prompts, jobs = completion_jobs(body, options)
+        # Before the teller is made, so that the engine begins meanwhile.
+        group = TicketGroup(context.engine, jobs, client_of(request))
         teller = CompletionTeller(
             context.card().name,
             len(prompts),
@@ -48,7 +50,6 @@ def completions_router(context: Context) -> APIRouter:
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             n_logprobs=body.logprobs or 0 if options.n_probs else None,
         )
-        group = TicketGroup(context.engine, jobs, client_of(request))
         return Told(group, teller, stream=bool(body.stream))
 
     router = APIRouter(tags=["completions"])
@@ -84,6 +85,7 @@ class CompletionTeller:
         self._echoes = [""] * n_answers
         self._reasons: list[FinishReason] = ["stop"] * n_answers
         self._stats = [GenerationStats()] * n_answers
+        self._line(0)  # now, and not when the first token is there
 
     def started(self, index: int, started: Started) -> None:
         first = index * self._n_per_prompt

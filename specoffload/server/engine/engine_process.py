@@ -7,9 +7,9 @@ the API process, which ends this one too, wherever it is: no orphan.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-import queue
 import select
 import signal
 import threading
@@ -60,32 +60,6 @@ class _Inbox:
         os._exit(0)
 
 
-class _Outbox:
-    """Sends from a thread of its own: pickling, and waking the API process, take place while C
-    computes the next step. That halves what a step pays for telling of the one before."""
-
-    def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
-        self._channel = channel
-        self._messages: queue.SimpleQueue[FromEngine | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name="channel writer", daemon=True)
-        self._thread.start()
-
-    def send(self, message: FromEngine) -> None:
-        self._messages.put(message)
-
-    def close(self) -> None:
-        """Returns when all has been sent."""
-        self._messages.put(None)
-        self._thread.join()
-
-    def _write(self) -> None:
-        while (message := self._messages.get()) is not None:
-            try:
-                self._channel.send(message)
-            except OSError:
-                return  # the API process is gone: the reader ends this one
-
-
 def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> None:
     """Entry point of the spawned process; returns after Shutdown or a failed load.
 
@@ -105,12 +79,13 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
             log.exception("the model could not be loaded")
         channel.send(LoadFailed(problem))
         return
+    gc.freeze()  # what is there now stays: later collections need not look at it
     channel.send(Ready(generator.card))
-    outbox = _Outbox(channel)
     try:
-        Service(generator, outbox.send).run(inbox.take)
+        Service(generator, channel.send).run(inbox.take)
+    except OSError:
+        os._exit(0)  # the API process is gone
     finally:
-        outbox.close()
         generator.close()
 
 

@@ -27,7 +27,7 @@ log = logging.getLogger("specoffload.server")
 class Heard(NamedTuple):
     """An event, the number of its job, and when the engine made it (time.monotonic())."""
 
-    index: int
+    job: int
     event: Event
     made_at_s: float
 

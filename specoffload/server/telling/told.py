@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from time import monotonic
 from typing import Protocol
 
 from starlette.responses import Response
@@ -20,6 +21,7 @@ from specoffload.session.generation import Piece
 # for the first piece; but proxies and clients must not time out in a prefill of minutes.
 _HEADER_PATIENCE_S = 10.0
 _KEEP_ALIVE_S = 10.0
+_NEWS_S = 1.0  # after so long, a part of a prompt that was evaluated is worth a comment
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -68,6 +70,7 @@ class Told(TicketResponse):
         self._has_header = False
         self._is_writing = False  # what comes now must wait for it
         self._has_spoken = False  # since it was last looked at
+        self._wrote_at_s = monotonic()  # the last time that was not at once
         self._write_part: Callable[[bytes], bool] | None = None
         self._unwritten = b""  # what could not be written at once, while the client read slowly
 
@@ -92,7 +95,7 @@ class Told(TicketResponse):
 
     async def _collect(self) -> None:
         while (heard := await self._group.next()) is not None:
-            self._take(heard.index, heard.event)
+            self._take(heard.job, heard.event)
 
     async def _tell(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         while True:
@@ -109,11 +112,11 @@ class Told(TicketResponse):
                 continue
             if heard is None:
                 break
-            data = self._take(heard.index, heard.event)
+            data = self._take(heard.job, heard.event)
             if data:
                 await write(data)
                 self._group.written(heard.made_at_s)
-            elif _is_part_of_prompt(heard.event):
+            elif _is_part_of_prompt(heard.event) and monotonic() - self._wrote_at_s > _NEWS_S:
                 await write(KEEP_ALIVE)
         await write(self._teller.end())
 
@@ -147,6 +150,7 @@ class Told(TicketResponse):
             # From here on, pieces need not wait for this task to be woken.
             self._group.at_once = self._write_at_once
         data, self._unwritten = self._unwritten + data, b""
+        self._wrote_at_s = monotonic()
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
