@@ -168,7 +168,7 @@ def ask(url: str, version: str) -> tuple[bytes, bytes]:
 
 
 def text_of(stream: str) -> str:
-    events = [line[6:] for line in stream.splitlines() if line.startswith("data: {")]
+    events = [line[6:] for line in stream.split("\n") if line.startswith("data: {")]
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
