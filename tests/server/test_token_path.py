@@ -6,6 +6,7 @@ import json
 import pickle
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 
 import pytest
 from fake_generator import FakeFactory
@@ -83,6 +84,7 @@ PIECES = st.builds(
     index=st.sampled_from([0, 0, 3]),
     stopping_word=st.sampled_from([None, None, "x"]),
     logprobs=st.sampled_from([(), (), LOGPROBS]),
+    id_slot=st.sampled_from([-1, 0, 3]),
 )
 
 
@@ -93,6 +95,12 @@ def test_what_a_step_made_arrives_as_it_was(outputs: list[Output]) -> None:
     assert [type(output) for output in pickle.loads(pickle.dumps(sent)).outputs] == [
         Output for _ in outputs
     ]
+
+
+def test_no_part_of_a_piece_is_left_out_on_its_way() -> None:
+    """Who adds one has to have it sent: `_packed` in messages.py, and PIECES here."""
+    known = {"text", "tokens", "finish_reason", "stats", "so_far", "index", "stopping_word"}
+    assert {field.name for field in fields(Piece)} == known | {"logprobs", "id_slot"}
 
 
 def test_an_answer_that_cannot_be_told_fails_alone(

@@ -249,21 +249,27 @@ class Outputs:
         return _outputs, (self.made_at_s, *map(_packed, self.outputs))
 
 
-_Packed = Output | tuple[int, str, tuple[int, ...]]
+_Packed = Output | tuple[int, str, tuple[int, ...], int, int]
 
 
 def _packed(output: Output) -> _Packed:
     job_id, event = output
-    if not isinstance(event, Piece) or event.index or event.logprobs or event.so_far is not None:
+    if not isinstance(event, Piece) or event.logprobs or event.so_far is not None:
         return output
     if event.finish_reason is not None or event.stats is not None or event.stopping_word:
         return output
-    return job_id, event.text, event.tokens
+    return job_id, event.text, event.tokens, event.index, event.id_slot
 
 
 def _outputs(made_at_s: float, *packed: _Packed) -> Outputs:
-    outputs = [Output(one[0], Piece(one[1], one[2])) if len(one) == 3 else one for one in packed]
-    return Outputs(tuple(outputs), made_at_s)
+    return Outputs(tuple(map(_unpacked, packed)), made_at_s)
+
+
+def _unpacked(packed: _Packed) -> Output:
+    if isinstance(packed, Output):
+        return packed
+    job_id, text, tokens, index, id_slot = packed
+    return Output(job_id, Piece(text, tokens, index=index, id_slot=id_slot))
 
 
 FromEngine = Loading | Ready | LoadFailed | Outputs
