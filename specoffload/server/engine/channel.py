@@ -56,8 +56,8 @@ class Channel(Generic[_Sent, _Received]):
         self._socket.sendall(packed(message))
 
     def send_some(self, data: bytearray) -> int:
-        """How many bytes of packed messages were taken, without waiting. Raises OSError when the
-        other end is gone."""
+        """The number of bytes of packed messages that were taken, without waiting. Raises OSError
+        when the other end is gone."""
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:

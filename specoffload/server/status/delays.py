@@ -1,4 +1,4 @@
-"""How long tokens take from the engine to their clients' sockets, as a histogram. Pure."""
+"""The time that tokens take from the engine to their clients' sockets, as a histogram. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Delays:
         self.sum_s += delay_s
 
     def buckets(self) -> Iterator[tuple[str, int]]:
-        """(upper bound in seconds, how many were not above it), the last of them "+Inf"."""
+        """(upper bound in seconds, number of those not above it), the last of them "+Inf"."""
         n = 0
         for bound, count in zip([*map(str, BOUNDS_S), "+Inf"], self._counts, strict=True):
             n += count
