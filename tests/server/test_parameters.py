@@ -16,6 +16,7 @@ from specoffload.config.flags import sampling
 from specoffload.config.flags.flag import Flag
 from specoffload.server.api.parameters import MAX_STOPS, generate_options
 from specoffload.server.api.wire import ChatRequest, CompletionRequest
+from specoffload.server.body.names import renamed
 from specoffload.session.generation import GenerateOptions
 
 DEFAULTS = GenerateOptions(temperature=0.75, n_predict=9)
@@ -32,6 +33,16 @@ def test_what_is_not_said_is_the_default() -> None:
 def test_minus_one_asks_for_the_rest_of_the_context_and_for_a_random_seed() -> None:
     assert _options(max_tokens=-1).n_predict is None
     assert _options(seed=-1).seed is None
+
+
+def test_limits_of_drafts_are_read_under_llama_servers_names() -> None:
+    body = {"prompt": "x", "speculative.n_max": 5, "speculative.n_min": 2, "speculative.p_min": 0.5}
+    request = CompletionRequest(**renamed(body, CompletionRequest.model_fields))
+    got = generate_options(request, DEFAULTS)[0]
+    assert (got.draft_max, got.draft_min, got.draft_p_min) == (5, 2, 0.5)
+    for wrong in ({"draft_min": -1}, {"draft_p_min": 1.5}):
+        with pytest.raises(ValidationError):
+            _options(**wrong)
 
 
 @given(st.integers(-(2**63), 2**63 - 1).filter(lambda seed: seed != -1))
