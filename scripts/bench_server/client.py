@@ -25,6 +25,7 @@ class Answer:
 
     text: str
     n_tokens: int
+    tokens: tuple[int, ...]  # of llama-server's own form of a stream; else none are told
     sent_s: float
     first_s: float
     ended_s: float
@@ -53,7 +54,9 @@ class _Reader(asyncio.Protocol):
 
 async def ask(port: int, body: dict[str, Any], path: str = "/v1/completions") -> Answer:
     """One streamed completion. Raises BadAnswer, and OSError."""
-    content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+    native = path == "/completion"
+    extra = {} if native else {"stream_options": {"include_usage": True}}
+    content = json.dumps({**body, "stream": True, **extra})
     head = HEAD.format(path=path, host="127.0.0.1", port=port, length=len(content.encode()))
     sent_s = time.perf_counter()
     loop = asyncio.get_running_loop()
@@ -63,21 +66,20 @@ async def ask(port: int, body: dict[str, Any], path: str = "/v1/completions") ->
         ended_s = await reader.ended
     finally:
         transport.close()
-    text, n_tokens = read(b"".join(reader.parts))
-    return Answer(text, n_tokens, sent_s, reader.first_s, ended_s)
+    answer = b"".join(reader.parts)
+    tokens: tuple[int, ...] = ()
+    if native:
+        text, n_tokens, tokens = read_native(answer)
+    else:
+        text, n_tokens = read(answer)
+    return Answer(text, n_tokens, tokens, sent_s, reader.first_s, ended_s)
 
 
 def read(answer: bytes) -> tuple[str, int]:
     """Text and number of tokens of a stream of completions. Raises BadAnswer."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    status = head.split(b"\r\n", 1)[0].decode()
-    if " 200 " not in status + " ":
-        raise BadAnswer(f"{status}: {body[:300].decode(errors='replace')}")
-    if b"chunked" in head.lower():
-        body = dechunked(body)
-    events = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
+    events = events_of(answer)
     if not events or events[-1].strip() != b"[DONE]":
-        raise BadAnswer(f"the stream has no end: ...{body[-200:].decode(errors='replace')}")
+        raise BadAnswer(f"the stream has no end: ...{answer[-200:].decode(errors='replace')}")
     text, n_tokens = [], -1
     for event in map(json.loads, events[:-1]):
         if "error" in event:
@@ -88,6 +90,36 @@ def read(answer: bytes) -> tuple[str, int]:
     if n_tokens < 0:
         raise BadAnswer("the stream has no usage")
     return "".join(text), n_tokens
+
+
+def read_native(answer: bytes) -> tuple[str, int, tuple[int, ...]]:
+    """Text, number of tokens and the tokens of a stream of /completion. Raises BadAnswer."""
+    text: list[str] = []
+    tokens: list[int] = []
+    n_tokens = -1
+    for event in map(json.loads, events_of(answer)):
+        if "error" in event:
+            raise BadAnswer(str(event["error"]))
+        if n_tokens >= 0:
+            raise BadAnswer("the stream goes on after its end")
+        text.append(event["content"])
+        tokens += event["tokens"]
+        if event["stop"]:
+            n_tokens = event["tokens_predicted"]
+    if n_tokens != len(tokens):
+        raise BadAnswer(f"{len(tokens)} tokens came, and {n_tokens} are said to be there")
+    return "".join(text), n_tokens, tuple(tokens)
+
+
+def events_of(answer: bytes) -> list[bytes]:
+    """The data of server-sent events. Raises BadAnswer for what is no such stream."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = head.split(b"\r\n", 1)[0].decode()
+    if " 200 " not in status + " ":
+        raise BadAnswer(f"{status}: {body[:300].decode(errors='replace')}")
+    if b"chunked" in head.lower():
+        body = dechunked(body)
+    return [line[6:] for line in body.split(b"\n") if line.startswith(b"data: ")]
 
 
 def dechunked(body: bytes) -> bytes:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench_server.client import Answer, BadAnswer, ask
 
-MOST_TIES = 3  # near-ties that one text may be explained by
+Tokens = tuple[int, ...]
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Report:
     n_tokens: int = 0
     took_s: float = 0.0
     errors: Counter[str] = field(default_factory=Counter)
-    differing: Counter[tuple[str, str]] = field(default_factory=Counter)  # (prompt, text)
+    differing: Counter[tuple[str, Tokens]] = field(default_factory=Counter)  # (prompt, tokens)
 
     @property
     def tokens_per_s(self) -> float:
@@ -34,17 +35,22 @@ def request(prompt: str, n_tokens: int) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": n_tokens, "temperature": 0.0, "ignore_eos": True}
 
 
-async def alone(port: int, prompts: list[str], n_tokens: int) -> dict[str, str]:
-    """The text after each prompt, with one request at a time."""
-    return {prompt: (await ask(port, request(prompt, n_tokens))).text for prompt in prompts}
+async def alone(port: int, prompts: Iterable[str], n_tokens: int) -> dict[str, Answer]:
+    """The answer to each prompt, with one request at a time."""
+    return {p: await ask(port, request(p, n_tokens), "/completion") for p in prompts}
 
 
 async def load(
-    port: int, texts: dict[str, str], n_tokens: int, n_streams: int, duration_s: float
+    port: int, known: dict[str, Answer], n_tokens: int, n_streams: int, duration_s: float
 ) -> Report:
-    """`n_streams` clients for `duration_s` seconds, each asking on as soon as it has its answer."""
+    """`n_streams` clients for `duration_s` seconds, each asking on as soon as it has its answer.
+
+    A token that is lost or doubled on its way shows: the tokens of each stream are counted against
+    what its end says, and their texts joined against what one client alone was given for the same
+    tokens.
+    """
     report = Report(n_streams)
-    prompts = list(texts)
+    prompts = list(known)
     began_s = time.perf_counter()
 
     async def client(number: int) -> None:
@@ -53,7 +59,7 @@ async def load(
             prompt = prompts[turn % len(prompts)]
             turn += n_streams + 1  # so that neighbours do not stay neighbours
             try:
-                answer = await ask(port, request(prompt, n_tokens))
+                answer = await ask(port, request(prompt, n_tokens), "/completion")
             except (BadAnswer, OSError) as e:
                 report.errors[f"{type(e).__name__}: {e}"] += 1
                 continue
@@ -61,42 +67,14 @@ async def load(
             report.n_tokens += answer.n_tokens
             if answer.n_tokens != n_tokens:
                 report.errors[f"{answer.n_tokens} tokens in place of {n_tokens}"] += 1
-            if answer.text != texts[prompt]:
-                report.differing[prompt, answer.text] += 1
+            if answer.tokens != known[prompt].tokens:
+                report.differing[prompt, answer.tokens] += 1
+            elif answer.text != known[prompt].text:
+                report.errors["the same tokens with another text"] += 1
 
     await asyncio.gather(*(client(n) for n in range(n_streams)))
     report.took_s = time.perf_counter() - began_s
     return report
-
-
-async def unexplained(port: int, report: Report, texts: dict[str, str], n_tokens: int) -> list[str]:
-    """Differing texts that near-ties do not explain, in words.
-
-    Kernels round by batch size, so that two likeliest tokens may swap. Then what follows the
-    difference is what one client is given when the prompt ends behind it. A token that was lost or
-    doubled on the way is followed by nothing of the kind.
-    """
-    found = []
-    for prompt, text in report.differing:
-        expected = texts[prompt]
-        for _ in range(MOST_TIES):
-            same = common(text, expected)
-            # One character past the difference is part of the other token.
-            behind = text[: same + 1]
-            answer = await ask(port, request(prompt + behind, n_tokens))
-            expected = (behind + answer.text)[: len(text)]
-            if expected == text:
-                break
-        else:
-            found.append(f"{prompt!r}: {text!r} in place of {texts[prompt]!r}")
-    return found
-
-
-def common(a: str, b: str) -> int:
-    """Characters that both begin with."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
 
 
 async def speed(

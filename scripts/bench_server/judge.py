@@ -1,0 +1,65 @@
+"""Greedy texts that differ from each other: by near-ties, or by a mistake.
+
+Kernels round by the number of rows of a batch, so that of two nearly equal tokens another may be
+the likeliest (docs/background.md). A token that was lost, doubled or another sequence's is none of
+the likeliest for its own beginning, however that is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.engine import Engine, EngineOptions
+
+SPLITS = (1, 2, 4, 8, 16)  # rows of a batch
+MOST_GAP = 0.1  # by which a token may miss being the likeliest in all of them
+
+
+class Judge:
+    """The target alone, in this process."""
+
+    def __init__(self, model: Path, n_threads: int, n_ctx: int) -> None:
+        options = EngineOptions(device="cpu", n_ctx=n_ctx, n_threads=n_threads, n_outputs=64)
+        self._engine = Engine(model, options)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def gap(self, prompt: str, tokens: Sequence[int]) -> float:
+        """How far the logit of any of the tokens lies below the highest for its beginning, at
+        most; each token's is the least over batches of several sizes."""
+        ids = self._engine.tokenize(prompt, add_special=True, parse_special=True)
+        gaps = [_gaps(self._rows(ids, tokens, size), tokens) for size in SPLITS]
+        return float(np.min(gaps, axis=0).max())
+
+    def _rows(self, prompt: Sequence[int], tokens: Sequence[int], size: int) -> NDArray[np.float32]:
+        """Logits [len(tokens), n_vocab] from which each was to be chosen."""
+        sequences = self._engine.sequences
+        sequences.rewind(0, 0)
+        if len(prompt) > 1:
+            sequences.extend(0, prompt[:-1], 0)
+        fed = [prompt[-1], *tokens[:-1]]
+        batches = [fed[i : i + size] for i in range(0, len(fed), size)]
+        return np.concatenate([sequences.extend(0, batch) for batch in batches])
+
+
+def _gaps(rows: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = rows.max(axis=1) - rows[np.arange(len(tokens)), list(tokens)]
+    return found
+
+
+def unexplained(
+    judge: Judge, differing: Iterable[tuple[str, Sequence[int]]]
+) -> tuple[list[str], float]:
+    """Those that near-ties do not explain, in words; and the largest gap of all."""
+    found, most = [], 0.0
+    for prompt, tokens in differing:
+        gap = judge.gap(prompt, tokens)
+        most = max(most, gap)
+        if gap > MOST_GAP:
+            found.append(f"{prompt!r}: {list(tokens)} has a token {gap:.3f} below the likeliest")
+    return found, most

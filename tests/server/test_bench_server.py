@@ -1,0 +1,55 @@
+"""scripts/bench-server notices what it is there to notice."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from fake_generator import FakeFactory
+from running import StartServer
+
+from specoffload.server.completions.native import NativeTeller
+from specoffload.session.generation import Piece
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from bench_server.delay import median  # noqa: E402
+from bench_server.load import alone, load  # noqa: E402
+
+PROMPTS = ["hello", "there"]
+
+
+@pytest.mark.parametrize("mistake", [0, 2])
+def test_a_lost_and_a_doubled_token_are_noticed(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, mistake: int
+) -> None:
+    server = start_server(FakeFactory(n_parallel=2))
+    server.wait_until_healthy()
+    port = int(server.url.rpartition(":")[2])
+    known = asyncio.run(alone(port, PROMPTS, 5))
+    assert [answer.text for answer in known.values()] == PROMPTS
+    well = asyncio.run(load(port, known, 5, 3, 0.2))
+    assert well.n_answers >= 3
+    assert well.n_tokens == 5 * well.n_answers
+    assert not well.errors
+    assert not well.differing
+    told, n_told = NativeTeller.piece, 0
+
+    def piece(teller: NativeTeller, index: int, piece: Piece) -> bytes:
+        nonlocal n_told
+        n_told += 1
+        times = mistake if piece.finish_reason is None and n_told % 7 == 0 else 1
+        return told(teller, index, piece) * times
+
+    monkeypatch.setattr(NativeTeller, "piece", piece)
+    badly = asyncio.run(load(port, known, 5, 3, 0.2))
+    assert badly.errors.total() + badly.differing.total() > 0
+
+
+def test_the_median_lies_within_its_bucket() -> None:
+    assert median([(1.0, 0), (2.0, 10), (3.0, 10), (float("inf"), 10)]) == 1.5
+    assert median([(1.0, 5), (2.0, 10), (float("inf"), 10)]) == 1.0
+    assert median([(1.0, 0), (float("inf"), 10)]) == 1.0
+    assert median([]) == 0.0
