@@ -24,7 +24,9 @@ from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.pairs import CpuTeam
 from offload.ggml.threadpool import has_openmp
+from offload.hybrid.costs import MeasuredCosts
 from offload.hybrid.layers import Hybrid, Pace
+from offload.hybrid.measuring import Measured, Sides, costs_of, on_device, on_host
 from offload.hybrid.switch import HybridSwitch, stay
 from offload.mla.decision import Crossover
 from offload.mla.measure import chosen_crossover
@@ -448,6 +450,31 @@ class Engine(ModelText):
             return
         self.set_min_batch(value)
         self.build_anew()
+
+    def measure_split(self) -> MeasuredCosts | None:
+        """Times of both sides of a split layer and of the link, now; None where no layer is split.
+
+        Decodes tokens in sequence 0, which has to be empty and is left so. Raises DeviceFailed.
+        """
+        device: Measured = {}
+        host: Measured = {}
+        copies_s: list[float] = []
+        for n in (1, min(8, self.n_ctx - 1)):
+            self._take_splits()  # of graphs that are gone
+            for i in range(3):  # what they use comes into slots
+                self.sequences.extend(0, [(7 * k + i) % self.n_vocab for k in range(n)])
+                self.sequences.rewind(0, 0)
+            for sides in self._take_splits():
+                on_device(sides, device)
+                host = host or on_host(sides)
+                copies_s += [s for s in (sides.copy_s() for _ in range(3)) if s is not None]
+        self.build_anew()
+        return costs_of(device, host, copies_s) if device and host and copies_s else None
+
+    def _take_splits(self) -> list[Sides]:
+        executors = () if self.device is None else self.device.executors.values()
+        found = (executor.take_split() for executor in executors)
+        return [sides for sides in found if sides is not None]
 
     def build_anew(self) -> None:
         """Have the next decode build its graph, whatever its size: decodes 3 tokens in sequence 0

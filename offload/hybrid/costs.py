@@ -48,6 +48,15 @@ class MeasuredCosts:
     copy_s: float  # one expert through the link, while the CPU computes
     host_slowdown: float = 1.0  # the CPU's times while the link copies over those while it rests
 
+    @property
+    def words(self) -> str:
+        """As a part of a sentence: an expert of one row on either side, and its copy."""
+        host_s, device_s = self.host.array()[1], self.device.array()[1]
+        return (
+            f"an expert takes the CPU {host_s * 1e6:.0f} us, the device {device_s * 1e6:.0f} us "
+            f"and the link {self.copy_s * 1e6:.0f} us"
+        )
+
     def costs(self) -> SplitCosts:
         """The same as arrays, for the split."""
         return SplitCosts(

@@ -92,6 +92,7 @@ class HybridExecutor:
         if self._pace:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts")
         self._running: Future[int] | None = None
+        self._random = np.random.default_rng(0)  # of what is measured
 
     @property
     def device_bytes(self) -> int:
@@ -238,6 +239,19 @@ class HybridExecutor:
         )
         self._counters.split_s += time.perf_counter() - layer.split_at_s
         return status
+
+    def host_s(self, layer: HybridLayer, n_all: int, n_experts: int, n_rows: int) -> float:
+        """Seconds of so many experts of the layer's `n_all`, of so many rows each.
+
+        Others each time, as a decode finds them: not in a cache. Raises DeviceFailed.
+        """
+        experts = self._random.choice(n_all, n_experts, replace=False)
+        ids = np.repeat(experts.astype(np.int32), n_rows)[: layer.host.most, None]
+        layer.host.fill(layer.weights, ids, np.arange(len(ids)))
+        self._team.choose(n_rows)
+        start_s = time.perf_counter()
+        layer.host.compute(self._team.stream, layer.weights.layer)
+        return time.perf_counter() - start_s
 
     def abandon(self) -> None:
         """After a failure: return when nothing is under way."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.hybrid.split import HIT, HOST
+from offload.hybrid.split import HIT, HOST, SplitCosts, split_pairs
 
 # (ids [n_tokens, n_used], resident [n_experts]) -> HIT, STREAMED or HOST of each expert. HIT is for
 # residents alone; of experts that nobody uses it may say anything.
@@ -20,6 +20,11 @@ MOST_TOKENS = 64  # of a batch that is split: larger ones use nearly all experts
 def stay(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
     """Hits on the device and all others on the CPU: nothing is copied while somebody waits."""
     return np.where(resident, np.uint8(HIT), np.uint8(HOST))
+
+
+def by_costs(costs: SplitCosts) -> Splitter:
+    """The split that these costs expect to end first."""
+    return lambda ids, resident: split_pairs(ids, resident, costs).kind
 
 
 @dataclass

@@ -22,6 +22,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import take_errors
 from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
+from offload.hybrid.measuring import Sides
 from offload.hybrid.switch import HybridSwitch
 from offload.mla.decision import MlaCounters
 from offload.mla.switch import MlaSwitch
@@ -56,6 +57,10 @@ class Executor(Protocol):
 
     def settle(self) -> None:
         """Return when no copy is under way. Raises DeviceFailed if one failed."""
+
+    def take_split(self) -> Sides | None:
+        """The layer that was split last since this was asked, to be measured before the next graph.
+        None where none was."""
 
     def close(self) -> None: ...
 

@@ -40,7 +40,7 @@ from offload.plan.slot_layout import SlotLayout, WeightGroup
 from offload.schedule.band import VECTOR_TOKENS, band
 from offload.schedule.chunks import chunks_of
 from offload.schedule.coalesce import Span, coalesce
-from offload.schedule.commands import Command, Copy, Need
+from offload.schedule.commands import NEEDED, Command, Copy, Need
 from offload.schedule.predict import Routing
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import FREE, IN_USE, LOADING, Piece
@@ -49,6 +49,7 @@ from offload.streaming.counters import StreamCounters
 from offload.streaming.device import Run
 from offload.streaming.layer_clock import LayerClock
 from offload.streaming.slot_memory import SlotMemory
+from offload.streaming.split_sides import SplitSides
 from offload.streaming.steps import (
     IDS_ALIGNMENT,
     ChunkedStep,
@@ -122,6 +123,7 @@ class ScheduledExecutor:
         self.counters = StreamCounters()
         self.clock: LayerClock | None = None
         self._hybrid: HybridExecutor | None = None
+        self._last_split: tuple[Graph, Step, HybridLayer] | None = None
         if hybrid is not None:
             self._hybrid = HybridExecutor(hybrid, stream.device, self.counters)
 
@@ -394,7 +396,22 @@ class ScheduledExecutor:
         somewhere = (slots[0] if slots else 0) - first
         places = [slot - first for slot in slots] + [somewhere] * len(on_host)
         self._upload(step, ids, on_device + on_host, places)
+        self._last_split = running.graph, step, layer
         return 0
+
+    def take_split(self) -> SplitSides | None:
+        if self._last_split is None or self._hybrid is None:
+            return None
+        (graph, step, layer), self._last_split = self._last_split, None
+
+        def copy(expert: int, slot: int) -> None:
+            self.copier.begin()
+            piece = step.group, expert
+            self._copy([Copy(step.pool, slot, piece, step.cut, NEEDED, None)])
+            self.copier.drain()
+
+        slots = self.schedule.table.pools[step.pool]
+        return SplitSides(self._stream, self._hybrid, graph, step, layer, slots, copy)
 
     def _residents(self, step: Step, experts: Sequence[int]) -> NDArray[np.bool_]:
         """[n_experts], True for those of the experts whose slots hold them by now."""

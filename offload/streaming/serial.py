@@ -44,6 +44,9 @@ class SerialExecutor:
     def working_bytes(self) -> int:
         return sum(buffer.size_bytes for buffer in self._weights.values())
 
+    def take_split(self) -> None:
+        """Nothing: it splits no layers."""
+
     def close(self) -> None:
         if self._copier is not None:
             self._copier.close()

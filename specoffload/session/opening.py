@@ -11,7 +11,7 @@ from time import perf_counter
 
 from offload.engine import Engine, EngineOptions
 from offload.hybrid.choosing import split_sizes, words
-from offload.hybrid.switch import MOST_TOKENS
+from offload.hybrid.switch import MOST_TOKENS, by_costs
 from offload.model_file import read_facts
 from offload.plan.context import type_of_values
 from offload.plan.min_batch import MinBatch
@@ -96,6 +96,9 @@ def set_hybrid(
         return ()
     switch, n_most = target.hybrid.switch, min(MOST_TOKENS, n_most_at_once(target))
     switch.is_active = True
+    costs = target.measure_split()
+    if costs is not None:
+        switch.splitter = by_costs(costs.costs())
     note = f"--hybrid on: layers are split in batches of up to {n_most} tokens"
     if config.hybrid is Toggle.AUTO:
         old_s, split_s = _both_ways(target, n_most, on_progress)
@@ -104,7 +107,9 @@ def set_hybrid(
         switch.unsplit = frozenset(range(1, n_most + 1)) - chosen
         note = f"--hybrid auto: {words(chosen, old_s, split_s)}"
     target.build_anew()
-    return (f"--hybrid: {switch.declined}",) if switch.declined else (note,)
+    if switch.declined:
+        return (f"--hybrid: {switch.declined}",)
+    return (note,) if costs is None else (note, f"split layers: {costs.words}")
 
 
 def _both_ways(

@@ -33,6 +33,7 @@ from specoffload.session.generation import (
     SlotResult,
 )
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
+from specoffload.session.min_batch import streamed_kinds
 from specoffload.session.opening import open_target, set_hybrid, set_min_batch
 from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.startup_lines import startup_lines
@@ -94,8 +95,9 @@ class Session:
             )
             if self.speculation is not None and self.speculation.watches:
                 self.batcher.on_round.append(self.speculation.watch)
-            if config.hybrid is Toggle.AUTO and self.target.hybrid is not None:
-                switch = self.target.hybrid.switch
+            hybrid = self.target.hybrid if "experts" in streamed_kinds(self.target) else None
+            if config.hybrid is Toggle.AUTO and hybrid is not None:
+                switch = hybrid.switch
                 chosen = [n for n in range(1, MOST_TOKENS + 1) if switch.splits(n)]
                 self._watcher = Watcher(switch, chosen, self._build_anew)
                 self.batcher.on_step.append(self._watch_split)

@@ -23,7 +23,7 @@ from offload.hybrid.form import NoForm
 from offload.hybrid.host_graph import HostGraph
 from offload.hybrid.placing import RowPlacer
 from offload.hybrid.split import HIT, HOST, STREAMED
-from offload.hybrid.switch import Splitter, stay
+from offload.hybrid.switch import Splitter, by_costs, stay
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.streaming.copy import ThreadCopier, Transfer
 from offload.streaming.options import StreamingOptions
@@ -192,6 +192,20 @@ def test_an_unknown_form_runs_as_before_and_says_why(
         cuts = engine.counters().cuts
         engine.sequences.extend(0, [1, 2])
         assert engine.counters().cuts == cuts, "the CPU computes it, as below min-batch"
+
+
+def test_layers_are_split_by_what_was_measured_of_them(tiny_moe: Path, expected: Rows) -> None:
+    with Engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
+        costs = engine.measure_split()
+        assert costs is not None
+        assert engine.sequences.length(0) == 0
+        arrays = costs.costs()
+        assert arrays.copy_s > 0
+        assert arrays.host_s[1] > 0
+        assert engine.hybrid is not None
+        engine.hybrid.switch.splitter = by_costs(arrays)
+        assert np.array_equal(logits(engine), expected)
+        assert sum(pairs(engine)) > 0
 
 
 class Broken(Exception):
