@@ -7,6 +7,7 @@ the CPU a few experts of its own; the link copies an expert over itself. Every n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Protocol
 
@@ -48,7 +49,7 @@ def on_device(sides: Sides, measured: Measured) -> None:
     while n_rows <= sides.n_pairs:
         n_experts = sides.n_pairs // n_rows
         if n_experts * n_rows == sides.n_pairs and n_experts <= min(sides.n_slots, sides.n_experts):
-            seconds = _median(lambda n=n_experts: sides.device_s(n))
+            seconds = _median(partial(sides.device_s, n_experts))
             measured.setdefault(n_rows, []).append((n_experts, seconds))
         n_rows *= 2
 
@@ -57,7 +58,7 @@ def on_host(sides: Sides) -> Measured:
     """The CPU's times."""
     found: Measured = {}
     for n_rows, n_experts in _sizes(sides.n_experts):
-        seconds = _median(lambda k=n_experts, r=n_rows: sides.host_s(k, r))
+        seconds = _median(partial(sides.host_s, n_experts, n_rows))
         found.setdefault(n_rows, []).append((n_experts, seconds))
     return found
 
