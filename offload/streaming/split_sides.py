@@ -18,7 +18,7 @@ from offload.streaming.steps import Step
 
 @dataclass(frozen=True)
 class SplitSides:
-    """What both sides and the link take for it now. Nothing may be under way.
+    """Its two sides and the link, to be timed. Nothing may be under way.
 
     What it computes lies in memory that the next graph writes before it reads it.
     """

@@ -1,4 +1,4 @@
-"""What is timed of a split layer's sides, on made-up ones whose times are known."""
+"""Times of a split layer's sides, on made-up ones whose times are known."""
 
 from __future__ import annotations
 
