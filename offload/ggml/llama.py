@@ -39,6 +39,9 @@ class ModelPlacement:
     no_alloc: bool = False  # only count what would be allocated; nothing can be computed
 
 
+_MOST_PIECES = 1 << 16  # kept of a vocabulary; its users' texts have fewer, all of it is large
+
+
 class Model:
     """A loaded model. Close it after its contexts."""
 
@@ -147,7 +150,9 @@ class Model:
         """The bytes a token stands for; `special` renders control tokens as text."""
         found = self._pieces.get((token, special))
         if found is None:
-            found = self._pieces[token, special] = self._read_piece(token, special=special)
+            found = self._read_piece(token, special=special)
+            if len(self._pieces) < _MOST_PIECES:
+                self._pieces[token, special] = found
         return found
 
     def _read_piece(self, token: int, *, special: bool) -> bytes:

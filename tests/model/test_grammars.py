@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from threading import Event
+from weakref import WeakKeyDictionary
 
 import llama_cpp
 import numpy as np
@@ -19,8 +21,9 @@ from numpy.typing import NDArray
 from resolved import config_of
 
 from offload.errors import BadRequest
+from offload.ggml import sampler
 from offload.ggml.sampler import SamplerChain, grammar_tokens
-from offload.sampling.grammar import Grammar, grammar_of
+from offload.sampling.grammar import Grammar, GrammarTokens, Vocabulary, grammar_of
 from offload.sampling.options import SamplingOptions
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions
@@ -359,3 +362,34 @@ def test_after_a_hostile_one_the_next_request_is_served(session: Session) -> Non
         list(session.generate("a", hostile))
     pieces = list(session.generate("a", GenerateOptions(n_predict=4, grammar='root ::= "b"+')))
     assert "".join(p.text for p in pieces).strip("b") == ""
+
+
+# -- preparing the vocabulary ----------------------------------------------------------------------
+
+
+def test_others_go_on_while_the_vocabulary_is_prepared(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end = Event(), Event()
+    made = []
+
+    class Slow(GrammarTokens):
+        def __init__(self, vocabulary: Vocabulary) -> None:
+            began.set()
+            assert may_end.wait(60)
+            super().__init__(vocabulary)
+            made.append(self)
+
+    monkeypatch.setattr(sampler, "_grammar_tokens", WeakKeyDictionary())
+    monkeypatch.setattr(sampler, "GrammarTokens", Slow)
+    try:
+        session.prepare()
+        assert began.wait(60)
+        *_, last = session.generate("def add(a, b):", GenerateOptions(n_predict=8))
+        assert last.stats is not None
+        assert not made
+    finally:
+        may_end.set()
+    followed = GenerateOptions(n_predict=8, grammar='root ::= "abc"')
+    assert "".join(piece.text for piece in session.generate("def", followed)) == "abc"
+    assert len(made) == 1

@@ -171,6 +171,9 @@ class FakeGenerator:
             raise BadRequest(f"slot {number} does not exist")
         return SlotResult(10 * number, 1000, 0.5)
 
+    def prepare(self) -> None:
+        pass
+
     def close(self) -> None:
         self._note("close")
 

@@ -81,6 +81,7 @@ def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> Non
         return
     gc.freeze()  # what is there now stays: later collections need not look at it
     channel.send(Ready(generator.card))
+    generator.prepare()
     try:
         Service(generator, channel.send).run(inbox.take)
     except OSError:
