@@ -20,6 +20,7 @@ from specoffload.config.options import (
     ChatOptions,
     DoctorOptions,
     Options,
+    OutputOptions,
     PlanOptions,
     ProfileOptions,
     RunOptions,
@@ -146,6 +147,8 @@ def serve(line: CommandLine) -> None:
 def bench(line: CommandLine) -> None:
     """Measure plain, wrapped and speculative decoding."""
     own = line.of(BenchOptions)
+    if own.output is not None and line.of(OutputOptions).as_json:
+        raise UsageError("--json and --output are two formats: give one of them")
     if own.overlap:
         from specoffload.commands.on_sim.bench_overlap import bench_overlap
 
@@ -158,11 +161,21 @@ def bench(line: CommandLine) -> None:
         from specoffload.commands.bench_policies import bench_policies
 
         bench_policies(config_of(line), n_predict=own.n_predict)
+    elif own.n_pp or own.n_tg or own.n_pl:
+        from specoffload.bench.batched import Sweep, bench_batched
+
+        sweep = Sweep(own.n_pp or (512,), own.n_tg or (128,), own.n_pl or (1,), own.is_pp_shared)
+        bench_batched(config_of(line), sweep, own.output)
     else:
         from specoffload.commands.bench import bench_config
 
         bench_config(
-            config_of(line), n_predict=own.n_predict, repetitions=own.repetitions, vs=own.vs
+            config_of(line),
+            n_predict=own.n_predict,
+            repetitions=own.repetitions,
+            vs=own.vs,
+            n_prompt=own.n_prompt,
+            output=own.output,
         )
 
 

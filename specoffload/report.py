@@ -36,6 +36,12 @@ def data(value: object) -> None:
         sys.stdout.flush()
 
 
+def raw(written: str) -> None:
+    """Output in a format of another tool, as it is, to standard output."""
+    sys.stdout.write(written)
+    sys.stdout.flush()
+
+
 def text(piece: str) -> None:
     """A piece of the answer, to standard output, at once."""
     if _out.quiet:

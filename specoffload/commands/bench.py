@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import platform
 import statistics
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,24 @@ from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch
+from offload.plan.placement import DEFAULT_UBATCH
 from offload.streaming.options import free_bytes
 from specdec.costs.measure import TextWalk
+from specdec.costs.profile import CostProfile
 from specoffload import report
+from specoffload.bench.equal_texts import (
+    SPLIT,
+    Equality,
+    compared,
+    equality_words,
+    plain_text,
+    speculative_text,
+    split_text,
+)
+from specoffload.bench.llama_bench import row_of, written
 from specoffload.bench.load import warn_of_load
+from specoffload.bench.why_off import why_off
+from specoffload.commands.models import type_name
 from specoffload.config.resolution import Config, demo_file
 from specoffload.peers.llama_server import measure_server, program_of, sweep
 from specoffload.peers.paths import LlamaPath, Measured, SessionPath, Workload, measure_in_turns
@@ -53,13 +69,24 @@ def prompts(kind: str = "code") -> list[str]:
 
 
 def bench_config(
-    config: Config, *, n_predict: int, repetitions: int, vs: str | None = None
+    config: Config,
+    *,
+    n_predict: int,
+    repetitions: int,
+    vs: str | None = None,
+    n_prompt: int = LONG_PROMPT,
+    output: str | None = None,
 ) -> None:
     """Measure what `config` asks for beside llama.cpp, and print it.
 
-    `vs`: `llama-server=PATH`, a program of the user's to compare with over HTTP as well.
+    `vs`: `llama-server=PATH`, a program of the user's to compare with over HTTP as well. `output`
+    is one of llama-bench's formats, which is then all that is printed.
     """
     llama_server = None if vs is None else program_of(vs)
+    if output is not None:
+        report.only_data(True)
+        _bench_as_llama_bench(config, n_predict, repetitions, n_prompt, output)
+        return
     warn_of_load()
     if config.device == "auto" and not has_gpu():
         config = replace(config, device="sim")
@@ -73,11 +100,17 @@ def bench_config(
     }
     peers = _tuned_peers(config)
     with report.progress("measuring") as bar:
-        result |= _side_by_side(config, peers, n_predict, repetitions)
+        work = _workload(config, n_predict, n_prompt)
+        result |= _side_by_side(config, peers, work, repetitions)
         bar(0.6)
         result["profile"] = _profile(config, repetitions)
         bar(0.8)
         result["min_batch"], result["counters"] = _both_sides(config, repetitions)
+        bar(0.9)
+        result["equal_texts"] = {
+            way: asdict(found) | {"share": found.share}
+            for way, found in _equal_texts(config, n_predict).items()
+        }
     if llama_server is not None:
         tuned = next(iter(peers.values()))
         _beside_llama_server(result, config, llama_server, tuned, n_predict)
@@ -85,8 +118,78 @@ def bench_config(
     report.data(result)
 
 
+def _bench_as_llama_bench(
+    config: Config, n_predict: int, repetitions: int, n_prompt: int, output: str
+) -> None:
+    """The paths alone, as llama-bench's tests."""
+    warn_of_load()
+    if config.device == "auto" and not has_gpu():
+        config = replace(config, device="sim")
+    work = _workload(config, n_predict, n_prompt)
+    with report.progress("measuring"):
+        result = _side_by_side(config, _tuned_peers(config), work, repetitions)
+    report.raw(written(result["rows"], output))
+
+
+def _equal_texts(config: Config, n_predict: int) -> dict[str, Equality]:
+    """Greedy texts beside plain decoding's: in batches of another size, and speculative."""
+    found = {}
+    can_draft = config.draft is not None and not config.spec.options.tree
+    with Session(config if can_draft else replace(config, draft=None)) as session:
+        target = session.target
+        both = [*prompts()[:N_PROMPTS], *prompts("prose")[:N_PROMPTS]]
+        texts = [session.tokenize(t, add_special=True, parse_special=False) for t in both]
+        room = max(1, target.n_ctx - n_predict - SPLIT)
+        plain = [plain_text(target, text[:room], n_predict) for text in texts]
+        found[f"batches of {SPLIT}"] = compared(plain, [split_text(target, t) for t in plain])
+        if session.speculation is not None:
+            drafted = [speculative_text(session, t.prompt, n_predict) for t in plain]
+            found["speculative"] = compared(plain, drafted)
+    return found
+
+
+def _rows_of(
+    config: Config,
+    peers: Mapping[str, TunedLlama],
+    found: Mapping[str, Measured],
+    work: Workload,
+) -> list[dict[str, Any]]:
+    """What was measured as llama-bench's tests: the long prompt, and writing after short ones."""
+    facts, choice = read_facts(config.model), choose_device(config.device)
+    conditions = {
+        "build_commit": commit() or "unknown",
+        "cpu_info": _cpu_name(),
+        "gpu_info": choice.description if choice.on_gpu else "",
+        "backends": choice.name if choice.on_gpu else "CPU",
+        "model_filename": str(config.model),
+        "model_type": f"{facts.architecture} {type_name(facts.header.metadata)}".strip(),
+        "model_size": facts.size_bytes,
+        "model_n_params": sum(math.prod(p.entry.shape) for p in facts.weights.values()),
+        "n_threads": config.threads,
+        "type_k": config.type_k,
+        "type_v": config.type_v or "f16",
+        "n_gpu_layers": facts.n_layers if choice.on_gpu else 0,
+        "flash_attn": FLASH_ATTN[config.flash_attn],
+        "devices": choice.name,
+        "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+    rows = []
+    for name, measured in found.items():
+        tuned = peers.get(name)
+        here = conditions | {
+            "n_batch": config.batch_size if tuned is None else tuned.n_batch,
+            "n_ubatch": config.ubatch_size or DEFAULT_UBATCH if tuned is None else tuned.n_ubatch,
+            "n_cpu_moe": 0 if tuned is None else tuned.n_cpu_moe,
+        }
+        rows.append(row_of(here, name, measured.prefills_s, n_prompt=work.n_long))
+        decodes_s = [stats.decode_s / len(work.texts) for stats in measured.written]
+        depth = measured.median.n_prompt_tokens // len(work.texts)
+        rows.append(row_of(here, name, decodes_s, n_gen=work.n_predict, n_depth=depth))
+    return rows
+
+
 def _side_by_side(
-    config: Config, peers: Mapping[str, TunedLlama], n_predict: int, repetitions: int
+    config: Config, peers: Mapping[str, TunedLlama], work: Workload, repetitions: int
 ) -> dict[str, Any]:
     """llama.cpp, our device without a draft, and with one, on the same prompts."""
     ours = {"wrapped": replace(config, draft=None)}
@@ -101,16 +204,19 @@ def _side_by_side(
         # The wrapped device alone: the same loop with and without it, nothing streams.
         ours["unwrapped"] = replace(config, draft=None, device="cpu")
         ours["wrapped"] = replace(ours["wrapped"], stream_experts=False)
-    work = _workload(config, n_predict)
+    prices: dict[str, CostProfile] = {}
     found = measure_in_turns(
         {name: functools.partial(_open_llama, config, t) for name, t in peers.items()}
-        | {name: functools.partial(_open_session, c) for name, c in ours.items()},
+        | {name: functools.partial(_open_session, c, name, prices) for name, c in ours.items()},
         work,
         repetitions=repetitions,
         together=(together := _fit_together(config, len(peers) + len(ours))),
         on_left_out=lambda name, e: report.note(f"{name} is left out: {e}"),
     )
     result = side_by_side(found, work.n_long) | {"in_turns": together}
+    result["rows"] = _rows_of(config, peers, found, work)
+    if "spec" in prices:
+        result["why_off"] = why_off(found["spec"].median, prices["spec"])
     result["peers"] = {
         name: asdict(tuned) | {"command": tuned.command_line(config.model.name)}
         for name, tuned in peers.items()
@@ -183,8 +289,13 @@ def _open_llama(config: Config, tuned: TunedLlama) -> Iterator[LlamaPath]:
 
 
 @contextmanager
-def _open_session(config: Config) -> Iterator[SessionPath]:
+def _open_session(
+    config: Config, name: str, prices: dict[str, CostProfile]
+) -> Iterator[SessionPath]:
+    """`prices` gets the costs that its policy goes by."""
     with Session(config) as session:
+        if session.speculation is not None:
+            prices[name] = session.speculation.costs
         yield SessionPath(session)
 
 
@@ -207,14 +318,14 @@ def _beside_llama_server(
         result["vs"]["llama-server"] = mine / best
 
 
-def _workload(config: Config, n_predict: int) -> Workload:
+def _workload(config: Config, n_predict: int, n_prompt: int) -> Workload:
     """The embedded pair's held-out prompts: they do not repeat themselves."""
-    n_ctx = config.ctx_size or LONG_PROMPT
+    n_ctx = config.ctx_size or n_prompt
     return Workload(
         texts=tuple(prompts()[:N_PROMPTS]),
         long_text="\n".join([*prompts(), *prompts("prose")]),
         n_predict=n_predict,
-        n_long=max(1, min(LONG_PROMPT, n_ctx - n_predict - 1)),
+        n_long=max(1, min(n_prompt, n_ctx - n_predict - 1)),
     )
 
 
@@ -311,6 +422,18 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     return rows
 
 
+def _speculation_lines(result: dict[str, Any]) -> list[str]:
+    """The reason why speculation is off where it is, and how far its texts are the plain ones."""
+    lines = [result["why_off"]] if result.get("why_off") else []
+    if "spec_tps" not in result:
+        lines.append("speculation is off: no draft model was given (--draft), and nothing drafts")
+    for way, found in result["equal_texts"].items():
+        lines.append(
+            equality_words(way, Equality(**{k: v for k, v in found.items() if k != "share"}))
+        )
+    return lines
+
+
 def _show(result: dict[str, Any]) -> None:
     report.table(
         "side by side", ("path", "decode t/s", "prefill t/s", "x llama.cpp"), _rows(result)
@@ -320,6 +443,8 @@ def _show(result: dict[str, Any]) -> None:
             f"acceptance {result['acceptance_rate']:.0%}, "
             f"{result['tokens_per_round']:.2f} tokens per round"
         )
+    for sentence in _speculation_lines(result):
+        report.paragraph(sentence)
     one = result["profile"][0]
     report.table(
         "T(n), the time of one decode of n tokens",

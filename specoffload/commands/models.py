@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def describe(model: CachedModel, config_for: Callable[[Path], Config]) -> dict[s
         row |= {
             "size_bytes": facts.size_bytes,
             "architecture": facts.architecture,
-            "quantisation": _type_name(facts.header.metadata.get("general.file_type")),
+            "quantisation": type_name(facts.header.metadata),
         }
         planned = planned_for(config_for(model.path), PlanOptions())
     except (OffloadError, NumaError) as e:
@@ -78,8 +78,9 @@ def in_one_line(planned: Planned, ram_bytes: int) -> tuple[str, bool]:
     return f"streams {host} through {device}", True
 
 
-def _type_name(file_type: object) -> str:
+def type_name(metadata: Mapping[str, object]) -> str:
     """llama.cpp's name of a file's type: Q4_K_M."""
+    file_type = metadata.get("general.file_type")
     if not isinstance(file_type, int):
         return ""
     try:

@@ -201,6 +201,12 @@ class BenchOptions:
     hybrid: bool = False
     policies: bool = False
     vs: str | None = None
+    n_prompt: int = 2048
+    output: str | None = None
+    n_pp: tuple[int, ...] = ()
+    n_tg: tuple[int, ...] = ()
+    n_pl: tuple[int, ...] = ()
+    is_pp_shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -162,4 +163,14 @@ def _repeat(opened: Mapping[str, Path], work: Workload, repetitions: int) -> dic
 def _total(parts: Sequence[GenerationStats]) -> GenerationStats:
     names = ("n_prompt_tokens", "n_tokens", "prefill_s", "decode_s", "n_rounds",
              "n_drafted", "n_accepted", "streamed_bytes")  # fmt: skip
-    return replace(GenerationStats(), **{n: sum(getattr(p, n) for p in parts) for n in names})
+    total = replace(GenerationStats(), **{n: sum(getattr(p, n) for p in parts) for n in names})
+    lengths: Counter[int] = Counter()
+    reasons: Counter[str] = Counter()
+    for part in parts:
+        lengths.update(dict(part.draft_lengths))
+        reasons.update(dict(part.decisions))
+    return replace(
+        total,
+        draft_lengths=tuple(sorted(lengths.items())),
+        decisions=tuple(reasons.most_common()),
+    )

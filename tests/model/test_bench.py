@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import stat
 import subprocess
@@ -10,10 +12,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from resolved import config_of
 
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable
 from offload.synth import write_preset
+from specoffload.bench.equal_texts import (
+    PlainText,
+    compared,
+    plain_text,
+    speculative_text,
+    split_text,
+)
 from specoffload.config.environment import Environment
 from specoffload.config.host import read_host
 from specoffload.config.options import Options
@@ -21,6 +31,7 @@ from specoffload.config.resolution import demo_file, resolve
 from specoffload.peers.llama_server import measure_server
 from specoffload.peers.process import Llama
 from specoffload.peers.tuned import TunedLlama
+from specoffload.session.session import Session
 
 OPTIONS = {
     "path": str(demo_file("target.gguf")),
@@ -134,3 +145,60 @@ def test_bench_of_a_model_ten_times_the_devices_memory(models: Path) -> None:
     assert {row["chosen"] for row in result["min_batch"] if row["n"] < 3} == {"cpu"}
     assert {row["chosen"] for row in result["min_batch"] if row["n"] >= 3} == {"stream"}
     assert result["vs"]["llama.cpp -ub 512"] == result["wrapped_tps"] / result["plain_tps"]
+    found = result["equal_texts"]["batches of 8"]
+    assert found["n_texts"] == 8
+    assert found["share"] == found["n_equal"] / 8
+    assert (found["greatest_margin"] > 0) == (found["n_equal"] < 8)
+    assert [(row["path"], row["n_gen"]) for row in result["rows"]] == [
+        (path, n) for path in ("llama.cpp -ub 512", "wrapped") for n in (0, 4)
+    ]
+
+
+def test_texts_in_other_batches_and_with_drafts_are_plain_ones_in_f32(models: Path) -> None:
+    path = write_preset("qwen3-30b-a3b", models / "f32.gguf", size="tiny", quant="f32")
+    config = config_of(
+        model=path, draft=path, device="cpu", threads=1, ctx_size=256, use_profile=False
+    )
+    with Session(config) as session:
+        text = plain_text(session.target, [1, 2, 3], 20)
+        assert len(text.tokens) == len(text.margins) == 20
+        assert min(text.margins) >= 0
+        assert split_text(session.target, text) == list(text.tokens)
+        assert speculative_text(session, text.prompt, 20) == list(text.tokens)
+        assert session.target.sequences.length(0) == 0
+    wrong = PlainText(text.prompt, (*text.tokens[:5], 7, *text.tokens[6:]), text.margins)
+    assert compared([wrong], [text.tokens]).n_equal == int(text.tokens[5] == 7)
+
+
+def test_sequences_at_once_are_written_as_llama_batched_bench_does(models: Path) -> None:
+    path = write_preset("qwen3-30b-a3b", models / "batched.gguf", size="tiny")
+    done = subprocess.run(
+        [sys.executable, "-m", "specoffload", "bench", str(path), "--device", "cpu", "-t", "1",
+         "-npp", "16,32", "-ntg", "4", "-npl", "1,2", "-c", "72", "-o", "jsonl"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["pp"], row["pl"], row["n_kv"]) for row in rows] == [
+        (16, 1, 20), (16, 2, 40), (32, 1, 36), (32, 2, 72),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["n_kv_max"] >= 72
+        assert row["speed_tg"] == pytest.approx(row["pl"] * 4 / row["t_tg"])
+        assert row["t"] == pytest.approx(row["t_pp"] + row["t_tg"])
+
+
+def test_bench_writes_llama_benchs_csv_and_nothing_else(models: Path) -> None:
+    path = write_preset("qwen3-30b-a3b", models / "csv.gguf", size="tiny")
+    done = subprocess.run(
+        [sys.executable, "-m", "specoffload", "bench", str(path), "--device", "cpu", "-t", "1",
+         "-n", "2", "-p", "24", "-r", "2", "-c", "256", "-o", "csv"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert {(row["n_prompt"], row["n_gen"]) for row in rows} == {("24", "0"), ("0", "2")}
+    for row in rows:
+        assert row["model_filename"] == str(path)
+        assert int(row["model_n_params"]) > 0
+        assert int(row["avg_ns"]) > 0

@@ -6,6 +6,7 @@ import json
 from typing import get_args
 
 from offload.plan.pooling import POOLINGS
+from specoffload.bench.llama_bench import FORMATS
 from specoffload.chat.conversation import ReasoningFormat
 from specoffload.config.flags.flag import (
     FALSE,
@@ -22,7 +23,15 @@ from specoffload.config.flags.flag import (
     Positional,
     choice,
 )
-from specoffload.config.flags.reading import KEYS, N_PREDICT, PARALLEL, RATE, SECONDS, SEED
+from specoffload.config.flags.reading import (
+    COUNTS,
+    KEYS,
+    N_PREDICT,
+    PARALLEL,
+    RATE,
+    SECONDS,
+    SEED,
+)
 from specoffload.config.options import (
     BenchOptions,
     ChatOptions,
@@ -256,6 +265,32 @@ BENCH = (
         BenchOptions, "vs", ("--vs",), TEXT,
         "llama-server=PATH: compare with this program too, its draft flags swept.", _P,
         commands=_BENCH,
+    ),
+    Flag(
+        BenchOptions, "n_prompt", ("--n-prompt", "-p"), INT, "Tokens of the long prompt.", _P,
+        least=1, commands=_BENCH,
+    ),
+    Flag(
+        BenchOptions, "output", ("--output", "-o", "--output-format", "--output-file"),
+        choice(FORMATS), "Write what llama-bench writes, under its names, and nothing else.", _P,
+        commands=_BENCH, more="With -npl what llama-batched-bench writes: md or jsonl.",
+    ),
+    Flag(
+        BenchOptions, "n_pl", ("-npl",), COUNTS,
+        "Measure so many sequences at once instead, as llama-batched-bench does.", _P,
+        commands=_BENCH, rare=True, default_words="1",
+    ),
+    Flag(
+        BenchOptions, "n_pp", ("-npp",), COUNTS, "Prompt tokens of each sequence.", _P,
+        commands=_BENCH, rare=True, default_words="512",
+    ),
+    Flag(
+        BenchOptions, "n_tg", ("-ntg",), COUNTS, "Tokens that each sequence writes.", _P,
+        commands=_BENCH, rare=True, default_words="128",
+    ),
+    Flag(
+        BenchOptions, "is_pp_shared", ("-pps",), SWITCH, "The sequences share one prompt.", _P,
+        commands=_BENCH, rare=True,
     ),
 )  # fmt: skip
 

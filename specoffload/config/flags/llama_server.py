@@ -21,7 +21,7 @@ _BROWSERS = NoEffect("pages of --cors-origins may use every method and header, w
 _PROXY = Refused("this server speaks plain HTTP: put a proxy before it that does")
 _LOG = NoEffect("the log goes to standard error as it is")
 _NO_RANKS = Refused("this server ranks nothing: leave it out")
-_BENCH = NoEffect("bench measures plain, wrapped and speculative decoding; `profile` measures T(n)")
+_BENCH = NoEffect("all sequences write one token a decode")
 _DEBUG_LEVEL = 4  # llama.cpp's, of 5
 
 
@@ -140,13 +140,6 @@ LOGS = (
             optional=("on", "off", "auto", "0", "1")),
 )  # fmt: skip
 
-BENCH = (
-    *switches(_BENCH, "-pps", "-tgs"),
-    *valued(_BENCH, "-npp", "-ntg", "-npl"),
-    foreign(
-        "--output-format",
-        lambda value: ALREADY if value in ("md", "jsonl") else _BENCH, n_values=1,
-    ),
-)  # fmt: skip
+BENCH = switches(_BENCH, "-tgs")
 
 FOREIGN = (*SERVER, *CHAT, *LOGS, *BENCH)

@@ -18,7 +18,6 @@ FOREIGN = (
         _of("llama-imatrix"), "--process-output", "--ppl !--no-ppl", "--show-statistics",
         "--parse-special",
     ),
-    *valued(_of("other tools"), "-o --output --output-file"),
     *switches(
         _of("llama-perplexity"), "--hellaswag", "--winogrande", "--multiple-choice",
         "--kl-divergence",

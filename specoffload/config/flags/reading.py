@@ -93,6 +93,14 @@ def rates(text: str) -> tuple[float, ...]:
         raise ValueError("must be numbers, comma separated") from None
 
 
+def counts(text: str) -> tuple[int, ...]:
+    """Numbers of tokens or sequences, comma separated."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError("must be whole numbers, comma separated")
+    return tuple(int(part) for part in parts)
+
+
 def seconds(text: str) -> tuple[float, ...]:
     """Times, comma separated."""
     values = rates(text)
@@ -210,6 +218,7 @@ DRAFTERS = Kind("NAME,...", drafters)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
 RATES = Kind("P,...", rates)
 SECONDS = Kind("SECONDS,...", seconds)
+COUNTS = Kind("N,...", counts)
 SEED = Kind("N", seed)
 SAMPLER_NAMES = Kind("NAME;...", samplers)
 BREAKER = Kind("TEXT", breaker)
