@@ -154,7 +154,7 @@ def _rows_of(
     found: Mapping[str, Measured],
     work: Workload,
 ) -> list[dict[str, Any]]:
-    """What was measured as llama-bench's tests: the long prompt, and writing after short ones."""
+    """The measured times as llama-bench's tests: the long prompt, and writing after short ones."""
     facts, choice = read_facts(config.model), choose_device(config.device)
     conditions = {
         "build_commit": commit() or "unknown",
