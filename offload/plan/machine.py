@@ -29,7 +29,6 @@ class Machine:
     vram_bytes_per_s: float = 800e9
     cpu_flops: float = 0.8e12  # of quantised products with many rows, all cores together
     gpu_flops: float = 60e12
-    n_cores: int = 16
     per_layer_s: float = 60e-6  # launches of a layer's kernels
     per_switch_s: float = 40e-6  # from the device to the CPU and back
 

@@ -150,7 +150,7 @@ def test_what_pays_for_small_batches_alone_is_no_threshold() -> None:
     [
         TYPICAL,
         Machine(link_bytes_per_s=12e9),
-        Machine(ram_bytes_per_s=400e9, cpu_flops=4e12, n_cores=64),
+        Machine(ram_bytes_per_s=400e9, cpu_flops=4e12),
         Machine(link_bytes_per_s=50e9, vram_bytes_per_s=1.8e12, gpu_flops=200e12),
     ],
 )
