@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 from on_gpu import Logits, assert_same, half, logits, options
 
@@ -14,7 +16,9 @@ from offload.device import DeviceChoice
 from offload.engine import Engine
 from offload.errors import DeviceFailed
 from offload.ggml.library.lib import library
-from offload.streaming.copy import DeviceCopier
+from offload.ggml.memory import HostRange
+from offload.ggml.tensor import host_bytes, new_tensor
+from offload.streaming.copy import DeviceCopier, Transfer
 from offload.streaming.scheduled import ScheduledExecutor
 
 
@@ -108,3 +112,30 @@ def test_what_is_taken_from_the_device_is_given_back_when_closed(
             assert held["backends"] >= 2, "one computes, one copies"
             assert held["buffers"] > 0
         assert (held["events"], held["backends"], held["buffers"]) == (0, 0, 0)
+
+
+def test_what_copies_leave_behind_is_freed_from_graph_to_graph(async_gpu: DeviceChoice) -> None:
+    device, process = async_gpu.device, psutil.Process()
+    source = np.zeros(4096, np.uint8)
+    held = host_bytes(HostRange(source.ctypes.data, source.nbytes, source))
+    buffer = device.allocate(source.nbytes, "a copy's target")
+    target = new_tensor("i8", (source.nbytes, 1, 1, 1), (buffer, 0))
+    compute = device.open()
+    copier = DeviceCopier(compute)
+
+    def grown_bytes(n_graphs: int) -> int:
+        before = process.memory_info().rss
+        for _ in range(n_graphs):
+            copier.begin()
+            for _ in range(40):
+                copier.copy(Transfer(target, 0, held, 0, source.nbytes), None)
+                copier.mark()
+        return int(process.memory_info().rss - before)
+
+    try:
+        grown_bytes(50)  # the first make what all others use again
+        assert grown_bytes(100) < 100 * 40 * 100
+    finally:
+        copier.close()
+        compute.close()
+        buffer.close()
