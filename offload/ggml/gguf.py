@@ -62,16 +62,13 @@ def read_header(path: Path) -> Header:
     lib = library()
     size_bytes = path.stat().st_size
     with _opened(lib, path) as context:
-        metadata = {
-            lib.gguf_get_key(context, i).decode("utf-8", "replace"): value
-            for i in range(lib.gguf_get_n_kv(context))
-            if (value := _value(lib, context, i)) is not None
-        }
-        lengths = {
-            lib.gguf_get_key(context, i).decode("utf-8", "replace"): lib.gguf_get_arr_n(context, i)
-            for i in range(lib.gguf_get_n_kv(context))
-            if lib.gguf_get_kv_type(context, i) == _ARRAY
-        }
+        metadata, lengths = {}, {}
+        for i in range(lib.gguf_get_n_kv(context)):
+            key = lib.gguf_get_key(context, i).decode("utf-8", "replace")
+            if lib.gguf_get_kv_type(context, i) == _ARRAY:
+                lengths[key] = lib.gguf_get_arr_n(context, i)
+            if (value := _value(lib, context, i)) is not None:
+                metadata[key] = value
         has_byte_tokens = _has_byte_tokens(lib, context, metadata)
         tensors = tuple(_tensors(lib, context))
     for tensor in tensors:

@@ -21,7 +21,7 @@ from numa.topology import ONE_NODE, Topology, format_list
 from numa.tune import Candidate
 from offload.store.room import room_now
 from specoffload import report
-from specoffload.config.tuned import load_tuned, tuned_sentence
+from specoffload.config.tuned import Tuned, load_tuned, tuned_sentence
 
 _EXPERT_ROWS, _EXPERT_ROW_BYTES = 2048, 4032  # DeepSeek's ffn_up_exps in Q4_K
 _TRIAL_BYTES = 256 << 20
@@ -35,9 +35,11 @@ def doctor(folder: Path, *, numa: bool) -> None:
     """
     topology = read_topology()  # before the library starts threads
     threads = plan_threads(topology)
-    for line in (*machine_lines(topology), *library_lines(folder)):
+    machine = machine_lines(topology)
+    library, not_used = library_lines(folder)
+    tuned = load_tuned(folder, topology)
+    for line in (*machine, *library, _tuned_line(tuned)):
         report.paragraph(line)
-    report.paragraph(_tuned_line(folder, topology))
     if numa:
         _show_nodes(topology)
     findings = diagnose(topology, read_facts(), threads)
@@ -48,13 +50,13 @@ def doctor(folder: Path, *, numa: bool) -> None:
         _show_shares(topology, threads)
     elif numa:
         report.line(f"placement was not tried: {ONE_NODE}")
-    is_tuned = not topology.is_numa or load_tuned(folder, topology).result is not None
-    last = last_line(_not_used(), findings, why_not_kept(folder), is_tuned=is_tuned)
+    is_tuned = not topology.is_numa or tuned.result is not None
+    last = last_line(not_used, findings, why_not_kept(folder), is_tuned=is_tuned)
     report.paragraph(last)
     report.data(
         {
-            "machine": machine_lines(topology),
-            "library": library_lines(folder),
+            "machine": machine,
+            "library": library,
             "findings": [asdict(finding) for finding in findings],
             "last": last,
         }
@@ -89,14 +91,6 @@ def why_not_kept(folder: Path) -> str:
     )
 
 
-def _not_used() -> tuple[str, ...]:
-    """Sentences for what the build leaves unused; the library has been loaded."""
-    from offload.device import devices
-    from offload.native_build import missing_in_build
-
-    return missing_in_build(has_gpu=any(device.on_gpu for device in devices()))
-
-
 def machine_lines(topology: Topology) -> list[str]:
     """Processors, memory and limits, one sentence each."""
     memory, room = psutil.virtual_memory(), room_now()
@@ -120,8 +114,9 @@ def machine_lines(topology: Topology) -> list[str]:
     ]
 
 
-def library_lines(folder: Path) -> list[str]:
-    """The library's version, what its self-test says, and its devices. Raises LibraryMismatch."""
+def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
+    """The library's version, what its self-test says, and its devices; of these lines, those on
+    what the build leaves unused. Raises LibraryMismatch."""
     from offload.device import devices
     from offload.ggml.library import abi
     from offload.ggml.threadpool import cpu_features
@@ -144,14 +139,14 @@ def library_lines(folder: Path) -> list[str]:
     if verdict is not None:
         lines.append(verdict.sentence or "AMX: a product of two tokens is right")
     has_gpu = any(device.on_gpu for device in found)
-    lines += missing_in_build(has_gpu=has_gpu)
+    not_used = missing_in_build(has_gpu=has_gpu)
+    lines += not_used
     if not has_gpu:
         lines.append("no GPU: --device auto is the plain CPU, --device sim tries streaming")
-    return lines
+    return lines, not_used
 
 
-def _tuned_line(folder: Path, topology: Topology) -> str:
-    tuned = load_tuned(folder, topology)
+def _tuned_line(tuned: Tuned) -> str:
     if tuned.result is not None:
         return f"threads: {tuned.result.best}, {tuned_sentence(tuned.result)}"
     return f"threads: {tuned.why_not or 'nothing was measured yet; `specoffload tune numa` does'}"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter
 from gguf.constants import GGUFValueType
@@ -31,8 +32,6 @@ def header_with(path: Path, **changed: object) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     for key, value in changed.items():
         writer.add_key_value(key.replace("__", "."), value, _kind(value))
-    import numpy as np
-
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -63,17 +62,18 @@ def test_an_epsilon_that_the_library_asserts_on(tmp_path: Path, eps: float) -> N
 
 def empty_array(path: Path, element: int) -> Path:
     """The same header with one empty numeric array, which gguf's writer refuses to write."""
-    raw = bytearray(header_with(path).read_bytes())
+    whole = header_with(path)
+    raw = bytearray(whole.read_bytes())
     (n_kv,) = struct.unpack_from("<Q", raw, 16)
     struct.pack_into("<Q", raw, 16, n_kv + 1)
     key = b"llama.rope.dimension_sections"
     entry = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", 9, element, 0)
-    reader = GGUFReader(str(header_with(path.with_suffix(".same"))))
-    first = reader.tensors[0].name.encode()
+    first = GGUFReader(str(whole)).tensors[0].name.encode()
     at = bytes(raw).find(struct.pack("<Q", len(first)) + first)
-    whole = bytes(raw[:at]) + entry + bytes(raw[at:])
-    # Data begins at a multiple of 32 bytes: pad before the last weight's bytes.
-    path.write_bytes(whole + bytes(64))
+    # Data begins at a multiple of 32 bytes: pad before the last weight's bytes. The reader still
+    # maps the old file, which therefore goes away instead of being written over.
+    path.unlink()
+    path.write_bytes(bytes(raw[:at]) + entry + bytes(raw[at:]) + bytes(64))
     return path
 
 
