@@ -109,6 +109,8 @@ class Sequences:
         start = self.length(sequence)
         n_logits = len(tokens) if n_logits is None else n_logits
         self._check(tokens, start, n_logits)
+        if n_logits == len(tokens) == 1:
+            return self._extend_one(sequence, tokens, start)
         first_wanted = len(tokens) - n_logits
         parts: list[Rows] = []
         done = 0
@@ -128,6 +130,16 @@ class Sequences:
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty((0, self.n_vocab), np.float32)
+
+    def _extend_one(self, sequence: int, tokens: Sequence[int], start: int) -> Rows:
+        """By far the most frequent, without what only more tokens need."""
+        try:
+            rows = self._decode(tokens, (start,), (sequence,), (True,))
+        except BaseException:
+            self._undo(sequence, start)
+            raise
+        self._grown(((sequence, 1),))
+        return rows
 
     def prefill(self, sequence: int, tokens: Sequence[int]) -> Iterator[None]:
         """Append tokens without logits; yields behind each decode, where the caller may stop.
