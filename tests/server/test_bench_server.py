@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from fake_generator import FakeFactory
 from running import StartServer
 
+from specoffload import demo
 from specoffload.server.completions.native import NativeTeller
 from specoffload.session.generation import Piece
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from bench_server.delay import median  # noqa: E402
+from bench_server.judge import MOST_GAP, Judge, unexplained  # noqa: E402
 from bench_server.load import alone, load  # noqa: E402
 
 PROMPTS = ["hello", "there"]
@@ -46,6 +49,20 @@ def test_a_lost_and_a_doubled_token_are_noticed(
     monkeypatch.setattr(NativeTeller, "piece", piece)
     badly = asyncio.run(load(port, known, 5, 3, 0.2))
     assert badly.errors.total() + badly.differing.total() > 0
+
+
+def test_the_judge_tells_mistakes_from_near_ties() -> None:
+    model = Path(demo.__path__[0]) / "target.gguf"
+    prompt = "def add(a, b):\n    return "
+    with closing(Judge(model, 1, 512)) as judge:
+        tokens = judge.likeliest(prompt, 16)
+        assert judge.gap(prompt, tokens) < 0.1
+        for at in (0, 5, 10):
+            lost = [*tokens[:at], *tokens[at + 1 :]]
+            doubled = [*tokens[: at + 1], *tokens[at:]]
+            bad, most = unexplained(judge, [(prompt, lost), (prompt, doubled)])
+            assert len(bad) == 2
+            assert most > MOST_GAP
 
 
 def test_the_median_lies_within_its_bucket() -> None:
