@@ -14,7 +14,7 @@ from on_gpu import BATCHES, Logits, logits, options
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.hybrid.split import HIT, HOST, STREAMED
-from offload.hybrid.switch import Splitter, stay
+from offload.hybrid.switch import Splitter, by_costs, stay
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset
@@ -66,6 +66,19 @@ def test_a_split_layer_gives_what_the_resident_model_gives(
         assert counters.split_layers > 0
     assert (counters.n_pairs_host > 0) == (splitter is not all_device)
     assert_close(got, resident_moe)
+
+
+def test_a_gpu_is_measured_and_layers_are_split_by_it(
+    gpu: DeviceChoice, moe: Path, resident_moe: Logits
+) -> None:
+    with Engine(moe, split(gpu, moe, stay, "half")) as engine:
+        assert engine.hybrid is not None
+        costs = engine.measure_split()
+        assert costs is not None
+        arrays = costs.costs()
+        assert min(arrays.copy_s, arrays.host_s[1]) > 0
+        engine.hybrid.switch.splitter = by_costs(arrays)
+        assert_close(logits(engine), resident_moe)
 
 
 @pytest.mark.parametrize("preset", ["deepseek-v3", "gpt-oss-20b"])

@@ -26,6 +26,7 @@ from offload.hybrid.split import HIT, HOST, STREAMED
 from offload.hybrid.switch import Splitter, by_costs, stay
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.streaming.copy import ThreadCopier, Transfer
+from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset
 
@@ -192,6 +193,16 @@ def test_an_unknown_form_runs_as_before_and_says_why(
         cuts = engine.counters().cuts
         engine.sequences.extend(0, [1, 2])
         assert engine.counters().cuts == cuts, "the CPU computes it, as below min-batch"
+
+
+def test_layers_without_slots_go_by_the_old_rule(
+    tiny_moe: Path, expected: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StreamingDevice, "_pool_of", lambda *_: None)
+    with Engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert engine.counters().cuts == engine.counters().split_layers == 0
+        assert engine.measure_split() is None
 
 
 def test_layers_are_split_by_what_was_measured_of_them(tiny_moe: Path, expected: Rows) -> None:
