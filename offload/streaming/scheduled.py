@@ -429,7 +429,13 @@ class ScheduledExecutor:
     def _has_arrived(self, piece: Piece) -> bool:
         """True if a copy that no computation was ordered behind is complete, as far as is known."""
         tickets = self._tickets.get(piece)
-        return tickets is None or all(map(self.copier.is_done, tickets.values()))
+        if tickets is None:
+            return True
+        for ticket in tickets.values():
+            if not self.copier.is_done(ticket):
+                return False
+        del self._tickets[piece]  # nobody has to wait for it any more
+        return True
 
     def _end_split(self, running: _Running, at: int, layer: HybridLayer) -> int:
         """Behind the last product of a split layer: the CPU's rows are in its output."""
