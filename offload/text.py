@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import codecs
 import functools
+import re
 from collections.abc import Callable, Collection, Sequence
 
 from offload.ggml.llama import Model
+from offload.long_text import LONG_CHARS, cutter, parts_of
 
 
 class TextStream:
@@ -33,7 +35,24 @@ class ModelText:
     def tokenize(
         self, text: str, *, add_special: bool = True, parse_special: bool = False
     ) -> list[int]:
-        return self._model.tokenize(text, add_special=add_special, parse_special=parse_special)
+        """Token ids of a text."""
+        whole = self._model.tokenize
+        special = self._cutter(parse_special) if len(text) > LONG_CHARS else None
+        if special is None:
+            return whole(text, add_special=add_special, parse_special=parse_special)
+        tokens = whole("", add_special=True, parse_special=False) if add_special else []
+        for part in parts_of(text, special):
+            tokens += whole(part, add_special=False, parse_special=parse_special)
+        return tokens
+
+    def _cutter(self, parse_special: bool) -> re.Pattern[str] | None:
+        """Where long texts may be cut; None for a vocabulary whose texts are not."""
+        known = self.__dict__.setdefault("_cutters", {})
+        if parse_special not in known:
+            texts = self._model.special_texts(parse_special=parse_special)
+            known[parse_special] = cutter(texts) if self._model.may_cut_texts else None
+        found: re.Pattern[str] | None = known[parse_special]
+        return found
 
     def text_stream(self, *, special: bool = False, shown: Collection[int] = ()) -> TextStream:
         """A detokeniser that never yields half a character; of special tokens, `shown` are text."""

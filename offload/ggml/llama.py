@@ -24,6 +24,8 @@ _CTX_PADDING = 256
 FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}
 _ABORTED = 2
 PARTIAL_STATE = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: recurrent and SWA parts only
+_CUT_KINDS = {1, 2}  # LLAMA_VOCAB_TYPE_SPM, _BPE
+_UNKNOWN, _CONTROL, _USER_DEFINED = 1, 8, 16  # LLAMA_TOKEN_ATTR_*
 ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they are
 
 
@@ -145,6 +147,19 @@ class Model:
             if n >= 0:
                 return list(out[:n])
             capacity = -n
+
+    @property
+    def may_cut_texts(self) -> bool:
+        """True for BPE and SentencePiece that add nothing behind a text."""
+        kind = self._lib.llama_vocab_type(self.vocab)
+        return kind in _CUT_KINDS and not self._lib.llama_vocab_get_add_eos(self.vocab)
+
+    def special_texts(self, *, parse_special: bool) -> list[str]:
+        """The texts of the tokens that the library looks for before it splits a text otherwise."""
+        attribute = self._lib.llama_vocab_get_attr
+        kinds = _USER_DEFINED | (_CONTROL | _UNKNOWN if parse_special else 0)
+        ids = (i for i in range(self.n_vocab) if attribute(self.vocab, i) & kinds)
+        return [self.token_text(i) for i in ids]
 
     def piece(self, token: int, *, special: bool) -> bytes:
         """The bytes a token stands for; `special` renders control tokens as text."""

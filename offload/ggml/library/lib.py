@@ -143,6 +143,8 @@ SIGNATURES: dict[str, Signature] = {
     "llama_vocab_get_text": _sig(STR, P, I32),
     "llama_vocab_get_suppress_tokens": _sig(P, P, P),
     "llama_vocab_is_eog": _sig(BOOL, P, I32),
+    "llama_vocab_get_attr": _sig(INT, P, I32),
+    "llama_vocab_get_add_eos": _sig(BOOL, P),
     "llama_vocab_bos": _sig(I32, P),
     "llama_vocab_eos": _sig(I32, P),
     "llama_vocab_fim_pre": _sig(I32, P),
