@@ -183,6 +183,24 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["kept.txt"]
 
 
+def test_a_slot_that_cannot_be_saved_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "slot.bin"
+    path.write_bytes(b"the one before")
+    code = (
+        "import resource, signal, sys; from pathlib import Path;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
+        "from unittest.mock import Mock;"
+        "from specoffload.slots.sequence_file import write_sequence;"
+        "held = Mock(); held.length.return_value = 3; held.save.return_value = bytes(1000);"
+        "write_sequence(Path(sys.argv[1]), held, 0, [1, 2, 3])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert "File too large" in done.stderr
+    assert path.read_bytes() == b"the one before"
+    assert [p.name for p in tmp_path.iterdir()] == ["slot.bin"]
+
+
 def test_a_trace_that_cannot_be_written_leaves_no_half_of_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     code = (

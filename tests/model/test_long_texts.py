@@ -33,7 +33,7 @@ def test_tokens_that_may_overlap_cut_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[Engine]:
-    with Engine(EngineOptions(demo_file("target.gguf"), device="cpu", n_ctx=256)) as engine:
+    with Engine(demo_file("target.gguf"), EngineOptions(device="cpu", n_ctx=256)) as engine:
         yield engine
 
 

@@ -13,6 +13,11 @@ from running import Running, http
 schemathesis = pytest.importorskip("schemathesis", reason="the extra `clients` is not installed")
 
 N_REQUESTS = 40  # of each operation
+ATTACKED = {
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/responses", "/v1/messages"),
+    *("/v1/messages/count_tokens", "/completion", "/completions", "/infill", "/tokenize"),
+    *("/detokenize", "/apply-template", "/slots/{number}", "/v1/models/{name}", "/metrics"),
+}
 NO_FAILURES = {501}  # what this model cannot do: a clear answer, not a failure
 
 
@@ -72,6 +77,7 @@ def test_no_request_that_the_contract_suggests_makes_the_server_fail(contract: A
     schema, running = contract
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) > 20
+    assert ATTACKED <= {operation.path for operation in operations}
     for operation in operations:
         _run_operation(operation, running.url)
     assert http.get(running.url + "/health").status_code == 200
