@@ -149,6 +149,9 @@ def grammar_of(
         rules = rules_of_gbnf(gbnf, lambda words: tokens().token_of(words))
         return Grammar(tokens(), LLMatcher.grammar_from_lark(lark_of_rules(rules)))
     if json_schema is not None:
-        source = LLMatcher.grammar_from_json_schema(read_schema(json_schema))
+        try:
+            source = LLMatcher.grammar_from_json_schema(read_schema(json_schema))
+        except ValueError as e:  # a number beyond 64 bits, or half a character
+            raise BadRequest(f"the JSON schema cannot be followed: {str(e)[:_MOST_WORDS]}") from e
         return Grammar(tokens(), source, "JSON schema")
     return None

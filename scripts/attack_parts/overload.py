@@ -93,8 +93,10 @@ async def overload(
                 continue
             if answer.status == 503 and "retry-after" in answer.headers:
                 found.n_refused += 1
-                found.retry_after_s[int(answer.headers["retry-after"])] += 1
-                await asyncio.sleep(int(answer.headers["retry-after-ms"]) / 1000)
+                whole_s = int(answer.headers["retry-after"])
+                found.retry_after_s[whole_s] += 1
+                after_ms = int(answer.headers.get("retry-after-ms", 1000 * whole_s))
+                await asyncio.sleep(after_ms / 1000)
                 continue
             if answer.status != 200:
                 found.wrong.append(f"client {number}: {answer.status} {answer.body[:200]!r}")

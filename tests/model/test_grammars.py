@@ -348,6 +348,22 @@ def test_a_hostile_schema_ends(session: Session, name: str) -> None:
     follow(session, SamplingOptions(1.0, seed=1, json_schema=schema))
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"maxLength": 2**64},
+        {"const": 10**400},
+        {"minimum": 10**400},
+        {"enum": ["\ud800"]},
+        2**64,
+        "\ud800",
+    ],
+)
+def test_a_schema_with_what_is_no_value_is_refused(session: Session, part: object) -> None:
+    with pytest.raises(BadRequest, match="JSON schema"):
+        grammar(session, schema={"type": "object", "properties": {"a": part}})
+
+
 def test_a_grammar_that_is_slow_at_every_token_is_stopped(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ def test_no_request_that_the_contract_suggests_makes_the_server_fail(contract: A
     schema, running = contract
     operations = [result.ok() for result in schema.get_all_operations()]
     assert len(operations) > 20
-    assert ATTACKED <= {operation.path for operation in operations}
+    assert {operation.path for operation in operations} >= ATTACKED
     for operation in operations:
         _run_operation(operation, running.url)
     assert http.get(running.url + "/health").status_code == 200
