@@ -14,9 +14,9 @@ from attack_parts.http_part import SERVE, http_part
 from attack_parts.kills_part import kills_part
 from attack_parts.limits_part import CASES, limits_part
 from attack_parts.outcome import Breach, Outcome
-from attack_parts.overload import overload, text_of
+from attack_parts.overload import overload
 from attack_parts.program import bad_lines, serving
-from attack_parts.witness import N_TOKENS, PROMPTS
+from attack_parts.witness import N_TOKENS, decided_texts
 
 
 class Scale(Enum):
@@ -39,7 +39,7 @@ def overload_part(seed: int, numbers: range, folder: Path) -> Outcome:
     outcome = Outcome("overload", 1)
     command = f"scripts/attack --part overload --only 0-{numbers.stop}"
     with serving(folder / "overload.log", SERVE) as server:
-        texts = {p: asyncio.run(text_of(server.port, p, N_TOKENS)) for p in PROMPTS}
+        texts = asyncio.run(decided_texts(server.port))
         load = overload(server.port, texts, N_TOKENS, n_clients=64, duration_s=float(len(numbers)))
         found = asyncio.run(load)
         server.end()

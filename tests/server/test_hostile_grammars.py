@@ -16,7 +16,7 @@ from attack_parts.exchange import Answer, ask_for, send  # noqa: E402
 from attack_parts.grammars import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS  # noqa: E402
 from attack_parts.overload import text_of  # noqa: E402
 from attack_parts.program import Program, bad_lines, serving  # noqa: E402
-from attack_parts.witness import PROMPTS  # noqa: E402
+from attack_parts.witness import N_TOKENS, decided_texts  # noqa: E402
 
 FLAGS = ("--device", "cpu", "-t", "1", "-np", "2", "-c", "1024", "--temp", "0", "--no-profile")
 _MOST_GROWTH = 1.2
@@ -44,7 +44,7 @@ def check(answer: Answer) -> None:
 
 def test_each_is_answered_and_the_next_request_is_served(program: Program) -> None:
     """Memory is what it was after the first of them, to within 20 %."""
-    before = asyncio.run(text_of(program.port, PROMPTS[0], 6))
+    prompt, before = next(iter(asyncio.run(decided_texts(program.port)).items()))
     check(ask(program, grammar='root ::= "a"?'))
     check(ask(program, json_schema={"type": "string", "pattern": "^a{500000000}$"}))
     rss_bytes = program.rss_bytes()
@@ -53,7 +53,7 @@ def test_each_is_answered_and_the_next_request_is_served(program: Program) -> No
     for schema in HOSTILE_SCHEMAS.values():
         wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         check(ask(program, response_format=wrapped))
-        assert asyncio.run(text_of(program.port, PROMPTS[0], 6)) == before
+        assert asyncio.run(text_of(program.port, prompt, N_TOKENS)) == before
     assert program.rss_bytes() < _MOST_GROWTH * rss_bytes
     assert bad_lines(program.said()) == []
     assert "restarting" not in program.said()
