@@ -94,7 +94,9 @@ class TicketGroup:
                     self._events.put_nowait(Heard(self._jobs[0][0], e.problem, 0.0))
                 else:
                     loop = asyncio.get_running_loop()
-                    self._again = loop.call_later(_AGAIN_S, self._go_on)
+                    after_ms = e.problem.retry_after_ms
+                    after_s = _AGAIN_S if after_ms is None else after_ms / 1000
+                    self._again = loop.call_later(after_s, self._go_on)
                 return
 
     def _submit(self) -> None:
