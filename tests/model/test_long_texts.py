@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.engine import Engine, EngineOptions
-from offload.long_text import LONG_CHARS, cutter, parts_of
+from offload.text import LONG_CHARS, cutter, parts_of
 from specoffload.config.resolution import demo_file
 
 
