@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specdec.decoding.accept import Verdict
 from specdec.decoding.member import BatchMember, check_start, end_of
 from specdec.decoding.rollback import Rollback, take_back
@@ -151,17 +154,28 @@ class DecodingLoop:
         else:
             self._ready.append(member)
 
-    def _pieces(self, n_tokens: int) -> list[Piece]:
-        """The next tokens of the prompts, first come first served."""
+    def _pieces(self, n_tokens: int, n_logits: int) -> list[Piece]:
+        """The next tokens of the prompts, first come first served; at most `n_logits` of those
+        whose logits are wanted."""
         pieces = []
         for member in self._reading:
-            held = self._target.length(member.sequence)
-            piece = member.history[held : min(held + n_tokens, len(member.history) - 1)]
             if n_tokens <= 0:
                 break
+            held = self._target.length(member.sequence)
+            n_most = n_tokens if member.hear_prompt is None else min(n_tokens, n_logits)
+            piece = member.history[held : min(held + n_most, len(member.history) - 1)]
+            if not piece:
+                continue  # no row of logits is left for it; those behind it want none
             pieces.append((member, piece))
             n_tokens -= len(piece)
+            n_logits -= _n_logits((member, piece))
         return pieces
+
+    def _tell(self, pieces: Sequence[Piece], rows: Sequence[NDArray[np.float32]]) -> None:
+        """Give the logits of prompts, which were evaluated, to those who want them."""
+        for (member, tokens), logits in zip(pieces, rows, strict=True):
+            if member.hear_prompt is not None:
+                member.hear_prompt(self._target.length(member.sequence) - len(tokens), logits)
 
     def _step_with(self, n_tokens: int) -> Step:
         """A step that evaluates up to `n_tokens` of the prompts beside the rounds, as far as those
@@ -170,11 +184,13 @@ class DecodingLoop:
             began = perf_counter()
             drafts = self._proposed()
             n_rows = sum([1 + len(draft.tokens) for draft in drafts])
-            pieces = self._pieces(min(n_tokens, self._target.n_batch - n_rows))
+            room = min(n_tokens, self._target.n_batch - n_rows)
+            pieces = self._pieces(room, self._target.n_outputs - n_rows)
             step = self._verified(drafts, pieces, began)
         else:
-            pieces = self._pieces(n_tokens)
-            self._target.extend_batch([(m.sequence, tokens, 0) for m, tokens in pieces])
+            pieces = self._pieces(n_tokens, self._target.n_outputs)
+            rows = self._target.extend_batch([_part(piece) for piece in pieces])
+            self._tell(pieces, rows)
             step = Step()
         step.read = [member for member, _ in pieces]
         for member in step.read:
@@ -307,7 +323,7 @@ class DecodingLoop:
         target = self._target
         lengths = [len(member.history) for member in members]
         parts = [(m.sequence, f, len(f)) for m, f in zip(members, fed, strict=True)]
-        parts += [(m.sequence, tokens, 0) for m, tokens in pieces]
+        parts += map(_part, pieces)
         n = 0
         if not target.can_rewind:
             n = target.n_droppable([(sequence, len(tokens)) for sequence, tokens, _ in parts])
@@ -333,6 +349,7 @@ class DecodingLoop:
                 rollback.undo()
             self._sort_out()
             raise
+        self._tell(pieces, rows[len(members) :])
         return verdicts, rollbacks
 
     # -- afterwards ------------------------------------------------------------------------------
@@ -355,3 +372,14 @@ class DecodingLoop:
         members, self._ready = self._ready, []
         for member in members:
             self._place(member)
+
+
+def _n_logits(piece: Piece) -> int:
+    """Rows of logits that are wanted of a part of a prompt."""
+    member, tokens = piece
+    return 0 if member.hear_prompt is None else len(tokens)
+
+
+def _part(piece: Piece) -> tuple[int, list[int], int]:
+    member, tokens = piece
+    return member.sequence, tokens, _n_logits(piece)

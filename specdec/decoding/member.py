@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from specdec.decoding.accept import Acceptance
 from specdec.errors import SpecDecError
@@ -28,6 +31,9 @@ class BatchMember:
     n_cached: int = 0
     bounds: DraftBounds = NO_BOUNDS  # the request's own, of its drafts
     end: End = field(default="")  # set when it is over
+    # Told the logits [n, n_vocab] after each token of a part of the prompt, and the number of the
+    # first. Without it none are computed: they cost rows of each decode's output.
+    hear_prompt: Callable[[int, NDArray[np.float32]], None] | None = None
 
 
 def check_start(target: Target, sequence: int, prompt: Sequence[int], n_cached: int) -> None:

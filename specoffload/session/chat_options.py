@@ -32,16 +32,17 @@ def check_options(conversation: Conversation, options: GenerateOptions) -> None:
         raise BadRequest("grammar and a tool_choice that forces a call exclude each other")
 
 
-def _limit(form: AnswerForm, n_tokens: int | None) -> ReasoningLimit | None:
+def _limit(form: AnswerForm, n_tokens: int | None, message: str) -> ReasoningLimit | None:
     """None without a budget, and for a format that has no reasoning of its own."""
     if n_tokens is None:
         return None
     if isinstance(form.family.calls, HarmonyCalls):
-        return ReasoningLimit(n_tokens, *harmony.REASONING)
+        opens, closes, ending = harmony.REASONING
+        return ReasoningLimit(n_tokens, opens, closes, message + ending)
     if form.reasoning is None:
         return None
     opens, closes = form.reasoning
-    return ReasoningLimit(n_tokens, opens, closes, closes, form.thinking)
+    return ReasoningLimit(n_tokens, opens, closes, message + closes, form.thinking)
 
 
 def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOptions:
@@ -51,7 +52,9 @@ def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOpti
         options,
         stop=(*options.stop, *prompt.stops),
         shown=(*options.shown, *prompt.shown),
-        reasoning_limit=_limit(prompt.form, options.reasoning_budget),
+        reasoning_limit=_limit(
+            prompt.form, options.reasoning_budget, options.reasoning_budget_message
+        ),
     )
     if prompt.grammar is None or options.grammar is not None:
         return found

@@ -31,6 +31,7 @@ class GenerateOptions(SamplerParameters):
     seed: int | None = None
     ignore_eos: bool = False
     reasoning_budget: int | None = None  # tokens of a chat's reasoning; None: as it comes
+    reasoning_budget_message: str = ""  # is written before reasoning is so ended
     reasoning_limit: ReasoningLimit | None = None  # that, in the words of the chat's format
     cache_prompt: bool = True  # a beginning that a slot or host memory holds is not evaluated again
     id_slot: int = -1  # the slot to run in, waited for; -1: the one that holds most of the prompt
@@ -41,6 +42,7 @@ class GenerateOptions(SamplerParameters):
     draft_p_min: float | None = None
     time_limit_s: float | None = None  # from its first step on; then the answer ends as it is
     timings_per_token: bool = False  # each piece tells of the generation as far as it has come
+    prompt_logprobs: int | None = None  # likeliest tokens told beside each of the prompt's own
     n: int = 1  # answers to the prompt, which is evaluated once; their seeds follow one another
 
 
@@ -103,6 +105,8 @@ class Piece:
     stopping_word: str | None = None  # on the last piece, if a stop sequence ended the answer
     logprobs: tuple[ChosenLogprob, ...] = ()  # of `tokens`, if asked for; an end token has none
     id_slot: int = -1  # of the slot that it was made in
+    # Of the prompt's tokens that were evaluated, if asked for; the first's is not a number.
+    prompt_logprobs: tuple[ChosenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from specoffload.session.generation import GenerateOptions, Piece, SlotInfo
 from specoffload.session.sampling import sampling_of
 from specoffload.session.statistics import EngineCounts
 from specoffload.slots.choosing import SlotState, Source, choose
+from specoffload.slots.prompt_logprobs import PromptLogprobs
 from specoffload.slots.prompt_share import PromptShare
 from specoffload.slots.prompt_store import PromptStore
 from specoffload.slots.request import Request
@@ -93,7 +94,8 @@ class Batcher:
         sampler = self._sampler(SamplerChain(self._target.model, sampling, tokens), options)
         shown = self._target.special_tokens(options.shown)
         answer = Answer(self._target.text_stream(shown=shown), options.stop, is_end)
-        request = Request(tokens, n_predict, options, sampler, answer, is_end, beside)
+        read = self._prompt_logprobs(tokens, options.prompt_logprobs)
+        request = Request(tokens, n_predict, options, sampler, answer, is_end, beside, read)
         self._waiting.append(request)
         return request
 
@@ -103,7 +105,13 @@ class Batcher:
             return chain
         ending = target.tokenize(limit.ending, add_special=False, parse_special=True)
         limited = LimitedReasoning(limit, ending)
-        return LimitedSampler(chain, limited, lambda token: target.model.piece(token, special=True))
+        return LimitedSampler(chain, limited, self._piece)
+
+    def _prompt_logprobs(self, tokens: Sequence[int], n_top: int | None) -> PromptLogprobs | None:
+        return None if n_top is None else PromptLogprobs(tokens, n_top, self._piece)
+
+    def _piece(self, token: int) -> bytes:
+        return self._target.model.piece(token, special=True)
 
     def generate(
         self, tokens: Sequence[int], n_predict: int, options: GenerateOptions
@@ -181,7 +189,7 @@ class Batcher:
         news = []
         for member in step.read:
             request = self._running[member]
-            request.pieces.append(Piece(""))  # a part of its prompt was evaluated
+            request.read()
             news.append(request)
             if not self._loop.is_reading(member):
                 self._evaluated(request)
@@ -262,6 +270,7 @@ class Batcher:
             request.is_end,
             slot.n_held,
             request.bounds,
+            hear_prompt=request.hear_prompt,
         )
         request.slot, request.member = slot, member
         self._running[member] = request
@@ -297,8 +306,9 @@ class Batcher:
     def _slot_for(self, request: Request) -> Slot | None:
         """A free slot that holds as much of the request's beginning as can be had."""
         tokens, options = request.history, request.options
+        reuses = options.cache_prompt and request.hear_prompt is None
         states, n_stored = self._states(tokens), self.store.reusable(tokens)
-        if not options.cache_prompt:
+        if not reuses:
             states, n_stored = [s.without_reuse() for s in states], 0
         choice = choose(states, len(tokens), n_stored, wanted=options.id_slot)
         if choice is None:
@@ -306,7 +316,7 @@ class Batcher:
         slot = self.slots[choice.number]
         if choice.keep:
             self._store(slot)
-        if not options.cache_prompt:
+        if not reuses:
             slot.clear()
         if choice.source is Source.STORE:
             self._load(slot, tokens)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from offload.sampling.reasoning_limit import AnswerSampler
 from specdec.decoding.member import BatchMember
@@ -17,6 +18,7 @@ from specdec.types import IsEnd, Round
 from specoffload.session.answer import Answer
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.statistics import EngineCounts, Tally
+from specoffload.slots.prompt_logprobs import PromptLogprobs
 from specoffload.slots.slot import Slot
 
 
@@ -33,6 +35,7 @@ class Request:
         answer: Answer,
         is_end: IsEnd,
         beside: Request | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
         """`beside` has the same prompt, and evaluates it for both."""
         self.n_prompt = len(tokens)
@@ -46,6 +49,7 @@ class Request:
         self.slot: Slot | None = None  # while it has one
         self.member: BatchMember | None = None
         self._answer = answer
+        self._prompt_logprobs = prompt_logprobs
         self._beside = beside
         self.asked_with: int = id(self) if beside is None else beside.asked_with  # same for a group
         self._tally: Tally | None = None  # since it first had a slot
@@ -63,11 +67,25 @@ class Request:
         if self.options.time_limit_s is not None:
             self._deadline_s = now_s + self.options.time_limit_s
 
+    def read(self) -> None:
+        """A part of the prompt was evaluated."""
+        logprobs = self._prompt_logprobs
+        self.pieces.append(Piece("", prompt_logprobs=() if logprobs is None else logprobs.take()))
+
     def evaluated(self) -> None:
         """All of the prompt but its last token has been."""
         if not self._is_evaluated and self._tally is not None:
             self._is_evaluated = True
             self._tally.evaluated(self.n_prompt, self._n_cached, perf_counter())
+            if self._prompt_logprobs is not None:
+                self.read()  # a prompt of one token has no other part
+
+    @property
+    def hear_prompt(self) -> Callable[[int, NDArray[np.float32]], None] | None:
+        """For the logits of the prompt, as long as they are wanted: then all of it has to be
+        evaluated, whatever is held of it."""
+        logprobs = self._prompt_logprobs
+        return None if logprobs is None or logprobs.is_complete else logprobs.hear
 
     @functools.cached_property
     def rng(self) -> np.random.Generator:

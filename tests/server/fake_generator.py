@@ -194,7 +194,7 @@ class FakeGenerator:
         said = SAID.findall(text)
         answer = _told(options) if "[options]" in text else said[-1] if said else text + TAIL
         room = self._factory.n_ctx - n_prompt
-        n_predict = min(room, options.n_predict or room)
+        n_predict = room if options.n_predict is None else min(room, options.n_predict)
         stops = StopScanner(options.stop)
         finish: FinishReason = "stop"
         n = 0

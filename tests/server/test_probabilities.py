@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from running import http
 
 from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.server.completions.probabilities import TokenPlaces, openai_logprobs
+from specoffload.server.completions.probabilities import TokenPlaces, openai_logprobs, placed_in
 from specoffload.session.generation import GenerationStats, Piece
 from specoffload.session.session import Session
 
@@ -134,11 +135,96 @@ def test_no_more_tokens_are_told_than_text_and_of_several_each_has_its_own(
     assert last < len(shown["text"]) <= last + len(shown["logprobs"]["tokens"][-1])
 
 
-def test_probabilities_of_an_echoed_prompt_are_a_501_that_says_why(program: Program) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 1, "logprobs": 1, "echo": True}
-    answer = http.post(program.url + "/v1/completions", json=body)
-    assert answer.status_code == 501
-    assert "leave out echo or logprobs" in answer.json()["error"]["message"]
+def _echoed(program: Program, **body: Any) -> list[dict[str, Any]]:
+    answer = http.post(program.url + "/v1/completions", json={"echo": True, **body})
+    assert answer.status_code == 200, answer.text
+    choices: list[dict[str, Any]] = answer.json()["choices"]
+    return choices
+
+
+@pytest.mark.parametrize("n_predict", [0, 1, 5])
+def test_an_echoed_prompt_has_the_probabilities_of_its_own_tokens(
+    program: Program, session: Session, n_predict: int
+) -> None:
+    ids = session.tokenize(PROMPT, add_special=True, parse_special=True)
+    asked: dict[str, Any] = {"max_tokens": n_predict, "logprobs": 2, "temperature": 0}
+    asked |= {"ignore_eos": True}
+    session.forget()
+    x = session.target.sequences.extend(0, ids).astype(np.float64)
+    session.forget()
+    x -= x.max(1, keepdims=True)
+    logs = x - np.log(np.exp(x).sum(1, keepdims=True))
+    texts = _echoed(program, prompt=[PROMPT, PROMPT], **asked)
+    assert texts[0] | {"index": 1} == texts[1]
+    [by_ids, other] = _echoed(program, prompt=[ids, ids[:4]], **asked)
+    for choice in (texts[0], by_ids):
+        told = choice["logprobs"]
+        assert choice["text"].startswith(PROMPT)
+        assert choice["finish_reason"] == "length"
+        assert len(told["tokens"]) == len(ids) + n_predict
+        assert {len(values) for values in told.values()} == {len(told["tokens"])}
+        assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
+        expected = [row[i] for row, i in zip(logs, ids[1:], strict=False)]
+        assert told["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=_NEAR)
+        for logprob, top in zip(told["token_logprobs"][1:], told["top_logprobs"][1:], strict=True):
+            assert logprob <= max(top.values()) + _NEAR
+        pieces = zip(told["text_offset"], told["tokens"], strict=True)
+        assert all(choice["text"][at:].startswith(token) for at, token in pieces)
+    assert other["logprobs"]["token_logprobs"][1:4] == pytest.approx(
+        by_ids["logprobs"]["token_logprobs"][1:4], abs=_NEAR
+    )
+    streamed = http.post(
+        program.url + "/v1/completions",
+        json={"prompt": PROMPT, "echo": True, "stream": True, **asked},
+    )
+    parts = [event["choices"][0] for event in _events(streamed)]
+    assert "".join(part["text"] for part in parts) == texts[0]["text"]
+    for name, values in texts[0]["logprobs"].items():
+        found = [value for part in parts for value in (part["logprobs"] or {}).get(name) or ()]
+        if name in ("tokens", "text_offset"):
+            assert found == values
+
+
+def test_each_of_several_answers_tells_of_the_prompt(program: Program) -> None:
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2, "logprobs": 1, "n": 2, "seed": 3}
+    first, second = _echoed(program, temperature=1.0, ignore_eos=True, **asked)
+    n = len(first["logprobs"]["tokens"]) - 2
+    for name, values in first["logprobs"].items():
+        assert values[:n] == second["logprobs"][name][:n]
+    assert len(second["logprobs"]["tokens"]) == n + 2
+
+
+def test_lm_evals_loglikelihood_is_answered(program: Program) -> None:
+    file = Path(__file__).parents[1] / "fixtures" / "requests" / "lm_eval_loglikelihood.json"
+    recorded = json.loads(file.read_text())
+    answer = http.post(program.url + recorded["path"], json=recorded["body"])
+    assert answer.status_code == 200
+    [choice] = answer.json()["choices"]
+    [ids] = recorded["body"]["prompt"]
+    scored = choice["logprobs"]["token_logprobs"][1 : len(ids)]
+    assert all(logprob <= 0 for logprob in scored)
+    assert all(choice["logprobs"]["top_logprobs"][1 : len(ids)])
+
+
+def test_a_prompt_is_read_ahead_by_a_request_for_no_token(program: Program) -> None:
+    prompt = PROMPT + "    # read ahead, some words more than that\n" * 2
+    body = {"prompt": prompt, "n_predict": 0}
+    native = [http.post(program.url + "/completion", json=body).json() for _ in range(2)]
+    n_prompt = native[0]["tokens_evaluated"]
+    assert [answer["content"] for answer in native] == ["", ""]
+    assert native[1]["tokens_cached"] == n_prompt - 1
+    assert native[1]["stop_type"] == "limit"
+    assert native[1]["timings"]["predicted_n"] == 0
+    legacy = http.post(program.url + "/v1/completions", json={"prompt": prompt, "max_tokens": 0})
+    [choice] = legacy.json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "length")
+    assert legacy.json()["usage"]["completion_tokens"] == 0
+
+
+def test_a_token_that_the_text_does_not_show_takes_no_characters() -> None:
+    pieces = (b"<s>", b" He", b"\xc3", b"\xa9", b"!")
+    placed = placed_in("He\u00e9!", [_token(piece) for piece in pieces])
+    assert [at for at, _ in placed] == [0, 0, 2, 2, 3]
 
 
 def _token(piece: bytes) -> ChosenLogprob:

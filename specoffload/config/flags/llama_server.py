@@ -113,10 +113,6 @@ CHAT = (
         "--jinja !--no-jinja LLAMA_ARG_JINJA", ALREADY,
         off=NoEffect("chat templates are always rendered as Jinja"),
     ),
-    *valued(
-        NoEffect("reasoning that has used its budget is ended without words"),
-        "--reasoning-budget-message LLAMA_ARG_THINK_BUDGET_MESSAGE",
-    ),
     *switches(
         NoEffect("which reasoning stays in a conversation, its template says"),
         "--reasoning-preserve !--no-reasoning-preserve LLAMA_ARG_REASONING_PRESERVE",

@@ -168,6 +168,11 @@ FLAGS = (
         variables=("LLAMA_ARG_THINK_BUDGET",), commands=_ANSWERS, default_words="-1", rare=True,
     ),
     Flag(
+        AskedOptions, "reasoning_budget_message", ("--reasoning-budget-message",), TEXT,
+        "Text that is written where reasoning is so ended, before what closes it.", _P,
+        variables=("LLAMA_ARG_THINK_BUDGET_MESSAGE",), commands=_ANSWERS, rare=True,
+    ),
+    Flag(
         AskedOptions, "grammar", ("--grammar",), TEXT, "GBNF that the answer must follow.", _P,
         commands=_ANSWERS, request="grammar",
     ),

@@ -9,7 +9,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from offload.errors import BadRequest, NotSupported
+from offload.errors import BadRequest
 from offload.sampling.options import sampler_letters, sampler_names
 from specoffload.config.flags import sampling
 from specoffload.config.flags.flag import FLOAT, INT, SWITCH
@@ -44,7 +44,7 @@ def generate_options(
 ) -> tuple[GenerateOptions, tuple[str, ...]]:
     """`defaults` where the request says nothing; and parameters that have no effect beside others.
 
-    Raises BadRequest and NotSupported.
+    Raises BadRequest.
     """
     idle = []
     if request.stream_options is not None and not request.stream:
@@ -76,8 +76,6 @@ def generate_options(
         if limit not in (None, request.max_completion_tokens):
             idle.append("max_tokens")  # OpenAI's older name for it
         limit = request.max_completion_tokens
-    if limit == 0:
-        raise BadRequest("max_tokens is 0: at least one token must be asked for")
     if limit is not None:
         changes["n_predict"] = None if limit == -1 else limit
     if isinstance(request, ChatRequest):
@@ -90,10 +88,7 @@ def generate_options(
 
 
 def _probabilities(request: GenerationRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The options of probabilities that are told beside tokens, and names without effect.
-
-    Raises NotSupported for those of an echoed prompt.
-    """
+    """The options of probabilities that are told beside tokens, and names without effect."""
     if isinstance(request, ChatRequest):
         if request.logprobs:
             return {"n_probs": max(1, request.top_logprobs or 0)}, ()
@@ -101,12 +96,8 @@ def _probabilities(request: GenerationRequest) -> tuple[dict[str, Any], tuple[st
     if isinstance(request, CompletionRequest):
         if request.logprobs is None or request.logprobs is False:
             return {}, ()
-        if request.echo:
-            raise NotSupported(
-                "logprobs with echo asks for the probabilities of the prompt's own tokens, and "
-                "those of the answer alone are computed: leave out echo or logprobs"
-            )
-        return {"n_probs": max(1, request.logprobs)}, ()
+        n = max(1, request.logprobs)
+        return {"n_probs": n, **({"prompt_logprobs": n} if request.echo else {})}, ()
     if not isinstance(request, NativeRequest | InfillRequest):
         return {}, ()
     if not request.n_probs:

@@ -16,5 +16,6 @@ def settings_of(options: GenerateOptions) -> dict[str, Any]:
     for name in ("n_predict", "seed", "reasoning_budget"):
         values[name] = -1 if values[name] is None else values[name]
     del values["reasoning_limit"]  # of the conversation, which has said its budget
+    del values["prompt_logprobs"]  # of /v1/completions alone
     values["max_tokens"] = values["n_predict"]
     return values

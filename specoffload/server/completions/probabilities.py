@@ -40,8 +40,25 @@ class TokenPlaces:
         return found
 
 
+def placed_in(text: str, tokens: Sequence[ChosenLogprob]) -> list[Placed]:
+    """The tokens of a text that was given: one that it does not show, as the beginning of text
+    that a tokenizer adds, takes no characters."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    placed, at = [], 0
+    for token in tokens:
+        placed.append((at, token))
+        shown = decoder.decode(token.chosen.piece)
+        # Some tokenizers put a space before the first word.
+        for letters in (shown, shown.removeprefix(" ")):
+            if text.startswith(letters, at):
+                at += len(letters)
+                break
+    return placed
+
+
 def openai_logprobs(tokens: Sequence[Placed], n_top: int) -> dict[str, Any]:
-    """The `logprobs` of a choice of /v1/completions, with `n_top` others beside each token.
+    """The `logprobs` of a choice of /v1/completions, with `n_top` others beside each token. A
+    prompt's first token has none.
 
     https://platform.openai.com/docs/api-reference/completions/object
     """
@@ -49,7 +66,8 @@ def openai_logprobs(tokens: Sequence[Placed], n_top: int) -> dict[str, Any]:
         "tokens": [_named(token.chosen) for _, token in tokens],
         "token_logprobs": [_finite(token.chosen) for _, token in tokens],
         "top_logprobs": [
-            {_named(other): _finite(other) for other in token.top[:n_top]} for _, token in tokens
+            {_named(other): _finite(other) for other in token.top[:n_top]} if token.top else None
+            for _, token in tokens
         ]
         if n_top
         else None,
@@ -65,8 +83,8 @@ def _named(token: TokenLogprob) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.piece)
 
 
-def _finite(token: TokenLogprob) -> float:
-    return max(token.logprob, _LEAST_LOGPROB)
+def _finite(token: TokenLogprob) -> float | None:
+    return None if math.isnan(token.logprob) else max(token.logprob, _LEAST_LOGPROB)
 
 
 def native_probabilities(tokens: Sequence[Placed], *, post_sampling: bool) -> list[dict[str, Any]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from offload.sampling.probabilities import ChosenLogprob
 from specoffload.server.access.clients import client_of
 from specoffload.server.api.context import Context
 from specoffload.server.api.parameters import generate_options
@@ -23,7 +25,12 @@ from specoffload.server.api.wire import (
     timings_of,
 )
 from specoffload.server.body.reading import ignore
-from specoffload.server.completions.probabilities import Placed, TokenPlaces, openai_logprobs
+from specoffload.server.completions.probabilities import (
+    Placed,
+    TokenPlaces,
+    openai_logprobs,
+    placed_in,
+)
 from specoffload.server.completions.prompts import completion_jobs
 from specoffload.server.engine.messages import Problem, Started
 from specoffload.server.telling.group import TicketGroup
@@ -83,6 +90,8 @@ class CompletionTeller:
         self._lines: dict[int, TextLine] = {}
         self._texts: list[list[str]] = [[] for _ in range(n_answers)]
         self._echoes = [""] * n_answers
+        self._has_begun = [False] * n_answers
+        self._prompt_logprobs: list[list[ChosenLogprob]] = [[] for _ in range(n_prompts)]
         self._reasons: list[FinishReason] = ["stop"] * n_answers
         self._stats = [GenerationStats()] * n_answers
         self._line(0)  # now, and not when the first token is there
@@ -95,12 +104,16 @@ class CompletionTeller:
         return b""
 
     def piece(self, index: int, piece: Piece) -> bytes:
+        self._prompt_logprobs[index] += piece.prompt_logprobs
+        read = self._prompt_logprobs[index]
         index = index * self._n_per_prompt + piece.index
-        text = piece.text
-        if self._echoes[index] and (text or piece.finish_reason):
-            text, self._echoes[index] = self._echoes[index] + text, ""
+        text, found = piece.text, self._found(index, piece)
+        if not self._has_begun[index] and (text or piece.finish_reason):
+            self._has_begun[index] = True
+            text = self._echoes[index] + text
+            found = placed_in(self._echoes[index], read) + found
         self._texts[index].append(text)
-        told = self._text(index, text, piece)
+        told = self._text(index, text, found)
         if piece.finish_reason is None or piece.stats is None:
             return told
         self._reasons[index], self._stats[index] = piece.finish_reason, piece.stats
@@ -108,11 +121,17 @@ class CompletionTeller:
         ending.timings = timings_of(piece.stats)
         return told + server_sent(ending.to_json())
 
-    def _text(self, index: int, text: str, piece: Piece) -> bytes:
+    def _found(self, index: int, piece: Piece) -> list[Placed]:
+        """The tokens that a piece's text shows, placed behind the prompt where that is told."""
+        if self._n_logprobs is None:
+            return []
+        start = len(self._echoes[index])
+        return [(start + at, token) for at, token in self._places[index].take(piece)]
+
+    def _text(self, index: int, text: str, found: Sequence[Placed]) -> bytes:
         """A chunk of text, with the tokens that it has shown."""
         if self._n_logprobs is None:
             return self._line(index).sent(text) if text else b""
-        found = self._places[index].take(piece)
         self._logprobs[index] += found
         if not text and not found:
             return b""

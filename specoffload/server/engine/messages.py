@@ -258,6 +258,8 @@ def _packed(output: Output) -> _Packed:
         return output
     if event.finish_reason is not None or event.stats is not None or event.stopping_word:
         return output
+    if event.prompt_logprobs:
+        return output
     return job_id, event.text, event.tokens, event.index, event.id_slot
 
 

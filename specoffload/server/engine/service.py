@@ -166,9 +166,11 @@ class Service:
 
 
 def _of_answer(options: GenerateOptions, index: int) -> GenerateOptions:
-    """The options of one of the answers to a prompt: of equal seeds, all would be the same."""
-    seed = options.seed
-    return replace(options, n=1, seed=seed if seed is None else (seed + index) % N_SEEDS)
+    """The options of one of the answers to a prompt: of equal seeds, all would be the same. The
+    first tells of the prompt for all."""
+    seed = options.seed if options.seed is None else (options.seed + index) % N_SEEDS
+    n_top = None if index else options.prompt_logprobs
+    return replace(options, n=1, seed=seed, prompt_logprobs=n_top)
 
 
 def _text_of(generator: Generator, job: GeneratingJob, tokens: list[int]) -> str | None:

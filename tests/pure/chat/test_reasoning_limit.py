@@ -138,3 +138,6 @@ def test_the_format_says_what_closes_it(template: str, limit: ReasoningLimit | N
     prompt = form.prepare(asked)
     assert answer_options(prompt, GenerateOptions(reasoning_budget=7)).reasoning_limit == limit
     assert answer_options(prompt, GenerateOptions()).reasoning_limit is None
+    told = GenerateOptions(reasoning_budget=7, reasoning_budget_message="Enough.")
+    worded = None if limit is None else replace(limit, ending="Enough." + CLOSES)
+    assert answer_options(prompt, told).reasoning_limit == worded
