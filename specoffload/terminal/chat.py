@@ -69,7 +69,7 @@ def _obey(order: Order, talk: Talk, console: Console) -> None:
 def _help() -> None:
     for name, words in ORDERS.items():
         report.line(f"/{name:7} {words}")
-    report.line(
+    report.paragraph(
         "Alt-Enter, or a backslash before Enter, begins another line; Ctrl-C stops an answer"
     )
 
@@ -100,4 +100,4 @@ def _stats(talk: Talk) -> None:
         report.note("nothing was answered yet")
         return
     for words in (*report.summary(talk.stats), *report.spec_lines(talk.stats)):
-        report.line(words)
+        report.paragraph(words)

@@ -106,7 +106,7 @@ def test_bad_flags_are_one_sentence_and_exit_2(
 @pytest.mark.skipif(not ONE_NODE, reason="this machine has several memory nodes")
 def test_one_node_says_in_one_line_that_nothing_is_pinned(tiny_dense: Path, tmp_path: Path) -> None:
     for numa in ("auto", "rows", "none"):
-        done = command("bench", "--help", profiles=tmp_path)
+        done = command("bench", "--help-all", profiles=tmp_path)
         assert "--numa" in done.stdout
         words = ("run", str(tiny_dense), "-p", "x", "-n", "1", "-v", "--numa", numa)
         done = command(*words, profiles=tmp_path)
