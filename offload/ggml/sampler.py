@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Sequence
-from threading import Lock
 from time import perf_counter
 from weakref import WeakKeyDictionary
 
@@ -42,16 +41,14 @@ _GRAMMAR_S = 10.0
 _GRAMMAR_S_PER_TOKEN = 0.02
 
 _grammar_tokens: WeakKeyDictionary[Model, GrammarTokens] = WeakKeyDictionary()
-_preparing = Lock()
 
 
 def grammar_tokens(model: Model) -> GrammarTokens:
-    """The model's vocabulary for grammars, prepared once, on any thread. Raises BadRequest."""
-    with _preparing:
-        found = _grammar_tokens.get(model)
-        if found is None:
-            found = _grammar_tokens[model] = GrammarTokens(model)
-        return found
+    """The model's vocabulary for grammars, prepared once. Raises BadRequest."""
+    found = _grammar_tokens.get(model)
+    if found is None:
+        found = _grammar_tokens[model] = GrammarTokens(model)
+    return found
 
 
 class SamplerChain:

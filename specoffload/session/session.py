@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
-from threading import Thread
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,13 +116,9 @@ class Session:
             self._watcher.took(round_.n_drafted + 1, round_.verify_s)
 
     def prepare(self) -> None:
-        """Make ready on a thread, for whom other generations need not wait, what the first grammar
-        takes: up to two seconds for a vocabulary of 260,000 tokens. Returns at once."""
-        thread = Thread(target=self._prepare_grammars, name="grammar vocabulary", daemon=True)
-        self._closing.callback(thread.join)  # it reads the model
-        thread.start()
-
-    def _prepare_grammars(self) -> None:
+        """Make ready what the first grammar would make all others wait for: 1.3 s for a vocabulary
+        of 150,000 tokens. llguidance holds Python's lock meanwhile, so that a thread would not
+        help; but before the first generation nobody waits."""
         with suppress(BadRequest):  # who sends a grammar is told
             grammar_tokens(self.target.model)
 
