@@ -157,6 +157,41 @@ def streamed_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: in
     return total
 
 
+def hybrid_s(
+    machine: Machine,
+    work: ModelWork,
+    sharing: Sharing,
+    n_tokens: int,
+    hits: float | None = None,
+) -> float:
+    """A decode whose streamed experts are split: each in a slot, copied, or computed by the CPU.
+
+    `hits` is the share of a layer's used experts that have a slot, by default as reported. All
+    experts cost alike, so that the split is one of shares: the layer ends when both sides have done
+    what they can at once, and no sooner than all misses have left RAM, by whichever way.
+    """
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    total = _resident_s(machine, work, sharing, n_tokens)
+    dense = work.dense.seconds(machine.ram_bytes_per_s, machine.cpu_flops, n_tokens)
+    total += sharing.n_dense_streamed * (dense + machine.per_switch_s)
+    if not n_streamed:
+        return total
+    pieces = work.union(n_tokens)
+    rows = n_tokens * work.n_used / pieces
+    if hits is None:
+        hits = hit_rate(sharing.n_slots / (work.n_experts * n_streamed), pieces / work.n_experts)
+    misses = (1.0 - hits) * pieces
+    host_s = work.expert.seconds(machine.ram_bytes_per_s, machine.cpu_flops, rows)
+    device_s = work.expert.seconds(machine.vram_bytes_per_s, machine.gpu_flops, rows)
+    copy_s = work.expert.size_bytes / machine.link_bytes_per_s
+    layer_s = max(
+        pieces / (1.0 / host_s + 1.0 / device_s),
+        misses / (1.0 / host_s + 1.0 / copy_s),
+        misses * work.expert.size_bytes / machine.ram_bytes_per_s,
+    )
+    return total + n_streamed * (layer_s + machine.per_switch_s)
+
+
 def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
     """The part of a decode that the device computes whatever becomes of the streamed weights."""
     gpu = machine.vram_bytes_per_s, machine.gpu_flops
@@ -210,11 +245,14 @@ def _compute_s(machine: Machine, work: ModelWork, n_tokens: int) -> float:
     return used.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
 
 
-def best_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
-    """A decode by the faster side."""
-    return min(
+def best_s(
+    machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int, *, hybrid: bool = False
+) -> float:
+    """A decode by the faster side, or by both if layers may be split (`hybrid`)."""
+    seconds = min(
         cpu_s(machine, work, sharing, n_tokens), streamed_s(machine, work, sharing, n_tokens)
     )
+    return min(seconds, hybrid_s(machine, work, sharing, n_tokens)) if hybrid else seconds
 
 
 def prefill_s(

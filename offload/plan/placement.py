@@ -131,14 +131,16 @@ def make_plan(
     context: ContextSpec | None = None,
     most_ubatch: int | None = None,
     machine: Machine = TYPICAL,
+    hybrid: bool = False,
 ) -> Plan:
     """Decide for a device with `budget_bytes` for everything (None: no limit).
 
     `reserve_bytes` of it go to others, such as a draft, and what `context` takes besides;
     with `most_ubatch` its ubatch is chosen, up to that. `n_gpu_layers` keeps that many layers'
     dense weights resident and streams the rest. `n_cpu_moe` streams the experts of that many layers
-    only; "fit" leaves to expected time which are resident. Raises DoesNotFit when not even the
-    smallest working set fits.
+    only; "fit" leaves to expected time which are resident. With `hybrid` layers are going to be
+    split, so that slots serve every batch. Raises DoesNotFit when not even the smallest working set
+    fits.
     """
     experts = [e for e in facts.loaded if is_experts(e)] if stream_experts else []
     dense = [e for e in facts.loaded if _DENSE.match(e.name)]
@@ -162,6 +164,7 @@ def make_plan(
             ubatches=ubatches,
             n_resident=n_resident,
             n_dense_streamed=n_dense_streamed,
+            hybrid=hybrid,
         )
         if found is None:
             reserve = min(asked.reserve_of(n) for n in ubatches)

@@ -132,8 +132,10 @@ def choose_sharing(
     ubatches: Sequence[int],
     n_resident: Sequence[int],
     n_dense_streamed: Sequence[int],
+    hybrid: bool = False,
 ) -> Choice | None:
-    """The fastest way that fits `budget_bytes`; None if none fits.
+    """The fastest way that fits `budget_bytes`; None if none fits. With `hybrid` layers may be
+    split, and experts in slots are computed there in every batch.
 
     `reserve_bytes(n_ubatch)` is what the context takes. `n_resident` and `n_dense_streamed` are the
     numbers of layers that may be tried.
@@ -148,7 +150,7 @@ def choose_sharing(
                 continue
             if not choice.streams:
                 return choice  # with all weights there, a larger ubatch would only take memory
-            seconds = _expected_s(machine, work, workload, choice)
+            seconds = _expected_s(machine, work, workload, choice, hybrid)
             if best is None or (choice.is_sound, -seconds) > (best.is_sound, -best.expected_s):
                 best = replace(choice, expected_s=seconds)
     return best
@@ -245,11 +247,13 @@ def _slots(layout: SlotLayout, room_bytes: int, n_layers: int) -> tuple[int, boo
     return min(most, int(room_bytes / mean)), True
 
 
-def _expected_s(machine: Machine, work: ModelWork, workload: Workload, choice: Choice) -> float:
+def _expected_s(
+    machine: Machine, work: ModelWork, workload: Workload, choice: Choice, hybrid: bool
+) -> float:
     n_rounds = workload.n_generated / workload.n_batch
     return prefill_s(
         machine, work, choice.sharing, workload.n_prompt, choice.n_ubatch
-    ) + n_rounds * best_s(machine, work, choice.sharing, workload.n_batch)
+    ) + n_rounds * best_s(machine, work, choice.sharing, workload.n_batch, hybrid=hybrid)
 
 
 def sized(layout: SlotLayout, room_bytes: int) -> SlotLayout | None:

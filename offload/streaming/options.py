@@ -52,6 +52,7 @@ class StreamingOptions:
     n_guesses: int = 20  # guessed experts under way at most (docs/log.md)
     cache: str = "lrfu"  # one of CACHE_RULES
     hybrid: bool = False  # split layers of small batches between the CPU and the device
+    plan_for_hybrid: bool = False  # slots rather than resident layers: they serve every batch then
     splitter: Splitter | None = None  # decides how; None: by what was measured
     trace: Trace = NO_TRACE
 
@@ -89,6 +90,7 @@ def plan_streaming(
         stream_experts=stream_experts,
         context=context if counted else None,
         most_ubatch=most_ubatch,
+        hybrid=options.plan_for_hybrid,
     )
     return plan.with_chunks(options.chunks if options.overlap else "off")
 

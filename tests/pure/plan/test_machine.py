@@ -18,6 +18,7 @@ from offload.plan.machine import (
     cpu_s,
     crossover,
     hit_rate,
+    hybrid_s,
     modelled_crossover,
     prefill_s,
     streamed_s,
@@ -119,6 +120,34 @@ def test_a_cache_makes_small_batches_worth_streaming() -> None:
     quarter = Sharing(n_slots=58 * 256 // 4)
     assert streamed_s(TYPICAL, R1, quarter, 1) < cpu_s(TYPICAL, R1, quarter, 1)
     assert streamed_s(TYPICAL, R1, RING, 1) > cpu_s(TYPICAL, R1, RING, 1)
+
+
+# -- split layers
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(0, 14_000),
+    st.floats(0.0, 1.0),
+    st.floats(1e9, 1e12),
+    st.floats(1e9, 1e12),
+)
+def test_a_split_is_never_behind_the_cpu_alone_and_its_misses_all_leave_ram(
+    n: int, n_slots: int, hits: float, link: float, ram: float
+) -> None:
+    machine = replace(TYPICAL, link_bytes_per_s=link, ram_bytes_per_s=ram)
+    sharing = Sharing(n_slots)
+    split_s = hybrid_s(machine, R1, sharing, n, hits)
+    assert split_s <= cpu_s(machine, R1, sharing, n) * (1 + 1e-9)
+    misses_s = 58 * (1 - hits) * R1.union(n) * R1.expert.size_bytes / ram
+    assert split_s >= misses_s * (1 - 1e-9)
+    assert best_s(machine, R1, sharing, n, hybrid=True) <= best_s(machine, R1, sharing, n)
+
+
+@given(st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.integers(1, 64))
+def test_more_hits_never_make_a_split_longer(hits: float, more: float, n: int) -> None:
+    few, many = min(hits, more), max(hits, more)
+    assert hybrid_s(TYPICAL, R1, RING, n, many) <= hybrid_s(TYPICAL, R1, RING, n, few) * (1 + 1e-9)
 
 
 # -- the crossover

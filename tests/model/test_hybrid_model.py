@@ -1,0 +1,57 @@
+"""docs/hybrid-model.md is what its script makes, and says what its title promises."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from offload.model import ModelFacts
+from offload.plan.machine import best_s, model_work
+from offload.synth.published import published_facts
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hybrid_model", ROOT / "scripts/hybrid_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_its_script_makes(script: ModuleType) -> None:
+    page = (ROOT / "docs/hybrid-model.md").read_text(encoding="utf-8")
+    assert page == script.page(), "run scripts/hybrid-model"
+    assert "**modelled**" in page
+
+
+@pytest.mark.parametrize("title", ["DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B"])
+def test_the_split_is_never_behind_the_old_rule(
+    script: ModuleType, title: str, tmp_path: Path
+) -> None:
+    facts: ModelFacts = published_facts(title, tmp_path)
+    work = model_work(facts)
+    for gib, machine in script.MACHINES.values():
+        old = script.plan_of(facts, gib, machine, hybrid=False).sharing
+        new = script.plan_of(facts, gib, machine, hybrid=True).sharing
+        # A plan for splits is never slower for the work that plans are made for.
+        assert best_s(machine, work, new, 1, hybrid=True) <= best_s(machine, work, old, 1) * 1.001
+        for n in script.SIZES:
+            for routing in script.ROUTINGS:
+                split_s = script.split_s(machine, work, new, n, routing)
+                assert split_s <= best_s(machine, work, new, n)
+
+
+def test_drawn_routing_hits_as_was_reported(script: ModuleType) -> None:
+    # llama.cpp #27861, by LRU: 67 and 81 %; lrfu is a little better.
+    assert script.hits(512, 10, 64, "drifting") == pytest.approx(0.70, abs=0.04)
+    assert script.hits(512, 10, 128, "drifting") == pytest.approx(0.82, abs=0.04)
+    assert script.hits(256, 8, 64, "even") == pytest.approx(64 / 256, abs=0.04)
+    n_even, n_skewed = (script.hits(256, 8, 26, name) for name in ("even", "skewed"))
+    assert n_skewed > 0.5 > n_even
