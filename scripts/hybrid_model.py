@@ -28,19 +28,19 @@ MODELS = ("DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B")
 MACHINES: dict[str, tuple[int, Machine]] = {
     "12 GiB, PCIe 3.0, 2 channels of DDR4": (
         12,
-        Machine(12e9, 40e9, 360e9, 0.4e12, 25e12, 8),
+        Machine(12e9, 40e9, 360e9, 0.4e12, 25e12),
     ),
     "24 GiB, PCIe 4.0, 2 channels of DDR5": (
         24,
-        Machine(25e9, 70e9, 1000e9, 0.8e12, 80e12, 16),
+        Machine(25e9, 70e9, 1000e9, 0.8e12, 80e12),
     ),
     "32 GiB, PCIe 5.0, 8 channels of DDR5": (
         32,
-        Machine(50e9, 250e9, 1790e9, 2e12, 100e12, 32),
+        Machine(50e9, 250e9, 1790e9, 2e12, 100e12),
     ),
     "48 GiB, PCIe 4.0, 12 channels of DDR5": (
         48,
-        Machine(25e9, 400e9, 768e9, 4e12, 80e12, 64),
+        Machine(25e9, 400e9, 768e9, 4e12, 80e12),
     ),
 }
 N_CTX = 8192

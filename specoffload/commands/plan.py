@@ -67,6 +67,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         context=context,
         most_ubatch=config.most_ubatch if config.ubatch_size is None else None,
         machine=machine,
+        hybrid=config.streaming.plan_for_hybrid,
     )
     context = context.with_ubatch(plan.n_ubatch)
     memory = context_memory(facts, context)

@@ -142,5 +142,7 @@ def _streaming(options: Options) -> StreamingOptions:
         warmup=options.warmup,
         cache=options.expert_cache,
         hybrid=options.hybrid is not Toggle.OFF,
+        # A plan is made before anything is measured: auto may yet find that nothing is split.
+        plan_for_hybrid=options.hybrid is Toggle.ON and options.overlap,
         trace=Trace() if options.trace is not None else NO_TRACE,
     )

@@ -7,10 +7,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from resolved import config_of
 
 from offload.model import ModelFacts
 from offload.plan.machine import best_s, model_work
 from offload.synth.published import published_facts
+from specoffload.config.options import Toggle
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +48,23 @@ def test_the_split_is_never_behind_the_old_rule(
             for routing in script.ROUTINGS:
                 split_s = script.split_s(machine, work, new, n, routing)
                 assert split_s <= best_s(machine, work, new, n)
+
+
+def test_a_plan_for_splits_has_slots_instead_of_resident_layers(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    facts = published_facts("gpt-oss-120b", tmp_path)
+    gib, machine = list(script.MACHINES.values())[1]
+    old, new = (script.plan_of(facts, gib, machine, hybrid=on) for on in (False, True))
+    assert new.n_resident < old.n_resident
+    assert new.sharing.n_slots > old.sharing.n_slots
+    assert new.resident_bytes + new.reserve_bytes + new.slot_bytes <= gib << 30
+
+
+def test_only_a_split_that_is_certain_changes_the_plan() -> None:
+    asked = {hybrid: config_of(hybrid=hybrid).streaming for hybrid in Toggle}
+    assert [its.plan_for_hybrid for its in asked.values()] == [False, True, False]
+    assert not config_of(hybrid=Toggle.ON, overlap=False).streaming.plan_for_hybrid
 
 
 def test_drawn_routing_hits_as_was_reported(script: ModuleType) -> None:
