@@ -50,15 +50,18 @@ def test_the_split_is_never_behind_the_old_rule(
                 assert split_s <= best_s(machine, work, new, n)
 
 
-def test_a_plan_for_splits_has_slots_instead_of_resident_layers(
+def test_a_plan_for_splits_never_has_fewer_slots_and_on_some_machines_more(
     script: ModuleType, tmp_path: Path
 ) -> None:
-    facts = published_facts("gpt-oss-120b", tmp_path)
-    gib, machine = list(script.MACHINES.values())[1]
-    old, new = (script.plan_of(facts, gib, machine, hybrid=on) for on in (False, True))
-    assert new.n_resident < old.n_resident
-    assert new.sharing.n_slots > old.sharing.n_slots
-    assert new.resident_bytes + new.reserve_bytes + new.slot_bytes <= gib << 30
+    more = 0
+    for title in script.MODELS:
+        facts = published_facts(title, tmp_path)
+        for gib, machine in script.MACHINES.values():
+            old, new = (script.plan_of(facts, gib, machine, hybrid=on) for on in (False, True))
+            assert new.n_resident <= old.n_resident
+            assert new.resident_bytes + new.reserve_bytes + new.slot_bytes <= gib << 30
+            more += new.sharing.n_slots > old.sharing.n_slots
+    assert more > 0
 
 
 def test_only_a_split_that_is_certain_changes_the_plan() -> None:

@@ -183,7 +183,7 @@ def test_embeddings_of_every_layer_cost_no_device_memory(shapes: dict[str, Model
 MACHINES = [
     TYPICAL,
     Machine(link_bytes_per_s=12e9, ram_bytes_per_s=45e9, cpu_flops=0.4e12),
-    Machine(link_bytes_per_s=50e9, ram_bytes_per_s=300e9, cpu_flops=3e12, n_cores=64),
+    Machine(link_bytes_per_s=50e9, ram_bytes_per_s=300e9, cpu_flops=3e12),
 ]
 
 
@@ -209,7 +209,7 @@ STARTS = [
     Machine(ram_bytes_per_s=95e9, link_bytes_per_s=12e9),
     Machine(ram_bytes_per_s=95e9, link_bytes_per_s=50e9, cpu_flops=0.4e12),
     Machine(ram_bytes_per_s=200e9, cpu_flops=1.5e12),
-    Machine(link_bytes_per_s=50e9, ram_bytes_per_s=300e9, cpu_flops=3e12, n_cores=64),
+    Machine(link_bytes_per_s=50e9, ram_bytes_per_s=300e9, cpu_flops=3e12),
 ]
 
 
