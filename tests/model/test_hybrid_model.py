@@ -70,6 +70,21 @@ def test_only_a_split_that_is_certain_changes_the_plan() -> None:
     assert not config_of(hybrid=Toggle.ON, overlap=False).streaming.plan_for_hybrid
 
 
+def test_recency_and_frequency_hit_no_less_than_recency_alone(script: ModuleType) -> None:
+    for n_experts, n_used, n_slots in ((512, 10, 64), (128, 4, 32), (256, 8, 64)):
+        routed = script.routed(n_experts, n_used, "drifting").tolist()
+        last: dict[int, int] = {}
+        held: set[int] = set()
+        found = uses = 0
+        for now, chosen in enumerate(routed, 1):
+            if now > script.N_STEPS // 4:
+                found += len(held.intersection(chosen))
+                uses += n_used
+            last.update(dict.fromkeys(chosen, now))
+            held = set(sorted(held.union(chosen), key=lambda e: -last[e])[:n_slots])
+        assert script.hits(n_experts, n_used, n_slots, "drifting") >= found / uses - 0.005
+
+
 def test_drawn_routing_hits_as_was_reported(script: ModuleType) -> None:
     # llama.cpp #27861, by LRU: 67 and 81 %; lrfu is a little better.
     assert script.hits(512, 10, 64, "drifting") == pytest.approx(0.70, abs=0.04)
