@@ -299,6 +299,7 @@ def draw_costs(_: Path, out: Path, sizes: tuple[int, int, int] = (32, 5, 128)) -
     )
     figure, axes = pyplot.subplots(figsize=(5.2, 3.2))
     n_max, repeats, depth = sizes
+    most = 0.0
     for config, label, colour, marker in (
         (streamed, "weights stream (2 GB/s link)", NEEDED, "o"),
         (plain, "weights in memory (CPU)", COMPUTED, "s"),
@@ -306,25 +307,30 @@ def draw_costs(_: Path, out: Path, sizes: tuple[int, int, int] = (32, 5, 128)) -
         with Session(config) as session:
             target = session.target
             asked = MeasureOptions(n_max, repeats, (depth,))
-            times = measure(target.sequences, real_text(target), asked).step_s
-        n = range(1, n_max + 1)
+            costs = measure(target.sequences, real_text(target), asked)
+        n, times = range(1, n_max + 1), costs.step_s
         named = f"{label}: T(1) = {times[0] * 1e3:.1f} ms"
         ratios = [t / times[0] for t in times]
-        axes.plot(n, ratios, f"{marker}-", color=colour, markersize=3, linewidth=0.8, label=named)
+        most = max(most, *ratios)
+        bars = [ratio * timed.spread for ratio, timed in zip(ratios, costs.timed, strict=True)]
+        axes.errorbar(
+            n, ratios, yerr=bars, fmt=f"{marker}-", color=colour, markersize=3, linewidth=0.8,
+            elinewidth=0.8, capsize=1.5, label=named,
+        )  # fmt: skip
     axes.plot(n, n, color="#999999", linewidth=0.8, linestyle=":", label="n single decodes")
     axes.set(
         xlabel="n, tokens decoded together",
         ylabel="T(n) / T(1)",
         xlim=(1, n_max),
-        ylim=(0, 0.5 * n_max),
+        ylim=(0, 1.25 * most),  # room for the legend
     )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)
     caption(
         figure,
-        f"Embedded pair's target, 1 thread, every size measured {repeats} times, real text at depth"
-        f" {depth}.\n{machine()['cpu']}",
+        f"Embedded pair's target, 1 thread, every size measured {repeats} times (bars: the middle "
+        f"half), real text at depth {depth}.\n{machine()['cpu']}",
     )
     figure.savefig(out, dpi=110)
 
