@@ -141,7 +141,9 @@ def _equal_texts(config: Config, n_predict: int) -> dict[str, Equality]:
         texts = [session.tokenize(t, add_special=True, parse_special=False) for t in both]
         room = max(1, target.n_ctx - n_predict - SPLIT)
         plain = [plain_text(target, text[:room], n_predict) for text in texts]
-        found[f"batches of {SPLIT}"] = compared(plain, [split_text(target, t) for t in plain])
+        found[f"plain in batches of {SPLIT}"] = compared(
+            plain, [split_text(target, t) for t in plain]
+        )
         if session.speculation is not None:
             drafted = [speculative_text(session, t.prompt, n_predict) for t in plain]
             found["speculative"] = compared(plain, drafted)

@@ -145,7 +145,7 @@ def test_bench_of_a_model_ten_times_the_devices_memory(models: Path) -> None:
     assert {row["chosen"] for row in result["min_batch"] if row["n"] < 3} == {"cpu"}
     assert {row["chosen"] for row in result["min_batch"] if row["n"] >= 3} == {"stream"}
     assert result["vs"]["llama.cpp -ub 512"] == result["wrapped_tps"] / result["plain_tps"]
-    found = result["equal_texts"]["batches of 8"]
+    found = result["equal_texts"]["plain in batches of 8"]
     assert found["n_texts"] == 8
     assert found["share"] == found["n_equal"] / 8
     assert (found["greatest_margin"] > 0) == (found["n_equal"] < 8)
