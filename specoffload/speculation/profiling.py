@@ -166,5 +166,6 @@ def run_measure(
         on_progress=on_progress,
     )
     threads = target.options.n_threads
-    where = target.choice.name + (f", {threads} threads" if threads else "")
+    many = f", {threads} thread{'s' * (threads > 1)}" if threads else ""
+    where = target.choice.name + many
     return replace(costs, title=f"{target.facts.path.name} on {where}")
