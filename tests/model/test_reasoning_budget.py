@@ -46,10 +46,19 @@ def test_reasoning_is_ended_and_the_answer_follows(rule: str, temperature: float
             session, temperature=temperature, seed=3, reasoning_budget=5, n_probs=2
         )
         none, at_once, _ = written(session, temperature=temperature, seed=3, reasoning_budget=0)
+        worded, after, _ = written(
+            session,
+            temperature=temperature,
+            seed=3,
+            reasoning_budget=5,
+            reasoning_budget_message="\nEnough.\n",
+        )
     assert stats.n_drafted > 0
     assert nothing == ""  # the pair never closes it by itself
     assert len(free) > len(thought) > 0
     assert said.strip()
+    assert worded.rstrip().endswith("\nEnough.")
+    assert after.strip()
     assert (none, bool(at_once.strip())) == ("", True)
     assert stats.n_tokens == N
     if temperature == 0.0:

@@ -151,6 +151,15 @@ def test_a_prompt_that_leaves_room_for_one_token_is_served(server: Running) -> N
     _check(http.post(server.url + "/v1/completions", json=body), 400, "512 tokens")
 
 
+def test_a_chat_that_asks_for_no_token_has_an_empty_answer(server: Running) -> None:
+    body = {"messages": USER, "max_tokens": 0}
+    answer = http.post(server.url + "/v1/chat/completions", json=body).json()
+    [choice] = answer["choices"]
+    assert choice["message"]["content"] in ("", None)
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+
+
 def test_parameters_that_ask_for_nothing_are_accepted(server: Running) -> None:
     body = {
         "messages": USER,

@@ -85,6 +85,7 @@ PIECES = st.builds(
     stopping_word=st.sampled_from([None, None, "x"]),
     logprobs=st.sampled_from([(), (), LOGPROBS]),
     id_slot=st.sampled_from([-1, 0, 3]),
+    prompt_logprobs=st.sampled_from([(), (), LOGPROBS]),
 )
 
 
@@ -100,7 +101,8 @@ def test_what_a_step_made_arrives_as_it_was(outputs: list[Output]) -> None:
 def test_no_part_of_a_piece_is_left_out_on_its_way() -> None:
     """Who adds one has to have it sent: `_packed` in messages.py, and PIECES here."""
     known = {"text", "tokens", "finish_reason", "stats", "so_far", "index", "stopping_word"}
-    assert {field.name for field in fields(Piece)} == known | {"logprobs", "id_slot"}
+    known |= {"logprobs", "id_slot", "prompt_logprobs"}
+    assert {field.name for field in fields(Piece)} == known
 
 
 def test_an_answer_that_cannot_be_told_fails_alone(
