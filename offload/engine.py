@@ -490,6 +490,17 @@ class Engine(ModelText):
             else:
                 s.restore(0, checkpoint)
 
+    def try_out(self) -> None:
+        """Read a word into tokens, compute one of them, and forget it.
+
+        Where a file's vocabulary or weights make the library stop, it stops here, while the file is
+        still being opened, and not in the first request.
+        """
+        with opening(self.facts.path):
+            tokens = self.tokenize("a") or [0]
+            self._context.decode(tokens[:1], [0], [0], [True])
+            self._context.remove(0, 0)
+
     def settle(self) -> None:
         """Return when no copy is under way: all that are counted are in the trace, too."""
         if self.device is not None:

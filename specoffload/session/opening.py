@@ -33,7 +33,14 @@ _LONG_S = 0.05  # T(1) from which fewer decodes tell enough
 
 def open_target(config: Config, on_progress: Callable[[float], None] | None = None) -> Engine:
     """The model that answers. Raises OffloadError."""
-    return Engine(config.model, target_options(config), on_progress)
+    engine = Engine(config.model, target_options(config), on_progress)
+    try:
+        if config.streaming.warmup:
+            engine.try_out()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def target_options(config: Config) -> EngineOptions:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -215,3 +219,33 @@ def test_the_draft_has_types_of_its_own() -> None:
         assert session.draft is not None
         assert session.draft.options.type_k == "bf16"
         assert session.target.options.type_k == "f16"
+
+
+_DIES_AT_ITS_FIRST_TOKEN = """
+from offload.ggml.library.lib import library
+from offload.ggml.llama import Context
+from specoffload.session.opening import open_target
+import resolved
+
+def stop(self, *batch):
+    library().structs._lib.ggml_abort(b"ops.cpp", 1, b"GGML_ASSERT(row < n) failed")
+
+Context.decode = stop
+open_target(resolved.config_of(threads=1, ctx_size=256, device="cpu", warmup={warmup}))
+"""
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_a_file_that_stops_the_library_does_so_while_it_is_opened(warmup: bool) -> None:
+    """The library's own abort, called where it would be."""
+    program = _DIES_AT_ITS_FIRST_TOKEN.format(warmup=warmup)
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == (2 if warmup else 0)
+    sentence = r"specoffload: cannot open \S+\.gguf, the library stopped at an assertion: .*row < n"
+    assert bool(re.search(sentence, ended.stderr)) == warmup

@@ -106,8 +106,9 @@ FLAGS = (
     ),
     Flag(
         Options, "warmup", ("--warmup",), SWITCH,
-        "Compute a ubatch of nothing, then give slots what the GPU has left.", _P,
-        more="Otherwise slots get what the file's header lets expect.",
+        "Try the model with a token; give slots what a GPU has left after a whole ubatch.", _P,
+        more="Otherwise slots get what the file's header lets expect, and a file that makes the "
+        "library stop does so in the first request.",
         off=("--no-warmup",), rare=True,
     ),
     Flag(

@@ -93,8 +93,12 @@ def _row(flag: Flag) -> str:
     if flag.kind.metavar:
         both += f" {_cell(flag.kind.metavar)}"
     variables = ", ".join(f"`{name}`" for name in flag.variables)
-    default = flag.shown_default or ("off" if flag.is_switch and flag.names else "")
+    default = flag.shown_default or (_state(flag) if flag.is_switch and flag.names else "")
     return f"| {both} | {default} | {variables} | {_cell(meaning(flag))} |"
+
+
+def _state(flag: Flag) -> str:
+    return "on" if flag.default is True else "off"
 
 
 def meaning(flag: Flag) -> str:
