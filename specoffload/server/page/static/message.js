@@ -72,7 +72,8 @@ export class MessageView {
   /** A model that writes only code fences none. */
   #asCode(content) {
     const language = this.acts.language() ?? this.message.language;
-    return language && content ? `~~~~~~${language}\n${content}\n~~~~~~` : content;
+    if (!language || !content) return content;
+    return `~~~~~~${language}\n${content}${content.endsWith("\n") ? "" : "\n"}~~~~~~`;
   }
 
   #updateTools(calls) {
