@@ -108,6 +108,7 @@ def synth(
         ),
     ] = None,
     fused_experts: Annotated[bool, typer.Option(help="gate and up in one tensor")] = False,
+    expert_scales: Annotated[bool, typer.Option(help="a factor for each expert")] = False,
     vocab: Annotated[
         str, typer.Option(help="bytes, none, or a GGUF file to copy it from")
     ] = "bytes",
@@ -126,6 +127,7 @@ def synth(
         **{"n_head": heads, "n_head_kv": heads_kv, "n_expert": experts},
         **{"n_expert_used": experts_used, "n_vocab": n_vocab, "n_ctx": n_ctx, "quant": quant},
         "fused_experts": fused_experts,
+        "expert_scales": expert_scales,
     }
     try:
         if raw := dict(parse_setting(s) for s in settings or []):

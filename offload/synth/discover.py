@@ -24,6 +24,7 @@ from offload.synth.vocabulary import Entry, no_tokenizer
 
 # Scales of a quantisation that is not written here; the library offers them for every matrix.
 _NEVER = (r"\.scale$", r"\.input_scale$", r"\.lora_[ab]$")
+_EXPERT_SCALE = re.compile(r"\.ffn_(gate|up|down)_exps\.scale$")
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,13 @@ def _all_tensors(header: Path, shape: Shape) -> Iterator[WantedTensor]:
         for half in ("ffn_gate_exps", "ffn_up_exps"):
             name = tensor.name.replace("ffn_gate_up_exps", half)
             yield WantedTensor(name, (n_embd, n_ff_twice // 2, *n_expert))
+            if name.endswith(".weight"):  # offered where gate and up are apart
+                yield WantedTensor(f"{name.removesuffix('weight')}scale", tuple(n_expert))
 
 
 def _left_out(tensor: WantedTensor, shape: Shape) -> bool:
+    if shape.expert_scales and _EXPERT_SCALE.search(tensor.name):
+        return False
     return any(re.search(pattern, tensor.name) for pattern in (*_NEVER, *shape.without))
 
 

@@ -55,6 +55,7 @@ class Shape:
     without: tuple[str, ...] = ()
     quant: str = "q8_0"
     fused_experts: bool = False  # gate and up of each expert in one tensor, where the library can
+    expert_scales: bool = False  # a factor for each expert's products, where the library has them
     unchecked: bool = False  # holds metadata of the caller's, on which the library may abort
 
     def number(self, key: str, default: int = 0) -> int:
@@ -76,7 +77,8 @@ def resolve(preset: str, size: str, **overrides: Any) -> Shape:
     """The shape of `preset` at `size` with overrides applied, checked.
 
     Overrides are the keys of OVERRIDES, `n_vocab`, `scale` (multiplies the widths, keeps head
-    sizes, depth and expert count), `quant`, `fused_experts`, and `metadata` (raw keys -> values).
+    sizes, depth and expert count), `quant`, `fused_experts`, `expert_scales`, and `metadata` (raw
+    keys -> values).
     Raises UnknownPreset, ImpossibleShape, or BadRequest for an unknown size or override.
     """
     chosen = find_preset(preset)
@@ -87,9 +89,11 @@ def resolve(preset: str, size: str, **overrides: Any) -> Shape:
     raw = overrides.pop("metadata", None) or {}
     n_vocab, quant = overrides.pop("n_vocab", None), overrides.pop("quant", None)
     fused = bool(overrides.pop("fused_experts", False))
+    scales = bool(overrides.pop("expert_scales", False))
     values = {k: v for k, v in overrides.items() if v is not None}
     if unknown := sorted(values.keys() - OVERRIDES.keys()):
-        known = ", ".join([*OVERRIDES, "n_vocab", "scale", "quant", "fused_experts", "metadata"])
+        others = ("n_vocab", "scale", "quant", "fused_experts", "expert_scales", "metadata")
+        known = ", ".join([*OVERRIDES, *others])
         raise BadRequest(f"unknown override {unknown[0]!r}; known are {known}")
     metadata = dict(shape.metadata)
     for short, value in values.items():
@@ -107,6 +111,7 @@ def resolve(preset: str, size: str, **overrides: Any) -> Shape:
         n_vocab=shape.n_vocab if n_vocab is None else int(n_vocab),
         quant=quant or shape.quant,
         fused_experts=fused,
+        expert_scales=scales,
         unchecked=bool(raw),
     )
     check(shape, chosen.square_attention)

@@ -30,6 +30,7 @@ _BY_NAME = (
     (r"\.exp_probs_b\.bias$", Fill("normal", 0.1)),
     (r"\.ssm_dt\.bias$", Fill("normal", 0.5)),
     (r"\.bias$", Fill("normal", 0.02)),
+    (r"_exps\.scale$", Fill("normal")),
     (r"\.attn_sinks\.weight$", Fill("normal")),
 )
 # With one matrix for embedding and output, the residual stream's own embedding would always win,

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from budgets import budget
+from gguf import GGUFReader
 from numpy.typing import NDArray
 
 from offload.engine import Engine, EngineOptions
@@ -150,6 +151,23 @@ def test_every_split_of_one_model_with_every_number_of_slots(
 def expected(tiny_moe: Path) -> Rows:
     with Engine(tiny_moe, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
         return logits(engine)
+
+
+@pytest.mark.parametrize("preset", ["qwen3-30b-a3b", "qwen3.5-35b-a3b"])
+def test_factors_of_experts_are_the_cpus_too(models: Path, preset: str) -> None:
+    """`ffn_gate_exps.scale` and its like, which some quantisations have (build_lora_mm_id)."""
+    path = models / f"hybrid-scales-{preset}.gguf"
+    write_preset(preset, path, seed=1, expert_scales=True)
+    names = {tensor.name for tensor in GGUFReader(path).tensors}
+    assert {f"blk.1.ffn_{kind}_exps.scale" for kind in ("gate", "up", "down")} <= names
+    with Engine(path, replace(options(StreamingOptions(), 1), stream_experts=False)) as engine:
+        expected = logits(engine)
+    for split in ("random", "all-host"):
+        with Engine(path, split_by(SPLITS[split](), path, "half")) as engine:
+            assert np.array_equal(logits(engine), expected), split
+            assert engine.hybrid is not None
+            assert not engine.hybrid.switch.declined
+            assert pairs(engine)[2] > 0
 
 
 def test_off_asks_nothing_of_the_device_below_its_min_batch(tiny_moe: Path, expected: Rows) -> None:
