@@ -24,8 +24,9 @@ from offload.ggml.tensor import Tensor
 from offload.hybrid.form import Form, NoForm, find_form
 from offload.hybrid.host_graph import HostGraph, LayerWeights, layer_weights
 from offload.hybrid.placing import RowPlacer
+from offload.hybrid.promoting import n_promotions
 from offload.hybrid.split import HOST
-from offload.hybrid.switch import HybridSwitch
+from offload.hybrid.switch import ByCosts, HybridSwitch
 from offload.plan.slot_layout import SlotLayout
 from offload.streaming.counters import StreamCounters
 
@@ -93,6 +94,7 @@ class HybridExecutor:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts")
         self._running: Future[int] | None = None
         self._random = np.random.default_rng(0)  # of what is measured
+        self._idle_s = 0.0  # of the link, expected of the layers since `take_promotions`
 
     @property
     def device_bytes(self) -> int:
@@ -172,15 +174,23 @@ class HybridExecutor:
     # -- one layer ---------------------------------------------------------------------------------
 
     def split(
-        self, ids: NDArray[np.int32], resident: NDArray[np.bool_], n_slots: int
-    ) -> NDArray[np.uint8]:
-        """HIT, STREAMED or HOST of each expert of `ids`; no more on the device than have slots."""
-        kinds = self.switch.splitter(ids, resident)
+        self, ids: NDArray[np.int32], rows: NDArray[np.intp], resident: NDArray[np.bool_],
+        n_slots: int,
+    ) -> NDArray[np.uint8]:  # fmt: skip
+        """HIT, STREAMED or HOST of each expert of `ids`; no more on the device than have slots.
+
+        `rows`: [n_experts], how often `ids` name each.
+        """
+        splitter = self.switch.splitter
+        if isinstance(splitter, ByCosts):
+            found = splitter.split(ids, resident, rows)
+            kinds = found.kind
+            self._idle_s += found.idle_s
+        else:
+            kinds = splitter(ids, resident)
         if ids.size <= n_slots:
             return kinds
-        used = np.zeros(len(kinds), np.bool_)
-        used[ids] = True
-        chosen = np.flatnonzero(used & (kinds != HOST))
+        chosen = np.flatnonzero((rows > 0) & (kinds != HOST))
         if len(chosen) > n_slots:
             hits_first = chosen[np.argsort(~resident[chosen], kind="stable")]
             kinds = kinds.copy()
@@ -188,29 +198,42 @@ class HybridExecutor:
         return kinds
 
     def begin(
-        self, layer: HybridLayer, ids: NDArray[np.int32], resident: NDArray[np.bool_],
-        kinds: NDArray[np.uint8], n_on_device: int, n_on_host: int,
+        self, layer: HybridLayer, ids: NDArray[np.int32], rows: NDArray[np.intp],
+        hits: NDArray[np.intp], kinds: NDArray[np.uint8], n_on_device: int, n_on_host: int,
     ) -> None:  # fmt: skip
-        """A layer is split, with so many experts on either side; its inputs were fetched."""
+        """A layer is split, with so many experts on either side; its inputs were fetched.
+
+        `hits`: experts that the device computes without a copy.
+        """
         counters = self._counters
         layer.n_on_device, layer.n_pairs = n_on_device, 0
         layer.split_at_s = time.perf_counter()
         counters.split_layers += 1
-        on_host = kinds.take(ids).ravel() == HOST if n_on_host else None
-        n_hit = int(np.count_nonzero(resident.take(ids)))
-        if on_host is not None:
-            pairs = np.flatnonzero(on_host)
+        if n_on_host:
+            pairs = (kinds.take(ids.ravel()) == HOST).nonzero()[0]
             layer.n_pairs = len(pairs)
-            n_hit -= int(np.count_nonzero(resident.take(ids.ravel()[pairs])))
+        n_hit = int(rows.take(hits).sum())
         counters.n_pairs_hit += n_hit
         counters.n_pairs_host += layer.n_pairs
         counters.n_pairs_streamed += ids.size - layer.n_pairs - n_hit
-        if on_host is None:
+        if not n_on_host:
             return
         layer.host.fill(layer.weights, ids, pairs)
         self._team.choose(layer.n_tokens)
         if self._thread is not None:
             self._running = self._thread.submit(self._compute, layer, n_on_host)
+
+    def take_promotions(self, most: int) -> int:
+        """Experts, `most` at most, to be copied for later during the next graph.
+
+        As many as the link is expected to have time for, if it goes as in the layers that were
+        split since the last call; without costs all.
+        """
+        idle_s, self._idle_s = self._idle_s, 0.0
+        splitter = self.switch.splitter
+        if not isinstance(splitter, ByCosts):
+            return most
+        return n_promotions(idle_s, splitter.costs.copy_s, most)
 
     def has_to_end(self, layer: HybridLayer) -> bool:
         """True if `finish` has something to do."""

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HIT, STREAMED, HOST = 0, 1, 2
+_ROWS_AT_LEAST = 64  # that times are kept for
 
 _Counts = tuple[int, int]
 
@@ -36,6 +37,16 @@ class SplitCosts:
     copy_s: float  # one expert's bytes through the link, while the CPU reads memory too
     host_slowdown: float = 1.0  # the CPU's times while the link copies, over those while it rests
     _of_token: dict[_Counts, _Cut] = field(default_factory=dict, init=False, repr=False)
+    _by_rows: list[NDArray[np.float64]] = field(default_factory=list, init=False, repr=False)
+
+    def by_rows_s(self, most: int) -> NDArray[np.float64]:
+        """[2, at least `most` + 1]: seconds of one expert of 0, 1, ... rows, the CPU's and the
+        device's. Kept, since every layer asks."""
+        if not self._by_rows or self._by_rows[0].shape[1] <= most:
+            rows = np.arange(max(most, _ROWS_AT_LEAST) + 1)
+            both = [seconds_at(self.host_s, rows), seconds_at(self.device_s, rows)]
+            self._by_rows[:] = [np.array(both)]
+        return self._by_rows[0]
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,12 @@ class Split:
     kind: NDArray[np.uint8]  # HIT, STREAMED or HOST; of experts that nobody uses it means nothing
     cpu_s: float
     device_s: float
+    link_s: float = 0.0  # of the device's, in which the link copies
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds of the layer in which the link is expected to copy nothing."""
+        return max(0.0, max(self.cpu_s, self.device_s) - self.link_s)
 
 
 @dataclass(frozen=True)
@@ -55,18 +72,25 @@ class _Cut:
     device_s: float
 
 
-def split_pairs(ids: NDArray[np.int32], resident: NDArray[np.bool_], costs: SplitCosts) -> Split:
+def split_pairs(
+    ids: NDArray[np.int32],
+    resident: NDArray[np.bool_],
+    costs: SplitCosts,
+    rows: NDArray[np.intp] | None = None,
+) -> Split:
     """The split of a batch. `ids`: [n_tokens, n_used], each token's experts; `resident`:
-    [n_experts], True where an expert has a slot and needs no copy."""
+    [n_experts], True where an expert has a slot and needs no copy; `rows`: [n_experts], how often
+    `ids` name each, where that is known."""
     if len(ids) == 1:
         return _split_of_token(ids[0], resident, costs)
-    rows = np.bincount(ids.ravel(), minlength=len(resident))
-    used = np.flatnonzero(rows)
-    used = used[np.argsort(-rows[used], kind="stable")]
+    if rows is None:
+        rows = np.bincount(ids.ravel(), minlength=len(resident))
+    used = rows.nonzero()[0]
+    used = used[(-rows[used]).argsort(kind="stable")]
     there = resident[used]
     hits, misses = used[there], used[~there]
     cut = _best_cut(rows[hits], rows[misses], costs)
-    return _split(hits, misses, len(resident), cut)
+    return _split(hits, misses, len(resident), cut, costs)
 
 
 def _split_of_token(
@@ -81,18 +105,22 @@ def _split_of_token(
         cut = _best_cut(np.ones(counts[0], np.intp), np.ones(counts[1], np.intp), costs)
         costs._of_token[counts] = cut
     hits = ids[there] if cut.n_left else ids[:0]
-    return _split(hits, misses, len(resident), cut)
+    return _split(hits, misses, len(resident), cut, costs)
 
 
 def _split(
-    hits: NDArray[np.integer], misses: NDArray[np.integer], n_experts: int, cut: _Cut
+    hits: NDArray[np.integer],
+    misses: NDArray[np.integer],
+    n_experts: int,
+    cut: _Cut,
+    costs: SplitCosts,
 ) -> Split:
     kind = np.zeros(n_experts, np.uint8)
     kind[misses] = HOST
     kind[misses[: cut.n_streamed]] = STREAMED
     if cut.n_left:
         kind[hits[-cut.n_left :]] = HOST
-    return Split(kind, cut.cpu_s, cut.device_s)
+    return Split(kind, cut.cpu_s, cut.device_s, cut.n_streamed * costs.copy_s)
 
 
 def _best_cut(
@@ -100,12 +128,10 @@ def _best_cut(
 ) -> _Cut:
     """The best pair of cuts; both arrays descend. Of equal ones that which leaves most hits where
     they are and then that which copies least."""
-    least_first = hit_rows[::-1]
-    left_host_s, left_device_s = (
-        _sums(costs.host_s, least_first),
-        _sums(costs.device_s, least_first),
-    )
-    host_s, device_s = _sums(costs.host_s, miss_rows), _sums(costs.device_s, miss_rows)
+    most = max([int(rows[0]) for rows in (hit_rows, miss_rows) if len(rows)], default=0)
+    by_rows_s = costs.by_rows_s(most)
+    left_host_s, left_device_s = _sums(by_rows_s, hit_rows[::-1])
+    host_s, device_s = _sums(by_rows_s, miss_rows)
     work_s = left_host_s[:, None] + (host_s[-1] - host_s)  # [hits left, misses streamed]
     cpu_s, link_s = costs.host_fixed_s + work_s, costs.copy_s * np.arange(len(miss_rows) + 1)
     if costs.host_slowdown > 1.0:
@@ -125,9 +151,9 @@ def _best_cut(
 
 
 def _sums(by_rows_s: NDArray[np.float64], rows: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Time of the first 0, 1, ... of the experts."""
-    sums = np.zeros(len(rows) + 1)
-    np.cumsum(seconds_at(by_rows_s, rows), out=sums[1:])
+    """[2, n + 1]: the CPU's and the device's time of the first 0, 1, ... of the experts."""
+    sums = np.zeros((2, len(rows) + 1))
+    by_rows_s.take(rows, axis=1).cumsum(axis=1, out=sums[:, 1:])
     return sums
 
 

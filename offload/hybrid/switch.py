@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.hybrid.split import HIT, HOST, SplitCosts, split_pairs
+from offload.hybrid.split import HIT, HOST, Split, SplitCosts, split_pairs
 
 # (ids [n_tokens, n_used], resident [n_experts]) -> HIT, STREAMED or HOST of each expert. HIT is for
 # residents alone; of experts that nobody uses it may say anything.
@@ -22,9 +22,28 @@ def stay(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint
     return np.where(resident, np.uint8(HIT), np.uint8(HOST))
 
 
-def by_costs(costs: SplitCosts) -> Splitter:
+@dataclass(frozen=True, eq=False)
+class ByCosts:
+    """A splitter: what these costs expect to end first."""
+
+    costs: SplitCosts
+
+    def __call__(self, ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        return self.split(ids, resident).kind
+
+    def split(
+        self,
+        ids: NDArray[np.int32],
+        resident: NDArray[np.bool_],
+        rows: NDArray[np.intp] | None = None,
+    ) -> Split:
+        """With the times that are expected; `rows` as in `split_pairs`."""
+        return split_pairs(ids, resident, self.costs, rows)
+
+
+def by_costs(costs: SplitCosts) -> ByCosts:
     """The split that these costs expect to end first."""
-    return lambda ids, resident: split_pairs(ids, resident, costs).kind
+    return ByCosts(costs)
 
 
 @dataclass

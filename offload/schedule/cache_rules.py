@@ -66,22 +66,18 @@ class Lrfu:
         rank, new, log2 = self._rank, now / self._half_life, math.log2
         if len(pieces) > self._n_used:
             new -= log2(len(pieces) / self._n_used)
-        for piece in pieces:
-            old = rank.get(piece)
-            rank[piece] = new if old is None else _log2_of_sum(old, new)
+        get = rank.get
+        for piece in pieces:  # log2(2**old + 2**new), of any size
+            old = get(piece)
+            if old is None:
+                rank[piece] = new
+            elif old > new:
+                rank[piece] = old + log2(1.0 + 2.0 ** (new - old))
+            else:
+                rank[piece] = new + log2(1.0 + 2.0 ** (old - new))
 
     def rank(self, piece: Piece) -> float:
         return self._rank.get(piece, NEVER)
-
-    def recurs(self, piece: Piece, now: int) -> bool:
-        """True if the piece's uses count for more than one that is a half-life old."""
-        return self.rank(piece) > now / self._half_life - 1.0
-
-
-def _log2_of_sum(a: float, b: float) -> float:
-    """log2(2**a + 2**b), of any size."""
-    high, low = (a, b) if a > b else (b, a)
-    return high + math.log2(1.0 + 2.0 ** (low - high))
 
 
 HALF_LIFE_STEPS = 4.0  # decodes (docs/log.md)

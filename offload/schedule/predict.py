@@ -63,9 +63,12 @@ class Routing:
 
     def observe(self, layer: int, ids: NDArray[np.int32]) -> None:
         """`ids` [n_tokens, n_used]: the experts that a layer's router chose for each token."""
-        if not ids.size:
-            return
-        counts = np.bincount(ids.ravel()).astype(np.float32) / ids.shape[0]
+        if ids.size:
+            self.observe_rows(layer, np.bincount(ids.ravel()), *ids.shape)
+
+    def observe_rows(self, layer: int, rows: NDArray[np.intp], n_tokens: int, n_used: int) -> None:
+        """`rows`: how many of the tokens chose expert 0, 1, ..., `n_used` experts each."""
+        counts = rows.astype(np.float32) / np.float32(n_tokens)
         old = self._scores.get(layer)
         if old is not None:
             longer, shorter = (
@@ -76,7 +79,7 @@ class Routing:
             longer[: len(shorter)] += shorter
             counts = longer
         self._scores[layer] = counts
-        self._n_used[layer] = ids.shape[1]
+        self._n_used[layer] = n_used
 
     def predict(self, layer: int, n_tokens: int, least: float = 1e-3) -> Sequence[int]:
         """Experts that the layer's next batch is likely to use, the likeliest first.
@@ -93,3 +96,7 @@ class Routing:
         order = np.argsort(-scores, kind="stable")[:n]
         chosen: list[int] = order[scores[order] > least].tolist()
         return chosen
+
+    def score(self, layer: int, expert: int) -> float:
+        """Of an expert that `predict` named."""
+        return float(self._scores[layer][expert])

@@ -22,7 +22,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from offload.plan.slot_layout import SlotLayout, WeightGroup
 from offload.schedule.band import VECTOR_TOKENS, band
 from offload.schedule.chunks import chunks_of
 from offload.schedule.coalesce import Span, coalesce
-from offload.schedule.commands import NEEDED, Command, Copy, Need
+from offload.schedule.commands import NEEDED, PREDICTED, Command, Copy, Need
 from offload.schedule.predict import Routing
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import FREE, IN_USE, LOADING, Piece
@@ -63,6 +63,8 @@ from offload.streaming.steps import (
     without_chains,
 )
 from offload.trace import COMPUTE, CPU, NO_TRACE, Trace
+
+Experts = Sequence[int] | NDArray[np.intp]
 
 _LEAST_BYTES = 1 << 20
 _CHUNK_TOKENS = 128  # at most: what a chunk's nodes pass on takes scratch memory
@@ -111,6 +113,7 @@ class ScheduledExecutor:
         ]
         self.memories = [SlotMemory(stream.device, pool) for pool in layout.pools]
         self._routing = Routing()
+        self._promoted: Collection[Piece] = ()  # of this graph
         self._ids_buffer: Buffer | None = None
         self._scratch: list[Buffer] = []  # the last is the largest; graphs refer to all
         self._tickets: dict[Piece, Tickets] = {}
@@ -251,24 +254,43 @@ class ScheduledExecutor:
         for step in steps:
             if step.need is not None:
                 schedule.need(step.need)
-            elif self._prefetch and step.missed:
-                guess = self._guess(step)
+            elif self._prefetch and step.missed and step.hybrid is None:
+                guess = self._routing.predict(step.layer, step.n_tokens)
                 if guess:
                     pieces = tuple((step.group, expert) for expert in guess)
                     schedule.predict(Need(step.cut, step.pool, pieces))
+        self._promoted = self._promote(steps) if self._prefetch else ()
 
-    def _guess(self, step: Step) -> Sequence[int]:
-        """Experts of a layer to copy before it is known what it needs.
+    def _promote(self, steps: Sequence[Step]) -> Collection[Piece]:
+        """Have experts of split layers copied that the CPU would else compute again; which.
 
-        Of one that is split a miss is no wait but the CPU's work, and copies take the memory
-        bandwidth that it needs: one expert at a time, which recurs, or as slots are free.
+        Of a layer that lacked some the likeliest of those that recur, or any as slots are free; of
+        all layers the likeliest, as the link has time for them: none where it copies for this
+        graph already.
         """
+        split = [step for step in steps if step.hybrid is not None]
+        if self._hybrid is None or not split:
+            return ()
+        found: list[tuple[float, Piece, Step]] = []
+        for step in split:
+            expert = self._likeliest(step) if step.missed else None
+            if expert is not None:
+                score = self._routing.score(step.layer, expert)
+                found.append((score, (step.group, expert), step))
+        n, schedule = self._hybrid.take_promotions(len(found)), self.schedule
+        if not n or any(s.need is not None and not schedule.ready(s.cut) for s in steps):
+            return ()
+        found.sort(key=lambda one: -one[0])
+        for _, piece, step in found[:n]:
+            schedule.predict(Need(step.cut, step.pool, (piece,)))
+        return {piece for _, piece, _ in found[:n]}
+
+    def _likeliest(self, step: Step) -> int | None:
+        """The expert of a split layer that is most worth a slot, of those that have none."""
         slots = self.schedule.table.pools[step.pool]
-        if step.hybrid is None:
-            return self._routing.predict(step.layer, step.n_tokens)
         least = 0.0 if slots.counts[FREE] else 1.0 / step.n_tokens
         found = self._routing.predict(step.layer, step.n_tokens, least)
-        return [expert for expert in found if (step.group, expert) not in slots.where][:1]
+        return next((expert for expert in found if (step.group, expert) not in slots.where), None)
 
     def _tell(self, running: _Running, stop: Stop) -> int:
         """Before a cut's first node: a clock that waits for its layer hears of it."""
@@ -375,27 +397,29 @@ class ScheduledExecutor:
         status = self._submit(running, step.at)
         if status:
             return status
-        ids = self._read_ids(step, layer)
-        experts = sorted(set(ids.ravel().tolist()))
-        resident = self._residents(step, experts)
-        kinds = self._hybrid.split(ids, resident, self._layout.pools[step.pool].n_slots)
-        on_device = [expert for expert in experts if kinds[expert] != HOST]
-        on_host = [expert for expert in experts if kinds[expert] == HOST]
-        self._hybrid.begin(layer, ids, resident, kinds, len(on_device), len(on_host))
+        ids = np.ascontiguousarray(self._read_ids(step, layer))  # all that follows flattens them
+        rows = np.bincount(ids.ravel(), minlength=step.n_experts)
+        used = rows.nonzero()[0]
+        resident = self._residents(step, used.tolist())
+        kinds = self._hybrid.split(ids, rows, resident, self._layout.pools[step.pool].n_slots)
+        there, host = resident.take(used), kinds.take(used) == HOST
+        on_device, on_host = used[~host], used[host]
+        n_device, n_host = len(on_device), len(on_host)
+        self._hybrid.begin(layer, ids, rows, used[there & ~host], kinds, n_device, n_host)
         slots: Sequence[int] = ()
-        step.waits, step.missed = [], bool(on_host)
-        if on_device:
-            self._need(step, on_device)
+        step.waits = []
+        if n_device:
+            self._need(step, on_device.tolist())
             slots = self._take_slots(running, step)
-        if on_host:
-            self.schedule.used_elsewhere([(step.group, expert) for expert in on_host])
+        step.missed = bool((host & ~there).any())
         if step.missed:
-            self._routing.observe(step.layer, ids)
+            self._routing.observe_rows(step.layer, rows, *ids.shape)
         first = self._point(step, slots)
-        # What the CPU computes the device computes too, with some expert, and is written over.
-        somewhere = (slots[0] if slots else 0) - first
-        places = [slot - first for slot in slots] + [somewhere] * len(on_host)
-        self._upload(step, ids, on_device + on_host, places)
+        if n_host:
+            self.schedule.used_elsewhere([(step.group, expert) for expert in on_host.tolist()])
+            # The device computes these too, with some expert, and what it finds is written over.
+            self._slot_of[on_host] = (slots[0] if slots else 0) - first
+        self._upload(step, ids, on_device, [slot - first for slot in slots])
         self._last_split = running.graph, step, layer
         return 0
 
@@ -513,6 +537,8 @@ class ScheduledExecutor:
             tickets = self._copy(batch)
             for copy in batch:
                 self._tickets[copy.piece] = tickets
+            if self._promoted and batch[0].reason == PREDICTED:
+                self.counters.n_promoted += sum(copy.piece in self._promoted for copy in batch)
 
     def _copy(self, batch: Sequence[Copy]) -> Tickets:
         """Enqueue the copies of a cut, one kind of weight after the other."""
@@ -650,7 +676,7 @@ class ScheduledExecutor:
         return ids
 
     def _upload(
-        self, step: Step, ids: NDArray[np.int32], experts: Sequence[int], slots: Sequence[int]
+        self, step: Step, ids: NDArray[np.int32], experts: Experts, slots: Sequence[int]
     ) -> None:
         """Give the cut's nodes ids that mean the experts' slots."""
         slot_ids = step.slot_ids
@@ -675,8 +701,7 @@ class ScheduledExecutor:
         return slot_ids
 
     def _send(
-        self, slot_ids: SlotIds, ids: NDArray[np.int32], experts: Sequence[int],
-        slots: Sequence[int],
+        self, slot_ids: SlotIds, ids: NDArray[np.int32], experts: Experts, slots: Sequence[int],
     ) -> None:  # fmt: skip
         slot_of = self._slot_of
         slot_of[experts] = slots

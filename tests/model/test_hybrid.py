@@ -23,7 +23,7 @@ from offload.hybrid import layers
 from offload.hybrid.form import NoForm
 from offload.hybrid.host_graph import HostGraph
 from offload.hybrid.placing import RowPlacer
-from offload.hybrid.split import HIT, HOST, STREAMED
+from offload.hybrid.split import HIT, HOST, STREAMED, SplitCosts
 from offload.hybrid.switch import Splitter, by_costs, stay
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.streaming.copy import ThreadCopier, Transfer
@@ -168,6 +168,35 @@ def test_factors_of_experts_are_the_cpus_too(models: Path, preset: str) -> None:
             assert engine.hybrid is not None
             assert not engine.hybrid.switch.declined
             assert pairs(engine)[2] > 0
+
+
+def flat_costs(copy_s: float) -> Splitter:
+    """An expert takes either side a second, however many rows it has."""
+    second = np.array([0.0, 1.0, 1.0])
+    return by_costs(SplitCosts(second, second, 0.0, 0.0, copy_s))
+
+
+def test_an_idle_link_brings_what_the_cpu_computed(tiny_moe: Path, expected: Rows) -> None:
+    """A copy of 5 s is longer than four experts of one token take, and shorter than two layers."""
+    with Engine(tiny_moe, split_by(flat_costs(5.0), tiny_moe, "half")) as engine:
+        assert np.array_equal(logits(engine), expected)
+        for i in range(8):
+            engine.sequences.extend(0, [7 * i + 1])
+        counters = engine.counters()
+        assert 0 < counters.n_promoted <= counters.streamed_experts
+        assert counters.n_pairs_hit > 0
+
+
+@pytest.mark.parametrize(("copy_s", "prefetch"), [(1e6, True), (5.0, False)])
+def test_nothing_is_promoted_over_a_busy_link_or_without_prefetch(
+    tiny_moe: Path, expected: Rows, copy_s: float, prefetch: bool
+) -> None:
+    chosen = split_by(flat_costs(copy_s), tiny_moe, "half")
+    streaming = replace(chosen.streaming, prefetch=prefetch)
+    with Engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert engine.counters().n_promoted == 0
+        assert engine.counters().n_pairs_host > 0
 
 
 def test_off_asks_nothing_of_the_device_below_its_min_batch(tiny_moe: Path, expected: Rows) -> None:

@@ -197,3 +197,16 @@ def test_a_slow_link_leaves_every_miss_to_the_cpu_and_a_fast_one_shares_them() -
     fast = split_pairs(ids, resident, replace(costs, copy_s=15.0))
     assert fast.kind.tolist() == [HIT] * 3 + [STREAMED] * 2 + [HOST] * 3
     assert (fast.cpu_s, fast.device_s) == (30.0, 30.0)
+
+
+@given(batches(32, 8), any_costs())
+def test_the_link_is_idle_but_for_what_is_streamed(
+    batch: tuple[Ids, Resident], costs: SplitCosts
+) -> None:
+    ids, resident = batch
+    split = split_pairs(ids, resident, costs)
+    rows = np.bincount(ids.ravel(), minlength=len(resident))
+    link_s = costs.copy_s * int(((rows > 0) & (split.kind == STREAMED)).sum())
+    assert split.idle_s == pytest.approx(max(0.0, later_s(split) - link_s), abs=1e-12)
+    known = split_pairs(ids, resident, costs, rows)
+    assert known.kind.tolist() == split.kind.tolist(), "its own count is the same"

@@ -176,16 +176,6 @@ def test_lrfu_lets_a_prompt_that_uses_everything_count_as_little_as_a_token() ->
     assert rule.rank(C) > rule.rank(A)  # recency first: one use now outweighs one before
 
 
-def test_what_recurs_is_what_was_used_twice_or_just_now() -> None:
-    rule = Lrfu(half_life=8)
-    rule.touched([A], 1)
-    assert rule.recurs(A, 5)
-    assert not rule.recurs(A, 12)
-    rule.touched([A], 2)
-    assert rule.recurs(A, 16)
-    assert not rule.recurs(B, 1)
-
-
 def test_cache_rules_are_made_by_name_and_a_wrong_name_gets_a_hint() -> None:
     assert {name: type(make_cache_rule(name)).__name__ for name in CACHE_RULES} == {
         "lru": "Lru", "lrfu": "Lrfu",
@@ -305,6 +295,17 @@ def test_routing_guesses_what_the_last_batch_used_most() -> None:
     assert list(routing.predict(4, 1)) == []  # another layer
     routing.observe(3, np.array([[9, 2]], np.int32))
     assert list(routing.predict(3, 100)) == [2, 9, 5, 1]
+
+
+def test_routing_hears_of_rows_as_of_ids_and_says_what_share_of_tokens_used_an_expert() -> None:
+    by_ids, by_rows = Routing(), Routing()
+    for ids in ([[1, 5], [5, 2], [5, 1]], [[9, 2]]):
+        by_ids.observe(3, np.array(ids, np.int32))
+        rows = np.bincount(np.ravel(ids), minlength=12)
+        by_rows.observe_rows(3, rows, len(ids), 2)
+    assert list(by_rows.predict(3, 100)) == list(by_ids.predict(3, 100)) == [2, 9, 5, 1]
+    scores = [by_rows.score(3, expert) for expert in (2, 9, 5, 1)]
+    assert scores == pytest.approx([1 + 1 / 6, 1, 1 / 2, 1 / 3])
 
 
 def test_routing_forgets_what_has_not_been_used_for_long() -> None:
