@@ -49,22 +49,23 @@ class Lrfu:
 
     Recency first, frequency second (LRFU: Lee and others, IEEE Transactions on Computers 50, 2001):
     what was used in this cut outranks any one use before, and what recurs stays for longer. A cut
-    counts as much as any other, however many pieces it uses: beyond `n_used` they share its weight,
-    so that a prompt, which uses all experts of a layer, leaves those of a decode where they are.
+    of `n_scan` pieces and more counts as much as one of `n_used`, which its pieces share: a prompt,
+    which uses all experts of a layer, leaves those of a decode where they are.
 
     All counts decay alike, so instead of shrinking the old ones each new use weighs more; the rank
     is the base-2 logarithm of the weighted count, which cannot overflow.
     """
 
-    def __init__(self, half_life: float, n_used: int = 1) -> None:
+    def __init__(self, half_life: float, n_used: int = 1, n_scan: int = 0) -> None:
         if half_life <= 0:
             raise OffloadError(f"the half-life of lrfu must be over 0 cuts, not {half_life}")
         self._half_life, self._n_used = half_life, max(1, n_used)
+        self._n_scan = max(n_scan, self._n_used + 1)
         self._rank: dict[Piece, float] = {}
 
     def touched(self, pieces: Collection[Piece], now: int) -> None:
         rank, new, log2 = self._rank, now / self._half_life, math.log2
-        if len(pieces) > self._n_used:
+        if len(pieces) >= self._n_scan:
             new -= log2(len(pieces) / self._n_used)
         get = rank.get
         for piece in pieces:  # log2(2**old + 2**new), of any size
@@ -81,11 +82,13 @@ class Lrfu:
 
 
 HALF_LIFE_STEPS = 4.0  # decodes (docs/log.md)
+_SCAN_SHARE = 0.9  # of a layer's experts, which verification batches do not reach
 CACHE_RULES = ("lrfu", "lru")
 
 
-def make_cache_rule(name: str, n_cuts: int = 1, n_used: int = 1) -> CacheRule:
-    """The rule of that name, for graphs of `n_cuts` cuts and tokens that use `n_used` experts.
+def make_cache_rule(name: str, n_cuts: int = 1, n_used: int = 1, n_experts: int = 0) -> CacheRule:
+    """The rule of that name, for graphs of `n_cuts` cuts and tokens that use `n_used` of a layer's
+    `n_experts`.
 
     Raises OffloadError for a name that is not in CACHE_RULES.
     """
@@ -93,7 +96,9 @@ def make_cache_rule(name: str, n_cuts: int = 1, n_used: int = 1) -> CacheRule:
         near = difflib.get_close_matches(name, CACHE_RULES, 1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(CACHE_RULES)}"
         raise OffloadError(f"no cache rule is called {name!r}: {hint}")
-    return Lru() if name == "lru" else Lrfu(HALF_LIFE_STEPS * max(1, n_cuts), n_used)
+    if name == "lru":
+        return Lru()
+    return Lrfu(HALF_LIFE_STEPS * max(1, n_cuts), n_used, math.ceil(_SCAN_SHARE * n_experts))
 
 
 class VictimQueue:

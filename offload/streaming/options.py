@@ -129,7 +129,8 @@ def executor_maker(
             return SerialExecutor(stream, copier, options.trace)
         table = SlotTable({i: pool.n_slots for i, pool in enumerate(plan.layout.pools)})
         n_used = max((pool.n_used for pool in plan.layout.pools), default=1)
-        rule = make_cache_rule(options.cache, len(plan.layout.groups), n_used)
+        n_experts = max((pool.n_experts for pool in plan.layout.pools), default=0)
+        rule = make_cache_rule(options.cache, len(plan.layout.groups), n_used, n_experts)
         schedule = Schedule(table, rule, options.depth, options.n_guesses)
         return ScheduledExecutor(
             stream,

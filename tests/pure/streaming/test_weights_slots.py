@@ -176,6 +176,16 @@ def test_lrfu_lets_a_prompt_that_uses_everything_count_as_little_as_a_token() ->
     assert rule.rank(C) > rule.rank(A)  # recency first: one use now outweighs one before
 
 
+def test_lrfu_ranks_a_verification_batch_above_older_decodes_of_one_token() -> None:
+    rule = make_cache_rule("lrfu", 1, n_used=2, n_experts=32)
+    for now in range(4):
+        rule.touched([A, B], now)
+    rule.touched([(0, e) for e in range(2, 28)], 8)  # 16 tokens: many experts, but not all
+    assert rule.rank((0, 2)) == 8 / 4
+    rule.touched([(1, e) for e in range(32)], 9)  # a prompt
+    assert rule.rank((1, 0)) == pytest.approx(9 / 4 - 4)
+
+
 def test_cache_rules_are_made_by_name_and_a_wrong_name_gets_a_hint() -> None:
     assert {name: type(make_cache_rule(name)).__name__ for name in CACHE_RULES} == {
         "lru": "Lru", "lrfu": "Lrfu",
