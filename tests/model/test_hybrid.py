@@ -199,6 +199,20 @@ def test_nothing_is_promoted_over_a_busy_link_or_without_prefetch(
         assert engine.counters().n_pairs_host > 0
 
 
+@pytest.mark.parametrize("slots", ["least", "all"])
+def test_nothing_is_promoted_while_other_weights_are_copied_for_the_graph(
+    tiny_moe: Path, expected: Rows, slots: str
+) -> None:
+    """With slots for all of them the attention's weights are copied once, and the link is idle."""
+    streaming = StreamingOptions(hybrid=True, splitter=flat_costs(5.0), n_gpu_layers=0)
+    if slots != "all":
+        streaming = replace(streaming, vram_bytes=budget(tiny_moe, streaming, slots))
+    with Engine(tiny_moe, options(streaming, 1)) as engine:
+        assert np.array_equal(logits(engine), expected)
+        assert engine.counters().n_pairs_host > 0
+        assert (engine.counters().n_promoted > 0) == (slots == "all")
+
+
 def test_off_asks_nothing_of_the_device_below_its_min_batch(tiny_moe: Path, expected: Rows) -> None:
     with Engine(tiny_moe, options(StreamingOptions())) as engine:
         assert np.array_equal(logits(engine), expected)
