@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from time import perf_counter
 
 from offload.engine import Engine, EngineOptions
@@ -23,6 +24,13 @@ from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.min_batch import choose_min_batch, n_most_at_once, streamed_kinds
+from specoffload.speculation.kept_split import (
+    DecodeTimes,
+    MeasuredSplit,
+    load_split,
+    store_split,
+)
+from specoffload.speculation.profile_store import key_of, profile_path
 from specoffload.speculation.profiling import LEAD_TOKENS, real_text
 
 TREE_LEAVES = 32  # of a verified tree
@@ -98,25 +106,66 @@ def set_hybrid(
     config: Config, target: Engine, on_progress: Callable[[float], None] | None = None
 ) -> tuple[str, ...]:
     """Behind `set_min_batch`: split layers, for `auto` of those sizes of batches at which decodes
-    are measured faster; the line that tells of it."""
+    are measured faster, now or at an earlier start; the lines that tell of it."""
     if target.hybrid is None or "experts" not in streamed_kinds(target):
         return ()
     switch, n_most = target.hybrid.switch, min(MOST_TOKENS, n_most_at_once(target))
     switch.is_active = True
-    costs = target.measure_split()
-    if costs is not None:
-        switch.splitter = by_costs(costs.costs())
+    split, why = _kept_or_measured(config, target, n_most, on_progress)
     note = f"--hybrid on: layers are split in batches of up to {n_most} tokens"
-    if config.hybrid is Toggle.AUTO:
-        old_s, split_s = _both_ways(target, n_most, on_progress)
+    if split.costs is not None:
+        switch.splitter = by_costs(split.costs.costs())
+    if split.times is not None and config.hybrid is Toggle.AUTO:
+        old_s, split_s = split.times.old_s, split.times.split_s
         chosen = split_sizes(old_s, split_s, n_most)
-        switch.is_active = True
         switch.unsplit = frozenset(range(1, n_most + 1)) - chosen
         note = f"--hybrid auto: {words(chosen, old_s, split_s)}"
+    switch.is_active = True
     target.build_anew()
     if switch.declined:
         return (f"--hybrid: {switch.declined}",)
-    return (note,) if costs is None else (note, f"split layers: {costs.words}")
+    note = f"{note}; {why}"
+    return (note,) if split.costs is None else (note, f"split layers: {split.costs.words}")
+
+
+def _kept_or_measured(
+    config: Config,
+    target: Engine,
+    n_most: int,
+    on_progress: Callable[[float], None] | None,
+) -> tuple[MeasuredSplit, str]:
+    """Costs of split layers, and for `auto` decodes timed both ways: as an earlier start kept them
+    with the profiles, else measured now and kept; and the words for it."""
+    n_compared = n_most if config.hybrid is Toggle.AUTO else 0
+    folder = config.spec.profile_dir if config.spec.use_profile else None
+    if folder is None:
+        split, took = _measure_split(target, n_compared, on_progress)
+        return split, f"{took}, not kept"
+    key = key_of(target, None)
+    path = profile_path(folder, target, None, key)
+    path = path.with_stem(f"{path.stem}-split")
+    found, why = load_split(path, key, n_compared)
+    if found is not None:
+        return found, why
+    split, took = _measure_split(target, n_compared, on_progress)
+    failed = None if split.costs is None else store_split(path, key, split)
+    return split, f"{took}, {why}" if failed is None else f"{took}, {why}; {failed}"
+
+
+def _measure_split(
+    target: Engine, n_compared: int, on_progress: Callable[[float], None] | None
+) -> tuple[MeasuredSplit, str]:
+    """Both sides of a split layer; then batches of up to `n_compared` tokens, where it is not 0 and
+    layers can be split, by min-batch alone and split by those costs. And how long it took."""
+    assert target.hybrid is not None
+    switch, began = target.hybrid.switch, perf_counter()
+    costs, times = target.measure_split(), None
+    if costs is not None:
+        switch.splitter = by_costs(costs.costs())
+    if n_compared and not switch.declined:
+        times = DecodeTimes(n_compared, *_both_ways(target, n_compared, on_progress))
+    found = MeasuredSplit(costs, times, datetime.now(UTC).date())
+    return found, f"measured now in {perf_counter() - began:.1f} s"
 
 
 def _both_ways(

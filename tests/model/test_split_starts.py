@@ -1,0 +1,151 @@
+"""What was measured of split layers is kept with the profiles: a second start measures nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resolved
+from budgets import budget
+
+from offload.engine import Engine
+from offload.hybrid import layers
+from offload.hybrid.form import NoForm
+from offload.streaming.options import StreamingOptions
+from specoffload.config.options import Toggle
+from specoffload.config.resolution import Config, demo_file
+from specoffload.config.speculation import NO_DRAFTS
+from specoffload.session import opening
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
+
+pytestmark = pytest.mark.usefixtures("measures_briefly")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path / "profiles"))
+    return tmp_path / "profiles"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every measurement of split layers, by name."""
+    found: list[str] = []
+    costs, both_ways = Engine.measure_split, opening._both_ways
+
+    def noted_costs(engine: Engine) -> Any:
+        found.append("costs")
+        return costs(engine)
+
+    def noted_both_ways(*args: Any) -> Any:
+        found.append("decodes")
+        return both_ways(*args)
+
+    monkeypatch.setattr(Engine, "measure_split", noted_costs)
+    monkeypatch.setattr(opening, "_both_ways", noted_both_ways)
+    return found
+
+
+def config_of(hybrid: Toggle, **changes: object) -> Config:
+    half = budget(demo_file("target.gguf"), StreamingOptions(), "half")
+    return resolved.config_of(
+        **{
+            "threads": 1,
+            "ctx_size": 256,
+            "device": "sim",
+            "vram_bytes": half,
+            "n_cpu_moe": 99,
+            "min_batch": "1000",
+            "spec": NO_DRAFTS,
+            "hybrid": hybrid,
+            **changes,
+        }
+    )
+
+
+def started(config: Config) -> tuple[str, list[bool], list[int]]:
+    """The line on --hybrid, which sizes of batches are split, and an answer."""
+    with Session(config) as session:
+        (line,) = (note for note in session.notes if note.startswith("--hybrid"))
+        assert any(note.startswith("split layers: an expert takes") for note in session.notes)
+        assert session.target.hybrid is not None
+        switch = session.target.hybrid.switch
+        sizes = [switch.splits(n) for n in range(1, 65)]
+        assert session.target.sequences.length(0) == 0
+        options = GenerateOptions(n_predict=6, ignore_eos=True)
+        tokens = [t for p in session.generate("def f(", options) for t in p.tokens]
+        if sizes[0]:
+            assert session.target.counters().split_layers > 0
+    return line, sizes, tokens
+
+
+def test_auto_measures_once_and_a_damaged_file_anew(folder: Path, measured: list[str]) -> None:
+    config = config_of(Toggle.AUTO)
+    line, sizes, tokens = started(config)
+    assert "; measured now in " in line
+    assert "nothing was kept yet" in line
+    assert measured == ["costs", "decodes"]
+    (file,) = folder.glob("*-split.json")
+
+    again, same_sizes, same_tokens = started(config)
+    assert measured == ["costs", "decodes"], "nothing new"
+    assert "; kept from 20" in again
+    assert again.endswith(str(file))
+    assert line.partition(";")[0] == again.partition(";")[0], "the choice and its reason"
+    assert (same_sizes, same_tokens) == (sizes, tokens)
+
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(whole[:-9], encoding="utf-8")
+    line = started(config)[0]
+    assert f"{file} cannot be read" in line
+    assert measured == ["costs", "decodes"] * 2
+    assert "; kept from" in started(config)[0], "and it is kept again"
+
+
+def test_on_needs_costs_alone_and_auto_then_measures_the_rest(
+    folder: Path, measured: list[str]
+) -> None:
+    # Without a limit the plans of on and auto are one, and so are their files.
+    on, auto = (config_of(t, vram_bytes=None) for t in (Toggle.ON, Toggle.AUTO))
+    line, sizes, _ = started(on)
+    assert all(sizes)
+    assert measured == ["costs"]
+    assert "; kept from" in started(on)[0]
+    assert measured == ["costs"]
+    assert "compares batches of up to 0 tokens, not 64" in started(auto)[0]
+    assert measured == ["costs", "costs", "decodes"]
+    assert all("; kept from" in started(config)[0] for config in (on, auto))
+    assert measured == ["costs", "costs", "decodes"]
+
+
+def test_no_profile_neither_reads_nor_keeps(folder: Path, measured: list[str]) -> None:
+    for _ in range(2):
+        line, _, _ = started(config_of(Toggle.ON, use_profile=False))
+        assert line.endswith(", not kept")
+    assert measured == ["costs", "costs"]
+    assert not folder.exists()
+
+
+def test_another_ubatch_is_another_measurement(folder: Path, measured: list[str]) -> None:
+    for ubatch_size in (32, 64):
+        line, sizes, _ = started(config_of(Toggle.ON, ubatch_size=ubatch_size))
+        assert f"batches of up to {ubatch_size} tokens; measured now" in line
+        assert all(sizes)
+    assert measured == ["costs", "costs"]
+    assert len(list(folder.glob("*-split.json"))) == 2
+
+
+def test_an_unknown_form_is_not_measured_by_decodes_and_nothing_is_kept(
+    folder: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NoForm("its rows are folded")
+
+    monkeypatch.setattr(layers, "find_form", refuse)
+    with Session(config_of(Toggle.AUTO)) as session:
+        (line,) = (note for note in session.notes if note.startswith("--hybrid"))
+    assert "its rows are folded" in line
+    assert measured == ["costs"]
+    assert not list(folder.glob("*-split.json"))
