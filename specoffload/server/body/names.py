@@ -111,8 +111,13 @@ def refuse_ignored(kind: type[BaseModel], names: Collection[str]) -> None:
 
 def header_value(names: Collection[str]) -> bytes:
     """`names` as a header's value: no more of them than fit, in letters that any client reads."""
-    readable = [name for name in names if name.isascii() and name.isprintable() and len(name) < 100]
+    readable = [name for name in names if _is_readable(name)]
     shown = ", ".join(readable[:50])
     n_more = len(names) - len(readable[:50])
     more = f"{n_more} more" if n_more else ""
     return ", ".join(filter(None, (shown, more))).encode()
+
+
+def _is_readable(name: str) -> bool:
+    """h11 sends no header with blanks at its ends, which a name of none or with some would make."""
+    return name.isascii() and name.isprintable() and 0 < len(name.strip()) == len(name) < 100
