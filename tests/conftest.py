@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,15 @@ def own_processor(worker: str, processors: Iterable[int]) -> int:
 # spin, and more threads than processors wait for each other.
 if (worker := os.environ.get("PYTEST_XDIST_WORKER", "")).startswith("gw"):
     os.sched_setaffinity(0, {own_processor(worker, os.sched_getaffinity(0))})
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures import what is missing
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test whose `extra` marker names a package that is not installed."""
+    for marker in item.iter_markers("extra"):
+        for package in marker.args:
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"{package} is not installed: scripts/test-extras runs this")
 
 
 def pytest_report_header() -> str:

@@ -98,11 +98,13 @@ def test_tokens_of_held_out_lines_give_the_lines_back(
         assert target.detokenize(ids) == line
 
 
+@pytest.mark.extra("tokenizers")
 def test_llama_cpp_cuts_held_out_lines_as_tokenizers_does(
     target: LlamaModel, held_out_lines: list[str]
 ) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    gguf = pytest.importorskip("gguf")
+    import gguf
+    import tokenizers
+
     fields = gguf.GGUFReader(str(DEMO / "target.gguf")).fields
     tokens = fields["tokenizer.ggml.tokens"].contents()
     merges = [tuple(m.split(" ")) for m in fields["tokenizer.ggml.merges"].contents()]
@@ -150,12 +152,12 @@ def test_the_draft_agrees_with_the_target_as_often_as_the_card_says(
     assert share >= card["agreement"]["check"] - AGREEMENT_TOLERANCE
 
 
+@pytest.mark.extra("torch", "tokenizers")
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_llama_cpp_computes_the_logits_torch_computes(
     name: str, models: Path, card: dict[str, Any]
 ) -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    import torch
     from gguf import GGMLQuantizationType
     from train_demo.export import draft_arrays, target_arrays, write_gguf
     from train_demo.restore import DemoGGUF, torch_model

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the torch draft needs torch (gpu-draft)")
+torch = pytest.importorskip("torch", reason="see scripts/test-extras")
 
 from lossless_parts import cheap_batches  # noqa: E402
 from test_slots import Plain, in_turn, together  # noqa: E402
@@ -32,6 +32,8 @@ from specoffload.session.draft_opening import draft_bytes, faster_engine, open_d
 from specoffload.session.generation import GenerateOptions  # noqa: E402
 from specoffload.session.opening import open_target  # noqa: E402
 from specoffload.session.session import Session  # noqa: E402
+
+pytestmark = pytest.mark.extra("torch")
 
 PROMPT = "import os\n\ndef main(argv):\n    "
 GREEDY = GenerateOptions(n_predict=40, ignore_eos=True)

@@ -219,7 +219,7 @@ def test_no_split_layer_or_other_logits_fail(split_layers: ModuleType) -> None:
 # -- scripts/gpu-check draft ----------------------------------------------------------------------
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+@pytest.mark.extra("torch")
 def test_a_dry_run_of_the_draft_compares_both_engines_and_ends_with_json() -> None:
     done = run("draft", "--dry-run-sim")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the torch draft needs torch (gpu-draft)")
+torch = pytest.importorskip("torch", reason="see scripts/test-extras")
 
 from draft_parts import (  # noqa: E402
     PRESETS,
@@ -37,6 +37,8 @@ from specdec.drafters.block import BlockDrafter  # noqa: E402
 from specdec.drafters.model import ModelDrafter  # noqa: E402
 from specdec.policies.p_min import PMin  # noqa: E402
 from specoffload.config.resolution import demo_file  # noqa: E402
+
+pytestmark = pytest.mark.extra("torch")
 
 N_CTX = 512
 N_PROMPTS = 200

@@ -15,10 +15,11 @@ from specoffload.chat.deltas import CallPiece, Content, Delta, joined
 from specoffload.server.anthropic.answer import MessageStory
 from specoffload.server.anthropic.request import MessagesRequest, as_chat
 
-pytest.importorskip("anthropic", reason="the extra `clients` is not installed")
+pytest.importorskip("anthropic", reason="see scripts/test-extras")
 from anthropic.lib.streaming._messages import accumulate_event  # noqa: E402
 from anthropic.types import Message, RawMessageStreamEvent  # noqa: E402
 
+pytestmark = pytest.mark.extra("anthropic")
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 

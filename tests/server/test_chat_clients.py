@@ -226,9 +226,11 @@ def test_a_response_calls_a_function_whole_and_streamed(program: Program) -> Non
 # -- other clients -----------------------------------------------------------------------------
 
 
+@pytest.mark.extra("anthropic")
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "set_light"}])
 def test_anthropics_client_gets_tool_uses(program: Program, choice: dict[str, Any]) -> None:
-    anthropic = pytest.importorskip("anthropic", reason="the extra `clients` has it")
+    import anthropic
+
     function = TOOL["function"]
     asked: dict[str, Any] = {
         "model": "any",
@@ -250,8 +252,10 @@ def test_anthropics_client_gets_tool_uses(program: Program, choice: dict[str, An
         _check(block.name, json.dumps(block.input))
 
 
+@pytest.mark.extra("langchain_openai")
 def test_langchain_binds_tools_and_reads_objects(program: Program) -> None:
-    langchain = pytest.importorskip("langchain_openai", reason="the extra `clients` has it")
+    import langchain_openai as langchain
+
     model = langchain.ChatOpenAI(
         base_url=program.url + "/v1", api_key="none", model="any", max_retries=0, max_tokens=400
     )
@@ -271,12 +275,14 @@ def test_langchain_binds_tools_and_reads_objects(program: Program) -> None:
     assert isinstance(found, Switch)
 
 
+@pytest.mark.extra("litellm")
 @pytest.mark.filterwarnings("ignore:Item 'summary':UserWarning")  # pydantic's, of its own types
 def test_litellm_completes_with_tools_whole_and_streamed(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks GitHub
-    litellm = pytest.importorskip("litellm", reason="the extra `clients` has it")
+    import litellm
+
     for asked in (REQUIRED, NAMED):
         options = {
             **asked,

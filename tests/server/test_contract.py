@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from running import Running, http
 
-schemathesis = pytest.importorskip("schemathesis", reason="the extra `clients` is not installed")
+schemathesis = pytest.importorskip("schemathesis", reason="see scripts/test-extras")
+pytestmark = pytest.mark.extra("schemathesis")
 
 N_REQUESTS = 40  # of each operation
 ATTACKED = {

@@ -9,7 +9,8 @@ import pytest
 from fake_generator import TAIL
 from running import Running, http
 
-anthropic = pytest.importorskip("anthropic", reason="the extra `clients` is not installed")
+anthropic = pytest.importorskip("anthropic", reason="see scripts/test-extras")
+pytestmark = pytest.mark.extra("anthropic")
 
 ASKED: list[Any] = [{"role": "user", "content": "hi"}]
 

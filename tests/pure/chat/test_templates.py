@@ -59,14 +59,16 @@ ONLY_HERE = {
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     """A tokenizer of transformers, for its templates alone."""
-    transformers = pytest.importorskip("transformers", reason="the extra `clients` has it")
-    tokenizers = pytest.importorskip("tokenizers", reason="the extra `clients` has it")
+    import tokenizers
+    import transformers
+
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0}, unk_token="x"))
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token="<s>", eos_token="</s>"
     )
 
 
+@pytest.mark.extra("transformers", "tokenizers")
 @pytest.mark.parametrize("words", CONVERSATIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_published_template_renders_as_in_transformers(

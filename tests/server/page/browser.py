@@ -47,7 +47,8 @@ def served(*flags: str) -> Iterator[str]:
 
 def chromium() -> Iterator[Any]:
     """A headless browser; the test is skipped where there is none."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    from playwright import sync_api as api
+
     if CHROMIUM is None:
         pytest.skip("no chromium is installed")
     with api.sync_playwright() as playwright:

@@ -9,6 +9,12 @@ import pytest
 from browser import DESKTOP, Seen, chromium, served
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests in a browser need Playwright."""
+    if "browser" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.extra("playwright"))
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Of a module: while it lives, Playwright's event loop runs in this thread, so that
