@@ -208,8 +208,7 @@ def test_any_order_of_calls_leaves_what_a_fresh_evaluation_would(
     three: TorchDraft, fresh: TorchDraft, steps: list[tuple[str, set[int], list[int], int]]
 ) -> None:
     held: dict[int, list[int]] = {s: [] for s in range(3)}
-    last: Drafted | None = None
-    in_draft: list[int] = []
+    ends: dict[int, int] = {}  # last drafted token by sequence that may draft more
     for s in held:
         three.rewind(s, 0)
     for action, chosen, tokens, n in steps:
@@ -219,27 +218,26 @@ def test_any_order_of_calls_leaves_what_a_fresh_evaluation_would(
         if action == "feed":
             three.feed(sequences[0], tokens)
             held[sequences[0]] += tokens
-            in_draft = [s for s in in_draft if s != sequences[0]]
+            ends.pop(sequences[0], None)
         elif action == "cut":
             s = sequences[0]
             held[s] = held[s][: len(held[s]) * n // 5]
             three.rewind(s, len(held[s]))
-            in_draft = [x for x in in_draft if x != s]
+            ends.pop(s, None)
         elif action == "draft":
             parts = [(s, tokens[: 1 + s * 3]) for s in sequences]
             last = three.draft(parts, n)
             for i, (s, new) in enumerate(parts):
                 same(last, i, from_scratch(fresh, held[s] + new, n))
                 held[s] += [*new, *last.tokens[:-1, i].tolist()]
-            in_draft = sequences
-        elif in_draft and last is not None:
-            ends = dict(zip(in_draft, last.tokens[-1].tolist(), strict=True))
-            wanted = in_draft[: max(1, len(in_draft) - n % 2)]
+            ends = dict(zip(sequences, last.tokens[-1].tolist(), strict=True))
+        elif ends:
+            wanted = list(ends)[: max(1, len(ends) - n % 2)]
             last = three.draft_more(wanted, n)
             for i, s in enumerate(wanted):
                 same(last, i, from_scratch(fresh, [*held[s], ends[s]], n))
                 held[s] += [ends[s], *last.tokens[:-1, i].tolist()]
-            in_draft = wanted
+            ends = dict(zip(wanted, last.tokens[-1].tolist(), strict=True))
         assert [three.length(s) for s in range(3)] == [len(held[s]) for s in range(3)]
 
 
