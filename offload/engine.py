@@ -55,6 +55,7 @@ from offload.plan.pooling import pooling_of
 from offload.plan.sharing import UBATCHES
 from offload.routing.recording import RoutingRecorder
 from offload.sequences import Decode, Sequences
+from offload.store.room import room_now
 from offload.store.store import Store, StoreOptions
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import MakeExecutor, StreamingDevice
@@ -213,6 +214,7 @@ class Engine(ModelText):
             o.stream_experts,
             context_spec(self.facts, o),
             o.most_ubatch if o.n_ubatch is None else None,
+            None if o.store.keep_page_cache else room_now().available_bytes,
         )
         self.options = o = replace(o, n_ubatch=o.n_ubatch or self.plan.n_ubatch)
         self.host = self._host_buffers()

@@ -15,12 +15,23 @@ _BYTES = {
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
+_LEAST_BARE = 1 << 20  # bytes: below it a number without a unit was meant in another unit
+
+
 def parse_bytes(text: str) -> int:
-    """`64MiB`, `1.5GB`, `8G` (binary), `1000`. Raises ValueError naming the text."""
+    """`64MiB`, `1.5GB`, `8G` (binary), `4194304`. Raises ValueError naming the text, also for a
+    number without a unit that is less than 1 MiB."""
+    n_bytes, unit = _bytes(text)
+    if not unit and n_bytes < _LEAST_BARE:
+        raise ValueError(f"{text} would be {n_bytes} bytes; write {text.strip()}GiB for GiB")
+    return n_bytes
+
+
+def _bytes(text: str) -> tuple[int, str]:
     number, unit = _split(text)
     if unit.lower() not in _BYTES:
         raise ValueError(f"{text!r} is not a size: write 64MiB, 8GB or a number of bytes")
-    return int(number * _BYTES[unit.lower()])
+    return int(number * _BYTES[unit.lower()]), unit
 
 
 def parse_rate(text: str) -> float:
@@ -28,7 +39,7 @@ def parse_rate(text: str) -> float:
     size, slash, per = text.partition("/")
     if slash and per.strip().lower() != "s":
         raise ValueError(f"{text!r} is not a rate: write 2GB/s")
-    rate = float(parse_bytes(size))
+    rate = float(_bytes(size)[0])
     if rate <= 0:
         raise ValueError(f"{text!r} is not a rate: it must be above 0")
     return rate

@@ -16,11 +16,11 @@ from offload.errors import DoesNotFit
 from offload.model import ModelFacts
 from offload.plan.context import ContextSpec
 from offload.plan.machine import TYPICAL, model_work
-from offload.plan.placement import Plan, make_plan
+from offload.plan.placement import Plan, make_plan, workload_of
 from offload.plan.sharing import UBATCHES, ring_slots
 from offload.synth.published import PUBLISHED, published_facts
 from specoffload.cli import app
-from specoffload.commands.plan import expected_tps
+from specoffload.commands.plan import expected_tps, rests_on_guess, rounded
 
 GIB = 1 << 30
 VRAM_GIB = (8, 12, 16, 24, 48, 80)
@@ -31,10 +31,12 @@ HEAD = f"""# Plans: what lives where
 
 `specoffload plan MODEL.gguf` says what would live where, from the header alone: no weight is read and no device is opened. It
 takes the flags of `serve` (`--vram`, `--ctx-size`, `--ubatch-size`, `--cache-type-k`, `--n-cpu-moe`, `--draft` …) and `--link` and
-`--ram` for a machine that one does not have. Without `--vram` it plans for what the GPU has free, or for 24 GiB where there is none.
+`--ram` for a machine that one does not have. Without `--vram` it plans for what the GPU has free, or for 24 GiB where there is none;
+without a size in `--ram`, for the host memory that is free here. A plan that streams more than host memory holds is taken only where no
+other is possible, and says that `serve` refuses it.
 
 ```
-$ specoffload plan {EXAMPLE}.gguf --vram 24GiB
+$ specoffload plan {EXAMPLE}.gguf --vram 24GiB --ram 512GiB
 %s
 ```
 
@@ -53,13 +55,15 @@ $ specoffload plan {EXAMPLE}.gguf --vram 24GiB
 | `reasons` | a sentence for each choice |
 | `expected` | tokens/s by the machine model, of prefill and of decoding token by token, with layers split where `--hybrid` allows it and that is faster |
 | `hits` | null where no layer may be split, else `rate`, the share of a decode's experts that are expected in slots; `source`, counted or guess; `n_tokens` and `counted_on` of what was counted |
+| `host` | null with `--mmap`, else `available_bytes` for what streams, `limited_by` what, and `fits`: false if `serve` would refuse the plan |
 | `machine` | the machine that it was made for |
 | `model`, `architecture`, `vram_bytes`, `ctx_size` | what was asked |
 
-What comes first: all dense weights, the context, and a *ring*, slots for all experts of a layer and an eighth of the next, so that
-prompts run on the device while the link copies. What is left is shared between a larger ubatch, layers whose experts are resident,
-and more slots, the *cache*, whichever saves most time. Where not even a ring fits, dense weights of some layers stream, or batches are
-computed in chunks of tokens, or by the CPU (`declined`).
+Every way of sharing the memory is priced by the time that a prompt of 8,192 tokens (or as many as the context holds) and 512 generated ones
+take, and the fastest is chosen: how large a ubatch is, how many layers' dense weights stream, how many layers' experts are resident, and
+how many slots there are. A *ring* is slots for all experts of a layer and an eighth of the next, so that prompts run on the device
+while the link copies; the other slots are the *cache*. Where no ring pays, batches are computed in chunks of tokens, or by the CPU (`declined`).
+More device memory or a shorter context never makes the expected time longer.
 
 With `--hybrid on`, and with `auto` where hits were counted of the model and at least 5 %% less time is expected of it, slots serve every batch
 and are given room that resident layers would else have ([hybrid.md](hybrid.md)); once `auto` has timed decodes by both plans, these decide. A line says which hits are expected, and if they are a guess
@@ -69,7 +73,7 @@ or counted, when and over how many tokens.
 
 Made by `scripts/plans`, with the machine model of `offload/plan/machine.py` at {TYPICAL.link_bytes_per_s / 1e9:g} GB/s of link, {TYPICAL.ram_bytes_per_s / 1e9:g} GB/s
 of RAM, {TYPICAL.vram_bytes_per_s / 1e9:g} GB/s of VRAM, {TYPICAL.cpu_flops / 1e12:g} and {TYPICAL.gpu_flops / 1e12:g} TFLOPS of CPU and GPU. Speeds are first guesses, and none is measured: of plain
-decoding, and of a prompt of 4,096 tokens. *weights*: GiB on the device, slots aside. *context*: GiB of KV cache, states and buffers.
+decoding, and of a prompt of 8,192 tokens, or as many as the context holds; one digit where they rest on guessed hits. *weights*: GiB on the device, slots aside. *context*: GiB of KV cache, states and buffers.
 *ring* and *cache*: slots, each for one expert of one layer, and the share of all streamed experts that have one. *streams*: layers whose
 experts stream, and whose dense weights do. *min-batch*: tokens from which streaming is expected to pay; it is measured at a first start.
 *declined*: batches that go to the CPU because a layer's experts have too few slots and the CPU is faster than chunks; empty: none.
@@ -95,7 +99,7 @@ def page() -> str:
 def example(folder: Path) -> str:
     """What a user sees of the first of them."""
     path = published_facts(EXAMPLE, folder).path
-    result = CliRunner().invoke(app, ["plan", str(path), "--vram", "24GiB"])
+    result = CliRunner().invoke(app, ["plan", str(path), "--vram", "24GiB", "--ram", "512GiB"])
     assert result.exit_code == 0, result.output
     return result.stdout.rstrip()
 
@@ -157,9 +161,9 @@ def row(facts: ModelFacts, plan: Plan, n_ctx: int) -> Iterator[str]:
     yield ", ".join(streams) or "nothing"
     yield str(plan.n_ubatch)
     yield "" if not plan.streamed else "never" if plan.min_batch is None else str(plan.min_batch)
-    speeds = expected_tps(plan, work, TYPICAL, min(n_ctx, 4096))
-    yield f"{speeds['prefill_tps']:.0f}"
-    yield f"{speeds['decode_tps']:.1f}"
+    speeds = expected_tps(plan, work, TYPICAL, workload_of(ContextSpec(n_ctx)).n_prompt)
+    yield rounded(speeds["prefill_tps"])
+    yield rounded(speeds["decode_tps"], 1 if rests_on_guess(plan, work, TYPICAL) else 2)
     if plan.chunk_tokens:
         yield f"none, in chunks of {plan.chunk_tokens}"
     elif plan.declined:

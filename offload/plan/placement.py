@@ -45,6 +45,9 @@ from offload.routing.counted import HitCurve
 from offload.schedule.chunks import Chunks
 
 MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target
+# A GPU keeps so much free whatever --vram asks for: cuBLAS's workspaces, CUDA graphs and kernels
+# that are loaded late take device memory after the slots did, and abort without it.
+LEAST_FREE_BYTES = 512 << 20
 DEFAULT_UBATCH = 512
 # Products whose weights may stream: read by MUL_MAT alone, at most once a graph.
 _DENSE = re.compile(
@@ -142,6 +145,7 @@ def make_plan(
     hybrid: PlanForSplits = False,
     hits: HitCurve | None = None,
     decodes: Sequence[MeasuredDecode] = (),
+    host_bytes: int | None = None,
 ) -> Plan:
     """Decide for a device with `budget_bytes` for everything (None: no limit).
 
@@ -150,23 +154,25 @@ def make_plan(
     dense weights resident and streams the rest. `n_cpu_moe` streams the experts of that many layers
     only; "fit" leaves to expected time which are resident. With `hybrid` layers are going to be
     split, so that slots serve every batch, with `hits` as they were counted of this model; "auto":
-    if that is expected to save time, by counted hits alone, or did by `decodes`. Raises DoesNotFit
-    when not even the smallest working set fits.
+    if that is expected to save time, by counted hits alone, or did by `decodes`. What streams takes
+    at most `host_bytes` of host memory where any plan does. Raises DoesNotFit when not even the
+    smallest working set fits the device.
     """
     if hybrid == "auto":
         either = partial(
             make_plan, facts, budget_bytes=budget_bytes, reserve_bytes=reserve_bytes,
             n_gpu_layers=n_gpu_layers, n_cpu_moe=n_cpu_moe, stream_experts=stream_experts,
-            context=context, most_ubatch=most_ubatch, machine=machine,
+            context=context, most_ubatch=most_ubatch, machine=machine, host_bytes=host_bytes,
         )  # fmt: skip
         return with_or_without_room(
-            either, model_work(facts, hits), machine, _workload(context), decodes
+            either, model_work(facts, hits), machine, workload_of(context), decodes
         ).plan
     experts = [e for e in facts.loaded if is_experts(e)] if stream_experts else []
     dense = [e for e in facts.loaded if _DENSE.match(e.name)]
     work = model_work(facts, hits if hybrid else None)
     asked = _Asked(facts, budget_bytes, reserve_bytes, n_gpu_layers, n_cpu_moe, context)
     n_expert_layers = len({layer_of(e.name) for e in experts})
+    why_host = ""
     if budget_bytes is None:
         choice = _unlimited(asked, n_expert_layers, experts)
     else:
@@ -174,24 +180,26 @@ def make_plan(
         ubatches = _ubatches(context, most_ubatch, has_experts=bool(experts))
         n_resident = _resident(n_cpu_moe, n_expert_layers)
         n_dense_streamed = _dense_streamed(n_gpu_layers, facts.n_layers)
-        found = choose_sharing(
-            weights,
-            work,
-            machine,
-            _workload(context),
-            budget_bytes=budget_bytes,
-            reserve_bytes=asked.reserve_of,
-            ubatches=ubatches,
-            n_resident=n_resident,
-            n_dense_streamed=n_dense_streamed,
-            hybrid=hybrid,
-        )
+        fastest = partial(
+            choose_sharing, weights, work, machine, workload_of(context), budget_bytes=budget_bytes,
+            reserve_bytes=asked.reserve_of, ubatches=ubatches, n_resident=n_resident,
+            n_dense_streamed=n_dense_streamed, hybrid=hybrid,
+        )  # fmt: skip
+        found = fastest()
         if found is None:
             reserve = min(asked.reserve_of(n) for n in ubatches)
             least = least_bytes(weights, reserve, n_resident, n_dense_streamed)
             raise _does_not_fit(asked, least)
         choice = found
+        if host_bytes is not None and choice.streamed_bytes > host_bytes:
+            choice = fastest(host_bytes=host_bytes) or found
+            if choice is not found:
+                why_host = (
+                    f"the fastest plan would stream {found.streamed_bytes / 2**30:.1f} GiB, but "
+                    f"host memory has room for {host_bytes / 2**30:.1f} GiB: more is resident"
+                )
     plan = _plan(asked, choice, experts, dense, work, machine)
+    plan = plan.because(why_host) if why_host else plan
     if hybrid and choice.streamed_experts and budget_bytes is not None:
         plan = plan.because(hit_words(work, plan.sharing))
     return plan
@@ -251,7 +259,8 @@ class _Asked:
         return self.reserve_bytes + context_memory(self.facts, spec).total_bytes
 
 
-def _workload(context: ContextSpec | None) -> Workload:
+def workload_of(context: ContextSpec | None) -> Workload:
+    """The prompt and the generated tokens by whose time a plan is chosen."""
     most = Workload()
     return most if context is None else replace(most, n_prompt=min(context.n_ctx, UBATCHES[-1]))
 
@@ -292,7 +301,7 @@ def _unlimited(asked: _Asked, n_expert_layers: int, experts: Sequence[TensorEntr
     n_ubatch = asked.context.n_ubatch if asked.context else DEFAULT_UBATCH
     dense = spread(n_dense, asked.facts.n_layers)
     n_slots = len(streamed) * asked.facts.n_experts
-    return Choice(streamed, dense, n_ubatch, Sharing(n_slots, resident, len(dense)), 0.0, True)
+    return Choice(streamed, dense, n_ubatch, Sharing(n_slots, resident, len(dense)))
 
 
 def _plan(

@@ -104,9 +104,9 @@ def _both_measured(
 def hit_words(work: ModelWork, sharing: Sharing) -> str:
     """The hits that a plan for split layers expects of decodes, and where they come from."""
     rate = expected_hits(work, sharing, work.union(1))
-    source = (
-        "a guess from what was reported of another model (llama.cpp #27861), until they are counted"
-        if work.hits is None
-        else work.hits.source
+    if work.hits is not None:
+        return f"{rate:.0%} of a decode's experts are expected in slots: {work.hits.source}"
+    return (
+        f"about {round(rate, 1):.0%} of a decode's experts are expected in slots: a guess from what "
+        "was reported of another model (llama.cpp #27861), until they are counted"
     )
-    return f"{rate:.0%} of a decode's experts are expected in slots: {source}"

@@ -1,8 +1,7 @@
 """Shares device memory out between layers, slots and the buffers of a ubatch, by expected time.
 
-Pure. Every way of sharing is priced by the machine model and the fastest that fits is taken. Where
-a whole layer's experts get slots without a dense weight having to stream, that comes before all
-else: prompts are then computed by the device.
+Pure. The machine model prices every way of sharing for a prompt and the tokens generated after it,
+and the fastest that fits is taken.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from offload.plan.machine import Machine, ModelWork, Sharing, best_s, prefill_s
 from offload.plan.slot_layout import SlotLayout, SlotPool, slot_layout
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
-SMALL_UBATCHES = (128, 256)  # where 512 leaves no room for a layer's experts
+SMALL_UBATCHES = (128, 256)  # they leave room for more slots where memory is short
 _AHEAD = 8  # a ring has room for one in so many experts of the next layer
 _LOOKED_UP = frozenset(
     {
@@ -43,14 +42,8 @@ class Choice:
     streamed_dense: frozenset[int]
     n_ubatch: int
     sharing: Sharing
-    expected_s: float
-    has_ring: bool
-
-    @property
-    def is_sound(self) -> bool:
-        """True if a whole layer's experts run on the device, for batches of some size, without a
-        dense weight having to stream."""
-        return self.has_ring and not self.streamed_dense and self.n_ubatch not in SMALL_UBATCHES
+    streamed_bytes: int = 0  # host memory that the streamed weights take
+    expected_s: float = 0.0
 
     @property
     def streams(self) -> bool:
@@ -133,25 +126,24 @@ def choose_sharing(
     n_resident: Sequence[int],
     n_dense_streamed: Sequence[int],
     hybrid: bool = False,
+    host_bytes: int | None = None,
 ) -> Choice | None:
     """The fastest way that fits `budget_bytes`; None if none fits. With `hybrid` layers may be
     split, and experts in slots are computed there in every batch.
 
     `reserve_bytes(n_ubatch)` is what the context takes. `n_resident` and `n_dense_streamed` are the
-    numbers of layers that may be tried.
+    numbers of layers that may be tried. What streams takes at most `host_bytes` of host memory.
     """
     best: Choice | None = None
     for n_ubatch in ubatches:
-        if n_ubatch in SMALL_UBATCHES and best is not None and best.is_sound:
-            break
         left = budget_bytes - reserve_bytes(n_ubatch)
         for choice in _ways(weights, left, n_ubatch, n_resident, n_dense_streamed):
-            if best is not None and best.is_sound and not choice.is_sound:
+            if host_bytes is not None and choice.streamed_bytes > host_bytes:
                 continue
-            if not choice.streams:
+            if not choice.streams and n_ubatch not in SMALL_UBATCHES:
                 return choice  # with all weights there, a larger ubatch would only take memory
             seconds = expected_s(machine, work, workload, choice.sharing, n_ubatch, hybrid=hybrid)
-            if best is None or (choice.is_sound, -seconds) > (best.is_sound, -best.expected_s):
+            if best is None or seconds < best.expected_s:
                 best = replace(choice, expected_s=seconds)
     return best
 
@@ -165,33 +157,23 @@ def _ways(
 ) -> Iterator[Choice]:
     """The ways that fit and may be best.
 
-    Experts become resident only where all dense weights are, which serve every token. Of the dense
-    weights as few stream as leave room for any slots, and as few as leave room for a ring.
+    Experts become resident only while as few dense weights stream as may, since every token uses
+    those, and only with what a ring leaves, so that prompts run on the device.
     """
-
-    def way(resident: int, n_dense: int) -> Choice | None:
+    fewest = n_dense_streamed[0]
+    numbers = [(n, fewest) for n in n_resident]
+    numbers += [(n_resident[0], n) for n in n_dense_streamed[1:]]
+    for resident, n_dense in numbers:
         experts, expert_bytes = weights.experts[resident]
         dense, dense_bytes = weights.dense[n_dense]
         room = left_bytes - (weights.resident_bytes - expert_bytes - dense_bytes)
         room -= weights.dense_ring_bytes if dense_bytes else 0
-        n_slots, has_ring = _slots(weights.layout, room, len(experts))
-        if room < 0 or (experts and not n_slots):
-            return None
-        return Choice(
-            experts, dense, n_ubatch, Sharing(n_slots, resident, len(dense)), 0.0, has_ring
-        )
-
-    fewest = n_dense_streamed[0]
-    found = [choice for n in n_resident if (choice := way(n, fewest)) is not None]
-    yield from found
-    fits, has_ring = bool(found), any(choice.has_ring for choice in found)
-    for n_dense in n_dense_streamed[1:]:
-        if has_ring:
-            return
-        choice = way(n_resident[0], n_dense)
-        if choice is not None and (choice.has_ring or not fits):
-            yield choice
-            fits, has_ring = True, choice.has_ring
+        n_slots = _slots(weights.layout, room, len(experts))
+        has_ring = not experts or n_slots >= weights.facts.n_experts
+        if room < 0 or (experts and not n_slots) or (resident > n_resident[0] and not has_ring):
+            continue
+        sharing = Sharing(n_slots, resident, len(dense))
+        yield Choice(experts, dense, n_ubatch, sharing, expert_bytes + dense_bytes)
 
 
 @dataclass(frozen=True)
@@ -232,19 +214,22 @@ def _least_expert_bytes(layout: SlotLayout) -> int:
     return sum(max(1, pool.n_used) * pool.slot_bytes for pool in layout.pools)
 
 
-def _slots(layout: SlotLayout, room_bytes: int, n_layers: int) -> tuple[int, bool]:
-    """Slots for the experts of `n_layers` layers; 0 if not even one token's fit. True: a ring."""
-    if not n_layers or not layout.pools:
-        return 0, True
-    if room_bytes < _least_expert_bytes(layout):
-        return 0, False
+def _slots(layout: SlotLayout, room_bytes: int, n_layers: int) -> int:
+    """Slots to count on for the experts of `n_layers` layers; 0 if not even one token's fit.
+
+    A layer's experts are counted on only if a ring fits. The header tells a start's free memory
+    within a few per cent, and one slot too few takes prompts off the device.
+    """
+    if not n_layers or not layout.pools or room_bytes < _least_expert_bytes(layout):
+        return 0
+    n_experts = max(1, layout.pools[0].n_experts)
     rings = sum(ring_slots(pool) * pool.slot_bytes for pool in layout.pools)
-    most = n_layers * max(1, layout.pools[0].n_experts)
+    if room_bytes < rings:
+        n_slots = int(room_bytes / sum(pool.slot_bytes for pool in layout.pools))
+        return max(1, min(n_slots, n_experts - 1))
     size = sum(pool.slot_bytes * pool.n_groups for pool in layout.pools)
     mean = size / sum(pool.n_groups for pool in layout.pools)
-    if room_bytes < rings:
-        return max(1, int(room_bytes / sum(pool.slot_bytes for pool in layout.pools))), False
-    return min(most, int(room_bytes / mean)), True
+    return min(n_layers * n_experts, int(room_bytes / mean))
 
 
 def expected_s(

@@ -13,7 +13,14 @@ from offload.hybrid.layers import Hybrid
 from offload.hybrid.switch import Splitter
 from offload.model import ModelFacts
 from offload.plan.context import ContextSpec
-from offload.plan.placement import MARGIN_BYTES, NCpuMoe, Plan, PlanForSplits, make_plan
+from offload.plan.placement import (
+    LEAST_FREE_BYTES,
+    MARGIN_BYTES,
+    NCpuMoe,
+    Plan,
+    PlanForSplits,
+    make_plan,
+)
 from offload.plan.room_for_splits import MeasuredDecode
 from offload.routing.counted import HitCurve
 from offload.routing.recording import RoutingRecorder
@@ -77,18 +84,31 @@ def plan_streaming(
     stream_experts: bool,
     context: ContextSpec,
     most_ubatch: int | None = None,
+    host_bytes: int | None = None,
 ) -> Plan:
     """The plan for this device; with `most_ubatch` it chooses the context's ubatch. Raises
     DoesNotFit.
 
-    On a GPU the context, its buffers and `reserve_bytes` are part of the budget. A simulated device
-    computes in host memory: there the budget is for weights and slots alone.
+    On a GPU the context, its buffers and `reserve_bytes` are part of the budget, and
+    `LEAST_FREE_BYTES` stay free whatever was asked for. A simulated device computes in host memory:
+    there the budget is for weights and slots alone. What streams takes at most `host_bytes` of host
+    memory where any plan does.
     """
     budget, counted = options.vram_bytes, is_counted(choice, options)
+    lowered = ""
+    asked = options.device_bytes
     if counted:
-        budget = options.device_bytes if options.device_bytes is not None else free_bytes(choice)
+        free = choice.device.memory_bytes()[0]
+        margin = MARGIN_BYTES if asked is None else LEAST_FREE_BYTES
+        budget = min(free if asked is None else asked, max(0, free - margin))
+        if asked is not None and budget < asked:
+            lowered = (
+                f"--vram {asked / 2**30:.2f}GiB: {budget / 2**30:.2f} GiB are used, since "
+                f"{choice.name} has {free / 2**30:.2f} GiB free and {margin >> 20} MiB stay free "
+                "for its driver and kernels"
+            )
     elif budget is None and choice.sim is not None:
-        budget = options.device_bytes or choice.sim.vram_bytes
+        budget = asked or choice.sim.vram_bytes
     plan = make_plan(
         facts,
         budget_bytes=budget if stream_experts else None,
@@ -101,7 +121,9 @@ def plan_streaming(
         hybrid=options.plan_for_hybrid,
         hits=options.hits,
         decodes=options.decodes,
+        host_bytes=host_bytes,
     )
+    plan = plan.because(lowered) if lowered else plan
     return plan.with_chunks(options.chunks if options.overlap else "off")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from offload.errors import DoesNotFit
-from offload.plan.placement import MARGIN_BYTES, Plan
+from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan
 from offload.plan.sharing import ring_slots
 
 _FEWER = 0.9  # of the bytes that were refused
@@ -28,15 +28,16 @@ def room_left(
 ) -> int:
     """Bytes for slots, now that everything else has its memory but `others_bytes`.
 
-    `device_bytes` is the most that may be used; None: all but a margin. Where the driver does not
-    tell what is in use, the plan's own estimate stands.
+    `device_bytes` is the most that may be used, less where `LEAST_FREE_BYTES` would not stay free;
+    None: all but a margin. Where the driver does not tell what is in use, the plan's own estimate
+    stands.
     """
     used = free_before - free_now
     if used < plan.resident_bytes // 2:
         return plan.slot_bytes
     if device_bytes is None:
         return free_now - MARGIN_BYTES - others_bytes
-    return min(device_bytes - used, free_now) - others_bytes
+    return min(device_bytes - used, free_now - LEAST_FREE_BYTES) - others_bytes
 
 
 def fitted(plan: Plan, room_bytes: int, use: Callable[[Plan], None]) -> Plan:

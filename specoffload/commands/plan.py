@@ -16,16 +16,18 @@ from offload.plan.machine import (
     Machine,
     ModelWork,
     best_s,
+    cpu_s,
     expected_hits,
     model_work,
     prefill_s,
 )
 from offload.plan.min_batch import NEVER
-from offload.plan.placement import Plan, PlanForSplits, make_plan
+from offload.plan.placement import Plan, PlanForSplits, make_plan, workload_of
 from offload.plan.room_for_splits import hit_words
 from offload.plan.sharing import ring_slots
 from offload.plan.slot_layout import SlotPool
 from offload.routing.counted import HitCurve
+from offload.store.room import Room, room_now
 from offload.streaming.options import free_bytes
 from specoffload import report
 from specoffload.config.options import PlanOptions
@@ -51,6 +53,7 @@ class Planned:
     splits: PlanForSplits = False  # layers may be
     hits: HitCurve | None = None  # as counted; None: a guess
     complaint: str = ""  # of counted hits that cannot be used
+    room: Room | None = None  # host memory for what streams; None: it stays in the page cache
 
 
 def plan_config(config: Config, own: PlanOptions) -> None:
@@ -72,6 +75,10 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     context = context_spec(facts, options)
     of_draft = options.streaming.reserve_bytes
     vram, why = _vram(config, choose_device(config.device))
+    room = None
+    if not config.mmap:
+        size_bytes = own.ram.size_bytes
+        room = room_now() if size_bytes is None else Room(size_bytes, "--ram")
     plan = make_plan(
         facts,
         budget_bytes=vram,
@@ -84,13 +91,14 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         hybrid=config.streaming.plan_for_hybrid,
         hits=kept.hits,
         decodes=kept.decodes if machine == TYPICAL else (),  # they were timed here
+        host_bytes=None if room is None else room.available_bytes,
     )
     context = context.with_ubatch(plan.n_ubatch)
     memory = context_memory(facts, context)
     splits = config.streaming.plan_for_hybrid
     return Planned(
         facts, plan, vram, context, memory, of_draft, machine, why, splits, kept.hits,
-        kept.complaint,
+        kept.complaint, room,
     )  # fmt: skip
 
 
@@ -98,7 +106,7 @@ def _machine(own: PlanOptions) -> Machine:
     return replace(
         TYPICAL,
         link_bytes_per_s=own.link_bytes_per_s or TYPICAL.link_bytes_per_s,
-        ram_bytes_per_s=own.ram_bytes_per_s or TYPICAL.ram_bytes_per_s,
+        ram_bytes_per_s=own.ram.bytes_per_s or TYPICAL.ram_bytes_per_s,
     )
 
 
@@ -137,6 +145,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "reasons": list(plan.reasons),
         "expected": _expected(planned),
         "hits": _hits(planned),
+        "host": _host(planned),
         "machine": asdict(planned.machine),
     }
 
@@ -176,7 +185,7 @@ def expected_tps(
 
 
 def _expected(planned: Planned) -> dict[str, float]:
-    n_prompt, splits = min(planned.context.n_ctx, 4096), bool(planned.splits)
+    n_prompt, splits = workload_of(planned.context).n_prompt, bool(planned.splits)
     return expected_tps(planned.plan, _work(planned), planned.machine, n_prompt, splits=splits)
 
 
@@ -195,6 +204,48 @@ def _hits(planned: Planned) -> dict[str, Any] | None:
         "n_tokens": 0 if hits is None else hits.n_tokens,
         "counted_on": None if hits is None else hits.counted_on.isoformat(),
     }
+
+
+def rests_on_guess(plan: Plan, work: ModelWork, machine: Machine, *, splits: bool = False) -> bool:
+    """True if the expected decode owes its speed to hits that nobody has counted."""
+    if work.hits is not None or not plan.sharing.n_slots:
+        return False
+    decode_s = best_s(machine, work, plan.sharing, 1, hybrid=splits)
+    return decode_s < cpu_s(machine, work, plan.sharing, 1)
+
+
+def rounded(value: float, n_digits: int = 2) -> str:
+    """An estimate for people, without digits that mean nothing: 96.5 is 97 or, with one, 100."""
+    return f"{float(f'{value:.{n_digits - 1}e}'):,g}" if value < 1e5 else f"{value:,.0f}"
+
+
+def _host(planned: Planned) -> dict[str, Any] | None:
+    """Room for what streams; None with --mmap, which needs none."""
+    if planned.room is None:
+        return None
+    available = planned.room.available_bytes
+    return {
+        "available_bytes": available,
+        "limited_by": planned.room.limited_by,
+        "fits": planned.plan.streamed_bytes <= available,
+    }
+
+
+def _host_words(planned: Planned) -> str:
+    """A sentence if host memory has no room for what streams, else nothing."""
+    plan, room = planned.plan, planned.room
+    if room is None or plan.streamed_bytes <= room.available_bytes:
+        return ""
+    missing = plan.streamed_bytes - room.available_bytes
+    most = (planned.vram_bytes or 0) - plan.reserve_bytes + room.available_bytes
+    return (
+        f"this does not fit: {plan.streamed_bytes / _GIB:.1f} GiB stream from host memory, which "
+        f"has room for {room.available_bytes / _GIB:.1f} GiB ({room.limited_by}), so that `serve` "
+        f"and `run` refuse it. It takes {plan.streamed_bytes / _GIB:.0f} GiB of free RAM (--ram "
+        f"plans for another machine), or about {missing / _GIB:.0f} GiB more of device memory, or "
+        f"a file of at most {most / _GIB:.0f} GiB, or --mmap, which reads from the disk again and "
+        "again and is much slower than expected here"
+    )
 
 
 def _show(planned: Planned) -> None:
@@ -229,12 +280,16 @@ def _show(planned: Planned) -> None:
     report.table("Device memory", ("", "GiB", ""), shown)
     if plan.streamed:
         report.line(f"streams from host memory: {report.bytes_text(plan.streamed_bytes)}")
+        if words := _host_words(planned):
+            report.paragraph(words)
         pays = "never" if plan.min_batch is None else f"from {plan.min_batch} tokens on"
         report.line(f"streaming is expected to pay {pays} (--min-batch auto measures it)")
-    expected, machine = _expected(planned), planned.machine
+    expected, machine, work = _expected(planned), planned.machine, _work(planned)
+    is_guess = rests_on_guess(plan, work, machine, splits=bool(planned.splits))
+    decode = rounded(expected["decode_tps"], 1 if is_guess else 2)
     report.line(
-        f"expected: prefill {expected['prefill_tps']:,.0f} tokens/s, decoding "
-        f"{expected['decode_tps']:,.1f} tokens/s"
+        f"estimated: prefill about {rounded(expected['prefill_tps'])} tokens/s, decoding about "
+        f"{decode} tokens/s{', by hits that are a guess' if is_guess else ''}"
     )
     report.line(
         f"with a link of {machine.link_bytes_per_s / 1e9:g} GB/s and RAM of "
@@ -242,7 +297,11 @@ def _show(planned: Planned) -> None:
     )
     for words in (
         *plan.reasons,
-        *([hit_words(_work(planned), plan.sharing)] if planned.splits == "auto" else []),
+        *(
+            [hit_words(work, plan.sharing)]
+            if planned.splits == "auto" and plan.sharing.n_slots
+            else []
+        ),
         *(f"declined: {why}" for why in plan.declined),
         *([planned.complaint] if planned.complaint else []),
     ):

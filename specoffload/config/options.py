@@ -226,11 +226,19 @@ class ProfileOptions:
 
 
 @dataclass(frozen=True)
+class Ram:
+    """Host memory of the machine to plan for. None: what is free here; a typical bandwidth."""
+
+    size_bytes: int | None = None
+    bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True)
 class PlanOptions:
     """Of `plan`; None is a typical machine's."""
 
     link_bytes_per_s: float | None = None
-    ram_bytes_per_s: float | None = None
+    ram: Ram = Ram()
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from offload.streaming.options import StreamingOptions
 from offload.synth import plan_preset, write_header_only
 from specoffload import report
 from specoffload.cli import app
+from specoffload.errors import UsageError
 from specoffload.speculation.kept_hits import store_hits
 
 GIB = 1 << 30
@@ -33,6 +34,7 @@ KEYS = {
     *("model", "architecture", "vram_bytes", "ctx_size", "resident_bytes", "streamed_bytes"),
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
     *("chunk_tokens", "declined", "reasons", "expected", "hits", "machine"),
+    "host",
 }
 
 
@@ -126,6 +128,51 @@ def test_what_does_not_fit_is_refused_with_numbers_and_flags(r1: Path) -> None:
         planned(str(r1), "--vram", "8GiB", "-c", "131072")
     with pytest.raises(BadModel, match="no such file"):
         planned("missing.gguf")
+
+
+def words_of(*words: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
+    assert result.exit_code == 0
+    return " ".join(result.stdout.split())
+
+
+def test_what_host_memory_does_not_hold_is_said_with_what_would(r1: Path) -> None:
+    asked = (str(r1), "--vram", "24GiB")
+    words = words_of(*asked, "--ram", "20GiB,80GB/s")
+    assert "does not fit: 366.9 GiB stream from host memory, which has room for 20.0 GiB" in words
+    assert "`serve` and `run` refuse it. It takes 367 GiB of free RAM" in words
+    assert "about 347 GiB more of device memory" in words
+    assert "RAM of 80 GB/s" in words
+    small = planned(*asked, "--ram", "20GiB")["host"]
+    assert small == {"available_bytes": 20 * GIB, "limited_by": "--ram", "fits": False}
+    assert planned(*asked)["host"]["fits"] == (planned(*asked)["host"]["available_bytes"] > 367e9)
+    enough = words_of(*asked, "--ram", "368GiB")
+    assert "does not fit" not in enough
+    assert "does not fit" not in words_of(*asked, "--mmap")
+
+
+def test_a_number_of_gib_without_a_unit_is_not_taken_for_bytes(r1: Path) -> None:
+    with pytest.raises(UsageError, match="--vram 24: 24 would be 24 bytes; write 24GiB for GiB"):
+        planned(str(r1), "--vram", "24")
+
+
+def test_what_rests_on_guessed_hits_has_one_digit_and_says_so(
+    r1: Path, counted: Callable[[float], Path]
+) -> None:
+    asked = (str(r1), "--vram", "300GiB", "--hybrid", "on")
+    guessed = words_of(*asked)
+    assert re.search(r"decoding about [1-9]0* tokens/s, by hits that are a guess", guessed)
+    assert re.search(r"about \d0% of a decode's experts are expected in slots: a guess", guessed)
+    counted(0.3)
+    known = words_of(*asked)
+    assert "a guess" not in known
+    assert re.search(r"decoding about \d[\d.] ?tokens/s", known)
+
+
+def test_hits_are_not_told_of_where_nothing_streams(tiny_moe: Path) -> None:
+    words = words_of(str(tiny_moe), "--vram", "2GiB")
+    assert "nothing streams" in words
+    assert "expected in slots" not in words
 
 
 def test_a_ring_that_does_not_fit_is_said(r1: Path) -> None:

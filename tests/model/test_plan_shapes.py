@@ -6,10 +6,11 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from offload.errors import DoesNotFit
@@ -26,9 +27,18 @@ from offload.plan.machine import (
 )
 from offload.plan.min_batch import NEVER, Side, choose
 from offload.plan.min_batch_search import Streaming, budget_s, search
-from offload.plan.placement import Plan, make_plan
-from offload.plan.sharing import SMALL_UBATCHES, UBATCHES, device_bytes, ring_slots
+from offload.plan.placement import DEFAULT_UBATCH, Plan, PlanForSplits, make_plan
+from offload.plan.sharing import (
+    SMALL_UBATCHES,
+    UBATCHES,
+    Workload,
+    device_bytes,
+    expected_s,
+    ring_slots,
+)
 from offload.plan.slot_layout import slot_layout
+from offload.routing.counted import HitCurve
+from offload.routing.hits import SHARES
 from offload.synth.published import PUBLISHED, published_facts
 from specdec.costs.measure import measure
 from specdec.simulation.fake import FakeTarget
@@ -78,7 +88,7 @@ def dense_bytes(facts: ModelFacts) -> int:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_no_batch_of_experts_is_declined_where_a_layer_s_experts_fit(
+def test_every_plan_fits_and_says_what_its_slots_do_not_hold(
     name: str, shapes: dict[str, ModelFacts]
 ) -> None:
     facts = shapes[name]
@@ -92,19 +102,60 @@ def test_no_batch_of_experts_is_declined_where_a_layer_s_experts_fit(
                 continue
             assert plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes <= gib * GIB
             pools = [pool for pool in plan.layout.pools if pool.n_experts]
-            if ring_fits:
+            if ring_fits:  # prompts run on the device, which is faster for all of these
                 assert plan.declined == ()
                 assert plan.chunk_tokens == 0
                 # No product of any batch is declined, from the threshold on or below it.
                 assert all(pool.holds(n) for pool in pools for n in (1, 64, plan.n_ubatch))
-                # As llama.cpp does, dense weights are resident while experts can make room.
-                assert all(is_experts(entry) for entry in plan.streamed)
             if all(pool.holds(plan.n_ubatch) for pool in pools):
                 assert plan.declined == ()
                 assert plan.chunk_tokens == 0
             else:  # said even where streaming never pays
                 assert bool(plan.declined) != bool(plan.chunk_tokens)
                 assert plan.chunk_tokens == 0 or plan.min_batch is not None
+
+
+WORKLOAD = Workload(n_prompt=8192)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    title=st.sampled_from(list(PUBLISHED)),
+    gib=st.floats(6.0, 90.0),
+    more=st.floats(0.0, 20.0),
+    n_ctx=st.integers(8192, 131072),
+    longer=st.integers(0, 131072),
+)
+@example(title="DeepSeek-R1", gib=24e9 / GIB, more=1.65, n_ctx=65536, longer=65536)
+@example(title="Qwen3-235B-A22B", gib=12.0, more=1.0, n_ctx=32768, longer=0)
+def test_more_memory_or_a_shorter_context_never_loses_time_nor_does_a_ubatch_of_the_user_win(
+    title: str,
+    gib: float,
+    more: float,
+    n_ctx: int,
+    longer: int,
+    shapes: dict[str, ModelFacts],
+) -> None:
+    """Within 2 %: a model that fits as a whole takes the smallest usual ubatch."""
+    facts, work = shapes[title], model_work(shapes[title])
+
+    def seconds(gib: float, n_ctx: int, n_ubatch: int | None = None) -> float:
+        context = ContextSpec(n_ctx, n_ubatch or DEFAULT_UBATCH)
+        most = UBATCHES[-1] if n_ubatch is None else None
+        try:
+            plan = make_plan(facts, budget_bytes=int(gib * GIB), n_cpu_moe="fit", context=context,
+                             most_ubatch=most)  # fmt: skip
+        except DoesNotFit:
+            return math.inf
+        if not plan.streamed:
+            return 0.0
+        return expected_s(TYPICAL, work, WORKLOAD, plan.sharing, plan.n_ubatch, hybrid=False)
+
+    chosen_s = seconds(gib, n_ctx)
+    assert seconds(gib + more, n_ctx) <= 1.02 * chosen_s
+    assert chosen_s <= 1.02 * seconds(gib, n_ctx + longer)
+    if facts.n_experts:
+        assert chosen_s <= 1.1 * min(seconds(gib, n_ctx, n) for n in (*UBATCHES, *SMALL_UBATCHES))
 
 
 def test_r1_on_24_gib_has_a_ring_a_cache_and_a_large_ubatch(shapes: dict[str, ModelFacts]) -> None:
@@ -156,6 +207,29 @@ def test_more_memory_is_never_refused_and_never_takes_the_ring_away(
     if not less.sharing.n_dense_streamed and less.n_ubatch not in SMALL_UBATCHES:
         assert less.declined or not larger.declined
         assert less.chunk_tokens or not larger.chunk_tokens
+
+
+@pytest.mark.parametrize("hybrid", [False, "auto", True])
+def test_plans_that_do_not_fit_host_memory_are_taken_only_where_none_does(
+    hybrid: PlanForSplits, shapes: dict[str, ModelFacts]
+) -> None:
+    """Counted hits made slots of resident layers, so that a machine of 128 GB was refused."""
+    facts = shapes["Qwen3-235B-A22B"]
+    hits = HitCurve(tuple((share, share**0.1) for share in SHARES), 700, date(2026, 3, 1))
+    context, most = ContextSpec(8192), UBATCHES[-1]
+
+    def plan(hybrid: PlanForSplits, host_bytes: int | None) -> Plan:
+        return make_plan(
+            facts, budget_bytes=48 * GIB, n_cpu_moe="fit", context=context, most_ubatch=most,
+            hybrid=hybrid, hits=hits, host_bytes=host_bytes,
+        )  # fmt: skip
+
+    least = plan(False, None).streamed_bytes
+    assert plan(True, None).streamed_bytes > least
+    found = plan(hybrid, least)
+    assert found.streamed_bytes <= least
+    assert hybrid is not True or any("host memory has room for" in why for why in found.reasons)
+    assert plan(hybrid, 10 * GIB).streamed_bytes > 10 * GIB  # no plan fits: the store refuses it
 
 
 def test_layers_that_are_not_loaded_are_not_planned(shapes: dict[str, ModelFacts]) -> None:

@@ -18,7 +18,7 @@ from offload.ggml.tensor import Buffer
 from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import MARGIN_BYTES, Plan, make_plan
+from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, make_plan
 from offload.plan.sharing import ring_slots
 from offload.store.store import Store
 from offload.streaming.options import StreamingOptions
@@ -56,8 +56,8 @@ def test_a_limit_counts_what_is_in_use_already(plan: Plan) -> None:
     arguments: dict[str, Any] = {"free_before": 10_000 * MIB, "free_now": 10_000 * MIB - used}
     room = room_left(plan, device_bytes=used + 50 * MIB, others_bytes=0, **arguments)
     assert room == 50 * MIB
-    # No more than there is, whatever was asked for.
-    full: dict[str, Any] = {"free_before": used + 3 * MIB, "free_now": 3 * MIB}
+    # 512 MiB stay free, whatever was asked for.
+    full: dict[str, Any] = {"free_before": used + 515 * MIB, "free_now": 515 * MIB}
     assert room_left(plan, device_bytes=10_000 * MIB, others_bytes=0, **full) == 3 * MIB
 
 
@@ -185,6 +185,24 @@ def test_slots_take_what_the_estimate_left_out(model: Path, counting: CountingDe
     assert counting.in_use == 0, "closing gives all back"
     with Engine(model, replace(options(None), device="cpu")) as plain:
         assert np.allclose(plain.sequences.extend(0, tokens(40)), expected, atol=1e-4)
+
+
+def test_a_gpu_keeps_some_memory_free_whatever_is_asked_for(
+    model: Path, counting: CountingDevice
+) -> None:
+    facts = read_facts(model)
+    context = context_memory(facts, ContextSpec(256, 64)).total_bytes
+    usable = facts.size_bytes + context - MIB
+    counting.total_bytes = usable + LEAST_FREE_BYTES
+    with Engine(model, options(counting.total_bytes)) as engine:
+        plan = engine.plan
+        assert plan is not None
+        assert plan.streamed
+        assert plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes <= usable
+        assert any("512 MiB stay free for its driver" in reason for reason in plan.reasons)
+    with Engine(model, options(usable)) as engine:
+        assert engine.plan is not None
+        assert not any("stay free" in reason for reason in engine.plan.reasons)
 
 
 def test_a_refusal_leaves_fewer_slots_and_a_working_engine(

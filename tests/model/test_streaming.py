@@ -161,10 +161,10 @@ def test_the_link_is_held_to_its_bandwidth(tiny_moe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "device", ["sim:vram=5", "sim:bw=0", "sim:bw=fast", "sim:size=3MiB", "sim:latency=3"]
+    "device", ["sim:vram=5B", "sim:bw=0", "sim:bw=fast", "sim:size=3MiB", "sim:latency=3"]
 )
 def test_a_bad_sim_is_named(tiny_moe: Path, device: str) -> None:
-    expected = DoesNotFit if device == "sim:vram=5" else DeviceUnavailable
+    expected = DoesNotFit if device == "sim:vram=5B" else DeviceUnavailable
     with pytest.raises(expected):
         Engine(tiny_moe, options(StreamingOptions(), device))
 

@@ -28,6 +28,7 @@ from specoffload.config.flags.reading import (
     KEYS,
     N_PREDICT,
     PARALLEL,
+    RAM,
     RATE,
     SECONDS,
     SEED,
@@ -343,9 +344,9 @@ PLAN = (
         "Host memory to device, e.g. 12GB/s.", _P, default_words="25GB/s", commands=_PLAN,
     ),
     Flag(
-        PlanOptions, "ram_bytes_per_s", ("--ram",), RATE,
-        "What all cores read of host memory, e.g. 200GB/s.", _P, default_words="70GB/s",
-        commands=_PLAN,
+        PlanOptions, "ram", ("--ram",), RAM,
+        "Free host memory and what all cores read of it, e.g. 512GiB,200GB/s; or one of both.", _P,
+        default_words="what is free here,70GB/s", commands=_PLAN,
     ),
 )  # fmt: skip
 

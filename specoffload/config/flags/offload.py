@@ -26,7 +26,8 @@ FLAGS = (
         "Device memory to use, e.g. 12GiB.", _P,
         more="For weights, slots, the context and its buffers, and a draft; on sim for weights and "
         "slots alone, since the others are in host memory. What does not fit streams; less than "
-        "the smallest working set is an error.",
+        "the smallest working set is an error. At least 512 MiB of a GPU stay free for its driver "
+        "and kernels, whatever is asked for.",
         default_words="what is free, less 1 GiB", commands=_AND_TUNE, first=True,
     ),
     Flag(

@@ -14,7 +14,7 @@ from offload.sampling.options import sampler_names
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName
 from specoffload.config.flags.flag import FALSE, TRUE, Kind, choice
-from specoffload.config.options import Toggle
+from specoffload.config.options import Ram, Toggle
 
 NEVER = 1 << 30  # tokens: no batch has as many
 ALL_LAYERS = 9999
@@ -52,6 +52,18 @@ def crossover(text: str) -> Crossover:
     if not text.isdecimal():
         raise ValueError("must be heads, auto or a whole number, 0 for off")
     return int(text)
+
+
+def ram(text: str) -> Ram:
+    """A size, a bandwidth, or both: `512GiB`, `200GB/s`, `512GiB,200GB/s`."""
+    size_bytes: int | None = None
+    bytes_per_s: float | None = None
+    for part in text.split(","):
+        if "/" in part:
+            bytes_per_s = parse_rate(part)
+        else:
+            size_bytes = parse_bytes(part)
+    return Ram(size_bytes, bytes_per_s)
 
 
 def drafters(text: str) -> tuple[DrafterName, ...]:
@@ -214,6 +226,7 @@ CROSSOVER = Kind("N", crossover)
 AUTO_INT = Kind("N", auto_or_whole)
 RATE = Kind("SIZE/s", parse_rate)
 BYTES = Kind("SIZE", parse_bytes)
+RAM = Kind("SIZE,SIZE/s", ram)
 DRAFTERS = Kind("NAME,...", drafters)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
 RATES = Kind("P,...", rates)

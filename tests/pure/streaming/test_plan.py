@@ -102,10 +102,16 @@ def test_streamed_layers_are_as_many_as_asked_and_evenly_spread(n: int, n_layers
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("64MiB", 64 << 20), ("8G", 8 << 30), ("1.5GB", 1_500_000_000), ("1000", 1000)],
+    [("64MiB", 64 << 20), ("8G", 8 << 30), ("1.5GB", 1_500_000_000), ("4194304", 4 << 20)],
 )
 def test_sizes_are_read_as_people_write_them(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["24", "0", "1.5", "1048575"])
+def test_a_small_number_without_a_unit_is_not_taken_for_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{text} would be \d+ bytes; write {text}GiB for GiB$"):
+        parse_bytes(text)
 
 
 def test_rates_and_times_too() -> None:
