@@ -1,8 +1,10 @@
-"""The machine's load before something is timed: a busy machine gives times that are too long."""
+"""The processors' time that other programs take: a busy machine gives times that are too long."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from dataclasses import dataclass
 
 import psutil
@@ -10,36 +12,86 @@ import psutil
 from specoffload import report
 
 _LOOK_S = 0.3
-_BUSY = 0.2  # share of the processors' time from which on others disturb
+_BUSY = 0.2  # share of the processors' time from which on other programs disturb
+_IDLE = ("idle", "iowait")
+_COUNTED_TWICE = ("guest", "guest_nice")  # they are part of user and nice
 
 
 @dataclass(frozen=True)
 class Load:
-    """The work of others: `busy` is a share of the time of this process's `n_cpus` processors, now;
-    `average` the processes that ran or waited in the last minute, on all `n_all`."""
+    """Share of the time of this process's `n_cpus` processors that other programs took."""
 
-    busy: float
-    average: float
+    others: float
     n_cpus: int
-    n_all: int
+
+    @property
+    def is_busy(self) -> bool:
+        return self.others >= _BUSY
+
+    @property
+    def words(self) -> str:
+        processors = "the processor" if self.n_cpus == 1 else f"the {self.n_cpus} processors"
+        return f"other programs took {self.others:.0%} of {processors}"
+
+
+class Watch:
+    """Measures what other programs take of the processors from now on: all that is used, less what
+    this process and its children use."""
+
+    def __init__(self) -> None:
+        n_all = psutil.cpu_count() or 1
+        affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(n_all)
+        self._cpus = [cpu for cpu in affinity if cpu < n_all] or list(range(n_all))
+        self._began = (_own_s(), *self._processors_s())
+
+    def others(self) -> Load:
+        """The load since the watch began."""
+        own_s, busy_s, total_s = self.spent_s()
+        share = (busy_s - own_s) / total_s if total_s else 0.0
+        return Load(min(1.0, max(0.0, share)), len(self._cpus))
+
+    def spent_s(self) -> tuple[float, float, float]:
+        """Processor seconds since the watch began: of this process, of all, and idle ones too."""
+        now = (_own_s(), *self._processors_s())
+        own_s, busy_s, total_s = (b - a for a, b in zip(self._began, now, strict=True))
+        return own_s, busy_s, total_s
+
+    def _processors_s(self) -> tuple[float, float]:
+        """Seconds in which the processors worked, and all seconds; a hypervisor's theft is work."""
+        busy_s = total_s = 0.0
+        times = psutil.cpu_times(percpu=True)
+        for cpu in self._cpus:
+            spent = times[cpu]._asdict()
+            all_s = sum(spent.values()) - sum(spent.get(name, 0.0) for name in _COUNTED_TWICE)
+            total_s += all_s
+            busy_s += all_s - sum(spent.get(name, 0.0) for name in _IDLE)
+        return busy_s, total_s
+
+
+def _own_s() -> float:
+    """Processor time of this process and its children, those that have ended included."""
+    me = psutil.Process()
+    spent_s = sum(me.cpu_times()[:4])  # user, system, and both of children that have ended
+    for child in me.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            spent_s += sum(child.cpu_times()[:4])
+    return float(spent_s)
 
 
 def look_at_load() -> Load:
     """Looks for a third of a second, in which this process does nothing."""
-    shares = psutil.cpu_percent(_LOOK_S, percpu=True)
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(shares))
-    mine = [shares[cpu] for cpu in affinity if cpu < len(shares)] or shares
-    return Load(sum(mine) / len(mine) / 100, os.getloadavg()[0], len(mine), len(shares))
+    watch = Watch()
+    time.sleep(_LOOK_S)
+    return watch.others()
 
 
 def load_sentence(load: Load) -> str:
     """A warning where others disturb what is timed, else nothing. Pure."""
-    if load.busy < _BUSY and load.average <= load.n_all:
+    if not load.is_busy:
         return ""
-    processors = "the processor" if load.n_cpus == 1 else f"the {load.n_cpus} processors"
     return (
-        f"this machine is busy with other work ({load.busy:.0%} of {processors} now, load average "
-        f"{load.average:.1f}): what is measured now is slower than it could be"
+        f"this machine is busy: {load.words} in the last {_LOOK_S:g} s, so that what is measured "
+        "now is slower than it could be"
     )
 
 

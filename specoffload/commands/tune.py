@@ -1,7 +1,8 @@
 """`specoffload tune numa`: which strategy and how many threads are fastest on this machine.
 
 Measures the read bandwidth of each pair of nodes, then one-token and eight-token decodes for every
-candidate worth it, keeps the best with its numbers, and says why. Later starts use it.
+candidate worth it, keeps the best with its numbers, and says why. Later starts use it. What was
+measured while other programs used the processors is shown and not kept.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from offload.model_file import read_facts
 from offload.nodes.numa_plan import make_numa_plan
 from offload.timing import median_decode_s
 from specoffload import report
-from specoffload.bench.load import warn_of_load
+from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
 from specoffload.config.tuned import save_tuned
@@ -39,6 +40,7 @@ _BAR_SHARE = 0.1
 def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResult:
     """Measure, keep and show. Raises UsageError for an unwritable folder,
     NumaError when no candidate could be measured."""
+    loads: list[Load] = []
     warn_of_load()
     topology = read_topology()
     threads = widest_plan(topology)
@@ -55,16 +57,39 @@ def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResul
             topology,
             threads,
             size_bytes,
-            measurer(config, topology),
+            watched(measurer(config, topology), loads),
             clock=time.monotonic,
             time_limit_s=max(0.0, end_s - time.monotonic()),
             progress=lambda done, total, _: bar(_BAR_SHARE + (1 - _BAR_SHARE) * done / total),
         )
     measured = tuple((p.reader, p.owner, p.bytes_per_s) for p in pairs if p.bytes_per_s is not None)
     result = replace(result, pairs=measured, reasons=(*_about(config), *result.reasons))
-    path = save_tuned(folder, result)
-    show(result, pairs, path)
+    busiest = max(loads, key=lambda load: load.others)
+    path = None if busiest.is_busy else save_tuned(folder, result)
+    show(result, pairs)
+    if path is None:
+        report.paragraph(
+            f"not kept: {busiest.words} during a trial; run `specoffload tune numa` again when the "
+            "machine is idle, or choose --threads and --numa yourself"
+        )
+    else:
+        report.line(f"kept in {path}; later starts use it")
     return result
+
+
+def watched(
+    measure: Callable[[Candidate], Mapping[int, float]], loads: list[Load]
+) -> Callable[[Candidate], Mapping[int, float]]:
+    """`measure`, which adds to `loads` what other programs took of the processors meanwhile."""
+
+    def watching(candidate: Candidate) -> Mapping[int, float]:
+        watch = Watch()
+        try:
+            return measure(candidate)
+        finally:
+            loads.append(watch.others())
+
+    return watching
 
 
 def widest_plan(topology: Topology) -> ThreadPlan:
@@ -132,8 +157,8 @@ def _decode_s(engine: Engine, n: int) -> float:
     return median_decode_s(engine.sequences, SEQUENCE, batches, n_logits=1, grow=True)
 
 
-def show(result: TuneResult, pairs: list[PairBandwidth], path: Path) -> None:
-    """Bandwidths, trials, reasons, and where it was kept."""
+def show(result: TuneResult, pairs: list[PairBandwidth]) -> None:
+    """Bandwidths, trials and reasons."""
     report.table(
         "read bandwidth",
         ("reader <- owner", "threads", "GB/s", "note"),
@@ -149,4 +174,3 @@ def show(result: TuneResult, pairs: list[PairBandwidth], path: Path) -> None:
     )
     for reason in result.reasons:
         report.line(reason)
-    report.line(f"kept in {path}; later starts use it")

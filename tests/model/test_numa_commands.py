@@ -11,12 +11,16 @@ from pathlib import Path
 
 import pytest
 import resolved
+from click.testing import Result
+from typer.testing import CliRunner
 
 from numa.machine import read_topology
 from numa.pinning import plan_threads
 from numa.place import Strategy, locality
 from numa.topology import Core, Node, Topology
 from numa.tune import Candidate, from_json
+from specoffload.bench.load import Load, Watch
+from specoffload.cli import app
 from specoffload.commands.doctor import trial_weights, trials
 from specoffload.commands.tune import SIZES, config_for, measurer
 from specoffload.config.speculation import NO_DRAFTS
@@ -62,11 +66,31 @@ def test_doctor_names_machine_library_and_findings(tmp_path: Path) -> None:
         assert "placement was not tried: one memory node" in done.stdout
 
 
-def test_tune_keeps_numbers_that_the_next_start_uses_and_says(
-    tiny_dense: Path, tmp_path: Path
+def tuned(
+    model: Path, profiles: Path, others: float, monkeypatch: pytest.MonkeyPatch
+) -> Result:
+    """`tune numa`, on a machine of whose processors other programs take that share."""
+    monkeypatch.setattr(Watch, "others", lambda _: Load(others, 2))
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(profiles))
+    words = ["tune", "numa", str(model), "--time-limit", "15"]
+    return CliRunner().invoke(app, words, catch_exceptions=False)
+
+
+def test_what_was_measured_on_a_busy_machine_is_said_and_not_kept(
+    tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = command("tune", "numa", str(tiny_dense), "--time-limit", "15", profiles=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = tuned(tiny_dense, tmp_path, 0.43, monkeypatch)
+    assert done.exit_code == 0, done.output
+    assert "chosen:" in done.stdout
+    assert "not kept: other programs took 43% of the 2 processors" in " ".join(done.stdout.split())
+    assert not (tmp_path / "numa.json").exists()
+
+
+def test_tune_keeps_numbers_that_the_next_start_uses_and_says(
+    tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = tuned(tiny_dense, tmp_path, 0.0, monkeypatch)
+    assert done.exit_code == 0, done.output
     assert "chosen:" in done.stdout
     result = from_json((tmp_path / "numa.json").read_text())
     assert result.is_for(read_topology())
@@ -145,9 +169,11 @@ def test_the_doctor_s_trials_would_be_local_under_rows_only() -> None:
     assert shares[Strategy.INTERLEAVE] == pytest.approx(0.5, abs=0.02)
 
 
-def test_the_stored_choice_is_plain_json(tiny_dense: Path, tmp_path: Path) -> None:
-    done = command("tune", "numa", str(tiny_dense), "--time-limit", "5", profiles=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_the_stored_choice_is_plain_json(
+    tiny_dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = tuned(tiny_dense, tmp_path, 0.0, monkeypatch)
+    assert done.exit_code == 0, done.output
     stored = json.loads((tmp_path / "numa.json").read_text())
     assert stored["best"]["n_threads"] >= 1
     assert any(tiny_dense.name in reason for reason in stored["reasons"])
