@@ -44,7 +44,7 @@ from specoffload.bench.equal_texts import (
     split_text,
 )
 from specoffload.bench.llama_bench import row_of, written
-from specoffload.bench.load import warn_of_load
+from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.bench.why_off import why_off
 from specoffload.commands.models import type_name
 from specoffload.config.resolution import Config, demo_file
@@ -52,6 +52,7 @@ from specoffload.peers.llama_server import measure_server, program_of, sweep
 from specoffload.peers.paths import LlamaPath, Measured, SessionPath, Workload, measure_in_turns
 from specoffload.peers.process import Llama
 from specoffload.peers.tuned import UBATCHES, TunedLlama, tune_for
+from specoffload.session.min_batch import streamed_kinds
 from specoffload.session.session import SEQUENCE, Session
 from specoffload.speculation.profiling import real_text
 
@@ -60,6 +61,8 @@ _NEVER = MinBatch(experts=NEVER, dense=NEVER)
 N_PROMPTS = 4
 PREFIX = 16  # tokens before what is timed
 LONG_PROMPT = 2048  # tokens, for the speed of prefill
+_LEAST_REPETITIONS = 3
+_MOST_SPREAD = 0.2  # of a path's repetitions, slowest less fastest, beside the median
 
 
 def prompts(kind: str = "code") -> list[str]:
@@ -128,6 +131,8 @@ def _bench_as_llama_bench(
     work = _workload(config, n_predict, n_prompt)
     with report.progress("measuring"):
         result = _side_by_side(config, _tuned_peers(config), work, repetitions)
+    for doubt in result["unreliable"]:
+        report.note(f"unreliable: {doubt}")
     report.raw(written(result["rows"], output))
 
 
@@ -207,6 +212,7 @@ def _side_by_side(
         ours["unwrapped"] = replace(config, draft=None, device="cpu")
         ours["wrapped"] = replace(ours["wrapped"], stream_experts=False)
     prices: dict[str, CostProfile] = {}
+    watch = Watch()
     found = measure_in_turns(
         {name: functools.partial(_open_llama, config, t) for name, t in peers.items()}
         | {name: functools.partial(_open_session, c, name, prices) for name, c in ours.items()},
@@ -215,7 +221,9 @@ def _side_by_side(
         together=(together := _fit_together(config, len(peers) + len(ours))),
         on_left_out=lambda name, e: report.note(f"{name} is left out: {e}"),
     )
+    load = watch.others()
     result = side_by_side(found, work.n_long) | {"in_turns": together}
+    result["unreliable"], result["others_share"] = doubts(found, load), load.others
     result["rows"] = _rows_of(config, peers, found, work)
     if "spec" in prices:
         result["why_off"] = why_off(found["spec"].median, prices["spec"])
@@ -224,6 +232,25 @@ def _side_by_side(
         for name, tuned in peers.items()
     }
     return result
+
+
+def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
+    """Reasons why these speeds may be far off, none where they are sound. Pure."""
+    words = []
+    n = min((len(measured.written) for measured in found.values()), default=0)
+    if n < _LEAST_REPETITIONS:
+        words.append(f"{n} measured repetitions tell no spread; ask for more with -r")
+    if load.is_busy:
+        words.append(f"{load.words} meanwhile")
+    for name, measured in found.items():
+        for what, times_s in (
+            ("decoding", [stats.decode_s for stats in measured.written]),
+            ("prefill", measured.prefills_s),
+        ):
+            spread = (max(times_s) - min(times_s)) / statistics.median(times_s)
+            if spread > _MOST_SPREAD:
+                words.append(f"{what} by {name} took {spread:.0%} longer at worst than at best")
+    return words
 
 
 def side_by_side(found: Mapping[str, Measured], n_long_prompt: int) -> dict[str, Any]:
@@ -389,8 +416,8 @@ def _median_s(walk: TextWalk, n: int, repetitions: int) -> float:
 def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """For sizes around the threshold: the CPU's time, streaming's time, and what is chosen."""
     with Session(replace(config, draft=None), keeps_hits=False) as session:
-        if not session.target.facts.n_experts:
-            return [], {}
+        if "experts" not in streamed_kinds(session.target):
+            return [], {}  # there are no two sides
         if session.target.hybrid is not None:
             session.target.hybrid.switch.is_active = False  # a split layer is neither side's
         chosen = session.target.min_batch
@@ -416,14 +443,18 @@ def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]],
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """llama.cpp first, then ours; ratios of decoding to llama.cpp at its best."""
-    plain = result.get("plain_tps")
-    rows = []
-    for name, prefill in result["prefill_tps"].items():
-        tps = result["decode_tps"][name]
-        ratio = f"{tps / plain:.2f}" if plain else "-"
-        rows.append((name, f"{tps:.1f}", f"{prefill:.0f}", ratio))
-    return rows
+    """llama.cpp first, then ours, then a llama-server of the user's; ratios of decoding to
+    llama.cpp at its best, with a question mark where the measurement is not reliable."""
+    plain, mark = result.get("plain_tps"), " ?" if result.get("unreliable") else ""
+    speeds = [(name, result["decode_tps"][name], p) for name, p in result["prefill_tps"].items()]
+    for row in result.get("llama_server", ()):
+        draft = row["flags"][2:]  # behind -md FILE
+        name = " ".join(("llama-server", *draft))
+        speeds.append((name, row["decode_tps"], row["prefill_tps"]))
+    return [
+        (name, f"{tps:.1f}", f"{prefill:.0f}", f"{tps / plain:.2f}{mark}" if plain else "-")
+        for name, tps, prefill in speeds
+    ]
 
 
 def _speculation_lines(result: dict[str, Any]) -> list[str]:
@@ -442,6 +473,8 @@ def _show(result: dict[str, Any]) -> None:
     report.table(
         "side by side", ("path", "decode t/s", "prefill t/s", "x llama.cpp"), _rows(result)
     )
+    for doubt in result["unreliable"]:
+        report.paragraph(f"unreliable (?): {doubt}")
     if result.get("acceptance_rate") is not None:
         report.line(
             f"acceptance {result['acceptance_rate']:.0%}, "
@@ -473,3 +506,5 @@ def _show(result: dict[str, Any]) -> None:
                 for row in result["min_batch"]
             ],
         )
+    else:
+        report.line("no experts stream, so there are no two sides of --min-batch to compare")

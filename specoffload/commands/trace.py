@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from offload.trace_report import read_report
+from offload.trace_report import TraceReport, read_report
 from specoffload import report
 
 _SHOWN_LAYERS = 80
+
+
+def _nothing_copied(found: TraceReport) -> str:
+    """The reason why there is nothing to see, and what to try."""
+    if found.compute_s:
+        why = (
+            "all that the device computed lay in its memory, or the CPU computed the other batches "
+            "in place; a smaller --vram and --min-batch 1 make weights stream"
+        )
+    else:
+        why = (
+            "the model ran on the plain CPU, whose computation is not traced; --device "
+            "sim:vram=8MiB,bw=1GB/s --min-batch 1 streams without a GPU, with the embedded model"
+        )
+    return f"nothing was copied: {why}"
 
 
 def show_trace(path: Path) -> None:
@@ -33,6 +48,8 @@ def show_trace(path: Path) -> None:
         ("cause", "seconds"),
         [(cause, f"{seconds:.4f}") for cause, seconds in found.stalled_by_cause().items()],
     )
+    if not found.copied_bytes:
+        report.paragraph(_nothing_copied(found))
     layers = [(layer, times) for layer, times in found.layers.items() if layer >= 0]
     if layers:
         report.table(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -126,6 +127,24 @@ def test_a_llama_server_is_started_asked_and_stopped(llama_server: Path) -> None
         measure_server(llama_server.with_name("none"), config, tuned, (), ["a"], 7)
     running = subprocess.run(["ps", "-ef"], capture_output=True, text=True).stdout
     assert str(llama_server) not in running
+
+
+def test_what_is_printed_where_nothing_streams_and_a_rival_is_measured(
+    tiny_moe: Path, llama_server: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "specoffload", "bench", str(tiny_moe), "--device", "cpu",
+         "--vs", f"llama-server={llama_server}", "-n", "7", "-r", "1", "-c", "256", "-ub", "32",
+         "-t", "1"],
+        capture_output=True, text=True, timeout=250, env={**os.environ, "COLUMNS": "160"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (rival,) = [line for line in done.stdout.splitlines() if "llama-server" in line]
+    assert "1000.0" in rival
+    assert "1000 " in rival
+    assert "streamed ms" not in done.stdout
+    assert "no experts stream" in done.stdout
+    assert "unreliable (?): 1 measured repetitions" in done.stdout
 
 
 def test_bench_of_a_model_ten_times_the_devices_memory(models: Path) -> None:

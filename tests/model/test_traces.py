@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from resolved import config_of
+from typer.testing import CliRunner
 
 from offload.plan.min_batch import MinBatch
 from offload.trace import LANES
 from offload.trace_report import read_report
+from specoffload.cli import app
 from specoffload.config.resolution import demo_file
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.session import Session
@@ -120,6 +122,29 @@ def test_copies_add_up_to_the_counter_of_the_run_without_its_profiling(
     in_file = sum(e["args"]["bytes"] for e in of_phase(document, "X") if e["cat"] == "copy")
     assert in_file == copied == document["otherData"]["streamed_bytes"]
     assert read_report(path).copied_bytes == copied
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [("cpu", "the model ran on the plain CPU, whose computation is not traced"),
+     ("sim", "all that the device computed lay in its memory")],
+)  # fmt: skip
+def test_a_trace_without_copies_says_why_and_what_to_try(
+    device: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    words = ["-n", "4", "-t", "1", "-c", "256", "--trace", str(tmp_path / "t.json")]
+    asked = ["run", "import os", "--device", device, "--no-profile", *words]
+    done = CliRunner().invoke(app, asked, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    shown = CliRunner().invoke(app, ["trace", str(tmp_path / "t.json")], catch_exceptions=False)
+    assert f"nothing was copied: {why}" in " ".join(shown.stdout.split())
+    assert "--min-batch 1" in shown.stdout
+
+
+def test_a_trace_with_copies_needs_no_reason(traced: tuple[Path, dict[str, Any], int]) -> None:
+    shown = CliRunner().invoke(app, ["trace", str(traced[0])], catch_exceptions=False)
+    assert "nothing was copied" not in shown.stdout
 
 
 def test_rounds_and_their_tokens_are_marked(traced: tuple[Path, dict[str, Any], int]) -> None:

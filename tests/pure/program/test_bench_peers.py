@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace, is_experts, layer_of
-from specoffload.commands.bench import side_by_side
+from specoffload.bench.load import Load
+from specoffload.commands.bench import _rows, doubts, side_by_side
 from specoffload.errors import UsageError
 from specoffload.peers.llama_server import (
     DRAFT_MAX,
@@ -113,6 +114,25 @@ def test_ratios_are_to_llama_cpp_at_its_best() -> None:
     assert result["vs"]["llama.cpp -ub 4096"] == 3.75
     assert result["vs"]["llama.cpp -ub 4096, prefill"] == 2
     assert result["prefill_tps"]["wrapped"] == 2000
+
+
+def repeated(*decodes_s: float) -> Measured:
+    written = tuple(GenerationStats(n_tokens=100, decode_s=s) for s in decodes_s)
+    return Measured(written, (1.0,) * len(written))
+
+
+def test_ratios_of_few_or_noisy_repetitions_are_marked() -> None:
+    idle, busy = Load(0.05, 2), Load(0.4, 2)
+    assert doubts({"wrapped": repeated(1.0, 1.1, 1.05)}, idle) == []
+    (few,) = doubts({"wrapped": repeated(1.0)}, idle)
+    assert "1 measured repetitions tell no spread" in few
+    (disturbed,) = doubts({"wrapped": repeated(1.0, 1.0, 1.0)}, busy)
+    assert "other programs took 40% of the 2 processors" in disturbed
+    (spread,) = doubts({"wrapped": repeated(1.0, 1.0, 1.5)}, idle)
+    assert "decoding by wrapped took 50% longer" in spread
+    result = side_by_side({"llama.cpp -ub 512": measured(10, 4.0), "wrapped": measured(15, 1)}, 9)
+    assert [row[3] for row in _rows(result | {"unreliable": []})] == ["1.00", "1.50"]
+    assert [row[3] for row in _rows(result | {"unreliable": ["why"]})] == ["1.00 ?", "1.50 ?"]
 
 
 def test_a_path_that_was_left_out_is_no_number() -> None:
