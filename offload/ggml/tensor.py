@@ -227,7 +227,7 @@ class Tensor:
         struct = TENSOR.from_buffer_copy(self._struct)
         _shape(struct, shape, strides)
         struct.op = op_number(op)
-        struct.flags |= abi.GGML_TENSOR_FLAG_COMPUTE  # backends leave out nodes without it
+        struct.flags |= abi.GGML_TENSOR_FLAG_COMPUTE  # backends skip nodes without it
         if like is not None:
             struct.op_params = like._struct.op_params
         addresses = [source.address for source in sources]
@@ -298,7 +298,8 @@ def new_tensor(
     type_name: str, shape: Dims, at: tuple[Buffer, int], op: str = "NONE",
     sources: Sequence[Tensor] = (), strides: Dims | None = None,
 ) -> Tensor:  # fmt: skip
-    """A tensor of our own at an offset of a buffer, contiguous unless `strides` are given."""
+    """A tensor of our own at an offset of a buffer, contiguous unless `strides` are given: data, or
+    with `op` a node that computes it from `sources`."""
     struct = TENSOR()
     struct.type = type_number(type_name)
     lib = library()
@@ -308,6 +309,8 @@ def new_tensor(
     _shape(struct, shape, strides or nb)
     _place(struct, *at)
     struct.op = op_number(op)
+    if op != "NONE":
+        struct.flags |= abi.GGML_TENSOR_FLAG_COMPUTE  # backends skip nodes without it
     for i, source in enumerate(sources):
         struct.src[i] = source.address
     return Tensor._own(struct, tuple(sources))

@@ -21,6 +21,7 @@ from offload.errors import DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.graph import Graph
 from offload.ggml.library import abi
+from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import Tensor
@@ -32,7 +33,7 @@ from offload.mla.decision import (
     choose_crossover,
     measured_sizes,
 )
-from offload.mla.measure import chosen_crossover
+from offload.mla.measure import _Bench, chosen_crossover
 from offload.mla.switch import MlaSwitch, broadcast_nodes
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
@@ -327,6 +328,34 @@ def test_auto_times_both_forms_for_1_to_2_n_head_tokens(
     assert all(t.matrix_s > 0 and t.broadcast_s > 0 for t in chosen.table)
     assert chosen.n_tokens == choose_crossover(chosen.table)
     assert not chosen.note
+
+
+@pytest.mark.parametrize("token_major", [True, False])
+def test_what_auto_times_is_computed_for_every_token(token_major: bool) -> None:
+    """Nodes without ggml's compute flag are skipped: the times were those of nothing."""
+    kv_lora, v_dim, n_head, n_max = 64, 16, 4, 8
+    device, random = choose_device("sim").device, np.random.default_rng(5)
+    weight = random.standard_normal((n_head, v_dim, kv_lora)).astype(np.float32)
+    attended = random.standard_normal((n_max, n_head, kv_lora)).astype(np.float32)
+    for n in (1, 3, n_max):
+        bench = _Bench(device, "f32", (kv_lora, v_dim, n_head), n_max, token_major)
+        try:
+            vectors = attended[:n] if token_major else attended[:n].transpose(1, 0, 2)
+            stored(bench._weight, weight)
+            stored(bench._floats((vectors.size, 1, 1, 1), 0), np.ascontiguousarray(vectors))
+            expected = np.einsum("hvk,thk->thv", weight, attended[:n])
+            for nodes in (bench.matrix(n), [bench.broadcast(n)]):
+                out = nodes[-1]
+                stored(out, np.full(expected.size, 7, np.float32))
+                assert bench.time_s(nodes) > 0
+                found = floats(out).reshape(expected.shape)
+                assert np.allclose(found, expected, atol=1e-4)
+        finally:
+            bench.close()
+
+
+def stored(tensor: Tensor, values: NDArray[np.float32]) -> None:
+    library().ggml_backend_tensor_set(tensor.address, values.ctypes.data, 0, values.nbytes)
 
 
 def test_auto_measures_nothing_that_the_device_does_not_take(
