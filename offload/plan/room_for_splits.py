@@ -107,6 +107,6 @@ def hit_words(work: ModelWork, sharing: Sharing) -> str:
     if work.hits is not None:
         return f"{rate:.0%} of a decode's experts are expected in slots: {work.hits.source}"
     return (
-        f"about {round(rate, 1):.0%} of a decode's experts are expected in slots: a guess from what "
-        "was reported of another model (llama.cpp #27861), until they are counted"
+        f"about {round(rate, 1):.0%} of a decode's experts are expected in slots: a guess from "
+        "what was reported of another model (llama.cpp #27861), until they are counted"
     )

@@ -66,9 +66,7 @@ def test_doctor_names_machine_library_and_findings(tmp_path: Path) -> None:
         assert "placement was not tried: one memory node" in done.stdout
 
 
-def tuned(
-    model: Path, profiles: Path, others: float, monkeypatch: pytest.MonkeyPatch
-) -> Result:
+def tuned(model: Path, profiles: Path, others: float, monkeypatch: pytest.MonkeyPatch) -> Result:
     """`tune numa`, on a machine of whose processors other programs take that share."""
     monkeypatch.setattr(Watch, "others", lambda _: Load(others, 2))
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(profiles))
