@@ -86,7 +86,8 @@ CASES = (
 
 @dataclass(frozen=True)
 class Overlap:
-    """The times of one case. `ratio` is step ÷ max(copy, compute)."""
+    """The times of one case, measured but for `copy_s`, which is the copied bytes over the link's
+    set bandwidth. `ratio` is step ÷ max(copy, compute)."""
 
     case: str
     copy_s: float
@@ -110,7 +111,7 @@ def bench_overlap(repetitions: int, cases: Sequence[Case] = CASES) -> None:
             bar((i + 1) / len(cases))
     report.table(
         "overlap of copies with compute (sim, one compute thread)",
-        ("case", "copy ms", "compute ms", "serial ms", "step ms", "step ÷ max", f"<= {LIMIT}"),
+        ("case", "copy ms (computed)", "compute ms", "serial ms", "step ms", "step ÷ max", f"<= {LIMIT}"),
         [
             (
                 r.case,
