@@ -111,7 +111,15 @@ def bench_overlap(repetitions: int, cases: Sequence[Case] = CASES) -> None:
             bar((i + 1) / len(cases))
     report.table(
         "overlap of copies with compute (sim, one compute thread)",
-        ("case", "copy ms (computed)", "compute ms", "serial ms", "step ms", "step ÷ max", f"<= {LIMIT}"),
+        (
+            "case",
+            "copy ms (computed)",
+            "compute ms",
+            "serial ms",
+            "step ms",
+            "step ÷ max",
+            f"<= {LIMIT}",
+        ),
         [
             (
                 r.case,
