@@ -31,9 +31,8 @@ def _chat(**fields: Any) -> dict[str, Any]:
 @given(answers)
 def test_the_events_add_up_to_the_whole_message(deltas: list[Delta]) -> None:
     told = MessageStory("m")
-    events = told.begin(6)
-    for delta in deltas:
-        events += told.add(delta)
+    told.started(6)
+    events = [event for delta in deltas for event in told.add(delta)]
     events += told.end("stop", STATS)
     snapshot: Any = None
     buffers: dict[int, bytes] = {}
@@ -59,7 +58,7 @@ def test_the_events_add_up_to_the_whole_message(deltas: list[Delta]) -> None:
 @given(answers)
 def test_blocks_are_opened_and_closed_one_after_another(deltas: list[Delta]) -> None:
     told = MessageStory("m")
-    events = [*told.begin(6), *(e for delta in deltas for e in told.add(delta))]
+    events = [event for delta in deltas for event in told.add(delta)]
     events += told.end("length", STATS)
     kinds = [event["type"] for event in events]
     assert kinds[0] == "message_start"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from hypothesis import strategies as st
 
 from specoffload.chat.deltas import CallPiece, Content, Delta, Reasoning
@@ -22,15 +24,19 @@ _text = st.text(
     st.characters(exclude_characters='"\\', exclude_categories=["Cs", "Cc"]), min_size=1
 )
 _texts = st.lists(_text, max_size=3)
-answers = st.builds(
-    lambda reasoning, before, calls, after: [
-        *map(Reasoning, reasoning),
-        *map(Content, before),
-        *_calls(calls),
-        *map(Content, after),
-    ],
-    _texts,
-    _texts,
-    st.lists(_texts, max_size=3),
-    _texts,
-)
+_parts = st.tuples(st.sampled_from([Reasoning, Content, None]), _texts)
+
+
+def _answer(parts: list[tuple[type[Reasoning] | type[Content] | None, list[str]]]) -> list[Delta]:
+    """Reasoning, text and calls in the order of `parts`; None stands for a call."""
+    calls = iter(_calls([texts for kind, texts in parts if kind is None]))
+    found: list[list[Delta]] = []
+    for kind, texts in parts:
+        n_pieces = len(texts) + 3
+        found.append(
+            [next(calls) for _ in range(n_pieces)] if kind is None else [*map(kind, texts)]
+        )
+    return [*chain.from_iterable(found)]
+
+
+answers = st.lists(_parts, max_size=6).map(_answer)

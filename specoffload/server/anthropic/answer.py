@@ -19,7 +19,7 @@ Event = dict[str, Any]
 
 class MessageStory:
     """One answer, delta by delta. Each method returns the events that it makes; `result` is the
-    whole message so far."""
+    whole message so far. The first method that makes an event opens the stream."""
 
     def __init__(self, model: str) -> None:
         self.result: dict[str, Any] = {
@@ -35,24 +35,25 @@ class MessageStory:
         self._call: int | None = None  # the index of the call that is open
         self._arguments = ""
         self._is_open = False
+        self._has_started = False
 
-    def begin(self, n_prompt_tokens: int) -> list[Event]:
+    def started(self, n_prompt_tokens: int) -> None:
+        """`message_start` tells of the prompt's tokens."""
         self.result["usage"]["input_tokens"] = n_prompt_tokens
-        return [{"type": "message_start", "message": {**self.result, "content": []}}]
 
     def add(self, delta: Delta) -> list[Event]:
+        opened = self._opening()
         if isinstance(delta, Content):
-            opened = self._opened("text", {"type": "text", "text": ""})
+            opened += self._opened("text", {"type": "text", "text": ""})
             self._blocks[-1]["text"] += delta.text
             return [*opened, self._delta({"type": "text_delta", "text": delta.text})]
         if isinstance(delta, Reasoning):
             empty = {"type": "thinking", "thinking": "", "signature": ""}
-            opened = self._opened("thinking", empty)
+            opened += self._opened("thinking", empty)
             self._blocks[-1]["thinking"] += delta.text
             return [*opened, self._delta({"type": "thinking_delta", "thinking": delta.text})]
-        opened = []
         if delta.name is not None:
-            opened = self._closed()
+            opened += self._closed()
             self._call = delta.index
             call: dict[str, Any] = {
                 "type": "tool_use",
@@ -77,7 +78,7 @@ class MessageStory:
         stopping_word: str | None = None,
         n_reasoning: int = 0,
     ) -> list[Event]:
-        closed = self._closed()
+        events = [*self._opening(), *self._closed()]
         self.result["stop_reason"] = self._stop_reason(reason, stopping_word)
         self.result["stop_sequence"] = stopping_word
         self.result["usage"] = {
@@ -89,13 +90,20 @@ class MessageStory:
         ending = {"stop_reason": self.result["stop_reason"], "stop_sequence": stopping_word}
         usage = self.result["usage"]
         return [
-            *closed,
+            *events,
             {"type": "message_delta", "delta": ending, "usage": usage},
             {"type": "message_stop"},
         ]
 
     def fail(self, problem: Problem) -> list[Event]:
         return [anthropic_error(problem)]
+
+    def _opening(self) -> list[Event]:
+        """The event that opens the stream; none if it is open."""
+        if self._has_started:
+            return []
+        self._has_started = True
+        return [{"type": "message_start", "message": {**self.result, "content": []}}]
 
     @property
     def _blocks(self) -> list[dict[str, Any]]:

@@ -71,6 +71,7 @@ class ChatTeller:
         self._include_usage = include_usage
         self._top_logprobs = top_logprobs
         self._n_logprobs_told = [0] * n
+        self._has_begun = False  # the chunks with the role are told
         self._id = "chatcmpl-" + secrets.token_hex(16)
         self._choices = [_Choice(prompt) for _ in range(n)]
         self._content: dict[int, TextLine] = {}
@@ -79,15 +80,16 @@ class ChatTeller:
     def started(self, index: int, started: Started) -> None:
         pass
 
-    def begin(self) -> bytes:
-        first = wire.Delta(role="assistant", content="")
-        return b"".join(_sent(self._chunk(i, first)) for i in range(len(self._choices)))
-
     def piece(self, index: int, piece: Piece) -> bytes:
         choice = self._choices[piece.index]
         deltas = choice.add(piece)
         is_full = piece.so_far is not None or self._top_logprobs is not None
-        told = [self._delta(piece.index, delta) for delta in (deltas[:-1] if is_full else deltas)]
+        told = []
+        if not self._has_begun and (deltas or choice.stats is not None):
+            self._has_begun = True
+            first = wire.Delta(role="assistant", content="")
+            told = [_sent(self._chunk(i, first)) for i in range(len(self._choices))]
+        told += [self._delta(piece.index, delta) for delta in (deltas[:-1] if is_full else deltas)]
         if is_full and deltas:
             told.append(_sent(self._full_delta(piece, deltas[-1])))
         if choice.stats is not None:

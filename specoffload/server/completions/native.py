@@ -113,9 +113,6 @@ class NativeTeller:
     def started(self, index: int, started: Started) -> None:
         self._told[index].n_prompt = started.n_prompt_tokens
 
-    def begin(self) -> bytes:
-        return b""
-
     def piece(self, index: int, piece: Piece) -> bytes:
         told = self._told[index]
         told.add(piece)

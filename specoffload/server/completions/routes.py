@@ -100,9 +100,6 @@ class CompletionTeller:
         first = index * self._n_per_prompt
         self._echoes[first : first + self._n_per_prompt] = [started.text or ""] * self._n_per_prompt
 
-    def begin(self) -> bytes:
-        return b""
-
     def piece(self, index: int, piece: Piece) -> bytes:
         self._prompt_logprobs[index] += piece.prompt_logprobs
         read = self._prompt_logprobs[index]

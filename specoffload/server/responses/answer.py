@@ -19,7 +19,14 @@ Event = dict[str, Any]
 
 class ResponseStory:
     """One answer, delta by delta. Each method returns the events that it makes; `result` is the
-    whole response so far."""
+    whole response so far.
+
+        (nothing) -> created, in_progress -> items, one after the other -> completed, incomplete
+                                                                           or failed
+
+    An item is added, gets its deltas, and is done before the next one is added. The first method
+    that makes an event opens the stream, so no caller can put events before `response.created`.
+    """
 
     def __init__(self, request: ResponsesRequest, model: str, created_at: int) -> None:
         given = request.model_dump(exclude_unset=True)
@@ -50,17 +57,16 @@ class ResponseStory:
         self._n_events = 0
         self._is_open = False
 
-    def begin(self, n_prompt_tokens: int) -> list[Event]:
-        return [
-            self._event("response.created", response=copy.deepcopy(self.result)),
-            self._event("response.in_progress", response=copy.deepcopy(self.result)),
-        ]
+    def started(self, n_prompt_tokens: int) -> None:
+        """The response tells of its tokens at its end alone."""
 
     def add(self, delta: Delta) -> list[Event]:
+        events = self._opening()
         if isinstance(delta, CallPiece):
-            return self._add_call(delta)
+            return events + self._add_call(delta)
         kind = "message" if isinstance(delta, Content) else "reasoning"
-        events = [] if self._is_open_as(kind) else [*self._closed(), *self._open_text(delta)]
+        if not self._is_open_as(kind):
+            events += [*self._closed(), *self._open_text(delta)]
         self._item["content"][0]["text"] += delta.text
         more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         name = f"response.{self._item['content'][0]['type']}.delta"
@@ -74,7 +80,8 @@ class ResponseStory:
         stopping_word: str | None = None,
         n_reasoning: int = 0,
     ) -> list[Event]:
-        closed = self._closed("incomplete" if reason == "length" else "completed")
+        events = self._opening()
+        events += self._closed("incomplete" if reason == "length" else "completed")
         self.result["status"] = "incomplete" if reason == "length" else "completed"
         if reason == "length":
             self.result["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -89,14 +96,23 @@ class ResponseStory:
             "total_tokens": stats.n_prompt_tokens + stats.n_tokens,
         }
         name = f"response.{self.result['status']}"
-        return [*closed, self._event(name, response=copy.deepcopy(self.result))]
+        return [*events, self._event(name, response=copy.deepcopy(self.result))]
 
     def fail(self, problem: Problem) -> list[Event]:
         """The events of an answer that broke off."""
-        self._is_open = False
+        events = [*self._opening(), *self._closed("incomplete")]
         self.result["status"] = "failed"
         self.result["error"] = {"code": "server_error", "message": problem.message}
-        return [self._event("response.failed", response=copy.deepcopy(self.result))]
+        return [*events, self._event("response.failed", response=copy.deepcopy(self.result))]
+
+    def _opening(self) -> list[Event]:
+        """The events that open the stream; none if it is open."""
+        if self._n_events:
+            return []
+        return [
+            self._event("response.created", response=copy.deepcopy(self.result)),
+            self._event("response.in_progress", response=copy.deepcopy(self.result)),
+        ]
 
     @property
     def _item(self) -> dict[str, Any]:

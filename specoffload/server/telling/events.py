@@ -25,14 +25,15 @@ class Parser(Protocol):
 
 
 class Story(Protocol):
-    """One answer in the words of one API: each method returns the events that it makes."""
+    """One answer in the words of one API: each method returns the events that it makes, and the
+    first of them the events that open the stream before these."""
 
     @property
     def result(self) -> Mapping[str, Any]:
         """The whole answer so far."""
         ...
 
-    def begin(self, n_prompt_tokens: int) -> Iterable[Event]: ...
+    def started(self, n_prompt_tokens: int) -> None: ...
 
     def add(self, delta: Delta) -> Iterable[Event]: ...
 
@@ -56,13 +57,10 @@ class EventTeller:
     def __init__(self, story: Story, parser: Parser) -> None:
         self._story = story
         self._parser = parser
-        self._n_prompt = self._n_reasoning = 0
+        self._n_reasoning = 0
 
     def started(self, index: int, started: Started) -> None:
-        self._n_prompt = started.n_prompt_tokens
-
-    def begin(self) -> bytes:
-        return _sent(self._story.begin(self._n_prompt))
+        self._story.started(started.n_prompt_tokens)
 
     def piece(self, index: int, piece: Piece) -> bytes:
         deltas = self._parser.feed(piece.text)

@@ -31,19 +31,17 @@ _STREAM_HEADERS = [
 
 
 class Teller(Protocol):
-    """The words of one API for one request. What is returned goes to the client as it is; empty
-    bytes are nothing. `index` counts the jobs of a request; a piece tells of which answer it is."""
+    """The words of one API for one request. What is returned goes to the client as it is, in the
+    order of the calls; empty bytes are nothing. `index` counts the jobs of a request; a piece tells
+    of which answer it is."""
 
     def started(self, index: int, started: Started) -> None:
         """The prompt of an answer was accepted."""
         ...
 
-    def begin(self) -> bytes:
-        """The stream's first events."""
-        ...
-
     def piece(self, index: int, piece: Piece) -> bytes:
-        """The events of a piece. Its last has a finish reason and statistics."""
+        """The events of a piece, and before the first of them those that open the stream. The last
+        piece has a finish reason and statistics."""
         ...
 
     def end(self) -> bytes:
@@ -146,7 +144,6 @@ class Told(TicketResponse):
             self._has_header = True
             start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
             await send(start)
-            data = self._teller.begin() + data
             # From here on, pieces need not wait for this task to be woken.
             self._group.at_once = self._write_at_once
         data, self._unwritten = self._unwritten + data, b""
