@@ -37,6 +37,6 @@ def _read(pieces: Iterator[Piece], prompt: ChatPrompt) -> Iterator[Delta | Piece
     for piece in pieces:
         yield from parser.feed(piece.text)
         if piece.stats is not None:
-            yield from parser.finish()
+            yield from parser.finish(cut=piece.finish_reason == "length")
         if not piece.text or piece.stats is not None:
             yield replace(piece, text="")

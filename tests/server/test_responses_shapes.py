@@ -51,7 +51,7 @@ def _chat(**fields: Any) -> dict[str, Any]:
 
 
 def _check_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items that a stream adds up to, after all rules of the published event order were checked.
+    """The items that a stream adds up to, all rules of the published event order checked.
 
     https://platform.openai.com/docs/api-reference/responses-streaming
     """

@@ -42,7 +42,8 @@ def read_harmony(
         header, marker = yield from reader.within((BODY,))
         header = opened + header
         if marker is None:
-            output.content(header)
+            if not reader.is_cut:
+                output.content(header)
             return
         opened = yield from _body(
             reader, output, header, with_calls=with_calls, with_reasoning=with_reasoning
@@ -67,7 +68,7 @@ def _body(
         raw = True
         output.content(header + BODY)
     end = yield from reader.until(ENDS, show)
-    if show == output.arguments:
+    if show == output.arguments and not reader.is_cut:
         output.end_call()
     elif show == output.reasoning:
         output.end_reasoning()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from specoffload.chat.parsing.output import Output
 from specoffload.chat.parsing.reader import Reader, Reading
 
-_INDEXED = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+_INDEXED = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def read_json_calls(
             break
     if output.n_calls == n_before:
         return False
-    reader.back()
+    reader.back_unless_cut()
     yield from reader.space()
     if calls.closes:
         yield from reader.takes(calls.closes)
@@ -236,7 +236,7 @@ def read_named_calls(
             break
     if output.n_calls == n_before:
         return False
-    reader.back()
+    reader.back_unless_cut()
     return True
 
 

@@ -25,7 +25,8 @@ class Reader:
         self._text = ""
         self._at = 0
         self._marked = False
-        self.ended = False
+        self._ended = False
+        self._cut = False
 
     # ---- from outside
 
@@ -33,6 +34,15 @@ class Reader:
         if not self._marked:
             self._text, self._at = self._text[self._at :], 0
         self._text += text
+
+    def end(self, *, cut: bool) -> None:
+        """No text follows. `cut`: a limit ended it, so it may stop within a marker or a call."""
+        self._ended, self._cut = True, cut
+
+    @property
+    def is_cut(self) -> bool:
+        """True where a limit has ended the text, and all of it is read."""
+        return self._cut and self._at == len(self._text)
 
     # ---- for parsers
 
@@ -49,10 +59,17 @@ class Reader:
         self._at = 0
         self._marked = False
 
+    def back_unless_cut(self) -> None:
+        """To the mark, unless a limit cut what was read since: that is the beginning of a call."""
+        if self.is_cut:
+            self._marked = False
+        else:
+            self.back()
+
     def more(self, n_least: int = 1) -> Reading[bool]:
         """Wait until `n_least` characters can be read; False if the text ends before."""
         while len(self._text) - self._at < n_least:
-            if self.ended:
+            if self._ended:
                 return False
             yield
         return True
@@ -65,7 +82,7 @@ class Reader:
             assert found is not None
             taken += found[0]
             self._at = found.end()
-            if self._at < len(self._text) or self.ended:
+            if self._at < len(self._text) or self._ended:
                 return taken
             yield
 
@@ -78,10 +95,14 @@ class Reader:
         return self._text[self._at] if (yield from self.more()) else ""
 
     def takes(self, literal: str) -> Reading[bool]:
-        """True, and taken, if `literal` comes next."""
+        """True, and taken, if `literal` comes next. Its beginning is taken too where a limit cut it
+        short."""
         while not self._text.startswith(literal, self._at):
-            rest = len(self._text) - self._at
-            if self.ended or rest >= len(literal) or not literal.startswith(self._text[self._at :]):
+            rest = self._text[self._at :]
+            if not literal.startswith(rest):
+                return False
+            if self._ended:
+                self._at += len(rest) if self._cut else 0
                 return False
             yield
         self._at += len(literal)
@@ -97,17 +118,20 @@ class Reader:
     def until(self, markers: Sequence[str], show: Show) -> Reading[str | None]:
         """Shows the text before the first of `markers` as it comes, takes that one and gives it.
 
-        None where the text ends without; then all of it was shown.
+        None where the text ends without; then all of it was shown, but for the beginning of a
+        marker that a limit cut short.
         """
         while True:
-            at, marker = _first(self._text, self._at, markers, self.ended)
+            is_whole = self._ended and not self._cut
+            at, marker = _first(self._text, self._at, markers, is_whole)
             if at > self._at:
                 show(self._text[self._at : at])
                 self._at = at
             if marker is not None:
                 self._at += len(marker)
                 return marker
-            if self.ended:
+            if self._ended:
+                self._at = len(self._text)
                 return None
             yield
 
@@ -185,7 +209,7 @@ class Reader:
             assert found is not None
             at_edge = found.end() == len(self._text)
             self._take(found.end() - self._at, show)
-            if not at_edge or self.ended:
+            if not at_edge or self._ended:
                 return
             yield
 

@@ -52,7 +52,8 @@ class StreamParser:
     """Reads an answer's text in pieces of any size; the deltas join to the same message.
 
     The possible beginning of a marker is held back until it is known. Text that only looks
-    like a tool call is content: nothing is lost.
+    like a tool call is content, so nothing is lost of an answer that ended by itself. An answer
+    that a limit cut within a call or a marker ends before that part, which is no content.
     """
 
     def __init__(self, form: AnswerForm, new_id: Callable[[], str] | None = None) -> None:
@@ -79,9 +80,9 @@ class StreamParser:
         self._step()
         return self._output.take()
 
-    def finish(self) -> list[Delta]:
-        """The deltas of the text held back, when none follows."""
-        self._reader.ended = True
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """The deltas of the text held back, when none follows. `cut`: a limit ended the text."""
+        self._reader.end(cut=cut)
         self._step()
         assert self._run is None
         self._output.end()
@@ -147,7 +148,7 @@ class StreamParser:
             if marker is None:
                 return
             reader.mark()
-            if (yield from self._calls(marker)):
+            if (yield from self._calls(marker)) or reader.is_cut:
                 reader.release()
             else:
                 reader.back()
@@ -160,7 +161,7 @@ class StreamParser:
             reader.mark()
             yield from reader.space()
             yield from reader.takes_one(calls.may_begin)
-            if (yield from read(reader, output, calls, known)):
+            if (yield from read(reader, output, calls, known)) or reader.is_cut:
                 reader.release()
                 return
             reader.back()

@@ -55,7 +55,7 @@ def read_tagged_calls(
             break
     if output.n_calls == n_before:
         return False
-    reader.back()
+    reader.back_unless_cut()
     return True
 
 
@@ -74,6 +74,8 @@ def _read_call(
     while True:
         yield from reader.space()
         if not (yield from reader.takes(calls.key_opens)):
+            if reader.is_cut:
+                return True  # more arguments may have been to come
             break
         if not (yield from _read_argument(reader, calls, arguments)):
             return True  # the text ended within

@@ -40,7 +40,7 @@ class _Choice:
         if self._parser.is_reasoning:
             self.n_reasoning += len(piece.tokens)
         if piece.finish_reason is not None:
-            deltas += self._parser.finish()
+            deltas += self._parser.finish(cut=piece.finish_reason == "length")
             self.stats = piece.stats
             self.reason = self._reason(piece.finish_reason)
         for delta in deltas:

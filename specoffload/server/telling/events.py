@@ -21,7 +21,7 @@ class Parser(Protocol):
 
     def feed(self, text: str) -> list[Delta]: ...
 
-    def finish(self) -> list[Delta]: ...
+    def finish(self, *, cut: bool) -> list[Delta]: ...
 
 
 class Story(Protocol):
@@ -67,7 +67,7 @@ class EventTeller:
         if self._parser.is_reasoning:
             self._n_reasoning += len(piece.tokens)
         if piece.finish_reason is not None:
-            deltas += self._parser.finish()
+            deltas += self._parser.finish(cut=piece.finish_reason == "length")
         told = b"".join(_sent(self._story.add(delta)) for delta in deltas)
         if piece.finish_reason is None or piece.stats is None:
             return told
