@@ -6,6 +6,7 @@ an error. (Measured against llama.cpp's grammars in docs/results.md.)
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -150,8 +151,11 @@ def grammar_of(
         return Grammar(tokens(), LLMatcher.grammar_from_lark(lark_of_rules(rules)))
     if json_schema is not None:
         try:
-            source = LLMatcher.grammar_from_json_schema(read_schema(json_schema))
-        except ValueError as e:  # a number beyond 64 bits, or half a character
+            # As text: of a dict, it refuses integers of over 64 bits, also where a bound of that
+            # size can be kept.
+            schema = json.dumps(read_schema(json_schema))
+            source = LLMatcher.grammar_from_json_schema(schema)
+        except ValueError as e:  # a number beyond what a float holds, or half a character
             raise BadRequest(f"the JSON schema cannot be followed: {str(e)[:_MOST_WORDS]}") from e
         return Grammar(tokens(), source, "JSON schema")
     return None

@@ -19,6 +19,11 @@ _OF_NAMES = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
 _DATA = frozenset({"const", "enum", "default", "examples"})
+# llguidance writes a bound out, digit by digit, as a regular expression. Its parser refuses one of
+# over some 60 zeros after the point, and numbers end where 64-bit integers do.
+_LEAST_BOUND = 1e-30
+_LARGEST_BOUND = 2**63 - 1024  # the largest float below 2**63
+_LARGEST_EXACT = 2**53  # of a float
 _OF_OTHERS = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
 
 
@@ -63,9 +68,35 @@ def _schema(node: Any, depth: int, *, closed: bool) -> Any:
             out[name] = _schema(value, depth + 1, closed=closed)
     if closed and "properties" in node and _OF_OTHERS.isdisjoint(node):
         out["additionalProperties"] = False
+    _narrow(out, "minimum", 1)
+    _narrow(out, "maximum", -1)
     return out
+
+
+def _narrow(node: dict[str, Any], name: str, sign: int) -> None:
+    """Move a bound that cannot be followed inwards to the next one that can be, so that a number
+    which keeps the new bound keeps the old one too. `sign` is 1 for a lower bound, -1 for an upper
+    one."""
+    for key in (name, "exclusive" + name.capitalize()):
+        bound = node.get(key)
+        if not isinstance(bound, int | float) or isinstance(bound, bool):
+            continue
+        lower: float = sign * bound  # an upper bound of x is a lower one of -x
+        if 0 < abs(lower) < _LEAST_BOUND:
+            lower = _LEAST_BOUND if lower > 0 else 0
+        elif lower < -_LARGEST_BOUND:
+            lower = -_LARGEST_BOUND
+        else:
+            continue
+        del node[key]
+        other = node.get(name)
+        node[name] = (
+            sign * max(lower, sign * other) if isinstance(other, int | float) else sign * lower
+        )
 
 
 def _whole(value: Any) -> Any:
     """4.0 is the integer 4 in JSON, also where a number of things is meant."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT:
+        return int(value)
+    return value
