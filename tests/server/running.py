@@ -103,7 +103,7 @@ class Running:
                 watchdog=self._watchdog,
                 say=self.lines.append,
             )
-            with closing(Renderer()) as renderer:
+            with closing(Renderer(time_limit_s=1.0)) as renderer:
                 app = create_app(engine, access=access, renderer=renderer, **self._app_options)
                 await serve_until(self._stop, app, engine, listener, 1.0, self._hear, self._limits)
 

@@ -6,6 +6,7 @@ A template is a program from a model file: it may loop for ever, or ask for a st
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import signal
@@ -38,10 +39,14 @@ class Refused:
 Reply = ChatPrompt | Refused
 
 
-def render_main(connection: Connection, ignored_signals: frozenset[signal.Signals]) -> None:
+def render_main(
+    connection: Connection, ignored_signals: frozenset[signal.Signals], time_limit_s: float
+) -> None:
     """Entry point: says None when it is ready, then answers until the pipe ends.
 
-    As in the engine process, ending is the API process's to decide, so signals are ignored.
+    A conversation that takes more than `time_limit_s` of processor time ends the process by
+    SIGXCPU. As in the engine process, ending is the API process's to decide, so signals are
+    ignored.
     """
     for sig in ignored_signals:
         signal.signal(sig, signal.SIG_IGN)
@@ -52,17 +57,27 @@ def render_main(connection: Connection, ignored_signals: frozenset[signal.Signal
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         connection.send(None)
-        _answer_all(connection)
+        _answer_all(connection, time_limit_s)
     except (EOFError, OSError):
         os._exit(0)
 
 
-def _answer_all(connection: Connection) -> None:
+def _answer_all(connection: Connection, time_limit_s: float) -> None:
     form = ChatFormat.of(None)
     while True:
         asked: Asked = connection.recv()
+        _limit_processor_time(time_limit_s)
         form = asked.form or form
         connection.send(_reply(form, asked.conversation))
+
+
+def _limit_processor_time(more_s: float) -> None:
+    """The kernel ends this process once it has used so much more. It counts in whole seconds."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most_s = math.ceil(used.ru_utime + used.ru_stime + more_s)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is set already
+        resource.setrlimit(resource.RLIMIT_CPU, (most_s, hard))
 
 
 def _reply(form: ChatFormat, conversation: Conversation) -> Reply:
