@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
+from pathlib import Path
 
 import openai
 import pytest
@@ -84,6 +88,55 @@ def test_silence_between_requests_and_long_prompts_are_no_hanging(
     threading.Event().wait(0.8)
     assert post(server, "after")[0] == 200
     assert server.props()["engine_restarts"] == 0
+
+
+def health(server: Running) -> tuple[int, str]:
+    answer = http.get(server.url + "/health")
+    return answer.status_code, answer.text
+
+
+def test_health_tells_of_an_engine_process_that_is_stopped(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    server = start_server(FakeFactory(log=log), watchdog=Watchdog(pulse_s=2.5))
+    pid = int(log.read_text().split()[1])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: health(server)[0] == 503)
+        assert "has given no sign of life for" in health(server)[1]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    server.wait_until_healthy()
+    assert post(server, "after")[0] == 200
+
+
+def test_a_step_of_any_length_does_not_make_health_flap(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    watchdog = Watchdog(0, pulse_s=2.5)
+    server = start_server(FakeFactory(log=log), watchdog=watchdog)
+    request = threading.Thread(target=lambda: post(server, "[hang-now]"))
+    request.start()
+    eventually(lambda: server.props()["requests_processing"] == 1)
+    until = time.monotonic() + 2 * watchdog.pulse_s
+    while time.monotonic() < until:
+        assert health(server)[0] == 200
+        time.sleep(0.1)
+    os.kill(int(log.read_text().split()[1]), signal.SIGKILL)
+    request.join(20)
+
+
+def test_what_is_wrong_is_said_before_the_process_is_ended() -> None:
+    watchdog = Watchdog(100.0, pulse_s=10.0)
+    assert watchdog.symptom(9.0, None, reads_prompts=False) is None
+    assert "no sign of life for 11 s" in str(watchdog.symptom(11.0, None, reads_prompts=False))
+    assert watchdog.symptom(1.0, 49.0, reads_prompts=False) is None
+    assert "one step for 51 s; at 100 s" in str(watchdog.symptom(1.0, 51.0, reads_prompts=False))
+    assert watchdog.symptom(1.0, 499.0, reads_prompts=True) is None
+    assert "at 1000 s" in str(watchdog.symptom(1.0, 501.0, reads_prompts=True))
+    assert Watchdog(0).symptom(1.0, 1e9, reads_prompts=False) is None
 
 
 def test_the_decision() -> None:

@@ -46,8 +46,8 @@ class Status:
         return router
 
     async def health(self) -> Response:
-        """200 when requests are taken, else 503 and why not."""
-        problem = self._context.engine.unavailable()
+        """200 when requests are taken and the engine is at work on them; else 503 and why not."""
+        problem = self._context.engine.unavailable() or self._context.engine.unwell()
         if problem is None:
             return JSONResponse({"status": "ok"})
         loading = self._context.engine.loading

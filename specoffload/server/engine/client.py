@@ -23,6 +23,7 @@ from specoffload.errors import UsageError
 from specoffload.server.engine.child import Child
 from specoffload.server.engine.engine_process import Factory
 from specoffload.server.engine.messages import (
+    Alive,
     Cancel,
     Event,
     Finished,
@@ -139,7 +140,8 @@ class EngineClient:
         self._factory = factory
         self._policy = policy or RestartPolicy()
         self._watchdog = watchdog or Watchdog()
-        self._heard_at = 0.0  # time.monotonic() of the last message, or of the first job after it
+        self._alive_at = 0.0  # time.monotonic() of the last sign of life
+        self._heard_at = 0.0  # and of the last news, or of the first job after it
         self._look: asyncio.TimerHandle | None = None  # while jobs run
         self._hung_s: float | None = None  # how long the process was silent that we have ended
         self._say = say
@@ -194,6 +196,23 @@ class EngineClient:
                 _LOADING_RETRY_AFTER_S,
             )
         return None
+
+    def unwell(self) -> Problem | None:
+        """Why jobs that are taken may not be answered now; None while nothing speaks for it."""
+        if self.state is not State.READY:
+            return None
+        now = time.monotonic()
+        silent_s = now - self._heard_at if self._running else None
+        symptom = self._watchdog.symptom(
+            now - self._alive_at, silent_s, reads_prompts=self._reads_prompts
+        )
+        return None if symptom is None else unavailable(symptom, _LOADING_RETRY_AFTER_S)
+
+    @property
+    def _reads_prompts(self) -> bool:
+        """True while an answer has no token yet."""
+        generating = [t for t in self._running.values() if isinstance(t.job, GeneratingJob)]
+        return not all(ticket.has_begun for ticket in generating)
 
     def submit(self, job: Job, client: str = "") -> Ticket:
         """Queue a job of a client; one that generates nothing goes at once.
@@ -266,7 +285,10 @@ class EngineClient:
     def _on_message(self, message: FromEngine) -> None:
         if self.state is State.CLOSED:
             return
-        self._heard_at = time.monotonic()
+        self._alive_at = time.monotonic()
+        if isinstance(message, Alive):
+            return
+        self._heard_at = self._alive_at
         if isinstance(message, Loading):
             self._on_loading(message)
         elif isinstance(message, Ready):
@@ -423,9 +445,7 @@ class EngineClient:
         if not self._running or self.state is not State.READY or self._child is None:
             return
         silent_s = time.monotonic() - self._heard_at
-        generating = [t for t in self._running.values() if isinstance(t.job, GeneratingJob)]
-        reads_prompts = not all(ticket.has_begun for ticket in generating)
-        if self._watchdog.is_hung(silent_s, reads_prompts=reads_prompts):
+        if self._watchdog.is_hung(silent_s, reads_prompts=self._reads_prompts):
             self._hung_s = silent_s
             self._child.kill()
             return

@@ -140,6 +140,11 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """The engine process runs, whatever its main thread is at. Sent every second."""
+
+
+@dataclass(frozen=True)
 class Loading:
     """The model is being opened: which step, and the fraction of it that is done."""
 
@@ -274,7 +279,7 @@ def _unpacked(packed: _Packed) -> Output:
     return Output(job_id, Piece(text, tokens, index=index, id_slot=id_slot))
 
 
-FromEngine = Loading | Ready | LoadFailed | Outputs
+FromEngine = Alive | Loading | Ready | LoadFailed | Outputs
 
 
 def problem_of(
