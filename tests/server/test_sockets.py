@@ -55,6 +55,52 @@ def test_a_request_that_does_not_arrive_is_given_up(start_server: StartServer, p
     assert answer.startswith(b"HTTP/1.1 408") == bool(part)
 
 
+@pytest.mark.parametrize("more", ["Connection: close", ""])
+def test_who_sends_all_before_reading_still_gets_the_refusal(
+    start_server: StartServer, more: str
+) -> None:
+    """The body is over what fits the context many times, and over what sockets buffer."""
+    server = start_server()
+    with _connect(server) as client:
+        client.sendall(_head(32 * 2**20, more=more))
+        for _ in range(32):
+            client.sendall(b"a" * 2**20)
+        assert b" 413 " in client.recv(65536)
+        if more != "Connection: close":  # the connection serves the next request
+            client.sendall(_head(len(BODY)) + BODY)
+            assert b" 200 OK" in client.recv(65536)
+    assert http.get(server.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize("more", ["Connection: close", ""])
+def test_a_refused_body_is_not_read_for_ever(start_server: StartServer, more: str) -> None:
+    server = start_server(limits=SocketLimits(linger_bytes=2**20))
+    with _connect(server) as client, suppress(OSError):  # reset by the server
+        client.sendall(_head(2**30, more=more))
+        for at in range(1000):
+            client.sendall(b"a" * 2**20)
+    assert at < 900
+    assert http.get(server.url + "/health").status_code == 200
+
+
+def test_who_reads_the_refusal_and_sends_nothing_more_is_closed(
+    start_server: StartServer,
+) -> None:
+    server = start_server(limits=SocketLimits(linger_s=0.3))
+    with _connect(server) as client:
+        client.sendall(_head(2**30, more="Connection: close") + b"a" * 4 * 2**20)
+        assert _rest(client).startswith(b"HTTP/1.1 413")  # and the end of the server's side
+        eventually(lambda: _is_reset(client))
+
+
+def _is_reset(client: socket.socket) -> bool:
+    try:
+        client.sendall(b"a")
+    except OSError:
+        return True
+    return False
+
+
 def test_a_header_byte_by_byte_does_not_win_time(start_server: StartServer) -> None:
     server = start_server(limits=IMPATIENT)
     with _connect(server) as client:

@@ -4,6 +4,10 @@
        │ header_s, keep_alive_s     │ body_s + rate     │ the client reads nothing: write_s
        └────────────────────────────┴───────────────────┴──> closed
 
+A request that is refused before all of it has come is still read to a limit, and not kept: closing
+at once would reset the connection, and the client would see that instead of the answer. (nginx's
+`lingering_close`, RFC 9112, 9.6.)
+
 Over the limit of connections, that which has waited longest for a request is closed for the new
 one: silent ones cannot lock others out. A client that has closed its sending side gets its answer.
 """
@@ -14,6 +18,7 @@ import asyncio
 import functools
 import json
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -68,6 +73,15 @@ class Waiting:
         return True
 
 
+class _Lingering:
+    """A transport as uvicorn's cycle of one request uses it, which closes by `close`."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
 class Connection(H11Protocol):
     """One connection; see the module. Everything runs on the event loop's thread."""
 
@@ -86,6 +100,8 @@ class Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
+        self._is_lingering = False
+        self._n_after_answer = 0  # bytes of a request that came when it was answered already
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -103,6 +119,13 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
+            self._n_after_answer += len(data)
+            if self._n_after_answer > self._limits.linger_bytes:
+                self.transport.abort()
+                return
+        if self._is_lingering:
+            return
         was_idle = self.conn.their_state is h11.IDLE
         super().data_received(data)
         if self.transport.is_closing():
@@ -125,6 +148,19 @@ class Connection(H11Protocol):
             # The application's task has been made and not run yet.
             extensions: dict[str, Any] = self.scope.setdefault("extensions", {})  # type: ignore[assignment]
             extensions.setdefault(WRITE_PART, functools.partial(self._write_part, self.cycle))
+            if self.cycle.transport is self.transport:
+                self.cycle.transport = _Lingering(self.transport, self._linger)  # type: ignore[assignment]
+
+    def _linger(self) -> None:
+        """Close, but not before the client has had time to send the rest and to read the answer."""
+        if self.conn.their_state is not h11.SEND_BODY:
+            self.transport.close()
+            return
+        self._is_lingering = True
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._waiting.begin(self)
+        self._limit(self._limits.linger_s)
 
     def _write_part(self, cycle: RequestResponseCycle, data: bytes) -> bool:
         can = (
@@ -140,6 +176,7 @@ class Connection(H11Protocol):
         return can
 
     def on_response_complete(self) -> None:
+        self._n_after_answer = 0
         super().on_response_complete()
         if not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
             self._waiting.begin(self)

@@ -16,7 +16,8 @@ _SPARE_DESCRIPTORS = 64  # pipes, files, the listening socket
 @dataclass(frozen=True)
 class SocketLimits:
     """Times in seconds. A body may take `body_s`, and a second more for each `body_bytes_per_s`
-    that came; a client that reads nothing of its answer for `write_s` is given up."""
+    that came; a client that reads nothing of its answer for `write_s` is given up. Up to
+    `linger_bytes` of a request that was answered early are read for up to `linger_s`."""
 
     n_connections: int = _MOST_CONNECTIONS
     header_s: float = 10.0
@@ -24,6 +25,8 @@ class SocketLimits:
     body_bytes_per_s: int = 64 * 2**10
     keep_alive_s: int = 30
     write_s: float = 60.0
+    linger_s: float = 30.0
+    linger_bytes: int = 128 * 2**20
 
     @property
     def n_at_once(self) -> int:
