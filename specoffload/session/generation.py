@@ -80,6 +80,12 @@ class GenerationStats:
     n_cached_tokens: int = 0  # of the prompt, held from the conversation before
 
     @property
+    def n_prefilled(self) -> int:
+        """Tokens of the prompt that were evaluated in `prefill_s`: not those from a cache, and not
+        the last, which the first decode evaluates."""
+        return max(0, self.n_prompt_tokens - self.n_cached_tokens - 1)
+
+    @property
     def tokens_per_s(self) -> float:
         return self.n_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
@@ -108,6 +114,7 @@ class Piece:
     id_slot: int = -1  # of the slot that it was made in
     # Of the prompt's tokens that were evaluated, if asked for; the first's is not a number.
     prompt_logprobs: tuple[ChosenLogprob, ...] = ()
+    n_prompt_read: int | None = None  # tokens of the prompt that are done; before the answer alone
 
 
 @dataclass(frozen=True)

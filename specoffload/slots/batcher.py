@@ -8,6 +8,7 @@ and goes on where it was.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -35,6 +36,8 @@ from specoffload.slots.request import Request
 from specoffload.slots.slot import Slot, common
 from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation
+
+log = logging.getLogger("specoffload.slots")
 
 
 class Batcher:
@@ -65,6 +68,7 @@ class Batcher:
         self._waiting: deque[Request] = deque()
         self._running: dict[BatchMember, Request] = {}  # in the order in which they got their slots
         self._n_used = 0
+        self._can_keep = True  # the last prompt that was to be kept in host memory has been
         self._is_full = False  # the cells were: whoever gave up their slot waits for an end
 
     @property
@@ -363,9 +367,17 @@ class Batcher:
         return states
 
     def _store(self, slot: Slot) -> None:
-        """Keep in host memory what a slot holds, where there is room for it."""
-        with suppress(DeviceFailed, MemoryError):
+        """Keep in host memory what a slot holds, where there is room for it. The first failure of
+        a row of them is logged."""
+        try:
             self.store.add(slot.tokens, slot.checkpoints, slot.save)
+        except (DeviceFailed, DoesNotFit, MemoryError) as e:
+            if self._can_keep:
+                why = str(e) or "the memory is full"
+                log.warning("a prompt of %d tokens is not kept: %s", len(slot.tokens), why)
+            self._can_keep = False
+        else:
+            self._can_keep = True
 
     def _make_room(self, error: DoesNotFit) -> list[Request]:
         """The cells are full: an idle slot goes, else the request that came last waits again."""

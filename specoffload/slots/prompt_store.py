@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from offload.errors import DoesNotFit
 from offload.sequences import Checkpoint
 from specoffload.slots.slot import common
 
@@ -51,10 +52,18 @@ class PromptStore:
         checkpoints: tuple[Checkpoint, ...],
         save: Callable[[], bytes],
     ) -> None:
-        """Store what `save` gives; it is not called where that is of no use."""
+        """Store what `save` gives; it is not called where that is of no use.
+
+        Raises DoesNotFit for a prompt that is larger than the whole store.
+        """
         if self._limit_bytes == 0 or any(self._serves(p.tokens, tokens) for p in self._prompts):
             return
         prompt = StoredPrompt(tuple(tokens), save(), checkpoints)
+        if self._limit_bytes is not None and prompt.size_bytes > self._limit_bytes:
+            raise DoesNotFit(
+                f"its state takes {prompt.size_bytes / 2**20:.0f} MiB, and --cache-ram is "
+                f"{self._limit_bytes / 2**20:.0f} MiB"
+            )
         self._prompts = [p for p in self._prompts if not self._serves(tokens, p.tokens)]
         self._prompts.append(prompt)
         while self._limit_bytes is not None and self.size_bytes > self._limit_bytes:

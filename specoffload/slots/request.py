@@ -70,7 +70,9 @@ class Request:
     def read(self) -> None:
         """A part of the prompt was evaluated."""
         logprobs = self._prompt_logprobs
-        self.pieces.append(Piece("", prompt_logprobs=() if logprobs is None else logprobs.take()))
+        told = () if logprobs is None else logprobs.take()
+        n_read = None if self.slot is None else self.slot.n_held
+        self.pieces.append(Piece("", prompt_logprobs=told, n_prompt_read=n_read))
 
     def evaluated(self) -> None:
         """All of the prompt but its last token has been."""

@@ -14,7 +14,7 @@ from resolved import config_of
 from test_lossless_recurrent import write_model
 
 from offload.engine import Engine, EngineOptions
-from offload.errors import BadRequest
+from offload.errors import BadRequest, NotWritten
 from offload.synth import write_preset
 from specoffload.commands.bench import prompts
 from specoffload.config.resolution import demo_file
@@ -448,6 +448,19 @@ def test_without_host_memory_what_is_evicted_is_gone(models: Path) -> None:
         assert session.batcher.store.size_bytes == 0
 
 
+def test_a_prompt_that_cannot_be_kept_is_told_of_once(
+    models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = model("mistral-large", models)
+    options = GenerateOptions(n_predict=2, ignore_eos=True)
+    with open_slots(path, SPECS["alone"], 1, cache_ram_bytes=1000) as session:
+        for i in (2, 6, 2):
+            together(session, [texts_of(session)[i]], options)
+    said = [r.getMessage() for r in caplog.records if "is not kept" in r.getMessage()]
+    assert len(said) == 1
+    assert "--cache-ram" in said[0]
+
+
 def test_a_prompt_shares_the_beginning_of_one_that_is_being_answered(exact: Path) -> None:
     options = GenerateOptions(n_predict=30, ignore_eos=True)
     with open_slots(exact, SPECS["alone"], 3) as session:
@@ -512,6 +525,10 @@ def test_a_slot_that_was_saved_goes_on_after_a_restart(
         text = texts_of(session)[4]
         (answer,) = together(session, [text], options)
         saved = session.change_slot(0, "save", "chat")
+        folder = tmp_path.rename(tmp_path.with_name("away"))
+        with pytest.raises(NotWritten, match="slot 0 is not saved to chat in --slot-save-path: No"):
+            session.change_slot(0, "save", "chat")
+        folder.rename(tmp_path)
         longer = [*text, *answer.tokens, 1, 2, 3]
         (wanted,) = together(session, [longer], options)
         assert saved.n_bytes == (tmp_path / "chat").stat().st_size
@@ -535,6 +552,7 @@ def test_what_is_wrong_with_a_slot_or_its_file_is_one_sentence(
             (2, "save", "x", "slot 2 does not exist: there are slots 0 to 1"),
             (0, "save", "x", "slot 0 holds nothing"),
             (0, "restore", "missing", "missing: No such file"),
+            (0, "save", "a" * 300, "at most 200 bytes"),
             (0, "restore", "text", "text is no saved sequence"),
             (0, "restore", "../text", "must be a name"),
         ):

@@ -3,6 +3,7 @@
 [flood]    never ends, and as fast as it can
 [slow]     20 ms a piece          [forever]  never ends by itself
 [say]x[/say] answers with x, the last where there are several
+[parts]    reads the prompt in three parts
 [prefill]  0.7 s before the first   [options]  answers with its options that are not usual
 [crash]    aborts the process after two pieces; [crash-now] before the first
 [crash-tokens] aborts it when it is made tokens
@@ -189,6 +190,8 @@ class FakeGenerator:
             self._note(end)
 
     def _answer(self, text: str, n_prompt: int, options: GenerateOptions) -> Iterator[Piece]:
+        for part in range(1, 4) if "[parts]" in text else ():
+            yield Piece("", n_prompt_read=part * n_prompt // 4)
         if "[prefill]" in text:
             time.sleep(0.7)
         said = SAID.findall(text)

@@ -49,7 +49,7 @@ def test_an_answer_is_counted_under_llama_servers_names() -> None:
         "llamacpp:tokens_predicted_seconds_total": 1,
         "llamacpp:n_decode_total": 6,
         "llamacpp:n_tokens_max": 17,
-        "llamacpp:prompt_tokens_seconds": 3,
+        "llamacpp:prompt_tokens_seconds": 2.5,
         "llamacpp:predicted_tokens_seconds": 14,
         "llamacpp:requests_processing": 1,
         "llamacpp:requests_deferred": 2,

@@ -77,9 +77,9 @@ def test_a_refused_body_is_not_read_for_ever(start_server: StartServer, more: st
     server = start_server(limits=SocketLimits(linger_bytes=2**20))
     with _connect(server) as client, suppress(OSError):  # reset by the server
         client.sendall(_head(2**30, more=more))
-        for at in range(1000):
+        for _ in range(1000):
             client.sendall(b"a" * 2**20)
-    assert at < 900
+        pytest.fail("a gigabyte was read")
     assert http.get(server.url + "/health").status_code == 200
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from fake_generator import CHAT_TEMPLATE, FakeFactory
 from running import Running, StartServer, eventually, http
 
@@ -75,6 +76,20 @@ def test_props_have_what_llama_servers_page_reads(server: Running) -> None:
     assert props["modalities"] == {"vision": False, "audio": False}
     assert props["build_info"].startswith("specoffload ")
     assert props["endpoint_metrics"] is False
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/rerank", "start llama-server as a reranker"),
+        ("/v1/reranking", "/v1/embeddings"),
+        ("/lora-adapters", "merge them into the model file"),
+    ],
+)
+def test_what_is_not_served_says_why_and_what_is(server: Running, path: str, words: str) -> None:
+    for answer in (http.get(server.url + path), http.post(server.url + path, json={})):
+        assert answer.status_code == 501
+        assert words in answer.json()["error"]["message"]
 
 
 def test_metrics_are_off_until_they_are_asked_for(server: Running) -> None:

@@ -86,6 +86,7 @@ PIECES = st.builds(
     logprobs=st.sampled_from([(), (), LOGPROBS]),
     id_slot=st.sampled_from([-1, 0, 3]),
     prompt_logprobs=st.sampled_from([(), (), LOGPROBS]),
+    n_prompt_read=st.sampled_from([None, None, 512]),
 )
 
 
@@ -101,7 +102,7 @@ def test_what_a_step_made_arrives_as_it_was(outputs: list[Output]) -> None:
 def test_no_part_of_a_piece_is_left_out_on_its_way() -> None:
     """Who adds one has to have it sent: `_packed` in messages.py, and PIECES here."""
     known = {"text", "tokens", "finish_reason", "stats", "so_far", "index", "stopping_word"}
-    known |= {"logprobs", "id_slot", "prompt_logprobs"}
+    known |= {"logprobs", "id_slot", "prompt_logprobs", "n_prompt_read"}
     assert {field.name for field in fields(Piece)} == known
 
 

@@ -22,6 +22,21 @@ from specoffload.server.status.metrics import MEDIA_TYPE, Now, metrics_page
 from specoffload.server.transport.connection import Waiting
 from specoffload.session.generation import ModelCard
 
+_NO_RANKS = (
+    "this server ranks nothing: start llama-server as a reranker, with a model made for it, or "
+    "compare vectors of /v1/embeddings"
+)
+_NO_ADAPTERS = (
+    "adapters are not applied here: merge them into the model file with llama.cpp's "
+    "llama-export-lora"
+)
+_NOT_SERVED = {
+    "/rerank": _NO_RANKS,
+    "/reranking": _NO_RANKS,
+    "/v1/rerank": _NO_RANKS,
+    "/v1/reranking": _NO_RANKS,
+    "/lora-adapters": _NO_ADAPTERS,
+}
 _ENGINE_PATIENCE_S = 2.0  # it answers between two batches; a long one may take minutes
 
 
@@ -43,6 +58,10 @@ class Status:
         router.add_api_route("/v1/models/{name:path}", self.model, methods=["GET"])
         router.add_api_route("/props", self.props, methods=["GET"])
         router.add_api_route("/metrics", self.metrics, methods=["GET"])
+        for path in _NOT_SERVED:
+            router.add_api_route(
+                path, self.not_served, methods=["GET", "POST"], include_in_schema=False
+            )
         return router
 
     async def health(self) -> Response:
@@ -96,6 +115,11 @@ class Status:
             "requests_deferred": engine.n_waiting,
             "engine_restarts": engine.n_restarts,
         }
+
+    async def not_served(self, request: Request) -> Response:
+        """A 501 that says why llama-server's route is not here, and what to use instead."""
+        path = request.url.path
+        raise NotSupported(f"{path}: {_NOT_SERVED[path]}")
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text; without --metrics, a 501."""

@@ -37,9 +37,7 @@ class Renderer:
     ends or falls silent otherwise is ours: the conversation is tried again in a new one.
     """
 
-    def __init__(
-        self, time_limit_s: float = TIME_LIMIT_S, patience_s: float = _PATIENCE_S
-    ) -> None:
+    def __init__(self, time_limit_s: float = TIME_LIMIT_S, patience_s: float = _PATIENCE_S) -> None:
         """`time_limit_s` of processor time are for one conversation. A process that neither
         answers nor computes for `patience_s` is taken for stopped."""
         self._time_limit_s = time_limit_s

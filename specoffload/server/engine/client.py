@@ -36,18 +36,25 @@ from specoffload.server.engine.messages import (
     Problem,
     Ready,
     Shutdown,
+    Started,
     Submit,
 )
 from specoffload.server.engine.restart import RestartPolicy, describe_exit
 from specoffload.server.engine.turns import FairQueue, spread_s, whole_s
 from specoffload.server.engine.watchdog import Watchdog
 from specoffload.server.status.delays import Delays
-from specoffload.server.status.lines import plan_of, request_line
+from specoffload.server.status.lines import (
+    abandoned_line,
+    plan_of,
+    prompt_line,
+    request_line,
+)
 from specoffload.server.status.totals import Totals
 from specoffload.session.generation import ModelCard, Piece
 
 _CLOSE_PATIENCE_S = 5.0
 _SAY_AGAIN_S = 3.0
+_SAY_PROMPT_S = 10.0
 _LOADING_RETRY_AFTER_S = 5
 
 
@@ -77,7 +84,9 @@ class Ticket:
         self.job = job
         self.client = client
         self.started_at: float | None = None  # time.monotonic() when handed to the engine
-        self.has_begun = False  # its answer has a token
+        self.n_prompt_tokens = 0  # known when the engine has begun
+        self.n_tokens = 0  # of its answers so far
+        self.said_at: float | None = None  # time.monotonic() of the last line on its prompt
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self.hear: Callable[[Event, float], None] = self._keep
         """Is given each event and its `made_at_s`; by itself keeps it for `next`."""
@@ -89,7 +98,7 @@ class Ticket:
         if self._over:
             return
         if isinstance(event, Piece):
-            self.has_begun = self.has_begun or bool(event.tokens)
+            self.n_tokens += len(event.tokens)
         else:
             self._over = isinstance(event, Finished | Problem)
         self.hear(event, made_at_s)
@@ -212,7 +221,7 @@ class EngineClient:
     def _reads_prompts(self) -> bool:
         """True while an answer has no token yet."""
         generating = [t for t in self._running.values() if isinstance(t.job, GeneratingJob)]
-        return not all(ticket.has_begun for ticket in generating)
+        return not all(ticket.n_tokens for ticket in generating)
 
     def submit(self, job: Job, client: str = "") -> Ticket:
         """Queue a job of a client; one that generates nothing goes at once.
@@ -330,8 +339,21 @@ class EngineClient:
             if event.stats is not None:
                 self.totals.add(event.stats)
                 self._say(request_line(job_id, event.stats))
+            elif event.n_prompt_read is not None:
+                self._on_part_of_prompt(ticket, event.n_prompt_read)
+        elif isinstance(event, Started):
+            ticket.n_prompt_tokens = event.n_prompt_tokens
         elif isinstance(event, Problem):
             self._say(f"#{job_id}: {event.message}")
+
+    def _on_part_of_prompt(self, ticket: Ticket, n_read: int) -> None:
+        """One line each time some seconds have passed."""
+        began, now = ticket.started_at, time.monotonic()
+        assert began is not None  # it runs
+        if now - (ticket.said_at or began) > _SAY_PROMPT_S:
+            ticket.said_at = now
+            line = prompt_line(ticket.job_id, n_read, ticket.n_prompt_tokens, now - began)
+            self._say(line)
 
     def _on_exit(self, exit_code: int | None) -> None:
         self._child = None
@@ -453,6 +475,10 @@ class EngineClient:
 
     def _give_up(self, ticket: Ticket) -> None:
         """A running job keeps its place until the engine says that it has let go."""
+        if isinstance(ticket.job, GeneratingJob):
+            began = ticket.started_at
+            for_s = None if began is None else time.monotonic() - began
+            self._say(abandoned_line(ticket.job_id, ticket.n_tokens, for_s))
         if ticket.job_id in self._running:
             if self._child is not None:
                 self._child.send(Cancel(ticket.job_id))

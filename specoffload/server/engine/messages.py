@@ -263,7 +263,7 @@ def _packed(output: Output) -> _Packed:
         return output
     if event.finish_reason is not None or event.stats is not None or event.stopping_word:
         return output
-    if event.prompt_logprobs:
+    if event.prompt_logprobs or event.n_prompt_read is not None:
         return output
     return job_id, event.text, event.tokens, event.index, event.id_slot
 

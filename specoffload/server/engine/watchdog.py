@@ -2,8 +2,8 @@
 over plain numbers.
 
 It tells of each step, and a step is a token of every answer or a batch of a prompt. Silence
-means that C does not come back: nothing but the end of the process helps then. A thread beside tells
-every second that the process runs, so a step of minutes is not taken for a process that is stopped.
+means that C does not come back: nothing but the end of the process helps then. A second thread
+tells every second that the process runs, so a step of minutes is not taken for a stopped process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Watchdog:
         return self.limit_s > 0 and silent_s > self.allowed_s(reads_prompts=reads_prompts)
 
     def symptom(self, quiet_s: float, silent_s: float | None, *, reads_prompts: bool) -> str | None:
-        """What is wrong with a process whose last heartbeat was `quiet_s` ago, and which has told
-        of no step for `silent_s` (None: it has nothing to do). None while it may be well."""
+        """The trouble of a process whose last heartbeat was `quiet_s` ago, and which has told of no
+        step for `silent_s` (None: it has nothing to do). None while it may be well."""
         if quiet_s > self.pulse_s:
             return (
                 f"the engine process has given no sign of life for {quiet_s:.0f} s: it is stopped, "

@@ -7,11 +7,34 @@ from collections.abc import Sequence
 from specoffload.session.generation import GenerationStats
 
 _OF_THE_PLAN = ("device ", "streamed: ", "experts: ", "draft: ")
+_FAILED_TO_KEEP = ("not stored", "not kept:")
 
 
 def plan_of(notes: Sequence[str]) -> list[str]:
-    """Of a session's start-up lines, those on what lies where."""
-    return [note for note in notes if note.startswith(_OF_THE_PLAN)]
+    """Of a session's start-up lines, those on what lies where, and on measurements that could not
+    be kept and are made again at each start."""
+    return [
+        note
+        for note in notes
+        if note.startswith(_OF_THE_PLAN) or any(words in note for words in _FAILED_TO_KEEP)
+    ]
+
+
+def prompt_line(number: int, n_read: int, n_prompt: int, for_s: float) -> str:
+    """One line for a prompt of which a part is evaluated."""
+    return f"#{number}: prompt {n_read} of {n_prompt} tokens in {for_s:.0f} s"
+
+
+def abandoned_line(number: int, n_tokens: int, for_s: float | None) -> str:
+    """One line for an answer that nobody waits for any more, which ran for `for_s` seconds (None:
+    not at all)."""
+    if for_s is None:
+        done = "while it waited in the queue"
+    elif not n_tokens:
+        done = f"before its first token, after {for_s:.1f} s"
+    else:
+        done = f"after {n_tokens} tokens in {for_s:.1f} s"
+    return f"#{number}: cancelled, since the client has gone, {done}"
 
 
 def request_line(number: int, stats: GenerationStats) -> str:

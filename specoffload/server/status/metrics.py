@@ -117,7 +117,7 @@ def _theirs(now: Now) -> Iterator[Metric]:
     )
     for name, text, value in counters:
         yield _counter(f"llamacpp:{name}", text, value)
-    prompt_rate, rate = _ratio(t.n_prompt_tokens, t.prompt_s), _ratio(t.n_tokens, t.decode_s)
+    prompt_rate, rate = _ratio(t.n_prefilled, t.prompt_s), _ratio(t.n_tokens, t.decode_s)
     gauges = (
         ("n_tokens_max", "Longest prompt with its answer.", t.n_tokens_max),
         ("prompt_tokens_seconds", "Mean prompt tokens per second.", prompt_rate),

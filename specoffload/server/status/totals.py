@@ -15,6 +15,7 @@ class Totals:
     n_answers: int = 0
     n_prompt_tokens: int = 0  # evaluated, so without those from a cache
     n_cached_tokens: int = 0
+    n_prefilled: int = 0  # those evaluated in `prompt_s`
     prompt_s: float = 0.0
     n_tokens: int = 0
     decode_s: float = 0.0
@@ -35,6 +36,7 @@ class Totals:
         self.n_answers += 1
         self.n_prompt_tokens += stats.n_prompt_tokens - stats.n_cached_tokens
         self.n_cached_tokens += stats.n_cached_tokens
+        self.n_prefilled += stats.n_prefilled
         self.prompt_s += stats.prefill_s
         self.n_tokens += stats.n_tokens
         self.decode_s += stats.decode_s

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.errors import BadRequest
+from offload.errors import BadRequest, DoesNotFit
 from offload.sequences import Checkpoint
 from specoffload.slots.choosing import Choice, SlotState, Source, choose
 from specoffload.slots.prompt_share import PromptShare, free_tokens
@@ -130,8 +130,9 @@ def test_the_least_recently_stored_goes_when_the_limit_is_reached() -> None:
     assert (len(store), store.size_bytes) == (2, 20)
     assert store.reusable([1] * 30) == 0
     assert store.reusable([2] * 30) == 20
-    kept(store, [4] * 20, size=100)
-    assert len(store) == 0, "one that exceeds the limit alone leaves nothing"
+    with pytest.raises(DoesNotFit, match="--cache-ram"):
+        kept(store, [4] * 20, size=100)
+    assert len(store) == 2, "one that exceeds the limit alone takes no room from others"
 
 
 def test_without_a_limit_all_stay_and_with_none_nothing_is_even_saved() -> None:

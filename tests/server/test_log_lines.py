@@ -1,0 +1,87 @@
+"""What a server says to whoever runs it, request by request."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+import httpx
+import pytest
+from fake_generator import FakeFactory
+from program import SERVE, Program
+from running import Running, StartServer, eventually, http
+
+from specoffload.server.api.wire import timings_of
+from specoffload.server.engine import client
+from specoffload.session.generation import GenerationStats
+
+
+def _said(server: Running, pattern: str) -> bool:
+    return any(re.fullmatch(pattern, line) for line in server.lines)
+
+
+def _leave(server: Running, prompt: str) -> None:
+    """Hang up when the first piece of a stream has come."""
+    body = {"prompt": prompt, "stream": True}
+    with http.stream("POST", server.url + "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+
+
+def test_an_answer_that_its_client_left_has_a_line(start_server: StartServer) -> None:
+    server = start_server(FakeFactory())
+    _leave(server, "[forever]")
+    line = r"#\d+: cancelled, since the client has gone, after \d+ tokens in \d+\.\d s"
+    eventually(lambda: _said(server, line))
+
+
+def test_a_client_that_leaves_the_queue_has_a_line(start_server: StartServer) -> None:
+    server = start_server(FakeFactory())
+    body = {"prompt": "[forever]", "stream": True}
+    with http.stream("POST", server.url + "/v1/completions", json=body) as response:
+        lines = response.iter_lines()  # httpx closes the response with it
+        next(lines)
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(server.url + "/v1/completions", json={"prompt": "x"}, timeout=0.3)
+        line = r"#\d+: cancelled, since the client has gone, while it waited in the queue"
+        eventually(lambda: _said(server, line))
+
+
+def test_the_progress_of_a_long_prompt_is_told(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server(FakeFactory())
+    assert http.post(server.url + "/v1/completions", json={"prompt": "[parts]"}).status_code == 200
+    assert not any("prompt 2 of 8" in line for line in server.lines)  # it was quick
+    monkeypatch.setattr(client, "_SAY_PROMPT_S", 0.0)
+    assert http.post(server.url + "/v1/completions", json={"prompt": "[parts]"}).status_code == 200
+    for n_read in (2, 4, 6):
+        assert _said(server, rf"#1: prompt {n_read} of 8 tokens in \d+ s")
+
+
+def test_the_speed_of_a_prompt_is_that_of_the_tokens_that_were_computed() -> None:
+    """The last token of a prompt is decoded with the answer's first step, and timed there."""
+    held = timings_of(GenerationStats(n_prompt_tokens=1000, n_cached_tokens=999, prefill_s=24e-6))
+    assert (held.prompt_n, held.prompt_per_second, held.prompt_per_token_ms) == (1, 0.0, 0.0)
+    read = timings_of(GenerationStats(n_prompt_tokens=1001, n_cached_tokens=500, prefill_s=5.0))
+    assert (read.prompt_n, read.prompt_per_second, read.prompt_per_token_ms) == (501, 100.0, 10.0)
+
+
+def test_measurements_that_cannot_be_kept_are_told_of() -> None:
+    """Whoever starts a server in a read-only container learns why each start measures anew."""
+    command = [word for word in SERVE if word != "--no-profile"]
+    folder = {"SPECOFFLOAD_PROFILE_DIR": "/dev/null/profiles"}
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **folder},
+    ) as process:
+        try:
+            Program(process)
+        finally:
+            process.terminate()
+        said, _ = process.communicate(timeout=60)
+    assert "the profile was not stored: " in said
+    assert "SPECOFFLOAD_PROFILE_DIR" in said
