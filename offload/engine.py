@@ -48,6 +48,7 @@ from offload.plan.context import (
     ContextSpec,
     check_cache_types,
     forgetting_window,
+    most_state_bytes,
 )
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import DEFAULT_UBATCH, Plan
@@ -187,6 +188,9 @@ class Engine(ModelText):
             device_checkpoints=options.device_checkpoints
             and self._model.is_recurrent
             and not self.facts.number("attention.sliding_window"),
+            most_state_bytes=most_state_bytes(
+                self.facts, replace(context_spec(self.facts, self.options), n_ctx=n_ctx)
+            ),
             n_swa=0 if _keeps_all(options) else forgetting_window(self.facts),
         )
 

@@ -63,14 +63,17 @@ class Sequences:
         n_outputs: int,
         n_tree_leaves: int,
         device_checkpoints: bool,
+        most_state_bytes: int,
         n_swa: int = 0,
     ) -> None:
-        """`n_swa` is the window of a memory that forgets what its windows have passed, else 0."""
+        """`n_swa` is the window of a memory that forgets what its windows have passed, else 0.
+        `most_state_bytes` is a bound on what `save` returns."""
         self._context, self._decode = context, decode
         self._architecture = architecture
         self._n_sequences, self._n_tree_leaves = n_sequences, n_tree_leaves
         self.n_outputs = n_outputs
         self.n_batch = context.n_batch
+        self.most_state_bytes = most_state_bytes
         self._n_swa = n_swa
         self._device_checkpoints = device_checkpoints
         self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx

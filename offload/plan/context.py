@@ -21,6 +21,7 @@ from offload.plan.cache_types import CACHE_TYPES
 
 _F32 = 4
 _MASK = 2  # bytes of an attention mask's cell
+_NOTES_BYTES = 64  # written of a saved cell: position, sequences; layers' few bytes are among them
 _PAD = 256  # libllama pads contexts and windows to this many cells
 _Q8_1 = 36 / 32  # bytes a value takes when a device quantises activations for a product
 _RECURRENT = re.compile(r"^blk\.\d+\.(ssm_(conv1d|a|in)|shortconv|time_mix)")
@@ -85,6 +86,13 @@ def context_memory(facts: ModelFacts, spec: ContextSpec) -> ContextMemory:
         _compute_bytes(shape, spec),
         _pool_bytes(shape, spec),
     )
+
+
+def most_state_bytes(facts: ModelFacts, spec: ContextSpec) -> int:
+    """A bound on the bytes of one saved sequence, generous because the plan counts by formulas:
+    twice the memory of the whole context, and what the library notes of each cell and layer."""
+    memory = context_memory(facts, spec)
+    return 2 * (memory.kv_bytes + memory.recurrent_bytes) + _NOTES_BYTES * _padded(spec.n_ctx)
 
 
 def forgetting_window(facts: ModelFacts) -> int:

@@ -13,10 +13,11 @@ from struct import Struct
 
 from offload.errors import BadRequest, DeviceFailed
 from offload.sequences import Sequences
-from specdec.whole_file import whole_file
+from specdec.whole_file import read_whole, whole_file
 
 _HEADER = Struct("<III")  # magic, version, number of tokens; the tokens and the state follow
 _MAGIC, _VERSION = 0x67677371, 3
+_TOKEN_BYTES = 4
 _OF_STATE = 8  # bytes before a state in memory that a file does not have: a magic and the sequence
 
 
@@ -37,17 +38,18 @@ def write_sequence(path: Path, sequences: Sequences, sequence: int, tokens: Sequ
 def read_sequence(path: Path, sequences: Sequences, sequence: int) -> tuple[list[int], int]:
     """Make the sequence what `path` holds; its tokens, and the bytes read.
 
-    Raises OSError, and BadRequest for a file that is none of this model: the sequence is empty
-    then.
+    Raises OSError for what is no regular file or larger than any sequence of this context, and
+    BadRequest for a file that is none of this model: the sequence is empty then.
     """
     sequences.rewind(sequence, 0)
-    raw = path.read_bytes()
+    most_tokens_bytes = _HEADER.size + _TOKEN_BYTES * sequences.n_ctx
+    raw = read_whole(path, most_tokens_bytes + sequences.most_state_bytes)
     if len(raw) < _HEADER.size:
         raise BadRequest(f"{path.name} is no saved sequence: it has {len(raw)} bytes")
     magic, version, n_tokens = _HEADER.unpack_from(raw)
     if (magic, version) != (_MAGIC, _VERSION):
         raise BadRequest(f"{path.name} is no saved sequence of version {_VERSION}")
-    start = _HEADER.size + 4 * n_tokens
+    start = _HEADER.size + _TOKEN_BYTES * n_tokens
     if n_tokens > sequences.n_ctx or start > len(raw):
         raise BadRequest(
             f"{path.name} is damaged, or its {n_tokens} tokens exceed the context of "

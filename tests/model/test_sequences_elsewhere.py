@@ -3,6 +3,7 @@ sliding windows, recurrent and hybrid memory."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,6 +120,28 @@ def test_a_file_of_something_else_is_refused(sequences: Sequences, tmp_path: Pat
         read_sequence(path, sequences, 1)
     with pytest.raises(FileNotFoundError):
         read_sequence(tmp_path / "missing", sequences, 1)
+
+
+def test_what_is_no_regular_file_is_refused_at_once(sequences: Sequences, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "link", "folder"):
+        with pytest.raises(OSError, match="not a regular file|Is a directory"):
+            read_sequence(tmp_path / name, sequences, 1)
+
+
+def test_a_file_larger_than_any_sequence_is_not_read(sequences: Sequences, tmp_path: Path) -> None:
+    sequences.extend(0, [3] * sequences.n_ctx, 0)
+    whole = tmp_path / "whole"
+    n_bytes = write_sequence(whole, sequences, 0, [3] * sequences.n_ctx)
+    sequences.rewind(0, 0)
+    assert read_sequence(whole, sequences, 1)[1] == n_bytes, "a full context comes back"
+    sequences.rewind(1, 0)
+    os.truncate(whole, 1 << 40)  # a terabyte with one hole, after a header that is right
+    with pytest.raises(OSError, match="it has 1099511627776 bytes, and [0-9]+ are read at most"):
+        read_sequence(whole, sequences, 1)
+    assert sequences.length(1) == 0
 
 
 def test_a_file_is_the_one_that_the_library_writes(sequences: Sequences, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,17 @@ def test_the_result_of_an_action_has_llama_servers_names(server: Running) -> Non
     assert act(server.url, 0, "erase").json() == {"id_slot": 0, "n_erased": 0}
 
 
+def test_a_body_in_chunks_is_read(server: Running) -> None:
+    url, media = server.url + "/slots/0?action=save", {"Content-Type": "application/json"}
+    chunks = iter([b'{"file', b'name": "x"}'])
+    saved = http.post(url, content=chunks, headers=media)
+    assert saved.request.headers["transfer-encoding"] == "chunked"
+    assert (saved.status_code, saved.json()["filename"]) == (200, "x")
+    refused = http.post(url, content=iter([b'{"filename": 7}']), headers=media)
+    assert refused.status_code == 400
+    assert http.post(server.url + "/slots/0?action=erase").status_code == 200, "no body at all"
+
+
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Program]:
     with serving(
@@ -103,6 +115,15 @@ def test_a_conversation_is_saved_erased_restored_and_gone_on_with(
     refused = act(program.url, other, "save", {"filename": "../talk"})
     assert refused.status_code == 400
     assert "must be a name" in refused.json()["error"]["message"]
+
+
+def test_a_pipe_in_the_folder_stops_nobody(program: Program, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused = act(program.url, 0, "restore", {"filename": "pipe"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "pipe: it is not a regular file"
+    body = {"prompt": "import os", "max_tokens": 2}
+    assert http.post(program.url + "/v1/completions", json=body).status_code == 200
 
 
 def test_an_answer_tells_the_slot_that_it_was_made_in(program: Program) -> None:

@@ -24,7 +24,7 @@ from specoffload.server.api.slots import slot_body, slot_job, slots_body
 from specoffload.server.api.status import Status
 from specoffload.server.api.text import TextRoutes
 from specoffload.server.api.wire import ChatRequest, SlotRequest
-from specoffload.server.body.reading import BodyReader, ignore
+from specoffload.server.body.reading import BodyReader, has_body, ignore
 from specoffload.server.chat.answer import ChatTeller
 from specoffload.server.chat.asking import Asking
 from specoffload.server.chat.renderer import Renderer
@@ -138,8 +138,9 @@ class _Api:
         return SingleAnswer(engine.submit(SlotsJob()), lambda event: slots_body(event, n_ctx))
 
     async def change_slot(self, request: Request, number: int) -> Response:
-        has_body = request.headers.get("content-length", "0") != "0"
-        body = await self._context.read(request, SlotRequest) if has_body else SlotRequest()
+        body = SlotRequest()
+        if has_body(request.headers):
+            body = await self._context.read(request, SlotRequest)
         job = slot_job(number, request.query_params.get("action"), body)
         return SingleAnswer(self._engine.submit(job), slot_body)
 

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from specoffload.server.body.names import (
@@ -31,6 +32,11 @@ def body_limit_bytes(card: ModelCard) -> int:
     """The longest body that may hold a prompt which fits: text may double when JSON escapes it."""
     longest_prompt_bytes = card.n_ctx * card.longest_token_bytes
     return min(_OVERHEAD_BYTES + 2 * longest_prompt_bytes, _MOST_BYTES)
+
+
+def has_body(headers: Headers) -> bool:
+    """True for a request that announces a body: of a known length, or in chunks (RFC 9112)."""
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
 class BodyReader:
