@@ -59,7 +59,7 @@ def serve(
     Raises UsageError when the address cannot be had or the model is refused, DeviceFailed when the
     engine process dies while loading or too often after.
     """
-    keys = read_keys(options.api_key, options.api_key_file)
+    keys = read_keys(options.api_key, options.api_key_file, say)
     origins = read_origins(options.cors_origins)
     limits = SocketLimits(n_connections=raise_descriptor_limit())
     listener = listen(options.host, options.port)

@@ -2,63 +2,152 @@
 
 from __future__ import annotations
 
+import ipaddress
+from urllib.parse import urlsplit
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from running import Running, StartServer, http
 
 from specoffload.errors import UsageError
-from specoffload.server.access.browsers import read_origins, refusal
+from specoffload.server.access.browsers import read_authority, read_origins, refusal
 from specoffload.server.access.gate import Access
 from specoffload.server.access.keys import held_key
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 EVIL = "http://evil.example"
 
 
 def _refusal(
-    host: str | None, origin: str | None = None, *origins: str, loopback: bool = True
+    host: str | None,
+    origin: str | None = None,
+    *origins: str,
+    loopback: bool = True,
+    scheme: str = "http",
 ) -> str | None:
-    return refusal(host, origin, on_loopback=loopback, origins=origins)
+    return refusal(
+        [] if host is None else [host],
+        [] if origin is None else [origin],
+        scheme=scheme,
+        on_loopback=loopback,
+        origins=read_origins(",".join(origins)),
+    )
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["127.0.0.1", "127.0.0.1:8080", "127.9.9.9:1", "LOCALHOST:80", "[::1]:8080", "a.localhost"],
-)
+HERE = [
+    "127.0.0.1", "127.0.0.1:8080", "127.9.9.9:1", "127.0.0.1:", "LOCALHOST:80", "localhost.",
+    "a.localhost", "a_b.localhost.:9", "[::1]", "[::1]:8080", "[0:0:0:0:0:0:0:1]",
+    "[::ffff:127.0.0.1]", "[::FFFF:7f00:1]:8080",
+]  # fmt: skip
+ELSEWHERE = [
+    "evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example",
+    "xlocalhost", "10.0.0.1", "[::2]:80", "[::ffff:10.0.0.1]", "[64:ff9b::127.0.0.1]",
+]  # fmt: skip
+NO_HOST = [
+    "", ":80", ".", "[::1", "::1", "[::1]x", "[::1%25lo]", "[::1%lo]", "[127.0.0.1]", "[localhost]",
+    "127.0.0.1:80:80", "127.0.0.1:x", "127.0.0.1:-1", "127.0.0.1:65536", "127.0.0.1:\u0661",
+    "evil@127.0.0.1", "evil:x@127.0.0.1", "127.0.0.1@evil.example", "127.0.0.1#evil",
+    "127.0.0.1/evil", "127.0.0.1?evil", "127.0.0.1\\evil", "127.0.0.1 evil", "127.0.0.1,evil",
+    " 127.0.0.1", "127.0.0.1\t", "0x7f.1", "0x7f.0.0.1", "127.1", "2130706433", "127.0.0.01",
+    "127.0.0.1.", "local host", "localhost..", ".localhost", "a..localhost", "localh\xf6st",
+    "localhost%2eevil.example", "http://127.0.0.1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("host", HERE)
 def test_names_of_this_machine_are_served(host: str) -> None:
     assert _refusal(host) is None
+    assert _refusal(host, f"http://{host}") is None
+    assert _refusal(host, f"https://{host}") is not None, "the server is asked over plain HTTP"
+    assert _refusal(host, f"https://{host}", scheme="https") is None
 
 
-@pytest.mark.parametrize(
-    "host",
-    ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "localhost.evil.example", "",
-     "10.0.0.1", "[::2]:80", "[::1", "127.0.0.1@evil.example", "0x7f.1"],
-)  # fmt: skip
+@pytest.mark.parametrize("host", ELSEWHERE)
 def test_other_names_are_not_served_on_loopback_and_are_elsewhere(host: str) -> None:
     assert "--cors-origins" in (_refusal(host) or "")
     assert _refusal(host, loopback=False) is None
+    assert _refusal(host, f"http://{host}", loopback=False) is None
+
+
+@pytest.mark.parametrize("host", NO_HOST)
+def test_what_is_no_host_is_nobodys_name(host: str) -> None:
+    assert "--cors-origins" in (_refusal(host) or "")
+    for loopback in (True, False):
+        assert _refusal(host, f"http://{host}", loopback=loopback) is not None
+        assert _refusal("127.0.0.1", f"http://{host}", loopback=loopback) is not None
+    if host == host.strip() and "," not in host:  # which may stand between origins
+        with pytest.raises(UsageError, match="looks like"):
+            read_origins(f"http://{host}")
+
+
+@given(
+    st.sampled_from([*HERE, *ELSEWHERE]),
+    st.integers(0, 30),
+    st.sampled_from(list('@/#?\\%, \t"<>^`{|}[]') + ["\x00", "\x7f", "\xe9", "\u0661"]),
+)
+def test_a_letter_that_no_host_has_makes_it_nobodys(host: str, at: int, letter: str) -> None:
+    spoilt = host[: at % (len(host) + 1)] + letter + host[at % (len(host) + 1) :]
+    assert read_authority(spoilt) is None
+    assert _refusal(spoilt) is not None
+
+
+@given(st.text(max_size=30) | st.from_regex(r"[0-9a-z.:\[\]@/#_-]{1,30}", fullmatch=True))
+def test_whatever_is_served_on_loopback_is_loopback(text: str) -> None:
+    """Judged by urllib, which reads more: what it takes for another machine is never served."""
+    if _refusal(text) is not None:
+        return
+    parts = urlsplit(f"http://{text}/")
+    name = (parts.hostname or "").removesuffix(".")
+    assert (parts.username, parts.path, parts.query, parts.fragment) == (None, "/", "", "")
+    if name != "localhost" and not name.endswith(".localhost"):
+        address = ipaddress.ip_address(name)
+        assert (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+@given(st.ip_addresses(), st.none() | st.integers(0, 65535))
+def test_every_address_is_read(address: Address, port: int | None) -> None:
+    host = f"[{address}]" if address.version == 6 else str(address)
+    found = read_authority(host if port is None else f"{host}:{port}")
+    assert found is not None
+    assert (found.host, found.port) == (address, port)
 
 
 def test_the_servers_own_page_and_named_ones_are_served_and_others_not() -> None:
     host = "127.0.0.1:8080"
     assert _refusal(host, "http://127.0.0.1:8080") is None
-    for foreign in (EVIL, "null", "http://127.0.0.1:3000", "file://", ""):
+    assert _refusal("localhost", "http://localhost:80") is None, "the usual port may be left out"
+    for foreign in (EVIL, "null", "http://127.0.0.1:3000", "http://127.0.0.1", "file://", "",
+                    "http://127.0.0.1:8080/x", "http://x@127.0.0.1:8080", "http:127.0.0.1:8080",
+                    "127.0.0.1:8080", "http://127.0.0.1:8080, http://evil.example"):  # fmt: skip
         assert _refusal(host, foreign) is not None
         assert _refusal(host, foreign, loopback=False) is not None
     assert _refusal(host, EVIL, EVIL) is None
     assert _refusal(host, "null", "*") is None
 
 
+def test_two_hosts_or_origins_are_refused() -> None:
+    own = "http://127.0.0.1"
+    for hosts, page in ((["127.0.0.1"], [own, own]), (["127.0.0.1"] * 2, []),
+                        (["127.0.0.1"], [own, EVIL])):  # fmt: skip
+        said = refusal(hosts, page, on_loopback=True, origins=())
+        assert said == "a request has one Host header, and one Origin header at most"
+
+
 def test_a_proxys_public_name_is_served_when_it_is_named() -> None:
     public = "https://chat.example.org"
     assert _refusal("chat.example.org", public, public) is None
-    assert _refusal("other.example.org", public, public) is not None
+    assert _refusal("chat.example.org:443", public, public) is None
+    for other in ("other.example.org", "chat.example.org:80", "evil@chat.example.org"):
+        assert _refusal(other, public, public) is not None
 
 
 def test_origins_are_read_as_browsers_write_them() -> None:
-    assert read_origins(" https://A.example , http://b:3000/,*") == (
-        "https://a.example", "http://b:3000", "*"
+    assert read_origins(" https://A.example , http://b:3000/,https://c:443,http://[0::1],*") == (
+        "https://a.example", "http://b:3000", "https://c", "http://[::1]", "*"
     )  # fmt: skip
     assert read_origins(None) == ()
-    for bad in ("a.example", "ftp://a", "https://a/path", "http://a:x", "https://"):
+    for bad in ("a.example", "ftp://a", "https://a/path", "http://a:x", "https://", "http://a:0"):
         with pytest.raises(UsageError, match="looks like"):
             read_origins(bad)
 
@@ -74,7 +163,7 @@ def test_a_key_is_taken_from_either_header() -> None:
         assert held_key(keys, wrong, "") is None
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80"])
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "evil@127.0.0.1"])
 def test_dns_rebinding_meets_a_403(server: Running, host: str) -> None:
     for path in ("/health", "/v1/models", "/props"):
         answer = http.get(server.url + path, headers={"Host": host})
@@ -89,6 +178,12 @@ def test_a_page_of_another_origin_meets_a_403(server: Running) -> None:
     assert answer.status_code == 403
     assert "access-control-allow-origin" not in answer.headers
     assert http.post(url, json={"prompt": "x"}, headers={"Origin": server.url}).status_code == 200
+    two = [("Origin", server.url), ("Origin", EVIL)]
+    assert http.post(url, json={"prompt": "x"}, headers=two).status_code == 403
+    secure = server.url.replace("http:", "https:")
+    assert http.post(url, json={"prompt": "x"}, headers={"Origin": secure}).status_code == 403
+    proxied = {"Origin": secure, "X-Forwarded-Proto": "https"}
+    assert http.post(url, json={"prompt": "x"}, headers=proxied).status_code == 200
 
 
 @pytest.mark.parametrize("media", ["text/plain", "application/x-www-form-urlencoded", ""])

@@ -164,6 +164,7 @@ SERVE = (
     Flag(
         ServeOptions, "api_key_file", ("--api-key-file",), PATH, "File of such tokens, one a line.",
         Panel.SERVER, variables=("LLAMA_ARG_API_KEY_FILE",), commands=_SERVE, rare=True,
+        more="Lines that begin with # are comments.",
     ),
     Flag(
         ServeOptions, "cors_origins", ("--cors-origins",), TEXT,

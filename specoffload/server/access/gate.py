@@ -11,7 +11,7 @@ from specoffload.server.access.browsers import refusal
 from specoffload.server.access.clients import client_name, note_client
 from specoffload.server.access.keys import held_key
 from specoffload.server.api.answer import problem_response
-from specoffload.server.body.reading import ignored_header
+from specoffload.server.body.reading import has_body, ignored_header
 from specoffload.server.engine.messages import Problem
 
 PUBLIC = frozenset({"/health", "/v1/health", "/"})
@@ -46,8 +46,9 @@ class Gate:
     def _problem(self, scope: Scope) -> Problem | None:
         headers, access = Headers(scope=scope), self._access
         why = refusal(
-            headers.get("host"),
-            headers.get("origin"),
+            headers.getlist("host"),
+            headers.getlist("origin"),
+            scheme=scope["scheme"],
             on_loopback=access.on_loopback,
             origins=access.origins,
         )
@@ -76,9 +77,8 @@ def _naming_ignored(scope: Scope, send: Send) -> Send:
 
 def _media_problem(headers: Headers) -> Problem | None:
     """JSON is demanded by name: any page may send other types to other origins unasked."""
-    has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
     media = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not has_body or media == "application/json":
+    if not has_body(headers) or media == "application/json":
         return None
     said = f"Content-Type is {media}" if media else "Content-Type is missing"
     message = f"{said}: send application/json"

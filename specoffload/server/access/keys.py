@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
+import os
+import stat
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from specoffload.errors import UsageError
 
+_COMMENT = "#"
+_OPEN_TO_OTHERS = stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP
 
-def read_keys(typed: str | None, file: Path | None) -> tuple[str, ...]:
+
+def read_keys(typed: str | None, file: Path | None, warn: Callable[[str], None]) -> tuple[str, ...]:
     """Typed keys, commas between them, then those of a file's lines; empty where none was given.
+
+    Empty lines of the file and lines that begin with `#` are skipped. `warn` gets a sentence if
+    other users may read or change the file.
 
     Raises UsageError for a file that cannot be read, and for a key that no client could send or
     that anybody could guess: an empty one.
@@ -19,10 +27,15 @@ def read_keys(typed: str | None, file: Path | None) -> tuple[str, ...]:
     if file is None:
         return keys
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        with file.open(encoding="utf-8") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            lines = opened.read().splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
-    filled = [line for line in lines if line.strip()]
+    if stat.S_ISREG(mode) and mode & _OPEN_TO_OTHERS:
+        verb = "read" if mode & stat.S_IROTH else "change"
+        warn(f"warning: other users may {verb} {file}, which has keys: chmod 600 {file}")
+    filled = [line for line in lines if line.strip() and not line.lstrip().startswith(_COMMENT)]
     if not filled:
         raise UsageError(f"{file} has no key, one of which stands on each line")
     return (*keys, *_checked(f"--api-key-file {file}", filled))

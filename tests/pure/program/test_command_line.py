@@ -318,34 +318,60 @@ def test_escapes_of_a_prompt_are_read_where_that_is_asked_for() -> None:
 # -- the server's keys
 
 
+def keys_of(typed: str | None, file: Path | None = None) -> tuple[str, ...]:
+    return read_keys(typed, file, lambda words: None)
+
+
 def test_keys_are_typed_in_a_variable_or_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("b\n\nc\n")
     line = line_of("--api-key", " a , d", "--api-key-file", str(file), command="serve")
     own = line.of(ServeOptions)
-    assert read_keys(own.api_key, own.api_key_file) == ("a", "d", "b", "c")
+    assert keys_of(own.api_key, own.api_key_file) == ("a", "d", "b", "c")
     assert line_of(command="serve", LLAMA_API_KEY="k").of(ServeOptions).api_key == "k"
-    assert read_keys(None, None) == ()
+    assert keys_of(None) == ()
     file.write_text("\n")
     with pytest.raises(UsageError, match="has no key"):
-        read_keys(None, file)
+        keys_of(None, file)
+    file.write_text("#b\n # of nobody: c\n\n")
+    with pytest.raises(UsageError, match="has no key"):
+        keys_of(None, file)
+    file.write_text("# those of May\n#old\nnew#1\n")
+    assert keys_of(None, file) == ("new#1",)
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [(0o600, None), (0o640, None), (0o644, "read"), (0o606, "read"), (0o602, "change"),
+     (0o660, "change")],
+)  # fmt: skip
+def test_a_key_file_that_others_may_use_is_warned_of(
+    mode: int, said: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("k\n")
+    file.chmod(mode)
+    warnings: list[str] = []
+    assert read_keys(None, file, warnings.append) == ("k",)
+    words = f"warning: other users may {said} {file}, which has keys: chmod 600 {file}"
+    assert warnings == ([words] if said else [])
 
 
 @pytest.mark.parametrize("key", ["schlüssel", "a~!"])
 def test_every_key_that_a_header_carries_is_one(key: str) -> None:
-    assert read_keys(key, None) == (key,)
+    assert keys_of(key) == (key,)
 
 
 @pytest.mark.parametrize("key", ["ключ", "two words", "a\x00b", "\ud800"])
 def test_a_key_that_no_header_carries_is_refused_and_not_shown(key: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="outside Latin-1") as caught:
-        read_keys(key, None)
+        keys_of(key)
     assert key not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", " ", "a,", ",a", "a,,b"])
 def test_an_empty_key_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is empty"):
-        read_keys(text, None)
+        keys_of(text)
     with pytest.raises(UsageError, match="must be a key"):
         line_of("--api-key", text, command="serve")
