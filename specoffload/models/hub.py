@@ -10,7 +10,7 @@ import difflib
 import errno
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,7 +129,6 @@ def _remember(name: HubName, commit: str | None) -> None:
 @contextmanager
 def _in_one_sentence(name: HubName, token: str | None) -> Iterator[None]:
     """The hub's errors as ours."""
-    import httpx
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -138,6 +137,10 @@ def _in_one_sentence(name: HubName, token: str | None) -> Iterator[None]:
         RepositoryNotFoundError,
         XetDownloadError,
     )
+
+    # The HTTP client's own errors: httpx's with huggingface_hub 1.x, httpx2's with 2.x.
+    http_error = HfHubHTTPError.__bases__[0]
+    assert issubclass(http_error, Exception)
 
     try:
         with warnings.catch_warnings():
@@ -157,7 +160,7 @@ def _in_one_sentence(name: HubName, token: str | None) -> Iterator[None]:
         status = e.response.status_code
         kind = _Unreachable if status >= 500 else FetchFailed
         raise kind(f"{constants.ENDPOINT} answered {status}") from e
-    except httpx.TransportError as e:
+    except http_error as e:
         why = str(e) or type(e).__name__
         raise _Unreachable(f"{constants.ENDPOINT} cannot be reached ({why})") from e
     except XetDownloadError as e:
@@ -192,7 +195,7 @@ def _suggestion(name: HubName, token: str | None) -> str:
 def _ids(token: str | None, **asked: str) -> list[str]:
     from huggingface_hub import HfApi
 
-    list_models: Callable[..., Iterator[object]] = HfApi(token=token).list_models
+    list_models: Callable[..., Iterable[object]] = HfApi(token=token).list_models
     try:
         return [str(getattr(model, "id", "")) for model in list_models(limit=50, **asked)]
     except Exception:  # a suggestion is worth no second error

@@ -44,7 +44,7 @@ def fetch_blob(repo: str, file: str, commit: str | None, token: str | None) -> N
     Raises FetchFailed for a content that is not the hub's, and what huggingface_hub raises.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.utils._fixes import WeakFileLock
+    from huggingface_hub.utils import WeakFileLock
 
     if isinstance(try_to_load_from_cache(repo, file, revision=commit), str):
         return
@@ -71,7 +71,7 @@ def fetch_blob(repo: str, file: str, commit: str | None, token: str | None) -> N
 def _go_on(partial: Path, url: str, token: str | None, size_bytes: int, file: str) -> bool:
     """True if something of it was there before. Redirects are followed without the token."""
     from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils._headers import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers
 
     with partial.open("ab") as there:
         if there.tell() > size_bytes:
