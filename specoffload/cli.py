@@ -30,7 +30,7 @@ from specoffload.config.options import (
     TuneOptions,
 )
 from specoffload.config.speculation import measuring_only, remark
-from specoffload.config.typer_commands import add_command
+from specoffload.config.typer_commands import HELP_ALL, add_command, show_all_flags
 from specoffload.errors import KNOWN, UsageError, meaning_of
 from specoffload.session.generation import AskedOptions, GenerateOptions
 
@@ -287,8 +287,17 @@ add_command(tune_app, "numa", tune_numa, under="tune")
 
 @app.callback(invoke_without_command=True)
 def version(
+    context: typer.Context,
     show: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False,
+    every: Annotated[
+        bool, typer.Option(HELP_ALL, help="Show the flags of all commands and leave.")
+    ] = False,
 ) -> None:
+    if every:
+        if words := context.get_help():  # with rich, typer shows it itself and has no words left
+            report.line(words)
+        show_all_flags()
+        raise typer.Exit
     if show:
         report.line(f"specoffload {__version__}")
         raise typer.Exit

@@ -13,8 +13,10 @@ from contextlib import contextmanager
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from specoffload.session.generation import GenerationStats
 
@@ -130,6 +132,15 @@ def paragraph(words: str) -> None:
     _out.print(words, markup=False, soft_wrap=not _out.is_terminal)
 
 
+def entry(name: str, words: str) -> None:
+    """A name on a line of its own, never broken, and what there is to say of it, indented."""
+    line(name)
+    if _out.is_terminal:
+        _out.print(Padding(Text(words), (0, 0, 0, 4)))
+    else:
+        line(f"    {words}")
+
+
 def note(words: str) -> None:
     """A line on what the program does or leaves out, to standard error."""
     _err.print(words, style="dim", markup=False, soft_wrap=not _err.is_terminal)
@@ -151,7 +162,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     _out.print(f"\n{title}", style="bold", markup=False, soft_wrap=True)
     made = Table()
     for i, column in enumerate(columns):
-        made.add_column(column, justify="left" if i == 0 else "right")
+        made.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         made.add_row(*row)
     _out.print(made)

@@ -22,24 +22,18 @@ from specoffload.models.caches import CachedModel, cached_models
 
 
 def show_models(config_for: Callable[[Path], Config], environment: Environment) -> None:
-    """A line for each; `config_for` is the configuration in which a file would be opened."""
+    """Each name, and under it how the model would run here; `config_for` is the configuration in
+    which a file would be opened."""
     from huggingface_hub import constants
 
     hub = Path(constants.HF_HUB_CACHE)
     found = cached_models(hub, environment.llama_cache, environment.ollama_folders)
     rows = [describe(model, config_for) for model in found]
     report.data(rows)
-    if rows:
-        report.table(
-            "Models",
-            ("name", "size", "architecture", "type", "here"),
-            [
-                (row["name"], report.bytes_text(row["size_bytes"]), row["architecture"],
-                 row["quantisation"], row["here"])
-                for row in rows
-            ],
-        )  # fmt: skip
-    else:
+    for row in rows:
+        about = (report.bytes_text(row["size_bytes"]), row["architecture"], row["quantisation"])
+        report.entry(row["name"], " · ".join(filter(None, (*about, row["here"]))))
+    if not rows:
         folders = (hub, environment.llama_cache, *environment.ollama_folders)
         report.paragraph(f"no models in {', '.join(map(str, folders))}")
         report.line("fetch one: specoffload run -hf user/repo:Q4_K_M")

@@ -20,6 +20,7 @@ from specoffload.config.flags.table import FOREIGN, POSITIONALS, TABLE
 from specoffload.config.options import DraftOptions, Options, of_draft
 from specoffload.errors import UsageError
 
+_SIMILAR = 0.8  # difflib's share of common letters from which a name is taken for another misspelt
 HELP = ("-h", "--help", "--usage")
 _T = TypeVar("_T")
 _Place = tuple[type, str]  # a section and its field
@@ -315,7 +316,7 @@ class _Reader:
         if elsewhere:
             return f"{name} is no flag of {self._command}, but of {', '.join(elsewhere)}"
         known = [*self._by_name, *self._foreign, *HELP]
-        near = difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(name, known, 1, cutoff=_SIMILAR)
         hint = f"; did you mean {near[0]}?" if near else f"; specoffload {self._command} --help"
         return f"there is no flag {name}{hint}"
 

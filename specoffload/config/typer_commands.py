@@ -14,7 +14,8 @@ from specoffload import __version__, report
 from specoffload.config.command_line import HELP, CommandLine, flags_of, read_command_line
 from specoffload.config.environment import read_environment
 from specoffload.config.flags.flag import OPENS, Flag, Panel
-from specoffload.config.flags.table import POSITIONALS
+from specoffload.config.flags.page import TITLES, full_meaning
+from specoffload.config.flags.table import POSITIONALS, TABLE
 from specoffload.config.options import OutputOptions
 from specoffload.ctrl_c import EXIT_CODE
 
@@ -98,6 +99,16 @@ def _class_for(command: str) -> type[TyperCommand]:
             return option
 
     return _Command
+
+
+def show_all_flags() -> None:
+    """Every flag of every command once, part by part; those of some commands alone name them."""
+    for panel, title in TITLES.items():
+        report.line(f"\n{title}\n")
+        for flag in TABLE:
+            if flag.panel is panel:
+                names = ", ".join((*flag.names, *flag.off) or flag.variables)
+                report.entry(f"{names} {flag.kind.metavar}".rstrip(), full_meaning(flag))
 
 
 def _show_all(command: TyperCommand) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import resource
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -251,6 +253,44 @@ def program(hub: Hub, home: Path, *words: str) -> subprocess.CompletedProcess[st
         text=True,
         timeout=100,
     )
+
+
+def on_terminal(hub: Hub, home: Path, *words: str, columns: int) -> list[str]:
+    """The lines that a terminal of so many columns gets."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specoffload", *words],
+        env={**environment(hub, home), "COLUMNS": str(columns), "TERM": "xterm"},
+        stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # it ended
+        while read := os.read(ours, 65536):
+            shown += read
+    os.close(ours)
+    assert process.wait(30) == 0, shown
+    return shown.decode().splitlines()
+
+
+def test_long_names_are_shown_whole_on_a_narrow_terminal(
+    hub: Hub, home: Path, tiny_dense: Path
+) -> None:
+    names = []
+    for repo in ("Coder-480B-A35B-Instruct-1M-GGUF", "Coder-480B-A35B-Instruct-GGUF"):
+        for quant in ("UD-Q4_K_M", "UD-Q4_K_XL"):
+            folder = home / f"hub/models--a-long-makers-name--{repo}"
+            (folder / "snapshots/abc").mkdir(parents=True, exist_ok=True)
+            (folder / "refs").mkdir(exist_ok=True)
+            (folder / "refs/main").write_text("abc")
+            shutil.copy(tiny_dense, folder / f"snapshots/abc/Coder-{quant}.gguf")
+            names.append(f"a-long-makers-name/{repo}:{quant}")
+    for columns in (80, 40):
+        lines = on_terminal(hub, home, "models", columns=columns)
+        assert [line for line in lines if line in names] == names
+        about = [line for line in lines if line not in names]
+        assert all(line.startswith("    ") and len(line) <= columns for line in about)
+        assert sum("llama · " in line for line in about) == 4
 
 
 def test_the_program_runs_and_lists_what_it_fetched(hub: Hub, home: Path, tiny_dense: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specoffload.config.flags.flag import Flag
-from specoffload.config.flags.page import TITLES, meaning
+from specoffload.config.flags.page import TITLES, full_meaning
 from specoffload.config.flags.table import TABLE
 
 Commands = Sequence[tuple[str, str]]
@@ -50,14 +50,9 @@ def man_page(commands: Commands) -> str:
 def _entry(flag: Flag) -> str:
     names = ", ".join(f"\\fB{_text(name)}\\fR" for name in (*flag.names, *flag.off))
     metavar = f" \\fI{_text(flag.kind.metavar)}\\fR" if flag.kind.metavar.strip() else ""
-    words = [meaning(flag)]
-    if flag.shown_default:
-        words.append(f"Default: {flag.shown_default}.")
-    if flag.variables:
-        words.append(f"Variable: {', '.join(flag.variables)}.")
     # A flag without a name is a variable alone.
     shown = names or f"\\fB{_text(', '.join(flag.variables))}\\fR"
-    return f".TP\n{shown}{metavar}\n{_text(' '.join(words))}\n"
+    return f".TP\n{shown}{metavar}\n{_text(full_meaning(flag))}\n"
 
 
 def _text(text: str) -> str:

@@ -9,10 +9,10 @@ from specoffload.config.flags.table import FOREIGN, TABLE
 _HEAD = """# Flags
 
 Made from the table of flags by `scripts/gen-flags`. Names are llama.cpp's where the meaning is the
-same. `specoffload COMMAND --help` shows those of each command; flags without a note in brackets are
-of `run`, `serve`, `bench`, `profile` and `plan`. The last of several wins, and what is typed wins
-over a variable. A flag that changes nothing in a run is named at start; with `--strict-flags` it is
-an error.
+same. `specoffload COMMAND --help` shows those of each command, `specoffload --help-all` all. Flags
+without a note in brackets are of `run`, `chat`, `serve`, `bench`, `profile` and `plan`. The last of
+several wins, and what is typed wins over a variable. A flag that changes nothing in a run is named
+at start; with `--strict-flags` it is an error.
 """
 
 _TAIL = """## Environment
@@ -111,6 +111,16 @@ def meaning(flag: Flag) -> str:
     if flag.commands != OPENS:
         words.append(f"[{', '.join(sorted(flag.commands))}]")
     return " ".join(filter(None, words))
+
+
+def full_meaning(flag: Flag) -> str:
+    """`meaning`, with the default and the variables."""
+    words = [meaning(flag)]
+    if flag.shown_default:
+        words.append(f"Default: {flag.shown_default}.")
+    if flag.variables:
+        words.append(f"Variable: {', '.join(flag.variables)}.")
+    return " ".join(words)
 
 
 def _cell(text: str) -> str:

@@ -64,6 +64,7 @@ def test_a_flag_that_may_stand_bare_swallows_nothing(
         (("-nq", "2"), "there is no flag -nq"),
         (("--draft-mx", "2"), "did you mean --draft-max?"),
         (("--thread", "2"), "did you mean --threads?"),
+        (("--nosuchflag",), "there is no flag --nosuchflag; specoffload run --help"),
         (("--port", "80"), "--port is no flag of run, but of serve"),
         (("-t",), "-t needs a value"),
         (("-t", "-c", "3"), "-t needs a value"),

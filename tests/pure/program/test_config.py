@@ -88,6 +88,17 @@ def test_help_fits_a_screen_and_shows_all_of_it_on_demand(command: str) -> None:
         assert (*flag.names, *flag.off)[0] in every
 
 
+def test_all_flags_are_shown_without_a_command() -> None:
+    done = CliRunner().invoke(app, ["--help-all"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0
+    lines = done.stdout.splitlines()
+    for flag in TABLE:
+        names = ", ".join((*flag.names, *flag.off) or flag.variables)
+        assert any(line == names or line.startswith(f"{names} ") for line in lines), names
+    for command in COMMANDS:
+        assert command.split()[0] in done.stdout
+
+
 # -- resolution
 
 
