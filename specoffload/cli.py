@@ -74,7 +74,7 @@ def sampling_of(line: CommandLine) -> GenerateOptions:
 
 
 def run(line: CommandLine) -> None:
-    """Continue a text, answer what is piped in, or chat: with a model, or the embedded pair."""
+    """Answer or continue a text, or chat: with a model, or the embedded pair."""
     from specoffload.commands.run import (
         piped_text,
         read_prompt,
@@ -86,18 +86,24 @@ def run(line: CommandLine) -> None:
     by_repo = None if options.hf_repo is None else Path(options.hf_repo)
     model, prompt = split_model_and_prompt(own.words, options.model or by_repo, own.prompt)
     options = replace(options, model=None if model is by_repo else model)
-    piped = None if prompt is not None or own.file is not None else piped_text()
-    if model is not None and prompt is None and own.file is None:
-        _converse(line, options, piped)
+    has_text = prompt is not None or own.file is not None
+    piped = None if has_text else piped_text()
+    if model is not None and not has_text and piped is None and own.conversation is not False:
+        _converse(line, options, None)
         return
     if model is None and prompt is not None and prompt == own.words and len(prompt.split()) == 1:
         said = f"{prompt!r} is text to continue; docs/models.md says how models are named"
         options = replace(options, remarks=(*options.remarks, said))
+    if model is None and own.conversation is None:  # the embedded pair knows code, not questions
+        own = replace(own, conversation=False)
     run_prompt(
         config_of(line, options),
         lambda: read_prompt(prompt or piped, own.file, escape=own.escape),
-        replace(sampling_of(line), n_predict=own.n_predict),
-        remarks_of(options),
+        sampling_of(line),
+        own,
+        _chat_options(line),
+        has_limit=bool(line.names(RunOptions, "n_predict")),
+        remarks=remarks_of(options),
     )
 
 
@@ -110,11 +116,9 @@ def chat(line: CommandLine) -> None:
 
 def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
     """One answer to what was piped in, else a conversation."""
-    from specoffload.commands.run import read_text
     from specoffload.terminal import command
 
-    own, sampling = line.of(ChatOptions), sampling_of(line)
-    own = replace(own, system=read_text(own.system, own.system_file))
+    own, sampling = _chat_options(line), sampling_of(line)
     if line.names(RunOptions, "n_predict"):
         sampling = replace(sampling, n_predict=line.of(RunOptions).n_predict)
     remarks = remarks_of(options)
@@ -125,6 +129,14 @@ def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
         command.chat(config_of(line, options), sampling, own, history, remarks)
     else:
         raise UsageError("there is nothing to answer: pipe a question in, or give -p TEXT")
+
+
+def _chat_options(line: CommandLine) -> ChatOptions:
+    """Those that were asked for, the instructions read. Raises UsageError if they cannot be."""
+    from specoffload.commands.run import read_text
+
+    own = line.of(ChatOptions)
+    return replace(own, system=read_text(own.system, own.system_file))
 
 
 def remarks_of(options: Options) -> tuple[str, ...]:

@@ -1,19 +1,23 @@
-"""`specoffload run`: what is meant by its words, and one text continued."""
+"""`specoffload run`: what is meant by its words, and one text answered or continued."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from specdec.whole_file import read_text as read_regular
 from specoffload import report
 from specoffload.chat.deltas import Message
+from specoffload.config.options import ChatOptions, RunOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
 from specoffload.models.name import read_name
 from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.session.session import Session
+from specoffload.terminal.command import answer_text
 from specoffload.terminal.opened import PromptBar, as_data, opened, say_how_it_went
 
 _NAME = re.compile(r"(?=.*[\d./:-])[\w.-]+([/:][\w.-]+)*")
@@ -97,25 +101,50 @@ def piped_text() -> str | None:
 def run_prompt(
     config: Config,
     prompt_text: Callable[[], str],
-    options: GenerateOptions,
+    sampling: GenerateOptions,
+    own: RunOptions,
+    chat: ChatOptions,
+    *,
+    has_limit: bool,
     remarks: Sequence[str] = (),
 ) -> None:
-    """Open, continue a text, and say in two lines how it went. The model's errors come before
-    the prompt's."""
+    """Answer a text by the model's chat template, or continue it, and say in two lines how it went.
+
+    `own.conversation` decides which; None answers if there is a template. `own.n_predict` limits
+    what is continued, and an answer only if somebody asked for it (`has_limit`): an answer ends by
+    itself. The model's errors come before the prompt's.
+    """
     from offload.model_file import read_facts
 
     read_facts(config.model)
     prompt = prompt_text()
+    limited = replace(sampling, n_predict=own.n_predict)
     with opened(config, remarks) as session:
-        n_prompt = len(session.tokenize(prompt, add_special=True, parse_special=True))
-        text, last = "", Piece("")
-        report.echo(prompt)
-        with PromptBar(session, n_prompt) as bar:
-            for piece in session.generate(prompt, options):
-                if bar.takes(piece):
-                    continue
-                text, last = text + piece.text, piece
-                report.text(piece.text)
-        report.text("\n")
-        say_how_it_went(last)
-        report.data(as_data(session, Message(text), last))
+        answers = own.conversation
+        if answers is None:
+            answers = chat.template is not None or bool(session.target.chat_template)
+            if not answers:
+                report.detail("the model file has no chat template: the text is continued")
+        if answers:
+            answer_text(session, prompt, limited if has_limit else sampling, chat)
+        else:
+            if chat.system is not None:
+                report.note("--system-prompt has no effect: the text is continued as it stands")
+            _continue(session, prompt, limited, has_limit=has_limit)
+
+
+def _continue(session: Session, prompt: str, options: GenerateOptions, *, has_limit: bool) -> None:
+    n_prompt = len(session.tokenize(prompt, add_special=True, parse_special=True))
+    text, last = "", Piece("")
+    report.echo(prompt)
+    with PromptBar(session, n_prompt) as bar:
+        for piece in session.generate(prompt, options):
+            if bar.takes(piece):
+                continue
+            text, last = text + piece.text, piece
+            report.text(piece.text)
+    report.text("\n")
+    if last.finish_reason == "length" and not has_limit:
+        report.note(f"stopped after {options.n_predict} tokens: -n N takes more, -n -1 all")
+    say_how_it_went(last)
+    report.data(as_data(session, Message(text), last))

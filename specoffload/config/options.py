@@ -142,6 +142,7 @@ class RunOptions:
     file: Path | None = None
     escape: bool = False  # \n and the like in the prompt are read
     n_predict: int | None = 128  # None: to the end of the context
+    conversation: bool | None = None  # answer by the chat template; None: if the model has one
 
 
 @dataclass(frozen=True)

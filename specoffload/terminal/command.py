@@ -48,21 +48,28 @@ def answer_once(
 ) -> None:
     """Answer one message, and say in two lines how it went."""
     with opened(config, remarks) as session:
-        talk = _talk(session, _format(session, own), options, own)
-        message, last = Message(), Piece("")
+        answer_text(session, question, options, own)
 
-        def kept() -> Iterator[Delta | Piece]:
-            nonlocal last
-            for part in talk.ask(question):
-                if isinstance(part, Piece):
-                    last = part
-                else:
-                    message.add(part)
-                yield part
 
-        show_answer(kept(), report.console())
-        say_how_it_went(last)
-        report.data(as_data(session, message, last))
+def answer_text(
+    session: Session, question: str, options: GenerateOptions, own: ChatOptions
+) -> None:
+    """Answer one message by the model's template, and say in two lines how it went."""
+    talk = _talk(session, _format(session, own), options, own)
+    message, last = Message(), Piece("")
+
+    def kept() -> Iterator[Delta | Piece]:
+        nonlocal last
+        for part in talk.ask(question):
+            if isinstance(part, Piece):
+                last = part
+            else:
+                message.add(part)
+            yield part
+
+    show_answer(kept(), report.console())
+    say_how_it_went(last)
+    report.data(as_data(session, message, last))
 
 
 def _format(session: Session, own: ChatOptions) -> ChatFormat:

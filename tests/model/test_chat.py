@@ -68,6 +68,48 @@ def test_a_prompt_is_not_echoed_into_a_pipe(tiny_dense: Path, tmp_path: Path) ->
     assert json.loads(as_json.stdout)["stats"]["n_prompt_tokens"] >= 1
 
 
+def n_prompt_tokens(home: Path, text: str, *words: str | Path) -> int:
+    done = piped(home, text, "run", *words, "--json", "-n", "2", "--no-profile")
+    assert done.returncode == 0, done.stderr
+    n_tokens: int = json.loads(done.stdout)["stats"]["n_prompt_tokens"]
+    return n_tokens
+
+
+def test_a_prompt_is_answered_by_the_template_unless_it_is_to_be_continued(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    raw = n_prompt_tokens(tmp_path, "", tiny_dense, "-p", "hi there", "-no-cnv")
+    asked = n_prompt_tokens(tmp_path, "", tiny_dense, "-p", "hi there")
+    assert asked > raw + 5, "the template's words stand around it"
+    assert n_prompt_tokens(tmp_path, "hi there", tiny_dense) == asked
+    assert n_prompt_tokens(tmp_path, "hi there", tiny_dense, "--no-conversation") == raw
+
+
+def test_the_embedded_pair_continues_text(tmp_path: Path) -> None:
+    raw = n_prompt_tokens(tmp_path, "", "-p", "import os")
+    assert n_prompt_tokens(tmp_path, "", "-p", "import os", "-cnv") > raw
+
+
+def test_text_for_a_model_without_a_template_is_continued_to_a_limit(
+    tiny_dense: Path, tmp_path: Path
+) -> None:
+    plain = tmp_path / "without-template.gguf"
+    named = tiny_dense.read_bytes()
+    plain.write_bytes(named.replace(b"tokenizer.chat_template", b"tokenizer.none_template"))
+    words = ("run", plain, "--ignore-eos", "-c", "512", "--no-profile")
+    limit = "stopped after 128 tokens: -n N takes more, -n -1 all"
+    for done in (
+        piped(tmp_path, "hi\n", *words, "--json"),
+        piped(tmp_path, "", *words, "-p", "hi", "--json"),
+    ):
+        assert json.loads(done.stdout)["stats"]["n_tokens"] == 128
+        assert done.stderr.splitlines()[0] == limit
+        assert "template" not in done.stderr
+    done = piped(tmp_path, "hi\n", *words, "-n", "3", "-v")
+    assert limit not in done.stderr
+    assert "the model file has no chat template: the text is continued" in done.stderr
+
+
 def test_nothing_to_answer_is_said(tiny_dense: Path, tmp_path: Path) -> None:
     done = piped(tmp_path, "", "chat", tiny_dense)
     assert done.returncode == 2

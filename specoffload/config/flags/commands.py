@@ -63,12 +63,18 @@ _UI = choice(("auto", "none"), _UI_WORDS)
 
 RUN = (
     Flag(
-        RunOptions, "prompt", ("--prompt", "-p"), TEXT, "Text to continue.", _P, commands=_RUN,
-        first=True,
+        RunOptions, "prompt", ("--prompt", "-p"), TEXT, "Text to answer, or to continue.", _P,
+        commands=_RUN, first=True,
     ),
     Flag(
-        RunOptions, "file", ("--file", "-f"), PATH, "File whose text is continued.", _P,
-        commands=_RUN,
+        RunOptions, "file", ("--file", "-f"), PATH, "File with that text.", _P, commands=_RUN,
+    ),
+    Flag(
+        RunOptions, "conversation", ("--conversation", "-cnv"), SWITCH,
+        "Answer by the chat template; off: continue the text as it stands.", _P, commands=_RUN,
+        off=("-no-cnv", "--no-conversation"),
+        default_words="on for a model with a template, off for the embedded pair",
+        more="A model without a template gets ChatML's with -cnv.",
     ),
     Flag(
         RunOptions, "escape", ("--escape", "-e"), SWITCH,
@@ -79,6 +85,7 @@ RUN = (
         RunOptions, "n_predict", ("--n-predict", "-n", "--predict"), N_PREDICT,
         "Most tokens to write; -1: to the end of the context.", _P, commands=_RUN,
         variables=("LLAMA_ARG_N_PREDICT",), first=True,
+        default_words="an answer's own end; 128 of a text that is continued",
     ),
 )  # fmt: skip
 

@@ -314,7 +314,6 @@ TEXT = (
     *valued(Refused("prompts are text: give the file with --file"), "-bf --binary-file"),
     *valued(_CACHED, "--prompt-cache"),
     *switches(_CACHED, "--prompt-cache-all", "--prompt-cache-ro"),
-    foreign("-cnv --conversation !-no-cnv !--no-conversation", _LINES),
     foreign("-st --single-turn", ALREADY),
     *switches(
         _LINES, "-i --interactive", "-if --interactive-first", "-mli --multiline-input",
