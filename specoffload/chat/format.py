@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from specoffload.chat.built_in import BUILT_IN, CHATML
 from specoffload.chat.conversation import Conversation
 from specoffload.chat.environment import check, render
 from specoffload.chat.families import GENERIC, family_of, reasoning_of
@@ -14,16 +15,6 @@ from specoffload.chat.family import Family, HarmonyCalls
 from specoffload.chat.grammar import Asked, answer_grammar
 from specoffload.chat.messages import Needs, needs_of, template_messages
 from specoffload.chat.parsing.stream import AnswerForm, StreamParser
-
-CHATML = (
-    "{%- for message in messages -%}"
-    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
-)
-"""For a model whose file has no template."""
-
-BUILT_IN = {"chatml": CHATML}
 
 
 @dataclass(frozen=True)
@@ -49,20 +40,25 @@ class ChatPrompt:
 @dataclass(frozen=True)
 class ChatFormat:
     """`templates` are the file's, by name; "default" is the one without a name, "tool_use" is
-    taken for conversations with tools. Picklable; what it finds out of the templates is kept."""
+    taken for conversations with tools. `begin` is the text of the token that the vocabulary puts
+    before every text: a built-in template leaves it to the tokenizer. Picklable; what it finds out
+    of the templates is kept."""
 
     templates: Mapping[str, str]
     bos: str = ""
     eos: str = ""
     name: str = "of the model file"
+    begin: str = ""
     _known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, template: str | None, *, bos: str = "", eos: str = "") -> ChatFormat:
+    def of(
+        cls, template: str | None, *, bos: str = "", eos: str = "", begin: str = ""
+    ) -> ChatFormat:
         """Of one template; ChatML where there is none."""
         if template:
             return cls({"default": template}, bos, eos)
-        return cls({"default": CHATML}, bos, eos, "chatml")
+        return cls({"default": CHATML}, bos, eos, "chatml", begin)
 
     @property
     def _stops(self) -> tuple[str, ...]:
@@ -101,6 +97,8 @@ class ChatFormat:
             "eos_token": self.eos,
         }
         text = render(self.name, source, variables, now)
+        if source in BUILT_IN.values() and not text.startswith(self.begin):
+            text = self.begin + text
         if begun:
             text = _answered(text, begun, reasoning_of(source))
         return self._asked(conversation, family, source, text)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from specoffload.chat.built_in import BUILT_IN
 from specoffload.chat.conversation import ReasoningOptions
-from specoffload.chat.format import BUILT_IN
 from specoffload.chat.settings import ChatSettings
 from specoffload.config.options import ChatOptions
 from specoffload.errors import UsageError
@@ -15,19 +15,30 @@ def chat_settings(own: ChatOptions) -> ChatSettings:
     """Raises UsageError for a template that is neither built in nor a file."""
     return ChatSettings(
         read_template(own.template),
-        own.template or "of the model file",
+        _name_of(own.template),
         own.template_kwargs or {},
         ReasoningOptions(own.reasoning_format, own.reasons, own.reasoning_effort),
         own.prefill,
     )
 
 
+def _name_of(template: str | None) -> str:
+    """For messages."""
+    if template is None:
+        return "of the model file"
+    return "of --chat-template" if "{" in template else template
+
+
 def read_template(named: str | None) -> str | None:
-    """A built-in template, or a file's text. Raises UsageError for neither."""
-    if named is None or named in BUILT_IN:
-        return BUILT_IN[named] if named else None
+    """A built-in template, one that is typed, or a file's text. Raises UsageError for none."""
+    if named is None or "{{" in named or "{%" in named:
+        return named
+    if named in BUILT_IN:
+        return BUILT_IN[named]
     try:
         return Path(named).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        known = ", ".join(BUILT_IN)
-        raise UsageError(f"--chat-template {named}: is none of {known}, and no file ({e})") from e
+        raise UsageError(
+            f"--chat-template {named}: is no file ({e.strerror if isinstance(e, OSError) else e}), "
+            f"no Jinja, and none of llama.cpp's templates: {', '.join(BUILT_IN)}"
+        ) from e

@@ -17,13 +17,14 @@ from specoffload.session.generation import GenerateOptions, ModelCard
 
 def format_of(card: ModelCard, settings: ChatSettings) -> ChatFormat:
     """By the template of `settings`, else by the file's own; ChatML where there is neither."""
+    begin = card.bos if card.adds_bos else ""
     if settings.template is not None:
         templates = {"default": settings.template}
-        return ChatFormat(templates, card.bos, card.eos, settings.template_name)
+        return ChatFormat(templates, card.bos, card.eos, settings.template_name, begin)
     if card.chat_template and card.tool_use_template:
         templates = {"default": card.chat_template, "tool_use": card.tool_use_template}
         return ChatFormat(templates, card.bos, card.eos)
-    return ChatFormat.of(card.chat_template, bos=card.bos, eos=card.eos)
+    return ChatFormat.of(card.chat_template, bos=card.bos, eos=card.eos, begin=begin)
 
 
 def check_options(conversation: Conversation, options: GenerateOptions) -> None:

@@ -132,6 +132,7 @@ class ModelCard:
     longest_token_bytes: int = 256  # of text that one token can stand for
     bos: str = ""
     eos: str = ""
+    adds_bos: bool = False  # the vocabulary has `bos` before every text
     notes: tuple[str, ...] = field(default=())  # start-up lines: plan, device, what is not active
     n_parallel: int = 1  # requests that run at once
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from offload.errors import BadRequest
 from specoffload.chat.conversation import Conversation, ReasoningOptions, Tool
 from specoffload.chat.settings import ChatSettings
+from specoffload.config.chat_template import chat_settings
+from specoffload.config.options import ChatOptions
 from specoffload.server.api.parameters import generate_options
 from specoffload.server.api.wire import ChatRequest
 from specoffload.server.chat.asking import Asking
@@ -96,3 +99,17 @@ def test_a_request_may_limit_its_reasoning(given: int | None, budget: int | None
     request = ChatRequest.model_validate(body)
     options, idle = generate_options(request, GenerateOptions(reasoning_budget=9))
     assert (options.reasoning_budget, idle) == (budget, ())
+
+
+def test_a_built_in_template_leaves_the_first_token_to_the_vocabulary() -> None:
+    for adds, name, wanted in (
+        (True, "gemma", "<s><start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n"),
+        (False, "gemma", "<start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n"),
+        (True, "gigachat", "<s>user<|role_sep|>x<|message_sep|>"),
+        (True, "{{ messages[0].content }}", "x"),
+    ):
+        card = replace(_card(None), adds_bos=adds)
+        form = format_of(card, chat_settings(ChatOptions(template=name)))
+        conversation = Conversation(({"role": "user", "content": "x"},))
+        assert form.prepare(conversation).text.startswith(wanted)
+        assert not form.prepare(conversation).text.startswith("<s><s>")

@@ -13,6 +13,8 @@ from running import Running, StartServer, http
 
 from specoffload.chat.conversation import ReasoningOptions
 from specoffload.chat.settings import ChatSettings
+from specoffload.config.chat_template import chat_settings
+from specoffload.config.options import ChatOptions
 
 # Hermes' format and reasoning, by the marks that a template is known by.
 TEMPLATE = (
@@ -187,6 +189,18 @@ def test_the_effort_none_turns_reasoning_off_and_an_answer_is_continued(server: 
     begun["continue_final_message"] = False  # type: ignore[assignment]
     prompt = http.post(server.url + "/apply-template", json=begun).json()["prompt"]
     assert prompt == "user: a\nassistant: b\n"
+
+
+def test_llama_cpps_names_of_templates_are_taken(start_server: StartServer) -> None:
+    user = {"role": "user", "content": "Why?"}
+    body = {"messages": [{"role": "system", "content": "Be brief"}, user]}
+    for name, wanted in (
+        ("gemma", "<start_of_turn>user\nBe brief\n\nWhy?<end_of_turn>\n<start_of_turn>model\n"),
+        ("mistral-v7-tekken", "[SYSTEM_PROMPT]Be brief[/SYSTEM_PROMPT][INST]Why?[/INST]"),
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "Be brief;Why?;"),
+    ):
+        server = start_server(FakeFactory(), chat=chat_settings(ChatOptions(template=name)))
+        assert http.post(server.url + "/apply-template", json=body).json()["prompt"] == wanted
 
 
 def test_several_answers_are_told_by_their_index(server: Running) -> None:
