@@ -86,11 +86,14 @@ def run(line: CommandLine) -> None:
     by_repo = None if options.hf_repo is None else Path(options.hf_repo)
     model, prompt = split_model_and_prompt(own.words, options.model or by_repo, own.prompt)
     options = replace(options, model=None if model is by_repo else model)
+    kept = line.names(RunOptions, "prompt_cache", "prompt_cache_all", "prompt_cache_ro")
     has_text = prompt is not None or own.file is not None
     piped = None if has_text else piped_text()
     if model is not None and not has_text and piped is None and own.conversation is not False:
-        _converse(line, options, None)
+        _converse(line, remark(options, kept, "/save keeps a conversation"), None)
         return
+    if own.prompt_cache is None:
+        options = remark(options, kept, "no --prompt-cache")
     if model is None and prompt is not None and prompt == own.words and len(prompt.split()) == 1:
         said = f"{prompt!r} is text to continue; docs/models.md says how models are named"
         options = replace(options, remarks=(*options.remarks, said))

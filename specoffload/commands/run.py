@@ -125,15 +125,41 @@ def run_prompt(
             answers = chat.template is not None or bool(session.target.chat_template)
             if not answers:
                 report.detail("the model file has no chat template: the text is continued")
+        _use_kept_prompt(session, own.prompt_cache)
         if answers:
-            answer_text(session, prompt, limited if has_limit else sampling, chat)
+            last = answer_text(session, prompt, limited if has_limit else sampling, chat)
         else:
             if chat.system is not None:
                 report.note("--system-prompt has no effect: the text is continued as it stands")
-            _continue(session, prompt, limited, has_limit=has_limit)
+            last = _continue(session, prompt, limited, has_limit=has_limit)
+        if own.prompt_cache is not None and not own.prompt_cache_ro and last.stats is not None:
+            n_kept = None if own.prompt_cache_all else last.stats.n_prompt_tokens
+            _keep_prompt(session, own.prompt_cache, n_kept)
 
 
-def _continue(session: Session, prompt: str, options: GenerateOptions, *, has_limit: bool) -> None:
+def _use_kept_prompt(session: Session, file: Path | None) -> None:
+    """Begin with what an earlier run kept, if the file exists. Raises UsageError, BadRequest."""
+    try:
+        if file is not None and file.exists():
+            session.batcher.slots[0].read(file)
+    except OSError as e:
+        raise UsageError(f"--prompt-cache {file}: {e.strerror or e}") from e
+
+
+def _keep_prompt(session: Session, file: Path, n_tokens: int | None) -> None:
+    """Write the first `n_tokens` of the sequence, but for the last of them, which is evaluated anew
+    in any case; None: all. Raises UsageError."""
+    slot = session.batcher.slots[0]
+    if n_tokens is not None:
+        slot.reuse(slot.tokens[:n_tokens])
+    try:
+        if slot.tokens:  # a prompt of one token leaves none
+            slot.write(file)
+    except OSError as e:
+        raise UsageError(f"--prompt-cache {file}: cannot be written ({e.strerror or e})") from e
+
+
+def _continue(session: Session, prompt: str, options: GenerateOptions, *, has_limit: bool) -> Piece:
     n_prompt = len(session.tokenize(prompt, add_special=True, parse_special=True))
     text, last = "", Piece("")
     report.echo(prompt)
@@ -148,3 +174,4 @@ def _continue(session: Session, prompt: str, options: GenerateOptions, *, has_li
         report.note(f"stopped after {options.n_predict} tokens: -n N takes more, -n -1 all")
     say_how_it_went(last)
     report.data(as_data(session, Message(text), last))
+    return last

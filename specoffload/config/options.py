@@ -143,6 +143,9 @@ class RunOptions:
     escape: bool = False  # \n and the like in the prompt are read
     n_predict: int | None = 128  # None: to the end of the context
     conversation: bool | None = None  # answer by the chat template; None: if the model has one
+    prompt_cache: Path | None = None
+    prompt_cache_all: bool = False
+    prompt_cache_ro: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,7 @@ class ServeOptions:
     parallel: int | None = None
     cache_ram_mib: int = 8192  # -1: no limit
     slot_save_path: Path | None = None
+    slot_similarity: float = 0.1  # of a prompt
     embeddings: bool = False
     pooling: str | None = None  # None: as the model file says
 

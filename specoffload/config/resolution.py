@@ -20,7 +20,7 @@ from specdec.options import DrafterName
 from specoffload.config.host import Host
 from specoffload.config.hybrid_choice import HybridChoice, choose_hybrid
 from specoffload.config.numa_choice import choose_threads
-from specoffload.config.options import Options, Toggle
+from specoffload.config.options import Options, ServeOptions, Toggle
 from specoffload.config.remarks import Remarks
 from specoffload.config.speculation import SpecConfig, resolve_speculation, uses_draft_model
 
@@ -57,6 +57,7 @@ class Config:
     parallel: int = 1  # requests that run at once
     cache_ram_bytes: int | None = 0  # host memory for prompts whose slots others needed
     slot_save_path: Path | None = None
+    slot_similarity: float = ServeOptions.slot_similarity
     pooling: str | None = None  # of embeddings; None: there are none
 
 

@@ -27,6 +27,7 @@ def for_serving(config: Config, serve: ServeOptions) -> Config:
         parallel=parallel,
         cache_ram_bytes=None if mib < 0 else mib << 20,
         slot_save_path=serve.slot_save_path,
+        slot_similarity=serve.slot_similarity,
         pooling=_pooling(serve),
         reasons=reasons,
     )

@@ -111,6 +111,7 @@ class Session:
                 n_slots=config.parallel,
                 n_checkpoints=config.ctx_checkpoints,
                 store_bytes=config.cache_ram_bytes,
+                similar=config.slot_similarity,
             )
             if self.speculation is not None and self.speculation.watches:
                 self.batcher.on_round.append(self.speculation.watch)
@@ -220,6 +221,8 @@ class Session:
             longest_token_bytes=self.target.longest_token_bytes,
             bos=model.token_text(model.bos) if model.bos >= 0 else "",
             eos=model.token_text(model.eos) if model.eos >= 0 else "",
+            adds_bos=model.has_tokenizer
+            and self.tokenize("", add_special=True, parse_special=False)[:1] == [model.bos],
             notes=self.notes,
             n_parallel=self.config.parallel,
         )

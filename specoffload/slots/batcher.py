@@ -28,7 +28,7 @@ from specoffload.session.answer import Answer
 from specoffload.session.generation import GenerateOptions, Piece, SlotInfo
 from specoffload.session.sampling import sampling_of
 from specoffload.session.statistics import EngineCounts
-from specoffload.slots.choosing import SlotState, Source, choose
+from specoffload.slots.choosing import SIMILAR, SlotState, Source, choose
 from specoffload.slots.prompt_logprobs import PromptLogprobs
 from specoffload.slots.prompt_share import PromptShare
 from specoffload.slots.prompt_store import PromptStore
@@ -52,8 +52,11 @@ class Batcher:
         n_slots: int = 1,
         n_checkpoints: int = 0,
         store_bytes: int | None = 0,
+        similar: float = SIMILAR,
     ) -> None:
-        """`store_bytes` of host memory are for the prompts of slots that others need."""
+        """`store_bytes` of host memory are for the prompts of slots that others need; `similar` is
+        `choose`'s."""
+        self._similar = similar
         self._target, self._speculation = target, speculation
         self._sequences = target.sequences
         drafts = None if draft is None else draft.sequences
@@ -314,7 +317,7 @@ class Batcher:
         states, n_stored = self._states(tokens), self.store.reusable(tokens)
         if not reuses:
             states, n_stored = [s.without_reuse() for s in states], 0
-        choice = choose(states, len(tokens), n_stored, wanted=options.id_slot)
+        choice = choose(states, len(tokens), n_stored, options.id_slot, self._similar)
         if choice is None:
             return None
         slot = self.slots[choice.number]

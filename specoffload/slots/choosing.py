@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-_SIMILAR = 0.1  # of a prompt: less in common is chance, a template's first words
+SIMILAR = 0.1  # of a prompt: less in common is chance, a template's first words
 _MUCH_LOST = 0.5  # of what a slot holds: from here on it is worth to be kept elsewhere
 _WORTH_TOKENS = 16  # in common: fewer are evaluated faster than copied
 
@@ -50,10 +50,15 @@ class Choice:
 
 
 def choose(
-    slots: Sequence[SlotState], n_prompt: int, n_stored: int, wanted: int = -1
+    slots: Sequence[SlotState],
+    n_prompt: int,
+    n_stored: int,
+    wanted: int = -1,
+    similar: float = SIMILAR,
 ) -> Choice | None:
     """The slot for a prompt of `n_prompt` tokens, of which host memory holds `n_stored`; None when
-    all are busy. `wanted` is the number of the only one that will do (-1: any).
+    all are busy. `wanted` is the number of the only one that will do (-1: any). `similar` is the
+    least share of the prompt that an idle slot must hold to be chosen for it; 0: none is.
 
     The longest beginning wins, and of equal ones that which copies least. A slot that would lose
     much by it is copied to an empty one instead.
@@ -62,7 +67,8 @@ def choose(
     if not idle:
         return None
     own = max(idle, key=lambda s: (s.n_reusable, s.n_held == s.n_reusable, -s.number))
-    n_own = own.n_reusable if own.n_reusable >= max(1.0, _SIMILAR * n_prompt) else 0
+    is_similar = similar > 0 and own.n_reusable >= max(1.0, similar * n_prompt)
+    n_own = own.n_reusable if is_similar else 0
     place = min(idle, key=lambda s: (s.n_held > 0, s.last_used, s.number))
     others = [s for s in slots if s.number != place.number and s.n_shareable >= _WORTH_TOKENS]
     shared = max(others, key=lambda s: s.n_shareable, default=None)

@@ -53,8 +53,9 @@ def answer_once(
 
 def answer_text(
     session: Session, question: str, options: GenerateOptions, own: ChatOptions
-) -> None:
-    """Answer one message by the model's template, and say in two lines how it went."""
+) -> Piece:
+    """Answer one message by the model's template, and say in two lines how it went. Returns the
+    last piece."""
     talk = _talk(session, _format(session, own), options, own)
     message, last = Message(), Piece("")
 
@@ -70,6 +71,7 @@ def answer_text(
     show_answer(kept(), report.console())
     say_how_it_went(last)
     report.data(as_data(session, message, last))
+    return last
 
 
 def _format(session: Session, own: ChatOptions) -> ChatFormat:

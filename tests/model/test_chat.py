@@ -110,13 +110,43 @@ def test_text_for_a_model_without_a_template_is_continued_to_a_limit(
     assert "the model file has no chat template: the text is continued" in done.stderr
 
 
+@pytest.mark.parametrize("words", [("-no-cnv",), ()])
+def test_a_prompt_is_kept_in_a_file_for_the_next_run(
+    tiny_dense: Path, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    file, text = tmp_path / "kept", "a prompt of some length, "
+    run = ("run", tiny_dense, *words, "--prompt-cache", file, "-n", "3", "--ignore-eos")
+
+    def cached(*more: str) -> tuple[int, int]:
+        done = piped(tmp_path, "", *run, "--json", *more)
+        assert done.returncode == 0, done.stderr
+        stats = json.loads(done.stdout)["stats"]
+        return stats["n_cached_tokens"], stats["n_prompt_tokens"]
+
+    assert cached("-p", text, "--prompt-cache-ro")[0] == 0
+    assert not file.exists()
+    n_cached, n_prompt = cached("-p", text)
+    assert n_cached == 0
+    size = file.stat().st_size
+    assert cached("-p", text, "--prompt-cache-all") == (n_prompt - 1, n_prompt)
+    assert file.stat().st_size > size, "what was written is kept too"
+    n_cached, n_prompt = cached("-p", text + "and more")
+    assert len(text) // 2 < n_cached < n_prompt - 1
+    file.write_text("no sequence at all")
+    done = piped(tmp_path, "", *run, "-p", text)
+    assert done.returncode == 2
+    assert "kept is no saved sequence" in done.stderr
+
+
 def test_nothing_to_answer_is_said(tiny_dense: Path, tmp_path: Path) -> None:
     done = piped(tmp_path, "", "chat", tiny_dense)
     assert done.returncode == 2
     assert "there is nothing to answer" in done.stderr
     done = piped(tmp_path, "x", "chat", tiny_dense, "--chat-template", "nothing")
     assert done.returncode == 2
-    assert "--chat-template nothing: is none of chatml, and no file" in done.stderr
+    assert (
+        "--chat-template nothing: is no file (No such file or directory), no Jinja," in done.stderr
+    )
 
 
 @dataclass

@@ -48,8 +48,11 @@ def draft_of(spec: str, kind: str, models: Path) -> Path | None:
     return {"itself": model(kind, models), "stranger": model(kind, models, 7)}.get(spec)
 
 
+SERVING = ("cache_ram_bytes", "slot_save_path", "slot_similarity")
+
+
 def open_slots(model: Path, spec: dict[str, object], parallel: int, **more: Any) -> Session:
-    serving = {n: more.pop(n) for n in ("cache_ram_bytes", "slot_save_path") if n in more}
+    serving = {n: more.pop(n) for n in SERVING if n in more}
     options = {"model": model, "device": "cpu", "threads": 1, "ctx_size": 1024, **EXACT, **more}
     config = config_of(spec_given=dict(spec), **options)
     return Session(replace(config, parallel=parallel, **serving))
@@ -582,3 +585,16 @@ def test_rows_of_requests_in_one_batch_are_their_own(exact: Path) -> None:
             alone.sequences.rewind(0, 0)
             fresh = alone.sequences.extend(0, text, 2)
             assert np.abs(found - fresh).max() < 0.02
+
+
+@pytest.mark.parametrize(("similar", "in_use"), [(0.1, [True, False]), (0.9, [True, True])])
+def test_slot_prompt_similarity_is_the_share_that_chooses_a_slot(
+    models: Path, similar: float, in_use: list[bool]
+) -> None:
+    path = model("mistral-large", models)
+    with open_slots(path, SPECS["alone"], 2, slot_similarity=similar) as session:
+        first, second = list(range(30, 42)), [*range(30, 36), *range(50, 56)]
+        for tokens in (first, second):  # the half in common is too little to be copied
+            together(session, [tokens], GenerateOptions(n_predict=1, ignore_eos=True))
+        held = [slot.n_tokens > 0 for slot in session.slots()]
+        assert held == in_use

@@ -87,6 +87,19 @@ RUN = (
         variables=("LLAMA_ARG_N_PREDICT",), first=True,
         default_words="an answer's own end; 128 of a text that is continued",
     ),
+    Flag(
+        RunOptions, "prompt_cache", ("--prompt-cache",), PATH,
+        "File that keeps the evaluated prompt for the next run.", _P, commands=_RUN, rare=True,
+        more="A prompt that begins as the last one did is evaluated from where they differ.",
+    ),
+    Flag(
+        RunOptions, "prompt_cache_all", ("--prompt-cache-all",), SWITCH,
+        "Keep what was written after the prompt too.", _P, commands=_RUN, rare=True,
+    ),
+    Flag(
+        RunOptions, "prompt_cache_ro", ("--prompt-cache-ro",), SWITCH,
+        "Use the file and do not write it.", _P, commands=_RUN, rare=True,
+    ),
 )  # fmt: skip
 
 _RESULTS = frozenset({"run", "bench", "profile", "plan", "models", "simulate", "trace", "doctor"})
@@ -122,9 +135,10 @@ CHAT = (
     ),
     Flag(
         ChatOptions, "template", ("--chat-template", "--chat-template-file"), TEXT,
-        "Template of a conversation: chatml, or a file.", _P,
+        "Template of a conversation: llama.cpp's name for it, a file, or Jinja.", _P,
         variables=("LLAMA_ARG_CHAT_TEMPLATE", "LLAMA_ARG_CHAT_TEMPLATE_FILE"), commands=_ANSWERS,
         default_words="the model's, else chatml", rare=True,
+        more="The names are in docs/chat-formats.md.",
     ),
     Flag(
         ChatOptions, "template_kwargs", ("--chat-template-kwargs",), JSON_OBJECT,
@@ -235,6 +249,11 @@ SERVE = (
         ServeOptions, "slot_save_path", ("--slot-save-path",), PATH,
         "Folder for what POST /slots/ID?action=save keeps.", Panel.SERVER, commands=_SERVE,
         rare=True,
+    ),
+    Flag(
+        ServeOptions, "slot_similarity", ("--slot-prompt-similarity", "-sps"), FLOAT,
+        "Share of a prompt that an idle slot must hold to be chosen for it; 0: none is.",
+        Panel.SERVER, least=0, most=1, commands=_SERVE, rare=True,
     ),
     Flag(
         AskedOptions, "time_limit_s", ("--time-limit",), FLOAT,

@@ -17,7 +17,8 @@ _KERNELS = NoEffect("llama.cpp's kernels compute, which decide that by themselve
 _MLA = NoEffect("MLA is always used where the model has it, see --mla-crossover")
 _ONE_GPU = NoEffect("one GPU is used: --device names it")
 _TEXT_RULES = Refused("there are no such rules for an answer's text: leave it out")
-_KEPT = NoEffect("prompts are kept as --ctx-checkpoints says")
+_CHECKPOINTS = NoEffect("recurrent models keep prompts as --ctx-checkpoints says")
+_STORED = NoEffect("what slots give up goes to host memory, see --cache-ram")
 _HADAMARD = NoEffect("the KV cache is kept without a Hadamard transform")
 
 FOREIGN = (
@@ -28,7 +29,10 @@ FOREIGN = (
         "-rtr --run-time-repack", "-mqkv --merge-qkv", "-muge --merge-up-gate-experts",
         "-gr --graph-reuse !-no-gr !--no-gr !--no-graph-reuse", "-rcache --rope-cache",
         "-ger --grouped-expert-routing", "-sas --scheduler-async --scheduler_async",
-        "-ooae --offload-only-active-experts !-no-ooae !--no-offload-only-active-experts",
+    ),
+    foreign(
+        "-ooae --offload-only-active-experts !-no-ooae !--no-offload-only-active-experts", ALREADY,
+        off=NoEffect("of a small batch only the experts that it uses are copied"),
     ),
     *valued(
         _KERNELS, "-cuda --cuda-params", "-fdn --fused-delta-net", "-op --offload-policy",
@@ -62,11 +66,14 @@ FOREIGN = (
         _ONE_GPU, "-smgs --split-mode-graph-scheduling", "-smf16 --split-mode-f16",
         "-smf32 --split-mode-f32",
     ),
-    *switches(NoEffect("nothing is warmed up"), "-wb --warmup-batch"),
-    *valued(
-        _KEPT, "--ctx-checkpoints-interval", "--ctx-checkpoints-tolerance",
-        "-crs --cache-ram-similarity", "-cram-n-min --cache-ram-n-min",
+    *switches(
+        NoEffect("a token warms up, and on a GPU a whole ubatch, see --warmup"),
+        "-wb --warmup-batch",
     ),
+    *valued(
+        _CHECKPOINTS, "--ctx-checkpoints-interval", "--ctx-checkpoints-tolerance",
+    ),
+    *valued(_STORED, "-crs --cache-ram-similarity", "-cram-n-min --cache-ram-n-min"),
     *valued(
         NoEffect("recurrent memories roll back as --spec-rs-snapshots and --spec-checkpoints say"),
         "--recurrent-ckpt-mode",
@@ -108,17 +115,17 @@ FOREIGN = (
     *valued(NoEffect("the log goes to standard error as it is"), "-ld --logdir"),
     *switches(NoEffect("a stream ends with [DONE]"), "--send-done"),
     *switches(NoEffect("chat templates are rendered as Jinja"), "--peg"),
-    *switches(NoEffect("there are no tool calls yet"), "--parallel-tool-calls"),
-    *valued(NoEffect("reasoning stays in the text as the model writes it"), "--reasoning-tokens"),
+    *switches(ALREADY, "--parallel-tool-calls"),
+    *valued(NoEffect("slots are compared by all of their tokens"), "--reasoning-tokens"),
     *valued(
-        Refused("messages bring their own system prompt: leave it out"), "-spf",
+        Refused("messages bring their own; run and chat have --system-prompt-file"), "-spf",
     ),
     *valued(NoEffect("nothing is kept in a database"), "--sql-save-file",
             "--sqlite-zstd-ext-file"),
     *valued(NoEffect("this program reads text only"), "-tm --threads-mtmd", "--mtmd-kq-type"),
-    *switches(Refused("there is no /infill"), "--infill"),
+    *switches(ALREADY, "--infill"),
     *switches(
-        Refused("scripts/synth --dry-run and the start-up lines say what a model needs"),
+        Refused("`specoffload plan` says what a model needs"),
         "--dry-run",
     ),
     *valued(NoEffect("bench has repetitions of its own"), "-nrep --n-repetitions"),

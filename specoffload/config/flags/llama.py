@@ -34,7 +34,6 @@ _IMAGES = Refused("this program reads text only: leave it out")
 _NO_IMAGES = NoEffect("this program reads text only")
 _ADAPTERS = Refused("adapters are not applied here: merge them into the model")
 _DRAFT_IS_RESIDENT = NoEffect("the draft lies on its device whole")
-_CACHED = NoEffect("prompts are kept in memory while the program runs, not in files")
 _LINES = NoEffect("`specoffload chat` converses; run does where it is given no text")
 _PRESET = Refused("no model has a flag of its own: name it with -hf user/repo")
 
@@ -157,7 +156,7 @@ MEMORY = (
 
 CONTEXT = (
     *valued(
-        NoEffect("an answer ends where the context is full"), "--keep",
+        NoEffect("nothing is dropped from a full context: an answer ends there"), "--keep",
     ),
     foreign(
         "--context-shift !--no-context-shift LLAMA_ARG_CONTEXT_SHIFT",
@@ -175,11 +174,11 @@ CONTEXT = (
         off=NoEffect("the slots share one KV cache"),
     ),
     *switches(
-        NoEffect("sequences share what they have in common"),
+        NoEffect("idle slots go to host memory when their room is needed, see --cache-ram"),
         "--cache-idle-slots !--no-cache-idle-slots LLAMA_ARG_CACHE_IDLE_SLOTS",
     ),
     *valued(
-        NoEffect("sequences share what they have in common"),
+        NoEffect("the slots share one KV cache"),
         "--kv-unified-per-slot LLAMA_ARG_KV_UNIFIED_PER_SLOT",
     ),
     *valued(
@@ -305,15 +304,26 @@ SPECULATION = (
 
 TEXT = (
     *switches(
-        NoEffect("the answer alone is shown"),
-        "--verbose-prompt", "--display-prompt !--no-display-prompt", "-sp --special", "--perf "
-        "!--no-perf LLAMA_ARG_PERF", "--show-timings !--no-show-timings LLAMA_ARG_SHOW_TIMINGS",
+        NoEffect("a prompt is shown at a terminal, before its continuation"),
+        "--display-prompt !--no-display-prompt",
     ),
-    foreign("-co --color", NoEffect("the answer is not coloured"), n_values=1, optional=_ON_OFF),
-    *valued(NoEffect("the answer alone is shown"), "-ptc --print-token-count"),
+    *switches(
+        NoEffect("neither a prompt's tokens nor special tokens are shown"),
+        "--verbose-prompt", "-sp --special",
+    ),
+    *(
+        foreign(names, ALREADY, off=NoEffect("two lines under an answer say how it went"))
+        for names in (
+            "--perf !--no-perf LLAMA_ARG_PERF",
+            "--show-timings !--no-show-timings LLAMA_ARG_SHOW_TIMINGS",
+        )
+    ),
+    foreign(
+        "-co --color", NoEffect("answers are shown as Markdown at a terminal"), n_values=1,
+        optional=_ON_OFF,
+    ),
+    *valued(NoEffect("two lines under an answer count its tokens"), "-ptc --print-token-count"),
     *valued(Refused("prompts are text: give the file with --file"), "-bf --binary-file"),
-    *valued(_CACHED, "--prompt-cache"),
-    *switches(_CACHED, "--prompt-cache-all", "--prompt-cache-ro"),
     foreign("-st --single-turn", ALREADY),
     *switches(
         _LINES, "-i --interactive", "-if --interactive-first", "-mli --multiline-input",

@@ -47,7 +47,7 @@ SERVER = (
     ),
     *valued(
         NoEffect("a prompt's known beginning is not evaluated again, its later parts are"),
-        "--cache-reuse LLAMA_ARG_CACHE_REUSE", "-sps --slot-prompt-similarity",
+        "--cache-reuse LLAMA_ARG_CACHE_REUSE",
     ),
     *switches(
         NoEffect("/props is there, and cannot be written"), "--props LLAMA_ARG_ENDPOINT_PROPS",
@@ -58,10 +58,14 @@ SERVER = (
     ),
     *valued(NoEffect("this program reads text only"), "--media-path"),
     *valued(
-        NoEffect("a connection lives as long as its answer"),
-        "-to --timeout LLAMA_ARG_TIMEOUT", "--sse-ping-interval LLAMA_ARG_SSE_PING_INTERVAL",
-        "--threads-http LLAMA_ARG_THREADS_HTTP",
+        NoEffect("the limits of connections are fixed: 30 s idle, 60 s without reading an answer"),
+        "-to --timeout LLAMA_ARG_TIMEOUT",
     ),
+    *valued(
+        NoEffect("interim answers find out whether a client has gone"),
+        "--sse-ping-interval LLAMA_ARG_SSE_PING_INTERVAL",
+    ),
+    *valued(NoEffect("one process serves HTTP"), "--threads-http LLAMA_ARG_THREADS_HTTP"),
     *switches(NoEffect("the address is taken alone"), "--reuse-port LLAMA_ARG_REUSE_PORT"),
     foreign("--sleep-idle-seconds", off_at(
         lambda x: x < 0, NoEffect("the model stays in memory while the server runs")

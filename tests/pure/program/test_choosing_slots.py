@@ -49,6 +49,14 @@ def test_a_few_tokens_in_common_are_no_reason_to_lose_a_conversation() -> None:
     assert choose(slots, 100, 0) == Choice(1, Source.NONE)
 
 
+@pytest.mark.parametrize(("similar", "number"), [(0.0, 1), (0.1, 0), (0.2, 0), (0.21, 1), (1.0, 1)])
+def test_a_slot_is_chosen_from_the_share_of_a_prompt_that_is_asked_for(
+    similar: float, number: int
+) -> None:
+    slots = [slot(0, 20, 20, n_shareable=0), slot(1)]
+    assert choose(slots, 100, 0, similar=similar).number == number
+
+
 def test_a_slot_that_would_lose_much_is_copied_to_an_empty_one() -> None:
     slots = [slot(0, 100, 30), slot(1)]
     assert choose(slots, 60, 0) == Choice(1, Source.SLOT, 0)

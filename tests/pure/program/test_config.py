@@ -19,8 +19,9 @@ from specoffload.config.environment import Environment, read_environment
 from specoffload.config.flags.flag import Flag
 from specoffload.config.flags.table import POSITIONALS, TABLE
 from specoffload.config.host import read_host
-from specoffload.config.options import Options, Toggle
+from specoffload.config.options import Options, ServeOptions, Toggle
 from specoffload.config.resolution import Config, resolve
+from specoffload.config.serving import for_serving
 from specoffload.errors import UsageError
 
 COMMANDS = sorted({command for flag in TABLE for command in flag.commands})
@@ -86,6 +87,11 @@ def test_help_fits_a_screen_and_shows_all_of_it_on_demand(command: str) -> None:
         assert panel in short
     for flag in flags_of(command):
         assert (*flag.names, *flag.off)[0] in every
+
+
+def test_the_share_of_a_prompt_that_chooses_a_slot_is_the_servers_flag() -> None:
+    own = line_of("-sps", "0.5", command="serve").of(ServeOptions)
+    assert for_serving(resolved(), own).slot_similarity == 0.5
 
 
 def test_all_flags_are_shown_without_a_command() -> None:

@@ -187,6 +187,17 @@ def test_a_flag_that_is_translated_says_so_in_one_line(
         (("-fit", "on"), None),
         (("-fit", "off"), "chosen to fit"),
         (("-fit",), None),
+        (("--keep", "4"), "an answer ends there"),
+        (("--parallel-tool-calls",), None),
+        (("--infill",), None),
+        (("--show-timings",), None),
+        (("--no-perf",), "two lines under an answer"),
+        (("-to", "600"), "the limits of connections are fixed"),
+        (("-crs", "0.5"), "--cache-ram"),
+        (("--no-cache-idle-slots",), "--cache-ram"),
+        (("-wb",), "--warmup"),
+        (("-ooae",), None),
+        (("--reasoning-tokens", "auto"), "slots are compared by all of their tokens"),
     ],
 )
 def test_a_flag_that_changes_nothing_is_said_once_or_is_so_already(
@@ -213,6 +224,8 @@ def test_a_flag_that_changes_nothing_is_said_once_or_is_so_already(
         (("--samplers", "magic"), "--samplers magic: 'magic' is no sampler"),
         (("--top-nsigma", "much"), "--top-nsigma much: must be a number"),
         (("-ts",), "-ts needs a value"),
+        (("--dry-run",), "--dry-run: `specoffload plan` says what a model needs"),
+        (("-spf", "x"), "run and chat have --system-prompt-file"),
         (("--control-vector-layer-range", "1"), "--control-vector-layer-range needs a value"),
     ],
 )
