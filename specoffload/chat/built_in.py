@@ -35,7 +35,7 @@ def _looped(body: str, answer: str, begin: str = "") -> str:
 
 
 def _by_role(*forms: str) -> str:
-    """What each of _ROLES writes; "" writes nothing."""
+    """A form for each of _ROLES; "" writes nothing."""
     cases = zip(_ROLES, forms, strict=False)
     tests = "".join(f"{{% elif message.role == '{role}' %}}{_written(f)}" for role, f in cases if f)
     return "{% if false %}" + tests + "{% endif %}"
