@@ -111,6 +111,8 @@ class _Reader:
         self._flags = flags_of(command)
         self._by_name = names_of(self._flags)
         self._foreign = _foreign_names() if command in OPENS else {}
+        others = [f for f in TABLE if f.elsewhere and command in OPENS - f.commands]
+        self._elsewhere = names_of(others)
         self._weak = False  # what was given stays
 
     def read(self, words: Sequence[str], used: str = "") -> None:
@@ -132,7 +134,12 @@ class _Reader:
             name, equals, text = word.partition("=")
             name, inline = name.replace("_", "-"), text if equals else None
         flag = self._by_name.get(name)
-        if flag is None:
+        if flag is None and name in self._elsewhere:
+            other = self._elsewhere[name]
+            takes_next = not other.is_switch and inline is None
+            value = self._next(name, rest, other.help) if takes_next else inline or ""
+            self.idle.append((f"{name} {value}".strip(), other.elsewhere))
+        elif flag is None:
             self._read_foreign(name, inline, rest)
         elif name in flag.off or flag.is_switch:
             if inline is not None:

@@ -56,6 +56,8 @@ _MOST_PARALLEL = 64
 _RUN, _SERVE = frozenset({"run"}), frozenset({"serve"})
 _BENCH, _PROFILE, _SIMULATE = frozenset({"bench"}), frozenset({"profile"}), frozenset({"simulate"})
 
+_PROMPT_FILE = "run keeps prompts in files, and serve slots, see --slot-save-path"
+
 # ik_llama.cpp's values, and llama.cpp's of its variable.
 _UI_WORDS: dict[str, object] = {"llamacpp": "auto"}
 _UI_WORDS |= dict.fromkeys(TRUE, "auto") | dict.fromkeys(FALSE, "none")
@@ -75,6 +77,7 @@ RUN = (
         off=("-no-cnv", "--no-conversation"),
         default_words="on for a model with a template, off for the embedded pair",
         more="A model without a template gets ChatML's with -cnv.",
+        elsewhere="run alone tells answers from text that is continued",
     ),
     Flag(
         RunOptions, "escape", ("--escape", "-e"), SWITCH,
@@ -91,14 +94,17 @@ RUN = (
         RunOptions, "prompt_cache", ("--prompt-cache",), PATH,
         "File that keeps the evaluated prompt for the next run.", _P, commands=_RUN, rare=True,
         more="A prompt that begins as the last one did is evaluated from where they differ.",
+        elsewhere=_PROMPT_FILE,
     ),
     Flag(
         RunOptions, "prompt_cache_all", ("--prompt-cache-all",), SWITCH,
         "Keep what was written after the prompt too.", _P, commands=_RUN, rare=True,
+        elsewhere=_PROMPT_FILE,
     ),
     Flag(
         RunOptions, "prompt_cache_ro", ("--prompt-cache-ro",), SWITCH,
         "Use the file and do not write it.", _P, commands=_RUN, rare=True,
+        elsewhere=_PROMPT_FILE,
     ),
 )  # fmt: skip
 
@@ -254,6 +260,7 @@ SERVE = (
         ServeOptions, "slot_similarity", ("--slot-prompt-similarity", "-sps"), FLOAT,
         "Share of a prompt that an idle slot must hold to be chosen for it; 0: none is.",
         Panel.SERVER, least=0, most=1, commands=_SERVE, rare=True,
+        elsewhere="one request runs, in the one slot",
     ),
     Flag(
         AskedOptions, "time_limit_s", ("--time-limit",), FLOAT,

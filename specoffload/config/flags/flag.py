@@ -120,7 +120,8 @@ class Flag:
     `needs` are alternatives: drafters, policies or `Need`s; none: it always takes effect. `request`
     is the field of an HTTP request with the same meaning. `bare` is the value where none follows.
     `reads_as` are llama.cpp's words for values that have another name here. `digits_mean` is the
-    flag that a value of digits alone is for.
+    flag that a value of digits alone is for. `elsewhere` says why the other commands that open a
+    model take it without effect, as llama.cpp's programs share flags; without it they refuse it.
     """
 
     section: type
@@ -147,6 +148,7 @@ class Flag:
     capped: bool = False  # a number over `most` is lowered to it, which is said
     first: bool = False  # one of those that people need first
     rare: bool = False  # left out of a first help
+    elsewhere: str = ""
 
     @property
     def default(self) -> Any:

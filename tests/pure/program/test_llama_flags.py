@@ -209,6 +209,18 @@ def test_a_flag_that_changes_nothing_is_said_once_or_is_so_already(
     assert all(why is not None and why in said for _, said in line.idle)
 
 
+@pytest.mark.parametrize("command", sorted(OPENS - {"run"}))
+def test_a_flag_of_run_that_published_lines_give_to_others_changes_nothing_there(
+    command: str,
+) -> None:
+    line = line_of("--prompt-cache", "x.bin", "--prompt-cache-all", "-no-cnv", command=command)
+    assert line.given == {}
+    said = ["--prompt-cache x.bin", "--prompt-cache-all", "-no-cnv"]
+    assert [name for name, _ in line.idle] == said
+    if command != "serve":
+        assert [name for name, _ in line_of("-sps", "0.5", command=command).idle] == ["-sps 0.5"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
