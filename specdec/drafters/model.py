@@ -7,7 +7,7 @@ probability of its row, and a token that was drawn is verified whatever follows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from specdec.drafters.memory import DraftMemory
 from specdec.types import Decision, Draft, DraftRequest, Policy, Round, Target, Walk
+
+_Part = tuple[int, Sequence[int], int]  # a sequence, its new tokens, rows of logits wanted
 
 
 class DraftSampling(Protocol):
@@ -59,7 +61,7 @@ class ModelDrafter:
         return found.draft(self.name, self._memory.catch_up_s(sequence))
 
     def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One decode per token for all of them."""
+        """One decode per token for all of them, or several where they do not fit one."""
         if len(requests) == 1:
             return [self.propose(*requests[0])]
         found = [self._begin(request) for request in requests]
@@ -68,11 +70,13 @@ class ModelDrafter:
         begins = True
         while drafting:
             parts = [(f.asked.sequence, new, 1) for f, new in zip(drafting, feed, strict=True)]
-            rows = self._model.extend_batch(parts)
-            for sequence, new, _ in parts:
-                self._memory.fed(sequence, new)
-                if begins:
-                    self._memory.mark(sequence)
+            rows: list[NDArray[np.float32]] = []
+            for batch in self._batches(parts):
+                rows += self._model.extend_batch(batch)
+                for sequence, new, _ in batch:
+                    self._memory.fed(sequence, new)
+                    if begins:
+                        self._memory.mark(sequence)
             begins, going, drafting, feed = False, drafting, [], []
             for f, logits in zip(going, rows, strict=True):
                 token = f.take(logits[-1])
@@ -83,6 +87,18 @@ class ModelDrafter:
             f if isinstance(f, Draft) else f.draft(self.name, self._memory.catch_up_s(a.sequence))
             for f, a in zip(found, requests, strict=True)
         ]
+
+    def _batches(self, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+        """The parts in order, cut into as few decodes as the draft model takes them in."""
+        model, batch, n_tokens = self._model, list[_Part](), 0
+        for part in parts:
+            n = len(part[1])
+            if batch and (n_tokens + n > model.n_batch or len(batch) == model.n_outputs):
+                yield batch
+                batch, n_tokens = [], 0
+            batch.append(part)
+            n_tokens += n
+        yield batch
 
     def _begin(self, asked: DraftRequest) -> _Found | Draft:
         """A draft to be made, or the empty one that it is."""

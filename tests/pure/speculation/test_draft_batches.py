@@ -146,6 +146,24 @@ def test_one_decode_per_drafted_token_serves_all_sequences(kind: str, draws: boo
     assert {draft.n_steps for draft in drafts} == {5}
 
 
+@pytest.mark.parametrize(("n_batch", "n_outputs"), [(64, 1 << 30), (1 << 30, 7), (95, 95)])
+def test_drafts_that_do_not_fit_one_decode_of_the_draft_are_made_in_several(
+    n_batch: int, n_outputs: int
+) -> None:
+    """32 requests of 8 new tokens each are 256 tokens."""
+    policy = Fixed(5)
+    requests = [DraftRequest(s, [s % 16, 1, 2, 3, 4, 5, 6, 7], policy, 9) for s in range(32)]
+    roomy, tight = (
+        FakeTarget(n_vocab=16, logits_seed=3),
+        FakeTarget(n_vocab=16, logits_seed=3, n_batch=n_batch, n_outputs=n_outputs),
+    )
+    wanted = ModelDrafter(roomy).propose_many(requests)
+    drafts = ModelDrafter(tight).propose_many(requests)
+    assert list(map(content, drafts)) == list(map(content, wanted))
+    assert sum(tight.calls) == sum(roomy.calls) == 256 + 4 * 32
+    assert max(tight.calls) <= n_batch
+
+
 def played(
     drafter: Drafter, policy: Policy, bounds: Sequence[DraftBounds], *, batched: bool, joint: bool
 ) -> tuple[list[list[int]], list[Round], ChainDrafting]:

@@ -299,17 +299,6 @@ def test_another_prompt_in_the_same_sequence_is_drafted_from_its_own_text() -> N
         assert all(r.n_accepted == r.n_drafted for r in done)
 
 
-def test_a_prompt_longer_than_the_draft_batch_is_drafted_from() -> None:
-    draft = FakeTarget(n_ctx=30_000, n_batch=2048, order=2)
-    target = FakeTarget(n_ctx=30_000, order=2)
-    prompt = [i % 64 for i in range(22_367)]
-    walk = Fixed(4)
-    proposal = ModelDrafter(draft).propose(0, prompt, walk, 4)
-    assert len(proposal.tokens) == 4
-    assert max(draft.calls) <= 2048
-    assert proposal.tokens[0] == target.next_token(prompt)
-
-
 def test_an_error_of_the_target_leaves_the_round_undone() -> None:
     class Failing(FakeTarget):
         fail = False
