@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -18,6 +20,7 @@ from specdec.whole_file import read_text, write_json
 _MOST = 1e300  # floats, and integers that become floats
 _FORMAT = 1
 _MOST_TITLE = 200  # characters
+_C_NOT_FINITE = re.compile(r"(?<=:) *-?(nan|inf)\b")  # as C's printf writes such numbers
 MOST_PROFILE_BYTES = 1 << 20  # a profile of 10,000 batch sizes has less
 
 
@@ -161,29 +164,80 @@ def format_batch_costs(profile: CostProfile) -> str:
 
 
 def parse_batched_bench(text: str) -> CostProfile:
-    """llama-batched-bench's JSONL, one sequence per batch row (`-pps -npl 1,2,.. -ntg 1`).
+    """llama-batched-bench's JSONL: T(n) is a step in which n sequences write a token each (`-pps
+    -npl 1,2,.. -ntg 1`) or, where nothing is written, a prompt of n tokens (`-npp 1,2,.. -ntg 0`).
 
-    Lines that are no JSON objects are skipped. Where sizes are repeated, the first record of each
-    is the warm-up and dropped; times are averaged, not speeds. Raises BadProfile.
+    Steps behind prompts of P and of 2 P tokens are extrapolated to an empty context, as the
+    published scripts do: by speeds, 2 v(P) - v(2P). Lines that are no JSON objects are skipped.
+    Where sizes are repeated, the first record of each is the warm-up and dropped, and the times of
+    the others are averaged. Raises BadProfile.
     """
-    times: dict[int, list[float]] = defaultdict(list)
+    steps: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    prompts: defaultdict[int, list[float]] = defaultdict(list)
     for number, line in enumerate(text.splitlines(), 1):
         if not line.startswith("{"):
             continue
         try:
-            record = json.loads(line)
-            n, n_steps, speed = int(record["pl"]), int(record["tg"]), float(record["speed_tg"])
+            # The speed of what was not timed is 0/0, which JSON has no number for.
+            record = json.loads(_C_NOT_FINITE.sub(" NaN", line))
+            n_prompt, n, n_steps = int(record.get("pp", 0)), int(record["pl"]), int(record["tg"])
+            speed = float(record["speed_tg" if n_steps else "speed_pp"])
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as e:
             raise BadProfile(f"line {number} of the bench is no record of it: {e!r:.200}") from e
-        if n_steps != 0:  # a record of prefill alone times no step
-            if not 0 < speed < math.inf:
-                raise BadProfile(f"line {number}: speed_tg is {speed}; it must be above 0")
-            times[n].append(n / speed)
+        if not 0 < speed < math.inf:
+            name = "speed_tg" if n_steps else "speed_pp"
+            raise BadProfile(f"line {number}: {name} is {speed}; it must be above 0")
+        if n_steps:
+            steps[n_prompt][n].append(n / speed)
+        elif n == 1:
+            prompts[n_prompt].append(n_prompt / speed)
+    if not steps and sorted(prompts) != list(range(1, len(prompts) + 1)):
+        raise BadProfile(
+            f"the bench has times of prompts alone (-ntg 0), of {_listed(prompts)} tokens; a "
+            "profile needs decodes of 1, 2, 3, ... tokens: -npl 1,2,3,... -ntg 1"
+        )
+    if not steps:
+        return CostProfile(_means(prompts))
+    by_prompt = {n_prompt: _means(times) for n_prompt, times in sorted(steps.items())}
+    if len(by_prompt) == 1:
+        return CostProfile(*by_prompt.values())
+    return _at_empty_context(by_prompt)
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def _means(times: Mapping[int, list[float]]) -> tuple[float, ...]:
+    """The mean time of each batch size 1, 2, 3, ..., without the warm-up. Raises BadProfile where
+    one is missing."""
     if not times or sorted(times) != list(range(1, len(times) + 1)):
-        raise BadProfile(f"batch sizes 1, 2, 3, ... are needed; the bench has {sorted(times)}")
+        raise BadProfile(f"batch sizes 1, 2, 3, ... are needed; the bench has {_listed(times)}")
     warm = all(len(t) > 1 for t in times.values())
     kept = {n: t[1:] if warm else t for n, t in times.items()}
-    return CostProfile(tuple(sum(kept[n]) / len(kept[n]) for n in sorted(kept)))
+    return tuple(sum(kept[n]) / len(kept[n]) for n in sorted(kept))
+
+
+def _at_empty_context(by_prompt: Mapping[int, tuple[float, ...]]) -> CostProfile:
+    """T(n) without a prompt, of T(n) behind prompts of two sizes. Raises BadProfile."""
+    sizes = sorted(by_prompt)
+    if len(sizes) > 2 or sizes[1] != 2 * sizes[0] or len(set(map(len, by_prompt.values()))) > 1:
+        raise BadProfile(
+            f"the bench has prompts of {_listed(sizes)} tokens, whose times are not one series: "
+            "give one size, or P and 2 P with the same batch sizes, which are extrapolated to an "
+            "empty context"
+        )
+    found = []
+    for n, (near_s, far_s) in enumerate(zip(*(by_prompt[size] for size in sizes), strict=True), 1):
+        if far_s <= near_s / 2:
+            raise BadProfile(
+                f"a batch of {n} took {near_s:.3g} s behind a prompt of {sizes[0]} tokens and "
+                f"{far_s:.3g} s behind {sizes[1]}, so nothing can be said of an empty context: "
+                "run the bench again"
+            )
+        found.append(1.0 / (2.0 / near_s - 1.0 / far_s))
+    title = f"extrapolated to an empty context from prompts of {sizes[0]} and {sizes[1]} tokens"
+    return CostProfile(tuple(found), title=title)
 
 
 def format_batched_bench(profile: CostProfile) -> str:

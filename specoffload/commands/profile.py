@@ -84,7 +84,8 @@ def profile_config(
             report.note(why)
         if import_from is not None:
             found = import_profile(import_from, key)
-            report.note(f"imported {import_from}: {found.costs.n_max} batch sizes")
+            how = f", {found.costs.title}" if found.costs.title else ""
+            report.note(f"imported {import_from}: {found.costs.n_max} batch sizes{how}")
             found = _with_draft_step(session, found, before)
         else:
             found = _measured(session, text, n_max, repetitions, before)

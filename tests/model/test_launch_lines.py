@@ -1,12 +1,15 @@
 """Command lines that people published for llama.cpp and ik_llama.cpp start here.
 
-Each opens a random model of its architecture and answers one token; what is refused there, several
-machines, is refused with a sentence.
+Each opens a random model of its architecture and answers one token, or benches it and has the log
+imported as a profile; what is refused there, several machines, is refused with a sentence.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,7 +62,8 @@ def launches() -> list[Launch]:
 
 
 LAUNCHES = launches()
-STARTING = [launch for launch in LAUNCHES if not launch.refused]
+BENCHES = [launch for launch in LAUNCHES if launch.command == "bench"]
+STARTING = [launch for launch in LAUNCHES if not launch.refused and launch not in BENCHES]
 
 
 def line_of(launch: Launch, target: Path, draft: Path) -> CommandLine:
@@ -95,6 +99,43 @@ def test_a_published_line_starts_and_answers(launch: Launch, models: Path, tmp_p
     assert set(line.remarks) <= set(notes)
 
 
+def program(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command on one thread: eighty of them on two cores wait for each other. Without a GPU it
+    takes the wrapped device."""
+    device = () if has_gpu() else ("--device", "sim")
+    command = [sys.executable, "-m", "specoffload", *map(str, words), "-t", "1", *device]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("launch", BENCHES, ids=lambda launch: shlex.join(launch.words)[-60:])
+def test_a_published_bench_line_benches_and_its_log_is_imported(
+    launch: Launch, models: Path, tmp_path: Path
+) -> None:
+    model, log = write_preset("deepseek-v3", models / "bench.gguf", seed=3), tmp_path / "log.jsonl"
+    words = [str(model) if word == "TARGET" else word for word in launch.words]
+    n_prompts, n_sequences = (
+        [int(n) for n in launch.words[launch.words.index(flag) + 1].split(",")]
+        for flag in ("-npp", "-npl")
+    )
+    wanted = [(pp, pl) for pp in n_prompts for pl in n_sequences]
+    for _ in range(3):  # a decode that was disturbed may leave no profile of an empty context
+        done = program("bench", *words)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [(row["pp"], row["pl"]) for row in rows] == wanted
+        log.write_text(done.stdout, encoding="utf-8")
+        done = program("profile", model, "--json", "--import", log)
+        if "run the bench again" not in done.stderr:
+            break
+    if "-ntg 0" in shlex.join(launch.words):
+        assert done.returncode == 2
+        assert "times of prompts alone (-ntg 0), of 128, 256 tokens" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["profile"]) == 4
+    assert ("prompts of 1024 and 2048 tokens" in done.stderr) == (2048 in n_prompts)
+
+
 @pytest.mark.parametrize(
     "launch", [launch for launch in LAUNCHES if launch.refused], ids=lambda launch: launch.source
 )
@@ -125,6 +166,6 @@ def test_the_usual_line_for_deepseek_means_what_it_means_there(
 
 
 def test_every_published_line_is_tried() -> None:
-    assert len(LAUNCHES) == 15
-    assert len(STARTING) == 14
+    assert len(LAUNCHES) == 16
+    assert (len(STARTING), len(BENCHES)) == (12, 3)
     assert {launch.command for launch in LAUNCHES} == {"serve", "run", "bench"}

@@ -180,6 +180,44 @@ def test_batched_bench_records_are_read_with_the_warm_up_dropped() -> None:
     assert again.step_s == pytest.approx(profile.step_s)
 
 
+def bench_record(pp: int, tg: int, pl: int, **speeds: float) -> str:
+    return json.dumps({"pp": pp, "tg": tg, "pl": pl, "speed_pp": 1.0, "speed_tg": 1.0, **speeds})
+
+
+def test_two_prompt_sizes_are_extrapolated_to_an_empty_context_and_never_mixed() -> None:
+    """Steps of n slow down by 0.1 n tokens/s for each 100 tokens of prompt."""
+    speeds = {
+        (pp, n): n / (1.0 + 0.5 * n) - 0.1 * n * pp / 100 for pp in (100, 200) for n in (1, 2)
+    }
+    lines = [bench_record(pp, 1, n, speed_tg=speeds[pp, n]) for pp in (200, 100) for n in (1, 2)]
+    found = parse_batched_bench("\n".join(lines))
+    assert found.step_s == pytest.approx((1.5, 2.0))
+    assert "prompts of 100 and 200 tokens" in found.title
+    alone = parse_batched_bench("\n".join(lines[2:]))
+    assert alone.step_s == pytest.approx((1 / speeds[100, 1], 2 / speeds[100, 2]))
+    third = [bench_record(50, 1, n, speed_tg=1.0) for n in (1, 2)]
+    for series, words in (
+        ([*lines, *third], "prompts of 50, 100, 200 tokens, whose times are not one series"),
+        ([*lines[:2], *third], "prompts of 50, 200 tokens"),
+        ([*lines[:2], lines[2]], "prompts of 100, 200 tokens"),
+        ([bench_record(200, 1, 1, speed_tg=9.0), bench_record(100, 1, 1)], "run the bench again"),
+    ):
+        with pytest.raises(BadProfile, match=words):
+            parse_batched_bench("\n".join(series))
+
+
+def test_prompts_alone_are_a_profile_if_they_have_1_2_3_tokens() -> None:
+    lines = [bench_record(n, 0, 1, speed_pp=n / (1.0 + n)) for n in (1, 2, 3) for _ in range(2)]
+    # llama-batched-bench writes a speed of nothing as C prints it.
+    text = "\n".join(lines).replace('"speed_tg": 1.0', '"speed_tg": -nan')
+    assert parse_batched_bench(text).step_s == pytest.approx((2.0, 3.0, 4.0))
+    long = [bench_record(pp, 0, pl, speed_pp=100.0) for pp in (128, 256) for pl in (1, 2)]
+    with pytest.raises(
+        BadProfile, match=r"prompts alone \(-ntg 0\), of 128, 256 tokens; .* -ntg 1"
+    ):
+        parse_batched_bench("\n".join(long))
+
+
 def test_bad_bench_records_are_refused() -> None:
     good = '{"tg": 1, "pl": 1, "speed_tg": 5}\n'
     for text in ("", "{broken", good + '{"pl": 2}', '{"tg": 1, "pl": 2, "speed_tg": 5}',
