@@ -1,8 +1,9 @@
 """From timed decodes to T(n): which size to time next, and the best estimate of all. Pure.
 
 Times of a busy machine are skewed: most are right, some far too long. So centres are taken, a size
-is timed again until its repetitions agree or the time is up, and what is still uncertain is drawn
-towards its neighbours and marked.
+is timed again until its repetitions agree or the time is up, and first if it contradicts other
+sizes. What is still uncertain is drawn towards its neighbours and marked. A jump that repetitions
+confirm is never smoothed away.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from specdec.costs.profile import Timed
+from specdec.costs.profile import Timed, contradicting
 
 TOLERANCE = 0.03  # relative error of a median from which on repetitions agree
 _JAGGEDNESS = 0.05  # by which T(n) may well differ from the line between its neighbours
+_LEAST_RETRIES = 4  # times of a size that contradicts others
 _DISTURBED = 1.3  # times the median: something else ran
 _MAD_TO_SIGMA, _MEDIAN_TO_MEAN = 1.4826, 1.2533  # of a normal distribution
 
@@ -63,21 +65,36 @@ def relative_error(times: Sequence[float]) -> float:
 def next_size(samples: Samples, wanted: Wanted, spent_s: float) -> int | None:
     """The size to time next, or None when all agree or nothing more fits the time.
 
-    Every size gets its first time before any gets its second. The first of all is timed whatever
-    it takes.
+    Every size gets its first time before any gets its second. Then sizes go first that contradict
+    others: they are timed until they agree with themselves or with the others. The first of all is
+    timed whatever it takes.
     """
     counts = {n: len(samples.get(n, ())) for n in wanted.sizes}
     if not any(counts.values()):
         return wanted.sizes[0]
     left_s = wanted.budget_s - spent_s
-    open_ = [
-        n
-        for n, count in counts.items()
-        if count < wanted.n_least
-        or (count < wanted.n_most and wanted.n_most > 1 and relative_error(samples[n]) > TOLERANCE)
-    ]
+    doubted = set() if min(counts.values()) < wanted.n_least else _contradicting(samples)
+    open_ = [n for n in counts if _is_open(samples.get(n, ()), wanted, n in doubted)]
     fitting = [n for n in open_ if expected_s(samples, n) <= left_s]
-    return min(fitting, key=lambda n: counts[n], default=None)
+    return min(fitting, key=lambda n: (n not in doubted, counts[n]), default=None)
+
+
+def _is_open(times: Sequence[float], wanted: Wanted, doubted: bool) -> bool:
+    """True if a size with these times is to be timed again."""
+    if len(times) < wanted.n_least:
+        return True
+    most = max(wanted.n_most, _LEAST_RETRIES) if doubted else wanted.n_most
+    if len(times) >= most or most == 1:
+        return False
+    return relative_error(times) > TOLERANCE or (doubted and len(times) < _LEAST_RETRIES)
+
+
+def _contradicting(samples: Samples) -> set[int]:
+    """The timed sizes whose median contradicts those of other sizes."""
+    known = sorted(n for n, times in samples.items() if times)
+    middle = {n: [statistics.median(samples[n])] for n in known}
+    steps = [expected_s(middle, n) for n in range(1, known[-1] + 1)]
+    return set(contradicting(steps)).intersection(known)
 
 
 def expected_s(samples: Samples, n: int) -> float:

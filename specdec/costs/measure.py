@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from specdec.costs.estimate import Estimate, Wanted, estimate, next_size
-from specdec.costs.profile import CostProfile, ProfileKey, Timed
+from specdec.costs.profile import CostProfile, ProfileKey, Timed, today
 from specdec.errors import BadProfile
 from specdec.types import BlockModel, Target
 
@@ -176,8 +176,9 @@ def _timed(of_depths: Sequence[Sequence[Timed]]) -> tuple[Timed, ...]:
     by_size: defaultdict[int, list[Timed]] = defaultdict(list)
     for timed in itertools.chain.from_iterable(of_depths):
         by_size[timed.n].append(timed)
+    date = today()
     return tuple(
-        Timed(n, min(t.n_repeats for t in each), statistics.fmean(t.spread for t in each))
+        Timed(n, min(t.n_repeats for t in each), statistics.fmean(t.spread for t in each), date)
         for n, each in sorted(by_size.items())
         if len(each) == len(of_depths)
     )

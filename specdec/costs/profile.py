@@ -5,13 +5,19 @@ n = 1 + drafted tokens. Everything about speculation that depends on the machine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import UTC, datetime
+from itertools import accumulate
+from operator import add
 
 from specdec.errors import BadProfile
 
 # Of times and costs in any unit. Beyond, quotients of two of them are no numbers.
 _LEAST, _MOST = 1e-30, 1e30
+
+CONTRADICTS = 1.2  # times what the other sizes allow: more than noise
+_SETTLED = 3  # retries at as many starts, after which a time that contradicts others is believed
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,18 @@ class ProfileKey:
 
 @dataclass(frozen=True)
 class Timed:
-    """A batch size that was timed, not interpolated: how often at each depth, and by how much of
-    T(n) the middle half of the times lies around it."""
+    """A batch size that was timed, not interpolated: how often at each depth, by how much of T(n)
+    the middle half of the times lies around it, and when last (an ISO date).
+
+    `n_retried` counts the starts that timed it again because it contradicted other sizes, and found
+    it as long.
+    """
 
     n: int
     n_repeats: int
     spread: float
+    date: str = ""
+    n_retried: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,8 @@ class CostProfile:
         if wrong is not None:
             raise BadProfile(f"batch size {wrong} is marked uncertain and is not in the profile")
         for t in self.timed:
-            if not (1 <= t.n <= len(self.step_s) and t.n_repeats > 0 and 0 <= t.spread < _MOST):
+            counts = t.n_repeats > 0 and t.n_retried >= 0
+            if not (1 <= t.n <= len(self.step_s) and counts and 0 <= t.spread < _MOST):
                 raise BadProfile(f"batch size {t.n} cannot have been timed as it is written")
 
     @property
@@ -85,8 +98,12 @@ class CostProfile:
         return len(self.step_s)
 
     def fuller_than(self, other: CostProfile) -> str:
-        """A few words on what this has and `other` lacks, empty where it lacks nothing: larger
-        batches, or as many and more repetitions."""
+        """A few words on what this has and `other` lacks, empty where it lacks nothing: times that
+        do not contradict each other, larger batches, or as many and more repetitions."""
+        if self.n_max >= other.n_max and other.to_retry and not self.to_retry:
+            return f"times that agree, those of the new one for {_batches(other.to_retry)} do not"
+        if other.n_max >= self.n_max and self.to_retry and not other.to_retry:
+            return ""
         if self.n_max > other.n_max:
             return f"batches of up to {self.n_max} tokens, the new one of up to {other.n_max}"
         known = self.repetitions and other.repetitions
@@ -127,8 +144,41 @@ class CostProfile:
         return tuple(i + 1 for i in range(1, len(c)) if c[i] > c[i - 1] * (1 + tolerance))
 
     @property
+    def to_retry(self) -> tuple[int, ...]:
+        """Sizes whose times contradict others, and are to be measured again until that has found
+        them as long at several starts: kernels may be jagged."""
+        settled = {t.n for t in self.timed if t.n_retried >= _SETTLED}
+        return tuple(n for n in contradicting(self.step_s) if n not in settled)
+
+    def retried(self, times_s: Mapping[int, tuple[float, int]]) -> CostProfile:
+        """This profile with sizes of `to_retry` timed again at another start: each size's seconds
+        and repetitions. A time that still contradicts the others has one retry more."""
+        most, steps, date = agreeing(self.step_s), list(self.step_s), today()
+        for n, (seconds, _) in times_s.items():
+            if is_believed(seconds, steps[n - 1], most[n - 1]):
+                steps[n - 1] = seconds
+        still = set(contradicting(steps))
+        timed = {t.n: t for t in self.timed}
+        for n, (_, n_repeats) in times_s.items():
+            before = timed.get(n, Timed(n, 0, 0.0))
+            timed[n] = replace(
+                before,
+                n_repeats=before.n_repeats + n_repeats,
+                date=date,
+                n_retried=before.n_retried + 1 if n in still else 0,
+            )
+        found = tuple(t for _, t in sorted(timed.items()))
+        return replace(self, step_s=tuple(steps), depths=(), timed=found)
+
+    @property
     def warnings(self) -> tuple[str, ...]:
-        """Implausible entries: a batch cheaper than one token."""
+        """Implausible entries: those to retry, else a batch cheaper than one token."""
+        if sizes := self.to_retry:
+            return (
+                f"{_batches(sizes)} took longer than a larger batch, or than two smaller ones one "
+                "after the other: this machine was busy meanwhile, or its kernels are uneven. They "
+                "are timed again while answering, and at the next start",
+            )
         n = next((i + 1 for i, t in enumerate(self.step_s) if t < self.step_s[0]), None)
         if n is None:
             return ()
@@ -151,6 +201,64 @@ class CostProfile:
         """From s[n] = n / T(n) in tokens per second. Raises BadProfile."""
         check_positive(speeds, "the speed")
         return cls(tuple((i + 1) / s for i, s in enumerate(speeds)), draft_step_s)
+
+
+def today() -> str:
+    """The ISO date that is kept with times measured now."""
+    return datetime.now(UTC).date().isoformat()
+
+
+def agreeing(times: Sequence[float]) -> list[float]:
+    """The longest times T(1), T(2), ... up to `times` that do not contradict each other.
+
+    A batch takes no longer than a larger one, nor than the two that it can be cut into. Whatever
+    disturbs a measurement makes it longer, so the shorter of two times that contradict each other
+    is believed.
+    """
+    low = list(accumulate(reversed(times), min))[::-1]
+    for i in range(1, len(low)):
+        low[i] = min(low[i], min(map(add, low[: (i + 1) // 2], low[i - 1 :: -1])))
+    return low
+
+
+def contradicting(times: Sequence[float]) -> list[int]:
+    """Sizes n whose T(n), `times[n-1]`, is longer by more than noise than the others allow."""
+    return [
+        n
+        for n, (t, most) in enumerate(zip(times, agreeing(times), strict=True), 1)
+        if t > CONTRADICTS * most
+    ]
+
+
+def is_believed(retried_s: float, stated_s: float, most_s: float) -> bool:
+    """True if a time measured again replaces the one in doubt: it agrees with the other sizes,
+    which allow `most_s`, or is shorter by more than noise, since nothing makes a decode too fast.
+    """
+    return retried_s <= CONTRADICTS * most_s or CONTRADICTS * retried_s < stated_s
+
+
+def least_plausible(most: Sequence[float], doubted: Collection[int]) -> dict[int, float]:
+    """The least time of each doubted size, by the sizes next to it that are not; their times are
+    `most`: that of the one below it, else a part of that of the one above."""
+    found: dict[int, float] = {}
+    below_s = 0.0
+    for n, most_s in enumerate(most, 1):
+        if n not in doubted:
+            below_s = most_s
+        elif below_s:
+            found[n] = below_s
+        else:
+            above = next((m for m in range(n + 1, len(most) + 1) if m not in doubted), n)
+            found[n] = most[above - 1] / -(-above // n)
+    return found
+
+
+def _batches(sizes: Sequence[int]) -> str:
+    """The first few of many: batches of 2, 3, 8 tokens."""
+    shown = ", ".join(map(str, sizes[:6]))
+    return (
+        f"batches of {shown} tokens" if len(sizes) < 7 else f"{len(sizes)} batches ({shown}, ...)"
+    )
 
 
 def check_positive(values: Sequence[float], what: str) -> None:

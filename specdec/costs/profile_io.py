@@ -7,7 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from specdec.whole_file import read_text, write_json
 
 _MOST = 1e300  # floats, and integers that become floats
 _FORMAT = 1
-_MOST_TITLE = 200  # characters
+_MOST_TITLE, _MOST_DATE = 200, 10  # characters
 _C_NOT_FINITE = re.compile(r"(?<=:) *-?(nan|inf)\b")  # as C's printf writes such numbers
 MOST_PROFILE_BYTES = 1 << 20  # a profile of 10,000 batch sizes has less
 
@@ -42,7 +42,7 @@ def save(path: Path, costs: CostProfile, calibration: Calibration | None = None)
         "relative": costs.relative,
         "depths": [{"depth": d, "step_s": list(s)} for d, s in costs.depths],
         "uncertain": list(costs.uncertain),
-        "timed": [[t.n, t.n_repeats, t.spread] for t in costs.timed],
+        "timed": [list(astuple(t)) for t in costs.timed],
         "repetitions": costs.repetitions,
         "title": costs.title,
         "calibration": (calibration or Calibration()).as_data(),
@@ -100,7 +100,7 @@ def _parse(data: Any) -> StoredProfile:
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise BadProfile("its uncertain sizes are no list of whole numbers")
+        raise BadProfile("its sizes are no list of whole numbers")
     return tuple(values)
 
 
@@ -109,17 +109,20 @@ def _timed(values: Any) -> tuple[Timed, ...]:
         raise BadProfile("its timed sizes are no list")
     found = []
     for value in values:
-        if not (isinstance(value, list) and len(value) == 3 and type(value[1]) is int):
-            raise BadProfile("a timed size is no list of size, repetitions and spread")
-        (n,), (spread,) = _sizes(value[:1]), _numbers(value[2:], "spread")
-        found.append(Timed(n, value[1], spread))
+        # Earlier versions wrote no date and no retries.
+        if not (isinstance(value, list) and len(value) in (3, 5)):
+            raise BadProfile("a timed size is no list of size, repetitions, spread, date, retries")
+        n, n_repeats, spread, date, n_retried = (*value, "", 0)[:5]
+        (size,), (half_width,) = _sizes([n]), _numbers([spread], "spread")
+        when, n_retried = str(date)[:_MOST_DATE], _count(n_retried)
+        found.append(Timed(size, _count(n_repeats), half_width, when, n_retried))
     return tuple(found)
 
 
 def _count(value: Any) -> int:
     if type(value) is int and value >= 0:
         return int(value)
-    raise BadProfile(f"its repetitions are {value!r:.40}, not a count")
+    raise BadProfile(f"a number of repetitions is {value!r:.40}, not a count")
 
 
 def _depth(value: Any) -> int:
@@ -199,9 +202,11 @@ def parse_batched_bench(text: str) -> CostProfile:
     if not steps:
         return CostProfile(_means(prompts))
     by_prompt = {n_prompt: _means(times) for n_prompt, times in sorted(steps.items())}
-    if len(by_prompt) == 1:
-        return CostProfile(*by_prompt.values())
-    return _at_empty_context(by_prompt)
+    return (
+        CostProfile(next(iter(by_prompt.values())))
+        if len(by_prompt) == 1
+        else _at_empty_context(by_prompt)
+    )
 
 
 def _listed(numbers: Iterable[int]) -> str:

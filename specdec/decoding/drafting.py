@@ -141,7 +141,7 @@ class ChainDrafting:
             for d, m in zip(drafts, members, strict=True)
         ]
         n_drawn = sum([len(draft.rows) for draft in drafts])
-        times = policy.costs.times[: min(self._target.n_outputs, self._target.n_batch)]
+        times = policy.costs.planned[: min(self._target.n_outputs, self._target.n_batch)]
         if self._target.can_rewind:
             counts = allocate(chains, times, policy.rate, n_beside=n_drawn)
         else:

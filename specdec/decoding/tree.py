@@ -160,7 +160,7 @@ class TreeDrafter:
         """The likeliest nodes; a child is never likelier than its parent, so parents stay."""
         order = sorted(range(len(tree.tokens)), key=lambda i: (-tree.reached[i], i))
         gains = [tree.reached[i] for i in order[: min(limit, self._n_max)]]
-        n = best_count(gains, self._policy.costs.times, 1, self._policy.rate)
+        n = best_count(gains, self._policy.costs.planned, 1, self._policy.rate)
         return tree.cut(order[:n])
 
     def forget(self, sequence: int) -> None:

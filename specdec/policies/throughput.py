@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.costs.calibration import Calibration
-from specdec.costs.profile import CostProfile
+from specdec.costs.profile import CONTRADICTS, CostProfile
 from specdec.costs.refresh import RefreshedCosts
 from specdec.policies.horizon import (
     CENTRE_OF,
@@ -269,7 +269,7 @@ class Throughput:
         refresh: bool = True,
     ) -> None:
         self.n_max = profile.n_max - 1 if n_max is None else n_max
-        self._costs = RefreshedCosts(profile, self.n_max + 1)
+        self._costs = RefreshedCosts(profile, self.n_max + 1, retries=refresh)
         self.calibration = calibration or Calibration()
         self._paid = paid
         self._refresh = refresh
@@ -283,7 +283,8 @@ class Throughput:
         self._beside = 0  # rows of other sequences in each batch
         self._step_shared_by = 1  # sequences that one draft decode serves
         self._won = 0.0  # tokens gained over plain decoding in the same time
-        self._seconds = 4.0 * self._costs.times[0]
+        self._seconds = 4.0 * self._costs.planned[0]
+        self._n_plans, self._plain_s = self._costs.n_plans, self._costs.times[0]
 
     @property
     def n_rounds(self) -> int:
@@ -316,6 +317,8 @@ class Throughput:
         known = self._sources.get(source)
         if known is None:
             known = self._sources[source] = _Source()
+        if self._n_plans != self._costs.n_plans:
+            self._think_anew()
         ahead = known.until - self._n_rounds  # rounds that it is not asked in, this one included
         if known.not_asked is not None and ahead > 0 and ahead % _IDLE_ROUNDS:
             known.not_asked.rest = (ahead - 1) % _IDLE_ROUNDS
@@ -342,6 +345,15 @@ class Throughput:
         self._walks[source] = walk
         return walk
 
+    def _think_anew(self) -> None:
+        """Sizes of batches came into doubt, or are no longer: every drafter's plan is another."""
+        self._n_plans = self._costs.n_plans
+        for known in self._sources.values():
+            known.age, known.until = _REBUILD_ROUNDS, 0
+        before_s, self._plain_s = self._plain_s, self._costs.times[self._beside]
+        if max(before_s, self._plain_s) > CONTRADICTS * min(before_s, self._plain_s):
+            self._seconds = self._tokens / self._plain_rate
+
     def _affordable(self, limit: int, known: _Source) -> int:
         """The longest draft to risk on what has been seen of a drafter; a probe's at least."""
         price, step, budget = known.price, known.step, _TRUST_TOKENS + known.n_judged
@@ -354,7 +366,7 @@ class Throughput:
 
     def _rebuild(self, known: _Source, source: str) -> None:
         step_s = self._costs.draft_step_s if source in self._paid else 0.0
-        price = self.rate * extra_time(np.array(self._costs.times), 1 + self._beside)
+        price = self.rate * extra_time(np.array(self._costs.planned), 1 + self._beside)
         known.rebuild(price, self.rate * step_s / self._step_shared_by)
 
     def learn(self, round_: Round) -> None:
@@ -417,7 +429,7 @@ class Throughput:
     def _settle(self, source: str, walk: ThroughputWalk, round_: Round, n_judged: int) -> None:
         known = self._sources[source]
         known.n_judged += n_judged
-        times, n_drafted = np.array(self._costs.times), round_.n_drafted
+        times, n_drafted = np.array(self._costs.planned), round_.n_drafted
         steps_s = round_.draft.n_steps * self._costs.draft_step_s / self._step_shared_by
         extra_s = float(extra_time(times, 1 + self._beside)[n_drafted]) + steps_s
         has_gained = len(round_.emitted) - 1 > extra_s * self._plain_rate
@@ -440,11 +452,14 @@ class Throughput:
         if self._alone_s:
             self._learn_alone()
         self._n_rounds += 1
+        tried = self._costs.tried
+        is_retry = n_rows in tried or 1 + self._beside in tried
         self._observe(n_rows, verify_s, n_steps, draft_s)
         keep = 1.0 - 1.0 / _RATE_ROUNDS
         took = self._took(n_rows, n_steps)
         self._n_tokens += n_emitted
-        self._won += n_emitted - took * self._plain_rate
+        if not is_retry:  # a size in doubt has a budget of its own
+            self._won += n_emitted - took * self._plain_rate
         self._tokens = self._tokens * keep + (n_emitted if n_expected is None else n_expected)
         self._seconds = self._seconds * keep + took
 
@@ -487,7 +502,7 @@ class Throughput:
     @property
     def _plain_rate(self) -> float:
         """Tokens per second without speculation."""
-        return (1 + self._beside) / self._costs.times[self._beside]
+        return (1 + self._beside) / self._costs.planned[self._beside]
 
     def _took(self, n_rows: int, n_steps: int) -> float:
         self._costs.reach(n_rows)

@@ -275,7 +275,10 @@ class Session:
 
     def counters(self) -> Mapping[str, float]:
         """Counts of the copy path and of what was drafted together, since the model was opened."""
-        drafting = {} if self.speculation is None else asdict(self.speculation.counters)
+        drafting: dict[str, float] = {}
+        if self.speculation is not None:
+            drafting = asdict(self.speculation.counters)
+            drafting["size_retries"] = self.speculation.n_retries
         watcher = self._watcher
         watching = (
             {}

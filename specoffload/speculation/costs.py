@@ -13,7 +13,7 @@ from specdec.costs.profile_io import parse_batch_costs
 from specoffload.config.speculation import SpecConfig
 from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.profile_store import fuller, key_of, load_stored, profile_path, store
-from specoffload.speculation.profiling import measure_quickly
+from specoffload.speculation.profiling import measure_again, measure_quickly
 
 _UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
 
@@ -50,8 +50,12 @@ def open_costs(
         why = f"the stored profile ends at batches of {stored.costs.n_max}"
         stored = None
     if stored is not None:
-        notes = (f"profile: {why}", *_warned(stored.costs))
-        return RunCosts(stored.costs, stored.calibration, path, notes)
+        costs = stored.costs
+        if costs.to_retry:
+            costs, how = measure_again(target, costs, on_progress)
+            why = f"{why}; {how}"
+            store(path, costs, stored.calibration)  # where that fails, the end of the run says so
+        return RunCosts(costs, stored.calibration, path, (f"profile: {why}", *_warned(costs)))
     costs, how = measure_quickly(target, draft, key, on_progress)
     failed = fuller(path, costs) or store(path, costs, None)
     notes = (f"profile: {why}; {how} (--no-profile to skip)", *_warned(costs))

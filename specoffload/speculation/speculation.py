@@ -140,6 +140,11 @@ class Speculation:
         return drafting.counters if isinstance(drafting, ChainDrafting) else DraftCounters()
 
     @property
+    def n_retries(self) -> int:
+        """Decodes of a batch size whose time in the profile contradicted others."""
+        return self.policy.costs.n_retries if isinstance(self.policy, Throughput) else 0
+
+    @property
     def policy(self) -> Policy:
         """The decider of draft lengths; another one takes over where chains are drafted."""
         return self._drafting.policy
@@ -206,6 +211,8 @@ class Speculation:
             return
         before = self._costs.profile
         costs = widened(policy.costs.profile(), before)
+        if costs.to_retry and not before.to_retry:
+            costs = before  # times that agree are kept, not those of a machine that was busy
         if fuller(path, costs):
             return  # `specoffload profile` measured it while this ran
         failed = store(path, costs, policy.calibration)

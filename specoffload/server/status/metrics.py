@@ -43,6 +43,7 @@ ENGINE_COUNTERS: Mapping[str, str] = {
     "split_trials": "Times that batches of a size were tried the other way (--hybrid auto).",
     "split_changes": "Times that batches of a size went over to the other way.",
     "n_recorded": "Tokens of a layer whose experts were recorded, for expected hits.",
+    "size_retries": "Decodes of a batch size whose measured time contradicted others.",
     "draft_batches": "Drafts of several answers in one batch.",
     "joint_steps": "Batches of which all draft lengths were chosen together.",
     "joint_changed": "Draft lengths in them that differ from the answer's own choice.",
