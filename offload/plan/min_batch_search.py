@@ -8,7 +8,7 @@ take.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +32,7 @@ _LEAST_LAYERS = 2
 _CLOSE = 1.15  # a threshold is known when it lies so close to timed sizes on both sides
 _SAME = 1.07  # sizes so close to each other tell the same
 _FURTHER = 1.5  # a size is worth timing on the way to one that takes too long
+_CONTRADICTS = 1.2  # times what other sizes of a side allow: something disturbed it
 _MOST_SIZES = 8  # timed of verification, and of prefill
 
 # (kind, side, tokens, layers to break off behind or 0) -> seconds of the whole decode
@@ -80,8 +81,10 @@ def search(
 ) -> dict[str, Times]:
     """Both sides' times of every kind that streams, at the sizes that tell most, within `most_s`.
 
-    The CPU's times are those of all kinds.
+    The CPU's times are those of all kinds. A time that contradicts others of its side is taken
+    again, once, and the shorter one counts.
     """
+    again: set[tuple[str, Side, int]] = set()
     cpu: dict[int, float] = {}
     found: dict[str, Times] = {}
     kinds = streaming.kinds
@@ -101,7 +104,23 @@ def search(
                 if takes_long and part(n, side) < 1.0:
                     n_layers = streaming.n_timed(kind, n, side)
                 known[n] = decode_s(kind, side, n, n_layers)
+                for size in contradicting(known):
+                    if (kind, side, size) in again or spent_s() >= until_s:
+                        continue
+                    again.add((kind, side, size))
+                    known[size] = min(known[size], decode_s(kind, side, size, n_layers))
     return found
+
+
+def contradicting(seconds: Mapping[int, float]) -> list[int]:
+    """Sizes that took longer than a larger one, or than smaller ones that make them up one after
+    the other, by more than noise."""
+
+    def most_s(n: int) -> float:
+        others = ((m, s) for m, s in seconds.items() if m != n)
+        return min((s if m > n else math.ceil(n / m) * s for m, s in others), default=math.inf)
+
+    return [n for n, s in sorted(seconds.items()) if s > _CONTRADICTS * most_s(n)]
 
 
 def next_time(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,3 +137,26 @@ def test_what_goes_back_and_forth_is_tried_more_and_more_rarely() -> None:
     waits = [b - a for a, b in zip(at, at[1:], strict=False)]
     assert len(waits) >= 3
     assert all(b > 1.5 * a for a, b in zip(waits[1:], waits[2:], strict=False))
+
+
+@given(
+    old=st.lists(st.floats(1e-3, 1.0), min_size=64, max_size=64),
+    split=st.lists(st.floats(1e-3, 1.0), min_size=64, max_size=64),
+    measured=st.sets(st.integers(1, 64), min_size=1),
+)
+def test_the_chosen_way_never_makes_a_larger_batch_faster_than_a_smaller_one(
+    old: list[float], split: list[float], measured: set[int]
+) -> None:
+    """Where neither way by itself does, and both lie on a line between the measured sizes."""
+    sizes = sorted({1, *measured})
+    old_s, split_s = (
+        dict(
+            zip(
+                range(1, 65), np.interp(range(1, 65), sizes, sorted(way)[: len(sizes)]), strict=True
+            )
+        )
+        for way in (old, split)
+    )
+    chosen = split_sizes(*({n: way[n] for n in sizes} for way in (old_s, split_s)), 64)
+    took = [split_s[n] if n in chosen else old_s[n] for n in range(1, 65)]
+    assert all(a <= b / 0.97 * (1 + 1e-9) for a, b in pairwise(took))

@@ -13,6 +13,8 @@ from offload.plan.min_batch import (
     NEVER,
     MinBatch,
     Regime,
+    Share,
+    Side,
     Times,
     by_rule,
     choose,
@@ -22,7 +24,7 @@ from offload.plan.min_batch import (
     rule,
     threshold,
 )
-from offload.plan.min_batch_search import next_time
+from offload.plan.min_batch_search import Streaming, contradicting, next_time, search
 
 VERIFY = Regime(1, 64)
 SMALL = expert_share(8, 2)
@@ -80,6 +82,13 @@ def test_verification_and_prefill_have_thresholds_of_their_own() -> None:
     ]  # fmt: skip
 
 
+def test_times_of_a_side_that_contradict_each_other_are_found() -> None:
+    assert contradicting({1: 1.0, 4: 1.5, 16: 3.0, 64: 9.0}) == []
+    assert contradicting({1: 1.0, 4: 15.0, 16: 3.0}) == [4], "16 tokens are faster"
+    assert contradicting({1: 1.0, 4: 1.5, 16: 30.0}) == [16], "four batches of 4 are faster"
+    assert contradicting({8: 1.0}) == []
+
+
 def test_thresholds_are_put_into_words() -> None:
     assert MinBatch(24, 8).words() == "experts from 24 tokens on, dense from 8 tokens on"
     both = MinBatch(NEVER, 4, 300, 65).words()
@@ -91,7 +100,7 @@ def test_thresholds_are_put_into_words() -> None:
 # -- modelled machines -----------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class Machine:
     """Times of whole decodes by a model: what is read or copied, and what is computed."""
 
@@ -164,6 +173,55 @@ def test_the_search_finds_a_modelled_machines_crossover(
         assert (first == NEVER) == (true == NEVER), f"{regime}: {first}, modelled {true}"
         if true != NEVER:
             assert first == pytest.approx(true, rel=near, abs=1.0)
+
+
+@dataclass(frozen=True)
+class Modelled(Streaming):
+    machine: Machine = MACHINES["mixtral"][0]
+
+    def share(self, kind: str) -> Share:
+        return self.machine.share
+
+
+def chosen_s(machine: Machine, found: MinBatch, n: int) -> float:
+    """Seconds of a batch of n tokens in the way that was chosen for it."""
+    return machine.streamed_s(n) if found.streams(n, experts=True) else machine.cpu_s(n)
+
+
+@given(
+    name=st.sampled_from([name for name, (_, n_most, _) in MACHINES.items() if n_most >= 64]),
+    disturbed=st.sets(st.integers(0, 24), max_size=2),
+)
+@settings(deadline=None, max_examples=80)
+def test_the_chosen_ways_never_make_a_larger_batch_faster_than_a_smaller_one(
+    name: str, disturbed: set[int]
+) -> None:
+    """A way open to n + 1 tokens is open to n. Of all decodes some take ten times their time."""
+    machine, n_most, guess = MACHINES[name]
+    timed: list[tuple[Side, int]] = []
+
+    def decode_s(kind: str, side: Side, n: int, n_layers: int) -> float:
+        timed.append((side, n))
+        disturbs = len(timed) - 1 in disturbed and (side, n) not in timed[:-1]
+        return (machine.cpu_s(n) if side == "cpu" else machine.streamed_s(n)) * (
+            10.0 if disturbs else 1.0
+        )
+
+    streaming = Modelled(("experts",), n_most, 1, min_batch=guess, machine=machine)
+    times = search(streaming, decode_s, lambda: 0.0, 1e9)["experts"]
+    first, *more = [threshold(times, r, machine.share, guess) for r in regimes(n_most)]
+    found = MinBatch(first, first, *more)
+    for n in range(1, 64):  # verification: prefill has a threshold of its own
+        assert chosen_s(machine, found, n) <= 1.15 * chosen_s(machine, found, n + 1)
+
+
+def test_batches_that_slots_decline_leave_the_smaller_ones_with_the_cpu() -> None:
+    """Measured: 1 to 3 tokens streamed in 12, 23, 25 ms; those of 4 had too few slots, so that the
+    CPU computed them, in 7.4 ms."""
+    cpu_s = {n: 0.002 + 0.00135 * n for n in (1, 2, 3, 4, 8, 64)}
+    streamed_s = {**cpu_s, 1: 0.012, 2: 0.023, 3: 0.025}
+    found = choose({"experts": Times(cpu_s, streamed_s)}, 64, 8, 2)
+    assert not any(found.streams(n, experts=True) for n in range(1, 65))
 
 
 @given(
