@@ -61,10 +61,13 @@ def answer(session: Session) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_a_later_start_measures_contradicting_sizes_again(folder: Path, device: str) -> None:
+def test_a_later_start_measures_contradicting_sizes_again(
+    folder: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(device):
         pass
     stated = rewritten(file_of(folder), TOO_LONG)
+    monkeypatch.setattr("specoffload.speculation.profiling.BUDGET_S", 8.0)
     with opened(device) as session:
         (note,) = [line for line in session.notes if "contradicted others" in line]
         assert "3 of them were measured again" in note
