@@ -63,11 +63,16 @@ def logits_of(path: Path, opened: EngineOptions, batches: Sequence[int] = BATCHE
         return logits(engine, batches)
 
 
+def is_standin(gpu: DeviceChoice) -> bool:
+    """True for the stand-in for CUDA (tests/cuda_standin), whose numbers are ggml-cpu's."""
+    return "stand-in" in gpu.device.description
+
+
 def assert_same(gpu: DeviceChoice, got: Logits, expected: Logits) -> None:
-    """Bit for bit, but for CUDA, whose kernels differ with the number of experts given."""
+    """Bit for bit. A real CUDA device is allowed 1 %: its kernels differ with the number of experts."""
     assert np.isfinite(expected).all()
     assert expected.std() > 0
-    if gpu.name.startswith("CUDA"):
+    if gpu.name.startswith("CUDA") and not is_standin(gpu):
         np.testing.assert_allclose(got, expected, atol=1e-2 * float(expected.std()))
     else:
         differing = int((got != expected).sum())

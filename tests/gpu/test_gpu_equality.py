@@ -15,6 +15,7 @@ from on_gpu import (
     budget,
     executor_of,
     half,
+    is_standin,
     logits,
     logits_of,
     options,
@@ -44,6 +45,8 @@ def test_the_gpu_computes_what_the_cpu_computes(
     path = request.getfixturevalue(model)
     got = request.getfixturevalue(f"resident_{model}")
     expected = logits_of(path, replace(options(gpu), device="cpu"))
+    if is_standin(gpu):
+        assert_same(gpu, got, expected)
     assert_close_but_for_near_ties(got, expected)
 
 
@@ -293,7 +296,15 @@ def test_slots_sized_after_a_warm_up_give_the_same(
     opened = options(gpu, StreamingOptions(bounce=False, warmup=warmup))
     facts = read_facts(moe)
     plan = make_plan(facts, budget_bytes=1 << 40, context=context_spec(facts, opened))
-    limit = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes // 2
+    taken = plan.resident_bytes + plan.reserve_bytes
+    if warmup:  # Drivers and their libraries take more than the header tells.
+        free_before = gpu.device.memory_bytes()[0]
+        with Engine(moe, opened) as engine:
+            logits(engine)
+            assert engine.plan is not None
+            used = free_before - gpu.device.memory_bytes()[0]
+            taken = max(taken, used - engine.plan.slot_bytes)
+    limit = taken + plan.slot_bytes // 2
     streaming = replace(opened.streaming, device_bytes=limit)
     with Engine(moe, replace(opened, streaming=streaming)) as engine:
         assert engine.plan is not None

@@ -1,0 +1,216 @@
+// Numbers: behind the kernels of each graph, which compute nothing, the same graph is queued for
+// ggml-cpu, on the same memory and in the same CUDA stream.
+//
+// The library is preloaded, so that its ggml_backend_cuda_reg is found before ggml-cuda's. It wraps
+// the graph_compute of each backend.
+#include "standin.hpp"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpu.h"
+#include "ggml-impl.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <unordered_map>
+
+using namespace standin;
+
+namespace {
+
+// A function of one of ggml's libraries, which are loaded, but not linked with this one.
+template <typename F> F find(const char * library, const char * name) {
+    void * handle = dlopen(library, RTLD_NOLOAD | RTLD_NOW);
+    void * found  = handle ? dlsym(handle, name) : nullptr;
+    if (!found) {
+        std::fprintf(stderr, "stand-in: no %s in %s\n", name, library);
+        std::abort();
+    }
+    return reinterpret_cast<F>(found);
+}
+#define BASE(name) find<decltype(&name)>("libggml-base.so.0", #name)
+#define CPU(name) find<decltype(&name)>("libggml-cpu.so.0", #name)
+
+// A copy of a graph's nodes and of the tensors they read, made when the graph is submitted. Kernels
+// get their parameters then, too: a program may write its next graph over these structs at once.
+class CopiedGraph {
+  public:
+    explicit CopiedGraph(const ggml_cgraph & graph) {
+        for (int i = 0; i < graph.n_nodes; ++i) {
+            nodes_.push_back(copy(graph.nodes[i]));
+        }
+        for (auto * node : nodes_) {
+            for (auto & source : node->src) {
+                source = source ? copy(source) : nullptr;
+            }
+        }
+        graph_.size = graph.n_nodes;
+        // ggml-cpu fuses no nodes whose number of uses it does not find.
+        graph_.visited_hash_set = {1, &used_, &key_};
+        graph_.use_counts       = &n_uses_;
+    }
+
+    void compute(int begin, int end) {
+        graph_.nodes              = nodes_.data() + begin;
+        graph_.n_nodes            = end - begin;
+        static const auto   plan  = CPU(ggml_graph_plan);
+        static const auto   run   = CPU(ggml_graph_compute);
+        ggml_cplan          cplan = plan(&graph_, 1, nullptr);
+        std::vector<uint8_t> work(cplan.work_size);
+        cplan.work_data = work.data();
+        if (run(&graph_, &cplan) != GGML_STATUS_SUCCESS) {
+            std::fprintf(stderr, "stand-in: ggml-cpu failed\n");
+            std::abort();
+        }
+    }
+
+    // The first MUL_MAT_ID from `begin` on that reads this address; -1 if there is none.
+    int reader_of(const void * address, int begin) const {
+        for (int i = begin; i < size(); ++i) {
+            for (const auto * source : nodes_[i]->src) {
+                if (source && source->data == address && nodes_[i]->op == GGML_OP_MUL_MAT_ID) {
+                    return i;
+                }
+            }
+        }
+        return -1;
+    }
+
+    int size() const { return static_cast<int>(nodes_.size()); }
+
+  private:
+    ggml_tensor * copy(ggml_tensor * tensor) {
+        ggml_tensor *& made = made_[tensor];
+        if (!made) {
+            tensors_.push_back(*tensor);
+            made           = &tensors_.back();
+            made->buffer   = nullptr;  // ggml-cpu would look there for repacked weights
+            made->extra    = nullptr;
+            made->view_src = nullptr;
+        }
+        return made;
+    }
+
+    std::deque<ggml_tensor>                          tensors_;  // a deque keeps addresses
+    std::vector<ggml_tensor *>                       nodes_;
+    std::unordered_map<ggml_tensor *, ggml_tensor *> made_;
+    ggml_cgraph                                      graph_{};
+    ggml_bitset_t                                    used_   = 0;
+    ggml_tensor *                                    key_    = nullptr;
+    int32_t                                          n_uses_ = 0;
+};
+
+struct GraphSubmission : Submission {
+    std::shared_ptr<CopiedGraph> graph;
+    StreamPtr                    stream;
+    int                          n_queued = 0;  // nodes that ggml-cpu will compute
+    int                          n_read   = 0;  // nodes whose ids were read back
+
+    GraphSubmission(const ggml_cgraph & of, StreamPtr stream)
+        : graph(std::make_shared<CopiedGraph>(of)), stream(std::move(stream)) {}
+
+    // ggml-cuda's general MUL_MAT_ID reads its ids back in the middle of a graph: they have to be
+    // computed by then.
+    void before_read(const void * device_address) override {
+        const int reader = graph->reader_of(device_address, n_read);
+        if (reader >= 0) {
+            queue_to(reader);
+            n_read = reader + 1;
+        }
+    }
+
+    void queue_to(int end) {
+        if (end > n_queued) {
+            stream->push([graph = graph, begin = n_queued, end] { graph->compute(begin, end); });
+            n_queued = end;
+        }
+    }
+};
+
+ggml_status (*cuda_compute)(ggml_backend_t, ggml_cgraph *);
+ggml_backend_t (*cuda_init)(ggml_backend_dev_t, const char *);
+
+// A kernel that gets an address outside of its device's memory ends a real CUDA context.
+void check(const ggml_tensor * node, const ggml_tensor * used, int device) {
+    static const auto name_of  = BASE(ggml_op_name);
+    static const auto bytes_of = BASE(ggml_nbytes);
+    const size_t      size     = bytes_of(used);
+    if (size && device_of(used->data, size) != device && counters.bad_addresses++ < 10) {
+        std::fprintf(stderr, "stand-in: %s %s: %s (%p, %zu bytes) is not in the memory of device %d\n",
+                     name_of(node->op), node->name, used->name, used->data, size, device);
+    }
+}
+
+void check(const ggml_cgraph & graph, int device) {
+    const ggml_op nothing[] = {GGML_OP_NONE, GGML_OP_RESHAPE, GGML_OP_VIEW, GGML_OP_PERMUTE, GGML_OP_TRANSPOSE};
+    for (int i = 0; i < graph.n_nodes; ++i) {
+        const ggml_tensor * node     = graph.nodes[i];
+        const bool          is_empty = std::count(node->ne, node->ne + GGML_MAX_DIMS, 0) > 0;
+        if (is_empty || std::count(std::begin(nothing), std::end(nothing), node->op)) {
+            continue;
+        }
+        check(node, node, device);
+        for (const auto * source : node->src) {
+            if (source) {
+                check(node, source, device);
+            }
+        }
+    }
+}
+
+std::mutex                                   mutex;
+std::unordered_map<const void *, void *> &   handles = *new std::unordered_map<const void *, void *>;
+
+// By a backend's context, which its copies share. A backend's stream is the one that it records
+// events in.
+void learn_stream(ggml_backend_t backend) {
+    const auto event = backend->device->iface.event_new(backend->device);
+    backend->iface.event_record(backend, event);
+    backend->device->iface.event_free(backend->device, event);
+    std::lock_guard<std::mutex> lock(mutex);
+    handles[backend->context] = last_stream;
+}
+
+StreamPtr stream_of_backend(ggml_backend_t backend) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return stream_of(handles.at(backend->context));
+}
+
+ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
+    GraphSubmission submitted(*graph, stream_of_backend(backend));
+    check(*graph, submitted.stream->device);
+    submission               = &submitted;
+    const ggml_status status = cuda_compute(backend, graph);
+    submission               = nullptr;
+    if (status == GGML_STATUS_SUCCESS) {
+        submitted.queue_to(submitted.graph->size());
+    }
+    return status;
+}
+
+ggml_backend_t init(ggml_backend_dev_t device, const char * params) {
+    ggml_backend_t backend = cuda_init(device, params);
+    if (backend) {
+        cuda_compute                 = backend->iface.graph_compute;
+        backend->iface.graph_compute = compute;
+        learn_stream(backend);
+    }
+    return backend;
+}
+
+}  // namespace
+
+extern "C" ggml_backend_reg_t ggml_backend_cuda_reg(void) {
+    static ggml_backend_reg_t registry = [] {
+        auto found = find<ggml_backend_reg_t (*)()>("libggml-cuda.so.0", "ggml_backend_cuda_reg")();
+        for (size_t i = 0; i < found->iface.get_device_count(found); ++i) {
+            ggml_backend_dev_t device  = found->iface.get_device(found, i);
+            cuda_init                  = device->iface.init_backend;
+            device->iface.init_backend = init;
+        }
+        return found;
+    }();
+    return registry;
+}

@@ -1,0 +1,145 @@
+// A stand-in for the CUDA runtime, so that the real ggml-cuda runs on a machine without a GPU.
+//
+// Kernels compute nothing. ggml-cpu computes each graph's numbers instead, on the same memory and in
+// the order of the same CUDA streams (numbers.cpp), so that a missing wait gives wrong numbers.
+// docs/gpu.md says what this shows, what it does not show, and which variables change it.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace standin {
+
+// -- settings --------------------------------------------------------------------------------------
+
+long   number_setting(const char * name, long otherwise);
+size_t bytes_setting(const char * name, size_t otherwise);  // a number with K, M, G or nothing
+bool   is_ignored(const char * what);                       // listed in STANDIN_IGNORE
+
+// -- counters --------------------------------------------------------------------------------------
+
+#define STANDIN_COUNTERS(X)                                                                        \
+    X(launches)      /* kernels outside of captures */                                             \
+    X(captured)      /* kernels recorded by a capture */                                           \
+    X(graph_launches) X(graph_kernels)                                                             \
+    X(captures) X(instantiations) X(updates) X(failed_updates)                                     \
+    X(cublas_calls)                                                                                \
+    X(h2d) X(h2d_bytes) X(d2h) X(d2h_bytes) X(d2d) X(peer_copies) X(memsets)                       \
+    X(pageable)      /* copies from or to pageable memory, for which the caller waits */           \
+    X(stream_syncs) X(event_syncs) X(device_syncs) X(event_records) X(event_waits)                 \
+    X(mallocs) X(host_allocs) X(host_registers)                                                    \
+    X(out_of_memory)                                                                               \
+    X(errors)        /* calls refused for another reason */                                        \
+    X(bad_addresses) /* nodes whose tensors are not in their device's memory */
+
+struct Counters {
+#define X(name) std::atomic<uint64_t> name{0};
+    STANDIN_COUNTERS(X)
+#undef X
+};
+extern Counters & counters;
+
+// True if this call was chosen to fail, by standin_fail or STANDIN_FAIL=CALL:N.
+bool fails(const char * call);
+
+// -- memory ----------------------------------------------------------------------------------------
+
+int          n_devices();
+size_t       total_bytes();
+size_t       free_bytes(int device);
+void *       device_alloc(int device, size_t size);  // NULL if it exceeds the device's memory
+bool         device_free(void * address);
+int          device_of(const void * address, size_t size);  // -1 unless the whole range is on one
+void *       pinned_alloc(size_t size);
+bool         pinned_free(void * address);
+bool         pin(void * address, size_t size);  // false if a part is pinned already
+bool         unpin(void * address);
+bool         is_pinned(const void * address, size_t size);
+
+// -- streams ---------------------------------------------------------------------------------------
+
+struct Stream;
+using StreamPtr = std::shared_ptr<Stream>;
+using Work      = std::function<void()>;
+
+// A place in a stream's queue. It is passed when the first `n` items are complete.
+struct Point {
+    StreamPtr stream;
+    uint64_t  n = 0;
+
+    void wait() const;
+};
+
+// A recorded call. Graphs can replace each other if the names of their calls agree.
+struct Node {
+    std::string name;
+    Work        work;  // empty for kernels, which compute nothing
+};
+
+struct Graph {
+    std::vector<Node> nodes;  // in the order of the calls, whatever their stream
+};
+using GraphPtr = std::shared_ptr<Graph>;
+
+struct Capture {
+    GraphPtr graph    = std::make_shared<Graph>();
+    bool     is_valid = true;
+};
+using CapturePtr = std::shared_ptr<Capture>;
+
+// A queue with a thread that takes its items in order.
+struct Stream : std::enable_shared_from_this<Stream> {
+    static StreamPtr make(int device, bool is_blocking);
+    Stream(int device, bool is_blocking) : device(device), is_blocking(is_blocking) {}
+
+    void  call(const std::string & name, Work work);  // records it during a capture, else queues it
+    void  push(Work work);                            // queues it, capture or not
+    Point tail();                                     // behind everything that is queued
+    void  close();                                    // ends the thread when the queue is empty
+
+    const int  device;
+    const bool is_blocking;  // ordered with the legacy stream
+    CapturePtr capture;
+
+  private:
+    friend struct Point;
+    void run();
+    void wait_for_legacy();
+
+    std::mutex                            mutex_;
+    std::condition_variable               more_, done_;
+    std::deque<std::pair<uint64_t, Work>> queue_;
+    uint64_t                              n_pushed_ = 0, n_done_ = 0, n_wanted_ = 0;
+    bool                                  is_closed_ = false;
+    std::mt19937                          random_;
+};
+
+StreamPtr legacy_stream(int device);
+void      wait_for_device(int device);
+void      end_capture(const CapturePtr & capture);  // its streams run again
+
+// -- the thread that calls -------------------------------------------------------------------------
+
+StreamPtr stream_of(void * handle);  // a cudaStream_t
+int       current_device();
+void      count_kernel(const StreamPtr & stream, const char * name);
+// A line in the file STANDIN_TRACE, if it is set.
+void trace(const char * what, const void * stream, size_t bytes = 0, const char * name = "");
+
+// While a graph is submitted whose numbers ggml-cpu will compute, copies inside the device and
+// memsets write nothing, and `before_read` is called before bytes are copied to the host.
+struct Submission {
+    virtual void before_read(const void * device_address) = 0;
+    virtual ~Submission() = default;
+};
+extern thread_local Submission * submission;
+extern thread_local void *       last_stream;  // the handle that this thread used last
+
+}  // namespace standin

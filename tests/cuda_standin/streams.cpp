@@ -1,0 +1,172 @@
+// Streams run their items in order, each on a thread of its own. Delays are added on request.
+#include "standin.hpp"
+
+#include <chrono>
+#include <map>
+#include <set>
+#include <thread>
+
+namespace standin {
+
+namespace {
+
+struct Streams {
+    std::mutex               mutex;
+    std::set<StreamPtr>      all;
+    std::map<int, StreamPtr> legacy;  // by device
+    unsigned                 n_made = 0;
+};
+
+Streams & streams() {
+    static Streams * made = new Streams;  // never destroyed: threads outlive main
+    return *made;
+}
+
+const long jitter_us = number_setting("STANDIN_JITTER", 0);
+const long seed      = number_setting("STANDIN_SEED", 1);
+const bool is_lazy   = number_setting("STANDIN_LAZY", 0) != 0;
+
+}  // namespace
+
+void Point::wait() const {
+    if (!stream) {
+        return;
+    }
+    std::unique_lock<std::mutex> lock(stream->mutex_);
+    if (is_lazy && stream->n_wanted_ < n) {
+        stream->n_wanted_ = n;
+        stream->more_.notify_one();
+    }
+    stream->done_.wait(lock, [&] { return stream->n_done_ >= n; });
+}
+
+StreamPtr Stream::make(int device, bool is_blocking) {
+    auto stream = std::make_shared<Stream>(device, is_blocking);
+    {
+        std::lock_guard<std::mutex> lock(streams().mutex);
+        stream->random_.seed(seed * 1000003u + streams().n_made++);
+        streams().all.insert(stream);
+    }
+    std::thread([stream] { stream->run(); }).detach();
+    return stream;
+}
+
+void Stream::call(const std::string & name, Work work) {
+    if (capture) {
+        capture->graph->nodes.push_back({name, std::move(work)});
+    } else if (work) {
+        wait_for_legacy();
+        push(std::move(work));
+    }
+}
+
+void Stream::push(Work work) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    queue_.emplace_back(++n_pushed_, std::move(work));
+    more_.notify_one();
+}
+
+Point Stream::tail() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return {shared_from_this(), n_pushed_};
+}
+
+void Stream::close() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    is_closed_ = true;
+    more_.notify_one();
+}
+
+void Stream::run() {
+    for (;;) {
+        std::pair<uint64_t, Work> item;
+        {
+            std::unique_lock<std::mutex> lock(mutex_);
+            more_.wait(lock, [&] {
+                const bool is_due = !queue_.empty() && (!is_lazy || queue_.front().first <= n_wanted_);
+                return is_closed_ || is_due;
+            });
+            if (queue_.empty()) {
+                break;
+            }
+            item = std::move(queue_.front());
+            queue_.pop_front();
+        }
+        if (jitter_us > 0 && random_() % 2) {
+            std::this_thread::sleep_for(std::chrono::microseconds(random_() % jitter_us));
+        }
+        item.second();
+        item.second = nullptr;
+        std::lock_guard<std::mutex> lock(mutex_);
+        n_done_ = item.first;
+        done_.notify_all();
+    }
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    streams().all.erase(shared_from_this());
+}
+
+// The legacy stream and a device's blocking streams wait for each other.
+void Stream::wait_for_legacy() {
+    if (!is_blocking) {
+        return;
+    }
+    std::vector<Point> before;
+    {
+        std::lock_guard<std::mutex> lock(streams().mutex);
+        const auto                  legacy = streams().legacy.find(device);
+        if (legacy == streams().legacy.end()) {
+            return;
+        }
+        if (legacy->second.get() != this) {
+            before.push_back(legacy->second->tail());
+        } else {
+            for (const auto & other : streams().all) {
+                if (other->is_blocking && other->device == device && other.get() != this) {
+                    before.push_back(other->tail());
+                }
+            }
+        }
+    }
+    for (const auto & point : before) {
+        push([point] { point.wait(); });
+    }
+}
+
+StreamPtr legacy_stream(int device) {
+    {
+        std::lock_guard<std::mutex> lock(streams().mutex);
+        const auto                  found = streams().legacy.find(device);
+        if (found != streams().legacy.end()) {
+            return found->second;
+        }
+    }
+    const StreamPtr             made = Stream::make(device, true);
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    return streams().legacy.emplace(device, made).first->second;
+}
+
+void wait_for_device(int device) {
+    std::vector<Point> tails;
+    {
+        std::lock_guard<std::mutex> lock(streams().mutex);
+        for (const auto & stream : streams().all) {
+            if (stream->device == device) {
+                tails.push_back(stream->tail());
+            }
+        }
+    }
+    for (const auto & tail : tails) {
+        tail.wait();
+    }
+}
+
+void end_capture(const CapturePtr & capture) {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    for (const auto & stream : streams().all) {
+        if (stream->capture == capture) {
+            stream->capture = nullptr;
+        }
+    }
+}
+
+}  // namespace standin

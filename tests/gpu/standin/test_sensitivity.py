@@ -1,0 +1,28 @@
+"""Without CUDA's waits the GPU tests fail: what they show about order, they can also refute."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GPU_TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("left_out", ["waits", "event_syncs", "stream_syncs"])
+def test_leaving_out_waits_fails_tests(left_out: str, tmp_path: Path) -> None:
+    """Delays make it certain that something is read before it is there."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--capture=sys"]
+    command += [str(GPU_TESTS / "test_gpu_order.py"), str(GPU_TESTS / "test_gpu_equality.py")]
+    command += ["-k", "events_go_both_ways or dense_layers_wait or pinned_ring"]
+    env = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    env |= {"STANDIN_JITTER": "2000", "STANDIN_IGNORE": left_out}
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=200, cwd=tmp_path
+    )
+    # A number that is read too early may also end the program: an expert's id is out of range.
+    found = done.stdout + done.stderr
+    assert " failed" in found or "GGML_ASSERT" in found, found
