@@ -141,23 +141,36 @@ class RouterIds:
         self.tensor = ids
         n_used, n_tokens, _, _ = ids.shape
         stride = ids.strides[1] // 4
-        raw = np.zeros((n_tokens, stride), np.int32)
-        self.position: int = raw.ctypes.data
         # No tokens: of the last layer, where no logits are wanted.
         self.size_bytes = ((n_tokens - 1) * stride + n_used) * 4 if n_tokens else 0
-        self.values = raw[:, :n_used]
+        self._shape = n_tokens, stride
+        self.needed_bytes = 4 * n_tokens * stride
+        self.lie_in(np.zeros(self.needed_bytes, np.uint8))
+
+    def lie_in(self, memory: NDArray[np.uint8]) -> None:
+        """Use this memory, `needed_bytes` long. The values are lost."""
+        raw = memory.view(np.int32).reshape(self._shape)
+        self.position: int = raw.ctypes.data
+        self.values = raw[:, : self.tensor.shape[0]]
 
 
 class SlotIds:
     """Ids that mean slots: `values` [n_tokens, n_used], and the tensor that they are copied to."""
 
-    def __init__(self, like: Tensor, buffer: Buffer, offset_bytes: int) -> None:
-        """As the router's ids `like` are, but contiguous, at an offset of a buffer."""
+    def __init__(
+        self, like: Tensor, buffer: Buffer, offset_bytes: int, memory: NDArray[np.uint8] | None
+    ) -> None:
+        """As the router's ids `like` are, but contiguous, at an offset of a buffer.
+
+        `memory`: the host's, 4 bytes for each value; None: memory of its own.
+        """
         n_used, n_tokens, _, _ = like.shape
         row = 4 * n_used
         strides = 4, row, row * n_tokens, row * n_tokens
         self.tensor = like.alike(strides=strides, at=(buffer, offset_bytes))
-        self.values = np.zeros((n_tokens, n_used), np.int32)
+        if memory is None:
+            memory = np.zeros(row * n_tokens, np.uint8)
+        self.values = memory.view(np.int32).reshape(n_tokens, n_used)
         self.position: int = self.values.ctypes.data
         self.size_bytes = self.values.nbytes
 

@@ -11,11 +11,10 @@ from typing import Any
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.lib import op_number
-from offload.ggml.tensor import Tensor, op_at, source_at
+from offload.ggml.tensor import Redirect, Tensor, op_at, source_at
 from offload.model import layer_of
 
 GRAPH = abi.ggml_cgraph
-_POINTER = C.sizeof(C.c_void_p)
 _LOOKED_AHEAD = 32  # nodes: backends that fuse look past the end of a list
 # Ours never equal ggml's, which count from 1, and are never used twice: whoever remembers something
 # about a graph by its uid cannot mistake a later one at the same address for it.
@@ -46,18 +45,20 @@ def as_product(address: int, index: int = -1) -> Product:
 class Graph:
     """A graph at an address, equal if the addresses are; nothing is owned but what we make."""
 
-    __slots__ = ("_kept", "_struct", "address", "parts")
+    __slots__ = ("_kept", "_struct", "_uids", "address", "parts")
 
     def __init__(self, address: int) -> None:
         self.address = address
         self._struct: Any = GRAPH.from_address(address)
         self._kept: tuple[Any, ...] = ()
+        self._uids: dict[tuple[int, ...], int] = {}
         self.parts: dict[tuple[int, int], Graph] = {}
 
     @classmethod
     def _own(cls, struct: Any, kept: tuple[Any, ...]) -> Graph:
         made = cls.__new__(cls)
         made._struct, made.address, made._kept, made.parts = struct, C.addressof(struct), kept, {}
+        made._uids = {}
         return made
 
     @classmethod
@@ -151,13 +152,27 @@ class Graph:
             at = (at + 1) % table.size
         return -1
 
-    def part(self, first: int, end: int) -> Graph:
-        """Nodes [first, end) as a graph without a uid, kept as long as this one."""
+    def part(self, first: int, end: int, redirected: Sequence[Redirect] | None = None) -> Graph:
+        """Nodes [first, end) as a graph, kept as long as this one.
+
+        `redirected`: the sources of its nodes that are pointed elsewhere for now. The part has the
+        same uid each time they are pointed alike. None, or a graph without a uid: it has none.
+
+        CUDA's backend finds what it captured by a graph's first node. Each part therefore begins
+        with a node of its own that computes nothing: parts with the same beginning are kept apart.
+        """
         found = self.parts.get((first, end))
         if found is None:
-            struct = self._view(end - first)
-            struct.nodes = self._struct.nodes + first * _POINTER
-            found = self.parts[first, end] = Graph._own(struct, ())
+            own = abi.ggml_tensor()
+            array = _array([C.addressof(own), *self.addresses()[first:end]])
+            struct = self._view(end - first + 1)
+            struct.nodes = C.addressof(array)
+            found = self.parts[first, end] = Graph._own(struct, (array, own))
+        uid = 0
+        if redirected is not None and self.uid:
+            reads = tuple([redirect.address for redirect in redirected])
+            uid = found._uids.get(reads, 0) or found._uids.setdefault(reads, next(_uids))
+        found._struct.uid = uid
         return found
 
     def replacing(self, nodes: Mapping[int, Tensor], without: Collection[int] = ()) -> Graph:

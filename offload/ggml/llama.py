@@ -54,7 +54,8 @@ class Model:
         pending: Pending,
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Raises BadModel with libllama's reason, or whatever a callback of ours raised."""
+        """Raises BadModel with libllama's reason, DoesNotFit where that is memory, or whatever a
+        callback of ours raised."""
         self._lib = lib = library()
         self.path = path
         params = lib.llama_model_default_params()
@@ -89,6 +90,8 @@ class Model:
             raise
         if not self.handle:
             reason = log.take_reason()
+            if "unable to allocate" in reason:
+                raise DoesNotFit(f"{path} does not fit ({reason}); lower --n-gpu-layers or --vram")
             raise BadModel(f"{path}: the library refuses it ({reason})")
         self.vocab: int = lib.llama_model_get_vocab(self.handle)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)

@@ -42,6 +42,21 @@ class Count:
             cell.value = n
 
 
+class Stamp:
+    """A number in a node that no operation reads, to be changed before each use.
+
+    CUDA's backend captures what it is given twice in a row. For one kernel that gains nothing, and
+    the next number of rows would make the captured graph useless.
+    """
+
+    def __init__(self, node: Tensor) -> None:
+        at = node.address + TENSOR.op_params.offset + TENSOR.op_params.size - 4
+        self._cell, self._node = C.c_int32.from_address(at), node
+
+    def change(self) -> None:
+        self._cell.value ^= 1
+
+
 class Place:
     """The place of a tensor of our own: that of another one, changed as often as needed."""
 

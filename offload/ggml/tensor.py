@@ -74,7 +74,7 @@ class Buffer:
         address = self._lib.ggml_backend_buft_alloc_buffer(buffer_type, size_bytes)
         if not address:
             raise DoesNotFit(
-                f"{size_bytes / 2**20:.0f} MiB of device memory for {what} could not be had; "
+                f"{size_bytes / 2**20:.2f} MiB of device memory for {what} could not be had; "
                 "lower --vram"
             )
         self.address: int = address
@@ -359,6 +359,11 @@ class Redirect:
 
     def back(self) -> None:
         self._pointer.value = self._original
+
+    @property
+    def address(self) -> int:
+        """The address of what the node reads now."""
+        return self._pointer.value or 0
 
 
 class Relocation:

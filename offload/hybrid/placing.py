@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
-from offload.ggml.pairs import Count, Place, check
+from offload.ggml.pairs import Count, Place, Stamp, check
 from offload.ggml.tensor import Tensor, new_tensor
 from offload.hybrid.form import NoForm
 from offload.hybrid.host_graph import HostGraph
@@ -35,6 +35,7 @@ class RowPlacer:
         self._n_into.follows(into, 1)
         self._n_into.follows(node, 1)
         self._where = Place(into), Place(node)
+        self._stamp = Stamp(node)
         self._graph = Graph.of([node])
         if not device.supports(node):
             self.close()
@@ -56,6 +57,7 @@ class RowPlacer:
         self._n_into.set(n_used * n_tokens)
         for place in self._where:
             place.of(output)
+        self._stamp.change()
         return check(stream.compute(self._graph), f"placing experts' rows of layer {layer}")
 
     def close(self) -> None:

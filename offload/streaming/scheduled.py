@@ -73,6 +73,7 @@ Experts = Sequence[int] | NDArray[np.intp]
 
 _LEAST_BYTES = 1 << 20
 _RECURS = 1.01  # tokens that chose an expert lately, which is then worth another's slot
+_PINNED_BYTES = 1 << 20  # for the ids of batches of a few tokens; those of large ones are pageable
 _CHUNK_TOKENS = 128  # at most: what a chunk's nodes pass on takes scratch memory
 
 
@@ -124,6 +125,8 @@ class ScheduledExecutor:
         self.memories = [SlotMemory(stream.device, pool) for pool in layout.pools]
         self._routing = Routing()
         self._ids_buffer: Buffer | None = None
+        self._pinned: Buffer | None = None  # for ids on their way, at other places for each layer
+        self._may_pin = True
         self._scratch: list[Buffer] = []  # the last is the largest; graphs refer to all
         self._tickets: dict[Piece, Tickets] = {}
         self._fences: list[Any] = []
@@ -151,8 +154,9 @@ class ScheduledExecutor:
             memory.close()
         for buffer in self._scratch:
             buffer.close()
-        if self._ids_buffer is not None:
-            self._ids_buffer.close()
+        for ids in (self._ids_buffer, self._pinned):
+            if ids is not None:
+                ids.close()
 
     def settle(self) -> None:
         try:
@@ -196,6 +200,7 @@ class ScheduledExecutor:
             used = dict.fromkeys([*step.kinds, *self._kinds[step.group]])
             self._kinds[step.group] = tuple(used)
         self._reserve_ids(ids_bytes)
+        self._use_pinned([step for step in steps if step.ids is not None])
         n_cuts = number_cuts(steps, chunked)
         self._record(steps)
         graph, relocations = self._order(graph, steps, chunked)
@@ -440,11 +445,14 @@ class ScheduledExecutor:
     def _arrive(self, running: _Running, step: Step, stop: Stop) -> int:
         """Before a node that reads slots: what it reads is there, and it reads that."""
         reader = step.readers[stop.nth]
-        if step.waits:
+        # A few tokens take so little time that gate need not go ahead of up. Such a layer is not
+        # cut in two, so that it is the same graph whether or not an expert was missing.
+        at_once = step.n_tokens <= VECTOR_TOKENS
+        if step.waits and (stop.nth == 0 or not at_once):
             status = self._submit(running, stop.at)
             if status:
                 return status
-            self._wait(step, reader.kind)
+            self._wait(step, step.kinds if at_once else (reader.kind,))
         if step.hybrid is not None:
             assert self._hybrid is not None
             self._hybrid.began(step.hybrid, stop.nth)
@@ -693,10 +701,10 @@ class ScheduledExecutor:
         at = bisect.bisect_left(self._fence_uses, use)
         return self._fences[min(at, len(self._fences) - 1)]
 
-    def _wait(self, step: Step, kind: str) -> None:
+    def _wait(self, step: Step, kinds: Sequence[str]) -> None:
         start_s = time.perf_counter()
-        self.copier.wait([tickets[kind] for tickets in step.waits])
-        self._trace_wait(start_s, step.layer, kind)
+        self.copier.wait([tickets[kind] for tickets in step.waits for kind in kinds])
+        self._trace_wait(start_s, step.layer, ", ".join(kinds))
 
     def _trace_wait(self, start_s: float, layer: int, kind: str) -> None:
         if self._trace:
@@ -717,7 +725,8 @@ class ScheduledExecutor:
         status = 0
         if end > running.done:
             start_s = time.perf_counter()
-            status = self._stream.compute(running.graph.part(running.done, end))
+            part = running.graph.part(running.done, end, running.redirected)
+            status = self._stream.compute(part)
             if self._trace:
                 layer = running.open[-1].layer if running.open else -1
                 self._trace.add(COMPUTE, f"nodes {running.done}-{end}", start_s,
@@ -790,9 +799,11 @@ class ScheduledExecutor:
             assert step.ids is not None
             assert self._ids_buffer is not None
             step.ids_buffer = self._ids_buffer
-            slot_ids = SlotIds(step.ids.tensor, self._ids_buffer, step.ids_offset)
+            slot_ids = SlotIds(
+                step.ids.tensor, self._ids_buffer, step.ids_offset, step.slot_ids_memory
+            )
             step.slot_ids = slot_ids
-        # Of the graph before, whose copies of these values are complete, nothing is left.
+        # Copies of earlier values are complete: the router's ids were read since then.
         self._send(slot_ids, ids, experts, slots, others)
 
     def _remapped(
@@ -802,7 +813,8 @@ class ScheduledExecutor:
         """Ids of one chunk that mean the experts' slots, at an offset of their buffer."""
         assert self._ids_buffer is not None
         like = step.ids.tensor.part(1, 0, len(ids))
-        slot_ids = SlotIds(like, self._ids_buffer, offset)
+        # Not pinned: pageable values may be changed as soon as the copy was asked for.
+        slot_ids = SlotIds(like, self._ids_buffer, offset, None)
         self._send(slot_ids, ids, experts, slots)
         return slot_ids
 
@@ -816,6 +828,27 @@ class ScheduledExecutor:
         if others is not None:
             fill_in(slot_ids.values, slots, others)
         self._stream.upload(slot_ids)
+
+    def _use_pinned(self, steps: Sequence[Step]) -> None:
+        """Have ids copied from and to pinned memory, as far as it goes.
+
+        The caller waits for each copy from or to other memory. All graphs share the memory: reading
+        a layer's ids waits for everything that was copied before.
+        """
+        if self._pinned is None and self._may_pin and steps:
+            self._pinned = self._stream.device.pinned_memory(_PINNED_BYTES)
+            self._may_pin = self._pinned is not None
+        if self._pinned is None:
+            return
+        memory, at = self._pinned.host_range.array(), 0
+        for step in steps:
+            assert step.ids is not None
+            n_read, n_sent = step.ids.needed_bytes, step.ids_bytes
+            if at + n_read + n_sent > _PINNED_BYTES:
+                return
+            step.ids.lie_in(memory[at : at + n_read])
+            step.slot_ids_memory = memory[at + n_read : at + n_read + n_sent]
+            at += n_read + n_sent
 
     def _reserve_ids(self, size_bytes: int) -> None:
         """Device memory for the ids of one graph; what pointed into less of it is made anew."""

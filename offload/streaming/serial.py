@@ -126,7 +126,7 @@ class SerialExecutor:
         self.counters.streamed_experts += n
         self.counters.router_reads += 1
         assert self._ids is not None
-        ids = SlotIds(product.ids, self._ids, 0)
+        ids = SlotIds(product.ids, self._ids, 0, None)
         ids.values[:] = inverse.reshape(chosen.shape)
         self._stream.upload(ids)
         self._stream.synchronize()

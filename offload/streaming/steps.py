@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from offload.ggml.backend import RouterIds, SlotIds
 from offload.ggml.graph import Graph, Product
 from offload.ggml.tensor import Buffer, Redirect, Tensor
@@ -57,6 +60,7 @@ class Step:
     ids_offset: int = 0  # of the remapped ids in their buffer
     ids_buffer: Buffer | None = None
     slot_ids: SlotIds | None = None  # the remapped ids, in that buffer
+    slot_ids_memory: NDArray[np.uint8] | None = None  # pinned memory for them, if there is any
     in_order: bool = False  # this time: all experts lie in order, so that the router's ids hold
     either: bool = False  # they may lie in order, or anywhere
     missed: bool = True  # something had to be copied for it the last time

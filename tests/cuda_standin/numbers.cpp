@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <unordered_map>
 
 using namespace standin;
@@ -160,6 +161,34 @@ void check(const ggml_cgraph & graph, int device) {
     }
 }
 
+// A graph with the uid of the one before is taken to be the same: ggml-cuda replays what it captured.
+// So it has to be: its nodes, and what ggml-cuda compares of their sources.
+void check_uid(ggml_backend_t backend, const ggml_cgraph & graph) {
+    static std::mutex                                                    mutex;
+    static std::map<std::pair<void *, void *>, std::pair<uint64_t, size_t>> known;
+    std::string                                                          bytes;
+    const auto add = [&](const auto & value) {
+        bytes.append(reinterpret_cast<const char *>(&value), sizeof(value));
+    };
+    for (int i = 0; i < graph.n_nodes; ++i) {
+        add(*graph.nodes[i]);
+        for (const auto * source : graph.nodes[i]->src) {
+            if (source) {
+                add(source->data);
+                add(source->ne);
+                add(source->nb);
+            }
+        }
+    }
+    const size_t                found = std::hash<std::string>()(bytes);
+    std::lock_guard<std::mutex> lock(mutex);
+    auto &                      last = known[{backend->context, graph.nodes[0]}];
+    if (graph.uid && graph.uid == last.first && found != last.second && counters.stale_uids++ < 10) {
+        std::fprintf(stderr, "stand-in: a graph of %d nodes changed and kept its uid\n", graph.n_nodes);
+    }
+    last = {graph.uid, found};
+}
+
 std::mutex                                   mutex;
 std::unordered_map<const void *, void *> &   handles = *new std::unordered_map<const void *, void *>;
 
@@ -181,6 +210,9 @@ StreamPtr stream_of_backend(ggml_backend_t backend) {
 ggml_status compute(ggml_backend_t backend, ggml_cgraph * graph) {
     GraphSubmission submitted(*graph, stream_of_backend(backend));
     check(*graph, submitted.stream->device);
+    if (graph->n_nodes) {
+        check_uid(backend, *graph);
+    }
     submission               = &submitted;
     const ggml_status status = cuda_compute(backend, graph);
     submission               = nullptr;

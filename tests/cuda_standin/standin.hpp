@@ -37,7 +37,8 @@ bool   is_ignored(const char * what);                       // listed in STANDIN
     X(mallocs) X(host_allocs) X(host_registers)                                                    \
     X(out_of_memory)                                                                               \
     X(errors)        /* calls refused for another reason */                                        \
-    X(bad_addresses) /* nodes whose tensors are not in their device's memory */
+    X(bad_addresses) /* nodes whose tensors are not in their device's memory */                    \
+    X(stale_uids)    /* graphs with the uid of a graph before that was another one */
 
 struct Counters {
 #define X(name) std::atomic<uint64_t> name{0};

@@ -69,7 +69,7 @@ def is_standin(gpu: DeviceChoice) -> bool:
 
 
 def assert_same(gpu: DeviceChoice, got: Logits, expected: Logits) -> None:
-    """Bit for bit. A real CUDA device is allowed 1 %: its kernels differ with the number of experts."""
+    """Bit for bit; on a real CUDA device within 1 %: kernels differ with the number of experts."""
     assert np.isfinite(expected).all()
     assert expected.std() > 0
     if gpu.name.startswith("CUDA") and not is_standin(gpu):

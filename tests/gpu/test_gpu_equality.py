@@ -328,3 +328,23 @@ def test_chunks_of_tokens_give_what_the_resident_model_gives(
         assert engine.device is not None
         assert not engine.device.declined
     np.testing.assert_allclose(got, resident_moe, atol=5e-2 * float(resident_moe.std()))
+
+
+def test_a_batch_of_the_same_size_again_reads_other_slots(gpu: DeviceChoice, models: Path) -> None:
+    """libllama uses its graph again, and a backend may replay what it captured of it: not what the
+    batch before read."""
+    path = write_preset("qwen3moe", models / "gpu_bands.gguf", n_layer=2, n_expert=128, seed=1)
+    prompts = [[(i * i + 17 * prompt) % 251 for i in range(9)] for prompt in range(6)]
+
+    def rows(opened: EngineOptions) -> tuple[Logits, int]:
+        found = []
+        with Engine(path, opened) as engine:
+            for prompt in prompts:
+                engine.sequences.rewind(0, 0)
+                found.append(engine.sequences.extend(0, prompt))
+            return np.concatenate(found), engine.counters().bands
+
+    expected, _ = rows(options(gpu, stream_experts=False))
+    got, n_bands = rows(options(gpu, StreamingOptions(bounce=False)))
+    assert n_bands > 0
+    assert_same(gpu, got, expected)

@@ -6,6 +6,7 @@ import collections
 import ctypes
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +75,11 @@ def stop_in_one_sentence(lib: Any) -> None:
 
     def on_abort(message: bytes | None) -> None:
         words = (message or b"").decode("utf-8", "replace").rsplit("/", 1)[-1]
+        if words.endswith("CUDA error") and (reasons := take_errors()[-3:]):
+            words += f" ({reasons[0]})"  # then come the place in the library and the call
+            words += (
+                "; lower --vram" if re.search("out of memory|allocation failed", reasons[0]) else ""
+            )
         where = f"cannot open {_opening}, " if _opening else ""
         os.write(2, f"specoffload: {where}the library stopped at an assertion: {words}\n".encode())
         os._exit(2 if _opening else 1)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _pytest.terminal import TerminalReporter
 from on_gpu import is_standin
 
 from offload.device import DeviceChoice
@@ -19,3 +20,21 @@ def standin(gpu: DeviceChoice) -> DeviceChoice:
     if not is_standin(gpu):
         pytest.skip(f"{gpu.name} is not the stand-in for CUDA: scripts/test-cuda")
     return gpu
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """Print the rows that tests recorded as `counters`, as docs/gpu.md has them."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    found = [v for report in reports for k, v in report.user_properties if k == "counters"]
+    if not found:
+        return
+    terminalreporter.section("calls per decode of one token, on the stand-in")
+    names = list(found[0][1])
+    terminalreporter.write_line(f"| | {' | '.join(names).replace('_', ' ')} |")
+    terminalreporter.write_line("| --- " * (len(names) + 1) + "|")
+    for name, calls in sorted(found, key=lambda row: _ORDER.index(row[0].split(",")[0])):
+        values = " | ".join(f"{calls[column]:g}" for column in names)
+        terminalreporter.write_line(f"| {name} | {values} |")
+
+
+_ORDER = ("resident", "streamed", "split")

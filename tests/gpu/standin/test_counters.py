@@ -1,0 +1,142 @@
+"""Calls of the CUDA runtime per one-token decode, beside plain llama.cpp's, and their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import standin_calls
+from on_gpu import options
+
+from offload.device import DeviceChoice
+from offload.engine import Engine, EngineOptions
+from offload.hybrid.switch import Splitter, all_on_device, stay
+from offload.model_file import read_facts
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.plan.placement import make_plan
+from offload.streaming.options import StreamingOptions
+from offload.synth import write_preset
+
+N_LAYERS = 24
+N_DECODES = 20
+COLUMNS = ("launches", "graph_launches", "captures", "instantiations", "stream_syncs", "pageable")
+
+Calls = dict[str, float]
+Record = Callable[[str, object], None]
+
+
+@pytest.fixture(scope="module")
+def deep(models: Path) -> Path:
+    return write_preset("qwen3moe", models / "gpu_deep.gguf", n_layer=N_LAYERS, n_expert=64, seed=1)
+
+
+def calls_per_decode(
+    path: Path, opened: EngineOptions, *, n_warm: int, repeats: bool
+) -> tuple[Calls, float]:
+    """Calls and copies of weights per decode, after `n_warm` decodes.
+
+    With `repeats` the tokens are always the same, so that all of their experts have slots.
+    """
+    with Engine(path, opened) as engine:
+        for i in range(n_warm + N_DECODES):
+            if i == n_warm:
+                standin_calls.reset()
+                before = engine.counters()
+            if repeats:
+                engine.sequences.rewind(0, 0)
+            engine.sequences.extend(0, [7 if repeats else (13 * i) % engine.n_vocab])
+        found, after = standin_calls.counters(), engine.counters()
+    calls = {name: found[name] / N_DECODES for name in COLUMNS}
+    return calls, (after.copies - before.copies) / N_DECODES
+
+
+@pytest.fixture(scope="module")
+def plain(standin: DeviceChoice, deep: Path) -> Calls:
+    calls, _ = calls_per_decode(deep, _opened(standin, wrapped=False), n_warm=4, repeats=False)
+    return calls
+
+
+def _opened(gpu: DeviceChoice, **changes: object) -> EngineOptions:
+    return options(gpu, **{"n_ctx": 256, "mla_crossover": None, "flash_attn": "auto", **changes})
+
+
+def _streaming(path: Path, share: float, splitter: Splitter | None) -> StreamingOptions:
+    """Slots for a share of the experts, in layers that are split if there is a splitter."""
+    plan = make_plan(read_facts(path), budget_bytes=None, n_cpu_moe=99)
+    chosen = StreamingOptions(n_cpu_moe=99, hybrid=splitter is not None, splitter=splitter)
+    return replace(chosen, vram_bytes=plan.resident_bytes + int(plan.slot_bytes * share))
+
+
+def _streamed(
+    gpu: DeviceChoice, path: Path, share: float, splitter: Splitter | None = None
+) -> EngineOptions:
+    least = 1 if splitter is None else NEVER
+    streaming = _streaming(path, share, splitter)
+    return _opened(gpu, streaming=streaming, min_batch=MinBatch(least, least))
+
+
+def test_plain_llama_cpp_launches_one_graph(plain: Calls, record_property: Record) -> None:
+    record_property("counters", ["resident, plain llama.cpp", plain])
+    assert plain["graph_launches"] == 1
+    assert plain["launches"] == plain["captures"] == plain["pageable"] == 0
+
+
+def test_the_wrapped_device_calls_what_plain_llama_cpp_calls(
+    standin: DeviceChoice, deep: Path, plain: Calls, record_property: Record
+) -> None:
+    opened = _opened(standin, stream_experts=False)
+    calls, _ = calls_per_decode(deep, opened, n_warm=4, repeats=False)
+    record_property("counters", ["resident, wrapped", calls])
+    assert calls == plain
+
+
+@pytest.mark.parametrize("splitter", [None, all_on_device], ids=["streamed", "split"])
+def test_hits_are_replayed_from_captured_graphs(
+    standin: DeviceChoice,
+    deep: Path,
+    plain: Calls,
+    splitter: Splitter | None,
+    record_property: Record,
+) -> None:
+    opened = _streamed(standin, deep, 1.0, splitter)
+    calls, copies = calls_per_decode(deep, opened, n_warm=8, repeats=True)
+    name = "streamed" if splitter is None else "split"
+    record_property("counters", [f"{name}, hits only", calls])
+    assert copies == 0
+    assert calls["launches"] == calls["captures"] == calls["pageable"] == 0
+    assert calls["graph_launches"] == N_LAYERS + 1
+    assert calls["stream_syncs"] <= N_LAYERS + plain["stream_syncs"]
+
+
+# With misses on the CPU, a layer has three parts that warm up: the whole, what comes before the
+# CPU's rows, and what comes after them.
+@pytest.mark.parametrize(
+    ("name", "share", "splitter", "n_warm"),
+    [
+        ("streamed, cache filling", 1.0, None, 12),
+        ("streamed, slots for half", 0.5, None, 12),
+        ("split, misses copied", 0.5, all_on_device, 12),
+        ("split, misses on the CPU", 0.5, stay, 60),
+    ],
+)
+def test_misses_are_replayed_from_captured_graphs(
+    standin: DeviceChoice,
+    deep: Path,
+    plain: Calls,
+    name: str,
+    share: float,
+    splitter: Splitter | None,
+    n_warm: int,
+    record_property: Record,
+) -> None:
+    opened = _streamed(standin, deep, share, splitter)
+    calls, copies = calls_per_decode(deep, opened, n_warm=n_warm, repeats=False)
+    record_property("counters", [name, calls])
+    assert copies > 0
+    assert calls["captures"] <= 0.1
+    assert calls["pageable"] == 0
+    assert calls["stream_syncs"] <= N_LAYERS + plain["stream_syncs"]
+    # Rows that the CPU computed are placed by one kernel a layer, which is not worth a graph.
+    assert calls["launches"] <= (N_LAYERS if splitter is stay else 0)
