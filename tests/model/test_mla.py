@@ -24,7 +24,7 @@ from offload.ggml.library import abi
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.ggml.pydevice import WrappedStream
-from offload.ggml.tensor import Tensor
+from offload.ggml.tensor import Redirect, Tensor
 from offload.mla.decision import (
     Crossover,
     Form,
@@ -409,6 +409,27 @@ def test_no_part_of_a_graph_and_no_copy_of_one_has_its_uid(opened: Open, tiny_mo
         assert original.uid > 0
         assert copy.uid not in (0, original.uid)
         assert original.part(0, 3).uid == copy.part(0, 3).uid == 0
+
+
+def test_a_part_has_one_uid_for_each_way_its_sources_are_pointed(
+    opened: Open, tiny_moe: Path
+) -> None:
+    """CUDA then replays what it captured, which it finds by the first node."""
+    with opened(tiny_moe, 64, stream_experts=False) as engine:
+        engine.sequences.extend(0, [1, 2])
+        graph, _ = switch_of(engine).graphs[-1]
+        source = Redirect(graph.nodes()[0], 0)
+        part = graph.part(0, 3, [source])
+        as_it_is = part.uid
+        assert as_it_is not in (0, graph.uid)
+        source.to(graph.nodes()[5])
+        assert graph.part(0, 3, [source]).uid not in (0, as_it_is)
+        source.back()
+        assert graph.part(0, 3, [source]).uid == as_it_is
+        longer = graph.part(0, 4, [source])
+        assert longer.uid != as_it_is
+        assert longer.addresses()[0] != part.addresses()[0]
+        assert longer.addresses()[1:4] == part.addresses()[1:] == graph.addresses()[:3]
 
 
 def test_a_model_without_the_projection_is_not_measured(

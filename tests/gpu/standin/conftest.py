@@ -6,19 +6,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import standin_calls
 from _pytest.terminal import TerminalReporter
-from on_gpu import is_standin
 
 from offload.device import DeviceChoice
 
 sys.path.append(str(Path(__file__).parents[2] / "server"))
 
 
-@pytest.fixture(scope="session", autouse=True)
+# On a real GPU there is nothing to collect: these tests need packages that its machine may lack.
+collect_ignore_glob = [] if standin_calls.is_loaded() else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
 def standin(gpu: DeviceChoice) -> DeviceChoice:
-    """The stand-in's first device; without it these tests skip."""
-    if not is_standin(gpu):
-        pytest.skip(f"{gpu.name} is not the stand-in for CUDA: scripts/test-cuda")
+    """The stand-in's first device."""
     return gpu
 
 

@@ -1,4 +1,4 @@
-"""The server on the stand-in: four slots at once, a client that leaves, an engine that is killed."""
+"""The server on the stand-in: four slots at once, a client that leaves, a killed engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,15 @@ def expected() -> list[str]:
     ids=["streamed", "split"],
 )
 def program(request: pytest.FixtureRequest) -> Iterator[Program]:
-    flags = ("--device", "CUDA0", "--parallel", str(N_SLOTS), "--no-spec", *STREAMED, *request.param)
+    flags = (
+        "--device",
+        "CUDA0",
+        "--parallel",
+        str(N_SLOTS),
+        "--no-spec",
+        *STREAMED,
+        *request.param,
+    )
     with serving(*flags, "--ctx-size", "2048") as program:
         yield program
 

@@ -1,4 +1,4 @@
-"""Plain libllama on all devices: two_devices_run.py MODEL LOGITS. Prints what the stand-in counted."""
+"""Plain libllama on all devices: two_devices_run.py MODEL LOGITS. Prints the counters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def main(model: str, target: str) -> None:
         logits_all=True, verbose=False,
     )  # fmt: skip
     taken = [
-        before - gpu.device.memory_bytes()[0]
-        for before, gpu in zip(free_before, gpus, strict=True)
+        before - gpu.device.memory_bytes()[0] for before, gpu in zip(free_before, gpus, strict=True)
     ]
     for n in (5, 1, 1, 1):
         llama.eval([(11 * llama.n_tokens + i) % llama.n_vocab() for i in range(n)])

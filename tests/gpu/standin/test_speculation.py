@@ -1,0 +1,38 @@
+"""A draft beside a streamed target: greedy text is the CPU's, whatever computes the draft."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+STREAMED = ("--n-cpu-moe", "99", "--min-batch", "1", "--ubatch-size", "64")
+
+
+def text(*flags: str) -> str:
+    command = [sys.executable, "-m", "specoffload", "run", "import os", "-n", "24", "--temp", "0"]
+    command += ["--ctx-size", "512", "--threads", "1", "--no-profile", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    return text("--device", "cpu", "--no-spec")
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "vram"),
+    [("llama", "CUDA0", "120MiB"), ("torch", "cpu", "2GiB")],  # torch's draft sets memory aside
+)
+def test_speculation_on_a_streamed_target_gives_the_text_of_the_cpu(
+    engine: str, device: str, vram: str, expected: str
+) -> None:
+    """libllama's draft has streams of its own on the device. torch has no CUDA here: its stream
+    beside ours is not tried."""
+    if engine == "torch":
+        pytest.importorskip("torch")
+    draft = ("--draft-engine", engine, "--device-draft", device)
+    assert text("--device", "CUDA0", "--vram", vram, *STREAMED, *draft) == expected
