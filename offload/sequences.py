@@ -343,6 +343,7 @@ class Sequences:
             )
         # A snapshot that was taken up stands until the next decode; there is no second step back.
         self._was_cut(sequence, length)
+        self._clear_if_empty()
         self.rollbacks.rewinds += 1
 
     def _was_cut(self, sequence: int, length: int) -> None:
@@ -365,6 +366,7 @@ class Sequences:
             self._context.remove(sequence, 0)
             length = 0
         self._was_cut(sequence, length)
+        self._clear_if_empty()
 
     def checkpoint(self, sequence: int, *, lasting: bool = False) -> Checkpoint:
         """The state of the sequence now: its recurrent parts (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY).
@@ -409,6 +411,16 @@ class Sequences:
         self._was_cut(sequence, checkpoint.length)
         self.rollbacks.restores += 1
 
+    def _clear_if_empty(self) -> None:
+        """Have the next tokens begin at the first cell, if no sequence holds any.
+
+        Attention sums over cells in their order, in groups counted from the first cell: the same
+        tokens give other last bits where they lie elsewhere. Removing sequences one by one may
+        leave the library's search for free cells in the middle of a sliding window's memory.
+        """
+        if not any(self._lengths):
+            self._context.clear()
+
     # -- kept elsewhere --------------------------------------------------------------------------
 
     def can_share(self, source: int, n_tokens: int) -> bool:
@@ -426,6 +438,16 @@ class Sequences:
         if n_tokens:
             self._context.copy_sequence(source, sequence, 0, n_tokens)
         self._begun(sequence, n_tokens)
+
+    @property
+    def saves_all(self) -> bool:
+        """False for sliding windows: what they have passed is not saved, so that a loaded sequence
+        can be continued, but not cut."""
+        return not self._n_swa
+
+    def saved_bytes(self, sequence: int) -> int:
+        """The size of what `save` gives."""
+        return self._context.state_bytes(sequence, 0)
 
     def save(self, sequence: int) -> bytes:
         """All of the sequence, for `load`."""

@@ -421,6 +421,10 @@ class Context:
         """Forget positions from `start` on; False when the memory cannot drop a partial tail."""
         return bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1))
 
+    def clear(self) -> None:
+        """Forget all sequences; the next token then gets the first cell again."""
+        self._lib.llama_memory_clear(self._memory, False)
+
     def first_position(self, sequence: int) -> int:
         """The smallest position that all of the memory still holds; -1 for an empty sequence."""
         return int(self._lib.llama_memory_seq_pos_min(self._memory, sequence))
@@ -429,8 +433,12 @@ class Context:
         """Let `target` share the cells of `source` at positions [start, end); -1: all."""
         self._lib.llama_memory_seq_cp(self._memory, source, target, start, end)
 
+    def state_bytes(self, sequence: int, flags: int) -> int:
+        """The size of what `state` gives."""
+        return int(self._lib.llama_state_seq_get_size_ext(self.handle, sequence, flags))
+
     def state(self, sequence: int, flags: int) -> bytes:
-        size = self._lib.llama_state_seq_get_size_ext(self.handle, sequence, flags)
+        size = self.state_bytes(sequence, flags)
         buffer = C.create_string_buffer(size)
         written = self._lib.llama_state_seq_get_data_ext(self.handle, buffer, size, sequence, flags)
         if not written:

@@ -31,7 +31,7 @@ from specoffload.session.statistics import EngineCounts
 from specoffload.slots.choosing import SIMILAR, SlotState, Source, choose
 from specoffload.slots.prompt_logprobs import PromptLogprobs
 from specoffload.slots.prompt_share import PromptShare
-from specoffload.slots.prompt_store import PromptStore
+from specoffload.slots.prompt_store import PromptStore, StoredPrompt
 from specoffload.slots.request import Request
 from specoffload.slots.slot import Slot, common
 from specoffload.speculation.draft_model import DraftModel
@@ -313,7 +313,7 @@ class Batcher:
     def _slot_for(self, request: Request) -> Slot | None:
         """A free slot that holds as much of the request's beginning as can be had."""
         tokens, options = request.history, request.options
-        reuses = options.cache_prompt and request.hear_prompt is None
+        reuses = _reuses(request)
         states, n_stored = self._states(tokens), self.store.reusable(tokens)
         if not reuses:
             states, n_stored = [s.without_reuse() for s in states], 0
@@ -321,20 +321,40 @@ class Batcher:
         if choice is None:
             return None
         slot = self.slots[choice.number]
+        stored = self.store.take(tokens) if choice.source is Source.STORE else None
         if choice.keep:
             self._store(slot)
-        if not reuses:
+        if stored is not None or not reuses:
             slot.clear()
-        if choice.source is Source.STORE:
-            self._load(slot, tokens)
         elif choice.source is Source.SLOT:
             slot.share(self.slots[choice.other], states[choice.other].n_shareable, tokens)
+        if not self._running and len(self._waiting) == 1:
+            self._clear_others(slot, request)
+        if stored is not None:
+            self._load(slot, stored)
         return slot
 
-    def _load(self, slot: Slot, tokens: Sequence[int]) -> None:
-        """Put into the slot what host memory holds of `tokens`, where there is room for it."""
-        slot.clear()
-        stored = self.store.take(tokens)
+    def _clear_others(self, slot: Slot, request: Request) -> None:
+        """Move the prompts of all other slots to host memory, for a request that runs alone.
+
+        Attention rounds by where cells lie and how many are in use: its logits would depend on
+        those prompts. With `cache_prompt`, prompts that do not fit there stay. They all stay with
+        sliding windows, which are not saved whole, and if the request drafts: its logits depend on
+        the lengths of its drafts anyway, and a draft model would have to read the prompts again.
+        """
+        reuses = _reuses(request)
+        drafts = self._speculation is not None and request.options.draft_max != 0
+        if reuses and (drafts or not self._sequences.saves_all):
+            return
+        for other in self.slots:
+            if other is slot or not other.n_held:
+                continue
+            if not reuses or self.store.fits(other.saved_bytes):
+                self._store(other)
+                other.clear()
+
+    def _load(self, slot: Slot, stored: StoredPrompt) -> None:
+        """Put a stored prompt into an empty slot, where there is room for it."""
         while sum([s.n_held for s in self.slots]) + len(stored.tokens) > self._sequences.n_ctx:
             idle = self._least_used()
             if idle is None:
@@ -396,6 +416,11 @@ class Batcher:
         self._store(slot)
         slot.clear()
         return []
+
+
+def _reuses(request: Request) -> bool:
+    """True if what is held of its prompt need not be evaluated."""
+    return request.options.cache_prompt and request.hear_prompt is None
 
 
 def _never(_: int) -> bool:

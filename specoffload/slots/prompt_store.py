@@ -46,6 +46,10 @@ class PromptStore:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    def fits(self, n_bytes: int) -> bool:
+        """True if a prompt of that size can be stored, perhaps instead of all others."""
+        return self._limit_bytes is None or n_bytes <= self._limit_bytes
+
     def add(
         self,
         tokens: Sequence[int],

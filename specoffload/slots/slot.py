@@ -87,6 +87,11 @@ class Slot:
         self._target.share(source.number, self.number, n_tokens)
         self.tokens = list(tokens[:n_tokens])
 
+    @property
+    def saved_bytes(self) -> int:
+        """The size of what is held, and of its checkpoints, in host memory."""
+        return self._target.saved_bytes(self.number) + sum(len(c.state) for c in self._checkpoints)
+
     def save(self) -> bytes:
         """All that the target holds, for `load`."""
         return self._target.save(self.number)

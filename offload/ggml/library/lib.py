@@ -164,6 +164,7 @@ SIGNATURES: dict[str, Signature] = {
     "llama_detach_threadpool": _sig(None, P),
     "llama_set_abort_callback": _sig(None, P, P, P),
     "llama_get_memory": _sig(P, P, check=_not_null),
+    "llama_memory_clear": _sig(None, P, BOOL),
     "llama_memory_seq_rm": _sig(BOOL, P, I32, I32, I32),
     "llama_memory_seq_pos_min": _sig(I32, P, I32),
     "llama_memory_seq_cp": _sig(None, P, I32, I32, I32, I32),
