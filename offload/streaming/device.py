@@ -6,9 +6,8 @@ part of the model that the device computes, also on this thread.
 
 from __future__ import annotations
 
-import collections
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,8 +33,6 @@ from offload.streaming.steps import fits
 from offload.trace import CPU, NO_TRACE, Trace
 
 WRAPPED_NAME = "SPEC0"
-_KEPT_GRAPHS = 32
-
 Run = Callable[[], int]  # computes a graph; a ggml_status
 
 
@@ -72,7 +69,7 @@ MakeExecutor = Callable[[Stream, HostBufferType], Executor]
 class PreparedGraph:
     """One of ggml's graphs, and all that was found out about it."""
 
-    original: Graph
+    uid: int  # ggml's
     run: Run
     mla: MlaCounters  # what each computation adds
     streams: bool  # some of its weights stream, so that its executor knows the layers
@@ -115,8 +112,8 @@ class StreamingDevice(PyDevice):
         self._cpu_since_s: float | None = None  # inside a decode: since when the CPU computes
         self.mla = MlaSwitch(mla_crossover, self.inner.supports, host.holds)
         self.executors: dict[WrappedStream, Executor] = {}
-        self._prepared: collections.OrderedDict[int, PreparedGraph] = collections.OrderedDict()
-        self._not_kept: collections.deque[PreparedGraph] = collections.deque(maxlen=2)
+        self._prepared: dict[Graph, PreparedGraph] = {}  # by ggml's graph: the address of a part
+        self._not_kept: deque[PreparedGraph] = deque(maxlen=2)
         self.n_graphs = 0
         self.n_prepared = 0
 
@@ -278,18 +275,18 @@ class StreamingDevice(PyDevice):
         self._cpu_since_s = time.perf_counter() if active else None
 
     def _of(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
-        """The prepared graph, kept by the graph's uid: finding its cuts takes 0.5 us a node."""
+        """The prepared graph, kept while ggml keeps the graph: finding its cuts takes 0.5 us a
+        node. ggml gives the part at an address a new uid when it splits a model's graph anew, and
+        never uses the old one again."""
         uid = graph.uid
-        found = self._prepared.get(uid) if uid else None
-        if found is not None and found.original == graph:
+        found = self._prepared.get(graph)
+        if found is not None and found.uid == uid:
             return found
         prepared = self._prepare(stream, graph)
         if not uid:  # a view, which ggml may change
             self._not_kept.append(prepared)  # what was submitted may refer to it
-            return prepared
-        self._prepared[uid] = prepared
-        if len(self._prepared) > _KEPT_GRAPHS:
-            self._prepared.popitem(last=False)
+        else:
+            self._prepared[graph] = prepared
         return prepared
 
     def _prepare(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
@@ -302,4 +299,4 @@ class StreamingDevice(PyDevice):
         else:
             inner = stream.inner
             run = lambda: inner.compute(computed)  # noqa: E731
-        return PreparedGraph(graph, run, counts, bool(products))
+        return PreparedGraph(graph.uid, run, counts, bool(products))

@@ -85,6 +85,25 @@ def test_a_graph_is_prepared_once(tiny_moe: Path) -> None:
         assert engine.device.n_prepared == prepared
 
 
+@pytest.mark.parametrize("preset", ["qwen3moe", "deepseek-v3"])
+def test_the_parts_of_a_deep_model_are_prepared_once(models: Path, preset: str) -> None:
+    """121 parts and more, as the CPU computes the experts between them. Of deepseek-v3 the value
+    projections are replaced by nodes of ours: GPUs record the same graph again if these stay."""
+    path = write_preset(preset, models / f"deep-{preset}.gguf", size="tiny", n_layer=60)
+    few = options("sim", min_batch=MinBatch(64, 64), mla_crossover=8)
+    with Engine(path, few) as engine:
+        assert isinstance(engine.device, StreamingDevice)
+        for _ in range(2):
+            engine.sequences.extend(0, [1])
+        n_prepared, n_graphs = engine.device.n_prepared, engine.device.n_graphs
+        replaced = engine.device.mla.counters.replaced
+        for _ in range(4):
+            engine.sequences.extend(0, [1])
+        assert engine.device.n_prepared == n_prepared
+        assert engine.device.n_graphs - n_graphs > 4 * 50
+        assert (engine.device.mla.counters.replaced > replaced) == (preset == "deepseek-v3")
+
+
 def test_rewinding_gives_the_logits_of_a_fresh_evaluation(tiny_moe: Path) -> None:
     with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
         engine.sequences.extend(0, [1, 2, 3, 4])
