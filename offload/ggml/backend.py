@@ -137,8 +137,8 @@ class Event:
 class RouterIds:
     """Host memory for what a router chose: `values` [n_tokens, n_used] of a tensor of ids."""
 
-    def __init__(self, ids: Tensor) -> None:
-        self.tensor = ids
+    def __init__(self, ids: Tensor, n_experts: int) -> None:
+        self.tensor, self.n_experts = ids, n_experts
         n_used, n_tokens, _, _ = ids.shape
         stride = ids.strides[1] // 4
         # No tokens: of the last layer, where no logits are wanted.
@@ -152,6 +152,16 @@ class RouterIds:
         raw = memory.view(np.int32).reshape(self._shape)
         self.position: int = raw.ctypes.data
         self.values = raw[:, : self.tensor.shape[0]]
+        self._unsigned = self.values.view(np.uint32)  # negative ids are large ones
+
+    def check(self) -> None:
+        """Raises DeviceFailed if a value is no expert: what it chose would be read past the end."""
+        if self._unsigned.size and self._unsigned.max() >= self.n_experts:
+            wrong = self.values[self._unsigned >= self.n_experts][0]
+            raise DeviceFailed(
+                f"{self.tensor.name}: the router chose expert {wrong} of {self.n_experts}; the "
+                "device computed wrong numbers: ask again, and check the device if it recurs"
+            )
 
 
 class SlotIds:
@@ -223,12 +233,13 @@ class Stream:
         """A router's choice [n_tokens, n_used], when everything enqueued is complete.
 
         The array is written again the next time. The first bytes of the tensor `also` come along,
-        as many as `into` takes.
+        as many as `into` takes. Raises DeviceFailed for a choice that is no expert.
         """
         self._get(self.address, ids.tensor.address, ids.position, 0, ids.size_bytes)
         if also is not None and into is not None:
             self._get(self.address, also.address, into.address, 0, into.size_bytes)
         self._synchronize(self.address)
+        ids.check()
         return ids.values
 
     def record(self, event: Event) -> None:

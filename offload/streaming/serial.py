@@ -114,7 +114,7 @@ class SerialExecutor:
             slots = weight.alike(at=(buffer, 0))
             self._copy(slots, 0, weight, 0, weight.size_bytes)
             return self._run_redirected(graph, product, {0: slots})
-        chosen = self._stream.read(RouterIds(product.ids))
+        chosen = self._stream.read(RouterIds(product.ids, weight.shape[2]))
         experts, inverse = np.unique(chosen, return_inverse=True)
         n = len(experts)
         n_in, n_out, _, _ = weight.shape

@@ -238,7 +238,7 @@ def _chunked(
         layer=group.layer,
         chain=chain,
         views={kind: memory.views(kind, weights[kind]) for kind in chain.kinds.values()},
-        ids=RouterIds(ids),
+        ids=RouterIds(ids, pool.n_experts),
         n_slots=pool.n_slots,
         most_tokens=most_tokens,
     )
@@ -319,7 +319,7 @@ def _step(
         if fetch is Fetch.ALL_IN_ORDER:
             need = Need(cut, of.pool, pieces, contiguous=True)
         if either or fetch is not Fetch.ALL_IN_ORDER:
-            read_back = RouterIds(ids)
+            read_back = RouterIds(ids, pool.n_experts)
         if fetch is Fetch.CHOSEN:
             need = None
     readers = tuple(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
+from offload.ggml.backend import RouterIds, Stream
+from offload.hybrid.switch import all_on_device
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
@@ -148,3 +152,33 @@ def test_a_band_of_the_slots_gives_the_same(models: Path) -> None:
         with Engine(path, options(StreamingOptions(band=band))) as engine:
             assert np.array_equal(logits(engine, batches), expected)
             assert (engine.counters().bands > 0) == band
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 20])
+@pytest.mark.parametrize("way", ["chosen", "chunks", "split", "serial"])
+def test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process(
+    model: Path, way: str, bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that computes wrong numbers may name any: memory past the weights would be read."""
+    streaming = {
+        "chosen": StreamingOptions(),
+        "chunks": tight(model),
+        "split": StreamingOptions(hybrid=True, splitter=all_on_device),
+        "serial": StreamingOptions(overlap=False),
+    }[way]
+    read = Stream.read
+
+    def damaged(self: Stream, ids: RouterIds, *more: Any) -> NDArray[np.int32]:
+        ctypes.c_int32.from_address(ids.tensor.position).value = bad
+        return read(self, ids, *more)
+
+    text = [(3 * i) % 200 for i in range(40 if way == "chunks" else 2)]
+    with Engine(model, options(streaming)) as engine:
+        wanted = engine.sequences.extend(0, text)
+        engine.sequences.rewind(0, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(Stream, "read", damaged)
+            with pytest.raises(DeviceFailed, match=rf"the router chose expert {bad} of \d+"):
+                engine.sequences.extend(0, text)
+        assert engine.sequences.length(0) == 0
+        assert np.array_equal(engine.sequences.extend(0, text), wanted)

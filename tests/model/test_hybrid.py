@@ -401,7 +401,7 @@ def test_what_others_may_read_gets_no_other_memory(
 def assert_at_home(engine: Engine) -> None:
     """What lies elsewhere while a graph is computed is back where ggml has it."""
     assert engine.device is not None
-    graphs = [prepared.original for prepared in engine.device._prepared.values()]
+    graphs = list(engine.device._prepared)
     assert graphs
     scratches = {buffer.address for buffer in _scratch_of(engine)._scratch}
     assert not any(buffer_at(address) in scratches for g in graphs for address in g.addresses())
