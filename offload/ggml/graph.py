@@ -125,14 +125,6 @@ class Graph:
         found = enumerate(self.addresses())
         return [(i, Tensor(address)) for i, address in found if op_at(address) == number]
 
-    def last(self, node: Tensor, end: int) -> int:
-        """The position of a node among the first `end` ones, -1 if it is not there."""
-        addresses = self.addresses()
-        at = end - 1
-        while at >= 0 and addresses[at] != node.address:
-            at -= 1
-        return at
-
     def use_count(self, node: Tensor) -> int:
         """The number of nodes of the whole graph, other devices' parts included, that read `node`.
 

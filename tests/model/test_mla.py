@@ -452,3 +452,27 @@ def test_models_without_latent_attention_have_no_sites(opened: Open, tiny_dense:
 def test_the_real_device_is_asked_not_the_wrapped_one(opened: Open, tiny_moe: Path) -> None:
     with opened(tiny_moe, 64) as engine:
         assert switch_of(engine)._supports == engine.choice.device.supports
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_preparing_a_graph_passes_over_its_nodes_as_often_whatever_the_number_of_layers(
+    models: Path, opened: Open, streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses, n_passes, found = Graph.addresses, 0, []
+
+    def counted(self: Graph) -> list[int]:
+        nonlocal n_passes
+        n_passes += 1
+        return addresses(self)
+
+    monkeypatch.setattr(Graph, "addresses", counted)
+    for n_layer in (4, 12):
+        path = models / f"mla-{n_layer}.gguf"
+        write_preset("deepseek-v3", path, size="tiny", n_layer=n_layer)
+        with opened(path, 64, stream_experts=streams, min_batch=MinBatch(1, 1)) as engine:
+            engine.sequences.extend(0, [1, 2])
+            n_passes = 0
+            engine.sequences.extend(0, [3])
+            found.append(n_passes)
+            assert switch_of(engine).counters.replaced >= n_layer
+    assert found[0] == found[1] > 0
