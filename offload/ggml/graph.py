@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,11 @@ class Graph:
         number = op_number(op)
         found = enumerate(self.addresses())
         return [(i, Tensor(address)) for i, address in found if op_at(address) == number]
+
+    def positions(self) -> Callable[[Tensor], int | None]:
+        """A function that gives a node's position, and None for a tensor that is not a node."""
+        index = {address: i for i, address in enumerate(self.addresses())}
+        return lambda node: index.get(node.address)
 
     def use_count(self, node: Tensor) -> int:
         """The number of nodes of the whole graph, other devices' parts included, that read `node`.

@@ -7,7 +7,7 @@ whoever looks for something in it does so in the copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.ggml.graph import Graph
@@ -84,22 +84,21 @@ class MlaSwitch:
     def sites(self, graph: Graph) -> list[Site]:
         """The value projections of a graph, in order."""
         # One is looked for at its last node: few nodes are conts, hundreds are products.
-        outputs = graph.find("CONT")
-        index_of = {address: i for i, address in enumerate(graph.addresses())} if outputs else {}
+        outputs, index_of = graph.find("CONT"), graph.positions()
         found = (self._site(graph, output, index, index_of) for index, output in outputs)
         return [site for site in found if site is not None]
 
     def _site(
-        self, graph: Graph, output: Tensor, index: int, index_of: Mapping[int, int]
+        self, graph: Graph, output: Tensor, index: int, index_of: Callable[[Tensor], int | None]
     ) -> Site | None:
-        """The value projection that ends at a node. `index_of`: positions by address."""
+        """The value projection that ends at a node. `index_of` is of the graph's nodes."""
         permuted = _source(output, 0, "PERMUTE")
         product = permuted and _source(permuted, 0, "MUL_MAT")
         weight = product and _source(product, 0, "NONE")
         attended = product and product.source(1)
         if not (permuted and product and weight and attended):
             return None
-        middle, first = index_of.get(permuted.address), index_of.get(product.address)
+        middle, first = index_of(permuted), index_of(product)
         if middle is None or first is None:
             return None  # made in another part of the graph
         form = ValueProjection(
