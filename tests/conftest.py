@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,17 @@ def tiny_dense(models: Path) -> Path:
     from offload.synth import write_preset
 
     return write_preset("mistral-large", models / "tiny_dense.gguf", size="tiny", seed=2)
+
+
+@pytest.fixture
+def break_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Call it with Python code: `import torch` finds a package that runs this code."""
+
+    def install(code: str) -> None:
+        package = tmp_path / "packages" / "torch"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(code)
+        monkeypatch.syspath_prepend(package.parent)
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+
+    return install

@@ -33,9 +33,24 @@ def torch_name(ggml_device: str, *, on_gpu: bool) -> str:
 
 
 def check_device(name: str) -> None:
-    """Imports torch and raises DeviceUnavailable where it has no such device or is too old."""
+    """Import torch. Raises DeviceUnavailable if the import fails, or if torch is too old for this
+    device or does not have it."""
+    torch = _imported()
     if name != "cpu":
-        _check_cuda(importlib.import_module("torch"), int(name.removeprefix("cuda:")))
+        _check_cuda(torch, int(name.removeprefix("cuda:")))
+
+
+def _imported() -> Any:
+    try:
+        return importlib.import_module("torch")
+    # torch loads CUDA's libraries itself. One that does not fit those that ggml has loaded raises
+    # OSError, ImportError or ValueError, by torch's version and by the library.
+    except Exception as e:
+        reason = str(e).partition("\n")[0] or type(e).__name__
+        raise DeviceUnavailable(
+            f"torch is installed and cannot be imported: {reason}; install a torch for the same "
+            "CUDA version as libllama's, or pass --draft-engine llama"
+        ) from e
 
 
 def _check_cuda(torch: Any, index: int) -> None:

@@ -6,14 +6,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import resolved
 
+from offload.device import choose_device
 from offload.engine import Engine
+from offload.errors import DeviceUnavailable
 from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import NEVER, MinBatch, Times
@@ -117,6 +119,27 @@ def test_a_draft_of_another_vocabulary_leaves_nothing_open(
         Session(config_of(draft=tiny_moe))
     assert len(engines) == 2
     assert all_are_closed(engines)
+
+
+@pytest.mark.parametrize("engine", [DraftEngine.AUTO, DraftEngine.TORCH])
+def test_libllama_drafts_if_torch_cannot_be_imported(
+    engine: DraftEngine, break_torch: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft's place looks like a CUDA device; libllama computes on the CPU all the same."""
+    break_torch("import ctypes; ctypes.CDLL('libcublas.so.99')")
+    place = replace(choose_device("cpu"), name="CUDA0", on_gpu=True)
+    monkeypatch.setattr("specoffload.session.draft_opening._place", lambda *_: place)
+    config = config_of(device="cpu", spec_given={"--spec-policy": "fixed"})
+    config = replace(config, spec=replace(config.spec, of_draft=DraftOptions(engine=engine)))
+    if engine is DraftEngine.TORCH:
+        with pytest.raises(DeviceUnavailable, match=r"libcublas\.so\.99.*--draft-engine llama"):
+            Session(config)
+        return
+    with Session(config) as session:
+        (note,) = (note for note in session.notes if note.startswith("draft engine"))
+        assert note.startswith("draft engine: libllama (torch is installed and cannot be imported")
+        pieces = list(session.generate("def f(", GenerateOptions(n_predict=4, ignore_eos=True)))
+        assert sum(len(piece.tokens) for piece in pieces) == 4
 
 
 def test_a_draft_that_does_not_open_leaves_nothing_open(

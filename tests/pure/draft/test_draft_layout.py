@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -242,6 +243,23 @@ def test_why_there_is_no_torch_draft_is_one_sentence(
         monkeypatch.setitem(sys.modules, "torch", torch)
     with pytest.raises(DeviceUnavailable, match=words):
         check_device(torch_name(device, on_gpu=True))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import ctypes; ctypes.CDLL('libcublas.so.99')", r"libcublas\.so\.99"),
+        ("from math import no_such_symbol", "no_such_symbol"),
+        ("raise ValueError('libcublas.so not found in the system path\\nmore')", "system path;"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported_is_one_sentence(
+    code: str, words: str, break_torch: Callable[[str], None]
+) -> None:
+    break_torch(code)
+    for name in (torch_name("CUDA0", on_gpu=True), "cpu"):
+        with pytest.raises(DeviceUnavailable, match=f"cannot be imported: .*{words}"):
+            check_device(name)
 
 
 def test_the_draft_is_where_the_target_is(monkeypatch: pytest.MonkeyPatch) -> None:
