@@ -41,7 +41,7 @@ from offload.hybrid.spare import NO_SLOT, fill_in, other_slots
 from offload.hybrid.split import HOST
 from offload.plan.slot_layout import SlotLayout, WeightGroup
 from offload.routing.recording import MOST_TOKENS, RoutingRecorder
-from offload.schedule.band import VECTOR_TOKENS, band
+from offload.schedule.band import band
 from offload.schedule.chunks import chunks_of
 from offload.schedule.coalesce import Span, coalesce
 from offload.schedule.commands import NEEDED, PROMOTED, Command, Copy, Need
@@ -474,8 +474,8 @@ class ScheduledExecutor:
         else:
             n_slots = self._layout.pools[step.pool].n_slots
             first, n = 0, n_slots
-            if slots and self._band and step.n_tokens > VECTOR_TOKENS:
-                first, n = band(slots, n_slots)
+            if slots and self._band and step.n_tokens > 1:
+                first, n = step.band = band(slots, n_slots, step.band)
             self.counters.bands += n < n_slots
         for reader in step.readers:
             reader.slots = reader.views.of(first, n)

@@ -21,6 +21,7 @@ from offload.hybrid.layers import HybridLayer
 from offload.hybrid.order import Ahead, Behind
 from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.routing.recording import LayerRouting
+from offload.schedule.band import most_shown
 from offload.schedule.chunks import most_chunks
 from offload.schedule.commands import Need
 from offload.schedule.predict import Fetch, fetch_of
@@ -63,6 +64,7 @@ class Step:
     slot_ids_memory: NDArray[np.uint8] | None = None  # pinned memory for them, if there is any
     in_order: bool = False  # this time: all experts lie in order, so that the router's ids hold
     either: bool = False  # they may lie in order, or anywhere
+    band: tuple[int, int] = (0, 0)  # first and number of the slots that the nodes were shown last
     missed: bool = True  # something had to be copied for it the last time
     use: int = 0  # the number of its use of the slots, the last time
     waits: list[Tickets] = field(default_factory=list)  # of copies that its readers wait for
@@ -313,6 +315,7 @@ def _step(
     n_tokens = 0
     if (ids := members[0][0].ids) is not None:
         n_used, n_tokens, _, _ = ids.shape
+        either = either and pool.n_slots <= _most_shown(members, n_tokens)
         fetch, _ = fetch_of(n_tokens, n_used, pool.n_experts, pool.n_slots)
         if hybrid is not None:
             fetch = Fetch.CHOSEN
@@ -336,3 +339,12 @@ def _step(
     step.hybrid, step.in_order = hybrid, need is not None and need.contiguous
     step.either = either and step.in_order
     return step
+
+
+def _most_shown(members: Sequence[tuple[Product, str]], n_tokens: int) -> int:
+    """The most slots that the products' kernels can be shown at once."""
+    limits = []
+    for product, _ in members:
+        n_rows, (block_bytes, row_bytes, _, _) = product.weight.shape[1], product.weight.strides
+        limits.append(most_shown(n_rows, row_bytes // block_bytes, n_tokens))
+    return min(limits)

@@ -364,6 +364,15 @@ def test_a_prompt_leaves_decodes_their_experts_and_copies_no_more(
     assert hits > fewer_hits
 
 
+def test_a_prompts_layers_lie_in_order_if_kernels_cannot_be_shown_all_slots(
+    deeper_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU with room for more slots than the matrix kernel of CUDA can count."""
+    monkeypatch.setattr("offload.schedule.band._MOST_TILE_BLOCKS", 10)
+    _, counters, _ = around_prompts(deeper_moe)
+    assert counters.layers_out_of_order == 0
+
+
 WITH_SHARED = ("deepseek2", "glm4moe", "llama4", "qwen35moe")  # gate, up, GLU, down of it at least
 
 

@@ -58,7 +58,7 @@ FLAGS = (
     Flag(
         Options, "slot_band", (), SWITCH,
         "Show kernels all slots, not those between which a batch's experts lie.", _P,
-        more="For batches of 9 tokens and more.", off=("--no-slot-band",), rare=True,
+        more="For batches of 2 tokens and more.", off=("--no-slot-band",), rare=True,
     ),
     Flag(
         Options, "vector_tokens", ("--vector-tokens",), INT,

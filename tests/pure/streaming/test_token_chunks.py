@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotKind, SlotLayout, SlotPool
-from offload.schedule.band import band
+from offload.schedule.band import band, most_shown
 from offload.schedule.chunks import chunks_of, most_chunks
 
 CHOSEN = st.lists(
@@ -47,6 +49,29 @@ def test_a_band_holds_the_slots_and_there_are_few_of_them(slots: set[int], n_mor
     step = max(1, n_slots // 16)
     assert first % step == 0
     assert n < max(slots) - min(slots) + 1 + 2 * step
+
+
+def test_a_band_is_kept_while_it_holds_the_slots_and_is_not_much_too_wide() -> None:
+    assert band([20, 50], 160, (10, 60)) == (10, 60)
+    assert band([5, 50], 160, (10, 60)) == (0, 60), "slot 5 is outside"
+    assert band([20, 70], 160, (10, 60)) == (20, 60), "so is slot 70"
+    assert band([20, 25], 160, (10, 60)) == (20, 10), "a sixth is needed"
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "row_blocks", "n_tokens", "most"),
+    [
+        (2048, 28, 4, 2396745),  # DeepSeek-V3's gate in Q4_K
+        (2048, 224, 8192, 2340),  # in Q8_0, a large prompt
+        (1, 1, 1, 2**30 - 1),
+    ],
+)
+def test_slots_that_the_matrix_kernel_can_be_shown(
+    n_rows: int, row_blocks: int, n_tokens: int, most: int
+) -> None:
+    assert most_shown(n_rows, row_blocks, n_tokens) == most
+    tiles = math.ceil(n_rows / 128) * math.ceil(n_tokens / 64)  # GGML_ASSERT of mmq.cuh
+    assert tiles * most * row_blocks < 2**30 <= tiles * (most + 1) * row_blocks
 
 
 def test_a_token_that_needs_more_slots_than_there_are_is_an_error() -> None:
