@@ -6,7 +6,7 @@ several times per token. What a callback raises comes out of `Sequences.extend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from offload.ggml.library.prepare import prepare
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.pairs import CpuTeam
-from offload.ggml.threadpool import has_openmp
+from offload.ggml.threadpool import ThreadPool, attach, detach, has_openmp
 from offload.hybrid.costs import MeasuredCosts
 from offload.hybrid.layers import Hybrid, Pace
 from offload.hybrid.measuring import (
@@ -169,7 +169,7 @@ class Engine(ModelText):
                 self._context = Context(self._model, self._context_options(n_ctx), self._pending)
                 self._closing.callback(self._context.close)
                 self.embedder = self._open_embedder(n_ctx)
-            self.threads = self._pin_threads()
+            self.threads = self._attach_threads()
             self._size_slots(free_before)
             self._answer_natively()
         except BaseException:
@@ -279,7 +279,7 @@ class Engine(ModelText):
         o, sim = self.options, self.choice.sim
         if not (o.streaming.hybrid and o.streaming.overlap and any(map(is_experts, plan.streamed))):
             return None
-        team = CpuTeam(o.n_threads, o.n_threads_batch)
+        team = CpuTeam()
         self._closing.callback(team.close)
         pace = Pace() if sim is None else Pace(sim.device_expert_s, sim.host_expert_s)
         return Hybrid(HybridSwitch(o.streaming.splitter or stay), team, pace)
@@ -415,13 +415,27 @@ class Engine(ModelText):
         if device.chunks or all(pool.holds(n_ubatch) for pool in plan.layout.pools):
             device.answer_natively()
 
-    def _pin_threads(self) -> PinnedThreads | None:
-        if self.numa is None:
-            return None
-        threads = PinnedThreads(self._context, self.numa)
-        self._closing.callback(threads.close)
+    def _attach_threads(self) -> PinnedThreads | None:
+        """Give all that the CPU computes threads that outlive a graph: the pinned ones of a
+        NumaPlan, which are returned, else threads that run anywhere."""
+        threads, n_threads = None, (self.options.n_threads, self.options.n_threads_batch)
+        pools: Sequence[ThreadPool] = ()
+        if self.numa is not None:
+            threads = PinnedThreads(self._context, self.numa)
+            self._closing.callback(threads.close)
+            n_threads = self.numa.decode.n_threads, self.numa.batch.n_threads
+            pools = threads.pools
+        if not pools:
+            made = {n: ThreadPool(n) for n in n_threads}
+            for pool in made.values():
+                self._closing.callback(pool.close)
+            pools = [made[n] for n in n_threads]
+            for context in (self._context, self.embedder.context if self.embedder else None):
+                if context is not None:
+                    self._closing.callback(detach, context)
+                    attach(context, *pools)
         if self.hybrid is not None:
-            self.hybrid.team.pin(threads.pools)
+            self.hybrid.team.use(pools)
         return threads
 
     @property

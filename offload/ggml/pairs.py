@@ -106,14 +106,16 @@ def of_array(values: NDArray[np.float32], like: Tensor) -> Tensor:
 class CpuTeam:
     """A stream of the CPU device that computes graphs of ours with an engine's threads."""
 
-    def __init__(self, n_threads: int, n_threads_batch: int) -> None:
-        self._n_threads = n_threads, n_threads_batch
+    def __init__(self) -> None:
         self._pools: Sequence[ThreadPool] = ()
         self._chosen = -1
         self._stream: Stream | None = None
 
-    def pin(self, pools: Sequence[ThreadPool]) -> None:
-        """Compute with these pools, one token's and several tokens'; their owner closes them."""
+    def use(self, pools: Sequence[ThreadPool]) -> None:
+        """Compute one token with the first of these pools, and several tokens with the second.
+
+        Call it before anything is computed. The owner of the pools closes them.
+        """
         self._pools, self._chosen = pools, -1
 
     def open(self) -> None:
@@ -130,10 +132,9 @@ class CpuTeam:
             return
         self._chosen = team
         lib, address = library(), self._stream.address
-        n = self._pools[team].team.n_threads if self._pools else self._n_threads[team]
-        lib.ggml_backend_cpu_set_n_threads(address, n)
-        if self._pools:
-            lib.ggml_backend_cpu_set_threadpool(address, self._pools[team].address)
+        pool = self._pools[team]
+        lib.ggml_backend_cpu_set_n_threads(address, pool.n_threads)
+        lib.ggml_backend_cpu_set_threadpool(address, pool.address)
 
     @property
     def stream(self) -> Stream:

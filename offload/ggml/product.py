@@ -34,7 +34,7 @@ def run_once(pool: ThreadPool) -> None:
         weights = call.ggml_new_tensor_2d(context, abi.GGML_TYPE_F32, _N, _N)
         vectors = call.ggml_new_tensor_2d(context, abi.GGML_TYPE_F32, _N, 1)
         product = call.ggml_mul_mat(context, weights, vectors)
-        lib.ggml_backend_cpu_set_n_threads(backend, pool.team.n_threads)
+        lib.ggml_backend_cpu_set_n_threads(backend, pool.n_threads)
         lib.ggml_backend_cpu_set_threadpool(backend, pool.address)
         _compute(call, context, backend, product)
 

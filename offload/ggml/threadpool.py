@@ -2,6 +2,8 @@
 
 With OpenMP a pool holds no threads of its own: it carries the masks that libgomp's threads apply to
 themselves at the start of each graph of two threads or more (ggml-cpu.c:ggml_graph_compute).
+Without OpenMP it holds the threads, and a graph that is computed without a pool starts threads and
+joins them again.
 """
 
 from __future__ import annotations
@@ -14,22 +16,31 @@ from offload.ggml.library import abi
 from offload.ggml.library.lib import library
 from offload.ggml.llama import Context
 
+# Threads spin for 131072 rounds, a few milliseconds, before they sleep: longer than from one split
+# layer to the next. ggml's own 50 times as long would slow down a draft beside the target.
+_POLL = 1
 _NUMA_DISABLED = 0  # enum ggml_numa_strategy: count the nodes, leave affinities alone
 
 
 class ThreadPool:
-    """A pool whose thread i may run on one processor: the i-th set bit of the team's mask."""
+    """Threads that compute graphs, and wait for the next graph in between."""
 
-    def __init__(self, team: Team) -> None:
-        """Raises NoSuchNode for processors beyond ggml's mask, DeviceFailed without memory."""
+    def __init__(self, threads: Team | int) -> None:
+        """A number of threads runs wherever the kernel puts them; thread i of a team runs on one
+        processor, the i-th set bit of the team's mask.
+
+        Raises NoSuchNode for processors beyond ggml's mask, DeviceFailed without memory.
+        """
         self._lib = lib = library()
-        mask = team.cpumask()
+        self.n_threads = threads if isinstance(threads, int) else threads.n_threads
         params = abi.ggml_threadpool_params()
-        lib.ggml_threadpool_params_init(C.addressof(params), team.n_threads)
-        for cpu, is_set in enumerate(mask):
-            params.cpumask[cpu] = is_set
-        params.strict_cpu = True
-        self.team = team
+        lib.ggml_threadpool_params_init(C.addressof(params), self.n_threads)
+        if isinstance(threads, int):
+            params.poll = _POLL
+        else:
+            for cpu, is_set in enumerate(threads.cpumask()):
+                params.cpumask[cpu] = is_set
+            params.strict_cpu = True
         self.address: int | None = lib.ggml_threadpool_new(C.addressof(params))
 
     def close(self) -> None:
@@ -41,7 +52,7 @@ class ThreadPool:
 
 def attach(context: Context, decode: ThreadPool, batch: ThreadPool) -> None:
     """Compute one token with `decode`'s threads and several with `batch`'s."""
-    context.set_threads(decode.team.n_threads, batch.team.n_threads)
+    context.set_threads(decode.n_threads, batch.n_threads)
     library().llama_attach_threadpool(context.handle, decode.address, batch.address)
 
 

@@ -78,11 +78,11 @@ class PinnedThreads:
 
     def check(self) -> None:
         """Start each team on something tiny, then read all affinities back."""
-        for pool in self._pools:
+        for team, pool in zip(self._teams, self._pools, strict=True):
             with _keeping_affinity():
-                self._bind_caller(pool.team)
+                self._bind_caller(team)
                 run_once(pool)
-                self._compare(pool.team)
+                self._compare(team)
 
     def _compare(self, team: Team) -> None:
         """Each processor of the team must have a thread that may run there and nowhere else."""

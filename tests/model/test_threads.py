@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as C
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,10 +19,14 @@ from numa.strategy import threads_for
 from numa.topology import Core, Node, Topology
 from numa.tune import Candidate
 from offload.engine import Engine, EngineOptions
+from offload.ggml.backend import Stream
+from offload.ggml.library import abi
+from offload.hybrid.split import HOST
 from offload.model_file import read_facts
 from offload.nodes.numa_plan import NumaPlan, in_mask_order, make_numa_plan, weight_of
 from offload.nodes.page_placer import PagePlacer
 from offload.store.layout import plan_layout
+from offload.streaming.options import StreamingOptions
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
 PLACING = [Strategy.SINGLE, Strategy.INTERLEAVE, Strategy.ROWS, Strategy.DISTRIBUTE]
@@ -203,6 +208,30 @@ def test_weights_are_told_by_their_rows(tiny_moe: Path) -> None:
 def test_without_a_plan_there_is_nothing(tiny_dense: Path) -> None:
     with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64)) as engine:
         assert engine.threads is None
+
+
+def pool_of(stream: Stream) -> int | None:
+    """The pool that a stream of ggml's CPU backend computes with. Without one, and without OpenMP,
+    ggml starts and joins threads for each graph."""
+    context = abi.ggml_backend.from_address(stream.address).context
+    return C.c_void_p.from_address(context + 8).value  # behind n_threads: ggml-cpu.cpp
+
+
+def test_the_cpus_side_of_split_layers_computes_with_a_pool_that_stays(tiny_moe: Path) -> None:
+    options = EngineOptions(device="sim", n_ctx=64, n_threads=1, n_threads_batch=1)
+    options = replace(options, streaming=StreamingOptions(hybrid=True, splitter=all_on_cpu))
+    with Engine(tiny_moe, options) as engine:
+        assert engine.hybrid is not None
+        engine.sequences.extend(0, [1])
+        assert engine.counters().split_layers > 0
+        one = pool_of(engine.hybrid.team.stream)
+        engine.sequences.extend(0, [2, 3])
+        assert one is not None
+        assert pool_of(engine.hybrid.team.stream) == one, "as many threads, so the same pool"
+
+
+def all_on_cpu(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    return np.full(resident.shape, HOST, np.uint8)
 
 
 def test_alternating_numbers_are_taken_in_the_order_of_the_mask() -> None:
