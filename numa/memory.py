@@ -7,7 +7,7 @@ in the report, with what was done instead.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,10 +192,11 @@ class PlacedMemory:
                     return str(refusal)
         return ""
 
-    def collapse(self) -> tuple[str, ...]:
+    def collapse(self, on_block: Callable[[int, int], bool] = lambda *_: True) -> tuple[str, ...]:
         """Make the placement's huge blocks huge. Call after loading; returns what was refused.
 
         The weights' content is kept. Blocks of which pages lie on two nodes go to the majority's.
+        After each block `on_block` is told the bytes done and the bytes in all; False ends it.
         """
         placement = self._placed()
         if not placement.huge:
@@ -203,11 +204,15 @@ class PlacedMemory:
         notes: list[str] = []
         # MADV_COLLAPSE obeys NOHUGEPAGE, and only its opposite takes that back.
         self._advise_or_note(sys.MADV_HUGEPAGE, notes)
+        total, done = sum(stop - start for start, stop in placement.huge), 0
         for start, stop in placement.huge:
+            done += stop - start
             try:
                 self.make_huge(start, stop - start)
             except PlacementRefused as refusal:
                 notes.append(f"{refusal}; pages of 4 KiB stay there")
+                break
+            if not on_block(done, total):
                 break
         return tuple(notes)
 

@@ -6,7 +6,7 @@ several times per token. What a callback raises comes out of `Sequences.extend`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,7 +57,7 @@ from offload.plan.sharing import UBATCHES
 from offload.routing.recording import RoutingRecorder
 from offload.sequences import Decode, Sequences
 from offload.store.room import room_now
-from offload.store.store import Store, StoreOptions
+from offload.store.store import READING, OnProgress, Store, StoreOptions
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import MakeExecutor, StreamingDevice
 from offload.streaming.options import (
@@ -132,9 +132,12 @@ class Engine(ModelText):
         self,
         path: str | Path,
         options: EngineOptions | None = None,
-        on_progress: Callable[[float], None] | None = None,
+        on_progress: OnProgress = lambda *_: None,
     ) -> None:
-        """Raises BadModel, DoesNotFit, DeviceUnavailable or LibraryMismatch."""
+        """`on_progress` is told the step of the loading and the fraction of it that is done.
+
+        Raises BadModel, DoesNotFit, DeviceUnavailable or LibraryMismatch.
+        """
         self.options = options = options or EngineOptions()
         self.facts: ModelFacts = read_facts(path)
         if options.wrapped:  # a draft may read its block at once
@@ -299,9 +302,10 @@ class Engine(ModelText):
         self._closing.callback(self.store.close)
         return HostBufferType(_HOST_NAME, self.store, self._pending, home=self.store)
 
-    def _load(self, placement: ModelPlacement, on_progress: Callable[[float], None] | None) -> None:
+    def _load(self, placement: ModelPlacement, on_progress: OnProgress) -> None:
         if self.store is None:
-            self._model = Model(self.facts.path, placement, self._pending, on_progress)
+            reading = partial(on_progress, READING)
+            self._model = Model(self.facts.path, placement, self._pending, reading)
             self._closing.callback(self._model.close)
             return
         with self.store.loading(self._pending):

@@ -1,9 +1,9 @@
 """Page-locked memory: registers host memory of ours with a GPU backend, so that copies overlap.
 
 CUDA's backend does it only where GGML_CUDA_REGISTER_HOST is in the environment, and asks for
-read-only pages, which some devices refuse; then CUDA is asked for plain ones. Drivers refuse
-512 GiB at once, so memory is registered in pieces, and no copy may reach over a border: `pieces_of`
-cuts one.
+read-only pages, which some devices refuse; then CUDA is asked for plain ones. Memory is registered
+in pieces: drivers refuse 512 GiB at once, and progress is told after each piece. No copy may reach
+over a border between two: `pieces_of` cuts one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.ggml.tensor import HasAddress
 
-MOST_AT_ONCE_BYTES = 256 << 30
+MOST_AT_ONCE_BYTES = 8 << 30  # a few seconds
 _REGISTER = b"ggml_backend_register_host_buffer"
 _UNREGISTER = b"ggml_backend_unregister_host_buffer"
 _register_type = C.CFUNCTYPE(C.c_bool, C.c_void_p, C.c_size_t)
@@ -68,8 +68,12 @@ class Pinner:
         """True if the backend offers it at all."""
         return self._register is not None and self._unregister is not None
 
-    def pin(self, memory: HostRange) -> PinResult:
+    def pin(
+        self, memory: HostRange, on_progress: Callable[[float], object] = lambda _: None
+    ) -> PinResult:
         """Page-lock a range, all of it or nothing. A refusal is a result, not an error.
+
+        `on_progress` is told the share that is pinned. Nothing stays pinned if it raises.
 
         Children of this process do not get the range: they would have to copy it, since pages that
         a device reads cannot be shared. The memory-lock limit is told where it may be the cause;
@@ -80,7 +84,7 @@ class Pinner:
         with contextlib.suppress(PlacementRefused):  # memory of others, on an old kernel
             sys.advise(memory.address, memory.size_bytes, sys.MADV_DONTFORK)
         for register in (self._register, plain_register()):
-            if register is not None and self._pin_pieces(memory, register):
+            if register is not None and self._pin_pieces(memory, register, on_progress):
                 n = len(self._pinned[memory.address])
                 pieces = f" in {n} pieces" if n > 1 else ""
                 return PinResult(True, f"pinned by the {self.backend_name} backend{pieces}")
@@ -92,19 +96,27 @@ class Pinner:
             f"({_likely_cause(memory.size_bytes)})",
         )
 
-    def _pin_pieces(self, memory: HostRange, register: Register) -> bool:
+    def _pin_pieces(
+        self, memory: HostRange, register: Register, on_progress: Callable[[float], object]
+    ) -> bool:
         step = self._most_at_once_bytes
         pieces = [
             memory.part(start, min(step, memory.size_bytes - start))
             for start in range(0, memory.size_bytes, step)
         ]
         done: list[HostRange] = []
-        for piece in pieces:
-            if not register(piece.address, piece.size_bytes):
-                for other in done:
-                    self._unregister(other.address)
-                return False
-            done.append(piece)
+        try:
+            for piece in pieces:
+                on_progress(len(done) / len(pieces))
+                if not register(piece.address, piece.size_bytes):
+                    break
+                done.append(piece)
+        finally:
+            if len(done) < len(pieces):
+                for piece in done:
+                    self._unregister(piece.address)
+        if len(done) < len(pieces):
+            return False
         self._pinned[memory.address] = done
         for piece in done[1:]:
             bisect.insort(_borders, piece.address)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from numa.errors import PlacementRefused
 from numa.memory import PlacedMemory
 
 _STEP_BYTES = 32 << 20
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,24 @@ class Collapsing:
         self._memory = memory
         self._stopping = False
         self._why_not = ""
+        self._done = 0.0
         self._seconds = 0.0
         self._thread = threading.Thread(target=self._work, name="huge-pages", daemon=True)
         self._thread.start()
 
-    def wait(self) -> HugePages:
-        """Until all pages are huge that the kernel makes huge."""
-        self._thread.join()
+    def wait(self, on_poll: Callable[[float], object] = lambda _: None) -> HugePages:
+        """Until all pages are huge that the kernel makes huge.
+
+        `on_poll` is told the share that is done, about 20 times a second. What it raises ends this
+        and the thread.
+        """
+        try:
+            while self._thread.is_alive():
+                self._thread.join(_POLL_S)
+                on_poll(self._done)
+        except BaseException:
+            self.stop()
+            raise
         return self.so_far()
 
     def so_far(self) -> HugePages:
@@ -54,17 +67,22 @@ class Collapsing:
     def _work(self) -> None:
         start = time.perf_counter()
         if self._memory.placement is not None:
-            self._why_not = "; ".join(self._memory.collapse())
+            self._why_not = "; ".join(self._memory.collapse(self._goes_on))
         else:
             self._collapse()
         self._seconds = time.perf_counter() - start
 
     def _collapse(self) -> None:
-        for start in range(0, self._memory.mapped_bytes, _STEP_BYTES):
-            if self._stopping:
+        total_bytes = self._memory.mapped_bytes
+        for start in range(0, total_bytes, _STEP_BYTES):
+            if not self._goes_on(start, total_bytes):
                 return
             try:
                 self._memory.make_huge(start, _STEP_BYTES)
             except PlacementRefused as refusal:
                 self._why_not = str(refusal)
                 return
+
+    def _goes_on(self, done_bytes: int, total_bytes: int) -> bool:
+        self._done = done_bytes / total_bytes
+        return not self._stopping

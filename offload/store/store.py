@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -29,6 +30,9 @@ from offload.store.huge_pages import Collapsing, HugePages
 from offload.store.layout import PAGE_BYTES, Layout, Run, cut_into_chunks, plan_layout
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers
 from offload.store.room import check_room, room_now
+
+READING = "reading weights"
+OnProgress = Callable[[str, float], None]  # the step, and the fraction of it that is done
 
 
 @dataclass(frozen=True)
@@ -204,28 +208,27 @@ class Store:
             return 1.0
         return min(1.0, readers.counters.read_bytes / self._wanted_bytes) if readers else 0.0
 
-    def watching(self, on_progress: Callable[[float], None] | None) -> Callable[[float], None]:
+    def watching(self, on_progress: OnProgress) -> Callable[[float], None]:
         """A progress callback for libllama that tells ours instead, and starts the readers."""
 
         def progress(_: float) -> None:
             self.start_reading()
-            if on_progress is not None:
-                on_progress(self.fraction)
+            on_progress(READING, self.fraction)
 
         return progress
 
-    def finish(self, on_progress: Callable[[float], None] | None = None) -> StoreReport:
+    def finish(self, on_progress: OnProgress = lambda *_: None) -> StoreReport:
         """Wait for the readers, pin the memory, and drop the page cache's copies.
 
         Pages are made huge before they are pinned, else in the background from here on.
-        `on_progress` gets the fraction of `fraction` meanwhile. Raises BadModel for a file cut
-        short, and whatever stopped a reader; the weights are then not usable and the store closed.
+        `on_progress` is told the step and its fraction meanwhile. Raises BadModel for a file cut
+        short, and whatever stopped a reader or what `on_progress` raises; the weights are then not
+        usable and the store closed.
         """
         held = self._held
 
         def tell() -> None:
-            if on_progress is not None:
-                on_progress(self.fraction)
+            on_progress(READING, self.fraction)
 
         try:
             self.start_reading()
@@ -234,9 +237,9 @@ class Store:
             if held.ahead is not None:
                 held.ahead.wait()
             self._drop_resident()
-            self._make_huge()
-            why_not_pinned = self._pin()
             tell()
+            self._make_huge(partial(on_progress, "making huge pages"))
+            why_not_pinned = self._pin(partial(on_progress, "pinning memory"))
         except BaseException:
             self.close()
             raise
@@ -348,12 +351,12 @@ class Store:
             for file, start, stop in _ranges(self._resident):
                 self._held.files[file].forget(start, stop - start)
 
-    def _make_huge(self) -> None:
+    def _make_huge(self, on_progress: Callable[[float], None]) -> None:
         held = self._held
         if held.memory is not None and self.options.huge_pages:
             held.collapsing = Collapsing(held.memory)
             if held.pinner is not None and held.pinner.can_pin:
-                held.collapsing.wait()  # pinned pages cannot be moved together any more
+                held.collapsing.wait(on_progress)  # pinned pages cannot be moved together any more
 
     def huge_pages(self, *, wait: bool = False) -> HugePages:
         """The weights in huge pages by now; `wait` until all are made."""
@@ -364,13 +367,13 @@ class Store:
             return HugePages(0, "none in the page cache")
         return HugePages(0, "nothing streams" if self.options.huge_pages else "switched off")
 
-    def _pin(self) -> str:
+    def _pin(self, on_progress: Callable[[float], None]) -> str:
         whole = self._held.whole
         if whole is None:
             return "pages of --mmap may leave memory" if self.layout.runs else "nothing streams"
         if self._held.pinner is None:
             return "no device copies from it by itself"
-        result = self._held.pinner.pin(whole)
+        result = self._held.pinner.pin(whole, on_progress)
         return "" if result.ok else result.reason
 
     def _reported(self, seconds: float, reading_s: float, why_not_pinned: str) -> StoreReport:

@@ -31,6 +31,7 @@ from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.min_batch import choose_min_batch, n_most_at_once, streamed_kinds
+from specoffload.session.progress import OnProgress, ignore
 from specoffload.speculation.kept_hits import load_hits, may_be_kept
 from specoffload.speculation.kept_split import (
     DecodeTimes,
@@ -61,7 +62,7 @@ NOTHING_KEPT = KeptForPlan()
 
 def open_target(
     config: Config,
-    on_progress: Callable[[float], None] | None = None,
+    on_progress: OnProgress = ignore,
     kept: KeptForPlan = NOTHING_KEPT,
 ) -> Engine:
     """The model that answers. Raises OffloadError."""

@@ -82,7 +82,7 @@ class Session:
             opened.callback(self._write_trace)  # the last thing done
             kept = kept_for_plan(config)
             self.target: Engine = opened.enter_context(
-                open_target(config, partial(on_progress, "reading weights"), kept)
+                open_target(config, on_progress, kept)
             )
             opened.callback(self._end_trace)
             drafting = open_draft(config, self.target)

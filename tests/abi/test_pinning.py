@@ -147,6 +147,24 @@ def test_a_piece_that_is_refused_gives_the_others_back() -> None:
     assert pieces_of(0x10000, 3 * 4096) == [(0, 3 * 4096)]
 
 
+def test_progress_is_told_before_each_piece_and_ctrl_c_there_unpins_the_others() -> None:
+    gpu = FakeGpu(accepts=True)
+    pinner = Pinner(gpu, most_at_once_bytes=4096)
+    memory, told = HostRange(0x10000, 4 * 4096), list[float]()
+    assert pinner.pin(memory, told.append).ok
+    assert told == [0, 0.25, 0.5, 0.75]
+    pinner.unpin(memory)
+
+    def interrupt(done: float) -> None:
+        if done == 0.5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pinner.pin(memory, interrupt)
+    assert gpu.pinned == {}
+    assert pieces_of(0x10000, 3 * 4096) == [(0, 3 * 4096)]
+
+
 def test_children_do_not_get_pinned_memory() -> None:
     gpu = FakeGpu(accepts=True)
     pinner = Pinner(gpu)
@@ -244,7 +262,11 @@ def test_the_store_pins_its_memory_after_the_pages_are_huge_and_unpins_it(tiny_m
     with store.loading(Pending()):
         for entry in facts.expert_weights:
             store.place(entry.name, entry.size_bytes)
-    report = store.finish()
+    told: list[tuple[str, float]] = []
+    report = store.finish(lambda step, done: told.append((step, done)))
+    steps = list(dict.fromkeys(step for step, _ in told))
+    assert steps == ["reading weights", "making huge pages", "pinning memory"]
+    assert all(0 <= done <= 1 for _, done in told)
     assert report.why_not_pinned == ""
     assert store.memory is not None
     assert gpu.pinned == {store.memory.address: store.memory.mapped_bytes}

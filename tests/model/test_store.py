@@ -84,7 +84,7 @@ def load(
     if store is None:
         return Loaded(Model(path, placement, pending), pending, host, None)
     with store.loading(pending):
-        model = Model(path, placement, pending, store.watching(None))
+        model = Model(path, placement, pending, store.watching(lambda *_: None))
     try:
         store.finish()
     except BaseException:
@@ -321,9 +321,9 @@ def test_what_is_raised_while_waiting_stops_the_readers_and_gives_the_memory_bac
     overrides = tuple((pattern, host) for pattern in patterns)
     placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
     with store.loading(pending):
-        model = Model(mid_moe, placement, pending, store.watching(None))
+        model = Model(mid_moe, placement, pending, store.watching(lambda *_: None))
 
-    def interrupt(_: float) -> None:
+    def interrupt(step: str, done: float) -> None:
         raise error
 
     with pytest.raises(error):
@@ -339,7 +339,7 @@ def test_ctrl_c_while_libllama_loads_ends_the_loading(mid_moe: Path) -> None:
     facts = read_facts(mid_moe)
     store = Store(facts, streamed_of(facts), ON_CPU, memories)
 
-    def interrupt(_: float) -> None:
+    def interrupt(step: str, done: float) -> None:
         raise KeyboardInterrupt
 
     pending = Pending()
@@ -413,12 +413,17 @@ def test_progress_rises_to_one(mid_moe: Path) -> None:
     facts, pending = read_facts(mid_moe), Pending()
     store = Store(facts, streamed_of(facts), ON_CPU)
     told: list[float] = []
+
+    def tell(step: str, done: float) -> None:
+        assert step == "reading weights"
+        told.append(done)
+
     host = HostBufferType("TEST", store, pending, home=store)
     overrides = ((r"_exps\.weight$", host),)
     placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
     with store.loading(pending):
-        model = Model(mid_moe, placement, pending, store.watching(told.append))
-    store.finish(told.append)
+        model = Model(mid_moe, placement, pending, store.watching(tell))
+    store.finish(tell)
     assert told == sorted(told)
     assert told[-1] == 1.0
     assert 0 <= told[0] < 1
