@@ -6,7 +6,7 @@ several times per token. What a callback raises comes out of `Sequences.extend`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -546,6 +546,14 @@ class Engine(ModelText):
             tokens = self.tokenize("a") or [0]
             self._context.decode(tokens[:1], [0], [0], [True])
             self._context.remove(0, 0)
+
+    def fill_slots(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
+        """Copy the experts that were used most into slots, one each time it is advanced.
+
+        `uses`: tokens that used each expert, by layer. Raises DeviceFailed if a copy failed. Drop
+        the iterator when something is computed.
+        """
+        return iter(()) if self.device is None else self.device.fill(uses)
 
     def settle(self) -> None:
         """Return when no copy is under way: all that are counted are in the trace, too."""

@@ -6,7 +6,7 @@ Routing does not depend on machine, plan or threads: what is counted in one run 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 
 import numpy as np
@@ -52,6 +52,8 @@ class CountedHits:
     layers: Mapping[int, tuple[float, ...]]  # at SHARES
     n_tokens: float  # counted, those of long ago for less
     counted_on: date  # the last of it
+    uses: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens that used each expert of a layer at the end of the last run."""
 
     @property
     def curve(self) -> HitCurve:
@@ -70,7 +72,8 @@ class CountedHits:
             old, new = np.array(self.layers[layer]), np.array(newer.layers[layer])
             mixed = (before * old + newer.n_tokens * new) / total
             layers[layer] = tuple(mixed.tolist())
-        return CountedHits(self.n_experts, self.n_used, layers, total, newer.counted_on)
+        uses = {**self.uses, **newer.uses}
+        return CountedHits(self.n_experts, self.n_used, layers, total, newer.counted_on, uses)
 
 
 def counted_hits(
@@ -84,4 +87,8 @@ def counted_hits(
     n_tokens, n_used = rows[0].shape
     found = recorded_hits(np.stack(rows, axis=1), n_experts)
     layers = {layer: tuple(hits) for layer, hits in zip(recorded, found.tolist(), strict=True)}
-    return CountedHits(n_experts, n_used, layers, float(n_tokens), today)
+    uses = {
+        layer: tuple(np.bincount(ids.ravel(), minlength=n_experts).tolist())
+        for layer, ids in recorded.items()
+    }
+    return CountedHits(n_experts, n_used, layers, float(n_tokens), today, uses)

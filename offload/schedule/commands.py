@@ -7,6 +7,7 @@ from typing import NamedTuple
 from offload.schedule.slots import Piece
 
 NEEDED, AHEAD, PREDICTED, PROMOTED = "needed", "ahead", "predicted", "promoted"
+FILLED = "filled"  # between graphs, while nobody waits
 
 
 class Need(NamedTuple):
@@ -38,7 +39,7 @@ class Copy(NamedTuple):
     piece: Piece
     cut: int
     reason: str  # NEEDED: the computation stands before the cut; AHEAD of it; PREDICTED;
-    # PROMOTED for later graphs
+    # PROMOTED for later graphs; FILLED between two
     after: int | None  # None: nobody has ever read the slot
 
 
@@ -64,7 +65,7 @@ class Counters:
     def __init__(self) -> None:
         self.hits = self.misses = self.evictions = 0
         self.prefetched_used = self.prefetched_wasted = 0  # pieces not copied as NEEDED
-        self.copies = {NEEDED: 0, AHEAD: 0, PREDICTED: 0, PROMOTED: 0}
+        self.copies = dict.fromkeys((NEEDED, AHEAD, PREDICTED, PROMOTED, FILLED), 0)
 
     def __repr__(self) -> str:
         return f"<Counters {', '.join(f'{name}={getattr(self, name)}' for name in self.__slots__)}>"

@@ -29,11 +29,12 @@ Rules
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from offload.schedule.cache_rules import CacheRule
 from offload.schedule.commands import (
     AHEAD,
+    FILLED,
     NEEDED,
     PREDICTED,
     PROMOTED,
@@ -163,6 +164,26 @@ class Schedule:
         """Hear of pieces, one in each need, to be copied for later graphs: in this order, spread
         over this one. Their cuts say no more than where such pieces are used."""
         self._promotions = list(promotions)
+
+    def fill(self, pool: int, pieces: Sequence[Piece]) -> Iterator[list[Command]]:
+        """Between two graphs: copy these pieces, the likeliest first, into slots that are free or
+        hold other pieces. Yields the commands of one copy at a time; call `arrived` after each.
+
+        The cache rule hears of all of them as if they had been used, the likeliest last.
+        """
+        agenda = self._agendas[pool]
+        pieces = pieces[: agenda.slots.n_slots]
+        for piece in reversed(pieces):
+            self._use += 1
+            self._rule.touched((piece,), self._use)
+        kept = frozenset(pieces)
+        for piece in pieces:
+            out: list[Command] = []
+            if piece in agenda.slots.where:
+                continue
+            if not self._placer.place_filled(agenda, piece, kept, out):
+                return
+            yield out
 
     def _expire(self, agenda: Agenda, guess: Need) -> None:
         """The truth about a cut is known: what was guessed for it is plainly cached now."""
@@ -320,7 +341,7 @@ class Schedule:
             why = copy_reason[slot]
             if why is not None:
                 copy_reason[slot] = None
-                misses += why not in (PREDICTED, PROMOTED)
+                misses += why not in (PREDICTED, PROMOTED, FILLED)
                 self.counters.prefetched_used += why != NEEDED
             cuts = wanted[piece]
             if len(cuts) == 1:

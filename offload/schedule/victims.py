@@ -9,12 +9,13 @@ may take the first two, and guesses farther than itself.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from offload.errors import DoesNotFit
 from offload.schedule.cache_rules import CacheRule, VictimQueue
 from offload.schedule.commands import (
+    FILLED,
     NEEDED,
     PREDICTED,
     PROMOTED,
@@ -110,6 +111,20 @@ class Placer:
         if slot is None:
             return False
         self._copy_guess(agenda, piece, slot, cut, PROMOTED, out)
+        return True
+
+    def place_filled(
+        self, agenda: Agenda, piece: Piece, kept: Collection[Piece], out: list[Command]
+    ) -> bool:
+        """Append the commands for a piece between two graphs; False if all slots hold pieces that
+        are to be kept."""
+        slot: int | None = next(reversed(agenda.slots.free), None)
+        if slot is None:
+            slot = agenda.queue.take(kept)
+            if slot is None:
+                return False
+            self._evict(agenda, slot, out)
+        self._copy_all(agenda, [(piece, slot)], 0, FILLED, out)
         return True
 
     def _plain(self, agenda: Agenda) -> int | None:

@@ -27,6 +27,7 @@ class StreamCounters:
     n_pairs_streamed: int = 0  # on the device, copied for it
     n_pairs_host: int = 0  # on the CPU
     n_promoted: int = 0  # experts of split layers that were copied for later
+    n_filled: int = 0  # experts copied while nobody waited: a warm start
     n_recorded: int = 0  # tokens of a layer whose experts were recorded, for expected hits
     layers_out_of_order: int = 0  # whole layers that were read from wherever their experts lay
     n_nodes_ahead: int = 0  # computed while the CPU had rows of the layer under way

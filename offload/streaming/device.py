@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,6 +51,13 @@ class Executor(Protocol):
 
     def prepare(self, graph: Graph, products: Sequence[Product]) -> Run:
         """Find out what stays the same every time the graph is computed."""
+
+    def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
+        """Copy experts into slots between two graphs, one each time the iterator is advanced.
+
+        `uses`: tokens that used each expert, by layer; those used most come first. Raises
+        DeviceFailed if a copy failed. Drop the iterator when something is computed.
+        """
 
     def settle(self) -> None:
         """Return when no copy is under way. Raises DeviceFailed if one failed."""
@@ -261,6 +268,11 @@ class StreamingDevice(PyDevice):
         if clock.wants(layer):
             stream.inner.synchronize()
             clock.reached(layer)
+
+    def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
+        """As Executor.fill, for the stream that was opened first: the one that generates."""
+        for executor in [*self.executors.values()][:1]:
+            yield from executor.fill(uses)
 
     def settle(self) -> None:
         """Return when nothing is under way; a trace knows of all copies that are counted."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -631,6 +631,35 @@ class ScheduledExecutor:
             self._trace.add(COMPUTE, f"tokens {first}-{first + n}", start_s, time.perf_counter(),
                             layer=step.layer)  # fmt: skip
         return status
+
+    # -- between two graphs ----------------------------------------------------------------------
+
+    def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
+        self._stream.synchronize()
+        for pool, pieces in self._most_used(uses).items():
+            for commands in self.schedule.fill(pool, pieces):
+                self._begin()
+                self._enqueue(commands)
+                self.settle()
+                (piece,) = [command.piece for command in commands if isinstance(command, Copy)]
+                self.schedule.arrived(pool, piece)
+                del self._tickets[piece]
+                self.counters.n_filled += 1
+                self._count()
+                yield
+
+    def _most_used(self, uses: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[Piece]]:
+        """The experts that were used at all, by pool, those used most first."""
+        found: dict[int, list[tuple[int, Piece]]] = {}
+        for number, group in enumerate(self._layout.groups):
+            of_layer = uses.get(group.layer, ())
+            if self._kinds[number] and len(of_layer) == self._layout.pools[group.pool].n_experts:
+                used = [(n, (number, expert)) for expert, n in enumerate(of_layer) if n]
+                found.setdefault(group.pool, []).extend(used)
+        return {
+            pool: [piece for _, piece in sorted(used, key=lambda one: (-one[0], one[1]))]
+            for pool, used in found.items()
+        }
 
     # -- copies ----------------------------------------------------------------------------------
 

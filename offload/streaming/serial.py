@@ -7,7 +7,7 @@ to give the same bits as this one.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -43,6 +43,10 @@ class SerialExecutor:
     @property
     def working_bytes(self) -> int:
         return sum(buffer.size_bytes for buffer in self._weights.values())
+
+    def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
+        """Nothing: it has no slots."""
+        return iter(())
 
     def take_split(self) -> None:
         """Nothing: it splits no layers."""

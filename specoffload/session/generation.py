@@ -228,6 +228,11 @@ class Generator(Protocol):
         """True while no request waits or runs."""
         ...
 
+    def use_idle_time(self) -> bool:
+        """Do a little, some milliseconds, of what is useful while nobody asks for anything. True if
+        there is more to do."""
+        ...
+
     def slots(self) -> tuple[SlotInfo, ...]: ...
 
     def change_slot(self, number: int, action: SlotAction, filename: str) -> SlotResult:

@@ -47,7 +47,7 @@ from specoffload.slots.request import Request
 from specoffload.slots.saving import change_slot
 from specoffload.slots.step_trace import StepTrace
 from specoffload.speculation.draft_model import DraftModel
-from specoffload.speculation.kept_hits import HitKeeper
+from specoffload.speculation.kept_hits import HitKeeper, load_hits, may_be_kept
 from specoffload.speculation.speculation import Speculation, drafts_anything
 
 SEQUENCE = 0
@@ -77,6 +77,7 @@ class Session:
         self.config = config
         self.speculation: Speculation | None = None  # None: every token is decoded alone
         self._watcher: Watcher | None = None  # of --hybrid auto
+        self._filling: Iterator[None] | None = None  # copies experts until somebody asks
         self._untraced_bytes = 0  # streamed before the trace began
         with ExitStack() as opened:
             opened.callback(self._write_trace)  # the last thing done
@@ -129,6 +130,10 @@ class Session:
         spec, recorder = self.config.spec, self.target.routing
         if not spec.use_profile or spec.profile_dir is None:
             return
+        if may_be_kept(spec.profile_dir, self.config.model):
+            hits, _ = load_hits(spec.profile_dir, self.target.facts)
+            if hits is not None:
+                self._filling = self.target.fill_slots(hits.uses)
         keeper = HitKeeper(spec.profile_dir, self.target.facts, recorder)
         recorder.is_on = True
 
@@ -144,6 +149,30 @@ class Session:
                 keep()
 
         self.batcher.on_step.append(step)
+
+    def use_idle_time(self) -> bool:
+        """Copy one of the experts that were used most at the end of the last run into a slot, until
+        the first request comes. True if there are more."""
+        if self._filling is None:
+            return False
+        try:
+            next(self._filling)
+            return True
+        except StopIteration:
+            self._end_filling()
+        except DeviceFailed as e:
+            log.warning("slots are filled as experts are used: %s", e)
+            self._filling = None
+        return False
+
+    def _end_filling(self) -> None:
+        """Something is computed next."""
+        if self._filling is None:
+            return
+        self._filling = None
+        n = self.target.counters().n_filled
+        log.info("slots: while the first request was awaited, %d experts were copied, those that "
+                 "were used most at the end of the last run", n)  # fmt: skip
 
     def _build_anew(self) -> None:
         with suppress(OffloadError):  # no room for it: the next decode may be like the one before
@@ -271,6 +300,7 @@ class Session:
                 "the model file names no pooling, so it was not trained to make embeddings: start "
                 "the server with --embeddings --pooling mean or last to have them all the same"
             )
+        self._end_filling()
         return embedder.embed(tokens), embedder.pooling != "none"
 
     def counters(self) -> Mapping[str, float]:
@@ -295,6 +325,7 @@ class Session:
         Raises BadRequest or DoesNotFit before the first piece. Closing the iterator early leaves
         the sequence as far as it was verified.
         """
+        self._end_filling()
         tokens = self._prompt_tokens(prompt)
         return self.batcher.generate(tokens, self._n_predict(tokens, options), options)
 
@@ -307,6 +338,7 @@ class Session:
         or DoesNotFit for one that cannot be answered.
         """
         assert beside is None or isinstance(beside, Request)
+        self._end_filling()
         tokens = self._prompt_tokens(tokens)
         return self.batcher.start(tokens, self._n_predict(tokens, options), options, beside)
 

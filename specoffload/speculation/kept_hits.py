@@ -78,6 +78,7 @@ def store_hits(folder: Path, facts: ModelFacts, newer: CountedHits) -> str | Non
             str(layer): [round(hit, 4) for hit in rates]
             for layer, rates in sorted(hits.layers.items())
         },
+        "uses": {str(layer): list(uses) for layer, uses in sorted(hits.uses.items())},
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,20 @@ def _from_data(data: Mapping[str, Any]) -> CountedHits:
     }
     if any(len(rates) != len(SHARES) for rates in layers.values()):
         raise ValueError(f"a layer has not the hits of {len(SHARES)} shares")
-    return CountedHits(n_experts, n_used, layers, n_tokens, date.fromisoformat(data["counted_on"]))
+    uses = {
+        int(layer): tuple(_uses(n) for n in of_layer)
+        for layer, of_layer in data.get("uses", {}).items()  # earlier versions kept none
+    }
+    if any(len(of_layer) != n_experts for of_layer in uses.values()):
+        raise ValueError(f"a layer has not the uses of {n_experts} experts")
+    counted_on = date.fromisoformat(data["counted_on"])
+    return CountedHits(n_experts, n_used, layers, n_tokens, counted_on, uses)
+
+
+def _uses(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
+        raise ValueError(f"{value!r:.40} is no number of uses")
+    return value
 
 
 def _hit(value: Any) -> float:

@@ -36,7 +36,8 @@ def chat(
         form = _format(session, own)
         talk = _talk(session, form, options, own)
         report.note(f"{session.card.name}, {session.target.n_ctx} tokens of context · /help")
-        converse(talk, Keyboard(history_file), report.console())
+        keyboard = Keyboard(history_file, session.use_idle_time)
+        converse(talk, keyboard, report.console())
 
 
 def answer_once(

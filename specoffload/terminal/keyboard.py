@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
@@ -37,8 +39,13 @@ def _keys() -> KeyBindings:
 class Keyboard:
     """Asks for one message after the other."""
 
-    def __init__(self, history_file: Path) -> None:
-        """A history that cannot be written is kept in memory alone."""
+    def __init__(self, history_file: Path, meanwhile: Callable[[], bool] = lambda: False) -> None:
+        """A history that cannot be written is kept in memory alone.
+
+        While a message is typed, `meanwhile` is called on another thread until it returns False. A
+        message waits for the end of the call that is under way.
+        """
+        self._meanwhile = meanwhile
         history: History = InMemoryHistory()
         with contextlib.suppress(OSError):
             history_file.parent.mkdir(parents=True, exist_ok=True)
@@ -56,4 +63,23 @@ class Keyboard:
     def ask(self) -> str:
         """A message, without the space around it. Raises EOFError at Ctrl-D, KeyboardInterrupt at
         Ctrl-C."""
-        return self._session.prompt(HTML("<b>&gt; </b>")).strip()
+        with _beside(self._meanwhile):
+            return self._session.prompt(HTML("<b>&gt; </b>")).strip()
+
+
+@contextlib.contextmanager
+def _beside(work: Callable[[], bool]) -> Iterator[None]:
+    """Call `work` on a thread, again and again, until it returns False or the block ends."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.is_set() and work():
+            pass
+
+    thread = threading.Thread(target=repeat, name="idle time", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -105,6 +105,9 @@ class FakeGenerator:
             n_parallel=self._factory.n_parallel,
         )
 
+    def use_idle_time(self) -> bool:
+        return False
+
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         if "[crash-tokens]" in text:
             abort()

@@ -72,7 +72,8 @@ class Service:
     def run(self, take: TakeMessages) -> None:
         """Until Shutdown. Messages are seen before each step, so a job ends within one."""
         while True:
-            for message in take(wait=not self._running):
+            has_work = bool(self._running) or self._generator.use_idle_time()
+            for message in take(wait=not has_work):
                 if isinstance(message, Shutdown):
                     return
                 if isinstance(message, Cancel):

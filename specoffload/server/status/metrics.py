@@ -39,6 +39,7 @@ ENGINE_COUNTERS: Mapping[str, str] = {
     "n_pairs_host": "Uses of an expert by a token in them, on the CPU.",
     "n_nodes_ahead": "Nodes computed while the CPU had experts of their layer under way.",
     "n_promoted": "Experts of such layers that were copied for later, while the link was idle.",
+    "n_filled": "Experts that were copied while the first request was awaited.",
     "layers_out_of_order": "Layers of prompts that were read from wherever their experts lay.",
     "split_trials": "Times that batches of a size were tried the other way (--hybrid auto).",
     "split_changes": "Times that batches of a size went over to the other way.",
