@@ -9,6 +9,7 @@ from pathlib import Path
 
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 _EXPERTS = re.compile(r"\.ffn_(up|down|gate|gate_up)_exps\.weight$")
+_EXPERT_BIASES = re.compile(r"_exps\.bias$")
 
 
 Value = str | int | float | bool
@@ -96,6 +97,11 @@ class ModelFacts:
         """The routed experts' matrices [n_in, n_out, n_experts], in layer order."""
         found = [entry for entry in self.loaded if is_experts(entry)]
         return tuple(sorted(found, key=lambda entry: (layer_of(entry.name), entry.name)))
+
+    @cached_property
+    def expert_biases(self) -> tuple[TensorEntry, ...]:
+        """The biases of the routed experts' matrices [n_out, n_experts]."""
+        return tuple(entry for entry in self.loaded if _EXPERT_BIASES.search(entry.name))
 
     @property
     def expert_bytes(self) -> int:

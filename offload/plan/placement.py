@@ -319,7 +319,7 @@ def _plan(
     resident = device_bytes(facts) - sum(e.size_bytes for e in streamed)
     reserve = asked.reserve_of(choice.n_ubatch)
     layout = slot_layout(
-        [*experts, *dense],
+        [*experts, *dense, *facts.expert_biases],
         facts.n_experts,
         facts.n_experts_used,
         only={entry.name for entry in streamed},

@@ -91,7 +91,8 @@ class Weights:
         # By number of layers whose dense weights stream: these layers, their bytes.
         some = [spread(d, n_layers) for d in range(n_layers + 1)]
         self.dense = [(chosen, sum(dense_bytes[i] for i in chosen)) for chosen in some]
-        self.layout = slot_layout(experts, facts.n_experts, facts.n_experts_used)
+        in_slots = [*experts, *facts.expert_biases]
+        self.layout = slot_layout(in_slots, facts.n_experts, facts.n_experts_used)
         ring = slot_layout(dense, 0, 0)
         self.dense_ring_bytes = ring.with_slots(least_slots(ring)).size_bytes if dense else 0
 

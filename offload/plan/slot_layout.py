@@ -31,6 +31,7 @@ _ALIGNMENT = 256  # bytes; what the devices' buffers ask for at most
 _READ_AT_ONCE = 256  # elements of a row
 _LITTLE = 1 / 64  # of a stride: padding that costs nothing worth talking about
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.weight$")
+_BIASES = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.bias$")
 _DENSE = "weight"
 
 
@@ -52,9 +53,9 @@ class Weight(Protocol):
 
 @dataclass(frozen=True)
 class SlotKind:
-    """One matrix of a slot: slot s lies `s * stride_bytes` into memory of the kind's own."""
+    """One matrix or bias of a slot: slot s lies `s * stride_bytes` into memory of the kind's own."""
 
-    name: str  # gate, up, down or gate_up; "weight" in a pool of dense weights
+    name: str  # gate, up, down, gate_up, or bias_of one of these; "weight" of dense weights
     stride_bytes: int
     block_bytes: int  # of the type with the smallest blocks
 
@@ -114,6 +115,11 @@ class WeightGroup:
         return sum(self.matrix_bytes.values())
 
 
+def bias_of(kind: str) -> str:
+    """The kind of the biases of matrices of a kind."""
+    return f"{kind}_bias"
+
+
 @dataclass(frozen=True)
 class SlotLayout:
     """Pools of slots, and the weight groups that stream through them, in the model's order."""
@@ -152,13 +158,20 @@ def slot_layout(
     Layers share a pool while on average at most `most_padding` of a slot's bytes stay empty because
     another layer's types are larger. With `only` the layout is that of the weights of these names:
     they share as all weights together do, so that a part never needs more than the whole.
+
+    Biases of experts among `weights` get room in the slots of their layer. They do not stream: they
+    stay on the device, and slots hold copies, which are chosen by the same ids as the matrices.
     """
     by_layer: dict[int, dict[str, Weight]] = {}
+    biases: dict[int, dict[str, int]] = {}  # by layer and kind: bytes of one expert's
     dense: dict[tuple[int, ...], list[Mapping[str, Weight]]] = {}
     for weight in weights:
         found = _EXPERTS.match(weight.name)
         if found:
             by_layer.setdefault(int(found[1]), {})[found[2]] = weight
+        elif found := _BIASES.match(weight.name):
+            of_layer = biases.setdefault(int(found[1]), {})
+            of_layer[bias_of(found[2])] = weight.size_bytes // max(1, n_experts)
         else:
             dense.setdefault(weight.shape, []).append({_DENSE: weight})
     pools: list[SlotPool] = []
@@ -175,7 +188,9 @@ def slot_layout(
             parts = [_matrices(member, max(1, experts)) for member in alike]
             kinds = _kinds([_matrices(member, max(1, experts)) for member in together])
             assert kinds is not None, "only layers that have a common stride share a pool"
-            kinds = _narrowed(kinds, parts)
+            layers = [layer_of(next(iter(member.values())).name) for member in alike]
+            of_pool = [biases.get(layer, {}) for layer in layers] if experts else []
+            kinds = (*_narrowed(kinds, parts), *_bias_kinds(of_pool))
             title = f"{name} {i + 1}" if i else name
             used = n_used if experts else 0
             pool = SlotPool(title, kinds, 1, len(alike), experts, used)
@@ -261,6 +276,12 @@ def _narrowed(
     left = {matrix.kind for part in parts for matrix in part}
     both = [(kind, alone.get(kind.name, kind)) for kind in kinds if kind.name in left]
     return tuple(min(pair, key=lambda kind: kind.stride_bytes) for pair in both)
+
+
+def _bias_kinds(biases: Sequence[Mapping[str, int]]) -> tuple[SlotKind, ...]:
+    """The kinds of a pool's biases, whose sizes are given by layer and kind."""
+    names = dict.fromkeys(name for of_layer in biases for name in of_layer)
+    return tuple(SlotKind(name, max(b.get(name, 0) for b in biases), 4) for name in names)
 
 
 def _stride(matrices: Collection[_Matrix]) -> int | None:

@@ -39,7 +39,7 @@ from offload.hybrid.layers import Hybrid, HybridExecutor, HybridLayer
 from offload.hybrid.order import Orderer
 from offload.hybrid.spare import NO_SLOT, fill_in, other_slots
 from offload.hybrid.split import HOST
-from offload.plan.slot_layout import SlotLayout, WeightGroup
+from offload.plan.slot_layout import SlotLayout, bias_of
 from offload.routing.recording import MOST_TOKENS, RoutingRecorder
 from offload.schedule.band import band
 from offload.schedule.chunks import chunks_of
@@ -52,7 +52,7 @@ from offload.streaming.copy import Copier, Transfer
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import Run
 from offload.streaming.layer_clock import LayerClock
-from offload.streaming.slot_memory import SlotMemory
+from offload.streaming.slot_memory import HostBias, SlotMemory
 from offload.streaming.split_sides import SplitSides
 from offload.streaming.steps import (
     IDS_ALIGNMENT,
@@ -61,6 +61,7 @@ from offload.streaming.steps import (
     Stop,
     Tickets,
     behind_of,
+    find_biases,
     find_chunked,
     find_steps,
     number_cuts,
@@ -128,6 +129,7 @@ class ScheduledExecutor:
         self._pinned: Buffer | None = None  # for ids on their way, at other places for each layer
         self._may_pin = True
         self._scratch: list[Buffer] = []  # the last is the largest; graphs refer to all
+        self._biases: dict[tuple[int, str], HostBias] = {}  # by group and kind of product
         self._tickets: dict[Piece, Tickets] = {}
         self._fences: list[Any] = []
         self._fence_uses: list[int] = []  # up to which use each fence covers everything
@@ -152,6 +154,8 @@ class ScheduledExecutor:
         self.copier.close()
         for memory in self.memories:
             memory.close()
+        for bias in self._biases.values():
+            bias.close()
         for buffer in self._scratch:
             buffer.close()
         for ids in (self._ids_buffer, self._pinned):
@@ -189,8 +193,10 @@ class ScheduledExecutor:
         if chunked:
             graph, products = self._take_out(graph, chunked)
         steps = find_steps(
-            products, self._layout, self.memories, hybrids, either=self._hybrid is not None
-        )
+            products, self._layout, self.memories, hybrids, find_biases(graph, products),
+            either=self._hybrid is not None,
+        )  # fmt: skip
+        self._keep_biases(steps)
         ids_bytes = 0
         both: list[Step | ChunkedStep] = [*steps, *chunked]
         for step in both:  # room for its ids: none is used twice within a graph
@@ -206,6 +212,22 @@ class ScheduledExecutor:
         graph, relocations = self._order(graph, steps, chunked)
         stops = stops_of(steps, chunked)
         return partial(self._compute, graph, steps, stops, n_cuts, relocations)
+
+    def _keep_biases(self, steps: Sequence[Step]) -> None:
+        """Copy the biases that are to be read from slots to host memory, and from there into the
+        slots of experts that are there already."""
+        for step in steps:
+            for reader in step.readers:
+                if reader.bias is None or (step.group, reader.kind) in self._biases:
+                    continue
+                bias = HostBias(reader.bias.bias, self._stream.device)
+                self._biases[step.group, reader.kind] = bias
+                for (group, expert), slot in self.schedule.table.pools[step.pool].where.items():
+                    if group == step.group:
+                        span = Span(step.pool, slot, group, expert, 1, None)
+                        self._copy_span(span, bias_of(reader.kind), bias.tensor, bias.row_bytes,
+                                        step.layer, NEEDED)  # fmt: skip
+                self.settle()
 
     def _order(
         self, graph: Graph, steps: Sequence[Step], chunked: Sequence[ChunkedStep]
@@ -464,6 +486,11 @@ class ScheduledExecutor:
             assert step.slot_ids is not None
             reader.reads_ids.to(step.slot_ids.tensor)
             running.redirected.append(reader.reads_ids)
+            if (bias := reader.bias) is not None:
+                assert bias.slots is not None
+                bias.reads_bias.to(bias.slots)
+                bias.reads_ids.to(step.slot_ids.tensor)
+                running.redirected += [bias.reads_bias, bias.reads_ids]
         return 0
 
     def _point(self, step: Step, slots: Sequence[int]) -> int:
@@ -479,6 +506,8 @@ class ScheduledExecutor:
             self.counters.bands += n < n_slots
         for reader in step.readers:
             reader.slots = reader.views.of(first, n)
+            if reader.bias is not None and step.reads_ids:
+                reader.bias.slots = reader.bias.views.of(first, n)
         return first
 
     # -- layers that are split between the CPU and the device --------------------------------------
@@ -679,19 +708,26 @@ class ScheduledExecutor:
         """Enqueue the copies of a cut, one kind of weight after the other."""
         number, _ = batch[0].piece
         group = self._layout.groups[number]
-        spans = coalesce(batch)
+        spans, reason = coalesce(batch), batch[0].reason
         tickets: Tickets = {}
         for kind in self._kinds[number]:
+            weight, bias = self._host.weights[group.names[kind]], self._biases.get((number, kind))
             for span in spans:
-                self._copy_span(span, kind, group, batch[0].reason)
+                self._copy_span(span, kind, weight, group.matrix_bytes[kind], group.layer, reason)
+                if bias is not None:
+                    self._copy_span(
+                        span, bias_of(kind), bias.tensor, bias.row_bytes, group.layer, reason
+                    )
             tickets[kind] = self.copier.mark()
         self.counters.streamed_experts += len(batch)
         return tickets
 
-    def _copy_span(self, span: Span, kind: str, group: WeightGroup, reason: str) -> None:
-        memory, size_bytes = self.memories[span.pool], group.matrix_bytes[kind]
+    def _copy_span(
+        self, span: Span, kind: str, weight: Tensor, size_bytes: int, layer: int, reason: str
+    ) -> None:
+        """Enqueue the copies of `size_bytes` of a weight in host memory for each of some experts."""
+        memory, after = self.memories[span.pool], self._fence_after(span.after)
         stride_bytes = memory.stride_bytes(kind)
-        weight, after = self._host.weights[group.names[kind]], self._fence_after(span.after)
         # Matrices that leave room in their slots are neighbours in host memory, and not there.
         n = span.n if size_bytes == stride_bytes else 1
         for i in range(0, span.n, n):
@@ -701,7 +737,7 @@ class ScheduledExecutor:
                 weight,
                 (span.expert + i) * size_bytes,
                 n * size_bytes,
-                *self._described(weight, group.layer, span.expert + i, n, reason),
+                *self._described(weight, layer, span.expert + i, n, reason),
             )
             self.copier.copy(transfer, after)
             self.counters.copies += 1

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from offload.ggml.backend import Device
+from offload.ggml.pairs import host_copy, of_array
 from offload.ggml.tensor import Buffer, Dims, Tensor, new_tensor
 from offload.plan.slot_layout import SlotPool
 
@@ -22,6 +25,10 @@ class SlotMemory:
     def buffers(self) -> tuple[Buffer, ...]:
         return tuple(self._buffers.values())
 
+    def has(self, kind: str) -> bool:
+        """True if the slots have room for weights of that kind."""
+        return kind in self._kinds
+
     def stride_bytes(self, kind: str) -> int:
         return self._kinds[kind].stride_bytes
 
@@ -35,12 +42,13 @@ class SlotMemory:
         self.buffer(kind)
         return self._bytes[kind]
 
-    def views(self, kind: str, weight: Tensor) -> SlotViews:
-        """Slots as weights like `weight`; the same for all of its kind, type and shape."""
+    def views(self, kind: str, weight: Tensor, axis: int = 2) -> SlotViews:
+        """Slots as weights like `weight`; the same for all of its kind, type and shape. `axis`: the
+        dimension of `weight` that has its experts."""
         key = kind, weight.type, weight.shape
         found = self._views.get(key)
         if found is None:
-            found = self._views[key] = SlotViews(self, kind, weight)
+            found = self._views[key] = SlotViews(self, kind, weight, axis)
         return found
 
     def buffer(self, kind: str) -> Buffer:
@@ -65,16 +73,16 @@ class SlotMemory:
 class SlotViews:
     """Neighbouring slots of one kind as weights of one type and shape."""
 
-    def __init__(self, memory: SlotMemory, kind: str, weight: Tensor) -> None:
-        self._memory, self._kind = memory, kind
+    def __init__(self, memory: SlotMemory, kind: str, weight: Tensor, axis: int) -> None:
+        self._memory, self._kind, self._axis = memory, kind, axis
         self._weight = weight.alike()  # a copy: models are freed, other graphs go on
         self._made: dict[tuple[int, int], Tensor] = {}
 
     def of(self, first: int, n: int) -> Tensor:
         """Slots [first, first + n). Raises DoesNotFit.
 
-        Of experts it is [n_in, n_out, n], with the stride of the slots between matrices; a dense
-        weight is as it is.
+        Experts are [n_in, n_out, n], their biases [n_out, n], with the stride of the slots between
+        neighbours; a dense weight is as it is.
         """
         view = self._made.get((first, n))
         if view is None:
@@ -87,6 +95,27 @@ class SlotViews:
         at = memory.buffer(self._kind), first * stride
         if not memory.pool.n_experts:
             return weight.alike(at=at)
-        n_in, n_out, _, _ = weight.shape
-        element, row, _, _ = weight.strides
-        return weight.alike((n_in, n_out, n, 1), (element, row, stride, stride * n), at=at)
+        whole = stride * n
+        a, b, c, d = (*weight.shape[: self._axis], n, 1, 1)[:4]
+        p, q, r, s = (*weight.strides[: self._axis], stride, whole, whole)[:4]
+        return weight.alike((a, b, c, d), (p, q, r, s), at=at)
+
+
+class HostBias:
+    """A layer's biases of one kind, read back from the device into host memory to copy from."""
+
+    def __init__(self, bias: Tensor, device: Device) -> None:
+        """`bias` [n_out, n_experts] has its values; `device` copies from the memory."""
+        values = host_copy(bias)
+        self._pinned = device.pinned_memory(values.nbytes)
+        if self._pinned is not None:
+            there = self._pinned.host_range.part(0, values.nbytes).array().view(np.float32)
+            there[:] = values
+            values = there
+        self.tensor = of_array(values, bias)
+        self.row_bytes = bias.strides[1]
+        self._kept = values
+
+    def close(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()

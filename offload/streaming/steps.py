@@ -19,7 +19,7 @@ from offload.ggml.graph import Graph, Product
 from offload.ggml.tensor import Buffer, Redirect, Tensor
 from offload.hybrid.layers import HybridLayer
 from offload.hybrid.order import Ahead, Behind
-from offload.plan.slot_layout import SlotLayout, SlotPool
+from offload.plan.slot_layout import SlotLayout, SlotPool, bias_of
 from offload.routing.recording import LayerRouting
 from offload.schedule.band import most_shown
 from offload.schedule.chunks import most_chunks
@@ -34,6 +34,21 @@ Tickets = dict[str, Any]  # of the copies of some pieces, by kind: gate need not
 
 
 @dataclass(slots=True)
+class BiasReader:
+    """A node that adds each expert's bias to what a product computes, and reads the bias's slots.
+
+    It then has the same ids as the product. CUDA's backend fuses gate, bias, up, bias and GLU into
+    one kernel only if all four have the same ids tensor (ggml_cuda_should_fuse_mul_mat).
+    """
+
+    bias: Tensor  # [n_out, n_experts], on the device
+    reads_bias: Redirect
+    reads_ids: Redirect
+    views: SlotViews
+    slots: Tensor | None = None  # what it reads
+
+
+@dataclass(slots=True)
 class Reader:
     """A node that reads slots instead of its weight."""
 
@@ -42,6 +57,7 @@ class Reader:
     reads_weight: Redirect
     reads_ids: Redirect | None  # where the ids have to mean slots
     views: SlotViews  # of the slots, as weights like this one
+    bias: BiasReader | None = None
     slots: Tensor | None = None  # what it reads
 
 
@@ -284,12 +300,13 @@ def find_steps(
     layout: SlotLayout,
     memories: Sequence[SlotMemory],
     hybrids: Mapping[Tensor, HybridLayer] | None = None,
+    biases: Mapping[Tensor, Tensor] | None = None,
     *,
     either: bool = False,
 ) -> list[Step]:
     """The cuts of a graph with these products, by their first node. `memories`: of each pool;
-    `hybrids`: the layers that are split, by their router's ids. With `either` layers whose experts
-    lie in order can do without."""
+    `hybrids`: the layers that are split, by their router's ids. `biases`: as `find_biases` gives
+    them. With `either` layers whose experts lie in order can do without."""
     places = layout.places()
     by_cut: dict[tuple[int, Tensor], list[tuple[Product, str]]] = {}
     for product in products:
@@ -298,14 +315,29 @@ def find_steps(
         read_with = product.node if product.ids is None else product.ids
         by_cut.setdefault((group, read_with), []).append((product, kind))
     return [
-        _step(cut, group, members, layout, memories, (hybrids or {}).get(read_with), either)
+        _step(
+            cut, group, members, layout, memories, (hybrids or {}).get(read_with), biases or {},
+            either,
+        )
         for cut, ((group, read_with), members) in enumerate(by_cut.items())
-    ]
+    ]  # fmt: skip
+
+
+def find_biases(graph: Graph, products: Sequence[Product]) -> dict[Tensor, Tensor]:
+    """The node that adds the experts' biases to each product, by the product's node."""
+    ids_of = {product.node: product.ids for product in products if product.ids is not None}
+    found: dict[Tensor, Tensor] = {}
+    for _, node in graph.find("ADD_ID") if ids_of else ():
+        values, bias, ids = node.sources
+        if ids_of.get(values) == ids and bias.type == "f32" and bias.is_contiguous:
+            found[values] = node
+    return found
 
 
 def _step(
     cut: int, group: int, members: Sequence[tuple[Product, str]], layout: SlotLayout,
-    memories: Sequence[SlotMemory], hybrid: HybridLayer | None, either: bool,
+    memories: Sequence[SlotMemory], hybrid: HybridLayer | None, biases: Mapping[Tensor, Tensor],
+    either: bool,
 ) -> Step:  # fmt: skip
     of = layout.groups[group]
     pool = layout.pools[of.pool]
@@ -335,6 +367,15 @@ def _step(
         )
         for product, kind in members
     )
+    # The CPU's rows are put into the output of a split layer's last product: its biases then go by
+    # the router's ids.
+    with_slots = members if hybrid is None else members[:-1]
+    for reader, (product, kind) in zip(readers, with_slots, strict=False):
+        node = biases.get(product.node)
+        if read_back is not None and node is not None and memories[of.pool].has(bias_of(kind)):
+            bias = node.sources[1]
+            views = memories[of.pool].views(bias_of(kind), bias, axis=1)
+            reader.bias = BiasReader(bias, Redirect(node, 1), Redirect(node, 2), views)
     step = Step(cut, group, of.pool, of.layer, readers, need, read_back, pool.n_experts, n_tokens)
     step.hybrid, step.in_order = hybrid, need is not None and need.contiguous
     step.either = either and step.in_order
