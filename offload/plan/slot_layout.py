@@ -53,7 +53,7 @@ class Weight(Protocol):
 
 @dataclass(frozen=True)
 class SlotKind:
-    """One matrix or bias of a slot: slot s lies `s * stride_bytes` into memory of the kind's own."""
+    """One matrix or bias of a slot: slot s lies `s * stride_bytes` into memory of its kind."""
 
     name: str  # gate, up, down, gate_up, or bias_of one of these; "weight" of dense weights
     stride_bytes: int

@@ -725,7 +725,7 @@ class ScheduledExecutor:
     def _copy_span(
         self, span: Span, kind: str, weight: Tensor, size_bytes: int, layer: int, reason: str
     ) -> None:
-        """Enqueue the copies of `size_bytes` of a weight in host memory for each of some experts."""
+        """Enqueue copies of `size_bytes` of a weight in host memory for each of some experts."""
         memory, after = self.memories[span.pool], self._fence_after(span.after)
         stride_bytes = memory.stride_bytes(kind)
         # Matrices that leave room in their slots are neighbours in host memory, and not there.

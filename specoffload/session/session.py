@@ -82,9 +82,7 @@ class Session:
         with ExitStack() as opened:
             opened.callback(self._write_trace)  # the last thing done
             kept = kept_for_plan(config)
-            self.target: Engine = opened.enter_context(
-                open_target(config, on_progress, kept)
-            )
+            self.target: Engine = opened.enter_context(open_target(config, on_progress, kept))
             opened.callback(self._end_trace)
             drafting = open_draft(config, self.target)
             self.draft: DraftModel | None = None if drafting is None else drafting.model

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from test_hit_starts import TARGET, config_of, run
-from test_hit_starts import folder as folder  # a fixture
 
 from offload.model_file import read_facts
 from specoffload.config.options import Toggle
@@ -20,6 +19,12 @@ from specoffload.speculation.kept_hits import load_hits
 
 pytestmark = pytest.mark.usefixtures("measures_briefly")
 PROMPT = "def f("
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path / "profiles"))
+    return tmp_path / "profiles"
 
 
 def answered(session: Session, n: int) -> Sequence[int]:
@@ -85,9 +90,9 @@ def test_those_that_were_used_most_are_there_and_a_request_ends_the_filling(fold
             (plan.layout.groups[group].layer, expert)
             for group, expert in executor.schedule.table.pools[0].where  # type: ignore[attr-defined]
         }
-        used = sorted(
-            (n for uses in kept.uses.values() for n in uses if n), reverse=True
-        )[: pool.n_slots]
+        used = sorted((n for uses in kept.uses.values() for n in uses if n), reverse=True)[
+            : pool.n_slots
+        ]
         assert len(held) == pool.n_slots
         assert sorted((kept.uses[layer][e] for layer, e in held), reverse=True) == used
 
