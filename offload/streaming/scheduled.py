@@ -74,6 +74,7 @@ Experts = Sequence[int] | NDArray[np.intp]
 
 _LEAST_BYTES = 1 << 20
 _RECURS = 1.01  # tokens that chose an expert lately, which is then worth another's slot
+_WAIT_ONCE_TOKENS = 8  # largest batch whose layers wait once for all their copies
 _PINNED_BYTES = 1 << 20  # for the ids of batches of a few tokens; those of large ones are pageable
 _CHUNK_TOKENS = 128  # at most: what a chunk's nodes pass on takes scratch memory
 
@@ -469,7 +470,7 @@ class ScheduledExecutor:
         reader = step.readers[stop.nth]
         # A few tokens take so little time that gate need not go ahead of up. Such a layer is not
         # cut in two, so that it is the same graph whether or not an expert was missing.
-        at_once = step.n_tokens <= VECTOR_TOKENS
+        at_once = step.n_tokens <= _WAIT_ONCE_TOKENS
         if step.waits and (stop.nth == 0 or not at_once):
             status = self._submit(running, stop.at)
             if status:
