@@ -91,8 +91,13 @@ class Graph:
 
     def addresses(self) -> list[int]:
         """Where the nodes are, in compute order."""
-        n, nodes = self._struct.n_nodes, self._struct.nodes
-        return list((C.c_size_t * n).from_address(nodes)) if n and nodes else []
+        return self._addresses(0, self._struct.n_nodes)
+
+    def _addresses(self, first: int, end: int) -> list[int]:
+        nodes = self._struct.nodes
+        if end <= first or not nodes:
+            return []
+        return list((C.c_size_t * (end - first)).from_address(nodes + 8 * first))
 
     def operations(self) -> list[int]:
         """The numbers of the nodes' operations, in compute order."""
@@ -161,7 +166,7 @@ class Graph:
         found = self.parts.get((first, end))
         if found is None:
             own = abi.ggml_tensor()
-            array = _array([C.addressof(own), *self.addresses()[first:end]])
+            array = _array([C.addressof(own), *self._addresses(first, end)])
             struct = self._view(end - first + 1)
             struct.nodes = C.addressof(array)
             found = self.parts[first, end] = Graph._own(struct, (array, own))

@@ -13,7 +13,7 @@ from offload.streaming.copy import ThreadCopier
 from specdec.options import DrafterName, PolicyName, SpecOptions
 from specoffload.commands.run import run_prompt
 from specoffload.config.host import read_host
-from specoffload.config.options import Options
+from specoffload.config.options import ChatOptions, Options, RunOptions
 from specoffload.config.resolution import resolve
 from specoffload.session.generation import GenerateOptions
 
@@ -81,7 +81,9 @@ def test_a_token_passes_the_files_that_are_listed(
         spec=SpecOptions(drafters=(drafter,), policy=PolicyName.FIXED),
     )
     asked = GenerateOptions(n_predict=8, ignore_eos=True)
-    run_prompt(resolve(options, read_host(None)), lambda: "a b a b a b", asked)
+    config = resolve(options, read_host(None))
+    own = RunOptions(conversation=False)
+    run_prompt(config, lambda: "a b a b a b", asked, own, ChatOptions(), has_limit=True)
     assert ways
     of_rounds = {way for way in ways if any(path.startswith("specdec/") for path in way)}
     *before, copier = listed
