@@ -1,4 +1,4 @@
-"""The README is kept true: its tree is the disk's, and its commands are real."""
+"""The README and the page of development are kept true: tree, commands, figures and links."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DEVELOPMENT = (ROOT / "docs" / "development.md").read_text(encoding="utf-8")
+PLANS = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
 
 
-def block_after(heading: str) -> str:
-    text = README.split(f"## {heading}", 1)[1]
+def block_after(page: str, heading: str) -> str:
+    text = page.split(f"## {heading}\n", 1)[1]
     return text.split("```", 2)[1].split("\n", 1)[1]
 
 
 def tree() -> list[tuple[str, str]]:
     """(path, description) of the layout block; a deeper indent is inside the folder above."""
     rows, folder = [], ""
-    for line in block_after("Layout").splitlines():
+    for line in block_after(DEVELOPMENT, "Layout").splitlines():
         name, _, words = line.strip().partition(" ")
         if not line.startswith(" "):
             folder = name
@@ -69,10 +71,41 @@ def test_every_link_leads_somewhere() -> None:
 
 
 def test_the_two_commands_exist_and_are_executable() -> None:
-    for line in block_after("Two commands").splitlines():
+    lines = block_after(README, "Two commands").splitlines()
+    assert [line.split()[0] for line in lines] == ["scripts/run", "scripts/test"]
+    for line in lines:
         script = ROOT / line.split()[0]
         assert script.is_file()
         assert script.stat().st_mode & 0o111
+
+
+def planned(title: str) -> dict[int, tuple[float, str]]:
+    """Card in GiB -> (GiB of weights on the card, decoded tokens/s), at 4,096 tokens of context."""
+    table = PLANS.split(f"### {title}, ", 1)[1].split("\n### ", 1)[0]
+    rows = [line.strip("| ").split("|") for line in table.splitlines() if line.startswith("| ")]
+    return {
+        int(row[0]): (float(row[2]), row[10].strip()) for row in rows[1:] if row[1].strip() == "4k"
+    }
+
+
+MEMORY_ROW = re.compile(
+    r"^\| ([\w. -]+?)(?: \(.+\))? \| (\d+) GiB \| (\d+) GiB, (\d+ GiB|none) "
+    r"\| ([\d.]+), ([\d.]+) \|$",
+    re.MULTILINE,
+)
+
+
+def test_the_memory_that_models_take_is_what_the_plans_say() -> None:
+    rows = MEMORY_ROW.findall(README)
+    assert len(rows) >= 6
+    for title, size, ram_12, ram_24, tps_12, tps_24 in rows:
+        assert f"### {title}, {size} GiB\n" in PLANS
+        cards = planned(title)
+        for card, ram, tps in ((12, ram_12, tps_12), (24, ram_24, tps_24)):
+            on_card, expected_tps = cards[card]
+            in_ram = 0 if ram == "none" else int(ram.split()[0])
+            assert abs(int(size) - on_card - in_ram) <= 1, f"{title}: {card} GiB card"
+            assert tps == expected_tps, f"{title}: {card} GiB card"
 
 
 def test_the_page_of_flags_is_made_from_the_table() -> None:
