@@ -15,7 +15,14 @@ from specoffload.config.command_line import HELP, read_command_line
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "scripts/README.md"]
-OF_THE_PROGRAM = {"COMMAND", "--version", "--install-completion", "--show-completion", *HELP}
+OF_THE_PROGRAM = {
+    "COMMAND",
+    "--version",
+    "--help-all",
+    "--install-completion",
+    "--show-completion",
+    *HELP,
+}
 NUMBER = re.compile(r"[A-Z]")  # `--port P`
 CODE = re.compile(r"```.*?\n(.*?)```|`([^`\n]+)`", re.S)
 
