@@ -29,11 +29,14 @@ EXAMPLE = "DeepSeek-R1"
 
 HEAD = f"""# Plans: what lives where
 
-`specoffload plan MODEL.gguf` says what would live where, from the header alone: no weight is read and no device is opened. It
-takes the flags of `serve` (`--vram`, `--ctx-size`, `--ubatch-size`, `--cache-type-k`, `--n-cpu-moe`, `--draft` …) and `--link` and
-`--ram` for a machine that one does not have. Without `--vram` it plans for what the GPU has free, or for 24 GiB where there is none;
-without a size in `--ram`, for the host memory that is free here. A plan that streams more than host memory holds is taken only where no
-other is possible, and says that `serve` refuses it.
+`specoffload plan MODEL.gguf` says what would live where. It reads the file's header alone: no weight is read and no device is
+opened. It takes the flags of `serve` that matter (`--vram`, `--ctx-size`, `--ubatch-size`, `--cache-type-k`, `--n-cpu-moe`, `--draft`
+…).
+
+- `--link` and `--ram` describe another machine than this one.
+- Without `--vram` the plan is for what the GPU has free, or for 24 GiB if there is no GPU.
+- Without a size in `--ram` it is for the host memory that is free here.
+- A plan that streams more than host memory holds is made only if no other is possible. It then says that `serve` refuses it.
 
 ```
 $ specoffload plan {EXAMPLE}.gguf --vram 24GiB --ram 512GiB
@@ -44,39 +47,52 @@ $ specoffload plan {EXAMPLE}.gguf --vram 24GiB --ram 512GiB
 
 | key | meaning |
 |---|---|
-| `resident_bytes`, `streamed_bytes` | weights on the device, and those that stream from host memory |
+| `resident_bytes`, `streamed_bytes` | weights on the device, and weights that stream from host memory |
 | `reserve_bytes`, `reserve` | what the context and a draft take: their sum, and its parts |
-| `slot_bytes`, `slots` | device memory of the slots; per kind of weight `n_slots`, `n_ring`, `n_experts` of a layer (0: dense weights), `stride_bytes` |
-| `streamed_layers` | layers whose experts, and whose dense weights, stream |
+| `slot_bytes`, `slots` | device memory of the slots; for each kind of weight `n_slots`, `n_ring`, `n_experts` of a layer (0: dense weights), `stride_bytes` |
+| `streamed_layers` | layers whose experts stream, and layers whose dense weights stream |
 | `ubatch` | tokens computed at once in prefill |
-| `min_batch` | tokens from which streaming is expected to pay; null: never |
-| `chunk_tokens` | larger batches are computed in chunks of so many tokens, whose experts fit; 0: no need |
-| `declined` | why batches that the device could compute go to the CPU; empty if none do |
+| `min_batch` | number of tokens from which streaming is expected to be faster than the CPU; null: never |
+| `chunk_tokens` | larger batches are computed in chunks of that many tokens, whose experts fit the slots; 0: no chunks needed |
+| `declined` | why some batches go to the CPU although the device could compute them; empty if none do |
 | `reasons` | a sentence for each choice |
-| `expected` | tokens/s by the machine model, of prefill and of decoding token by token, with layers split where `--hybrid` allows it and that is faster |
-| `hits` | null where no layer may be split, else `rate`, the share of a decode's experts that are expected in slots; `source`, counted or guess; `n_tokens` and `counted_on` of what was counted |
-| `host` | null with `--mmap`, else `available_bytes` for what streams, `limited_by` what, and `fits`: false if `serve` would refuse the plan |
-| `machine` | the machine that it was made for |
+| `expected` | tokens/s that the machine model expects of prefill and of decoding token by token. Layers are split if `--hybrid` allows it and it is faster |
+| `hits` | null if no layer may be split. Otherwise `rate`, the share of a decode's experts that are expected in slots; `source`, counted or guess; `n_tokens` and `counted_on` of what was counted |
+| `host` | null with `--mmap`. Otherwise `available_bytes` for streamed weights, `limited_by` what, and `fits`: false if `serve` would refuse the plan |
+| `machine` | the machine for which the plan was made |
 | `model`, `architecture`, `vram_bytes`, `ctx_size` | what was asked |
 
-Every way of sharing the memory is priced by the time that a prompt of 8,192 tokens (or as many as the context holds) and 512 generated ones
-take, and the fastest is chosen: how large a ubatch is, how many layers' dense weights stream, how many layers' experts are resident, and
-how many slots there are. A *ring* is slots for all experts of a layer and an eighth of the next, so that prompts run on the device
-while the link copies; the other slots are the *cache*. Where no ring pays, batches are computed in chunks of tokens, or by the CPU (`declined`).
-More device memory or a shorter context never makes the expected time longer.
+## How device memory is shared
 
-With `--hybrid on`, and with `auto` where hits were counted of the model and at least 5 %% less time is expected of it, slots serve every batch
-and are given room that resident layers would else have ([hybrid.md](hybrid.md)); once `auto` has timed decodes by both plans, these decide. A line says which hits are expected, and if they are a guess
-or counted, when and over how many tokens.
+A plan chooses the size of a ubatch, how many layers' dense weights stream, how many layers' experts are resident, and how many slots
+there are. The machine model estimates the time of every such choice, for a prompt of 8,192 tokens (or as many as the context holds) and
+512 generated ones. The fastest choice is taken. More device memory or a shorter context never makes the expected time longer.
+
+- The *ring* has slots for all experts of a layer and an eighth of the next. With it, prompts run on the device while the link
+  copies.
+- The other slots are the *cache*.
+- If a ring is not worth its memory, large batches are computed in chunks of tokens, or by the CPU (`declined`).
+
+Slots that serve split layers can get room that resident layers would have otherwise ([hybrid.md](hybrid.md)). `--hybrid on` always
+considers this. `auto` does so if hits were counted for the model and at least 5 %% less time is expected. Once `auto` has timed decodes
+with both plans, these times decide. A line says which hits are expected, and whether they are a guess or counted.
 
 ## The published models
 
-Made by `scripts/plans`, with the machine model of `offload/plan/machine.py` at {TYPICAL.link_bytes_per_s / 1e9:g} GB/s of link, {TYPICAL.ram_bytes_per_s / 1e9:g} GB/s
-of RAM, {TYPICAL.vram_bytes_per_s / 1e9:g} GB/s of VRAM, {TYPICAL.cpu_flops / 1e12:g} and {TYPICAL.gpu_flops / 1e12:g} TFLOPS of CPU and GPU. Speeds are first guesses, and none is measured: of plain
-decoding, and of a prompt of 8,192 tokens, or as many as the context holds; one digit where they rest on guessed hits. *weights*: GiB on the device, slots aside. *context*: GiB of KV cache, states and buffers.
-*ring* and *cache*: slots, each for one expert of one layer, and the share of all streamed experts that have one. *streams*: layers whose
-experts stream, and whose dense weights do. *min-batch*: tokens from which streaming is expected to pay; it is measured at a first start.
-*declined*: batches that go to the CPU because a layer's experts have too few slots and the CPU is faster than chunks; empty: none.
+Made by `scripts/plans`, with the machine model of `offload/plan/machine.py`: {TYPICAL.link_bytes_per_s / 1e9:g} GB/s of link, {TYPICAL.ram_bytes_per_s / 1e9:g} GB/s of RAM, {TYPICAL.vram_bytes_per_s / 1e9:g} GB/s of
+VRAM, {TYPICAL.cpu_flops / 1e12:g} TFLOPS of the CPU and {TYPICAL.gpu_flops / 1e12:g} of the GPU. **No speed is measured.**
+
+| column | meaning |
+|---|---|
+| VRAM, tokens | GiB of device memory, and the context |
+| weights | GiB of resident weights |
+| context | GiB of KV cache, states and buffers |
+| ring, cache | slots, each for one expert of one layer; in brackets the share of all streamed experts that have a slot |
+| streams | number of layers whose experts stream, and of layers whose dense weights stream |
+| min-batch | number of tokens from which streaming is expected to be faster; it is measured at a first start |
+| prefill t/s | expected for a prompt of 8,192 tokens, or as many as the context holds |
+| decode t/s | expected of decoding without drafts; one digit if it depends on guessed hits |
+| declined | batches that go to the CPU, because slots are few and the CPU is faster than chunks; empty: none |
 """  # noqa: E501
 
 COLUMNS = (
