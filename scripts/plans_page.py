@@ -17,10 +17,11 @@ from offload.model import ModelFacts
 from offload.plan.context import ContextSpec
 from offload.plan.machine import TYPICAL, model_work
 from offload.plan.placement import Plan, make_plan, workload_of
-from offload.plan.sharing import UBATCHES, ring_slots
+from offload.plan.sharing import SMALL_UBATCHES, UBATCHES, ring_slots
 from offload.synth.published import PUBLISHED, published_facts
 from specoffload.cli import app
 from specoffload.commands.plan import expected_tps, rests_on_guess, rounded
+from specoffload.speculation.kept_hits import LEAST_MIX_TOKENS, MIX_HALF_LIFE_TOKENS
 
 GIB = 1 << 30
 VRAM_GIB = (8, 12, 16, 24, 48, 80)
@@ -64,6 +65,12 @@ take, and the fastest is chosen: how large a ubatch is, how many layers' dense w
 how many slots there are. A *ring* is slots for all experts of a layer and an eighth of the next, so that prompts run on the device
 while the link copies; the other slots are the *cache*. Where no ring pays, batches are computed in chunks of tokens, or by the CPU (`declined`).
 More device memory or a shorter context never makes the expected time longer.
+
+`--plan-for PROMPT:GENERATED` says for how many prompt tokens and generated ones that is: `4000:500` weighs them so, whatever the context
+holds, and more weight on generated tokens never makes decoding slower. `--plan-for decode` is 0:1: no ring is kept, a ubatch may be as small as
+{SMALL_UBATCHES[0]} tokens, and prompts are as slow as that makes them; a few prompt tokens, as in `1:20`, keep them bearable. Without the flag it is the proportion that earlier runs of the model had
+(tokens of prompts that were evaluated, not those found in the cache), to a power of two, from {LEAST_MIX_TOKENS:,} tokens on. They are kept beside its hits, in
+`*-hits.json`, and weigh half after {MIX_HALF_LIFE_TOKENS:,.0f} more. A line says what a plan was made for where it is not the usual mix.
 
 With `--hybrid on`, and with `auto` where hits were counted of the model and at least 5 %% less time is expected of it, slots serve every batch
 and are given room that resident layers would else have ([hybrid.md](hybrid.md)); once `auto` has timed decodes by both plans, these decide. A line says which hits are expected, and if they are a guess
