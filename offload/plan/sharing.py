@@ -37,7 +37,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class TokenMix:
-    """How many tokens of prompts are evaluated for how many generated ones, as a proportion."""
+    """The proportion of prompt tokens that are evaluated to generated ones."""
 
     n_prompt: float
     n_generated: float

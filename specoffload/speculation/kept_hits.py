@@ -34,8 +34,8 @@ MIX_HALF_LIFE_TOKENS = float(1 << 18)  # counted later: what was counted before 
 
 @dataclass(frozen=True)
 class Kept:
-    """What was kept of a model: hits, None where too little was recorded, and tokens of its runs,
-    those of long ago for less."""
+    """Counts that were kept of a model: hits, None where too little was recorded, and tokens of
+    its runs, those of long ago for less."""
 
     hits: CountedHits | None = None
     mix: TokenMix = TokenMix(0, 0)
@@ -71,7 +71,7 @@ def may_be_kept(folder: Path, model_file: Path) -> bool:
 
 
 def load_kept(folder: Path, facts: ModelFacts) -> tuple[Kept, str]:
-    """What was kept of a model, and a complaint where its file cannot be used."""
+    """The counts that were kept of a model, and a complaint where its file cannot be used."""
     model = model_hash(facts)
     path = hits_path(folder, facts, model)
     try:
@@ -97,7 +97,7 @@ def load_kept(folder: Path, facts: ModelFacts) -> tuple[Kept, str]:
 
 
 def store_kept(folder: Path, facts: ModelFacts, newer: Kept) -> str | None:
-    """Write it, with what was kept before; None when done, else why not. A run does not fail for
+    """Write them, with those kept before; None when done, else why not. A run does not fail for
     a folder it cannot write."""
     kept = load_kept(folder, facts)[0].merged(newer)
     model = model_hash(facts)
