@@ -27,11 +27,13 @@ from offload.plan.machine import (
     cpu_s,
     expected_hits,
     model_work,
+    streamed_s,
 )
 from offload.plan.placement import Plan, make_plan
-from offload.plan.sharing import UBATCHES, device_bytes
+from offload.plan.sharing import DECODING, UBATCHES, device_bytes
 from offload.routing.counted import HitCurve
 from offload.routing.hits import SHARES, recorded_hits
+from offload.schedule.cache_rules import HALF_LIFE_STEPS
 from offload.synth.published import published_facts
 
 GIB = 1 << 30
@@ -59,6 +61,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 RECORDED = Path(__file__).parent / "data" / "pair-routing.npz"  # by scripts/record-routing
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens
 N_TOKENS, N_LAYERS = 768, 8  # of drawn routing
+LRU_HALF_LIFE_STEPS = 0.5  # the last use then outweighs all before it, so that lrfu ranks as LRU
 NO_DAY = date(1, 1, 1)  # nothing was counted on one
 Parameters = tuple[float, float, float]
 # Time constant of a drift in tokens, its weight and that of lasting popularity, over noise of 1.
@@ -115,11 +118,17 @@ HEAD = """# Split layers, modelled
 Every figure here is **modelled**, none is measured: by the machine model of `offload/plan/machine.py`, from published headers, made by
 `scripts/hybrid-model`. [hybrid.md](hybrid.md) says what a split layer is.
 
-Both sides have the same device memory, weights and context of 8,192 tokens. *llama.cpp*: as many layers' experts as fit are resident and the
-CPU computes those of the others (`--n-cpu-moe`), without a slot or a second of overlap. *old rule*: this program with `--hybrid off`,
-the faster of CPU and streaming. The others: `--hybrid on`, planned by the hits of that routing, as it is once they were counted; a decode
-goes back to the old rule where that is faster. A cell has the share of streamed experts that have a slot and the hits there, then
-tokens/s and **how many times llama.cpp's** these are. The routings:
+All ways have the same device memory, weights and context of 8,192 tokens. Two rivals, both llama.cpp:
+
+- *--n-cpu-moe*: as many layers' experts as fit are resident, and the CPU computes those of the others, without a slot or a second of overlap.
+- *LRU cache*: slots that all layers share and that are replaced least recently used first, `--moe-cache-mib` (from b11500 on). Every expert
+  without a slot is copied there before the device computes it; the CPU computes none in batches of up to 32 tokens. The cache shares device
+  memory with resident layers, as many as is fastest. Nothing is hit if a token uses more experts than have slots.
+
+*off* is this program with `--hybrid off`, the faster of CPU and streaming. *on* is `--hybrid on`, planned by the hits of that routing,
+as it is once they were counted; a decode goes back to the CPU or to streaming where that is faster. Both are planned for decoding
+(`--plan-for decode`), as both rivals are: no room is kept for prompts. A cell has the share of streamed experts that have a slot and the hits
+there, then tokens/s; the last column says **how many times the better rival's** those of *on* are. The routings:
 
 - *code* and *prose*: as the embedded pair's, **recorded** on running text. It has 16 experts of which 4 are used, and says nothing of slots
   for less than a quarter. So a process is fitted to each recording and drawn for the model's own numbers of experts, below. Code is all
@@ -128,15 +137,12 @@ tokens/s and **how many times llama.cpp's** these are. The routings:
   67 %, of 128 81 %, the 32 most popular of one half of a text 10 % of the other.
 - *published*: what others measured of the model's kin, below, on lines between their points.
 
-The first three go through `--expert-cache lrfu`, all layers sharing the slots and every miss brought in ({n} drawn tokens). A real cache is
-filled by promotions and copies as the link has time: with enough of it that hit 3 to 5 points more of the embedded pair's routing, with less it may
-be fewer.
+The first three go through `--expert-cache lrfu`, and for the rival through LRU, all layers sharing the slots and every miss brought in ({n} drawn
+tokens). *published* was measured with LRU, and is given to both. A real cache of ours is filled by promotions and copies as the link has time: with enough
+of it that hit 3 to 5 points more of the embedded pair's routing, with less it may be fewer.
 
 No split takes RAM's bandwidth away: all misses leave RAM once, by the CPU or by the link. So what a split gains is what the slots hold,
 and with RAM as fast as on the last machine, little but that.
-
-Below 1: this program's plan first keeps room for a whole layer's experts, so that prompts run on the device, and for that has fewer
-layers resident, or dense weights that stream; llama.cpp's column has no such room.
 """  # noqa: E501
 
 RECORDED_HEAD = """## What was recorded
@@ -190,17 +196,26 @@ def repeats(routing: NDArray[np.integer]) -> NDArray[np.float64]:
 
 
 @cache
-def curve(routing: str, title: str, n_experts: int, n_used: int) -> HitCurve:
+def curve(
+    routing: str,
+    title: str,
+    n_experts: int,
+    n_used: int,
+    half_life_steps: float = HALF_LIFE_STEPS,
+) -> HitCurve:
     """Hits by the share of experts that have a slot."""
     if routing == "published":
         return HitCurve(NEAREST[title], 0, NO_DAY)
     drawn = draw(n_experts, n_used, DRAWN[routing], N_TOKENS, N_LAYERS)
-    rates = recorded_hits(drawn, n_experts).mean(axis=0).tolist()
+    rates = recorded_hits(drawn, n_experts, half_life=half_life_steps).mean(axis=0).tolist()
     return HitCurve(tuple(zip(SHARES, rates, strict=True)), N_TOKENS, NO_DAY)
 
 
-def work_of(facts: ModelFacts, title: str, routing: str) -> ModelWork:
-    return model_work(facts, curve(routing, title, facts.n_experts, facts.n_experts_used))
+def work_of(
+    facts: ModelFacts, title: str, routing: str, half_life_steps: float = HALF_LIFE_STEPS
+) -> ModelWork:
+    hits = curve(routing, title, facts.n_experts, facts.n_experts_used, half_life_steps)
+    return model_work(facts, hits)
 
 
 def plan_of(
@@ -215,45 +230,80 @@ def plan_of(
         machine=machine,
         hybrid=hybrid,
         hits=hits,
+        mix=DECODING,
     )
 
 
-def llama_cpp(facts: ModelFacts, gib: int) -> Sharing:
-    """As many layers' experts resident as fit beside the dense weights, and no slots."""
-    work = model_work(facts)
+def expert_room_bytes(facts: ModelFacts, gib: int) -> int:
+    """Device memory that llama.cpp has for experts beside all other weights and the context."""
     context = context_memory(facts, ContextSpec(N_CTX, UBATCHES[0])).total_bytes
-    room = gib * GIB - context - (device_bytes(facts) - facts.expert_bytes)
-    n_fit = int(room // (facts.expert_bytes / work.n_expert_layers))
-    return Sharing(0, max(0, min(work.n_expert_layers, n_fit)))
+    return max(0, gib * GIB - context - (device_bytes(facts) - facts.expert_bytes))
+
+
+def n_cpu_moe(facts: ModelFacts, gib: int) -> Sharing:
+    """The rival `--n-cpu-moe`: as many layers' experts resident as fit, and no slots."""
+    n_layers = model_work(facts).n_expert_layers
+    n_fit = int(expert_room_bytes(facts, gib) // (facts.expert_bytes / n_layers))
+    return Sharing(0, min(n_layers, n_fit))
+
+
+def lru_cache(facts: ModelFacts, gib: int, machine: Machine, work: ModelWork) -> Sharing:
+    """The rival `--moe-cache-mib`: slots for what the fastest number of resident layers leaves.
+
+    `work` has the hits of an LRU cache.
+    """
+    n_fit = n_cpu_moe(facts, gib).n_resident
+    n_pieces = int(expert_room_bytes(facts, gib) // work.expert.size_bytes)
+    ways = [Sharing(n_pieces - n * work.n_experts, n) for n in range(n_fit + 1)]
+    return min(ways, key=lambda sharing: streamed_s(machine, work, sharing, 1))
+
+
+def lru_hits(work: ModelWork, sharing: Sharing) -> float:
+    """Hits of the LRU cache: none where a token uses more experts than have slots, since each slot
+    is then taken again before its expert returns."""
+    n_streamed = work.n_expert_layers - sharing.n_resident
+    holds = sharing.n_slots > work.n_used * n_streamed
+    return expected_hits(work, sharing, work.n_used) if holds else 0.0
 
 
 def decode_table(facts: ModelFacts, title: str) -> str:
-    lines = [
-        "| machine | llama.cpp | old rule | " + " | ".join(ROUTINGS) + " |",
-        "|" + "---|" * (3 + len(ROUTINGS)),
-    ]
+    heads = ("machine", "routing", "--n-cpu-moe", "LRU cache", "better rival", "off", "on",
+             "on / better rival")  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     plain = model_work(facts)
     for name, (gib, machine) in MACHINES.items():
-        peer_s = cpu_s(machine, plain, llama_cpp(facts, gib), 1)
-        old = plan_of(facts, gib, machine, hybrid=False).sharing
-        cells = [name, f"{1 / peer_s:.1f}", f"{1 / best_s(machine, plain, old, 1):.1f}"]
+        cpu_moe_s = cpu_s(machine, plain, n_cpu_moe(facts, gib), 1)
+        off_s = best_s(machine, plain, plan_of(facts, gib, machine, hybrid=False).sharing, 1)
         for routing in ROUTINGS:
+            of_lru = work_of(facts, title, routing, LRU_HALF_LIFE_STEPS)
+            lru = lru_cache(facts, gib, machine, of_lru)
+            lru_s = streamed_s(machine, of_lru, lru, 1)
+            rival_s = min(cpu_moe_s, lru_s)
             work = work_of(facts, title, routing)
-            sharing = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
-            cells.append(_cell(machine, work, sharing, peer_s))
-        lines.append(f"| {' | '.join(cells)} |")
+            on = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
+            on_s = best_s(machine, work, on, 1, hybrid=True)
+            lru_hit, on_hit = lru_hits(of_lru, lru), expected_hits(work, on, work.n_used)
+            cells = (
+                name,
+                routing,
+                f"{1 / cpu_moe_s:.1f}",
+                _slots(of_lru, lru, lru_hit, lru_s),
+                f"{1 / rival_s:.1f}",
+                f"{1 / off_s:.1f}",
+                _slots(work, on, on_hit, on_s),
+                f"**{rival_s / on_s:.2f}**",
+            )
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(machine: Machine, work: ModelWork, sharing: Sharing, peer_s: float) -> str:
-    """Share of slots, hits, tokens/s and how many times llama.cpp's these are."""
-    seconds = best_s(machine, work, sharing, 1, hybrid=True)
-    speed = f"{1 / seconds:.1f}, **{peer_s / seconds:.2f}**"
+def _slots(work: ModelWork, sharing: Sharing, hits: float, seconds: float) -> str:
+    """The share of streamed experts that have a slot, the hits there, and tokens/s."""
     n_layers = work.n_expert_layers - sharing.n_resident
     if not n_layers:
-        return f"all resident: {speed}"
+        return f"all resident: {1 / seconds:.1f}"
     share = sharing.n_slots / (n_layers * work.n_experts)
-    return f"{share:.0%} hit {expected_hits(work, sharing, work.union(1)):.0%}: {speed}"
+    return f"{share:.0%} hit {hits:.0%}: {1 / seconds:.1f}"
 
 
 def batch_table(all_facts: Sequence[ModelFacts]) -> str:
@@ -266,11 +316,11 @@ def batch_table(all_facts: Sequence[ModelFacts]) -> str:
     for title, facts in zip(MODELS, all_facts, strict=True):
         plain = model_work(facts)
         old = plan_of(facts, gib, machine, hybrid=False).sharing
-        rows = {"old rule": [best_s(machine, plain, old, n) for n in SIZES]}
+        rows = {"off": [best_s(machine, plain, old, n) for n in SIZES]}
         for routing in ("code", "prose", "published"):
             work = work_of(facts, title, routing)
             new = plan_of(facts, gib, machine, hybrid=True, hits=work.hits).sharing
-            rows[f"split, {routing}"] = [best_s(machine, work, new, n, hybrid=True) for n in SIZES]
+            rows[f"on, {routing}"] = [best_s(machine, work, new, n, hybrid=True) for n in SIZES]
         for label, seconds in rows.items():
             cells = " | ".join(f"{1e3 * s:.0f}" for s in seconds)
             lines.append(f"| {title} | {label} | {cells} |")
@@ -309,11 +359,11 @@ def page() -> str:
     """The whole page."""
     with tempfile.TemporaryDirectory() as folder:
         facts = [published_facts(title, Path(folder)) for title in MODELS]
-    parts = [HEAD.format(n=N_TOKENS), "## Decoding token by token, tokens/s\n"]
+    parts = [HEAD.format(n=N_TOKENS), "## Decoding token by token, tokens/s, modelled\n"]
     for title, its in zip(MODELS, facts, strict=True):
         parts.append(f"### {title}, {its.size_bytes / GIB:.0f} GiB\n\n{decode_table(its, title)}\n")
     name = list(MACHINES)[1]
-    parts.append(f"## T(n) in ms, {name}\n\n{batch_table(facts)}\n")
+    parts.append(f"## T(n) in ms, {name}, modelled\n\n{batch_table(facts)}\n")
     head = RECORDED_HEAD.format(code=DRAWN["code"], prose=DRAWN["prose"])
     parts.append(f"{head}\n{recorded_table()}\n")
     parts.append(f"{PUBLISHED_HEAD}\n{published_table()}\n\n{PUBLISHED_TAIL}")

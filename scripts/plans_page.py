@@ -17,10 +17,11 @@ from offload.model import ModelFacts
 from offload.plan.context import ContextSpec
 from offload.plan.machine import TYPICAL, model_work
 from offload.plan.placement import Plan, make_plan, workload_of
-from offload.plan.sharing import UBATCHES, ring_slots
+from offload.plan.sharing import SMALL_UBATCHES, UBATCHES, ring_slots
 from offload.synth.published import PUBLISHED, published_facts
 from specoffload.cli import app
 from specoffload.commands.plan import expected_tps, rests_on_guess, rounded
+from specoffload.speculation.kept_hits import LEAST_MIX_TOKENS, MIX_HALF_LIFE_TOKENS
 
 GIB = 1 << 30
 VRAM_GIB = (8, 12, 16, 24, 48, 80)
@@ -67,6 +68,14 @@ $ specoffload plan {EXAMPLE}.gguf --vram 24GiB --ram 512GiB
 A plan chooses the size of a ubatch, how many layers' dense weights stream, how many layers' experts are resident, and how many slots
 there are. The machine model estimates the time of every such choice, for a prompt of 8,192 tokens (or as many as the context holds) and
 512 generated ones. The fastest choice is taken. More device memory or a shorter context never makes the expected time longer.
+
+`--plan-for PROMPT:GENERATED` sets another mix of prompt tokens and generated ones, for example `4000:500`, whatever the context holds. More
+weight on generated tokens never makes decoding slower. `--plan-for decode` means 0:1: no ring is kept, and a ubatch may be as small as
+{SMALL_UBATCHES[0]} tokens, which makes prompts slow. A few prompt tokens, as in `1:20`, keep them bearable.
+
+Without the flag the mix is that of earlier runs of the model, rounded to a power of two, once they have had {LEAST_MIX_TOKENS:,} tokens.
+Prompt tokens that were found in the cache do not count. The mix is stored with the hits, in `*-hits.json`, and weighs half after
+{MIX_HALF_LIFE_TOKENS:,.0f} more tokens. A line says what a plan was made for if it is not the usual mix.
 
 - The *ring* has slots for all experts of a layer and an eighth of the next. With it, prompts run on the device while the link
   copies.

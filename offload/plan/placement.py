@@ -31,6 +31,7 @@ from offload.plan.sharing import (
     UBATCHES,
     Choice,
     LeastBytes,
+    TokenMix,
     Weights,
     Workload,
     choose_sharing,
@@ -146,6 +147,7 @@ def make_plan(
     hits: HitCurve | None = None,
     decodes: Sequence[MeasuredDecode] = (),
     host_bytes: int | None = None,
+    mix: TokenMix | None = None,
 ) -> Plan:
     """Decide for a device with `budget_bytes` for everything (None: no limit).
 
@@ -155,17 +157,19 @@ def make_plan(
     only; "fit" leaves to expected time which are resident. With `hybrid` layers are going to be
     split, so that slots serve every batch, with `hits` as they were counted of this model; "auto":
     if that is expected to save time, by counted hits alone, or did by `decodes`. What streams takes
-    at most `host_bytes` of host memory where any plan does. Raises DoesNotFit when not even the
-    smallest working set fits the device.
+    at most `host_bytes` of host memory where any plan does. `mix` weighs prompts against generated
+    tokens; None takes `Workload`'s. Raises DoesNotFit when not even the smallest working set fits
+    the device.
     """
     if hybrid == "auto":
         either = partial(
             make_plan, facts, budget_bytes=budget_bytes, reserve_bytes=reserve_bytes,
             n_gpu_layers=n_gpu_layers, n_cpu_moe=n_cpu_moe, stream_experts=stream_experts,
             context=context, most_ubatch=most_ubatch, machine=machine, host_bytes=host_bytes,
+            mix=mix,
         )  # fmt: skip
         return with_or_without_room(
-            either, model_work(facts, hits), machine, workload_of(context), decodes
+            either, model_work(facts, hits), machine, workload_of(context, mix), decodes
         ).plan
     experts = [e for e in facts.loaded if is_experts(e)] if stream_experts else []
     dense = [e for e in facts.loaded if _DENSE.match(e.name)]
@@ -181,9 +185,9 @@ def make_plan(
         n_resident = _resident(n_cpu_moe, n_expert_layers)
         n_dense_streamed = _dense_streamed(n_gpu_layers, facts.n_layers)
         fastest = partial(
-            choose_sharing, weights, work, machine, workload_of(context), budget_bytes=budget_bytes,
-            reserve_bytes=asked.reserve_of, ubatches=ubatches, n_resident=n_resident,
-            n_dense_streamed=n_dense_streamed, hybrid=hybrid,
+            choose_sharing, weights, work, machine, workload_of(context, mix),
+            budget_bytes=budget_bytes, reserve_bytes=asked.reserve_of, ubatches=ubatches,
+            n_resident=n_resident, n_dense_streamed=n_dense_streamed, hybrid=hybrid,
         )  # fmt: skip
         found = fastest()
         if found is None:
@@ -200,6 +204,8 @@ def make_plan(
                 )
     plan = _plan(asked, choice, experts, dense, work, machine)
     plan = plan.because(why_host) if why_host else plan
+    if mix is not None and plan.streamed:
+        plan = plan.because(f"{mix.words} (--plan-for)")
     if hybrid and choice.streamed_experts and budget_bytes is not None:
         plan = plan.because(hit_words(work, plan.sharing))
     return plan
@@ -259,10 +265,12 @@ class _Asked:
         return self.reserve_bytes + context_memory(self.facts, spec).total_bytes
 
 
-def workload_of(context: ContextSpec | None) -> Workload:
-    """The prompt and the generated tokens by whose time a plan is chosen."""
-    most = Workload()
-    return most if context is None else replace(most, n_prompt=min(context.n_ctx, UBATCHES[-1]))
+def workload_of(context: ContextSpec | None, mix: TokenMix | None = None) -> Workload:
+    """The prompt and the generated tokens by whose time a plan is chosen: as many as the context
+    holds of up to 8,192, and 512, or as many as `mix` says."""
+    usual = Workload()
+    n_prompt = usual.n_prompt if context is None else min(context.n_ctx, UBATCHES[-1])
+    return replace(usual, n_prompt=n_prompt) if mix is None else mix.workload(n_prompt)
 
 
 def _ubatches(

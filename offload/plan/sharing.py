@@ -6,6 +6,7 @@ and the fastest that fits is taken.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,9 +30,43 @@ _LOOKED_UP = frozenset(
 class Workload:
     """The work that a plan is made for: a prompt, then tokens in batches."""
 
-    n_prompt: int = 4096
-    n_generated: int = 512
+    n_prompt: int = 4096  # 0: decoding alone
+    n_generated: float = 512
     n_batch: int = 1
+
+
+@dataclass(frozen=True)
+class TokenMix:
+    """The proportion of prompt tokens that are evaluated to generated ones."""
+
+    n_prompt: float
+    n_generated: float
+
+    def workload(self, n_prompt: int) -> Workload:
+        """A prompt of `n_prompt` tokens, with the generated ones in this proportion."""
+        if not self.n_prompt:
+            return Workload(0, 1)
+        return Workload(n_prompt, n_prompt * self.n_generated / self.n_prompt)
+
+    @property
+    def rounded(self) -> TokenMix:
+        """The same to a power of two, so that a plan does not change from start to start; both
+        numbers must be above 0."""
+        return TokenMix(2.0 ** round(math.log2(self.n_prompt / self.n_generated)), 1)
+
+    @property
+    def words(self) -> str:
+        if not self.n_prompt:
+            return "planned for decoding alone"
+        if not self.n_generated:
+            return "planned for prompts alone"
+        share = self.n_prompt / self.n_generated
+        if share < 1:
+            return f"planned for {1 / share:.3g} generated tokens to each prompt token"
+        return f"planned for {share:.3g} prompt tokens to each generated one"
+
+
+DECODING = TokenMix(0, 1)
 
 
 @dataclass(frozen=True)
@@ -138,7 +173,10 @@ def choose_sharing(
     best: Choice | None = None
     for n_ubatch in ubatches:
         left = budget_bytes - reserve_bytes(n_ubatch)
-        for choice in _ways(weights, left, n_ubatch, n_resident, n_dense_streamed):
+        ways = _ways(
+            weights, left, n_ubatch, n_resident, n_dense_streamed, needs_ring=workload.n_prompt > 0
+        )
+        for choice in ways:
             if host_bytes is not None and choice.streamed_bytes > host_bytes:
                 continue
             if not choice.streams and n_ubatch not in SMALL_UBATCHES:
@@ -155,11 +193,14 @@ def _ways(
     n_ubatch: int,
     n_resident: Sequence[int],
     n_dense_streamed: Sequence[int],
+    *,
+    needs_ring: bool,
 ) -> Iterator[Choice]:
     """The ways that fit and may be best.
 
     Experts become resident only while as few dense weights stream as may, since every token uses
-    those, and only with what a ring leaves, so that prompts run on the device.
+    those. With prompts in the workload they do so only with what a ring leaves: the header tells
+    free memory within a few per cent, and one slot too few takes prompts off the device.
     """
     fewest = n_dense_streamed[0]
     numbers = [(n, fewest) for n in n_resident]
@@ -171,7 +212,8 @@ def _ways(
         room -= weights.dense_ring_bytes if dense_bytes else 0
         n_slots = _slots(weights.layout, room, len(experts))
         has_ring = not experts or n_slots >= weights.facts.n_experts
-        if room < 0 or (experts and not n_slots) or (resident > n_resident[0] and not has_ring):
+        is_resident = resident > n_resident[0]
+        if room < 0 or (experts and not n_slots) or (is_resident and needs_ring and not has_ring):
             continue
         sharing = Sharing(n_slots, resident, len(dense))
         yield Choice(experts, dense, n_ubatch, sharing, expert_bytes + dense_bytes)

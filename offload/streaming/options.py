@@ -22,6 +22,7 @@ from offload.plan.placement import (
     make_plan,
 )
 from offload.plan.room_for_splits import MeasuredDecode
+from offload.plan.sharing import TokenMix
 from offload.routing.counted import HitCurve
 from offload.routing.recording import RoutingRecorder
 from offload.schedule.cache_rules import make_cache_rule
@@ -66,6 +67,7 @@ class StreamingOptions:
     plan_for_hybrid: PlanForSplits = False
     hits: HitCurve | None = None  # as counted of this model
     decodes: tuple[MeasuredDecode, ...] = ()  # that earlier starts timed here, the last comes last
+    mix: TokenMix | None = None  # that the plan is made for; None: a prompt, then an answer
     splitter: Splitter | None = None  # decides how; None: by what was measured
     record_routing: bool = False  # what routers choose for small batches: it tells of hits
     ahead: bool = True  # nodes that do not read the CPU's rows are computed before those are there
@@ -122,6 +124,7 @@ def plan_streaming(
         hits=options.hits,
         decodes=options.decodes,
         host_bytes=host_bytes,
+        mix=options.mix,
     )
     plan = plan.because(lowered) if lowered else plan
     return plan.with_chunks(options.chunks if options.overlap else "off")

@@ -76,6 +76,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--routing", choices=ROUTINGS, default="drifting", help="of split")
     parser.add_argument("--share", type=float, default=0.25,
                         help="of expert bytes on the device, in split")  # fmt: skip
+    parser.add_argument("--llama-server", type=Path,
+                        help="a program that decodes the same, as a rival")  # fmt: skip
     parser.add_argument("--limit-s", type=float, default=540.0, help="later parts are left out")
     parser.add_argument("--model-dir", type=Path, help="where the model is written and kept")
     parser.add_argument("--small", action="store_true", help="a tiny model, for slow devices")
@@ -169,7 +171,8 @@ def measure_hybrid(
     done: Callable[[str], float],
 ) -> None:
     asked = Asked(choice, folder, args.threads or int(machine()["cores"] or 1),
-                  lambda: done("split"), args.small, args.routing, args.share)  # fmt: skip
+                  lambda: done("split"), args.small, args.routing, args.share,
+                  args.llama_server)  # fmt: skip
     report.split = measure_split(asked, out.print)
     for row in report.split:
         show_split(row)
@@ -285,6 +288,12 @@ def show_split(row: dict[str, Any]) -> None:
                          f"{way['n_promoted']:.2f}",
                          f"{way['streamed_bytes'] / 1e6:.1f}")  # fmt: skip
     out.print(speeds, work)
+    for its in row["llama_server"]:
+        found = its.get("left_out") or f"{its['token_s'] * 1e3:.2f} ms a token"
+        out.print(f"{its['way']}: {found}", soft_wrap=True, markup=False)
+    out.print(f"best rival: {row['best_rival']}, {row['best_rival_s'] * 1e3:.2f} ms a token; "
+              f"on {row['vs_best_rival']['on']:.2f} x, auto {row['vs_best_rival']['auto']:.2f} x",
+              soft_wrap=True, markup=False)  # fmt: skip
     link = row["expert_copy_bytes_per_s"] / 1e9
     out.print(f"llama.cpp computes the experts of {row['n_cpu_moe']} of {row['n_layers']} layers "
               f"on the CPU; an expert of {row['one_expert_bytes'] / 1e6:.2f} MB is copied at "

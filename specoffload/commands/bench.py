@@ -12,7 +12,7 @@ import math
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -48,7 +48,14 @@ from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.bench.why_off import why_off
 from specoffload.commands.models import type_name
 from specoffload.config.resolution import Config, demo_file
-from specoffload.peers.llama_server import measure_server, program_of, sweep
+from specoffload.peers.llama_server import (
+    ServerSpeed,
+    cache_words,
+    measure_server,
+    program_of,
+    sweep,
+    ways_of,
+)
 from specoffload.peers.paths import LlamaPath, Measured, SessionPath, Workload, measure_in_turns
 from specoffload.peers.process import Llama
 from specoffload.peers.tuned import UBATCHES, TunedLlama, tune_for
@@ -331,20 +338,38 @@ def _open_session(
 def _beside_llama_server(
     result: dict[str, Any], config: Config, program: Path, tuned: TunedLlama, n_predict: int
 ) -> None:
-    """Add the user's own llama-server to `result`: as tuned, and with the draft's flags swept."""
-    rows = []
-    for asked in sweep(config.draft):
+    """Add the user's own llama-server to `result`: as tuned, with an expert cache where it knows
+    one, and the faster of these with the draft's flags swept."""
+    rows: list[ServerSpeed] = []
+
+    def measure(way: TunedLlama, flags: Sequence[str]) -> None:
         try:
             rows.append(
-                measure_server(program, config, tuned, asked, prompts()[:N_PROMPTS], n_predict)
+                measure_server(program, config, way, flags, prompts()[:N_PROMPTS], n_predict)
             )
         except OffloadError as e:
-            report.note(f"llama-server {' '.join(asked)} is left out: {e}")
+            cache = cache_words(way.n_cpu_moe, way.moe_cache_mib)
+            words = " ".join(("llama-server", *cache, *flags))
+            report.note(f"{words} is left out: {e}")
+
+    plain, *drafting = sweep(config.draft)
+    try:
+        ways = ways_of(program, read_facts(config.model), tuned)
+    except OffloadError as e:
+        report.note(f"llama-server is left out: {e}")
+        ways = []
+    for way in ways:
+        measure(way, plain)
+    if rows:
+        best = max(rows, key=lambda row: row.decode_tps)
+        fastest = next(way for way in ways if way.moe_cache_mib == best.moe_cache_mib)
+        for flags in drafting:
+            measure(fastest, flags)
     result["llama_server"] = [asdict(row) for row in rows]
     if rows:
-        best = max(row.decode_tps for row in rows)
+        best_tps = max(row.decode_tps for row in rows)
         mine = max(result.get("wrapped_tps", 0.0), result.get("spec_tps", 0.0))
-        result["vs"]["llama-server"] = mine / best
+        result["vs"]["llama-server"] = mine / best_tps
 
 
 def _workload(config: Config, n_predict: int, n_prompt: int) -> Workload:
@@ -449,7 +474,8 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     speeds = [(name, result["decode_tps"][name], p) for name, p in result["prefill_tps"].items()]
     for row in result.get("llama_server", ()):
         draft = row["flags"][2:]  # behind -md FILE
-        name = " ".join(("llama-server", *draft))
+        cache = cache_words(row["n_cpu_moe"], row["moe_cache_mib"])
+        name = " ".join(("llama-server", *cache, *draft))
         speeds.append((name, row["decode_tps"], row["prefill_tps"]))
     return [
         (name, f"{tps:.1f}", f"{prefill:.0f}", f"{tps / plain:.2f}{mark}" if plain else "-")

@@ -92,6 +92,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         hits=kept.hits,
         decodes=kept.decodes if machine == TYPICAL else (),  # they were timed here
         host_bytes=None if room is None else room.available_bytes,
+        mix=options.streaming.mix,
     )
     context = context.with_ubatch(plan.n_ubatch)
     memory = context_memory(facts, context)

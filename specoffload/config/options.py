@@ -14,6 +14,7 @@ from typing import Any, Literal
 from numa.place import Strategy
 from offload.mla.decision import Crossover
 from offload.plan.min_batch import MinBatch
+from offload.plan.sharing import TokenMix
 from offload.schedule.chunks import Chunks
 from specdec.options import SpecOptions
 from specoffload.chat.conversation import ReasoningFormat
@@ -98,6 +99,7 @@ class Options:
     vram_bytes: int | None = None
     n_gpu_layers: int | None = None
     n_cpu_moe: int | None = None
+    plan_for: TokenMix | None = None  # None: what earlier runs evaluated
     expert_cache: str = "lrfu"
     prefetch_depth: int = 8
     overlap: bool = True

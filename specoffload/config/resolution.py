@@ -142,6 +142,7 @@ def _streaming(options: Options) -> StreamingOptions:
         device_bytes=options.vram_bytes,
         n_cpu_moe="fit" if options.n_cpu_moe is None else options.n_cpu_moe,
         n_gpu_layers=options.n_gpu_layers,
+        mix=options.plan_for,
         overlap=options.overlap,
         depth=options.prefetch_depth,
         prefetch=options.prefetch,

@@ -1,4 +1,5 @@
-"""The user's own llama-server on the same file, over HTTP: for `bench --vs llama-server=PATH`."""
+"""The user's own llama-server on the same file, over HTTP: for `bench --vs llama-server=PATH` and
+`gpu-check split --llama-server PATH`."""
 
 from __future__ import annotations
 
@@ -10,14 +11,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offload.errors import DeviceFailed, DeviceUnavailable
+from offload.model import ModelFacts
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
-from specoffload.peers.tuned import TunedLlama
+from specoffload.peers.tuned import TunedLlama, with_expert_caches
 
 DRAFT_MAX = (4, 16, 48)
 DRAFT_P_MIN = (0.5, 0.75, 0.9)
@@ -33,6 +35,8 @@ class ServerSpeed:
     prefill_tps: float
     decode_tps: float
     acceptance_rate: float | None
+    n_cpu_moe: int = 0  # as in TunedLlama
+    moe_cache_mib: int = 0
 
 
 def program_of(text: str) -> Path:
@@ -67,6 +71,22 @@ def known_names(flags: Sequence[str], help_text: str) -> list[str]:
     ]
 
 
+def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLlama]:
+    """`tuned`, and with the expert cache where this build's --help lists the flag.
+
+    Raises DeviceUnavailable if the program cannot be run.
+    """
+    knows_cache = "--moe-cache-mib" in _help_text(program)
+    return with_expert_caches(facts, tuned) if knows_cache else [tuned]
+
+
+def cache_words(n_cpu_moe: int, moe_cache_mib: int) -> tuple[str, ...]:
+    """The flags that name a way with the expert cache; none without it."""
+    if not moe_cache_mib:
+        return ()
+    return "--n-cpu-moe", str(n_cpu_moe), "--moe-cache-mib", str(moe_cache_mib)
+
+
 def measure_server(
     program: Path,
     config: Config,
@@ -79,12 +99,48 @@ def measure_server(
 
     Raises DeviceUnavailable if it cannot be started, DeviceFailed if it does not answer.
     """
-    command = _command(program, config, tuned, flags)
+    command = _command(
+        program, config.model, tuned, flags, n_ctx=config.ctx_size or 0, n_threads=config.threads
+    )
     with _running(command) as url:
         request = {"n_predict": n_predict, "temperature": 0.0, "ignore_eos": True,
                    "cache_prompt": False}  # fmt: skip
         answers = [_post(f"{url}/completion", request | {"prompt": t}) for t in (texts[0], *texts)]
-    return summed(flags, [answer["timings"] for answer in answers[1:]])
+    speed = summed(flags, [answer["timings"] for answer in answers[1:]])
+    return replace(speed, n_cpu_moe=tuned.n_cpu_moe, moe_cache_mib=tuned.moe_cache_mib)
+
+
+def followed_s(
+    program: Path,
+    model: Path,
+    tuned: TunedLlama,
+    tokens: Sequence[int],
+    *,
+    n_warm: int,
+    n_ctx: int,
+    n_threads: int,
+) -> list[float]:
+    """Start it, have it decode a given text token by token, stop it. Seconds of each token behind
+    the first `n_warm`, by the server's own clock.
+
+    Every request is one token longer than the last, whose tokens the server still has. Raises as
+    `measure_server`, and DeviceFailed if the server evaluates more than the new token.
+    """
+    found = []
+    request = {"n_predict": 1, "temperature": 0.0, "cache_prompt": True, "id_slot": 0}
+    command = _command(program, model, tuned, (), n_ctx=n_ctx, n_threads=n_threads)
+    with _running([*command, "--parallel", "1"]) as url:
+        for n in range(1, len(tokens) + 1):
+            answer = _post(f"{url}/completion", request | {"prompt": list(tokens[:n])})
+            if n <= n_warm:
+                continue
+            timings = answer["timings"]
+            if timings["prompt_n"] != 1:
+                raise DeviceFailed(
+                    f"it evaluated {timings['prompt_n']} tokens of a text of which it had all but 1"
+                )
+            found.append(timings["prompt_ms"] / 1e3)
+    return found
 
 
 def summed(flags: Sequence[str], timings: Sequence[dict[str, Any]]) -> ServerSpeed:
@@ -103,14 +159,25 @@ def summed(flags: Sequence[str], timings: Sequence[dict[str, Any]]) -> ServerSpe
     )
 
 
-def _command(program: Path, config: Config, tuned: TunedLlama, flags: Sequence[str]) -> list[str]:
+def _help_text(program: Path) -> str:
     try:
         done = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as e:
-        raise DeviceUnavailable(f"--vs llama-server={program}: cannot be run ({e})") from e
-    own = [str(program), "-m", str(config.model), "-c", str(config.ctx_size or 0),
-           "-t", str(config.threads), *tuned.arguments()]  # fmt: skip
-    return own + known_names(flags, done.stdout + done.stderr)
+        raise DeviceUnavailable(f"llama-server {program}: cannot be run ({e})") from e
+    return done.stdout + done.stderr
+
+
+def _command(
+    program: Path,
+    model: Path,
+    tuned: TunedLlama,
+    flags: Sequence[str],
+    *,
+    n_ctx: int,
+    n_threads: int,
+) -> list[str]:
+    own = [str(program), "-m", str(model), "-c", str(n_ctx), "-t", str(n_threads)]
+    return [*own, *tuned.arguments(), *known_names(flags, _help_text(program))]
 
 
 @contextmanager

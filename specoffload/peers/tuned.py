@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
 
@@ -26,6 +26,7 @@ class TunedLlama:
     n_dense_layers_on_cpu: int  # of a dense model, or where even all experts on the CPU is too much
     n_ubatch: int
     on_gpu: bool
+    moe_cache_mib: int = 0  # device memory for an LRU cache of the experts on the CPU; 0: none
 
     def cpu_weights(self) -> str:
         """A pattern of the weights that stay in host memory; empty if there are none."""
@@ -52,6 +53,8 @@ class TunedLlama:
             flags += ["-ot", f"{self.cpu_weights()}=CPU", "--no-mmap"]
         elif self.n_cpu_moe:
             flags += ["--n-cpu-moe", str(self.n_cpu_moe), "--no-mmap"]
+        if self.moe_cache_mib:
+            flags += ["--moe-cache-mib", str(self.moe_cache_mib)]  # only newer builds know it
         return flags
 
     def command_line(self, path: str) -> str:
@@ -73,6 +76,24 @@ def tune_for(
     n_cpu_moe, left = _moved(left, _by_layer([e for e in entries if is_experts(e)]))
     n_dense, left = _moved(left, _by_layer([e for e in products if not is_experts(e)]))
     return TunedLlama(n_cpu_moe, n_dense, n_ubatch, on_gpu=True)
+
+
+def with_expert_caches(facts: ModelFacts, tuned: TunedLlama) -> list[TunedLlama]:
+    """`tuned`, and the same device memory with an expert cache instead of all, or of half, of the
+    layers whose experts are resident."""
+    layers = _by_layer(facts.expert_weights)
+    n_resident = sum(size > 0 for size in layers[tuned.n_cpu_moe :])
+    found = [tuned]
+    if not tuned.on_gpu or tuned.n_dense_layers_on_cpu:
+        return found
+    for n_moved in dict.fromkeys((n_resident, n_resident // 2)):
+        last = tuned.n_cpu_moe
+        while sum(size > 0 for size in layers[tuned.n_cpu_moe : last]) < n_moved:
+            last += 1
+        mib = sum(layers[tuned.n_cpu_moe : last]) >> 20
+        if mib:
+            found.append(replace(tuned, n_cpu_moe=last, moe_cache_mib=mib))
+    return found
 
 
 def _by_layer(entries: Sequence[TensorEntry]) -> list[int]:

@@ -22,6 +22,7 @@ from offload.plan.context import type_of_values
 from offload.plan.min_batch import MinBatch
 from offload.plan.min_batch_search import budget_s
 from offload.plan.room_for_splits import MeasuredDecode
+from offload.plan.sharing import TokenMix
 from offload.routing.counted import HitCurve
 from offload.store.store import StoreOptions
 from specdec.costs.estimate import typical
@@ -32,7 +33,7 @@ from specoffload.config.resolution import Config
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.min_batch import choose_min_batch, n_most_at_once, streamed_kinds
 from specoffload.session.progress import OnProgress, ignore
-from specoffload.speculation.kept_hits import load_hits, may_be_kept
+from specoffload.speculation.kept_hits import load_kept, may_be_kept
 from specoffload.speculation.kept_split import (
     DecodeTimes,
     MeasuredSplit,
@@ -54,6 +55,7 @@ class KeptForPlan:
 
     hits: HitCurve | None = None  # as counted of the model's routing
     decodes: tuple[MeasuredDecode, ...] = ()  # as timed on this device, by whatever plan
+    mix: TokenMix | None = None  # of what earlier runs evaluated and generated; None: too little
     complaint: str = ""
 
 
@@ -103,6 +105,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
             reserve_bytes=draft_bytes(config),
             hits=kept.hits,
             decodes=kept.decodes,
+            mix=config.streaming.mix or kept.mix,
             record_routing=spec.use_profile and spec.profile_dir is not None,
         ),
         mla_crossover=config.mla_crossover,
@@ -114,16 +117,15 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
 
 
 def kept_for_plan(config: Config) -> KeptForPlan:
-    """The evidence that was kept of the model, where its plan asks for it."""
+    """The evidence that was kept of the model, as far as its plan asks for it."""
     folder = _folder(config)
-    if folder is None or not config.streaming.plan_for_hybrid:
-        return NOTHING_KEPT
-    if not may_be_kept(folder, config.model):
+    if folder is None or not may_be_kept(folder, config.model):
         return NOTHING_KEPT
     facts = read_facts(config.model)
-    hits, complaint = load_hits(folder, facts)
-    if hits is None:
-        return KeptForPlan(complaint=complaint)
+    kept, complaint = load_kept(folder, facts)
+    hits, mix = kept.hits, kept.mix_for_plan
+    if hits is None or not config.streaming.plan_for_hybrid:
+        return KeptForPlan(mix=mix, complaint=complaint)
     decodes: tuple[MeasuredDecode, ...] = ()
     if config.streaming.plan_for_hybrid == "auto":
         key = ProfileKey(
@@ -133,7 +135,7 @@ def kept_for_plan(config: Config) -> KeptForPlan:
             build=library_build(),
         )
         decodes = kept_decodes(folder, facts.path.stem, key)
-    return KeptForPlan(hits.curve, decodes, complaint)
+    return KeptForPlan(hits.curve, decodes, mix, complaint)
 
 
 def _type_v(config: Config) -> str:

@@ -18,6 +18,7 @@ from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported, OffloadError
 from offload.ggml.sampler import grammar_tokens
 from offload.hybrid.watching import Watcher
+from offload.plan.sharing import TokenMix
 from specdec.decoding.loop import Step
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
@@ -47,7 +48,7 @@ from specoffload.slots.request import Request
 from specoffload.slots.saving import change_slot
 from specoffload.slots.step_trace import StepTrace
 from specoffload.speculation.draft_model import DraftModel
-from specoffload.speculation.kept_hits import HitKeeper, load_hits, may_be_kept
+from specoffload.speculation.kept_hits import HitKeeper, load_kept, may_be_kept
 from specoffload.speculation.speculation import Speculation, drafts_anything
 
 SEQUENCE = 0
@@ -126,13 +127,17 @@ class Session:
     def _keep_hits(self, opened: ExitStack) -> None:
         """From here on what routers choose is somebody's text: it is recorded, and kept."""
         spec, recorder = self.config.spec, self.target.routing
-        if not spec.use_profile or spec.profile_dir is None:
+        if not spec.use_profile or spec.profile_dir is None or not self.target.facts.n_experts:
             return
         if may_be_kept(spec.profile_dir, self.config.model):
-            hits, _ = load_hits(spec.profile_dir, self.target.facts)
+            hits = load_kept(spec.profile_dir, self.target.facts)[0].hits
             if hits is not None:
                 self._filling = self.target.fill_slots(hits.uses)
-        keeper = HitKeeper(spec.profile_dir, self.target.facts, recorder)
+        batcher = self.batcher
+        keeper = HitKeeper(
+            spec.profile_dir, self.target.facts, recorder,
+            lambda: TokenMix(batcher.n_prompt_tokens, batcher.n_generated),
+        )  # fmt: skip
         recorder.is_on = True
 
         def keep() -> None:

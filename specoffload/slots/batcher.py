@@ -68,6 +68,7 @@ class Batcher:
         self._share = PromptShare(
             target.options.n_ubatch or DEFAULT_UBATCH, rides_along=self._sequences.can_rewind
         )
+        self.n_prompt_tokens = self.n_generated = 0  # evaluated and emitted, of all requests
         self._waiting: deque[Request] = deque()
         self._running: dict[BatchMember, Request] = {}  # in the order in which they got their slots
         self._n_used = 0
@@ -204,6 +205,7 @@ class Batcher:
                 self._finished(request)
         for member, round_ in step.rounds:
             request = self._running[member]
+            self.n_generated += len(round_.emitted)
             for hears in self.on_round:
                 hears(round_)
             if request.take(round_, self._counts):
@@ -215,6 +217,7 @@ class Batcher:
         """All of the prompt but its last token has been."""
         assert request.slot is not None
         request.slot.mark()
+        self.n_prompt_tokens += request.n_prompt - request.n_cached
         request.evaluated()
 
     def _finished(self, request: Request) -> None:

@@ -53,7 +53,7 @@ class Request:
         self._beside = beside
         self.asked_with: int = id(self) if beside is None else beside.asked_with  # same for a group
         self._tally: Tally | None = None  # since it first had a slot
-        self._n_cached = 0
+        self.n_cached = 0
         self._is_evaluated = False
         self._deadline_s: float | None = None
 
@@ -63,7 +63,7 @@ class Request:
         if self._tally is not None:
             return
         now_s = perf_counter()
-        self._tally, self._n_cached = Tally(counts, now_s), n_cached
+        self._tally, self.n_cached = Tally(counts, now_s), n_cached
         if self.options.time_limit_s is not None:
             self._deadline_s = now_s + self.options.time_limit_s
 
@@ -78,7 +78,7 @@ class Request:
         """All of the prompt but its last token has been."""
         if not self._is_evaluated and self._tally is not None:
             self._is_evaluated = True
-            self._tally.evaluated(self.n_prompt, self._n_cached, perf_counter())
+            self._tally.evaluated(self.n_prompt, self.n_cached, perf_counter())
             if self._prompt_logprobs is not None:
                 self.read()  # a prompt of one token has no other part
 

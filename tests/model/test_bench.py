@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import json
 import os
@@ -10,6 +11,8 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +20,9 @@ from resolved import config_of
 
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable
-from offload.synth import write_preset
+from offload.model import ModelFacts
+from offload.model_file import read_facts
+from offload.synth import plan_preset, write_header_only, write_preset
 from specoffload.bench.equal_texts import (
     PlainText,
     compared,
@@ -25,15 +30,17 @@ from specoffload.bench.equal_texts import (
     speculative_text,
     split_text,
 )
+from specoffload.commands.bench import _beside_llama_server, _rows
 from specoffload.config.environment import Environment
 from specoffload.config.host import read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import demo_file, resolve
-from specoffload.peers.llama_server import measure_server
+from specoffload.peers.llama_server import followed_s, measure_server, ways_of
 from specoffload.peers.process import Llama
 from specoffload.peers.tuned import TunedLlama
 from specoffload.session.session import Session
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "path": str(demo_file("target.gguf")),
     "device": None,
@@ -87,16 +94,27 @@ import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 if "--help" in sys.argv:
     print("--spec-draft-n-max N")
+    if "new" in sys.argv[0]: print("--moe-cache-mib N")
     raise SystemExit
+if "--moe-cache-mib" in sys.argv: assert "new" in sys.argv[0]
+held = []
 drafts = "-md" in sys.argv
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert body["temperature"] == 0 and body["n_predict"] == 7, body
+        assert body["temperature"] == 0 and body["n_predict"] in (1, 7), body
         if "--fail" in sys.argv: self.send_response(500); self.end_headers(); return
         timings = {"prompt_n": 10, "prompt_ms": 10, "predicted_n": 7, "predicted_ms": 7}
+        if body["cache_prompt"]:
+            assert body["prompt"][:len(held)] == held
+            if "forgets" in sys.argv[0]: held.clear()
+            timings |= {"prompt_n": len(body["prompt"]) - len(held), "prompt_ms": 50}
+            if "--moe-cache-mib" in sys.argv:
+                timings["prompt_ms"] = 20e3 / int(sys.argv[sys.argv.index("--moe-cache-mib") + 1])
+            held[:] = body["prompt"]
+        elif "--moe-cache-mib" in sys.argv: timings["predicted_ms"] = 3.5
         if drafts: timings |= {"draft_n": 4, "draft_n_accepted": 3}
         self.send_response(200); self.end_headers()
         self.wfile.write(json.dumps({"timings": timings}).encode())
@@ -107,7 +125,10 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 
 @pytest.fixture
 def llama_server(tmp_path: Path) -> Path:
-    program = tmp_path / "llama-server"
+    return server_program(tmp_path / "llama-server")
+
+
+def server_program(program: Path) -> Path:
     program.write_text(f"#!{sys.executable}\n{SERVER}")
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
     return program
@@ -127,6 +148,81 @@ def test_a_llama_server_is_started_asked_and_stopped(llama_server: Path) -> None
         measure_server(llama_server.with_name("none"), config, tuned, (), ["a"], 7)
     running = subprocess.run(["ps", "-ef"], capture_output=True, text=True).stdout
     assert str(llama_server) not in running
+
+
+def header_of_eight_layers(folder: Path) -> ModelFacts:
+    planned = plan_preset("qwen3-235b-a22b", size="full", n_layer=8, n_vocab=16384, quant="q4_K")
+    return read_facts(write_header_only(planned, folder / "header.gguf"))
+
+
+def test_the_expert_cache_is_swept_where_the_rivals_help_has_it(
+    llama_server: Path, tmp_path: Path
+) -> None:
+    facts = header_of_eight_layers(tmp_path)
+    layer_bytes = sum(e.size_bytes for e in facts.expert_weights) // 8
+    tuned = TunedLlama(4, 0, 512, on_gpu=True)
+    assert ways_of(llama_server, facts, tuned) == [tuned]
+    ways = ways_of(server_program(tmp_path / "new-llama-server"), facts, tuned)
+    assert ways[0] == tuned
+    assert [way.n_cpu_moe for way in ways] == [4, 8, 6]
+    for way, n_layers in zip(ways[1:], (4, 2), strict=True):
+        assert 0 <= n_layers * layer_bytes - (way.moe_cache_mib << 20) < 1 << 20
+        assert way.arguments()[-2:] == ["--moe-cache-mib", str(way.moe_cache_mib)]
+    on_cpu = TunedLlama(0, 0, 512, on_gpu=False)
+    assert ways_of(tmp_path / "new-llama-server", facts, on_cpu) == [on_cpu]
+
+
+def test_a_rivals_decodes_of_a_given_text_are_timed_by_its_own_clock(
+    llama_server: Path, tmp_path: Path
+) -> None:
+    tuned = TunedLlama(0, 0, 512, on_gpu=False)
+    given = {"n_warm": 2, "n_ctx": 64, "n_threads": 1}
+    seconds = followed_s(llama_server, Path("m.gguf"), tuned, [5, 6, 7, 8], **given)
+    assert seconds == [0.05, 0.05]
+    forgetful = server_program(tmp_path / "forgets")
+    with pytest.raises(DeviceFailed, match="it evaluated 2 tokens"):
+        followed_s(forgetful, Path("m.gguf"), tuned, [5, 6], n_warm=1, n_ctx=64, n_threads=1)
+
+
+def test_gpu_check_takes_the_best_of_the_rivals_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "gpu_check"))
+    split_layers = importlib.import_module("split_layers")
+    program = server_program(tmp_path / "new-llama-server")
+    asked = split_layers.Asked(
+        SimpleNamespace(), tmp_path, 1, left_s=lambda: 1.0, small=True, llama_server=program
+    )
+    facts, tuned = header_of_eight_layers(tmp_path), TunedLlama(4, 0, 512, on_gpu=True)
+    rows = split_layers.server_rows(asked, facts, tuned, list(range(32)))
+    assert len(rows) == 3
+    assert rows[0]["token_s"] == pytest.approx(0.05)
+    assert rows[1]["token_s"] < rows[2]["token_s"] < 0.05
+    ways = [{"way": "llama.cpp", "token_s": 0.04}, {"way": "on", "token_s": 0.001},
+            {"way": "auto", "token_s": 0.002}]  # fmt: skip
+    found = split_layers.compared_with_best({"ways": ways, "llama_server": rows})
+    assert found["best_rival"] == rows[1]["way"]
+    assert "--moe-cache-mib" in found["best_rival"]
+    assert found["vs_best_rival"]["on"] == pytest.approx(rows[1]["token_s"] / 0.001)
+    found = split_layers.compared_with_best({"ways": ways, "llama_server": []})
+    assert (found["best_rival"], found["best_rival_s"]) == ("llama.cpp", 0.04)
+
+
+def test_bench_measures_drafts_with_the_rivals_faster_cache(tmp_path: Path) -> None:
+    facts = header_of_eight_layers(tmp_path)
+    config = config_of(model=facts.path, draft=demo_file("draft.gguf"))
+    program = server_program(tmp_path / "new-llama-server")
+    result: dict[str, Any] = {"vs": {}, "wrapped_tps": 4000.0, "prefill_tps": {}, "decode_tps": {}}
+    _beside_llama_server(result, config, program, TunedLlama(4, 0, 512, on_gpu=True), 7)
+    rows = result["llama_server"]
+    assert [row["moe_cache_mib"] > 0 for row in rows[:3]] == [False, True, True]
+    assert [row["decode_tps"] for row in rows[:3]] == [1000.0, 2000.0, 2000.0]
+    assert all(row["moe_cache_mib"] == rows[1]["moe_cache_mib"] for row in rows[3:])
+    assert len(rows) == 3 + 9
+    assert result["vs"]["llama-server"] == 2.0
+    names = [name for name, *_ in _rows(result)]
+    assert names[0] == "llama-server"
+    assert names[1] == f"llama-server --n-cpu-moe 8 --moe-cache-mib {rows[1]['moe_cache_mib']}"
 
 
 def test_what_is_printed_where_nothing_streams_and_a_rival_is_measured(

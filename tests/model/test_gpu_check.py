@@ -17,6 +17,7 @@ import pytest
 from offload.device import devices
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
+from offload.plan.sharing import DECODING
 from offload.synth import plan_preset, write_header_only
 from specoffload.peers.tuned import tune_for
 
@@ -153,9 +154,12 @@ def test_a_quarter_of_the_experts_is_two_layers_of_eight_or_as_many_slots(
     theirs = tune_for(facts, vram_bytes=vram_bytes, reserve_bytes=0, n_ubatch=512)
     assert theirs.n_cpu_moe == 6
     for hybrid in (False, True):
-        ours = make_plan(facts, budget_bytes=vram_bytes, n_cpu_moe="fit", hybrid=hybrid)
+        ours = make_plan(
+            facts, budget_bytes=vram_bytes, n_cpu_moe="fit", hybrid=hybrid, mix=DECODING
+        )
         assert ours.n_resident == 0
-        assert [pool.n_slots for pool in ours.layout.pools] == [2 * 128]
+        n_for_biases = 1 if name == "gpt-oss" else 0  # slots hold these too
+        assert [pool.n_slots for pool in ours.layout.pools] == [2 * 128 - n_for_biases]
         assert ours.resident_bytes + ours.slot_bytes <= vram_bytes
 
 
@@ -178,6 +182,7 @@ def split_row(on_vs_llama: float, auto_vs_off: float, **changes: Any) -> dict[st
         "cached_share": 0.25,
         "max_difference": 0.1,
         "allowed": 1.0,
+        "best_rival": "llama.cpp",
         "ways": [
             {
                 "way": "on",
@@ -202,6 +207,10 @@ def test_an_aim_that_is_missed_is_said_and_does_not_fail(split_layers: ModuleTyp
     assert list(split_layers.aims([good]).values()) == [True, True]
     assert list(split_layers.aims([slow]).values()) == [False, False]
     assert split_layers.passed([good, slow], all_of_them=True)
+    cached = {"best_rival": "llama-server --moe-cache-mib 9", "vs_best_rival": {"on": 1.1}}
+    split, _ = split_layers.aims([split_row(2.0, 0.99, **cached)]).items()
+    assert "llama-server --moe-cache-mib 9 (1.10)" in split[0]
+    assert not split[1]
 
 
 def test_no_split_layer_or_other_logits_fail(split_layers: ModuleType) -> None:

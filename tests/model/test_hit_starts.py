@@ -9,14 +9,15 @@ import resolved
 from budgets import budget
 
 from offload.model_file import read_facts
+from offload.plan.sharing import TokenMix
 from offload.streaming.options import StreamingOptions
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions
-from specoffload.session.opening import kept_for_plan
+from specoffload.session.opening import kept_for_plan, target_options
 from specoffload.session.session import Session
-from specoffload.speculation.kept_hits import load_hits
+from specoffload.speculation.kept_hits import Kept, load_kept, store_kept
 
 pytestmark = pytest.mark.usefixtures("measures_briefly")
 TARGET = demo_file("target.gguf")
@@ -56,13 +57,13 @@ def test_what_a_session_counts_the_plan_of_the_next_reads(folder: Path) -> None:
     (note,), n_recorded = run(config_of(), 100)
     assert "a guess" in note
     assert n_recorded > 0
-    found, _ = load_hits(folder, facts)
+    found = load_kept(folder, facts)[0].hits
     assert found is not None
     assert 64 <= found.n_tokens <= 110
     assert kept_for_plan(config_of()).hits == found.curve
     (note,), _ = run(config_of(), 100)
     assert f"counted on {found.counted_on} over {round(found.n_tokens)} tokens" in note
-    again, _ = load_hits(folder, facts)
+    again = load_kept(folder, facts)[0].hits
     assert again is not None
     assert again.n_tokens > found.n_tokens
     assert len([*folder.glob("*-hits.json")]) == 1
@@ -85,8 +86,8 @@ def test_damaged_hits_are_said_and_nothing_fails(folder: Path) -> None:
     file.write_text("[]", encoding="utf-8")
     notes, _ = run(config_of(), 80)
     assert any(note.startswith(f"counted hits are not used: {file} is damaged") for note in notes)
-    found, why = load_hits(folder, read_facts(TARGET))
-    assert found is not None
+    found, why = load_kept(folder, read_facts(TARGET))
+    assert found.hits is not None
     assert why == ""
 
 
@@ -104,7 +105,7 @@ def test_what_auto_measures_by_running_text_is_counted_too(folder: Path) -> None
     with Session(config_of(hybrid=Toggle.AUTO)) as session:
         assert session.target.routing.n_tokens >= 64
         assert session.target.routing.is_on
-    found, _ = load_hits(folder, read_facts(TARGET))
+    found = load_kept(folder, read_facts(TARGET))[0].hits
     assert found is not None
 
 
@@ -126,3 +127,26 @@ def test_a_session_that_measures_keeps_no_hits(folder: Path) -> None:
             pass
         assert session.target.counters().n_recorded == 0
     assert not [*folder.glob("*-hits.json")]
+
+
+@pytest.mark.parametrize("hybrid", [Toggle.ON, Toggle.OFF])
+def test_tokens_of_runs_decide_what_the_next_plan_is_made_for(folder: Path, hybrid: Toggle) -> None:
+    facts, config = read_facts(TARGET), config_of(hybrid=hybrid)
+    with Session(config) as session:
+        for _ in range(2):  # the second finds its prompt, but for the last token
+            prompt = session.tokenize("word " * 60, add_special=True, parse_special=False)
+            for _ in session.generate(prompt, GenerateOptions(n_predict=20, ignore_eos=True)):
+                pass
+    mix = load_kept(folder, facts)[0].mix
+    assert 0 <= mix.n_prompt - len(prompt) <= 2
+    assert mix.n_generated == 40
+    assert kept_for_plan(config).mix is None, "too few to plan for"
+    store_kept(folder, facts, Kept(None, TokenMix(1000, 64_000)))
+    assert kept_for_plan(config).mix == TokenMix(1 / 64, 1)
+    with Session(config) as session:
+        assert session.target.plan is not None
+        (reason,) = [words for words in session.target.plan.reasons if "planned for" in words]
+        assert reason == "planned for 64 generated tokens to each prompt token (--plan-for)"
+    asked = config_of(hybrid=hybrid, plan_for=TokenMix(3, 1))
+    assert target_options(asked, kept_for_plan(asked)).streaming.mix == TokenMix(3, 1)
+    assert kept_for_plan(config_of(hybrid=hybrid, use_profile=False)).mix is None

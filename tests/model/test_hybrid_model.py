@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -12,8 +13,8 @@ from resolved import config_of
 
 from offload.model import ModelFacts
 from offload.model_file import read_facts
-from offload.plan.machine import best_s
-from offload.plan.sharing import Workload, expected_s
+from offload.plan.machine import Machine, Sharing, best_s, streamed_s
+from offload.plan.sharing import DECODING, expected_s
 from offload.routing.hits import recorded_hits, simulated_hits
 from offload.schedule.cache_rules import Lru
 from offload.synth.published import published_facts
@@ -21,7 +22,7 @@ from specoffload.config.options import Toggle
 from specoffload.config.resolution import demo_file
 
 ROOT = Path(__file__).parents[2]
-WORKLOAD = Workload()
+WORKLOAD = DECODING.workload(0)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,15 @@ def test_the_page_is_what_its_script_makes(script: ModuleType) -> None:
     page = (ROOT / "docs/hybrid-model.md").read_text(encoding="utf-8")
     assert page == script.page(), "run scripts/hybrid-model"
     assert "**modelled**" in page
+
+
+def test_no_cell_is_below_the_better_rival(script: ModuleType) -> None:
+    page = (ROOT / "docs/hybrid-model.md").read_text(encoding="utf-8")
+    ratios = [float(found) for found in re.findall(r"\*\*(\d+\.\d\d)\*\* \|$", page, re.M)]
+    assert len(ratios) == len(script.MODELS) * len(script.MACHINES) * len(script.ROUTINGS)
+    assert min(ratios) >= 1.0
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"decode {min(ratios):.2f} to {max(ratios):.2f} times as fast" in readme
 
 
 @pytest.mark.parametrize("title", ["DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B"])
@@ -96,6 +106,49 @@ def test_recency_and_frequency_hit_no_less_than_recency_alone(script: ModuleType
         recency = simulated_hits(Lru(), n_slots, cuts, holds_used=False)
         both = recorded_hits(drawn, n_experts, (n_slots / n_experts,), n_last=150).mean()
         assert both >= recency - 0.005
+
+
+@pytest.mark.parametrize("kind", ["drifting", "code", "recorded"])
+def test_hits_of_the_rival_are_those_of_an_lru_cache_that_is_played(
+    script: ModuleType, kind: str
+) -> None:
+    if kind == "recorded":
+        with np.load(script.RECORDED) as data:
+            n_experts, rows = int(data["n_experts"]), data["prose"][:300]
+    else:
+        n_experts = 64
+        rows = script.draw(n_experts, 4, script.DRAWN[kind], 300, 3)
+    n_last, n_layers = 150, rows.shape[1]
+    for share in (0.25, 0.5, 0.75):
+        found = recorded_hits(
+            rows, n_experts, (share,), half_life=script.LRU_HALF_LIFE_STEPS, n_last=n_last
+        ).mean()
+        cuts = [
+            (at >= len(rows) - n_last, [(layer, int(one)) for one in ids])
+            for at, token in enumerate(rows)
+            for layer, ids in enumerate(token)
+        ]
+        n_slots = int(share * n_layers * n_experts)
+        played = simulated_hits(Lru(), n_slots, cuts, holds_used=False)
+        assert found == pytest.approx(played, abs=0.01)
+
+
+def test_every_miss_of_the_rival_crosses_the_link(script: ModuleType, tmp_path: Path) -> None:
+    facts = published_facts("Qwen3-235B-A22B", tmp_path)
+    # All but the link takes no time.
+    link = Machine(1e9, 1e30, 1e30, 1e30, 1e30, per_layer_s=0.0, per_switch_s=0.0)
+    for routing in script.DRAWN:
+        work = script.work_of(facts, "Qwen3-235B-A22B", routing, script.LRU_HALF_LIFE_STEPS)
+        for gib in (12, 24, 48):
+            lru = script.lru_cache(facts, gib, link, work)
+            n_streamed = work.n_expert_layers - lru.n_resident
+            room_bytes = (lru.n_slots + lru.n_resident * work.n_experts) * work.expert.size_bytes
+            assert room_bytes <= script.expert_room_bytes(facts, gib)
+            misses = (1.0 - script.lru_hits(work, lru)) * work.n_used * n_streamed
+            copied_s = misses * work.expert.size_bytes / link.link_bytes_per_s
+            assert streamed_s(link, work, lru, 1) == pytest.approx(copied_s)
+    few = Sharing(work.n_used * work.n_expert_layers)
+    assert script.lru_hits(work, few) == 0.0, "each slot is taken again before its expert returns"
 
 
 def test_what_was_recorded_is_small_whole_and_what_was_fitted(script: ModuleType) -> None:

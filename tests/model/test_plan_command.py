@@ -27,7 +27,7 @@ from offload.synth import plan_preset, write_header_only
 from specoffload import report
 from specoffload.cli import app
 from specoffload.errors import UsageError
-from specoffload.speculation.kept_hits import store_hits
+from specoffload.speculation.kept_hits import Kept, store_kept
 
 GIB = 1 << 30
 KEYS = {
@@ -214,7 +214,7 @@ def counted(r1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
         rates = tuple(share**power for share in SHARES)
         facts = read_facts(r1)
         hits = CountedHits(256, 8, {3: rates, 4: rates}, 700.0, date(2026, 3, 1))
-        assert store_hits(folder, facts, hits) is None
+        assert store_kept(folder, facts, Kept(hits)) is None
         return next(folder.glob("*-hits.json"))
 
     return keep

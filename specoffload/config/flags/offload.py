@@ -5,7 +5,14 @@ from __future__ import annotations
 from numa.place import Strategy
 from offload.schedule.cache_rules import CACHE_RULES
 from specoffload.config.flags.flag import INT, OPENS, SWITCH, TEXT, Flag, Panel, choice
-from specoffload.config.flags.reading import BYTES, CROSSOVER, LAYERS, MIN_BATCH, THREADS
+from specoffload.config.flags.reading import (
+    BYTES,
+    CROSSOVER,
+    LAYERS,
+    MIN_BATCH,
+    THREADS,
+    TOKEN_MIX,
+)
 from specoffload.config.options import Options, Toggle
 
 _P = Panel.OFFLOAD
@@ -43,6 +50,13 @@ FLAGS = (
         "Layers whose experts lie in host memory and stream.", _P,
         more="Those of the others are resident. Without a limit on device memory all stream.",
         variables=("LLAMA_ARG_N_CPU_MOE",), least=0, default_words="what must", first=True,
+    ),
+    Flag(
+        Options, "plan_for", ("--plan-for",), TOKEN_MIX,
+        "Prompt tokens and generated ones that device memory is shared out for, e.g. 4000:500.", _P,
+        more="decode is 0:1, for which prompts may become slow. auto takes what earlier runs of "
+        "the model evaluated and generated ([plans.md](plans.md)).", default_words="auto",
+        rare=True,
     ),
     Flag(
         Options, "n_gpu_layers", ("--n-gpu-layers", "-ngl", "--gpu-layers"), LAYERS,

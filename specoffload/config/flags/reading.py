@@ -10,6 +10,7 @@ from typing import Literal
 from offload.errors import BadRequest
 from offload.mla.decision import Crossover
 from offload.plan.min_batch import MinBatch
+from offload.plan.sharing import DECODING, TokenMix
 from offload.sampling.options import sampler_names
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName
@@ -52,6 +53,18 @@ def crossover(text: str) -> Crossover:
     if not text.isdecimal():
         raise ValueError("must be heads, auto or a whole number, 0 for off")
     return int(text)
+
+
+def token_mix(text: str) -> TokenMix | None:
+    """`auto`, `decode`, or prompt tokens and generated ones, `4000:500`."""
+    if text == "auto":
+        return None
+    if text == "decode":
+        return DECODING
+    numbers = re.fullmatch(r"(\d{1,12}):(\d{1,12})", text)
+    if numbers is None or not int(numbers[1]) + int(numbers[2]):
+        raise ValueError("must be auto, decode, or PROMPT:GENERATED tokens as in 4000:500")
+    return TokenMix(int(numbers[1]), int(numbers[2]))
 
 
 def ram(text: str) -> Ram:
@@ -222,6 +235,7 @@ def logit_bias(text: str) -> tuple[int, float]:
 
 
 MIN_BATCH = Kind("N", min_batch)
+TOKEN_MIX = Kind("auto|decode|P:G", token_mix)
 CROSSOVER = Kind("N", crossover)
 AUTO_INT = Kind("N", auto_or_whole)
 RATE = Kind("SIZE/s", parse_rate)

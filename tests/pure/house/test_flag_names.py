@@ -29,7 +29,8 @@ SOURCES = [
     for package in ("numa", "specdec", "offload", "specoffload")
     for path in sorted((ROOT / package).rglob("*.py"))
     if "synth" not in path.parts  # it has a command line of its own
-    and path.stem not in ("foreign", "llama", "llama_server", "llama_tools", "ik_llama")  # theirs
+    and path.stem
+    not in ("foreign", "llama", "llama_server", "llama_tools", "tuned", "ik_llama")  # theirs
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.plan.machine import TYPICAL, Sharing, best_s, model_work, prefill_s
+from offload.plan.machine import TYPICAL, Sharing, best_s, cpu_s, model_work, prefill_s
 from offload.plan.sharing import (
+    DECODING,
     SMALL_UBATCHES,
     UBATCHES,
     Choice,
+    TokenMix,
     Weights,
     Workload,
     choose_sharing,
@@ -67,12 +71,13 @@ def choose(
     budget: int,
     ubatches: tuple[int, ...] = (*UBATCHES, *SMALL_UBATCHES),
     host_bytes: int | None = None,
+    mix: TokenMix | None = None,
 ) -> Choice | None:
     return choose_sharing(
         WEIGHTS,
         WORK,
         TYPICAL,
-        Workload(),
+        Workload() if mix is None else mix.workload(4096),
         budget_bytes=budget,
         reserve_bytes=lambda n: UBATCH_BYTES * n,
         ubatches=ubatches,
@@ -166,6 +171,45 @@ def test_what_streams_fits_host_memory_wherever_some_plan_does() -> None:
         assert (found is not None) or host_bytes < least + 2 * LAYER
         assert found is None or found.streamed_bytes <= host_bytes
         assert found is None or found.expected_s >= unlimited.expected_s
+
+
+MIXES = [TokenMix(1, 0), TokenMix(64, 1), TokenMix(8, 1), TokenMix(1, 1), TokenMix(1, 50), DECODING]
+
+
+@given(
+    st.integers(ALL // 12, ALL),
+    st.booleans(),
+    st.floats(1e9, 100e9),
+    st.floats(20e9, 400e9),
+)
+@settings(deadline=None, max_examples=60)
+def test_more_weight_on_decoding_never_slows_decoding(
+    budget: int, hybrid: bool, link_bytes_per_s: float, ram_bytes_per_s: float
+) -> None:
+    machine = replace(TYPICAL, link_bytes_per_s=link_bytes_per_s, ram_bytes_per_s=ram_bytes_per_s)
+    seconds = []
+    for mix in MIXES:
+        choice = choose_sharing(
+            WEIGHTS, WORK, machine, mix.workload(4096), budget_bytes=budget,
+            reserve_bytes=lambda n: UBATCH_BYTES * n, ubatches=(*UBATCHES, *SMALL_UBATCHES),
+            n_resident=range(N_LAYERS + 1), n_dense_streamed=range(N_LAYERS + 1), hybrid=hybrid,
+        )  # fmt: skip
+        if choice is None:
+            return
+        seconds.append(best_s(machine, WORK, choice.sharing, 1, hybrid=hybrid))
+    for slower, faster in pairwise(seconds[1:]):  # without a token to decode any will do
+        assert faster <= slower * (1 + 1e-9)
+
+
+def test_a_plan_for_decoding_is_no_slower_than_the_layers_that_fit() -> None:
+    """It has what llama.cpp's --n-cpu-moe would have resident, and slots for one token."""
+    for n in range(1, N_LAYERS):
+        least = sum(pool.n_used * pool.slot_bytes for pool in WEIGHTS.layout.pools)
+        budget = ALL - (N_LAYERS - n) * LAYER + UBATCH_BYTES * 512 + least
+        choice = choose(budget, mix=DECODING)
+        assert choice is not None
+        theirs_s = cpu_s(TYPICAL, WORK, Sharing(0, n), 1)
+        assert best_s(TYPICAL, WORK, choice.sharing, 1) <= theirs_s
 
 
 def test_memory_beyond_a_ring_goes_where_it_saves_time() -> None:
