@@ -37,7 +37,7 @@ def test_work_of_a_child_is_not_the_load_of_others() -> None:
     ended = watch.spent_s()
     for own_s, busy_s, total_s in (while_running, ended):
         assert own_s >= 0.9
-        assert own_s - 0.1 <= busy_s <= total_s
+        assert own_s - 0.1 <= busy_s <= total_s + 1e-6  # rounding of floats
     load = watch.others()
     own_s, busy_s, total_s = watch.spent_s()
     assert 0 <= load.others <= (busy_s - own_s) / total_s + 0.1
