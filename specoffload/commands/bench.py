@@ -7,7 +7,6 @@ the first repetition dropped as warm-up.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import platform
 import statistics
@@ -46,8 +45,9 @@ from specoffload.bench.equal_texts import (
 from specoffload.bench.llama_bench import row_of, written
 from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.bench.why_off import why_off
+from specoffload.bench.workloads import prompts
 from specoffload.commands.models import type_name
-from specoffload.config.resolution import Config, demo_file
+from specoffload.config.resolution import Config
 from specoffload.peers.llama_server import measure_server, program_of, sweep
 from specoffload.peers.paths import LlamaPath, Measured, SessionPath, Workload, measure_in_turns
 from specoffload.peers.process import Llama
@@ -63,12 +63,6 @@ PREFIX = 16  # tokens before what is timed
 LONG_PROMPT = 2048  # tokens, for the speed of prefill
 _LEAST_REPETITIONS = 3
 _MOST_SPREAD = 0.2  # of a path's repetitions, slowest less fastest, beside the median
-
-
-def prompts(kind: str = "code") -> list[str]:
-    """The embedded pair's held-out prompts of one kind: code or prose."""
-    rows = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))
-    return [row["text"] for row in rows if row["kind"] == kind]
 
 
 def bench_config(

@@ -16,7 +16,7 @@ from test_lossless_recurrent import write_model
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, NotWritten
 from offload.synth import write_preset
-from specoffload.commands.bench import prompts
+from specoffload.bench.workloads import prompts
 from specoffload.config.resolution import demo_file
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.session import Session
