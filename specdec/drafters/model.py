@@ -29,6 +29,14 @@ class DraftSampling(Protocol):
     def rng(self, sequence: int) -> np.random.Generator: ...
 
 
+def probability_of_best(logits: NDArray[np.float32], best: float, top_k: int) -> float:
+    """The softmax of the greatest logit, `best`, over the `top_k` greatest, 0: over all."""
+    if 0 < top_k < len(logits):
+        logits = np.partition(logits, -top_k)[-top_k:]
+    # The best one's own exponential is 1.
+    return float(1.0 / np.exp(logits - best).sum(dtype=np.float64))
+
+
 class ModelDrafter:
     """Drafts with `model`, whose sequences are this drafter's own.
 
@@ -143,8 +151,7 @@ class _Found:
         if self._sampling is not None:
             return self._draw(row, self._sampling)
         token = int(row.argmax())
-        # p of the most likely token: its own exponential is 1.
-        p = float(1.0 / np.exp(row - row[token]).sum(dtype=np.float64))
+        p = probability_of_best(row, float(row[token]), self.asked.policy.p_top_k)
         self._tokens.append(token)
         self._probs.append(p)
         return token if self._walk.feed(p) else None
