@@ -226,6 +226,8 @@ class Draft:
     parents: tuple[int, ...] = ()  # of a tree: the index of each token's parent, -1 at the root
     gaps: tuple[float, ...] = ()  # p of each token, dropped ones too, above the second best's
     catch_up_s: float = 0.0  # evaluating a prompt that the draft model had not seen: no step
+    # The likeliest (token, p) at each position, dropped ones too; only where a log shows them.
+    candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
     others: tuple[Draft, ...] = ()  # of a chain's other drafters: evidence, though not verified
 
     def judged_by(self, emitted: Sequence[int]) -> tuple[tuple[float, bool], ...]:

@@ -44,7 +44,7 @@ from specoffload.bench.equal_texts import (
 )
 from specoffload.bench.llama_bench import row_of, written
 from specoffload.bench.load import Load, Watch, warn_of_load
-from specoffload.bench.why_off import why_off
+from specoffload.bench.why_off import length_words, why_off
 from specoffload.bench.workloads import prompts
 from specoffload.commands.models import type_name
 from specoffload.config.resolution import Config
@@ -221,6 +221,8 @@ def _side_by_side(
     result["rows"] = _rows_of(config, peers, found, work)
     if "spec" in prices:
         result["why_off"] = why_off(found["spec"].median, prices["spec"])
+        per_position = found["spec"].median.acceptance_per_position
+        result["pays"] = length_words(prices["spec"], per_position[0] if per_position else None)
     result["peers"] = {
         name: asdict(tuned) | {"command": tuned.command_line(config.model.name)}
         for name, tuned in peers.items()
@@ -453,7 +455,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 def _speculation_lines(result: dict[str, Any]) -> list[str]:
     """The reason why speculation is off where it is, and how far its texts are the plain ones."""
-    lines = [result["why_off"]] if result.get("why_off") else []
+    lines = [result[key] for key in ("why_off", "pays") if result.get(key)]
     if "spec_tps" not in result:
         lines.append("speculation is off: no draft model was given (--draft), and nothing drafts")
     for way, found in result["equal_texts"].items():

@@ -70,7 +70,7 @@ def test_the_judge_tells_mistakes_from_near_ties() -> None:
 
 
 def test_texts_are_compared_without_drafts_and_with_them() -> None:
-    words = "--vs none --turns --streams 3 --seconds 1 --load-tokens 8".split()
+    words = ["--vs", "none", "--turns", "--streams", "3", "--seconds", "1", "--load-tokens", "8"]
     done = subprocess.run(
         [sys.executable, SCRIPTS / "bench-server", *words], capture_output=True, text=True
     )
