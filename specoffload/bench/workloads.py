@@ -17,7 +17,7 @@ from specoffload.config.resolution import demo_file
 Kinds = Mapping[str, Sequence[str]]  # prompts by kind
 
 _N_TUNING = 2  # prompts of each kind
-_N_JUDGED = 3
+_N_JUDGED = 4
 
 
 def prompts(kind: str = "code", file: str = "prompts.json") -> list[str]:
@@ -28,26 +28,31 @@ def prompts(kind: str = "code", file: str = "prompts.json") -> list[str]:
 
 def tuning_prompts() -> Kinds:
     """Prompts that settings are chosen on, and that an adaptive policy may learn from."""
-    return {kind: texts[:_N_TUNING] for kind, texts in _all().items()}
+    code, prose = prompts("code"), prompts("prose")
+    return _kinds(0, _N_TUNING, code, prose, list(zip(code[2:], prose, strict=False)))
 
 
 def judged_prompts() -> Kinds:
     """Prompts that no policy has met before it is judged by them."""
-    return {kind: texts[_N_TUNING : _N_TUNING + _N_JUDGED] for kind, texts in _all().items()}
+    code, prose = prompts("code")[2 * _N_TUNING :], prompts("prose")[_N_TUNING:]
+    pairs = list(zip(code[_N_JUDGED:], prose[_N_JUDGED:], strict=False))
+    return _kinds(_N_TUNING, _N_JUDGED, code, prose, pairs)
 
 
-def _all() -> Kinds:
-    code, prose = prompts("code"), prompts("prose")
-    n = _N_TUNING + _N_JUDGED
+def _kinds(
+    first: int,
+    n: int,
+    code: Sequence[str],
+    prose: Sequence[str],
+    pairs: Sequence[tuple[str, str]],
+) -> Kinds:
+    """`n` prompts of each kind; those of workloads.json from the one numbered `first` on."""
     return {
         "code": code[:n],
         "prose": prose[:n],
-        "switching": [
-            f"{a}\n\n{b}" if i % 2 else f"{b}\n\n{a}"
-            for i, (a, b) in enumerate(zip(code[n : 2 * n], prose[n : 2 * n], strict=True))
-        ],
-        "agent": prompts("agent", "workloads.json"),
-        "rewrite": prompts("rewrite", "workloads.json"),
+        "switching": ["\n\n".join(pair[:: -1 if i % 2 else 1]) for i, pair in enumerate(pairs[:n])],
+        "agent": prompts("agent", "workloads.json")[first : first + n],
+        "rewrite": prompts("rewrite", "workloads.json")[first : first + n],
     }
 
 

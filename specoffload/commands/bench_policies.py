@@ -47,6 +47,9 @@ DEFAULT = "throughput"
 PLAIN = "fixed 0"
 BLOCKS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # fixed lengths that are tried
 _N_FINALISTS = 3
+# Tokens written after a prompt, in units of -n: half of it while tuning, twice as many to judge by,
+# since an answer is longer than what it begins with.
+_TUNED, _JUDGED = 0.5, 2
 _REPETITIONS = 3
 
 MakePolicy = Callable[[], Policy]
@@ -129,17 +132,27 @@ def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> d
     learning = deepcopy(speculation.policy)  # it learns from the tuning prompts, and is kept
     sizes = ways(session.target)
     tried: dict[str, MakePolicy] = hand_tuned() | {DEFAULT: lambda: learning}
-    tuned: dict[str, Tally] = {}
-    for i, (name, make) in enumerate(tried.items()):
-        tuned |= run(session, {name: make}, tuning_prompts(), n_predict // 2, 1)
-        bar(0.4 * (i + 1) / len(tried))
+    tuned = run(
+        session,
+        tried,
+        tuning_prompts(),
+        round(_TUNED * n_predict),
+        1,
+        lambda share: bar(0.4 * share),
+    )
     sweep = {name: tally.rate() for name, tally in tuned.items()}
     ranked = sorted(tried.keys() - {PLAIN, DEFAULT}, key=lambda name: -sweep[name])
     best_tuned = ranked[:_N_FINALISTS]
     makes = {name: tried[name] for name in (PLAIN, *best_tuned)}
     makes[DEFAULT] = lambda: deepcopy(learning)
-    final = run(session, makes, judged_prompts(), n_predict, _REPETITIONS)
-    bar(0.9)
+    final = run(
+        session,
+        makes,
+        judged_prompts(),
+        _JUDGED * n_predict,
+        _REPETITIONS,
+        lambda share: bar(0.4 + 0.5 * share),
+    )
     two = {name: makes[name] for name in (PLAIN, DEFAULT)}
     noise = run(session, two, adversarial_prompts(), n_predict, _REPETITIONS)
     bar(1.0)
@@ -182,7 +195,7 @@ def cpu_regime(session: Session, n_predict: int) -> dict[str, Any]:
     """Plain CPU: the default beside plain decoding, and how many tokens it drafted."""
     speculation = speculation_of(session)
     learning = deepcopy(speculation.policy)
-    run(session, {DEFAULT: lambda: learning}, tuning_prompts(), n_predict // 2, 1)
+    run(session, {DEFAULT: lambda: learning}, tuning_prompts(), round(_TUNED * n_predict), 1)
     makes: dict[str, MakePolicy] = {
         PLAIN: lambda: Fixed(0),
         DEFAULT: lambda: deepcopy(learning),
@@ -204,6 +217,7 @@ def run(
     kinds: Kinds,
     n_predict: int,
     repetitions: int,
+    bar: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Tally]:
     """Every prompt with every policy. Each repetition begins with policies made anew, and who
     comes first moves on with each prompt, so that the machine's moods hit all alike."""
@@ -211,11 +225,11 @@ def run(
     tallies = {name: Tally() for name in makes}
     speculation = speculation_of(session)
     before = speculation.policy
-    first = 0
+    first, turns = 0, in_turns(kinds)
     try:
         for _ in range(repetitions):
             policies = [(name, make()) for name, make in makes.items()]
-            for kind, text in in_turns(kinds):
+            for kind, text in turns:
                 for i in range(len(policies)):
                     name, speculation.policy = policies[(first + i) % len(policies)]
                     session.forget()
@@ -223,6 +237,7 @@ def run(
                     assert stats is not None
                     tallies[name].add(kind, text, stats)
                 first += 1
+                bar(first / (repetitions * len(turns)))
     finally:
         speculation.policy = before
     return tallies

@@ -109,5 +109,5 @@ def test_no_judged_prompt_was_tuned_on() -> None:
     tuned, judged = tuning_prompts(), judged_prompts()
     assert tuned.keys() == judged.keys() == {"code", "prose", "switching", "agent", "rewrite"}
     for kind, texts in judged.items():
-        assert len(set(texts)) == len(texts) == 3
+        assert len(set(texts)) == len(texts) == 4
         assert not set(texts) & {text for each in tuned.values() for text in each}, kind
