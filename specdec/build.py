@@ -55,7 +55,8 @@ def build_policy(
         case PolicyName.THROUGHPUT:
             return Throughput(profile, calibration, n_max=longest if n_max is None else n_max)
         case PolicyName.P_MIN:
-            return PMin(LONGEST if n_max is None else n_max, options.p_min, options.n_min)
+            most = LONGEST if n_max is None else n_max
+            return PMin(most, options.p_min, options.n_min, p_top_k=options.p_top_k)
         case PolicyName.FIXED:
             return Fixed(_BLOCK if n_max is None else n_max)
         case PolicyName.RATIO:
@@ -63,7 +64,9 @@ def build_policy(
         case PolicyName.BANDIT:
             return Bandit(LONGEST if n_max is None else n_max)
         case published:
-            return _published(published, options, profile, longest if n_max is None else n_max)
+            policy = _published(published, options, profile, longest if n_max is None else n_max)
+            policy.p_top_k = options.p_top_k
+            return policy
 
 
 _Published = Literal[

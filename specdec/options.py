@@ -68,6 +68,9 @@ PRICED = frozenset(
 )
 MOST_DRAFTED = 63  # a verification batch holds one token more
 LONGEST = 16  # llama.cpp's --draft-max; throughput has the profile's
+# llama.cpp's draft sampler keeps so many candidates, and a token's probability is its share of
+# theirs. The published thresholds were found with that.
+P_TOP_K = 10
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class SpecOptions:
     n_max: int | None = None  # the longest draft; None: the policy's own
     n_min: int = 0
     p_min: float = 0.75
+    p_top_k: int = P_TOP_K  # of the published rules; 0: over all tokens
     joint: bool = True  # lengths of sequences that share a batch are chosen together
     draft_batch: bool = True  # they are drafted together
     tree: bool = False

@@ -134,13 +134,19 @@ class BlockModel(Target, Protocol):
         parts: Sequence[tuple[int, Sequence[int]]],
         n_steps: int,
         drawing: Drawing | None = None,
+        top_k: int = 0,
     ) -> Block:
         """Append each sequence's tokens and draft `n_steps` behind them; all drafted tokens but
-        the last are then held."""
+        the last are then held. Probabilities of tokens that are not drawn are over the `top_k`
+        likeliest, 0: over all."""
         ...
 
     def draft_more(
-        self, sequences: Sequence[int], n_steps: int, drawing: Drawing | None = None
+        self,
+        sequences: Sequence[int],
+        n_steps: int,
+        drawing: Drawing | None = None,
+        top_k: int = 0,
     ) -> Block:
         """Go on behind the last drafted tokens of these sequences, which are held first."""
         ...
@@ -220,6 +226,8 @@ class Draft:
     parents: tuple[int, ...] = ()  # of a tree: the index of each token's parent, -1 at the root
     gaps: tuple[float, ...] = ()  # p of each token, dropped ones too, above the second best's
     catch_up_s: float = 0.0  # evaluating a prompt that the draft model had not seen: no step
+    # The likeliest (token, p) at each position, dropped ones too; only where a log shows them.
+    candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
     others: tuple[Draft, ...] = ()  # of a chain's other drafters: evidence, though not verified
 
     def judged_by(self, emitted: Sequence[int]) -> tuple[tuple[float, bool], ...]:
@@ -286,10 +294,14 @@ class Round:
 
 
 class Policy(Protocol):
-    """Decides draft lengths; `learn` is told every finished round."""
+    """Decides draft lengths; `learn` is told every finished round.
+
+    A draft model's probabilities are over its `p_top_k` likeliest tokens, 0: over all.
+    """
 
     name: str
     n_max: int
+    p_top_k: int
 
     def begin(self, limit: int, source: str) -> Walk:
         """A new draft of at most `limit` tokens from the drafter named `source`."""

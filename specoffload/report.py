@@ -257,6 +257,11 @@ def spec_lines(stats: GenerationStats) -> list[str]:
         lines.append(f"rounds per draft length: {lengths}")
         sources = ", ".join(f"{name}: {n}" for name, n in stats.accepted_by_source)
         lines.append(f"accepted tokens per drafter: {sources}")
+    if stats.n_could_accept:
+        lines.append(
+            f"could be accepted: {stats.n_could_accept} tokens more, which were drafted and not "
+            "verified"
+        )
     lines.append(
         f"{stats.n_draft_steps} draft steps in {stats.draft_s:.3f} s, {stats.n_rounds} "
         f"verifications in {stats.verify_s:.3f} s, rollbacks in {stats.rollback_s:.3f} s"

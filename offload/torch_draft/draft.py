@@ -233,10 +233,12 @@ class TorchDraft:
         parts: Sequence[tuple[int, Sequence[int]]],
         n_steps: int,
         drawing: Drawing | None = None,
+        top_k: int = 0,
     ) -> Drafted:
         """Append the new tokens of each (sequence, tokens), together, and draft `n_steps` more.
 
-        Each sequence then holds its tokens and all drafted ones but the last.
+        Each sequence then holds its tokens and all drafted ones but the last. Without draws, `p`
+        and `gap` are of the softmax over the `top_k` greatest logits, 0: over all.
         """
         for sequence, tokens in parts:
             self._check(sequence, tokens, n_steps - 1)
@@ -254,7 +256,7 @@ class TorchDraft:
             steps = self._opened()
             width = steps.begin({s: (self._lengths[s], tokens) for s, tokens in tails})
             n_positions = max(self._lengths[s] + len(tokens) for s, tokens in tails) + n_steps - 1
-            drafted = self._run(sequences, n_steps, width, n_positions, drawing)
+            drafted = self._run(sequences, n_steps, width, n_positions, drawing, top_k)
         for sequence, tokens in tails:
             self._lengths[sequence] += len(tokens) + n_steps - 1
             self.counters.n_fed += len(tokens)
@@ -262,7 +264,11 @@ class TorchDraft:
         return drafted
 
     def draft_more(
-        self, sequences: Sequence[int], n_steps: int, drawing: Drawing | None = None
+        self,
+        sequences: Sequence[int],
+        n_steps: int,
+        drawing: Drawing | None = None,
+        top_k: int = 0,
     ) -> Drafted:
         """Go on from the tokens last drafted, on these sequences of that draft. Nothing is fed
         from the host; the last token drafted is appended first."""
@@ -275,7 +281,7 @@ class TorchDraft:
         with self._failing(), torch.inference_mode():
             self._opened().go_on(sequences)
             n_positions = max(self._lengths[s] for s in sequences) + n_steps
-            drafted = self._run(tuple(sequences), n_steps, 0, n_positions, drawing)
+            drafted = self._run(tuple(sequences), n_steps, 0, n_positions, drawing, top_k)
         for sequence in sequences:
             self._lengths[sequence] += n_steps
         self._parts = tuple(sequences)
@@ -288,6 +294,7 @@ class TorchDraft:
         width: int,
         n_positions: int,
         drawing: Drawing | None,
+        top_k: int,
     ) -> Drafted:
         steps = self._opened()
         if drawing is not None:
@@ -297,7 +304,7 @@ class TorchDraft:
             temperatures[list(sequences)] = drawing.temperature
             drawing = Drawing(temperatures, by_lane)
         n_kv = bucket(n_positions, self.n_ctx)
-        steps.run(n_steps, 1 + max(sequences), width, n_kv, drawing)
+        steps.run(n_steps, 1 + max(sequences), width, n_kv, drawing, top_k)
         out = steps.fetch(n_steps)[:, sequences]
         rows = None if drawing is None else steps.fetch_rows(n_steps)[:, sequences]
         tokens = out[:, :, 0].astype(np.int64)

@@ -46,6 +46,7 @@ class _Key:
     width: int
     n_kv: int
     draws: bool
+    top_k: int = 0
 
 
 class Steps:
@@ -102,12 +103,19 @@ class Steps:
             self._staged[1 + lane] = 1
 
     def run(
-        self, n_steps: int, n_lanes: int, width: int, n_kv: int, drawing: Drawing | None = None
+        self,
+        n_steps: int,
+        n_lanes: int,
+        width: int,
+        n_kv: int,
+        drawing: Drawing | None = None,
+        top_k: int = 0,
     ) -> None:
         """Submit `n_steps` steps. `width` 0 goes on: what is on the device is fed."""
         draws = drawing is not None
-        first = _Key(n_lanes, width or 1, n_kv, draws)
-        rest = _Key(n_lanes, 1, n_kv, draws)
+        top_k = 0 if draws else min(top_k, self._n_out)
+        first = _Key(n_lanes, width or 1, n_kv, draws, top_k)
+        rest = _Key(n_lanes, 1, n_kv, draws, top_k)
         steps = [self._replay_of(first), *[self._replay_of(rest)] * (n_steps - 1)]
         with self._capturer.working():
             n_uploaded = len(self._staged) if width else 1 + self._sizes.n_sequences
@@ -180,7 +188,7 @@ class Steps:
         x = self._network.hidden(self._feed[:n, :width], positions, key.n_kv)
         last = x[self._lane[:n], (n_fed - 1).clamp_(min=0)]
         logits = self._network.logits(last, self._n_out)
-        token, p, gap = self._draw(logits) if key.draws else greedy(logits)
+        token, p, gap = self._draw(logits) if key.draws else greedy(logits, key.top_k)
         if self._kept is not None:
             token = self._kept[token]
         # Ids are below 2^24, so that f32 holds them.
@@ -207,8 +215,16 @@ class Steps:
         return token.clamp_(max=self._n_out - 1), p, p - second
 
 
-def greedy(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest token of each row, its probability, and how far that is above the second."""
+def greedy(logits: Tensor, top_k: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest token of each row, its probability, and how far that is above the second.
+
+    Probabilities are over the `top_k` greatest logits, 0: over all.
+    """
+    if top_k > 1:
+        best, tokens = logits.topk(top_k, -1)
+        weights = (best - best[:, :1]).exp_()
+        p = 1.0 / weights.sum(-1)
+        return tokens[:, 0], p, p * (1.0 - weights[:, 1])
     top, token = logits.max(-1)
     p = 1.0 / (logits - top[:, None]).exp_().sum(-1)
     second = logits.scatter(-1, token[:, None], float("-inf")).amax(-1)

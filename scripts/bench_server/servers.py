@@ -48,10 +48,17 @@ def ours(
     ]
 
 
-def theirs(program: Path, model: Path, n_threads: int, n_parallel: int, n_ctx: int) -> list[str]:
+def theirs(
+    program: Path,
+    model: Path,
+    n_threads: int,
+    n_parallel: int,
+    n_ctx: int,
+    flags: Sequence[str] = ("-kvu",),
+) -> list[str]:
     return [
         *(str(program), "-m", str(model), "-t", str(n_threads), "-tb", str(n_threads)),
-        *("-np", str(n_parallel), "-c", str(n_ctx), "-kvu"),
+        *("-np", str(n_parallel), "-c", str(n_ctx), *flags),
     ]
 
 

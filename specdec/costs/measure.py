@@ -157,17 +157,21 @@ def measure(
         sum(column) / len(found) for column in zip(*(e.step_s for _, e in found), strict=True)
     )
     uncertain = sorted({n for _, e in found for n in e.uncertain})
-    n_steps = min(16, options.n_max)
-    theirs = text if draft_text is None else draft_text
-    draft_s = 0.0 if draft is None else measure_step(draft, sequence, theirs, n_steps, clock)
+    steps: dict[int, float] = {}
+    if draft is not None:
+        theirs, n_steps = text if draft_text is None else draft_text, min(16, options.n_max)
+        room = min(len(theirs), draft.n_ctx) - 2 * n_steps
+        for depth in sorted({max(0, min(depth, room)) for depth in options.depths}):
+            steps[depth] = measure_step(draft, sequence, theirs, n_steps, clock, depth)
     return CostProfile(
         step_s,
-        draft_s,
+        statistics.fmean(steps.values()) if steps else 0.0,
         key or ProfileKey(),
         depths=tuple((depth, e.step_s) for depth, e in found),
         uncertain=tuple(uncertain),
         timed=_timed([e.timed for _, e in found]),
         repetitions=options.n_repeats,
+        draft_depths=tuple(steps.items()),
     )
 
 
@@ -235,15 +239,19 @@ def measure_step(
     text: Sequence[int],
     n_steps: int,
     clock: Clock = perf_counter,
+    depth: int = 0,
 ) -> float:
-    """The mean time of one token of the draft; as many steps are warm-up and dropped."""
+    """The mean time of one token of the draft behind `depth` tokens; as many steps are warm-up and
+    dropped."""
     n = max(1, min(n_steps, draft.n_ctx // 2, len(text) // 2))
     draft.rewind(sequence, 0)
+    if depth:
+        draft.extend(sequence, text[:depth], 0)
     if isinstance(draft, BlockModel):
         return _measure_block(draft, sequence, text, min(n, _BLOCK, draft.n_steps_max), clock)
     took = 0.0
     for i in range(2 * n):
-        token_s = timed_extend(draft, sequence, [text[i % len(text)]], clock)
+        token_s = timed_extend(draft, sequence, [text[(depth + i) % len(text)]], clock)
         if i >= n:
             took += token_s
     draft.rewind(sequence, 0)
@@ -254,11 +262,12 @@ def _measure_block(
     draft: BlockModel, sequence: int, text: Sequence[int], n_steps: int, clock: Clock
 ) -> float:
     """The mean time of one token of blocks of `n_steps`, their way to the host included."""
-    took = 0.0
+    took, depth = 0.0, draft.length(sequence)
     for i in range(2 * _N_BLOCKS):
         began = clock()
-        draft.draft([(sequence, [text[i % len(text)]])], n_steps)
+        draft.draft([(sequence, [text[(depth + i) % len(text)]])], n_steps)
         if i >= _N_BLOCKS:
             took += clock() - began
-        draft.rewind(sequence, 0)
+        draft.rewind(sequence, depth)
+    draft.rewind(sequence, 0)
     return took / (_N_BLOCKS * n_steps)

@@ -61,7 +61,8 @@ class CostProfile:
     """`step_s[n-1]` is T(n) in seconds, or in units of T(1) when `relative`.
 
     `draft_step_s` is the time of one draft decode in the same unit, 0 when unknown or free.
-    `depths` holds the T(n) at each context depth that `step_s` averages. `uncertain` are sizes
+    `depths` holds the T(n) at each context depth that `step_s` averages, and `draft_depths` the
+    draft's time at each that `draft_step_s` averages. `uncertain` are sizes
     that were interpolated, timed once only, or timed on a machine that was busy with other work.
     `timed` are those that were measured, none where that is not known; `repetitions` how often each
     was to be, 0 where nobody said. `title` says for people what was measured on what.
@@ -76,12 +77,15 @@ class CostProfile:
     timed: tuple[Timed, ...] = ()
     repetitions: int = 0
     title: str = ""
+    draft_depths: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         """Raises BadProfile naming the first entry that is not a time."""
         check_positive(self.step_s, "T(n)")
         if not 0 <= self.draft_step_s < _MOST:
             raise BadProfile(f"the draft step takes {self.draft_step_s} s, which is no time")
+        if self.draft_depths:
+            check_positive([step_s for _, step_s in self.draft_depths], "the draft's step by depth")
         for depth, steps in self.depths:
             check_positive(steps, f"T(n) at depth {depth}")
         wrong = next((n for n in self.uncertain if not 1 <= n <= len(self.step_s)), None)

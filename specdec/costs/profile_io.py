@@ -41,6 +41,7 @@ def save(path: Path, costs: CostProfile, calibration: Calibration | None = None)
         "draft_step_s": costs.draft_step_s,
         "relative": costs.relative,
         "depths": [{"depth": d, "step_s": list(s)} for d, s in costs.depths],
+        "draft_depths": [{"depth": d, "step_s": [s]} for d, s in costs.draft_depths],
         "uncertain": list(costs.uncertain),
         "timed": [list(astuple(t)) for t in costs.timed],
         "repetitions": costs.repetitions,
@@ -81,19 +82,17 @@ def _parse(data: Any) -> StoredProfile:
         raise BadProfile(f"its key must have exactly {', '.join(sorted(names))}")
     if not all(isinstance(v, str) for v in key.values()):
         raise BadProfile("its key holds something that is no text")
-    depths = data.get("depths", [])
-    if not isinstance(depths, list) or not all(isinstance(d, dict) for d in depths):
-        raise BadProfile("its depths are no list of objects")
     costs = CostProfile(
         _numbers(data.get("step_s"), "step_s"),
         _numbers([data.get("draft_step_s")], "draft_step_s")[0],
         ProfileKey(**key),
         data.get("relative") is True,
-        tuple((_depth(d.get("depth")), _numbers(d.get("step_s"), "step_s")) for d in depths),
+        _depths(data.get("depths", [])),
         _sizes(data.get("uncertain", [])),
         _timed(data.get("timed", [])),
         _count(data.get("repetitions", 0)),
         str(data.get("title", ""))[:_MOST_TITLE],
+        tuple((depth, steps[0]) for depth, steps in _depths(data.get("draft_depths", [])) if steps),
     )
     return StoredProfile(costs, Calibration.from_data(data.get("calibration", {})))
 
@@ -123,6 +122,12 @@ def _count(value: Any) -> int:
     if type(value) is int and value >= 0:
         return int(value)
     raise BadProfile(f"a number of repetitions is {value!r:.40}, not a count")
+
+
+def _depths(values: Any) -> tuple[tuple[int, tuple[float, ...]], ...]:
+    if not isinstance(values, list) or not all(isinstance(d, dict) for d in values):
+        raise BadProfile("its depths are no list of objects")
+    return tuple((_depth(d.get("depth")), _numbers(d.get("step_s"), "step_s")) for d in values)
 
 
 def _depth(value: Any) -> int:

@@ -219,6 +219,7 @@ class RefreshedCosts:
             draft_step_s=self._draft_s,
             relative=self._profile.relative and not self._scaled,
             depths=(),
+            draft_depths=(),
             uncertain=tuple(n for n in sorted(self._guessed) if n <= len(steps)),
             timed=self._timed(len(steps)),
         )

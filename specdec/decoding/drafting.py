@@ -244,11 +244,11 @@ def _reached(draft: Draft, policy: Throughput, bounds: DraftBounds) -> list[floa
 class _Remembering:
     """A policy that remembers the walks it began, by drafter."""
 
-    __slots__ = ("_policy", "n_max", "name", "walks")
+    __slots__ = ("_policy", "n_max", "name", "p_top_k", "walks")
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self.name, self.n_max = policy.name, policy.n_max
+        self.name, self.n_max, self.p_top_k = policy.name, policy.n_max, policy.p_top_k
         self.walks: dict[str, Walk] = {}
 
     def begin(self, limit: int, source: str) -> Walk:

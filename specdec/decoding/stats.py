@@ -21,6 +21,7 @@ class SpecStats:
     n_tokens: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    n_could_accept: int = 0  # tokens drafted behind those verified, which the text then had
     n_draft_steps: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -29,12 +30,15 @@ class SpecStats:
     lengths: Counter[int] = field(default_factory=Counter)  # draft length -> rounds
     sources: Counter[str] = field(default_factory=Counter)  # drafter -> accepted tokens
     reasons: Counter[str] = field(default_factory=Counter)
+    _unverified: list[tuple[int, ...]] = field(default_factory=list)  # the text may still have them
 
     def add(self, round_: Round) -> None:
         draft = round_.draft
         n = len(draft.tokens)
         self.n_rounds += 1
         self.n_tokens += len(round_.emitted)
+        if self._unverified or draft.dropped:
+            self._follow(round_)
         if not (n or draft.dropped or draft.n_steps):
             self.draft_s += round_.draft_s
             self.verify_s += round_.verify_s
@@ -56,6 +60,22 @@ class SpecStats:
         self.lengths[n] += 1
         self.sources[draft.source] += round_.n_accepted
         self._add_reason(draft.decision.reason)
+
+    def _follow(self, round_: Round) -> None:
+        """Count what longer drafts would have got: tokens behind a draft that was accepted whole,
+        as far as the text goes on with them."""
+        draft, emitted = round_.draft, round_.emitted
+        followed = [(tokens, emitted) for tokens in self._unverified]
+        if draft.dropped and round_.n_accepted == len(draft.tokens):
+            dropped = tuple([token for token, _ in draft.dropped])
+            followed.append((dropped, emitted[round_.n_accepted :]))
+        self._unverified = []
+        for tokens, text in followed:
+            pairs = zip(tokens, text, strict=False)
+            n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(text)))
+            self.n_could_accept += n
+            if n == len(text) < len(tokens):
+                self._unverified.append(tokens[n:])
 
     def _add_reason(self, reason: str) -> None:
         kind = reason_kind(reason)

@@ -117,7 +117,7 @@ class BlockDrafter:
         if not walk.wants:
             return Draft((), (), self.name, Decision(0, walk.reason, walk.rest))
         feed = self._memory.tail(sequence, asked.history)
-        return _Found(sequence, walk, limit, feed, self._draws(sequence))
+        return _Found(asked, walk, limit, feed, self._draws(sequence))
 
     def _block_length(self, n_drafted: int, limit: int) -> int:
         return min(self._pace.length(n_drafted), limit - n_drafted, self._model.n_steps_max)
@@ -125,14 +125,15 @@ class BlockDrafter:
     def _step(self, drafting: Sequence[_Found], n: int, *, begins: bool) -> Block:
         """Draft a block; what the model holds then is noted."""
         sequences = [f.sequence for f in drafting]
-        drawing = self._drawing(drafting, n)
+        drawing, top_k = self._drawing(drafting, n), drafting[0].p_top_k
         if begins:
-            block = self._model.draft([(f.sequence, f.feed) for f in drafting], n, drawing)
+            parts = [(f.sequence, f.feed) for f in drafting]
+            block = self._model.draft(parts, n, drawing, top_k)
             for each in drafting:
                 self._memory.fed(each.sequence, each.feed)
                 self._memory.mark(each.sequence)
         else:
-            block = self._model.draft_more(sequences, n, drawing)
+            block = self._model.draft_more(sequences, n, drawing, top_k)
         for part, each in enumerate(drafting):
             drafted = block.tokens[:, part].tolist()
             held = drafted[:-1] if begins else [each.feed[-1], *drafted[:-1]]
@@ -173,13 +174,14 @@ class _Found:
 
     def __init__(
         self,
-        sequence: int,
+        asked: DraftRequest,
         walk: Walk,
         limit: int,
         feed: list[int],
         draws: np.random.Generator | None,
     ) -> None:
-        self.sequence, self.walk, self.limit = sequence, walk, limit
+        self.sequence, self.walk, self.limit = asked.sequence, walk, limit
+        self.p_top_k = asked.policy.p_top_k  # the same for all that share a block
         self.feed = feed  # tokens that the model does not hold yet
         self.draws = draws
         self.goes_on = walk.wants

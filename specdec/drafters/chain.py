@@ -20,11 +20,11 @@ _PROBE_ROUNDS = 16  # the paid drafter is asked at least this often, so that its
 class _Watched:
     """A policy that remembers the walk it began, for its gain."""
 
-    __slots__ = ("_policy", "n_max", "name", "walk")
+    __slots__ = ("_policy", "n_max", "name", "p_top_k", "walk")
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self.name, self.n_max = policy.name, policy.n_max
+        self.name, self.n_max, self.p_top_k = policy.name, policy.n_max, policy.p_top_k
         self.walk: Walk | None = None
 
     def begin(self, limit: int, source: str) -> Walk:

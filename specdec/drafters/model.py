@@ -29,12 +29,20 @@ class DraftSampling(Protocol):
     def rng(self, sequence: int) -> np.random.Generator: ...
 
 
+def probability_of_best(logits: NDArray[np.float32], best: float, top_k: int) -> float:
+    """The softmax of the greatest logit, `best`, over the `top_k` greatest, 0: over all."""
+    if 0 < top_k < len(logits):
+        logits = np.partition(logits, -top_k)[-top_k:]
+    # The best one's own exponential is 1.
+    return float(1.0 / np.exp(logits - best).sum(dtype=np.float64))
+
+
 class ModelDrafter:
     """Drafts with `model`, whose sequences are this drafter's own.
 
     With `sampling`, tokens are drawn and their distributions are kept for rejection sampling; else
     they are the most likely ones. `n_vocab` cuts off padding that the target's vocabulary does not
-    have.
+    have. `n_candidates` are kept of each greedy draft's positions.
     """
 
     def __init__(
@@ -44,8 +52,10 @@ class ModelDrafter:
         name: str = "draft",
         sampling: DraftSampling | None = None,
         n_vocab: int | None = None,
+        n_candidates: int = 0,
     ) -> None:
         self.name = name
+        self._n_candidates = n_candidates
         self._model = model
         self._sampling = sampling
         self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
@@ -109,7 +119,7 @@ class ModelDrafter:
         walk = asked.policy.begin(min(asked.limit, room + 1), self.name)
         if not walk.wants:
             return Draft((), (), self.name, Decision(0, walk.reason, walk.rest))
-        return _Found(asked, walk, self._n_vocab, self._sampling)
+        return _Found(asked, walk, self._n_vocab, self._sampling, self._n_candidates)
 
     def learn(self, sequence: int, round_: Round) -> None:
         pass
@@ -127,9 +137,16 @@ class _Found:
     """One draft as it grows, and what the policy's walk makes of it."""
 
     def __init__(
-        self, asked: DraftRequest, walk: Walk, n_vocab: int, sampling: DraftSampling | None
+        self,
+        asked: DraftRequest,
+        walk: Walk,
+        n_vocab: int,
+        sampling: DraftSampling | None,
+        n_candidates: int,
     ) -> None:
         self.asked = asked
+        self._n_candidates = n_candidates
+        self._candidates: list[tuple[tuple[int, float], ...]] = []
         self._walk, self._n_vocab, self._sampling = walk, n_vocab, sampling
         self._n_steps = 0
         self._tokens: list[int] = []
@@ -143,10 +160,14 @@ class _Found:
         if self._sampling is not None:
             return self._draw(row, self._sampling)
         token = int(row.argmax())
-        # p of the most likely token: its own exponential is 1.
-        p = float(1.0 / np.exp(row - row[token]).sum(dtype=np.float64))
+        p = probability_of_best(row, float(row[token]), self.asked.policy.p_top_k)
         self._tokens.append(token)
         self._probs.append(p)
+        if self._n_candidates:
+            best = np.argsort(-row, kind="stable")[: self._n_candidates].tolist()
+            self._candidates.append(
+                tuple((t, p * float(np.exp(row[t] - row[token]))) for t in best)
+            )
         return token if self._walk.feed(p) else None
 
     def _draw(self, row: NDArray[np.float32], sampling: DraftSampling) -> int | None:
@@ -174,4 +195,5 @@ class _Found:
             rows=tuple(self._rows),
             n_steps=self._n_steps,
             catch_up_s=catch_up_s,
+            candidates=tuple(self._candidates),
         )

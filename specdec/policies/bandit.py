@@ -19,6 +19,7 @@ _KEEP = 0.95
 
 class Bandit:
     name = "bandit"
+    p_top_k = 0
 
     def __init__(self, n_max: int = 16, arms: Sequence[int] = ARMS, seed: int = 0) -> None:
         self.n_max = n_max

@@ -45,14 +45,14 @@ def bounded(policy: Policy, bounds: DraftBounds) -> Policy:
     if isinstance(policy, PMin):
         n_min = policy.n_min if bounds.n_min is None else bounds.n_min
         p_min = policy.p_min if bounds.p_min is None else bounds.p_min
-        return PMin(policy.n_max, p_min, n_min)
+        return PMin(policy.n_max, p_min, n_min, p_top_k=policy.p_top_k)
     return _Bounded(policy, bounds)
 
 
 class _Bounded:
     def __init__(self, policy: Policy, bounds: DraftBounds) -> None:
         self._policy, self._bounds = policy, bounds
-        self.name, self.n_max = policy.name, policy.n_max
+        self.name, self.n_max, self.p_top_k = policy.name, policy.n_max, policy.p_top_k
 
     def begin(self, limit: int, source: str) -> Walk:
         return _BoundedWalk(self._policy.begin(limit, source), self._bounds)

@@ -34,6 +34,7 @@ class Fixed:
     """Blocks of `n_max` tokens; 4 suits general text, 8 to 15 code (llama.cpp #10466)."""
 
     name = "fixed"
+    p_top_k = 0
 
     def __init__(self, n_max: int = 4) -> None:
         self.n_max = n_max

@@ -8,6 +8,7 @@ llama.cpp #10466);
 
 from __future__ import annotations
 
+from specdec.options import P_TOP_K
 from specdec.policies.walk import ProductWalk
 from specdec.types import Round
 
@@ -38,9 +39,10 @@ class PMin:
         p_min: float = 0.75,
         n_min: int = 0,
         *,
+        p_top_k: int = P_TOP_K,
         push_before_test: bool = False,
     ) -> None:
-        self.n_max, self.p_min, self.n_min = n_max, p_min, n_min
+        self.n_max, self.p_min, self.n_min, self.p_top_k = n_max, p_min, n_min, p_top_k
         self._push_before_test = push_before_test
 
     def begin(self, limit: int, source: str) -> PMinWalk:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from specdec.options import P_TOP_K
 from specdec.policies.cost_curve import PUBLISHED, CostCurve
 from specdec.policies.fixed import FixedWalk
 from specdec.policies.walk import ProductWalk
@@ -53,6 +54,7 @@ class PMins:
     often than c[m + 1]."""
 
     name = "p-mins"
+    p_top_k = P_TOP_K
 
     def __init__(
         self, p_mins: Sequence[float], n_max: int = 64, power: float = RECALIBRATION_POWER
@@ -75,6 +77,7 @@ class Rational:
     """`rational`: v2, the table of v1 replaced by a fitted curve."""
 
     name = "rational"
+    p_top_k = P_TOP_K
 
     def __init__(
         self, curve: CostCurve = PUBLISHED, n_max: int = 64, power: float = RECALIBRATION_POWER
@@ -133,6 +136,8 @@ class SpeedWalk(ProductWalk):
 class Speed:
     """`speed-a`, `speed-b`: v3. `speeds[n-1]` and `draft_speed` in tokens per second."""
 
+    p_top_k = P_TOP_K
+
     def __init__(
         self,
         speeds: Sequence[float],
@@ -180,6 +185,7 @@ class Costs:
     """
 
     name = "costs"
+    p_top_k = P_TOP_K
 
     def __init__(self, costs: Sequence[float], look_ahead: int = 0, n_max: int = 64) -> None:
         self._costs = tuple(costs)
@@ -210,6 +216,7 @@ class Ratio:
     shrinks below it. No probabilities are needed."""
 
     name = "ratio"
+    p_top_k = 0
 
     def __init__(self, n_max: int = 16, start: int = 4) -> None:
         self.n_max = n_max

@@ -258,6 +258,7 @@ class Throughput:
     """The policy over a profile. `paid` names the drafters whose tokens cost a draft step."""
 
     name = "throughput"
+    p_top_k = 0
 
     def __init__(
         self,

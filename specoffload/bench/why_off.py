@@ -17,6 +17,46 @@ def why_off(stats: GenerationStats, costs: CostProfile) -> str:
     return f"{words} (the policy: {reason})" if reason else words
 
 
+def pays_from(costs: CostProfile) -> int | None:
+    """The shortest draft that pays if all of it is accepted; None if none does."""
+    plain = costs.step_s[0]
+    lengths = range(1, costs.n_max)
+    return next((m for m in lengths if _round_s(costs, m) < (1 + m) * plain), None)
+
+
+def pays_up_to(costs: CostProfile, accepted: float) -> int | None:
+    """The longest draft that pays where each token is accepted with this chance if those before it
+    were: a longer one is slower than no draft. None if none pays."""
+    plain, n_tokens, found = costs.step_s[0], 1.0, None
+    for m in range(1, costs.n_max):
+        n_tokens += accepted**m
+        if _round_s(costs, m) < n_tokens * plain:
+            found = m
+    return found
+
+
+def _round_s(costs: CostProfile, m: int) -> float:
+    """Seconds of drafting m tokens and verifying them."""
+    return costs.step_s[m] + m * costs.draft_step_s
+
+
+def length_words(costs: CostProfile, accepted_first: float | None) -> str:
+    """From and up to which length a draft pays; `accepted_first` is the share of first tokens that
+    were accepted, None where nothing was drafted."""
+    first = pays_from(costs)
+    if first is None:
+        return "no draft pays, whatever its length"
+    unit = "token" if first == 1 else "tokens"
+    words = f"a draft pays from {first} {unit} on, if all of it is accepted"
+    if accepted_first is None:
+        return words
+    last = pays_up_to(costs, accepted_first)
+    if last is None:
+        return f"{words}; none pays at the {accepted_first:.0%} that are"
+    end = "whatever its length" if last == costs.n_max - 1 else f"up to {last}"
+    return f"{words}, and {end} at the {accepted_first:.0%} that are"
+
+
 def price_words(costs: CostProfile) -> str:
     """The share of drafted tokens that must be accepted for a draft of one to pay."""
     if costs.n_max < 2:

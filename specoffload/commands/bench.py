@@ -7,7 +7,6 @@ the first repetition dropped as warm-up.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import platform
 import statistics
@@ -45,9 +44,10 @@ from specoffload.bench.equal_texts import (
 )
 from specoffload.bench.llama_bench import row_of, written
 from specoffload.bench.load import Load, Watch, warn_of_load
-from specoffload.bench.why_off import why_off
+from specoffload.bench.why_off import length_words, why_off
+from specoffload.bench.workloads import prompts
 from specoffload.commands.models import type_name
-from specoffload.config.resolution import Config, demo_file
+from specoffload.config.resolution import Config
 from specoffload.peers.llama_server import (
     ServerSpeed,
     cache_words,
@@ -70,12 +70,6 @@ PREFIX = 16  # tokens before what is timed
 LONG_PROMPT = 2048  # tokens, for the speed of prefill
 _LEAST_REPETITIONS = 3
 _MOST_SPREAD = 0.2  # of a path's repetitions, slowest less fastest, beside the median
-
-
-def prompts(kind: str = "code") -> list[str]:
-    """The embedded pair's held-out prompts of one kind: code or prose."""
-    rows = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))
-    return [row["text"] for row in rows if row["kind"] == kind]
 
 
 def bench_config(
@@ -234,6 +228,8 @@ def _side_by_side(
     result["rows"] = _rows_of(config, peers, found, work)
     if "spec" in prices:
         result["why_off"] = why_off(found["spec"].median, prices["spec"])
+        per_position = found["spec"].median.acceptance_per_position
+        result["pays"] = length_words(prices["spec"], per_position[0] if per_position else None)
     result["peers"] = {
         name: asdict(tuned) | {"command": tuned.command_line(config.model.name)}
         for name, tuned in peers.items()
@@ -485,7 +481,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 def _speculation_lines(result: dict[str, Any]) -> list[str]:
     """The reason why speculation is off where it is, and how far its texts are the plain ones."""
-    lines = [result["why_off"]] if result.get("why_off") else []
+    lines = [result[key] for key in ("why_off", "pays") if result.get(key)]
     if "spec_tps" not in result:
         lines.append("speculation is off: no draft model was given (--draft), and nothing drafts")
     for way, found in result["equal_texts"].items():

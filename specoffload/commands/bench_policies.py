@@ -1,103 +1,97 @@
 """`specoffload bench --policies`: the default policy against every hand-tuned setting, in one run.
 
-Without a GPU the regime that speculation is for, a decode bound by transfers, is made on `sim`:
-dense weights and experts stream from the first token on through as few slots as possible, over a
-link so slow that it, not the CPU, takes the time. Then the same pair is run on the plain CPU,
-where T(n) is nearly linear, so that nothing can be gained and nothing must be lost.
+Without a GPU the regime that speculation is for, a decode bound by transfers, is made on `sim`
+(`specoffload.bench.regime`). Then the same pair is run on the plain CPU, where T(n) is nearly
+linear, so that nothing can be gained and nothing must be lost.
+
+All policies are judged alike: by prompts that none of them has met, by the median of several
+repetitions, each of which begins with the policy as tuning left it, and in an order in which each
+comes first, second, ... equally often.
 """
 
 from __future__ import annotations
 
-import random
+import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from offload.device import has_gpu
-from offload.engine import Engine, EngineOptions
-from offload.errors import DoesNotFit
-from offload.plan.min_batch import MinBatch
-from offload.plan.placement import make_plan
 from offload.streaming.options import StreamingOptions
-from offload.timing import median_decode_s
 from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.types import Policy
 from specoffload import report
 from specoffload.bench.load import warn_of_load
-from specoffload.commands.bench import commit, machine, prompts
+from specoffload.bench.regime import transfer_bound, ways
+from specoffload.bench.workloads import (
+    Kinds,
+    adversarial_prompts,
+    in_turns,
+    judged_prompts,
+    tuning_prompts,
+)
+from specoffload.commands.bench import commit, machine
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.session import Session
-from specoffload.speculation.profiling import SEQUENCE, real_text
 from specoffload.speculation.speculation import Speculation
 
 DEFAULT = "throughput"
 PLAIN = "fixed 0"
-_COPY_SHARE = 16.0  # the time a single token's copies take, in units of its computation
-# Of what streams. With fewer slots than a layer's experts need, batches are computed by the CPU
-# instead, and nothing would be bound by transfers.
-_SLOT_SHARES = (0.35, 0.5, 0.75)
+BLOCKS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # fixed lengths that are tried
 _N_FINALISTS = 3
+# Tokens written after a prompt, in units of -n: half of it while tuning, twice as many to judge by,
+# since an answer is longer than what it begins with.
+_TUNED, _JUDGED = 0.5, 2
 _REPETITIONS = 3
 
-Kinds = dict[str, list[str]]
+MakePolicy = Callable[[], Policy]
 
 
 @dataclass
 class Tally:
-    """Tokens and seconds of one policy, per kind of prompt."""
+    """Tokens and seconds of one policy, for each prompt and repetition."""
 
-    n_tokens: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
     n_drafted: int = 0
-    _best: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
+    n_accepted: int = 0
+    n_written: int = 0  # tokens of all repetitions
+    _runs: defaultdict[tuple[str, str], list[tuple[float, int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     def add(self, kind: str, text: str, stats: GenerationStats) -> None:
-        """One generation; of several of one prompt the fastest counts: the others were
-        disturbed."""
-        found = (stats.decode_s / stats.n_tokens, stats.n_tokens)
+        """One generation of one prompt."""
         self.n_drafted += stats.n_drafted
-        self._best[kind, text] = min(found, self._best.get((kind, text), found))
-        mine = [best for (k, _), best in self._best.items() if k == kind]
-        self.n_tokens[kind] = sum(n for _, n in mine)
-        self.seconds[kind] = sum(n * s for s, n in mine)
+        self.n_accepted += stats.n_accepted
+        self.n_written += stats.n_tokens
+        self._runs[kind, text].append((stats.decode_s / stats.n_tokens, stats.n_tokens))
 
     def rate(self, *kinds: str) -> float:
-        """Tokens per second over these kinds, all where none is named."""
-        names = kinds or tuple(self.n_tokens)
-        return sum(self.n_tokens[k] for k in names) / sum(self.seconds[k] for k in names)
+        """Tokens per second over the prompts of these kinds, or of all; each prompt takes the
+        median of its repetitions."""
+        n_tokens = seconds = 0.0
+        for (kind, _), runs in self._runs.items():
+            if not kinds or kind in kinds:
+                n = statistics.fmean([n for _, n in runs])
+                n_tokens += n
+                seconds += n * statistics.median([token_s for token_s, _ in runs])
+        return n_tokens / seconds
 
 
-def hand_tuned() -> dict[str, Callable[[], Policy]]:
+def hand_tuned() -> dict[str, MakePolicy]:
     """Settings that a person might try: blocks, and llama.cpp's rule. Length 0 is plain."""
-    makes: dict[str, Callable[[], Policy]] = {}
-    for n in (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16):
-        makes[f"fixed {n}"] = lambda n=n: Fixed(n)  # type: ignore[misc]
+    makes: dict[str, MakePolicy] = {f"fixed {n}": lambda n=n: Fixed(n) for n in BLOCKS}  # type: ignore[misc]
     for n in (8, 16):
         for p in (0.5, 0.75, 0.9):
             makes[f"p-min {p} max {n}"] = lambda n=n, p=p: PMin(n, p)  # type: ignore[misc]
     return makes
-
-
-def mixed_prompts() -> Kinds:
-    """Code, prose, and both in turns, from the held-out prompts of the embedded pair."""
-    code, prose = prompts("code"), prompts("prose")
-    turns = [f"{prose[i]}\n\n{code[i]}" for i in (4, 5)]
-    turns += [f"{code[i]}\n\n{prose[i]}" for i in (6, 7)]
-    return {"code": code[:3], "prose": prose[:3], "switching": turns}
-
-
-def adversarial_prompts(n_prompts: int = 3, n_bytes: int = 120) -> Kinds:
-    """Random bytes: nothing in them can be foreseen."""
-    draw = random.Random(7)
-    return {
-        "adversarial": [draw.randbytes(n_bytes).decode("latin-1") for _ in range(n_prompts)],
-    }
 
 
 def bench_policies(config: Config, *, n_predict: int) -> None:
@@ -131,76 +125,44 @@ def bench_policies(config: Config, *, n_predict: int) -> None:
     report.data(result)
 
 
-def transfer_bound(config: Config) -> tuple[Config, str]:
-    """The same run on a device whose link takes most of the time, and what was done to it."""
-    with Engine(config.model, EngineOptions(device="sim", stream_experts=False)) as engine:
-        compute_s = _token_s(engine)[0]
-        facts = engine.facts
-    whole = make_plan(facts, budget_bytes=None, n_gpu_layers=0)
-    for share in _SLOT_SHARES:
-        vram = whole.resident_bytes + int(whole.slot_bytes * share)
-        streaming = StreamingOptions(vram_bytes=vram, n_gpu_layers=0)
-        options = EngineOptions(device="sim", streaming=streaming, min_batch=MinBatch(1, 1))
-        try:
-            with Engine(config.model, options) as engine:
-                copied = _token_s(engine)[1]
-            break
-        except DoesNotFit:
-            continue
-    else:
-        raise UsageError("no budget of slots fits this model on sim; name a device with --device")
-    bandwidth = copied / (_COPY_SHARE * compute_s)
-    words = (
-        f"no GPU here: sim with a link of {bandwidth / 1e6:.0f} MB/s, at which one token's copies "
-        f"({report.bytes_text(copied)}) take {_COPY_SHARE:.0f} times its computation; all layers "
-        f"stream from 1 token on through slots for {share:.0%} of them"
-    )
-    changed = replace(
-        config,
-        device=f"sim:bw={bandwidth:.0f}B/s",
-        streaming=streaming,
-        min_batch=MinBatch(1, 1),
-    )
-    return changed, words
-
-
-def _token_s(engine: Engine, n: int = 24) -> tuple[float, float]:
-    """Seconds (the median) and bytes copied (the mean) of one token behind real text."""
-    text = real_text(engine)
-    engine.sequences.extend(SEQUENCE, text[:32], n_logits=0)
-    before = engine.counters().streamed_bytes
-    batches = [[token] for token in text[32 : 32 + n]]
-    one_s = median_decode_s(engine.sequences, SEQUENCE, batches, grow=True)
-    return one_s, (engine.counters().streamed_bytes - before) / n
-
-
 def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> dict[str, Any]:
-    """The sweep, then the best of it beside the default and plain decoding, prompt by prompt."""
-    kinds = mixed_prompts()
+    """Tune: every setting writes after the tuning prompts. Judge: the best settings, the default
+    and plain decoding write after prompts that none of them has met."""
     speculation = speculation_of(session)
-    default = speculation.policy
-    makes = hand_tuned()
-    sweep: dict[str, float] = {}
-    contenders: dict[str, Policy] = {name: make() for name, make in makes.items()}
-    for i, (name, policy) in enumerate(contenders.items()):
-        tallies = run(session, {name: policy}, _first(kinds, 2), n_predict // 2, 1)
-        sweep[name] = tallies[name].rate()
-        bar(0.6 * (i + 1) / len(contenders))
-    # The default saw the same prompts: it, too, is judged warm.
-    warm = run(session, {DEFAULT: default}, _first(kinds, 2), n_predict // 2, 1)
-    sweep[DEFAULT] = warm[DEFAULT].rate()
-    tuned = sorted((n for n in makes if n != PLAIN), key=lambda n: -sweep[n])[:_N_FINALISTS]
-    finalists = {name: contenders[name] for name in (PLAIN, *tuned)} | {DEFAULT: default}
-    final = run(session, finalists, kinds, n_predict, _REPETITIONS)
-    bar(0.9)
-    two = {name: finalists[name] for name in (PLAIN, DEFAULT)}
+    learning = deepcopy(speculation.policy)  # it learns from the tuning prompts, and is kept
+    sizes = ways(session.target)
+    tried: dict[str, MakePolicy] = hand_tuned() | {DEFAULT: lambda: learning}
+    tuned = run(
+        session,
+        tried,
+        tuning_prompts(),
+        round(_TUNED * n_predict),
+        1,
+        lambda share: bar(0.4 * share),
+    )
+    sweep = {name: tally.rate() for name, tally in tuned.items()}
+    ranked = sorted(tried.keys() - {PLAIN, DEFAULT}, key=lambda name: -sweep[name])
+    best_tuned = ranked[:_N_FINALISTS]
+    makes = {name: tried[name] for name in (PLAIN, *best_tuned)}
+    makes[DEFAULT] = lambda: deepcopy(learning)
+    final = run(
+        session,
+        makes,
+        judged_prompts(),
+        _JUDGED * n_predict,
+        _REPETITIONS,
+        lambda share: bar(0.4 + 0.5 * share),
+    )
+    two = {name: makes[name] for name in (PLAIN, DEFAULT)}
     noise = run(session, two, adversarial_prompts(), n_predict, _REPETITIONS)
     bar(1.0)
-    best = max(tuned, key=lambda n: final[n].rate())
     rates = {name: tally.rate() for name, tally in final.items()}
+    best = max(best_tuned, key=lambda name: rates[name])
     return {
         "policies": sweep | rates,
+        "sizes": [asdict(way) for way in sizes],
         "sweep": sweep,
+        "blocks": _blocks(tuned),
         "final": rates,
         "profile": list(speculation.costs.step_s),
         "draft_step_s": speculation.costs.draft_step_s,
@@ -209,44 +171,73 @@ def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> d
         "default_vs_plain": rates[DEFAULT] / rates[PLAIN],
         "adversarial_vs_plain": noise[DEFAULT].rate() / noise[PLAIN].rate(),
         "kinds": {
-            kind: {name: tally.rate(kind) for name, tally in final.items()} for kind in kinds
+            kind: {name: tally.rate(kind) for name, tally in final.items()}
+            for kind in judged_prompts()
         },
     }
+
+
+def _blocks(tuned: Mapping[str, Tally]) -> list[dict[str, float]]:
+    """Drafted and accepted tokens for each token of the text, and tokens/s, by block length."""
+    return [
+        {
+            "length": n,
+            "drafted": tally.n_drafted / tally.n_written,
+            "accepted": tally.n_accepted / tally.n_written,
+            "tps": tally.rate(),
+        }
+        for n in BLOCKS
+        for tally in (tuned[f"fixed {n}"],)
+    ]
 
 
 def cpu_regime(session: Session, n_predict: int) -> dict[str, Any]:
     """Plain CPU: the default beside plain decoding, and how many tokens it drafted."""
     speculation = speculation_of(session)
-    policies = {PLAIN: Fixed(0), DEFAULT: speculation.policy}
-    tallies = run(session, policies, _first(mixed_prompts(), 2), n_predict, _REPETITIONS)
+    learning = deepcopy(speculation.policy)
+    run(session, {DEFAULT: lambda: learning}, tuning_prompts(), round(_TUNED * n_predict), 1)
+    makes: dict[str, MakePolicy] = {
+        PLAIN: lambda: Fixed(0),
+        DEFAULT: lambda: deepcopy(learning),
+    }
+    tallies = run(session, makes, judged_prompts(), n_predict, _REPETITIONS)
     default, plain = tallies[DEFAULT], tallies[PLAIN]
-    costs = speculation.costs.step_s
     return {
         "plain_tps": plain.rate(),
         "default_tps": default.rate(),
         "default_vs_plain": default.rate() / plain.rate(),
-        "drafted_per_token": default.n_drafted / (_REPETITIONS * sum(default.n_tokens.values())),
-        "profile": list(costs),
+        "drafted_per_token": default.n_drafted / default.n_written,
+        "profile": list(speculation.costs.step_s),
     }
 
 
 def run(
-    session: Session, policies: Mapping[str, Policy], kinds: Kinds, n_predict: int, repetitions: int
+    session: Session,
+    makes: Mapping[str, MakePolicy],
+    kinds: Kinds,
+    n_predict: int,
+    repetitions: int,
+    bar: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Tally]:
-    """Every prompt with every policy in turn, so that the machine's moods hit all alike."""
+    """Every prompt with every policy. Each repetition begins with policies made anew, and who
+    comes first moves on with each prompt, so that the machine's moods hit all alike."""
     options = GenerateOptions(n_predict=max(2, n_predict), ignore_eos=True)
-    tallies = {name: Tally() for name in policies}
+    tallies = {name: Tally() for name in makes}
     speculation = speculation_of(session)
     before = speculation.policy
+    first, turns = 0, in_turns(kinds)
     try:
         for _ in range(repetitions):
-            for kind, text in _in_turns(kinds):
-                for name, policy in policies.items():
-                    speculation.policy = policy
+            policies = [(name, make()) for name, make in makes.items()]
+            for kind, text in turns:
+                for i in range(len(policies)):
+                    name, speculation.policy = policies[(first + i) % len(policies)]
                     session.forget()
                     stats = [piece.stats for piece in session.generate(text, options)][-1]
                     assert stats is not None
                     tallies[name].add(kind, text, stats)
+                first += 1
+                bar(first / (repetitions * len(turns)))
     finally:
         speculation.policy = before
     return tallies
@@ -258,18 +249,6 @@ def speculation_of(session: Session) -> Speculation:
     return session.speculation
 
 
-def _in_turns(kinds: Kinds) -> list[tuple[str, str]]:
-    """Prompts of all kinds mixed: code is followed by prose."""
-    longest = max(map(len, kinds.values()))
-    return [
-        (kind, texts[i]) for i in range(longest) for kind, texts in kinds.items() if i < len(texts)
-    ]
-
-
-def _first(kinds: Kinds, n: int) -> Kinds:
-    return {kind: texts[:n] for kind, texts in kinds.items()}
-
-
 def _show(result: dict[str, Any]) -> None:
     profile: Sequence[float] = result["profile"]
     sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 17, 24, 32, 33) if n <= len(profile)]
@@ -277,16 +256,35 @@ def _show(result: dict[str, Any]) -> None:
         (str(n), f"{profile[n - 1] * 1e3:.2f}", f"{profile[n - 1] / profile[0]:.2f}") for n in sizes
     ]
     report.table("T(n) as the default reads it", ("n", "ms", "T(n)/T(1)"), rows)
+    report.table(
+        "what a batch of each size did, by the counters of one decode",
+        ("n", "ms", "way"),
+        [(str(s["n"]), f"{s['decode_s'] * 1e3:.2f}", s["words"]) for s in result["sizes"]],
+    )
+    report.table(
+        "blocks: drafted and accepted for each token of the text",
+        ("length", "drafted", "accepted", "accepted/drafted", "tokens/s"),
+        [
+            (
+                str(b["length"]),
+                f"{b['drafted']:.2f}",
+                f"{b['accepted']:.2f}",
+                f"{b['accepted'] / b['drafted']:.2f}" if b["drafted"] else "-",
+                f"{b['tps']:.1f}",
+            )
+            for b in result["blocks"]
+        ],
+    )
     plain = result["sweep"][PLAIN]
     swept = sorted(result["sweep"].items(), key=lambda item: -item[1])
     report.table(
-        "sweep: code, prose and both in turns",
+        "sweep over the tuning prompts",
         ("policy", "tokens/s", "x plain"),
         [(name, f"{rate:.1f}", f"{rate / plain:.3f}") for name, rate in swept],
     )
     kinds = result["kinds"]
     report.table(
-        "the best of them again, beside the default (tokens/s)",
+        "the best of them, the default and plain on prompts that are new (tokens/s)",
         ("policy", "all", *kinds, "x plain"),
         [
             (

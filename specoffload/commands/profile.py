@@ -159,9 +159,21 @@ def _show(costs: CostProfile) -> None:
     if costs.draft_step_s:
         share = costs.draft_step_s / costs.step_s[0]
         step = "" if costs.relative else f"{costs.draft_step_s * 1e3:.2f} ms, "
-        report.line(f"one draft step: {step}{share:.2f} of T(1)")
+        report.line(f"one draft step: {step}{share:.2f} of T(1){_by_depth(costs)}")
     for warning in costs.warnings:
         report.note(warning)
+
+
+def _by_depth(costs: CostProfile) -> str:
+    """The draft's step behind each depth that was measured, where they are more than one."""
+    if len(costs.draft_depths) < 2:
+        return ""
+    unit = "" if costs.relative else " ms"
+    times = (
+        f"{step * (1.0 if costs.relative else 1e3):.2f}{unit} behind {depth} tokens"
+        for depth, step in costs.draft_depths
+    )
+    return f" ({', '.join(times)})"
 
 
 def _remarks(costs: CostProfile, n: int) -> list[str]:
@@ -216,6 +228,7 @@ def _as_data(costs: CostProfile, path: Path) -> dict[str, object]:
         "profile": list(costs.step_s),
         "relative": costs.relative,
         "draft_step_s": costs.draft_step_s,
+        "draft_depths": [{"depth": depth, "step_s": step} for depth, step in costs.draft_depths],
         "depths": [{"depth": depth, "step_s": list(steps)} for depth, steps in costs.depths],
         "bumps": list(costs.bumps),
         "uncertain": list(costs.uncertain),

@@ -66,6 +66,7 @@ class GenerationStats:
     n_rounds: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
+    n_could_accept: int = 0  # drafted and not verified, and the text then had them
     streamed_bytes: int = 0
     n_draft_steps: int = 0  # decodes of the draft model
     draft_s: float = 0.0

@@ -50,6 +50,7 @@ class Tally:
             n_rounds=spec.n_rounds,
             n_drafted=spec.n_drafted,
             n_accepted=spec.n_accepted,
+            n_could_accept=spec.n_could_accept,
             streamed_bytes=after.streamed_bytes - before.streamed_bytes,
             n_checkpoints=after.n_checkpoints - before.n_checkpoints,
             n_restores=after.n_restores - before.n_restores,

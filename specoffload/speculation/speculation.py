@@ -31,6 +31,7 @@ from specoffload.config.speculation import SpecConfig
 from specoffload.speculation.costs import open_costs, widened
 from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.profile_store import fuller, store
+from specoffload.speculation.round_log import N_CANDIDATES, RoundLog
 from specoffload.speculation.round_trace import RoundTrace
 
 _ROUNDS_TO_STORE = 16
@@ -53,8 +54,10 @@ class Speculation:
         self._target = target
         options = config.options
         self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
-        self._n_rounds = 0
         self._costs = open_costs(config, target, draft, on_progress)
+        self._round_log = None
+        if log.isEnabledFor(logging.DEBUG):
+            self._round_log = RoundLog(target.sequences, target.options.n_sequences, self._piece)
         policy = build_policy(options, self._costs.profile, self._costs.calibration)
         self._sampling = RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
@@ -94,7 +97,12 @@ class Speculation:
             return BlockDrafter(model, sampling=sampling if rejects else None)
         # A draft of another vocabulary has no padding that the target's would not have.
         n_vocab = self._target.n_vocab if options.replacements is None else None
-        return ModelDrafter(model, sampling=sampling if rejects else None, n_vocab=n_vocab)
+        return ModelDrafter(
+            model,
+            sampling=sampling if rejects else None,
+            n_vocab=n_vocab,
+            n_candidates=0 if self._round_log is None else N_CANDIDATES,
+        )
 
     def _tree_drafting(self, draft: Engine, policy: Throughput) -> TreeDrafting:
         options, target = self._config.options, self._target
@@ -109,6 +117,9 @@ class Speculation:
             draft.sequences, policy, p_split=options.p_split, n_vocab=target.n_vocab
         )
         return TreeDrafting(target.sequences, drafter, policy)
+
+    def _piece(self, token: int) -> str:
+        return self._target.detokenize([token], special=True)
 
     def _tokenize(self, text: str) -> Sequence[int]:
         return self._target.tokenize(text, add_special=False, parse_special=False)
@@ -181,23 +192,14 @@ class Speculation:
     @property
     def watches(self) -> bool:
         """True if `watch` does anything."""
-        return self._trace is not None or log.isEnabledFor(logging.DEBUG)
+        return self._trace is not None or self._round_log is not None
 
     def watch(self, round_: Round) -> None:
         """Note a round in the trace and in the log."""
-        self._n_rounds += 1
         if self._trace is not None:
             self._trace.add(round_)
-        log.debug(
-            "round %d: %d drafted by %s, %d accepted, draft %.2f ms, verify %.2f ms: %s",
-            self._n_rounds,
-            round_.n_drafted,
-            round_.draft.source,
-            round_.n_accepted,
-            1e3 * round_.draft_s,
-            1e3 * round_.verify_s,
-            round_.draft.decision.reason,
-        )
+        if self._round_log is not None:
+            self._round_log.add(round_)
 
     def close(self) -> None:
         """Store the refreshed profile, the calibration, the lookup cache and the trace."""

@@ -18,7 +18,7 @@ from specdec.decoding.loop import DecodingLoop
 from specdec.decoding.member import BatchMember
 from specdec.drafters.model import ModelDrafter
 from specdec.policies.throughput import Throughput
-from specoffload.commands.bench import prompts
+from specoffload.bench.workloads import prompts
 from specoffload.config.resolution import demo_file
 
 LENGTHS = (30, 12, 21)  # they end one after the other

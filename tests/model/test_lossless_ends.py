@@ -24,7 +24,7 @@ from lossless_parts import (
     open_session,
 )
 
-from specoffload.commands.bench import prompts
+from specoffload.bench.workloads import prompts
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import SEQUENCE, Session
 

@@ -19,7 +19,7 @@ from lossless_parts import (
 
 from offload.model import layer_of
 from offload.streaming.options import StreamingOptions
-from specoffload.commands.bench import prompts
+from specoffload.bench.workloads import prompts
 from specoffload.config.options import Toggle
 
 pytestmark = pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")

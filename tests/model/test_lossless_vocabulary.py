@@ -24,7 +24,7 @@ from lossless_parts import (
 )
 
 from specdec.errors import VocabularyMismatch
-from specoffload.commands.bench import prompts
+from specoffload.bench.workloads import prompts
 from specoffload.config.resolution import demo_file
 
 RENAMED = {"<|endoftext|>": "<eos>", "<|im_start|>": "<turn>", "<|im_end|>": "</turn>"}

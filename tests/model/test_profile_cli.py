@@ -12,7 +12,7 @@ import pytest
 from in_process import command
 from resolved import config_of
 
-from specoffload.commands.bench import prompts
+from specoffload.bench.workloads import prompts
 from specoffload.config.resolution import demo_file
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session

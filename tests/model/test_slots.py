@@ -16,7 +16,7 @@ from test_lossless_recurrent import write_model
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, NotWritten
 from offload.synth import write_preset
-from specoffload.commands.bench import prompts
+from specoffload.bench.workloads import prompts
 from specoffload.config.resolution import demo_file
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.session import Session
@@ -323,14 +323,18 @@ def test_one_that_fails_leaves_the_others_alone(pair: Session) -> None:
     options = GenerateOptions(n_predict=12, ignore_eos=True)
     wanted = in_turn(pair, texts[:2], options)
     good = [pair.start(text, options) for text in texts[:2]]
-    bad = pair.start(texts[3], GenerateOptions(grammar='root ::= "\\U0010ABCD"', n_predict=9))
+    # Nothing can follow the first letter, so it fails while the others are being written.
+    grammar = 'root ::= "a" [^\\x00-\\U0010FFFF]'
+    bad = pair.start(texts[3], GenerateOptions(grammar=grammar, n_predict=9, ignore_eos=True))
     with pytest.raises(BadRequest, match="does not parse"):
         pair.start(texts[3], GenerateOptions(grammar="root ::= ("))
     while not pair.is_idle:
         pair.step()
     assert [answer_of(request).tokens for request in good] == [a.tokens for a in wanted]
     assert bad.is_over
-    assert bad.error is None or isinstance(bad.error, BadRequest)
+    assert isinstance(bad.error, BadRequest)
+    assert "cannot be followed" in str(bad.error)
+    assert len(bad.history) == len(texts[3]) + 1
     assert not any(slot.is_processing for slot in pair.slots())
 
 

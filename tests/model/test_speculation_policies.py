@@ -26,7 +26,7 @@ from lossless_parts import (
 )
 
 from specdec.options import PolicyName
-from specoffload.commands.bench import prompts
+from specoffload.bench.workloads import prompts
 from specoffload.session.session import SEQUENCE
 
 pytestmark = pytest.mark.usefixtures("batches_are_cheap")

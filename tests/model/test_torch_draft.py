@@ -32,7 +32,7 @@ from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit  # noq
 from offload.synth import write_preset  # noqa: E402
 from offload.torch_draft.draft import Drafted, TorchDraft  # noqa: E402
 from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
-from offload.torch_draft.steps import Drawing  # noqa: E402
+from offload.torch_draft.steps import Drawing, greedy  # noqa: E402
 from specdec.drafters.block import BlockDrafter  # noqa: E402
 from specdec.drafters.model import ModelDrafter  # noqa: E402
 from specdec.policies.p_min import PMin  # noqa: E402
@@ -116,6 +116,18 @@ def test_tokens_and_probabilities_are_libllamas(files: Files, dtype: str) -> Non
     assert worst[1] <= 2 * MOST[dtype]
     assert worst[2] <= 2 * MOST[dtype], "another token than the best, and no near tie"
     assert n_other <= (0 if dtype == "f32" else 0.05 * N_PROMPTS * N_STEPS)
+
+
+def test_probabilities_over_ten_candidates_are_their_share_of_the_ten() -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(3))
+    best = np.exp(-np.sort(-logits.numpy().astype(np.float64), axis=1)[:, :10])
+    token, p, gap = greedy(logits.clone(), 10)
+    assert token.tolist() == logits.argmax(-1).tolist()
+    assert p.tolist() == pytest.approx((best[:, 0] / best.sum(1)).tolist(), rel=1e-5)
+    assert gap.tolist() == pytest.approx(
+        ((best[:, 0] - best[:, 1]) / best.sum(1)).tolist(), rel=1e-5
+    )
+    assert greedy(logits.clone())[1].max() < p.max()
 
 
 # -- variants of the architectures ----------------------------------------------------------------

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 import sys
 from contextlib import closing
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,8 @@ from specoffload import demo
 from specoffload.server.completions.native import NativeTeller
 from specoffload.session.generation import Piece
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
 
 from bench_server.delay import median  # noqa: E402
 from bench_server.judge import MOST_GAP, Judge, unexplained  # noqa: E402
@@ -63,6 +67,34 @@ def test_the_judge_tells_mistakes_from_near_ties() -> None:
             bad, most = unexplained(judge, [(prompt, lost), (prompt, doubled)])
             assert len(bad) == 2
             assert most > MOST_GAP
+
+
+def test_texts_are_compared_without_drafts_and_with_them() -> None:
+    words = ["--vs", "none", "--turns", "--streams", "3", "--seconds", "1", "--load-tokens", "8"]
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "bench-server", *words], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    load = json.loads(done.stdout)["load"]
+    assert load.keys() == {"drafts off", "drafts on"}
+    for report in load.values():
+        assert report["answers"] >= 3
+        assert report["errors"] == report["differing_alone"] == 0
+    assert load["drafts off"]["drafted"] == 0
+    assert load["drafts on"]["drafted"] > load["drafts on"]["tokens"]
+
+
+def test_the_rival_is_compared_with_one_cache_and_with_one_for_each_slot() -> None:
+    module = SourceFileLoader("bench_server_script", str(SCRIPTS / "bench-server")).load_module()
+    options = module.arguments(["--model", "m.gguf", "--draft", "d.gguf"])
+    found = module.ways(options, Path("llama-server"))
+    rival = {name: command for name, command in found.items() if name.startswith("llama-server")}
+    assert [("-kvu" in c, "-no-kvu" in c, "-md" in c) for c in rival.values()] == [
+        (True, False, False),
+        (False, True, False),
+        (True, False, True),
+        (False, True, True),
+    ]
 
 
 def test_the_median_lies_within_its_bucket() -> None:

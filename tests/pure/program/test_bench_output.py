@@ -11,11 +11,12 @@ import pytest
 from resolved import line_of
 
 from specdec.costs.profile import CostProfile
+from specdec.costs.profile_io import published_curves
 from specoffload.bench.batched import Sweep, speeds
 from specoffload.bench.batched import written as batched
 from specoffload.bench.equal_texts import Equality, PlainText, compared, equality_words
 from specoffload.bench.llama_bench import FIELDS, row_of, written
-from specoffload.bench.why_off import why_off
+from specoffload.bench.why_off import length_words, pays_from, pays_up_to, why_off
 from specoffload.config.options import BenchOptions
 from specoffload.errors import UsageError
 from specoffload.session.generation import GenerationStats
@@ -118,3 +119,17 @@ def test_equal_texts_are_counted_and_the_greatest_margin_is_of_a_first_differenc
     assert "1 of 3 greedy texts of 3 tokens equal plain" in equality_words("speculative", found)
     assert "at most 0.5 apart" in equality_words("speculative", found)
     assert "apart" not in equality_words("x", Equality(2, 3, 2, 0.0))
+
+
+def test_the_lengths_that_pay_are_those_of_the_costs() -> None:
+    curves = published_curves()
+    # A batch of two takes more than twice as long as one there (llama.cpp #17034).
+    glm = curves["glm-4.6-rpc"]
+    assert length_words(glm, None) == "a draft pays from 2 tokens on, if all of it is accepted"
+    linear = CostProfile((1.0, 1.6, 2.2, 2.8, 3.4, 4.0), 0.1)
+    # 1 + 0.8 + 0.64 tokens take 2.4 s where one takes 1 s; with 0.512 more they take 3.1 s.
+    assert (pays_from(linear), pays_up_to(linear, 0.8)) == (1, 2)
+    assert length_words(linear, 0.8).endswith("and up to 2 at the 80% that are")
+    assert length_words(linear, 0.5).endswith("none pays at the 50% that are")
+    assert length_words(linear, 1.0).endswith("and whatever its length at the 100% that are")
+    assert length_words(CostProfile((1.0, 2.5)), 0.9) == "no draft pays, whatever its length"

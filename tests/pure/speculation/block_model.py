@@ -38,16 +38,21 @@ class FakeBlockModel(FakeTarget):
         parts: Sequence[tuple[int, Sequence[int]]],
         n_steps: int,
         drawing: Drawing | None = None,
+        top_k: int = 0,
     ) -> FakeBlock:
-        return self._block(dict(parts), n_steps, drawing)
+        return self._block(dict(parts), n_steps, drawing, top_k)
 
     def draft_more(
-        self, sequences: Sequence[int], n_steps: int, drawing: Drawing | None = None
+        self,
+        sequences: Sequence[int],
+        n_steps: int,
+        drawing: Drawing | None = None,
+        top_k: int = 0,
     ) -> FakeBlock:
-        return self._block({s: [self._ends[s]] for s in sequences}, n_steps, drawing)
+        return self._block({s: [self._ends[s]] for s in sequences}, n_steps, drawing, top_k)
 
     def _block(
-        self, feed: dict[int, Sequence[int]], n_steps: int, drawing: Drawing | None
+        self, feed: dict[int, Sequence[int]], n_steps: int, drawing: Drawing | None, top_k: int
     ) -> FakeBlock:
         assert 1 <= n_steps <= self.n_steps_max
         self.blocks.append(n_steps)
@@ -65,6 +70,9 @@ class FakeBlockModel(FakeTarget):
                 if drawing is not None:
                     token = int(np.searchsorted(q.cumsum(), drawing.uniforms[step, part], "right"))
                     token = min(token, self.n_vocab - 1)
+                if drawing is None and top_k:
+                    q[np.argsort(-q, kind="stable")[top_k:]] = 0.0
+                    q /= q.sum()
                 second, best = np.sort(q)[-2:]
                 out.tokens[step, part], out.p[step, part] = token, best
                 out.gap[step, part] = best - second

@@ -10,7 +10,9 @@ from block_model import FakeBlockModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.build import build_policy
 from specdec.costs.profile import CostProfile
+from specdec.costs.profile_io import published_curves
 from specdec.decoding.accept import Greedy, MatchAcceptance
 from specdec.decoding.decode import decode
 from specdec.decoding.drafting import ChainDrafting
@@ -18,6 +20,7 @@ from specdec.decoding.loop import DecodingLoop
 from specdec.decoding.member import BatchMember
 from specdec.drafters.block import BlockDrafter, Pace
 from specdec.drafters.model import ModelDrafter
+from specdec.options import PolicyName, SpecOptions
 from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.policies.throughput import Throughput
@@ -25,6 +28,7 @@ from specdec.simulation.fake import FakeTarget
 from specdec.types import Draft, Policy, Round
 
 CHEAP = CostProfile(tuple(1.0 + 0.01 * n for n in range(32)), 0.01)
+R1 = published_curves()["deepseek-r1-0528-q4_x"]
 POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: Fixed(7),
     "p-min": lambda: PMin(n_max=9, p_min=0.4),
@@ -208,3 +212,25 @@ def test_blocks_have_a_length_and_approach_what_is_wanted(wanted: list[int]) -> 
     pace.wanted(2, 2)
     assert pace.length(0) == 12
     assert Pace(3).length(0) == Pace(3).length(9) == 3
+
+
+PUBLISHED = (PolicyName.P_MIN, PolicyName.P_MINS, PolicyName.RATIONAL, PolicyName.SPEED_A,
+             PolicyName.SPEED_B, PolicyName.COSTS)  # fmt: skip
+
+
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["steps", "blocks"])
+def test_published_rules_are_fed_llama_cpps_p(in_blocks: bool) -> None:
+    # One token has 0.6 and each of 63 others as much as the next: of ten it has 0.913.
+    model = FakeBlockModel(peak=0.6)
+    drafter = BlockDrafter(model) if in_blocks else ModelDrafter(FakeTarget(peak=0.6))
+    of_ten = 0.6 / (0.6 + 9 * 0.4 / 63)
+    for name in PolicyName:
+        policy = build_policy(SpecOptions(policy=name), R1)
+        draft = drafter.propose(0, [1, 2, 3], policy, 4)
+        drafted = [*draft.probs, *(p for _, p in draft.dropped)]
+        wanted = of_ten if name in PUBLISHED else 0.6
+        assert drafted == pytest.approx([wanted] * len(drafted), rel=1e-4), name
+        assert drafted or name is PolicyName.BANDIT  # which begins by trying no draft
+    strict = build_policy(SpecOptions(policy=PolicyName.P_MIN, p_top_k=0), R1)
+    assert drafter.propose(0, [1, 2, 3], strict, 4).tokens == (), "0.6 is below 0.75"
+    assert len(drafter.propose(0, [1, 2, 3], PMin(4, 0.75), 4).tokens) == 4

@@ -368,7 +368,8 @@ def test_statistics_count_what_happened() -> None:
 
 
 def test_reasons_are_grouped_without_their_numbers() -> None:
-    assert reason_kind("P 0.12 against 0.5") == reason_kind("P 0.9 against 0.31")
+    assert reason_kind("P 0.12 against 0.5") == "P # against #"
+    assert reason_kind("12 of 40 drafted") == "# of # drafted"
 
 
 def test_a_tree_that_lost_its_likeliest_child_knows_the_rank_of_the_next() -> None:
@@ -411,3 +412,28 @@ def test_more_sequences_than_the_profile_has_batch_sizes_are_decoded() -> None:
     assert played_together(5, short, None, 1.0)[0] > 0.95
     long = CostProfile(tuple(1.0 + 0.1 * n for n in range(64)), 0.01)
     assert played_together(6, long, 4, 1.0)[0] > 1.2
+
+
+def test_what_a_longer_draft_would_have_got_is_counted_as_the_text_goes_on() -> None:
+    def round_of(kept: list[int], dropped: list[int], n_accepted: int, emitted: list[int]) -> Round:
+        draft = Draft(
+            tuple(kept),
+            (0.5,) * len(kept),
+            "draft",
+            Decision(len(kept), ""),
+            tuple((token, 0.5) for token in dropped),
+        )
+        return Round(draft, n_accepted, tuple(emitted), 0.0, 0.0)
+
+    stats = SpecStats()
+    stats.add(round_of([1], [2, 3, 4, 9], 1, [1, 2]))
+    assert stats.n_could_accept == 1
+    stats.add(round_of([], [], 0, [3]))
+    stats.add(round_of([], [], 0, [4]))
+    assert stats.n_could_accept == 3
+    stats.add(round_of([], [], 0, [5]))  # not 9: what follows says nothing of that draft
+    stats.add(round_of([], [], 0, [9]))
+    assert stats.n_could_accept == 3
+    stats.add(round_of([7, 8], [9, 9], 1, [7, 9]))  # 8 was rejected, and with it all behind
+    stats.add(round_of([], [], 0, [9]))
+    assert (stats.n_could_accept, stats.n_accepted) == (3, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from specdec.costs.estimate import TOLERANCE, Wanted, estimate, next_size, relative_error
 from specdec.costs.measure import MeasureOptions, TextWalk, measure
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import published_curves
+from specdec.costs.profile_io import load, published_curves, save
 from specdec.costs.refresh import RefreshedCosts
 from specdec.policies.throughput import Throughput
 from specdec.simulation.fake import FakeTarget
@@ -210,6 +211,21 @@ def test_a_recurrent_memory_walks_through_the_text_as_well(depth: int) -> None:
     profile = measure(target, text, MeasureOptions(8, 2, (depth,)))
     assert profile.n_max == 8
     assert target.length(0) == 0
+
+
+def test_the_drafts_own_step_is_kept_for_each_depth(tmp_path: Path) -> None:
+    target = Timed(lambda tokens: 0.1)
+    draft = Timed(lambda tokens: 0.001 * len(tokens) + 1e-5 * draft.length(0))
+    clock = lambda: target.now + draft.now  # noqa: E731
+    text = [i % 60 for i in range(900)]
+    found = measure(target, text, MeasureOptions(8, 1, (16, 512)), draft=draft, clock=clock)
+    # Behind the depth come 8 steps that warm up, and 8 that are timed.
+    times = {depth: 0.001 + 1e-5 * (depth + 12.5) for depth in (16, 512)}
+    assert dict(found.draft_depths) == pytest.approx(times)
+    assert found.draft_step_s == pytest.approx(sum(times.values()) / 2)
+    assert draft.length(0) == 0
+    save(tmp_path / "profile.json", found)
+    assert load(tmp_path / "profile.json").costs.draft_depths == found.draft_depths
 
 
 # -- slow machines ---------------------------------------------------------------------------------

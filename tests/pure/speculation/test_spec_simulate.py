@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from types import FrameType
 
+import numpy as np
 import pytest
 
 from specdec.costs.profile import CostProfile
@@ -191,3 +192,18 @@ def test_deciding_a_drafted_token_takes_few_calls(kind: str, most: float) -> Non
     finally:
         sys.setprofile(None)
     assert n_calls <= most * run.n_steps
+
+
+@pytest.mark.parametrize("kinds", [("code",), ("prose",), ("noise",), ("code", "prose")])
+def test_where_larger_batches_go_another_way_the_best_fixed_length_is_reached(
+    kinds: tuple[str, ...],
+) -> None:
+    # Batches of 1 to 3 tokens stream, larger ones are the CPU's: T(4) is less than T(1).
+    timed = {1: 12.0, 2: 23.0, 3: 25.0, 4: 7.4, 8: 8.2, 16: 12.8, 33: 23.0, 64: 24.0}
+    times_ms = np.interp(range(1, 65), list(timed), list(timed.values()))
+    jagged = CostProfile(tuple((times_ms / 1e3).tolist()), draft_step_s=2e-4)
+    text = synthetic_trace(4000, seed=5, kinds=kinds)
+    best = max(simulate(text, jagged, Fixed(m)).rate for m in range(17))
+    assert simulate(text, jagged, Throughput(jagged, refresh=False)).rate >= best
+    # Serving, sizes whose times contradict others are timed again: that takes 1 % at most.
+    assert simulate(text, jagged, Throughput(jagged)).rate >= 0.99 * best

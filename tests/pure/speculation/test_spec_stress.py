@@ -39,11 +39,12 @@ def test_a_text_that_stays_as_it_is_is_learnt_and_plain_decoding_kept(saying: st
     assert quantiles([s.to_oracle for s in scores])[3] >= 0.985
 
 
-def test_switching_every_200_tokens_never_costs_more_than_plain_decoding() -> None:
+def test_switching_every_200_tokens_loses_at_most_one_percent_to_plain_decoding() -> None:
     scores = stress(stress_cases(range(36), n_tokens=2000, periods=(200,)))
-    assert min(s.to_plain for s in scores) >= 0.98
-    # What hindsight of a segment is worth cannot all be had; before regimes the mean was 0.92.
-    assert quantiles([s.to_oracle for s in scores])[4] >= 0.93
+    # Without a bound on what speculation may lose it is 0.986.
+    assert min(s.to_plain for s in scores) >= 0.99
+    # Hindsight knows each segment, so 1 is out of reach. Without changing regimes it is 0.957.
+    assert quantiles([s.to_oracle for s in scores])[4] >= 0.96
 
 
 def test_a_first_draft_on_trust_is_short_where_it_would_cost_much() -> None:
