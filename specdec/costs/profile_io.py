@@ -75,7 +75,7 @@ def _parse(data: Any) -> StoredProfile:
     if not isinstance(data, dict):
         raise BadProfile("it is no JSON object")
     if data.get("format") != _FORMAT:
-        raise BadProfile(f"its format is {data.get('format')!r}, this version reads {_FORMAT}")
+        raise BadProfile(f"its format is {data.get('format')!r:.40}, this version reads {_FORMAT}")
     key = data.get("key")
     names = {f.name for f in fields(ProfileKey)}
     if not isinstance(key, dict) or set(key) != names:

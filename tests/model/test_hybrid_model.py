@@ -47,7 +47,7 @@ def test_no_cell_is_below_the_better_rival(script: ModuleType) -> None:
     assert len(ratios) == len(script.MODELS) * len(script.MACHINES) * len(script.ROUTINGS)
     assert min(ratios) >= 1.0
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"decode {min(ratios):.2f} to {max(ratios):.2f} times as fast" in readme
+    assert f"decode {min(ratios):.2f} to {max(ratios):.2f} × as fast" in readme
 
 
 @pytest.mark.parametrize("title", ["DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B"])

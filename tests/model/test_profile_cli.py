@@ -133,7 +133,7 @@ def test_the_next_start_loads_it_and_keeps_what_it_learnt(folder: Path) -> None:
         assert any("measured in" in note for note in session.notes)
         for text in prompts("code")[:2]:
             list(session.generate(text, GenerateOptions(n_predict=24, ignore_eos=True)))
-    files = list(folder.glob("*.json"))
+    files = [path for path in folder.glob("*.json") if not path.name.endswith("-hits.json")]
     assert len(files) == 1
     assert json.loads(files[0].read_text())["calibration"] != {}
     with opened() as session:
