@@ -10,6 +10,9 @@ import ctypes as C
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from offload.errors import DoesNotFit
 from offload.ggml.library import abi
 from offload.ggml.library.lib import library, op_number
@@ -24,6 +27,7 @@ _BUFFER = TENSOR.buffer.offset
 _DATA = TENSOR.data.offset
 _VIEW_SRC = TENSOR.view_src.offset
 _POINTER = C.sizeof(C.c_void_p)
+_LOWEST = 4096  # no tensor lies below; numpy takes no array at address 0
 _int_at = C.c_int.from_address
 _pointer_at = C.c_void_p.from_address
 
@@ -56,6 +60,42 @@ def root_at(address: int) -> int:
 def size_at(address: int) -> int:
     """Bytes from the tensor's first element to its last."""
     return int(library().ggml_nbytes(address))
+
+
+class _Everywhere:
+    """All of our address space as overlapping tensors, one every 8 bytes. Nothing is read of it
+    but what an index names."""
+
+    __array_interface__ = {  # noqa: RUF012
+        "version": 3,
+        "data": (_LOWEST, True),
+        "typestr": f"|V{C.sizeof(TENSOR)}",
+        "shape": (1 << 44,),
+        "strides": (_POINTER,),
+    }
+
+
+_everywhere = np.asarray(_Everywhere())
+
+
+def structs_at(addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """[n, words] all that the tensors at these addresses say of themselves."""
+    found: NDArray[np.void] = _everywhere[(addresses - np.uint64(_LOWEST)) >> np.uint64(3)]
+    words: NDArray[np.uint64] = found.view(np.uint64)
+    return words.reshape(len(addresses), C.sizeof(TENSOR) // _POINTER)
+
+
+def read_by(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Addresses of the sources of such tensors and of what they are views of, each once."""
+    first, end = _SRC // _POINTER, _VIEW_SRC // _POINTER + 1
+    pointers = structs[:, first:end]
+    return np.unique(pointers[pointers != 0])
+
+
+def shapes_of(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """[n, 4] the shapes of such tensors."""
+    first = TENSOR.ne.offset // _POINTER
+    return structs[:, first : first + 4]
 
 
 class HasAddress(Protocol):

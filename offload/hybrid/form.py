@@ -15,6 +15,7 @@ from offload.ggml.tensor import Tensor
 
 _JOINING = ("GLU", "UNARY", "SCALE", "CLAMP", "SQR", "MUL", "ADD")
 _SAME = ("RESHAPE", "REPEAT", "VIEW", "CONT")  # on the way from a scale to its weight
+_MOST_SAME = 3  # of them; Graph.state covers no more
 
 
 class NoForm(Exception):
@@ -118,8 +119,9 @@ class _Finder:
         if not factor.is_op("GET_ROWS") or factor.source(1) != self.ids or factor.shape[0] != 1:
             return None
         found = factor.source(0)
-        while found is not None and any(found.is_op(op) for op in _SAME):
-            found = found.source(0)
+        for _ in range(_MOST_SAME):
+            if found is not None and any(found.is_op(op) for op in _SAME):
+                found = found.source(0)
         if found is None or not found.is_op("NONE") or found.type != "f32":
             return None
         return found

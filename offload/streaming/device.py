@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 from offload.device import DeviceChoice
@@ -23,17 +22,16 @@ from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
 from offload.hybrid.measuring import Sides
 from offload.hybrid.switch import HybridSwitch
-from offload.mla.decision import MlaCounters
 from offload.mla.switch import MlaSwitch
 from offload.plan.min_batch import MinBatch
 from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.streaming.counters import StreamCounters
 from offload.streaming.layer_clock import LayerClock
+from offload.streaming.prepared import PreparedGraph, PreparedGraphs, Run
 from offload.streaming.steps import fits
 from offload.trace import CPU, NO_TRACE, Trace
 
 WRAPPED_NAME = "SPEC0"
-Run = Callable[[], int]  # computes a graph; a ggml_status
 
 
 class Executor(Protocol):
@@ -70,16 +68,6 @@ class Executor(Protocol):
 
 
 MakeExecutor = Callable[[Stream, HostBufferType], Executor]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedGraph:
-    """One of ggml's graphs, and all that was found out about it."""
-
-    uid: int  # ggml's
-    run: Run
-    mla: MlaCounters  # what each computation adds
-    streams: bool  # some of its weights stream, so that its executor knows the layers
 
 
 class StreamingDevice(PyDevice):
@@ -119,7 +107,7 @@ class StreamingDevice(PyDevice):
         self._cpu_since_s: float | None = None  # inside a decode: since when the CPU computes
         self.mla = MlaSwitch(mla_crossover, self.inner.supports, host.holds)
         self.executors: dict[WrappedStream, Executor] = {}
-        self._prepared: dict[Graph, PreparedGraph] = {}  # by ggml's graph: the address of a part
+        self._prepared = PreparedGraphs()
         self._not_kept: deque[PreparedGraph] = deque(maxlen=2)
         self.n_graphs = 0
         self.n_prepared = 0
@@ -286,20 +274,27 @@ class StreamingDevice(PyDevice):
             self.trace.add(CPU, "CPU part of the graph", self._cpu_since_s, time.perf_counter())
         self._cpu_since_s = time.perf_counter() if active else None
 
+    @property
+    def n_recognised(self) -> int:
+        """Graphs that ggml built anew, and that were not prepared again."""
+        return self._prepared.n_recognised
+
     def _of(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
-        """The prepared graph, kept while ggml keeps the graph: finding its cuts takes 0.5 us a
-        node. ggml gives the part at an address a new uid when it splits a model's graph anew, and
-        never uses the old one again."""
-        uid = graph.uid
-        found = self._prepared.get(graph)
-        if found is not None and found.uid == uid:
-            return found
-        prepared = self._prepare(stream, graph)
-        if not uid:  # a view, which ggml may change
-            self._not_kept.append(prepared)  # what was submitted may refer to it
-        else:
-            self._prepared[graph] = prepared
+        """The prepared graph, kept if ggml keeps the graph: finding its cuts takes 3 us a node."""
+        if graph.uid:
+            return self._prepared.of(
+                graph, lambda: self._circumstances(stream), lambda: self._prepare(stream, graph)
+            )
+        prepared = self._prepare(stream, graph)  # a view, which ggml may change
+        self._not_kept.append(prepared)  # what was submitted may refer to it
         return prepared
+
+    def _circumstances(self, stream: WrappedStream) -> Hashable:
+        """All that preparing depends on beside the graph, but for the slots (`release_slots`)."""
+        assert self.host is not None
+        hybrid = self.hybrid
+        splits = hybrid and (hybrid.is_active, hybrid.declined, hybrid.unsplit)
+        return stream, self.mla.crossover, splits, tuple(self.host.buffers)
 
     def _prepare(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
         assert self.host is not None

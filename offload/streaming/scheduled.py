@@ -50,8 +50,8 @@ from offload.schedule.schedule import Schedule
 from offload.schedule.slots import FREE, IN_USE, NOWHERE, Piece
 from offload.streaming.copy import Copier, Transfer
 from offload.streaming.counters import StreamCounters
-from offload.streaming.device import Run
 from offload.streaming.layer_clock import LayerClock
+from offload.streaming.prepared import Run
 from offload.streaming.slot_memory import HostBias, SlotMemory
 from offload.streaming.split_sides import SplitSides
 from offload.streaming.steps import (

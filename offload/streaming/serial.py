@@ -18,8 +18,8 @@ from offload.ggml.tensor import Buffer, Redirect, Tensor
 from offload.model import layer_of
 from offload.streaming.copy import Copier, Transfer
 from offload.streaming.counters import StreamCounters
-from offload.streaming.device import Run
 from offload.streaming.layer_clock import LayerClock
+from offload.streaming.prepared import Run
 from offload.trace import COMPUTE, NO_TRACE, Trace
 
 

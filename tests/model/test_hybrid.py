@@ -401,6 +401,8 @@ def test_what_others_may_read_gets_no_other_memory(
         assert scratch_bytes > 0
         assert_at_home(engine)
         monkeypatch.setattr(Graph, "use_count", lambda *_: 99)
+        assert engine.device is not None
+        engine.device._prepared.clear()
         engine.sequences.rewind(0, 0)
         assert np.array_equal(logits(engine), expected)
         assert 0 < engine.counters().n_nodes_ahead - n_all < n_all
@@ -410,7 +412,7 @@ def test_what_others_may_read_gets_no_other_memory(
 def assert_at_home(engine: Engine) -> None:
     """What lies elsewhere while a graph is computed is back where ggml has it."""
     assert engine.device is not None
-    graphs = list(engine.device._prepared)
+    graphs = list(engine.device._prepared._current)
     assert graphs
     scratches = {buffer.address for buffer in _scratch_of(engine)._scratch}
     assert not any(buffer_at(address) in scratches for g in graphs for address in g.addresses())

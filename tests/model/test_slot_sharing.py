@@ -17,8 +17,8 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
 from offload.schedule.predict import Fetch, fetch_of
-from offload.streaming.device import Run
 from offload.streaming.options import StreamingOptions
+from offload.streaming.prepared import Run
 from offload.streaming.scheduled import ScheduledExecutor
 from offload.synth import write_preset
 from offload.trace import COPY, Trace

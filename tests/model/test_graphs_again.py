@@ -1,0 +1,294 @@
+"""Graphs that libllama builds anew as they were: recognised by all that they say, and only then."""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from offload.engine import Engine, EngineOptions
+from offload.ggml.graph import GRAPH, Graph, GraphState
+from offload.ggml.library import abi
+from offload.ggml.pydevice import WrappedStream
+from offload.ggml.tensor import TENSOR
+from offload.hybrid.switch import all_on_device, stay
+from offload.mla.decision import Crossover
+from offload.plan.min_batch import MinBatch
+from offload.streaming.device import StreamingDevice
+from offload.streaming.options import StreamingOptions
+from offload.streaming.prepared import PreparedGraphs
+from offload.synth import write_preset
+
+SIZES = (1, 3, 5)
+WAYS = {
+    "streamed": StreamingOptions(),
+    "one after the other": StreamingOptions(overlap=False),
+    "stay": StreamingOptions(hybrid=True, splitter=stay),
+    "all on the device": StreamingOptions(hybrid=True, splitter=all_on_device),
+}
+
+
+def engine_of(
+    path: Path, way: str = "streamed", crossover: Crossover = 3, **changes: Any
+) -> Engine:
+    options: dict[str, Any] = {"device": "sim", "n_ctx": 1024, "n_threads": 1}
+    options |= {"min_batch": MinBatch(1, 1), "streaming": WAYS[way], "mla_crossover": crossover}
+    return Engine(path, EngineOptions(**options | changes))
+
+
+def device_of(engine: Engine) -> StreamingDevice:
+    assert isinstance(engine.device, StreamingDevice)
+    return engine.device
+
+
+def evaluate(engine: Engine, sizes: Sequence[int] = SIZES) -> list[NDArray[np.float32]]:
+    """Logits of batches of these sizes, each behind the same three tokens."""
+    rows = []
+    for n in sizes:
+        engine.sequences.rewind(0, 3)
+        rows.append(engine.sequences.extend(0, [(7 * i + n) % engine.n_vocab for i in range(n)]))
+    return rows
+
+
+def begin(engine: Engine) -> None:
+    """The three tokens."""
+    engine.sequences.extend(0, [3, 1, 4])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("preset", ["deepseek-v3", "qwen3moe"])
+def test_batches_that_alternate_are_prepared_once_and_give_the_same_bits(
+    models: Path, preset: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_preset(preset, models / f"again-{preset}.gguf", size="tiny", seed=5)
+
+    def rounds() -> Iterator[tuple[Any, ...]]:
+        with engine_of(path, way) as engine:
+            device = device_of(engine)
+            begin(engine)
+            for _ in range(4):
+                rows = evaluate(engine)
+                replaced = device.mla.counters.replaced
+                yield rows, replaced, device.n_prepared, device.n_recognised
+
+    found = [*rounds()]
+    with monkeypatch.context() as patched:
+        patched.setattr(StreamingDevice, "_circumstances", lambda *_: object())
+        anew = [*rounds()]
+    # ggml lays results out for the largest batch so far: in the first rounds they move.
+    n_prepared = [one[2] for one in found]
+    assert n_prepared[1] == n_prepared[-1]
+    n_recognised = [one[3] for one in found]
+    assert np.diff(n_recognised[1:]).tolist() == [len(SIZES)] * 2
+    assert anew[-1][2] - anew[1][2] == 2 * len(SIZES)
+    assert anew[-1][3] == 0
+    for (rows, replaced, *_), (others, replaced_too, *_) in zip(found, anew, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(rows, others, strict=True))
+        assert replaced == replaced_too
+
+
+def test_the_parts_of_a_graph_that_is_recognised_have_the_uids_they_had(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a GPU that has recorded them does not compare them."""
+    uids: list[int] = []
+    part = Graph.part
+
+    def noted(self: Graph, *arguments: Any) -> Graph:
+        made = part(self, *arguments)
+        uids.append(made.uid)
+        return made
+
+    monkeypatch.setattr(Graph, "part", noted)
+    with engine_of(tiny_moe) as engine:
+        begin(engine)
+        rounds = []
+        for _ in range(4):
+            uids.clear()
+            evaluate(engine)
+            rounds.append(uids.copy())
+    assert len(rounds[-1]) > len(SIZES)
+    assert all(rounds[-1])
+    assert rounds[-1] == rounds[-2]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """The graphs that were computed, the last at the end."""
+    graphs: list[Graph] = []
+    compute = StreamingDevice.compute
+
+    def noted(self: StreamingDevice, stream: WrappedStream, graph: Graph) -> int:
+        graphs.append(graph)
+        return compute(self, stream, graph)
+
+    monkeypatch.setattr(StreamingDevice, "compute", noted)
+    return graphs
+
+
+def bytes_of(field: str) -> tuple[int, int]:
+    at = getattr(TENSOR, field)
+    return at.offset, at.size
+
+
+@pytest.mark.parametrize("of", ["node", "source", "view"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        "type",
+        "buffer",
+        "ne",
+        "nb",
+        "op",
+        "op_params",
+        "flags",
+        "data",
+        "view_offs",
+        "name",
+        "extra",
+    ],
+)
+def test_a_graph_with_one_other_byte_is_another(
+    tiny_moe: Path, seen: list[Graph], field: str, of: str
+) -> None:
+    with engine_of(tiny_moe) as engine:
+        begin(engine)
+        graph, host = seen[-1], device_of(engine).host
+        assert host is not None
+        node = graph.nodes()[len(graph.nodes()) // 2]
+        weights = [product.weight for product in graph.products(host)]
+        roots = {n.address: abi.ggml_tensor.from_address(n.address).view_src for n in graph.nodes()}
+        outside = [root for root in roots.values() if root and root not in roots]
+        address = {"node": node.address, "source": weights[0].address, "view": outside[0]}[of]
+        before = graph.state()
+        first, size = bytes_of(field)
+        for at in (first, first + size - 1):
+            byte = C.c_ubyte.from_address(address + at)
+            byte.value ^= 1
+            other = graph.state()
+            byte.value ^= 1
+            assert other != before
+        assert graph.state() == before
+        assert hash(graph.state()) == hash(before)
+
+
+def test_a_graph_with_other_sources_uses_or_nodes_is_another(
+    tiny_moe: Path, seen: list[Graph]
+) -> None:
+    with engine_of(tiny_moe) as engine:
+        begin(engine)
+        graph = seen[-1]
+        before = graph.state()
+        struct: Any = GRAPH.from_address(graph.address)
+        table, node = struct.visited_hash_set, graph.nodes()[9]
+        counts = np.frombuffer((C.c_int32 * table.size).from_address(struct.use_counts), np.int32)
+        counts += 1
+        assert graph.state() != before
+        counts -= 1
+        struct.n_nodes -= 1
+        assert graph.state() != before
+        struct.n_nodes += 1
+        sources: Any = abi.ggml_tensor.from_address(node.address).src
+        source = sources[0]
+        sources[0] = graph.nodes()[0].address
+        assert graph.state() != before
+        sources[0] = source
+        struct.uid += 1
+        assert graph.state() == before
+        struct.uid -= 1
+
+
+def test_uses_of_many_nodes_are_those_of_each(tiny_moe: Path, seen: list[Graph]) -> None:
+    with engine_of(tiny_moe) as engine:
+        begin(engine)
+        graph = seen[-1]
+        addresses = np.array([*graph.addresses(), 0x1230], np.uint64)
+        each = [*map(graph.use_count, graph.nodes()), -1]
+        assert graph.use_counts(addresses).tolist() == each
+        assert max(each) > 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda device: setattr(device.mla, "crossover", 0),
+        lambda device: setattr(device.mla, "crossover", 5),
+        lambda device: setattr(device.hybrid, "unsplit", frozenset({3})),
+        lambda device: setattr(device.hybrid, "declined", "for a test"),
+        lambda device: setattr(device.hybrid, "is_active", False),
+    ],
+)
+def test_what_a_switch_decided_before_is_not_taken_for_what_it_decides_now(
+    tiny_moe: Path, change: Callable[[StreamingDevice], None]
+) -> None:
+    with engine_of(tiny_moe, "stay") as engine:
+        device = device_of(engine)
+        begin(engine)
+        for _ in range(3):
+            evaluate(engine)
+        n_prepared, n_recognised = device.n_prepared, device.n_recognised
+        change(device)
+        evaluate(engine)
+        assert device.n_prepared == n_prepared + len(SIZES)
+        assert device.n_recognised == n_recognised
+        evaluate(engine)
+        assert device.n_prepared == n_prepared + len(SIZES)
+
+
+def test_a_graph_of_more_cells_is_another(tiny_moe: Path) -> None:
+    with engine_of(tiny_moe) as engine:
+        device = device_of(engine)
+        begin(engine)
+        for _ in range(3):
+            evaluate(engine)
+        engine.sequences.extend(0, [5] * 300)
+        n_prepared, n_recognised = device.n_prepared, device.n_recognised
+        for n in SIZES:
+            engine.sequences.extend(0, [5] * n)
+        assert device.n_prepared == n_prepared + len(SIZES)
+        assert device.n_recognised == n_recognised
+        for n in SIZES:
+            engine.sequences.extend(0, [5] * n)
+        assert device.n_prepared == n_prepared + len(SIZES)
+        assert device.n_recognised == n_recognised + len(SIZES)
+
+
+def test_graphs_are_kept_within_their_bytes_those_used_last(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    state = Graph.state
+
+    def noted(self: Graph) -> GraphState:
+        sizes.append(state(self).size_bytes)
+        return state(self)
+
+    monkeypatch.setattr(Graph, "state", noted)
+    with engine_of(tiny_moe) as engine:
+        device = device_of(engine)
+        begin(engine)
+        evaluate(engine)
+        evaluate(engine)
+        device._prepared = PreparedGraphs(most_bytes=2 * max(sizes))
+        evaluate(engine, (1, 3, 1, 3))
+        assert device.n_recognised == 2
+        evaluate(engine, (5, 3, 5, 3))  # 1 was used least lately
+        assert device.n_recognised == 2 + 3
+        evaluate(engine, (1,))
+        assert device.n_recognised == 2 + 3
+
+
+def test_a_graph_of_a_few_nodes_is_prepared_rather_than_looked_up(
+    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Graph, "state", None)  # not called
+    with engine_of(tiny_moe, min_batch=MinBatch(64, 64)) as engine:
+        begin(engine)
+        evaluate(engine)
+        evaluate(engine)
+        assert device_of(engine).n_recognised == 0
