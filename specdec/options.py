@@ -68,8 +68,8 @@ PRICED = frozenset(
 )
 MOST_DRAFTED = 63  # a verification batch holds one token more
 LONGEST = 16  # llama.cpp's --draft-max; throughput has the profile's
-# llama.cpp's draft sampler keeps so many candidates, and a token's probability is its share of
-# theirs. The published thresholds were found with that.
+# llama.cpp's draft sampler keeps ten candidates and normalises probabilities over them. The
+# published thresholds were tuned on these probabilities.
 P_TOP_K = 10
 
 

@@ -15,7 +15,7 @@ from offload.ggml.tensor import Tensor
 
 _JOINING = ("GLU", "UNARY", "SCALE", "CLAMP", "SQR", "MUL", "ADD")
 _SAME = ("RESHAPE", "REPEAT", "VIEW", "CONT")  # on the way from a scale to its weight
-_MOST_SAME = 3  # of them; Graph.state covers no more
+_MOST_SAME = 3  # longest chain of such nodes; Graph.state covers no longer one
 
 
 class NoForm(Exception):

@@ -169,7 +169,7 @@ class Schedule:
         """Between two graphs: copy these pieces, the likeliest first, into slots that are free or
         hold other pieces. Yields the commands of one copy at a time; call `arrived` after each.
 
-        The cache rule hears of all of them as if they had been used, the likeliest last.
+        Counts all of them as used for the cache rule, the likeliest last.
         """
         agenda = self._agendas[pool]
         pieces = pieces[: agenda.slots.n_slots]

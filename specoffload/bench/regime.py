@@ -25,7 +25,7 @@ from specoffload.speculation.profiling import SEQUENCE, real_text
 _COPY_SHARE = 16.0  # the time a single token's copies take, in units of its computation
 _SLOT_SHARES = (0.35, 0.5, 0.75)  # of what streams
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 33, 64)  # tokens
-_N_DECODES = 3  # of each size
+_N_DECODES = 3  # decodes timed for each batch size
 _DEPTH = 16  # tokens of context before the first
 
 

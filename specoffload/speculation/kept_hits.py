@@ -28,7 +28,7 @@ _MOST_LAYERS = 4096
 _MOST_TOKENS = 1e9
 _OFTEN = 4 * N_KEPT  # tokens after which a long session keeps what it counted
 _OFTEN_MIX = 1 << 16  # the same of tokens that runs had
-LEAST_MIX_TOKENS = 4096  # of all runs: before, the plan is made for a usual mix
+LEAST_MIX_TOKENS = 4096  # tokens counted over all runs before plans use their mix
 MIX_HALF_LIFE_TOKENS = float(1 << 18)  # counted later: what was counted before then weighs half
 
 

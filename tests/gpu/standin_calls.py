@@ -1,4 +1,4 @@
-"""What the stand-in for CUDA (tests/cuda_standin) counted, and calls that it is to let fail."""
+"""Counters of the CUDA stand-in (tests/cuda_standin), and a switch to make its calls fail."""
 
 from __future__ import annotations
 

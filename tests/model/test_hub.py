@@ -256,7 +256,7 @@ def program(hub: Hub, home: Path, *words: str) -> subprocess.CompletedProcess[st
 
 
 def on_terminal(hub: Hub, home: Path, *words: str, columns: int) -> list[str]:
-    """The lines that a terminal of so many columns gets."""
+    """The lines that a terminal of the given width shows."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "specoffload", *words],

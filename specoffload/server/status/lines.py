@@ -11,8 +11,8 @@ _FAILED_TO_KEEP = ("not stored", "not kept:")
 
 
 def plan_of(notes: Sequence[str]) -> list[str]:
-    """Of a session's start-up lines, those on what lies where, and on measurements that could not
-    be kept and are made again at each start."""
+    """Select the start-up lines that say what lies where, or that a measurement could not be kept
+    and is made again at each start."""
     return [
         note
         for note in notes

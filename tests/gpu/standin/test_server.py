@@ -30,7 +30,7 @@ def text_of(program: Program, prompt: str) -> str:
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    """What the CPU answers, one prompt at a time."""
+    """The texts that the CPU generates, one prompt at a time."""
     with serving("--device", "cpu", "--no-spec") as program:
         return [text_of(program, prompt) for prompt in PROMPTS]
 

@@ -147,7 +147,7 @@ def test_what_goes_back_and_forth_is_tried_more_and_more_rarely() -> None:
 def test_the_chosen_way_never_makes_a_larger_batch_faster_than_a_smaller_one(
     old: list[float], split: list[float], measured: set[int]
 ) -> None:
-    """Where neither way by itself does, and both lie on a line between the measured sizes."""
+    """Given that neither way alone does, and that both are linear between measured sizes."""
     sizes = sorted({1, *measured})
     old_s, split_s = (
         dict(
