@@ -41,15 +41,16 @@ class Collapsing:
         self._thread.start()
 
     def wait(self, on_poll: Callable[[float], object] = lambda _: None) -> HugePages:
-        """Until all pages are huge that the kernel makes huge.
+        """Wait until the kernel has made all pages huge that it makes huge.
 
-        `on_poll` is told the share that is done, about 20 times a second. What it raises ends this
-        and the thread.
+        `on_poll` is told the share that is done about 20 times a second, and once at the end. An
+        exception that it raises stops the thread and is raised here.
         """
         try:
             while self._thread.is_alive():
                 self._thread.join(_POLL_S)
                 on_poll(self._done)
+            on_poll(self._done)  # the thread may have ended before the first poll
         except BaseException:
             self.stop()
             raise
