@@ -49,13 +49,6 @@ def test_every_top_level_folder_is_in_the_layout() -> None:
     assert folders - hidden == {path for path, _ in tree() if path.count("/") == 1}
 
 
-@pytest.mark.parametrize("package", ["specoffload", "offload"])
-def test_every_folder_of_a_package_is_in_the_layout(package: str) -> None:
-    found = {f"{path.parent.relative_to(ROOT)}/" for path in (ROOT / package).glob("*/*.*")}
-    shown = {path for path, _ in tree() if path.startswith(package) and path.count("/") == 2}
-    assert {folder for folder in found if "__pycache__" not in folder} == shown
-
-
 def test_every_script_is_named_in_the_layout_or_its_readme() -> None:
     described = (ROOT / "scripts" / "README.md").read_text(encoding="utf-8")
     scripts = [p.name for p in (ROOT / "scripts").iterdir() if p.is_file() and p.suffix == ""]

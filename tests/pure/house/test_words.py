@@ -1,8 +1,7 @@
-"""Words a reader can look up: public sources, sections that exist, docstrings in plain English."""
+"""Sources that a reader can open, and links to pages and sections that exist."""
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("numa", "specdec", "offload", "specoffload")
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 # Notes that are in no file of this repository, by title and by entry. (A10 is a GPU as well.)
 TITLES = re.compile(r"\b(?:MECHANISMS|PEERS|DESIGN|STYLE)\b")
@@ -18,7 +16,6 @@ ENTRIES = re.compile(
     r"\b(?:A(?:0[1-9]|1[1-9]|2[0-2])|B(?:0[1-9]|1\d|2[0-8])|[C-I](?:0[1-9]|1[0-5]))\b"
 )
 PAGES = re.compile(r"docs/(\w+\.md)(?:, ([\w ,:-]+?))?(?=[)\].;\"`]|$)", re.MULTILINE)
-QUESTIONS = {"What", "Whether", "How"}
 
 
 def tracked() -> list[Path]:
@@ -93,20 +90,3 @@ def test_every_anchor_of_a_page_leads_to_a_heading() -> None:
             if at not in anchors(other):
                 missing.append(f"{page.name}: {target}#{at}")
     assert missing == []
-
-
-def docstrings() -> list[tuple[str, str]]:
-    """(where, text) of every docstring of the four packages."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return [
-        (f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", text)
-        for package in PACKAGES
-        for path in sorted((ROOT / package).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, kinds) and (text := ast.get_docstring(node))
-    ]
-
-
-def test_docstrings_say_what_a_thing_is_and_ask_no_question() -> None:
-    asking = [where for where, text in docstrings() if text.split()[0].rstrip(",") in QUESTIONS]
-    assert asking == []

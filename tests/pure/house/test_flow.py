@@ -1,0 +1,34 @@
+"""docs/flow.md names files that exist, in numbered lists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "flow.md").read_text(encoding="utf-8")
+WAYS = ("a token", "a GGUF path", "a flag", "a chat request")
+
+
+def way_of(thing: str) -> list[str]:
+    """The files that begin the numbered lines of a section."""
+    section = PAGE.split(f"## The way of {thing}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^\d+\. `([^`]+)`", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("thing", WAYS)
+def test_the_files_of_a_way_exist_and_are_numbered_in_order(thing: str) -> None:
+    files = way_of(thing)
+    assert len(files) >= 5
+    assert [path for path in files if not (ROOT / path).is_file()] == []
+    section = PAGE.split(f"## The way of {thing}\n", 1)[1].split("\n## ", 1)[0]
+    numbers = [int(n) for n in re.findall(r"^(\d+)\. ", section, re.MULTILINE)]
+    assert numbers == list(range(1, len(files) + 1))
+
+
+def test_every_file_that_the_page_names_exists() -> None:
+    named = re.findall(r"`((?:specoffload|offload|specdec|numa)/[\w/]+\.py)`", PAGE)
+    assert named
+    assert [path for path in named if not (ROOT / path).is_file()] == []
