@@ -24,18 +24,6 @@ from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.pairs import CpuTeam
 from offload.ggml.threadpool import ThreadPool, attach, detach, has_openmp
-from offload.hybrid.costs import MeasuredCosts
-from offload.hybrid.layers import Hybrid, Pace
-from offload.hybrid.measuring import (
-    LinkTimes,
-    Measured,
-    Sides,
-    costs_of,
-    on_device,
-    on_host,
-    on_link,
-)
-from offload.hybrid.switch import HybridSwitch, all_on_device, stay
 from offload.mla.decision import Crossover
 from offload.mla.measure import chosen_crossover
 from offload.model import ModelFacts, is_experts
@@ -56,6 +44,18 @@ from offload.plan.pooling import pooling_of
 from offload.plan.sharing import UBATCHES
 from offload.routing.recording import RoutingRecorder
 from offload.sequences import Decode, Sequences
+from offload.split.costs import MeasuredCosts
+from offload.split.layers import Hybrid, Pace
+from offload.split.measuring import (
+    LinkTimes,
+    Measured,
+    Sides,
+    costs_of,
+    on_device,
+    on_host,
+    on_link,
+)
+from offload.split.switch import HybridSwitch, all_on_device, stay
 from offload.store.room import room_now
 from offload.store.store import READING, OnProgress, Store, StoreOptions
 from offload.streaming.counters import StreamCounters

@@ -20,11 +20,11 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import take_errors
 from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
-from offload.hybrid.measuring import Sides
-from offload.hybrid.switch import HybridSwitch
 from offload.mla.switch import MlaSwitch
 from offload.plan.min_batch import MinBatch
 from offload.plan.slot_layout import SlotLayout, SlotPool
+from offload.split.measuring import Sides
+from offload.split.switch import HybridSwitch
 from offload.streaming.counters import StreamCounters
 from offload.streaming.layer_clock import LayerClock
 from offload.streaming.prepared import PreparedGraph, PreparedGraphs, Run

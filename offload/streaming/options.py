@@ -9,8 +9,6 @@ from offload.device import DeviceChoice
 from offload.errors import BadRequest
 from offload.ggml.backend import Stream
 from offload.ggml.hostbuffer import HostBufferType
-from offload.hybrid.layers import Hybrid
-from offload.hybrid.switch import Splitter
 from offload.model import ModelFacts
 from offload.plan.context import ContextSpec
 from offload.plan.placement import (
@@ -29,6 +27,8 @@ from offload.schedule.cache_rules import make_cache_rule
 from offload.schedule.chunks import Chunks
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import SlotTable
+from offload.split.layers import Hybrid
+from offload.split.switch import Splitter
 from offload.streaming.bounce import RING_BYTES, BounceCopier
 from offload.streaming.copy import Copier, DeviceCopier, Link, NoCopier, ThreadCopier
 from offload.streaming.device import Executor, MakeExecutor

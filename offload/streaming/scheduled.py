@@ -35,10 +35,6 @@ from offload.ggml.backend import SlotIds, Stream
 from offload.ggml.graph import Graph, Product
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.tensor import Buffer, Redirect, Relocation, Tensor
-from offload.hybrid.layers import Hybrid, HybridExecutor, HybridLayer
-from offload.hybrid.order import Orderer
-from offload.hybrid.spare import NO_SLOT, fill_in, other_slots
-from offload.hybrid.split import HOST
 from offload.plan.slot_layout import SlotLayout, bias_of
 from offload.routing.recording import MOST_TOKENS, RoutingRecorder
 from offload.schedule.band import band
@@ -48,6 +44,10 @@ from offload.schedule.commands import NEEDED, PROMOTED, Command, Copy, Need
 from offload.schedule.predict import Routing
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import FREE, IN_USE, NOWHERE, Piece
+from offload.split.layers import Hybrid, HybridExecutor, HybridLayer
+from offload.split.order import Orderer
+from offload.split.spare import NO_SLOT, fill_in, other_slots
+from offload.split.split import HOST
 from offload.streaming.copy import Copier, Transfer
 from offload.streaming.counters import StreamCounters
 from offload.streaming.layer_clock import LayerClock
@@ -859,7 +859,7 @@ class ScheduledExecutor:
         others: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """Give the cut's nodes ids that mean the experts' slots; with `others` there are experts
-        that have NO_SLOT, and may have any (offload/hybrid/spare.py)."""
+        that have NO_SLOT, and may have any (offload/split/spare.py)."""
         slot_ids = step.slot_ids
         if slot_ids is None or step.ids_buffer is not self._ids_buffer:
             assert step.ids is not None

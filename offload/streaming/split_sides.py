@@ -1,4 +1,4 @@
-"""A split layer as it was computed last, to be computed again for measuring (offload/hybrid)."""
+"""A split layer as it was computed last, to be computed again for measuring (offload/split)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph
 from offload.ggml.pairs import check
-from offload.hybrid.layers import HybridExecutor, HybridLayer
-from offload.hybrid.measuring import Beside
 from offload.schedule.slots import LOADING, READY, PoolSlots
+from offload.split.layers import HybridExecutor, HybridLayer
+from offload.split.measuring import Beside
 from offload.streaming.copy import Copier
 from offload.streaming.steps import Step
 
@@ -56,7 +56,7 @@ class SplitSides:
 
     def device_s(self, n_experts: int) -> float:
         """Other slots each time, as a decode finds them: not in a cache; at least as many as a
-        token uses, so that none has one twice (offload/hybrid/spare.py). Raises DeviceFailed."""
+        token uses, so that none has one twice (offload/split/spare.py). Raises DeviceFailed."""
         step, stream = self.step, self.stream
         assert step.slot_ids is not None
         values = step.slot_ids.values

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from offload.ggml.backend import RouterIds, SlotIds
 from offload.ggml.graph import Graph, Product
 from offload.ggml.tensor import Buffer, Redirect, Tensor
-from offload.hybrid.layers import HybridLayer
-from offload.hybrid.order import Ahead, Behind
 from offload.plan.slot_layout import SlotLayout, SlotPool, bias_of
 from offload.routing.recording import LayerRouting
 from offload.schedule.band import most_shown
 from offload.schedule.chunks import most_chunks
 from offload.schedule.commands import Need
 from offload.schedule.predict import Fetch, fetch_of
+from offload.split.layers import HybridLayer
+from offload.split.order import Ahead, Behind
 from offload.streaming.chains import Chain, chains_of
 from offload.streaming.slot_memory import SlotMemory, SlotViews
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.engine import Engine
-from offload.hybrid.choosing import ranges
+from offload.split.choosing import ranges
 from specoffload.config.resolution import Config
 from specoffload.session.min_batch import streamed_kinds
 from specoffload.session.startup_lines import (

@@ -14,8 +14,6 @@ from time import perf_counter
 from offload.device import choose_device
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
-from offload.hybrid.choosing import n_to_compare, split_sizes, words
-from offload.hybrid.switch import MOST_TOKENS, ByCosts
 from offload.model_file import read_facts
 from offload.native_build import library_build
 from offload.plan.context import type_of_values
@@ -24,6 +22,8 @@ from offload.plan.min_batch_search import budget_s
 from offload.plan.room_for_splits import MeasuredDecode
 from offload.plan.sharing import TokenMix
 from offload.routing.counted import HitCurve
+from offload.split.choosing import n_to_compare, split_sizes, words
+from offload.split.switch import MOST_TOKENS, ByCosts
 from offload.store.store import StoreOptions
 from specdec.costs.estimate import typical
 from specdec.costs.measure import TextWalk

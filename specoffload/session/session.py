@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported, OffloadError
 from offload.ggml.sampler import grammar_tokens
-from offload.hybrid.watching import Watcher
 from offload.plan.sharing import TokenMix
+from offload.split.watching import Watcher
 from specdec.decoding.loop import Step
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from offload.engine import Engine
-from offload.hybrid.choosing import ranges
 from offload.model import ModelFacts
 from offload.native_build import library_build
+from offload.split.choosing import ranges
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile, ProfileKey
 from specdec.costs.profile_io import (

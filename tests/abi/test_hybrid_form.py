@@ -24,8 +24,8 @@ from offload.ggml.library import abi
 from offload.ggml.library.lib import op_number
 from offload.ggml.pairs import cpu_device
 from offload.ggml.tensor import Tensor, op_at, type_number
-from offload.hybrid.form import Form, find_form
-from offload.hybrid.host_graph import HostGraph, layer_weights
+from offload.split.form import Form, find_form
+from offload.split.host_graph import HostGraph, layer_weights
 
 N_EMBD, N_FF, N_EXPERTS, N_USED, N_TOKENS = 64, 32, 8, 3, 5
 

@@ -13,10 +13,10 @@ from on_gpu import BATCHES, Logits, assert_same, logits, options
 
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
-from offload.hybrid.split import HOST
-from offload.hybrid.switch import ByCosts, Splitter, all_on_device, stay
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.schedule.schedule import Schedule
+from offload.split.split import HOST
+from offload.split.switch import ByCosts, Splitter, all_on_device, stay
 from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset
 

@@ -15,10 +15,10 @@ from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph
 from offload.ggml.library.lib import op_number
 from offload.ggml.tensor import Tensor
-from offload.hybrid.switch import Splitter, all_on_device, stay
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
+from offload.split.switch import Splitter, all_on_device, stay
 from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset
 

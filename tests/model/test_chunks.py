@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, Stream
-from offload.hybrid.switch import all_on_device
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
+from offload.split.switch import all_on_device
 from offload.streaming import chains
 from offload.streaming.copy import ThreadCopier, Transfer
 from offload.streaming.options import StreamingOptions

@@ -16,9 +16,9 @@ from offload.ggml.graph import GRAPH, Graph, GraphState
 from offload.ggml.library import abi
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import TENSOR
-from offload.hybrid.switch import all_on_device, stay
 from offload.mla.decision import Crossover
 from offload.plan.min_batch import MinBatch
+from offload.split.switch import all_on_device, stay
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 from offload.streaming.prepared import PreparedGraphs

@@ -25,20 +25,20 @@ from offload.ggml.backend import RouterIds, SlotIds, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.library import abi
 from offload.ggml.tensor import Tensor, buffer_at
-from offload.hybrid import layers
-from offload.hybrid.form import NoForm
-from offload.hybrid.host_graph import HostGraph
-from offload.hybrid.order import Orderer
-from offload.hybrid.placing import RowPlacer
-from offload.hybrid.split import HOST, SplitCosts
-from offload.hybrid.split import expected as expected_of
-from offload.hybrid.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
 from offload.schedule.cache_rules import Lrfu
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import Piece
+from offload.split import layers
+from offload.split.form import NoForm
+from offload.split.host_graph import HostGraph
+from offload.split.order import Orderer
+from offload.split.placing import RowPlacer
+from offload.split.split import HOST, SplitCosts
+from offload.split.split import expected as expected_of
+from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
 from offload.streaming.copy import ThreadCopier, Transfer
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import StreamingDevice

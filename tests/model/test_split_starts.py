@@ -12,10 +12,10 @@ from budgets import budget
 from offload.engine import Engine
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
-from offload.hybrid import layers
-from offload.hybrid.form import NoForm
-from offload.hybrid.host_graph import HostGraph
-from offload.hybrid.switch import stay
+from offload.split import layers
+from offload.split.form import NoForm
+from offload.split.host_graph import HostGraph
+from offload.split.switch import stay
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 from offload.streaming.split_sides import SplitSides

@@ -17,11 +17,11 @@ import pytest
 import resolved
 from numpy.typing import NDArray
 
-from offload.hybrid import choosing
-from offload.hybrid.split import Split
-from offload.hybrid.switch import ByCosts, HybridSwitch
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
+from offload.split import choosing
+from offload.split.split import Split
+from offload.split.switch import ByCosts, HybridSwitch
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS

@@ -21,10 +21,10 @@ from numa.tune import Candidate
 from offload.engine import Engine, EngineOptions
 from offload.ggml.backend import Stream
 from offload.ggml.library import abi
-from offload.hybrid.split import HOST
 from offload.model_file import read_facts
 from offload.nodes.numa_plan import NumaPlan, in_mask_order, make_numa_plan, weight_of
 from offload.nodes.page_placer import PagePlacer
+from offload.split.split import HOST
 from offload.store.layout import plan_layout
 from offload.streaming.options import StreamingOptions
 

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph
-from offload.hybrid.host_graph import HostGraph
-from offload.hybrid.split import HIT, HOST, STREAMED
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
+from offload.split.host_graph import HostGraph
+from offload.split.split import HIT, HOST, STREAMED
 from offload.streaming.copy import ThreadCopier, Transfer
 from specoffload.config.environment import Environment
 from specoffload.config.host import read_host

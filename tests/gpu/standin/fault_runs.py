@@ -24,8 +24,8 @@ from on_gpu import Logits, half, options
 from offload.device import devices
 from offload.engine import Engine
 from offload.errors import OffloadError
-from offload.hybrid.switch import stay
 from offload.plan.min_batch import MinBatch
+from offload.split.switch import stay
 from offload.synth import write_preset
 
 # What ggml-cuda does not survive. It then ends the process, in one sentence of ours.

@@ -12,10 +12,10 @@ from on_gpu import options
 
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
-from offload.hybrid.switch import Splitter, all_on_device, stay
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
+from offload.split.switch import Splitter, all_on_device, stay
 from offload.streaming.options import StreamingOptions
 from offload.synth import write_preset
 

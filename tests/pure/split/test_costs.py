@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.hybrid.costs import (
+from offload.split.costs import (
     MOST_ROWS,
     MeasuredCosts,
     SideTimes,
@@ -18,7 +18,7 @@ from offload.hybrid.costs import (
     slowdown,
     to_json,
 )
-from offload.hybrid.split import HOST, split_pairs
+from offload.split.split import HOST, split_pairs
 
 seconds = st.integers(1, 10**6).map(lambda n: n * 1e-6)
 sides = st.builds(

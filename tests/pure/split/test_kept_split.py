@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.hybrid.costs import MOST_ROWS, MeasuredCosts, SideTimes
 from offload.plan.machine import Sharing
 from offload.plan.room_for_splits import MeasuredDecode
+from offload.split.costs import MOST_ROWS, MeasuredCosts, SideTimes
 from specdec.costs.profile import ProfileKey
 from specoffload.speculation.kept_split import (
     DecodeTimes,

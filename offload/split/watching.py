@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from offload.hybrid.choosing import Watch
-from offload.hybrid.switch import HybridSwitch
+from offload.split.choosing import Watch
+from offload.split.switch import HybridSwitch
 
 _logger = logging.getLogger(__name__)
 

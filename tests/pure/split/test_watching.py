@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from offload.hybrid.switch import HybridSwitch
-from offload.hybrid.watching import Watcher
+from offload.split.switch import HybridSwitch
+from offload.split.watching import Watcher
 
 MANY = 400
 

@@ -16,7 +16,7 @@ from functools import partial
 from statistics import median
 from typing import Protocol
 
-from offload.hybrid.costs import MeasuredCosts, side_times, slowdown
+from offload.split.costs import MeasuredCosts, side_times, slowdown
 
 _REPEATED = 3
 _ROWS = (1, 2, 4, 8, 16)  # of one expert

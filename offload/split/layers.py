@@ -21,14 +21,14 @@ from offload.ggml.graph import Graph, Product
 from offload.ggml.memory import HostRange
 from offload.ggml.pairs import CpuTeam
 from offload.ggml.tensor import Tensor
-from offload.hybrid.form import Form, NoForm, find_form
-from offload.hybrid.host_graph import HostGraph, LayerWeights, layer_weights
-from offload.hybrid.placing import RowPlacer
-from offload.hybrid.promoting import ANY_NUMBER, PromotionBudget
-from offload.hybrid.spare import may_repeat
-from offload.hybrid.split import HOST
-from offload.hybrid.switch import ByCosts, HybridSwitch
 from offload.plan.slot_layout import SlotLayout
+from offload.split.form import Form, NoForm, find_form
+from offload.split.host_graph import HostGraph, LayerWeights, layer_weights
+from offload.split.placing import RowPlacer
+from offload.split.promoting import ANY_NUMBER, PromotionBudget
+from offload.split.spare import may_repeat
+from offload.split.split import HOST
+from offload.split.switch import ByCosts, HybridSwitch
 from offload.streaming.counters import StreamCounters
 
 _LEAST_PAIRS = 64
@@ -66,7 +66,7 @@ class HybridLayer:
     output: Tensor
     n_tokens: int
     shares: tuple[float, ...]  # of an expert's bytes in each product
-    may_repeat: bool  # its tokens may name a slot twice (offload/hybrid/spare.py)
+    may_repeat: bool  # its tokens may name a slot twice (offload/split/spare.py)
     n_pairs: int = 0  # that the CPU computes, this time
     n_on_device: int = 0  # experts
     split_at_s: float = 0.0

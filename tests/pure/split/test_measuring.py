@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.hybrid.measuring import (
+from offload.split.measuring import (
     Beside,
     LinkTimes,
     Measured,

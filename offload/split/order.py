@@ -2,7 +2,7 @@
 
 llama.cpp builds a layer's shared expert behind the weighting and the sum of the others, which wait
 for the CPU's rows; yet it reads nothing of theirs. Directly behind the layer's last product it is
-computed meanwhile, as is whatever else may go there (offload/hybrid/ahead.py).
+computed meanwhile, as is whatever else may go there (offload/split/ahead.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offload.ggml.tensor import (
     size_at,
     source_at,
 )
-from offload.hybrid.ahead import Access, Chosen, Span, nodes_ahead
+from offload.split.ahead import Access, Chosen, Span, nodes_ahead
 
 _BESIDE = 20  # nodes behind a layer's last product, beside a view and a sum for each expert
 _ALIGNMENT = 256

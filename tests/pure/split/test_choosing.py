@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.hybrid.choosing import Watch, n_to_compare, split_sizes, words
+from offload.split.choosing import Watch, n_to_compare, split_sizes, words
 
 times = st.dictionaries(st.integers(1, 64), st.floats(1e-3, 10.0), max_size=8)
 

@@ -22,7 +22,7 @@ from offload.ggml.graph import Graph
 from offload.ggml.memory import HostRange
 from offload.ggml.pairs import Count, HostRows, check, cpu_device, host_copy, of_array
 from offload.ggml.tensor import Buffer, Redirect, Tensor
-from offload.hybrid.form import Form
+from offload.split.form import Form
 
 _ALIGNMENT = 256
 

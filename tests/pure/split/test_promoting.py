@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.hybrid.promoting import ANY_NUMBER, PromotionBudget
+from offload.split.promoting import ANY_NUMBER, PromotionBudget
 
 seconds = st.floats(0.0, 10.0)
 shares = st.floats(0.0, 0.2)

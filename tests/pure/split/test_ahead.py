@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.hybrid.ahead import Access, Chosen, Span, nodes_ahead
+from offload.split.ahead import Access, Chosen, Span, nodes_ahead
 
 _CELLS = 24  # of memory that is shared by chance
 _LATE = -1  # what is put in place between: the CPU's rows

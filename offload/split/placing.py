@@ -10,8 +10,8 @@ from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.pairs import Count, Place, Stamp, check
 from offload.ggml.tensor import Tensor, new_tensor
-from offload.hybrid.form import NoForm
-from offload.hybrid.host_graph import HostGraph
+from offload.split.form import NoForm
+from offload.split.host_graph import HostGraph
 
 
 class RowPlacer:
