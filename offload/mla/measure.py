@@ -56,7 +56,9 @@ def chosen_crossover(
         wanted = "auto" if on_gpu else "heads"
     entries = (place.entry for name, place in facts.weights.items() if name.endswith(_WEIGHT))
     weight = next(entries, None)
-    if wanted == "heads" or weight is None:
+    if weight is None:
+        return ChosenCrossover(0)  # a model without MLA
+    if wanted == "heads":
         return ChosenCrossover(None)
     kv_lora, v_dim, n_head = (*weight.shape, 1, 1, 1)[:3]
     try:

@@ -20,6 +20,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import take_errors
 from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
+from offload.mla.decision import MlaCounters
 from offload.mla.switch import MlaSwitch
 from offload.plan.min_batch import MinBatch
 from offload.plan.slot_layout import SlotLayout, SlotPool
@@ -100,6 +101,8 @@ class StreamingDevice(PyDevice):
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
         self.chunks, self.hybrid = chunks, hybrid
         self.is_native = False
+        self._is_offered = False  # the native backend may take streamed weights in this decode
+        self._newest_uid = 0  # of the graphs that were computed
         self.declined: Counter[str] = Counter()  # why products went to the CPU
         self._vram_bytes = vram_bytes
         self._stream_through(layout, make_executor)
@@ -168,10 +171,10 @@ class StreamingDevice(PyDevice):
         """A decode in ubatches of so many tokens comes next."""
         if self.is_native:
             assert self.host is not None
-            self.host.offer(
-                experts=self._streams(n_tokens, experts=True),
-                dense=self._streams(n_tokens, experts=False),
-            )
+            experts = self._streams(n_tokens, experts=True)
+            dense = self._streams(n_tokens, experts=False)
+            self.host.offer(experts=experts, dense=dense)
+            self._is_offered = experts or dense
 
     # -- which products it takes -------------------------------------------------------------------
 
@@ -283,11 +286,30 @@ class StreamingDevice(PyDevice):
         """The prepared graph, kept if ggml keeps the graph: finding its cuts takes 3 us a node."""
         if graph.uid:
             return self._prepared.of(
-                graph, lambda: self._circumstances(stream), lambda: self._prepare(stream, graph)
+                graph,
+                lambda: self._as_built(stream, graph),
+                lambda: self._circumstances(stream),
+                lambda: self._prepare(stream, graph),
             )
         prepared = self._prepare(stream, graph)  # a view, which ggml may change
         self._not_kept.append(prepared)  # what was submitted may refer to it
         return prepared
+
+    def _as_built(self, stream: WrappedStream, graph: Graph) -> PreparedGraph | None:
+        """The graph without changes if it has no streamed weights and MLA is not switched.
+
+        Small batches have such a graph for each layer whose experts the CPU computes.
+        """
+        assert self.host is not None
+        if self.mla.crossover != 0:
+            return None
+        is_new, self._newest_uid = graph.uid > self._newest_uid, max(graph.uid, self._newest_uid)
+        # A new graph was split in this decode, so the backend's native answers hold for it.
+        may_stream = self._is_offered or not (self.is_native and is_new)
+        if may_stream and next(graph.products(self.host), None) is not None:
+            return None
+        inner = stream.inner
+        return PreparedGraph(graph.uid, lambda: inner.compute(graph), MlaCounters(), streams=False)
 
     def _circumstances(self, stream: WrappedStream) -> Hashable:
         """All that preparing depends on beside the graph, but for the slots (`release_slots`)."""

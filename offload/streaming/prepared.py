@@ -17,9 +17,6 @@ Run = Callable[[], int]  # computes a graph; a ggml_status
 # Of the states of graphs. One of 60 layers takes 2 MiB, and what was found out about it as much
 # again: this keeps the sizes of batches that speculation alternates between, 16 and more.
 _MOST_BYTES = 32 << 20
-# A graph of fewer nodes is prepared as soon as it is recognised: reading its state takes 0.1 ms and
-# 0.5 us a node, preparing 2 us a node. The parts between layers that the CPU computes are so small.
-_FEWEST_NODES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +48,24 @@ class PreparedGraphs:
     def of(
         self,
         graph: Graph,
+        as_built: Callable[[], PreparedGraph | None],
         circumstances: Callable[[], Hashable],
         prepare: Callable[[], PreparedGraph],
     ) -> PreparedGraph:
         """The prepared graph: the one that ggml kept, one that it built alike before, or a new one.
 
-        `circumstances`: all that preparing depends on beside the graph. ggml gives the part at an
-        address a new uid when it splits a model's graph anew, and never uses the old one again.
+        `as_built` gives a graph that needs no preparing, or None. `circumstances`: all that
+        preparing depends on beside the graph. ggml gives the part at an address a new uid when it
+        splits a model's graph anew, and never uses the old one again.
         """
         uid = graph.uid
         current = self._current.get(graph)
         if current is not None and current.uid == uid:
             return current
-        if graph.n_nodes < _FEWEST_NODES:
-            prepared = self._current[graph] = prepare()
-            return prepared
+        unchanged = as_built()
+        if unchanged is not None:
+            self._current[graph] = unchanged
+            return unchanged
         state = graph.state()  # before preparing, which may change what it depends on
         key = circumstances(), graph, state
         found = self._kept.pop(key, None)

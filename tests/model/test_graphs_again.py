@@ -283,12 +283,23 @@ def test_graphs_are_kept_within_their_bytes_those_used_last(
         assert device.n_recognised == 2 + 3
 
 
-def test_a_graph_of_a_few_nodes_is_prepared_rather_than_looked_up(
-    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("preset", ["qwen3moe", "deepseek-v3"])
+def test_parts_between_layers_that_the_cpu_computes_are_prepared_once(
+    models: Path, preset: str
 ) -> None:
-    monkeypatch.setattr(Graph, "state", None)  # not called
-    with engine_of(tiny_moe, min_batch=MinBatch(64, 64)) as engine:
+    """DeepSeek's have an MLA site each; the others are computed as they were built."""
+    path = write_preset(preset, models / f"deep-{preset}.gguf", size="tiny", n_layer=60, seed=5)
+    crossover = 8 if preset == "deepseek-v3" else 0
+    with engine_of(path, crossover=crossover, min_batch=MinBatch(64, 64)) as engine:
+        device = device_of(engine)
         begin(engine)
-        evaluate(engine)
-        evaluate(engine)
-        assert device_of(engine).n_recognised == 0
+        for _ in range(2):  # results move when a larger batch comes
+            evaluate(engine, (1, 4))
+        expected = evaluate(engine, (1, 4))
+        n_prepared, n_graphs = device.n_prepared, device.n_graphs
+        got = evaluate(engine, (1, 4))
+        assert device.n_graphs - n_graphs >= 2 * 57, "the first layers have no experts"
+        assert device.n_prepared == n_prepared
+        assert (device.mla.counters.replaced > 0) == (crossover > 0)
+    for mine, its in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(mine, its)

@@ -200,7 +200,7 @@ def test_by_default_as_many_tokens_are_replaced_as_there_are_heads(
 
 
 def test_switched_off_ggml_gets_its_own_graph(opened: Open, tiny_moe: Path) -> None:
-    with opened(tiny_moe, 0) as engine:
+    with opened(tiny_moe, 0, min_batch=MinBatch(1, 1)) as engine:
         evaluate(engine, (1, 4))
         assert switch_of(engine).graphs
         assert all(graph is made for graph, made in switch_of(engine).graphs)
@@ -262,7 +262,7 @@ def test_a_product_that_somebody_else_reads_is_left_alone(opened: Open, tiny_moe
 
 
 def test_uses_are_counted_as_in_the_whole_graph(opened: Open, tiny_moe: Path) -> None:
-    with opened(tiny_moe, 0, stream_experts=False) as engine:
+    with opened(tiny_moe, 1, stream_experts=False) as engine:
         engine.sequences.extend(0, [1, 2])
         graph, _ = switch_of(engine).graphs[-1]
         nodes = graph.nodes()
@@ -438,7 +438,7 @@ def test_a_model_without_the_projection_is_not_measured(
     monkeypatch.setattr(offload.mla.measure, "measure_crossover", None)
     device = choose_device("sim").device
     chosen = chosen_crossover("auto", read_facts(tiny_dense), device, token_major=True)
-    assert (chosen.n_tokens, chosen.table) == (None, ())
+    assert (chosen.n_tokens, chosen.table) == (0, ())
 
 
 def test_models_without_latent_attention_have_no_sites(opened: Open, tiny_dense: Path) -> None:
