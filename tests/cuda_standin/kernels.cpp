@@ -63,6 +63,9 @@ cudaError_t launch(const void * function, dim3 grid, dim3 block, size_t shared, 
     if (stream->device != current_device()) {
         return refuse(cudaErrorInvalidResourceHandle);
     }
+    if (forbids_legacy(*stream)) {
+        return refuse(cudaErrorStreamCaptureImplicit);
+    }
     trace("kernel", handle, 0, kernel->name.c_str());
     count_kernel(stream, "kernel");
     return cudaSuccess;
@@ -175,14 +178,24 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int * n_block
 
 // -- captures and graphs ---------------------------------------------------------------------------
 
-cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
     ++counters.captures;
     trace("begin capture", handle);
     const StreamPtr stream = stream_of(handle);
+    if (stream->is_legacy) {
+        return refuse(cudaErrorStreamCaptureUnsupported);
+    }
     if (stream->capture) {
         return refuse(cudaErrorIllegalState);
     }
-    stream->capture = std::make_shared<Capture>();
+    begin_capture(stream, static_cast<CaptureMode>(mode));
+    return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode * mode) {
+    const auto before = static_cast<cudaStreamCaptureMode>(thread_mode);
+    thread_mode       = static_cast<CaptureMode>(*mode);
+    *mode             = before;
     return cudaSuccess;
 }
 
@@ -191,6 +204,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t * graph) {
     *graph                   = nullptr;
     if (!capture) {
         return refuse(cudaErrorIllegalState);
+    }
+    if (capture->mode != CaptureMode::relaxed && capture->thread != std::this_thread::get_id()) {
+        return refuse(cudaErrorStreamCaptureWrongThread);
     }
     end_capture(capture);
     if (!capture->is_valid) {
@@ -242,6 +258,9 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t instance, cudaStream_t handle) {
     trace("graph launch", handle);
     const GraphPtr  graph  = graph_of(instance);
     const StreamPtr stream = stream_of(handle);
+    if (forbids_legacy(*stream)) {
+        return refuse(cudaErrorStreamCaptureImplicit);
+    }
     counters.graph_kernels += std::count_if(graph->nodes.begin(), graph->nodes.end(),
                                             [](const Node & node) { return node.name == "kernel"; });
     stream->call("graph", [graph] {
@@ -260,6 +279,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 }
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t instance) {
+    ++counters.instances_freed;
     delete &graph_of(instance);
     return cudaSuccess;
 }

@@ -134,6 +134,9 @@ cudaError_t copy(Rows rows, cudaMemcpyKind kind, void * handle) {
     if (rows.width == 0 || rows.height == 0) {
         return cudaSuccess;
     }
+    if (forbids_legacy(*stream)) {
+        return refuse(cudaErrorStreamCaptureImplicit);
+    }
     const bool is_to   = device_of(rows.to, 1) >= 0;
     const bool is_from = device_of(rows.from, 1) >= 0;
     if (kind == cudaMemcpyDefault) {
@@ -267,6 +270,9 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned) {
 
 cudaError_t cudaDeviceSynchronize(void) {
     ++counters.device_syncs;
+    if (forbids_device_sync(device)) {
+        return refuse(cudaErrorStreamCaptureUnsupported);
+    }
     wait_for_device(device);
     return cudaSuccess;
 }
@@ -292,6 +298,8 @@ const char * cudaGetErrorString(cudaError_t error) {
         case cudaErrorHostMemoryNotRegistered:
             return "pointer does not correspond to a registered memory region";
         case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+        case cudaErrorStreamCaptureImplicit:
+            return "operation would make the legacy stream depend on a capturing blocking stream";
         case cudaErrorStreamCaptureInvalidated:
             return "operation failed due to a previous error during capture";
         default: return "an error that the stand-in has no text for";
@@ -303,6 +311,9 @@ const char * cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaMalloc(void ** address, size_t size) {
     ++counters.mallocs;
     trace("malloc", nullptr, size);
+    if (forbids_unsafe()) {
+        return refuse(cudaErrorStreamCaptureUnsupported);
+    }
     *address = size && !fails("malloc") ? device_alloc(device, size) : nullptr;
     return *address || !size ? cudaSuccess : refuse(cudaErrorMemoryAllocation);
 }
@@ -313,6 +324,9 @@ cudaError_t cudaFree(void * address) {
     trace("free", nullptr);
     if (!address) {
         return cudaSuccess;
+    }
+    if (forbids_unsafe()) {
+        return refuse(cudaErrorStreamCaptureUnsupported);
     }
     wait_for_device(std::max(0, device_of(address, 1)));
     return device_free(address) ? cudaSuccess : refuse(cudaErrorInvalidValue);
@@ -327,6 +341,9 @@ cudaError_t cudaMemGetInfo(size_t * free, size_t * total) {
 cudaError_t cudaHostAlloc(void ** address, size_t size, unsigned) {
     ++counters.host_allocs;
     trace("host alloc", nullptr, size);
+    if (forbids_unsafe()) {
+        return refuse(cudaErrorStreamCaptureUnsupported);
+    }
     *address = fails("host_alloc") ? nullptr : pinned_alloc(size);
     return *address ? cudaSuccess : refuse(cudaErrorMemoryAllocation);
 }
@@ -334,6 +351,9 @@ cudaError_t cudaHostAlloc(void ** address, size_t size, unsigned) {
 cudaError_t cudaMallocHost(void ** address, size_t size) { return cudaHostAlloc(address, size, 0); }
 
 cudaError_t cudaFreeHost(void * address) {
+    if (forbids_unsafe()) {
+        return refuse(cudaErrorStreamCaptureUnsupported);
+    }
     wait_for_device(device);
     return !address || pinned_free(address) ? cudaSuccess : refuse(cudaErrorInvalidValue);
 }
@@ -341,6 +361,9 @@ cudaError_t cudaFreeHost(void * address) {
 cudaError_t cudaHostRegister(void * address, size_t size, unsigned) {
     ++counters.host_registers;
     trace("host register", nullptr, size);
+    if (forbids_unsafe()) {
+        return refuse(cudaErrorStreamCaptureUnsupported);
+    }
     if (!address || !size) {
         return refuse(cudaErrorInvalidValue);
     }
@@ -351,6 +374,9 @@ cudaError_t cudaHostRegister(void * address, size_t size, unsigned) {
 }
 
 cudaError_t cudaHostUnregister(void * address) {
+    if (forbids_unsafe()) {
+        return refuse(cudaErrorStreamCaptureUnsupported);
+    }
     wait_for_device(device);
     return unpin(address) ? cudaSuccess : refuse(cudaErrorHostMemoryNotRegistered);
 }
@@ -389,6 +415,9 @@ cudaError_t cudaMemsetAsync(void * address, int value, size_t size, cudaStream_t
     if (size && device_of(address, size) < 0) {
         return refuse(cudaErrorInvalidValue);
     }
+    if (forbids_legacy(*stream)) {
+        return refuse(cudaErrorStreamCaptureImplicit);
+    }
     ++counters.memsets;
     trace("memset", handle, size);
     stream->call("memset", submission || !size ? Work() : Work([=] { std::memset(address, value, size); }));
@@ -419,6 +448,9 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
     if (stream->capture) {
         stream->capture->is_valid = false;
         return refuse(cudaErrorStreamCaptureUnsupported);
+    }
+    if (forbids_legacy(*stream)) {
+        return refuse(cudaErrorStreamCaptureImplicit);
     }
     static const bool ignored = is_ignored("stream_syncs");
     if (!ignored) {

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace standin {
@@ -29,7 +30,7 @@ bool   is_ignored(const char * what);                       // listed in STANDIN
     X(launches)      /* kernels outside of captures */                                             \
     X(captured)      /* kernels recorded by a capture */                                           \
     X(graph_launches) X(graph_kernels)                                                             \
-    X(captures) X(instantiations) X(updates) X(failed_updates)                                     \
+    X(captures) X(instantiations) X(instances_freed) X(updates) X(failed_updates)                  \
     X(cublas_calls)                                                                                \
     X(h2d) X(h2d_bytes) X(d2h) X(d2h_bytes) X(d2d) X(peer_copies) X(memsets)                       \
     X(pageable)      /* copies from or to pageable memory, for which the caller waits */           \
@@ -89,9 +90,15 @@ struct Graph {
 };
 using GraphPtr = std::shared_ptr<Graph>;
 
+enum class CaptureMode { global, thread_local_, relaxed };  // the runtime's numbers
+
 struct Capture {
-    GraphPtr graph    = std::make_shared<Graph>();
-    bool     is_valid = true;
+    GraphPtr          graph = std::make_shared<Graph>();
+    CaptureMode       mode;
+    int               device;
+    bool              is_blocking;  // its stream is ordered with the legacy stream
+    std::thread::id   thread        = std::this_thread::get_id();
+    std::atomic<bool> is_valid{true};
 };
 using CapturePtr = std::shared_ptr<Capture>;
 
@@ -107,6 +114,7 @@ struct Stream : std::enable_shared_from_this<Stream> {
 
     const int  device;
     const bool is_blocking;  // ordered with the legacy stream
+    bool       is_legacy = false;
     CapturePtr capture;
 
   private:
@@ -124,9 +132,17 @@ struct Stream : std::enable_shared_from_this<Stream> {
 
 StreamPtr legacy_stream(int device);
 void      wait_for_device(int device);
+void      begin_capture(const StreamPtr & stream, CaptureMode mode);
 void      end_capture(const CapturePtr & capture);  // its streams run again
 
+// Each of these is true if a capture forbids the call. The capture is then invalid.
+bool forbids_unsafe();                  // calls like cudaMalloc, according to the capture modes
+bool forbids_legacy(const Stream & stream);  // work on the legacy stream
+bool forbids_device_sync(int device);
+
 // -- the thread that calls -------------------------------------------------------------------------
+
+extern thread_local CaptureMode thread_mode;
 
 StreamPtr stream_of(void * handle);  // a cudaStream_t
 int       current_device();

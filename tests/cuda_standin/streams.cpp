@@ -14,6 +14,7 @@ struct Streams {
     std::mutex               mutex;
     std::set<StreamPtr>      all;
     std::map<int, StreamPtr> legacy;  // by device
+    std::set<CapturePtr>     captures;  // under way
     unsigned                 n_made = 0;
 };
 
@@ -141,6 +142,7 @@ StreamPtr legacy_stream(int device) {
         }
     }
     const StreamPtr             made = Stream::make(device, true);
+    made->is_legacy                  = true;
     std::lock_guard<std::mutex> lock(streams().mutex);
     return streams().legacy.emplace(device, made).first->second;
 }
@@ -160,8 +162,62 @@ void wait_for_device(int device) {
     }
 }
 
+// -- captures --------------------------------------------------------------------------------------
+
+thread_local CaptureMode thread_mode = CaptureMode::global;
+
+namespace {
+
+template <typename Forbids>
+bool invalidate(Forbids forbids) {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    bool                        found = false;
+    for (const auto & capture : streams().captures) {
+        if (forbids(*capture)) {
+            capture->is_valid = false;
+            found             = true;
+        }
+    }
+    return found;
+}
+
+}  // namespace
+
+bool forbids_unsafe() {
+    if (thread_mode == CaptureMode::relaxed) {
+        return false;
+    }
+    return invalidate([](const Capture & capture) {
+        if (capture.thread == std::this_thread::get_id()) {
+            return capture.mode != CaptureMode::relaxed;
+        }
+        return capture.mode == CaptureMode::global && thread_mode == CaptureMode::global;
+    });
+}
+
+bool forbids_legacy(const Stream & stream) {
+    return stream.is_legacy && invalidate([&](const Capture & capture) {
+        return capture.is_blocking && capture.device == stream.device;
+    });
+}
+
+bool forbids_device_sync(int device) {
+    return invalidate([&](const Capture & capture) { return capture.device == device; });
+}
+
+void begin_capture(const StreamPtr & stream, CaptureMode mode) {
+    auto capture         = std::make_shared<Capture>();
+    capture->mode        = mode;
+    capture->device      = stream->device;
+    capture->is_blocking = stream->is_blocking;
+    stream->capture      = capture;
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    streams().captures.insert(capture);
+}
+
 void end_capture(const CapturePtr & capture) {
     std::lock_guard<std::mutex> lock(streams().mutex);
+    streams().captures.erase(capture);
     for (const auto & stream : streams().all) {
         if (stream->capture == capture) {
             stream->capture = nullptr;

@@ -140,3 +140,20 @@ def test_misses_are_replayed_from_captured_graphs(
     assert calls["stream_syncs"] <= N_LAYERS + plain["stream_syncs"]
     # Rows that the CPU computed are placed by one kernel a layer, which is not worth a graph.
     assert calls["launches"] <= (N_LAYERS if splitter is stay else 0)
+
+
+def test_each_batch_size_holds_an_instance_per_part_until_the_engine_closes(
+    standin: DeviceChoice, deep: Path
+) -> None:
+    def held() -> int:
+        calls = standin_calls.counters()
+        return calls["instantiations"] - calls["instances_freed"]
+
+    standin_calls.reset()
+    with Engine(deep, _streamed(standin, deep, 1.0)) as engine:
+        for n in (1, 2, 3):
+            for _ in range(4):
+                engine.sequences.rewind(0, 0)
+                engine.sequences.extend(0, [7] * n)
+        assert N_LAYERS < held() <= 3 * (N_LAYERS + 1)
+    assert held() == 0
