@@ -1,176 +1,211 @@
-"""`scripts/gpu-check draft`: the draft in torch against libllama's, tables and one JSON object.
-
-Equality on tiny models of every architecture first, then tokens per second on a file of
-Qwen2.5-0.5B's shape with random weights, for drafts of several lengths, beside what the device's
-bandwidth would allow.
-"""
+"""The draft in torch against libllama's: equality on tiny models of every architecture, then tokens
+per second on a file of Qwen2.5-0.5B's shape, beside what the device's bandwidth allows."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import tempfile
-import traceback
-from dataclasses import asdict, dataclass, field
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
+import torch
 
-from offload.device import choose_device, devices
-from offload.errors import DeviceUnavailable
+from offload.engine import Engine, EngineOptions
+from offload.model_file import read_facts
 from offload.synth import write_preset
-from offload.torch_draft.devices import check_device, torch_name
-from offload.torch_draft.layout import DTYPES
+from offload.torch_draft.draft import Drafted, TorchDraft
 from offload.torch_draft.options import TorchDraftOptions
-from specoffload.commands.bench import commit, machine
+from specdec.drafters.block import BlockDrafter
+from specdec.drafters.model import ModelDrafter
+from specdec.policies.fixed import Fixed
+from specdec.types import Drafter
 
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-
+PRESETS = {"llama": "llama-3.3-70b", "qwen2": "qwen2.5-0.5b", "qwen3": "qwen3-0.6b"}
+N_PROMPTS, N_STEPS, N_CTX = 40, 8, 512
+# Largest difference of probabilities: exact arithmetic, bf16, int8, and the same kernels captured.
+ALLOWED = {"f32": 1e-3, "bf16": 2e-2, "int8": 2e-2, "graphs": 1e-5}
 AIM_VS_LLAMA, AIM_SHARE, AIM_K = 2.0, 0.5, 8
+_BANDWIDTH_BYTES = 512 << 20
+_NOT_READ = ("turns", "inputs", "out", "rows", "draws", "kept", "kv")
 
 
-@dataclass
-class Report:
-    """What the last line says."""
+def equality_of(device: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Rows: f32 and bf16 on the device against f32 on the CPU; int8 packed against unpacked; on a
+    GPU also captured steps against the same steps kernel by kernel."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 512, n).tolist() for n in rng.integers(1, 60, N_PROMPTS)]
+    for name, preset in PRESETS.items():
+        path = write_preset(preset, folder / f"{name}.gguf", quant="bf16", seed=4)
 
-    device: str
-    machine: dict[str, Any]
-    commit: str | None
-    dry_run: bool
-    equality: list[dict[str, Any]] = field(default_factory=list)
-    bandwidth_bytes_per_s: float = 0.0
-    speeds: list[dict[str, Any]] = field(default_factory=list)
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    aims: dict[str, bool] = field(default_factory=dict)
-    error: str = ""
-    ok: bool = False
+        def drafts(options: TorchDraftOptions, path: Path = path) -> list[Drafted]:
+            found = []
+            with TorchDraft(path, options) as draft:
+                for prompt in prompts:
+                    draft.rewind(0, 0)
+                    found.append(draft.draft([(0, prompt)], N_STEPS))
+            return found
 
-
-def arguments(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/gpu-check draft", description=__doc__)
-    parser.add_argument("--device", default="auto", help="a name ggml knows, or cpu")
-    parser.add_argument("--k", default="1,4,8,16", help="tokens per draft")
-    parser.add_argument("--depth", type=int, default=512, help="tokens held before")
-    parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--quant", default="q8_0", help="of the file")
-    parser.add_argument("--type", default="bf16", choices=DTYPES,
-                        help="of the torch draft's matrices")  # fmt: skip
-    parser.add_argument("--kept", type=int, default=32768, help="of the pruned vocabulary")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--model-dir", type=Path, help="where the model is written and kept")
-    parser.add_argument("--dry-run-sim", action="store_true", help="a tiny model on the CPU")
-    args = parser.parse_args(words)
-    if args.dry_run_sim:
-        args.device, args.k, args.depth, args.repetitions, args.kept = "cpu", "1,4", 32, 3, 128
-    return args
+        exact = drafts(TorchDraftOptions("cpu", N_CTX, dtype="f32"))
+        for dtype in ("f32", "bf16", "int8"):
+            chosen = TorchDraftOptions(device, N_CTX, dtype=dtype)  # type: ignore[arg-type]
+            fast = drafts(chosen)
+            if dtype == "int8":
+                unpacked = drafts(replace(chosen, packed=False))
+                yield compare("int8 packed = unpacked", name, fast, unpacked, ALLOWED[dtype])
+            elif (dtype, device) != ("f32", "cpu"):
+                yield compare(f"{dtype} = CPU in f32", name, fast, exact, ALLOWED[dtype])
+            if device != "cpu":
+                slow = drafts(replace(chosen, graphs=False))
+                yield compare(f"{dtype} graphs = eager", name, fast, slow, ALLOWED["graphs"])
 
 
-def main(words: list[str]) -> int:
-    args = arguments(words)
-    choice = choose_device(args.device)
-    if not choice.on_gpu and args.device != "cpu":
-        names = ", ".join(device.name for device in devices())
-        out.print(f"no GPU here (ggml knows {names}): run this where one is, or with --dry-run-sim "
-                  "or --device cpu", soft_wrap=True)  # fmt: skip
-        return 2
-    try:
-        where = torch_name(choice.name, on_gpu=choice.on_gpu)
-        check_device(where)
-    except DeviceUnavailable as e:
-        out.print(str(e), soft_wrap=True)
-        return 2
-    report = Report(choice.name, machine(), commit(), args.dry_run_sim)
-    out.print(f"{choice.name}: {choice.description}, torch on {where}")
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = args.model_dir or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            measure(args, choice.name, where, folder, report)
-        except Exception as e:  # what was measured before is still worth its line
-            report.error = f"{type(e).__name__}: {e}"
-            traceback.print_exc()
-    out.print(json.dumps(asdict(report)), soft_wrap=True, markup=False)
-    return 0 if report.ok else 1
+def compare(
+    what: str, model: str, got: Sequence[Drafted], expected: Sequence[Drafted], allowed: float
+) -> dict[str, Any]:
+    """Compares each draft up to its first different token, which must have been a near tie."""
+    worst, n_tokens, n_other, near_ties = 0.0, 0, 0, 0
+    for a, b in zip(got, expected, strict=True):
+        for step in range(len(b.tokens)):
+            n_tokens += 1
+            if a.tokens[step, 0] != b.tokens[step, 0]:
+                n_other += 1
+                near_ties += bool(b.gap[step, 0] <= 2 * allowed)
+                break
+            worst = max(worst, abs(float(a.p[step, 0] - b.p[step, 0])))
+    finite = all(np.isfinite(a.p).all() for a in got)
+    passed = bool(finite and worst <= allowed and n_other == near_ties)
+    return {"what": what, "model": model, "worst": worst, "allowed": allowed,
+            "n_tokens": n_tokens, "n_other": n_other, "near_ties": near_ties,
+            "passed": passed}  # fmt: skip
 
 
-def measure(
-    args: argparse.Namespace, ggml_device: str, where: str, folder: Path, report: Report
-) -> None:
-    from draft_equality import equality_of
-    from draft_speed import Job, bandwidth, by_llama, by_torch, rows_of, variants
+def measure_speeds(
+    path: Path,
+    ggml_device: str,
+    options: TorchDraftOptions,
+    k: Sequence[int],
+    *,
+    depth: int,
+    repetitions: int,
+    n_kept: int,
+) -> dict[str, Any]:
+    """Tokens per second of drafts of each k after `depth` tokens, per engine; and the rows.
 
-    report.equality = [asdict(row) for row in equality_of(where, folder)]
-    show_equality(report.equality)
-    k = tuple(int(n) for n in args.k.split(","))
-    job = Job(model(args, folder), ggml_device, where, k, args.depth, args.repetitions,
-              args.threads)  # fmt: skip
-    plain = TorchDraftOptions(where, job.n_ctx, dtype=args.type, n_threads=args.threads)
-    report.bandwidth_bytes_per_s = bandwidth(where)
-    out.print(f"bandwidth of {where}: {report.bandwidth_bytes_per_s / 1e9:.1f} GB/s")
-    llama = by_llama(job)
-    speeds = [llama]
-    for name, chosen in variants(plain, args.kept).items():
-        speeds.append(by_torch(job, name, chosen))
-    report.speeds = [asdict(speed) for speed in speeds]
-    report.rows = rows_of(llama, speeds, k, report.bandwidth_bytes_per_s)
-    show_speeds(report)
-    report.aims = aims(report.rows, speeds[1].planned_bytes, speeds[1].taken_bytes,
-                       speeds[1].left_bytes)  # fmt: skip
-    report.ok = all(row["passed"] for row in report.equality)
-    for words, met in report.aims.items():
-        out.print(f"{'met' if met else 'MISSED'}: {words}")
+    `options`: the torch draft's, of which int8 matrices and a vocabulary of `n_kept` are variants.
+    """
+    n_ctx = -(-(depth + (repetitions + 3) * (max(k) + 4)) // 256) * 256
+    options = replace(options, n_ctx=n_ctx)
+    llama = EngineOptions(
+        device=ggml_device, wrapped=False, stream_experts=False, n_ctx=n_ctx,
+        n_threads=options.n_threads, n_threads_batch=options.n_threads,
+    )  # fmt: skip
+    with Engine(path, llama) as engine:
+        tokens_per_s = {}
+        for n in k:
+            drafter: Drafter = ModelDrafter(engine.sequences)
+            tokens_per_s[n] = _timed(drafter, engine.n_vocab, n, depth, repetitions)
+            engine.sequences.rewind(0, 0)
+    speeds: list[dict[str, Any]] = [
+        {
+            "name": "libllama",
+            "tokens_per_s": tokens_per_s,
+            "step_bytes": read_facts(path).size_bytes,
+        }
+    ]
+    variants = {"torch": options}
+    if options.device != "cpu":
+        variants["torch, no graphs"] = replace(options, graphs=False)
+    variants["torch, int8"] = replace(options, dtype="int8")
+    variants[f"torch, {n_kept} kept"] = replace(options, kept=tuple(range(n_kept)))
+    for name, chosen in variants.items():
+        speeds.append({"name": name, **_torch_speed(path, chosen, k, depth, repetitions)})
+    bytes_per_s = bandwidth(options.device)
+    rows = []
+    for n in k:
+        for speed in speeds:
+            ceiling, reached = bytes_per_s / speed["step_bytes"], speed["tokens_per_s"][n]
+            rows.append({
+                "k": n, "engine": speed["name"], "tokens_per_s": reached,
+                "ceiling_tokens_per_s": ceiling, "share_of_ceiling": reached / ceiling,
+                "vs_llama": reached / speeds[0]["tokens_per_s"][n],
+            })  # fmt: skip
+    return {"bandwidth_bytes_per_s": bytes_per_s, "speeds": speeds, "rows": rows}
 
 
-def model(args: argparse.Namespace, folder: Path) -> Path:
-    """Qwen2.5-0.5B's shape, written if it is not there."""
-    size = "tiny" if args.dry_run_sim else "full"
-    path = folder / f"draft-{size}-{args.quant}.gguf"
-    if not path.exists():
-        out.print(f"writing {path.name}")
-        write_preset("qwen2.5-0.5b", path, size=size, quant=args.quant, seed=7)
-    return path
+def _torch_speed(
+    path: Path, options: TorchDraftOptions, k: Sequence[int], depth: int, repetitions: int
+) -> dict[str, Any]:
+    on_gpu = options.device != "cpu"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(options.device)
+    tokens_per_s = {}
+    with TorchDraft(path, options) as draft:
+        layout = draft.layout
+        # Bytes that a step of one sequence must read: matrices, and the KV of `depth` tokens.
+        tied = draft.shape.tied and "output" not in layout.pieces
+        not_read = (*_NOT_READ, *(() if tied else ("token_embd",)))
+        weights = sum(p.size_bytes for name, p in layout.pieces.items() if name not in not_read)
+        for n in k:
+            drafter = BlockDrafter(draft, block=n)
+            tokens_per_s[n] = _timed(drafter, draft.n_vocab, n, depth, repetitions)
+            draft.rewind(0, 0)
+        speed = {
+            "tokens_per_s": tokens_per_s,
+            "step_bytes": weights + layout.kv_bytes * depth // (draft.n_ctx + 1),
+            "planned_bytes": layout.total_bytes,
+            "counters": dict(vars(draft.counters)),
+        }
+    if on_gpu:
+        speed["taken_bytes"] = torch.cuda.max_memory_reserved(options.device)
+        speed["left_bytes"] = torch.cuda.memory_reserved(options.device)
+    return speed
 
 
-def aims(rows: list[dict[str, Any]], planned: int, taken: int, left: int) -> dict[str, bool]:
-    """What was hoped for; a miss is a number to report, not a failure."""
-    found = {}
-    at = [row for row in rows if row["k"] == AIM_K and row["engine"] == "torch"]
-    for row in at:
-        found[f"at least {AIM_VS_LLAMA:g} x libllama at k = {AIM_K}"] = (
-            row["vs_llama"] >= AIM_VS_LLAMA
+def _timed(drafter: Drafter, n_vocab: int, k: int, depth: int, repetitions: int) -> float:
+    """Tokens per second of drafts of k, each after one or two new tokens."""
+    rng = np.random.default_rng(k)
+    history = rng.integers(0, n_vocab, depth).tolist()
+    policy, times = Fixed(k), []
+    for repetition in range(repetitions + 2):
+        began = time.perf_counter()
+        draft = drafter.propose(0, history, policy, k)
+        took = time.perf_counter() - began
+        if repetition > 1:  # the first two read the prompt and capture steps
+            times.append(took)
+        history += [*draft.tokens[: (k - 1) * (repetition % 2)], int(rng.integers(n_vocab))]
+    return k / statistics.median(times)
+
+
+def bandwidth(device: str) -> float:
+    """Bytes per second of the device's own memory: the best of a few copies, read and written."""
+    source = torch.zeros(_BANDWIDTH_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(9):
+        began = time.perf_counter()
+        target.copy_(source)
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return 2 * _BANDWIDTH_BYTES / min(times)
+
+
+def aims(found: dict[str, Any]) -> dict[str, bool]:
+    """The figures aimed for, and whether they were reached; a miss does not fail the check."""
+    reached = {}
+    for row in found["rows"]:
+        if (row["k"], row["engine"]) == (AIM_K, "torch"):
+            faster, share = row["vs_llama"] >= AIM_VS_LLAMA, row["share_of_ceiling"] >= AIM_SHARE
+            reached[f"draft: at least {AIM_VS_LLAMA:g} x libllama at k = {AIM_K}"] = faster
+            reached[f"draft: at least {AIM_SHARE:.0%} of the ceiling at k = {AIM_K}"] = share
+    speed = found["speeds"][1]
+    if "taken_bytes" in speed:
+        reached["draft: no more memory than planned"] = (
+            speed["taken_bytes"] <= speed["planned_bytes"]
         )
-        found[f"at least {AIM_SHARE:.0%} of the ceiling at k = {AIM_K}"] = (
-            row["share_of_ceiling"] >= AIM_SHARE
-        )
-    if taken:
-        found["no more memory than planned"] = taken <= planned
-        found["all memory given back on close"] = left == 0
-    return found
-
-
-def show_equality(rows: list[dict[str, Any]]) -> None:
-    table = Table("equality", "model", "worst difference of p", "allowed", "other tokens", "",
-                  title_justify="left")  # fmt: skip
-    for row in rows:
-        table.add_row(row["what"], row["model"], f"{row['worst']:.2e}", f"{row['allowed']:.0e}",
-                      f"{row['n_other']} of {row['n_tokens']} ({row['near_ties']} near ties)",
-                      "ok" if row["passed"] else "FAILED")  # fmt: skip
-    out.print(table)
-
-
-def show_speeds(report: Report) -> None:
-    table = Table("k", "engine", "tokens/s", "ceiling", "share", "x libllama", title_justify="left",
-                  title="drafting; ceiling = bandwidth / bytes read per token")  # fmt: skip
-    for row in report.rows:
-        table.add_row(str(row["k"]), row["engine"], f"{row['tokens_per_s']:.1f}",
-                      f"{row['ceiling_tokens_per_s']:.1f}", f"{row['share_of_ceiling']:.1%}",
-                      f"{row['vs_llama']:.2f}")  # fmt: skip
-    out.print(table)
-    for speed in report.speeds:
-        if speed["taken_bytes"]:
-            out.print(f"{speed['name']}: {speed['taken_bytes'] / 2**20:.0f} MiB taken, "
-                      f"{speed['planned_bytes'] / 2**20:.0f} planned, "
-                      f"{speed['left_bytes'] / 2**20:.0f} not given back")  # fmt: skip
+        reached["draft: all memory given back on close"] = speed["left_bytes"] == 0
+    return reached

@@ -6,7 +6,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,57 @@ from numpy.typing import NDArray
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
+from offload.ggml.memory import AnonymousMemory
+from offload.ggml.pinning import Pinner
+from offload.ggml.tensor import host_bytes, new_tensor
 from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions
 from specoffload.peers.process import Llama
 
-PREFIX = 16  # tokens that stand before every step
+PREFIX = 16  # tokens before every step
 ALLOWED = 1.0  # |a - b| / |b| of a step's logits: near-ties of routers; unrelated rows have 1.4
+_LINK_REPETITIONS = 7
+
+
+def measure_link(choice: DeviceChoice, size_bytes: int) -> dict[str, Any]:
+    """Bytes per second of the fastest copy to the device, from pinned and from pageable memory.
+
+    If pinning is refused, both are from pageable memory, and `why_not_pinned` says why.
+    """
+    stream = choice.device.open()
+    buffer = choice.device.allocate(size_bytes, "the link's measurement")
+    host, pinner = AnonymousMemory(), Pinner(choice.device)
+    memory = host.allocate(size_bytes)
+    target, source = new_tensor("i8", (size_bytes, 1, 1, 1), (buffer, 0)), host_bytes(memory)
+
+    def bytes_per_s() -> float:
+        times = []
+        for _ in range(_LINK_REPETITIONS):
+            start = time.perf_counter()
+            stream.copy(target, 0, source, 0, size_bytes)
+            stream.synchronize()
+            times.append(time.perf_counter() - start)
+        return size_bytes / min(times)
+
+    try:
+        pageable = bytes_per_s()
+        pinned = pinner.pin(memory)
+        fastest = bytes_per_s() if pinned.ok else pageable
+    finally:
+        pinner.unpin(memory)
+        host.free(memory)
+        buffer.close()
+        stream.close()
+    return {
+        "pinned_bytes_per_s": fastest,
+        "pageable_bytes_per_s": pageable,
+        "why_not_pinned": "" if pinned.ok else pinned.reason,
+    }
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The model that exceeds `vram_bytes`, and what is asked of it."""
+    """The model that exceeds `vram_bytes`, and the batches to time."""
 
     path: Path
     choice: DeviceChoice
@@ -41,11 +81,12 @@ class Workload:
     def n_ctx(self) -> int:
         return -(-(PREFIX + max(self.batches)) // 256) * 256
 
-    def options(self, streaming: StreamingOptions, **changes: Any) -> EngineOptions:
-        """Everything on the device, from one token on."""
+    def options(self, streaming: StreamingOptions, *, streams: bool) -> EngineOptions:
+        """Options with which the device computes everything, from one token on."""
         return EngineOptions(
             device=self.choice.name,
             streaming=streaming,
+            stream_experts=streams,
             min_batch=MinBatch(experts=1, dense=1),
             n_ctx=self.n_ctx,
             n_batch=max(self.batches),
@@ -54,13 +95,12 @@ class Workload:
             n_threads=self.n_threads,
             n_threads_batch=self.n_threads,
             flash_attn=self.flash_attn,
-            **changes,
         )
 
 
 @dataclass
-class Way:
-    """One way to run the steps, by batch size."""
+class Steps:
+    """What one way of computing took, by batch size."""
 
     step_s: dict[int, float] = field(default_factory=dict)
     streamed_bytes: dict[int, float] = field(default_factory=dict)
@@ -74,27 +114,27 @@ def tokens_of(n: int, repetition: int, n_vocab: int) -> list[int]:
     return [int(token) for token in drawn]
 
 
-def measure_ways(load: Workload) -> tuple[dict[str, Way], str]:
-    """Resident, serial and overlapped; and the store's sentence on where the weights lie."""
+def measure_ways(load: Workload) -> tuple[dict[str, Steps], str]:
+    """Times of resident, serial and overlapped; and the line about where the weights lie."""
     serial = StreamingOptions(vram_bytes=load.vram_bytes, overlap=False)
     overlapped = StreamingOptions(vram_bytes=load.vram_bytes)
-    ways, sentence = {}, ""
+    ways, line = {}, ""
     for name, streaming, streams in (
         ("resident", serial, False),
         ("serial", serial, True),
         ("overlapped", overlapped, True),
     ):
-        with Engine(load.path, load.options(streaming, stream_experts=streams)) as engine:
+        with Engine(load.path, load.options(streaming, streams=streams)) as engine:
             ways[name] = time_steps(engine, load)
-            if streams and engine.store is not None and engine.store.report is not None:
-                sentence = engine.store.report.sentence()
+            if engine.store is not None and engine.store.report is not None:
+                line = engine.store.report.sentence()
             assert streams == (engine.counters().cuts > 0)
-    return ways, sentence
+    return ways, line
 
 
-def time_steps(engine: Engine, load: Workload) -> Way:
-    """Medians of each batch size, the first repetition dropped."""
-    way = Way()
+def time_steps(engine: Engine, load: Workload) -> Steps:
+    """Medians by batch size, without the first repetition."""
+    steps = Steps()
     engine.sequences.extend(0, tokens_of(PREFIX, 0, engine.n_vocab), n_logits=0)
     for n in load.batches:
         times = []
@@ -108,21 +148,21 @@ def time_steps(engine: Engine, load: Workload) -> Way:
             engine.sequences.rewind(0, PREFIX)
         after = engine.counters()
         hits, misses = after.hits - before.hits, after.misses - before.misses
-        way.step_s[n] = statistics.median(times[1:])
-        streamed = after.streamed_bytes - before.streamed_bytes
-        way.streamed_bytes[n] = streamed / load.repetitions
-        way.hit_share[n] = hits / max(1, hits + misses)
-        way.logits[n] = rows[0]
-    return way
+        steps.step_s[n] = statistics.median(times[1:])
+        streamed_bytes = after.streamed_bytes - before.streamed_bytes
+        steps.streamed_bytes[n] = streamed_bytes / load.repetitions
+        steps.hit_share[n] = hits / max(1, hits + misses)
+        steps.logits[n] = rows[0]
+    return steps
 
 
 def measure_peers(
     load: Workload, left_s: Callable[[], float]
 ) -> dict[str, dict[int, float] | None]:
-    """llama.cpp with all experts in host memory: offloading every batch, and as it does by itself.
+    """llama.cpp with all experts in host memory: offloading every batch, and with its default.
 
-    Each in a process of its own, since the threshold is read when the backend is loaded. None for
-    one that failed, or for which `left_s` is too little.
+    Each runs in its own process, since the threshold is read when the backend is loaded. None for
+    one that failed or had too little time (`left_s`).
     """
     peers: dict[str, dict[int, float] | None] = {}
     for name, min_batch in (("offload", "1"), ("default", None)):
@@ -159,39 +199,39 @@ def _peer(load: Workload, min_batch: str | None, timeout_s: float) -> dict[int, 
             for repetition in range(load.repetitions + 1):
                 if time.monotonic() > end:
                     raise DeviceFailed(f"no time left for batches of {n} tokens")
-                times.append(
-                    llama.prefill(tokens_of(n, repetition, llama.n_vocab), start=PREFIX)[0]
-                )
+                tokens = tokens_of(n, repetition, llama.n_vocab)
+                times.append(llama.prefill(tokens, start=PREFIX)[0])
             medians[n] = statistics.median(times[1:])
     return medians
 
 
-def ceilings(
+def step_rows(
     load: Workload,
-    ways: dict[str, Way],
+    ways: dict[str, Steps],
     peers: dict[str, dict[int, float] | None],
     link_bytes_per_s: float,
 ) -> list[dict[str, Any]]:
-    """One row per batch size: ceiling first, then the measurement, then the distance."""
+    """A row per batch size: the ceiling, the measurement, and their ratio."""
     resident, serial, overlapped = ways["resident"], ways["serial"], ways["overlapped"]
     rows = []
     for n in load.batches:
         transfer_s = overlapped.streamed_bytes[n] / link_bytes_per_s
-        ceiling_s = max(transfer_s, resident.step_s[n])
         step_s = overlapped.step_s[n]
+        expected = resident.logits[n]
+        differences = [
+            float(np.linalg.norm(way.logits[n] - expected) / np.linalg.norm(expected))
+            for way in (serial, overlapped)
+        ]
         row: dict[str, Any] = {
             "n": n,
             "compute_s": resident.step_s[n],
             "transfer_s": transfer_s,
             "serial_s": serial.step_s[n],
-            "serial_bytes": serial.streamed_bytes[n],
             "step_s": step_s,
             "streamed_bytes": overlapped.streamed_bytes[n],
             "hit_share": overlapped.hit_share[n],
-            "ratio": step_s / ceiling_s,
-            "max_difference": _difference(
-                resident.logits[n], (serial.logits[n], overlapped.logits[n])
-            ),
+            "ratio": step_s / max(transfer_s, resident.step_s[n]),
+            "max_difference": max(differences),
             "allowed": ALLOWED,
         }
         for name, times in peers.items():
@@ -199,8 +239,3 @@ def ceilings(
             row[f"vs_{name}"] = None if times is None else times[n] / step_s
         rows.append(row)
     return rows
-
-
-def _difference(expected: NDArray[np.float32], others: Sequence[NDArray[np.float32]]) -> float:
-    size = float(np.linalg.norm(expected))
-    return max(float(np.linalg.norm(other - expected)) / size for other in others)

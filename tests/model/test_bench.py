@@ -188,23 +188,23 @@ def test_gpu_check_takes_the_best_of_the_rivals_ways(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "gpu_check"))
-    split_layers = importlib.import_module("split_layers")
+    split = importlib.import_module("split")
     program = server_program(tmp_path / "new-llama-server")
-    asked = split_layers.Asked(
+    asked = split.Asked(
         SimpleNamespace(), tmp_path, 1, left_s=lambda: 1.0, small=True, llama_server=program
     )
     facts, tuned = header_of_eight_layers(tmp_path), TunedLlama(4, 0, 512, on_gpu=True)
-    rows = split_layers.server_rows(asked, facts, tuned, list(range(32)))
+    rows = split.server_rows(asked, facts, tuned, list(range(32)))
     assert len(rows) == 3
     assert rows[0]["token_s"] == pytest.approx(0.05)
     assert rows[1]["token_s"] < rows[2]["token_s"] < 0.05
     ways = [{"way": "llama.cpp", "token_s": 0.04}, {"way": "on", "token_s": 0.001},
             {"way": "auto", "token_s": 0.002}]  # fmt: skip
-    found = split_layers.compared_with_best({"ways": ways, "llama_server": rows})
+    found = split.compared_with_best({"ways": ways, "llama_server": rows})
     assert found["best_rival"] == rows[1]["way"]
     assert "--moe-cache-mib" in found["best_rival"]
     assert found["vs_best_rival"]["on"] == pytest.approx(rows[1]["token_s"] / 0.001)
-    found = split_layers.compared_with_best({"ways": ways, "llama_server": []})
+    found = split.compared_with_best({"ways": ways, "llama_server": []})
     assert (found["best_rival"], found["best_rival_s"]) == ("llama.cpp", 0.04)
 
 
