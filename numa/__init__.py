@@ -1,6 +1,5 @@
-"""Threads pinned, weights' rows on the node whose threads read them (docs/numa.md).
+"""Memory nodes: threads bound to processors, weights on the node whose threads read them.
 
-Deciding: topology, pinning, rows, place, strategy, tune. Reading: machine, over sysfs and cgroup.
-Doing: bind, memory, measure, over sys (the only ctypes). Looking: doctor. On a machine with one
-memory node all of it is a no-op.
+docs/numa.md explains it. topology, threads, place and tune decide; machine reads the kernel's
+description; memory and sys carry decisions out; doctor looks for obstacles.
 """

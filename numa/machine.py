@@ -1,65 +1,64 @@
-"""Reads the machine's topology: nodes, cores, caches, memory, distances, GPUs.
+"""Reads the machine from the text files of /sys and /proc: its topology, and this process's limits.
 
-`read_topology(root)` parses /sys and /proc below `root`, so that recorded trees can be tested. It
-changes nothing and needs no privilege. Where the kernel describes no nodes (a container without
-/sys/devices/system/node, or another system than Linux) the machine is one node.
+Every path is relative to a root directory, so that a recorded tree can stand in for the machine.
+Most files are optional; a file whose content is not in its documented format raises BadTopology. If
+the kernel describes no nodes (containers without /sys/devices/system/node, other systems than
+Linux), the machine is one node.
 """
 
 import re
-from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
-from numa.cgroup import Limits, read_limits
 from numa.errors import BadTopology
-from numa.sysfs import numbered, parse_size, read, read_int, read_list
-from numa.topology import Cache, Core, Gpu, HugePages, Node, Topology
+from numa.topology import Core, Gpu, HugePages, Node, Topology, parse_list
 
 _CPU = "sys/devices/system/cpu"
 _NODE = "sys/devices/system/node"
 _PCI = "sys/bus/pci/devices"
 _DISPLAY_CLASS = "0x03"
-_LOCAL_DISTANCE = 10
-_REMOTE_DISTANCE = 20
+_LOCAL_DISTANCE, _REMOTE_DISTANCE = 10, 20
+# Version 1 of control groups writes "no limit" as the largest page-aligned signed number.
+_V1_UNLIMITED_BYTES = 1 << 62
+# File names in version 2, in version 1, and in version 1 without effective masks.
+_CPUSET = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
+_CPUSET_NODES = ("cpuset.mems.effective", "cpuset.effective_mems", "cpuset.mems")
 
 
 def read_topology(root: Path | str = "/") -> Topology:
-    """Parse the machine below `root`. Raises BadTopology when a file is not what it should be."""
+    """The machine below `root`. Raises BadTopology for a file with unexpected content."""
     base = Path(root)
     if not (base / _CPU).is_dir():
-        return _without_sysfs(base)
+        return _without_sysfs()
     limits = read_limits(base)
-    online = read_list(base, f"{_CPU}/online") or tuple(numbered(base, _CPU, "cpu"))
+    online = _list(base, f"{_CPU}/online") or tuple(_numbered(base, _CPU, "cpu"))
     if not online:
         raise BadTopology(f"/{_CPU} names no online processor")
-    node_ids = read_list(base, f"{_NODE}/online") or tuple(numbered(base, _NODE, "node"))
-    # A node's own meminfo leaves out hot-added memory on some virtual machines, so a single node
-    # is described by the whole machine's.
-    nodes: tuple[Node, ...] = ()
+    node_ids = _list(base, f"{_NODE}/online") or tuple(_numbered(base, _NODE, "node"))
     if len(node_ids) > 1:
         nodes = tuple(_read_node(base, node_id, node_ids, online) for node_id in node_ids)
     else:
+        # On some virtual machines the node's own meminfo leaves out hot-added memory.
         nodes = (_whole_machine(base, online, *node_ids),)
+    thp = _read(base, "sys/kernel/mm/transparent_hugepage/enabled") or "[never]"
+    mode = re.search(r"\[(\w+)\]", thp)
     return Topology(
         nodes=nodes,
         cores=_read_cores(base, online, nodes),
-        caches=_read_caches(base, online),
         gpus=_read_gpus(base),
         allowed_cpus=_allowed(online, limits.cpus),
         allowed_nodes=_allowed(tuple(n.id for n in nodes), limits.nodes),
-        memory_limit_bytes=limits.memory_bytes,
-        huge_page_mode=_huge_page_mode(base),
+        huge_page_mode=mode.group(1) if mode else "never",
         from_kernel=bool(node_ids),
     )
 
 
 def _allowed(present: tuple[int, ...], limit: tuple[int, ...] | None) -> tuple[int, ...]:
-    if limit is None:
-        return present
-    return tuple(n for n in present if n in set(limit))
+    return present if limit is None else tuple(n for n in present if n in set(limit))
 
 
-def _without_sysfs(base: Path) -> Topology:
-    """A system without /sys: psutil knows how many cores there are, so they are one node."""
+def _without_sysfs() -> Topology:
+    """One node with the cores that psutil counts."""
     import psutil
 
     n_cpus = psutil.cpu_count(logical=True) or 1
@@ -67,29 +66,23 @@ def _without_sysfs(base: Path) -> Topology:
     cpus = tuple(range(n_cpus))
     memory = psutil.virtual_memory()
     node = Node(0, cpus, int(memory.total), int(memory.available), (_LOCAL_DISTANCE,))
-    cores = tuple(Core(cpus[i::n_cores], 0, 0) for i in range(n_cores))
-    limits: Limits = read_limits(base)
-    return Topology(
-        (node,), cores, (), (), cpus, (0,), limits.memory_bytes, "never", from_kernel=False
-    )
+    cores = tuple(Core(cpus[i::n_cores], 0) for i in range(n_cores))
+    return Topology((node,), cores, (), cpus, (0,), from_kernel=False)
 
 
 def _whole_machine(base: Path, online: tuple[int, ...], node_id: int = 0) -> Node:
-    memory = _meminfo(read(base, "proc/meminfo") or "", "proc/meminfo")
+    memory = _meminfo(base, "proc/meminfo")
     free = memory.get("MemAvailable", memory.get("MemFree", 0))
     huge_pages = _read_huge_pages(base, f"{_NODE}/node{node_id}")
-    total = memory.get("MemTotal", 0)
-    return Node(node_id, online, total, free, (_LOCAL_DISTANCE,), huge_pages)
+    return Node(node_id, online, memory.get("MemTotal", 0), free, (_LOCAL_DISTANCE,), huge_pages)
 
 
 def _read_node(base: Path, node_id: int, ids: tuple[int, ...], online: tuple[int, ...]) -> Node:
     folder = f"{_NODE}/node{node_id}"
-    memory = _meminfo(read(base, f"{folder}/meminfo") or "", f"{folder}/meminfo")
-    # Clean page cache is given back on demand, so it counts as free for placement.
-    free = (
-        memory.get("MemFree", 0) + memory.get("Inactive(file)", 0) + memory.get("SReclaimable", 0)
-    )
-    cpus = read_list(base, f"{folder}/cpulist") or ()
+    memory = _meminfo(base, f"{folder}/meminfo")
+    # The kernel gives clean page cache back on demand, so it counts as free for placement.
+    free = sum(memory.get(key, 0) for key in ("MemFree", "Inactive(file)", "SReclaimable"))
+    cpus = _list(base, f"{folder}/cpulist") or ()
     return Node(
         id=node_id,
         cpus=tuple(c for c in cpus if c in set(online)),
@@ -101,7 +94,7 @@ def _read_node(base: Path, node_id: int, ids: tuple[int, ...], online: tuple[int
 
 
 def _read_distances(base: Path, folder: str, node_id: int, ids: tuple[int, ...]) -> tuple[int, ...]:
-    text = read(base, f"{folder}/distance")
+    text = _read(base, f"{folder}/distance")
     if text is None:
         return tuple(_LOCAL_DISTANCE if i == node_id else _REMOTE_DISTANCE for i in ids)
     words = text.split()
@@ -114,20 +107,19 @@ def _read_huge_pages(base: Path, folder: str) -> tuple[HugePages, ...]:
     pages: list[HugePages] = []
     for path in sorted((base / folder / "hugepages").glob("hugepages-*kB")):
         name = f"{folder}/hugepages/{path.name}"
-        size = parse_size(path.name.removeprefix("hugepages-"), name)
-        total = read_int(base, f"{name}/nr_hugepages") or 0
-        free = read_int(base, f"{name}/free_hugepages") or 0
-        pages.append(HugePages(size, total, free))
+        size = _parse_kib(path.name.removeprefix("hugepages-"), name)
+        total = _int(base, f"{name}/nr_hugepages") or 0
+        pages.append(HugePages(size, total, _int(base, f"{name}/free_hugepages") or 0))
     return tuple(pages)
 
 
-def _meminfo(text: str, source: str) -> dict[str, int]:
+def _meminfo(base: Path, name: str) -> dict[str, int]:
     """'Node 0 MemTotal:  32 kB' and 'MemTotal:  32 kB' -> {'MemTotal': 32768}."""
     found: dict[str, int] = {}
-    for line in text.splitlines():
+    for line in (_read(base, name) or "").splitlines():
         match = re.match(r"(?:Node \d+ )?([\w()]+):\s+(\d+ kB)$", line.strip())
         if match:
-            found[match.group(1)] = parse_size(match.group(2), source)
+            found[match.group(1)] = _parse_kib(match.group(2), name)
     return found
 
 
@@ -135,51 +127,137 @@ def _read_cores(base: Path, online: tuple[int, ...], nodes: tuple[Node, ...]) ->
     node_of = {cpu: node.id for node in nodes for cpu in node.cpus}
     cores: dict[tuple[int, ...], Core] = {}
     for cpu in online:
-        folder = f"{_CPU}/cpu{cpu}/topology"
-        siblings = read_list(base, f"{folder}/thread_siblings_list") or (cpu,)
+        siblings = _list(base, f"{_CPU}/cpu{cpu}/topology/thread_siblings_list") or (cpu,)
         present = tuple(c for c in siblings if c in set(online)) or (cpu,)
         if cpu not in node_of:
             raise BadTopology(f"processor {cpu} is online but belongs to no node in /{_NODE}")
-        package = read_int(base, f"{folder}/physical_package_id")
-        cores.setdefault(present, Core(present, node_of[cpu], package or 0))
+        cores.setdefault(present, Core(present, node_of[cpu]))
     return tuple(sorted(cores.values(), key=lambda c: (c.node, c.cpus)))
 
 
-def _read_caches(base: Path, online: tuple[int, ...]) -> tuple[Cache, ...]:
-    caches: set[tuple[int, str, int, tuple[int, ...]]] = set()
-    for cpu in online:
-        for index in numbered(base, f"{_CPU}/cpu{cpu}/cache", "index"):
-            folder = f"{_CPU}/cpu{cpu}/cache/index{index}"
-            size, level = read(base, f"{folder}/size"), read_int(base, f"{folder}/level")
-            if not size or level is None:
-                continue
-            shared = read_list(base, f"{folder}/shared_cpu_list") or (cpu,)
-            kind = (read(base, f"{folder}/type") or "Unified").lower()
-            caches.add((level, kind, parse_size(size, f"{folder}/size"), shared))
-    return tuple(Cache(*c) for c in sorted(caches))
-
-
 def _read_gpus(base: Path) -> tuple[Gpu, ...]:
+    try:
+        names = sorted(path.name for path in (base / _PCI).iterdir())
+    except OSError:
+        return ()
     gpus: list[Gpu] = []
-    for path in sorted(_entries(base / _PCI)):
-        folder = f"{_PCI}/{path.name}"
-        if not (read(base, f"{folder}/class") or "").startswith(_DISPLAY_CLASS):
-            continue
-        node = read_int(base, f"{folder}/numa_node")
-        vendor = read(base, f"{folder}/vendor") or ""
-        # Firmware that does not know writes -1.
-        gpus.append(Gpu(path.name, vendor, None if node is None or node < 0 else node))
+    for name in names:
+        if (_read(base, f"{_PCI}/{name}/class") or "").startswith(_DISPLAY_CLASS):
+            node = _int(base, f"{_PCI}/{name}/numa_node")
+            # Firmware that does not know the node writes -1.
+            gpus.append(Gpu(name, None if node is None or node < 0 else node))
     return tuple(gpus)
 
 
-def _entries(folder: Path) -> Iterable[Path]:
+@dataclass(frozen=True)
+class Limits:
+    """What the control group and /proc/self/status allow this process; None means unlimited.
+
+    `memory_bytes` is what the whole group may use.
+    """
+
+    cpus: tuple[int, ...] | None = None
+    nodes: tuple[int, ...] | None = None
+    memory_bytes: int | None = None
+
+
+def read_limits(root: Path) -> Limits:
+    """The tightest limits of this process's control group (version 1 or 2) and of its parents.
+
+    A container sees the host's /sys: only these files tell which part of the machine is its own.
+    Raises BadTopology for a file with unexpected content.
+    """
+    cpus = _status_list(root, "Cpus_allowed_list")
+    nodes = _status_list(root, "Mems_allowed_list")
+    memory: int | None = None
+    for folder in _group_folders(root, "cpuset"):
+        cpus = _narrowed(cpus, root, folder, _CPUSET)
+        nodes = _narrowed(nodes, root, folder, _CPUSET_NODES)
+    for folder in _group_folders(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(root, f"{folder}/{name}")
+            if text is not None and text.isdigit() and int(text) < _V1_UNLIMITED_BYTES:
+                memory = int(text) if memory is None else min(memory, int(text))
+    return Limits(cpus, nodes, memory)
+
+
+def _group_folders(root: Path, controller: str) -> list[str]:
+    """The existing folders that may limit this process, innermost first."""
+    paths: dict[str, str] = {}  # by controller; the single hierarchy of version 2 has no name
+    for line in (_read(root, "proc/self/cgroup") or "").splitlines():
+        parts = line.split(":", 2)
+        if len(parts) == 3:
+            paths.update(dict.fromkeys(parts[1].split(","), parts[2]))
+    base, path = "sys/fs/cgroup", paths.get("", "/")
+    if controller in paths:
+        base, path = f"sys/fs/cgroup/{controller}", paths[controller]
+    inner = PurePosixPath("/" + path.strip("/"))
+    # A container sees the host's path in /proc/self/cgroup but its own group at the mount's root:
+    # folders that do not exist are skipped and the root is always asked.
+    names = [str(p).strip("/") for p in (inner, *inner.parents)]
+    folders = [f"{base}/{name}".rstrip("/") for name in dict.fromkeys(names)]
+    return [folder for folder in folders if (root / folder).is_dir()]
+
+
+def _narrowed(
+    known: tuple[int, ...] | None, root: Path, folder: str, names: tuple[str, ...]
+) -> tuple[int, ...] | None:
+    for name in names:
+        text = _read(root, f"{folder}/{name}")
+        if text:
+            allowed = parse_list(text, f"{folder}/{name}")
+            return allowed if known is None else tuple(n for n in known if n in set(allowed))
+    return known
+
+
+def _status_list(root: Path, key: str) -> tuple[int, ...] | None:
+    for line in (_read(root, "proc/self/status") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return parse_list(value.strip(), "proc/self/status") or None
+    return None
+
+
+def _read(root: Path, name: str) -> str | None:
+    """The stripped text of a file, None if it is missing or may not be read."""
     try:
-        return list(folder.iterdir())
+        return (root / name).read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _int(root: Path, name: str) -> int | None:
+    text = _read(root, name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise BadTopology(f"/{name} holds {text[:40]!r} where a number is expected") from None
+
+
+def read_setting(name: str, root: Path = Path("/")) -> int | None:
+    """A number below /proc/sys, such as `kernel/numa_balancing`; None if there is none."""
+    return _int(root, f"proc/sys/{name}")
+
+
+def _list(root: Path, name: str) -> tuple[int, ...] | None:
+    text = _read(root, name)
+    return parse_list(text, name) if text else None
+
+
+def _parse_kib(text: str, source: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*kB", text.strip())
+    if match is None:
+        raise BadTopology(f"/{source} holds {text[:40]!r} where a size is expected")
+    return int(match.group(1)) << 10
+
+
+def _numbered(root: Path, folder: str, prefix: str) -> list[int]:
+    """The numbers N for which `folder` holds an entry `prefix`N, ascending."""
+    try:
+        names = [entry.name for entry in (root / folder).iterdir()]
     except OSError:
         return []
-
-
-def _huge_page_mode(base: Path) -> str:
-    text = read(base, "sys/kernel/mm/transparent_hugepage/enabled") or "never"
-    match = re.search(r"\[(\w+)\]", text)
-    return match.group(1) if match else "never"
+    numbers = (re.fullmatch(prefix + r"(\d+)", name) for name in names)
+    return sorted(int(found[1]) for found in numbers if found)

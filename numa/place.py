@@ -1,28 +1,34 @@
-"""On which node each page of memory should lie. Pure: byte ranges in, byte ranges out.
+"""Which node each page of the streamed weights should lie on. Pure: byte ranges in and out.
 
-`rows` puts every page on the node whose threads read most of it (`numa.rows`), so each read is
-local with one copy of the weights. A page read from two nodes is lost to one of them: at 4 KiB that
-is next to nothing, at 2 MiB it is much, so huge pages are used only where one node reads (almost)
-all of one (`with_huge_pages`). docs/numa.md has the table.
+ggml gives thread i of n a contiguous slab of every matrix's rows, the same slab in each decode of
+one token, once `ggml_numa_init` has run on a machine with `Topology.ggml_is_numa`. Strategy `rows`
+puts each page on the node whose threads read most of it, so reads are local with one copy of the
+weights. A 4 KiB page that two nodes read costs next to nothing; a 2 MiB page that two nodes read
+costs much, so a block becomes huge only if one node reads almost all of it. docs/numa.md has the
+table.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from numa.errors import NoSuchNode, PlacementRefused
-from numa.rows import Build, Weight, reads
+from numa.errors import PlacementRefused
+from numa.topology import Topology
 
 PAGE_BYTES = 4 << 10
 HUGE_PAGE_BYTES = 2 << 20
-# A block becomes huge if one node reads at least this share, so the whole stays at it or above.
-MIN_HUGE_SHARE = 0.98
+_PAGES_PER_BLOCK = HUGE_PAGE_BYTES // PAGE_BYTES
+# One node reads at least this share of a huge block, so locality stays at or above it.
+_MIN_HUGE_SHARE = 0.98
+_UNREAD = 255
 _GIB = 1 << 30
 
 
 class Strategy(StrEnum):
-    """A copy per node is none of them: `rows` reads locally with one copy, in half the memory."""
+    """Where pages go: on one node, in turn over all, or to the threads that read them.
+
+    `distribute` is `rows` for threads that alternate between nodes, as llama.cpp's option does.
+    """
 
     SINGLE = "single"
     INTERLEAVE = "interleave"
@@ -31,60 +37,36 @@ class Strategy(StrEnum):
 
 
 @dataclass(frozen=True)
-class NodeRange:
-    """Bytes [start, stop) on one node, or page by page in turn over several."""
-
-    start_bytes: int
-    stop_bytes: int
-    nodes: tuple[int, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        return self.stop_bytes - self.start_bytes
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Ranges that cover memory without gaps, page-aligned, and the blocks to make huge.
-
-    `huge` are [start, stop) ranges aligned to 2 MiB. `notes` say what was not done as asked.
-    """
+class Candidate:
+    """One way to run. `node` is set for `single`; `huge_pages` collapses the blocks that fit."""
 
     strategy: Strategy
-    size_bytes: int
-    page_bytes: int
-    ranges: tuple[NodeRange, ...]
-    huge: tuple[tuple[int, int], ...] = ()
-    notes: tuple[str, ...] = ()
+    n_threads: int
+    node: int | None = None
+    huge_pages: bool = True
 
-    def bytes_per_node(self) -> dict[int, float]:
-        """node -> bytes."""
-        totals: dict[int, float] = {}
-        for r in self.ranges:
-            for node in r.nodes:
-                totals[node] = totals.get(node, 0.0) + r.n_bytes / len(r.nodes)
-        return totals
-
-    @property
-    def huge_share(self) -> float:
-        """Share of the bytes that lie in huge pages."""
-        return sum(b - a for a, b in self.huge) / self.size_bytes if self.size_bytes else 0.0
-
-    def __repr__(self) -> str:
-        per_node = ", ".join(
-            f"{n}: {b / _GIB:.2f}" for n, b in sorted(self.bytes_per_node().items())
-        )
-        return (
-            f"<Placement {self.strategy}, GiB per node {{{per_node}}}, {len(self.ranges)} ranges>"
-        )
+    def __str__(self) -> str:
+        where = "" if self.node is None else f" on node {self.node}"
+        pages = "huge pages" if self.huge_pages else "4 KiB pages"
+        return f"{self.strategy}{where}, {self.n_threads} threads, {pages}"
 
 
 @dataclass(frozen=True)
 class PlacedWeight:
-    """A weight at its offset in the memory."""
+    """A weight at `offset_bytes`: `n_matrices` (experts or MLA heads) of `n_rows` rows each.
 
-    weight: Weight
+    MUL_MAT_ID reads `routed` weights, MUL_MAT the others. Rows and matrices are packed.
+    """
+
     offset_bytes: int
+    n_rows: int
+    row_bytes: int
+    n_matrices: int = 1
+    routed: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return self.n_matrices * self.n_rows * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -96,236 +78,210 @@ class NodeRead:
     node: int
 
 
-def node_reads(
+@dataclass(frozen=True)
+class NodeRange:
+    """Bytes [start, stop) on one node, or page by page in turn over several."""
+
+    start_bytes: int
+    stop_bytes: int
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Page-aligned ranges that cover the memory without gaps, and the blocks to make huge.
+
+    `huge` are [start, stop) ranges aligned to 2 MiB. `notes` say what was not done as asked.
+    """
+
+    strategy: Strategy
+    size_bytes: int
+    ranges: tuple[NodeRange, ...]
+    huge: tuple[tuple[int, int], ...] = ()
+    page_bytes: int = PAGE_BYTES  # the unit in which pages take turns over several nodes
+    notes: tuple[str, ...] = ()
+
+
+def placement_for(
+    candidate: Candidate,
+    topology: Topology,
+    team_nodes: Sequence[int],
+    weights: Sequence[PlacedWeight],
+    size_bytes: int,
+) -> Placement:
+    """The placement of `size_bytes` of memory that holds `weights`.
+
+    `team_nodes[i]` is the node whose memory thread i reads. If a node is full, the rest of its
+    pages goes elsewhere, with a note. Raises NoSuchNode for an unknown node, PlacementRefused if
+    all nodes together have too little memory.
+    """
+    strategy = candidate.strategy
+    if strategy is Strategy.SINGLE:
+        node = team_nodes[0] if candidate.node is None else topology.node(candidate.node).id
+        placement = place_whole(strategy, size_bytes, [topology.memory_node_near(node)])
+    elif strategy is Strategy.INTERLEAVE:
+        placement = place_whole(strategy, size_bytes, topology.memory_nodes)
+    else:
+        placement = place_rows(size_bytes, weights, team_nodes, strategy)
+    free = {n.id: n.free_bytes for n in topology.nodes if n.id in topology.memory_nodes}
+    placement = fit_memory(placement, free)
+    return with_huge_pages(placement) if candidate.huge_pages else placement
+
+
+def place_whole(strategy: Strategy, size_bytes: int, nodes: Sequence[int]) -> Placement:
+    """Everything on one node, or page by page in turn over several."""
+    whole = NodeRange(0, _rounded_up(size_bytes), tuple(nodes))
+    return Placement(strategy, size_bytes, (whole,))
+
+
+def place_rows(
+    size_bytes: int,
     weights: Iterable[PlacedWeight],
     team_nodes: Sequence[int],
-    n_tokens: int = 1,
-    build: Build | None = None,
-) -> list[NodeRead]:
-    """Who reads what in the memory: thread i reads from `team_nodes[i]`. Sorted by start.
+    strategy: Strategy = Strategy.ROWS,
+) -> Placement:
+    """Each page on the node whose threads read most of it when one token is decoded.
 
-    At one token the reads are disjoint. Raises ValueError where threads steal work.
+    Pages that no product reads follow the page before them.
+    """
+    nodes = sorted(set(team_nodes))
+    owners = bytearray([_UNREAD]) * (_rounded_up(size_bytes) // PAGE_BYTES)
+    shared: dict[int, dict[int, int]] = {}  # page at the edge of a read -> bytes read per node
+    for read in node_reads(weights, team_nodes):
+        first, last = read.start_bytes // PAGE_BYTES, (read.stop_bytes - 1) // PAGE_BYTES
+        if last > first + 1:
+            owners[first + 1 : last] = bytes([nodes.index(read.node)]) * (last - first - 1)
+        for page in {first, last}:
+            start, stop = page * PAGE_BYTES, (page + 1) * PAGE_BYTES
+            n_bytes = min(read.stop_bytes, stop) - max(read.start_bytes, start)
+            tally = shared.setdefault(page, {})
+            tally[read.node] = tally.get(read.node, 0) + n_bytes
+    for page, tally in shared.items():
+        owners[page] = nodes.index(max(tally, key=lambda n: (tally[n], -n)))
+    return Placement(strategy, size_bytes, _ranges_of(owners, nodes))
+
+
+def node_reads(weights: Iterable[PlacedWeight], team_nodes: Sequence[int]) -> list[NodeRead]:
+    """Who reads what when one token is decoded, in the order of the weights.
+
+    Read from llama.cpp as vendored in llama-cpp-python 0.3.36, ggml-cpu.c:
+    ggml_compute_forward_mul_mat and _mul_mat_id where ggml_is_numa().
     """
     found: list[NodeRead] = []
-    for placed in weights:
-        for read in reads(placed.weight, len(team_nodes), n_tokens, build):
-            start, stop = (
-                placed.offset_bytes + read.start_bytes,
-                placed.offset_bytes + read.stop_bytes,
-            )
-            node = team_nodes[read.thread]
+    for weight in weights:
+        for start, stop, thread in _thread_reads(weight, len(team_nodes)):
+            node = team_nodes[thread]
             last = found[-1] if found else None
             if last and last.node == node and last.stop_bytes == start:
                 found[-1] = NodeRead(last.start_bytes, stop, node)
             else:
                 found.append(NodeRead(start, stop, node))
-    return sorted(found, key=lambda r: (r.start_bytes, r.stop_bytes, r.node))
+    return found
 
 
-def place_single(size_bytes: int, node: int, page_bytes: int = PAGE_BYTES) -> Placement:
-    """Everything on one node."""
-    whole = (NodeRange(0, _round_up(size_bytes, page_bytes), (node,)),)
-    return Placement(Strategy.SINGLE, size_bytes, page_bytes, whole)
+def _thread_reads(weight: PlacedWeight, n_threads: int) -> Iterable[tuple[int, int, int]]:
+    """(start, stop, thread), ascending. All experts are listed: any of them may be chosen."""
+    at, n_matrices = weight.offset_bytes, weight.n_matrices
+    matrix_bytes = weight.n_rows * weight.row_bytes
+    if not weight.routed and weight.n_rows <= n_matrices:
+        # ggml cuts activations instead of rows if they are more: each thread takes whole heads.
+        slabs, step_bytes, starts = _slabs(n_matrices, n_threads), matrix_bytes, [at]
+    else:
+        slabs, step_bytes = _slabs(weight.n_rows, n_threads), weight.row_bytes
+        starts = list(range(at, at + weight.size_bytes, matrix_bytes))
+    for start in starts:
+        for thread, (first, last) in enumerate(slabs):
+            if last > first:
+                yield start + first * step_bytes, start + last * step_bytes, thread
 
 
-def place_interleaved(
-    size_bytes: int, nodes: Sequence[int], page_bytes: int = PAGE_BYTES
-) -> Placement:
-    """Page by page in turn over `nodes`: nobody's reads are local, nobody's are all remote."""
-    whole = (NodeRange(0, _round_up(size_bytes, page_bytes), tuple(nodes)),)
-    return Placement(Strategy.INTERLEAVE, size_bytes, page_bytes, whole)
+def _slabs(n_rows: int, n_threads: int) -> list[tuple[int, int]]:
+    """ggml's [first, last) rows of each thread: ceil(n_rows / n_threads) rows as long as any are
+    left."""
+    step = -(-n_rows // n_threads)
+    return [(min(step * i, n_rows), min(step * (i + 1), n_rows)) for i in range(n_threads)]
 
 
-def place_rows(
-    size_bytes: int,
-    weights: Sequence[PlacedWeight],
-    team_nodes: Sequence[int],
-    page_bytes: int = PAGE_BYTES,
-    strategy: Strategy = Strategy.ROWS,
-) -> Placement:
-    """Each page on the node whose threads read most of it when one token is decoded.
+def with_huge_pages(placement: Placement) -> Placement:
+    """Mark the 2 MiB blocks that may become huge; the memory is aligned to 2 MiB.
 
-    `team_nodes[i]` is thread i's node (pinning.Team.nodes): ordered node by node it is `rows`,
-    alternating it is llama.cpp's `distribute`. Bytes that no product reads follow their neighbour.
+    A block whose pages lie on one node, up to 2 % of them, moves there as a whole. Other blocks
+    keep small pages. Interleaved ranges take all blocks, which then go in turn.
     """
-    if not team_nodes:
-        raise NoSuchNode("a team without threads reads nothing; nothing was placed")
-    wanted = node_reads(weights, team_nodes)
-    owners = _page_owners(wanted, page_bytes)
-    ranges = _fill(owners, _round_up(size_bytes, page_bytes), team_nodes[0], page_bytes)
-    return Placement(strategy, size_bytes, page_bytes, ranges)
-
-
-def _round_up(size_bytes: int, page_bytes: int) -> int:
-    return -(-size_bytes // page_bytes) * page_bytes
-
-
-def _page_owners(wanted: Sequence[NodeRead], page_bytes: int) -> list[tuple[int, int, int]]:
-    """(first page, page after the last, node), sorted and disjoint, of every page that is read.
-
-    Pages inside one read belong to its node; pages at the ends of reads to who reads most of them.
-    """
-    shared: dict[int, dict[int, int]] = {}
-    owners: list[tuple[int, int, int]] = []
-    for r in wanted:
-        first, last = r.start_bytes // page_bytes, (r.stop_bytes - 1) // page_bytes
-        for page in {first, last}:
-            begin = max(r.start_bytes, page * page_bytes)
-            n_bytes = min(r.stop_bytes, (page + 1) * page_bytes) - begin
-            tally = shared.setdefault(page, {})
-            tally[r.node] = tally.get(r.node, 0) + n_bytes
-        if last - first > 1:
-            owners.append((first + 1, last, r.node))
-    for page, tally in shared.items():
-        owners.append((page, page + 1, max(tally, key=lambda n: (tally[n], -n))))
-    return sorted(owners)
-
-
-def _fill(
-    owners: list[tuple[int, int, int]], stop_bytes: int, first_node: int, page_bytes: int
-) -> tuple[NodeRange, ...]:
-    """Ranges without gaps: unread pages go with the node before them, neighbours are merged."""
-    merged: list[tuple[int, int]] = []  # (start page, node)
-    for start, _, node in owners:
-        if not merged:
-            merged.append((0, node))
-        elif merged[-1][1] != node:
-            merged.append((start, node))
-    if not merged:
-        merged = [(0, first_node)]
-    edges = [start * page_bytes for start, _ in merged[1:]] + [stop_bytes]
-    begins = [start * page_bytes for start, _ in merged]
-    return tuple(
-        NodeRange(a, b, (node,))
-        for a, b, (_, node) in zip(begins, edges, merged, strict=True)
-        if b > a
-    )
-
-
-def with_huge_pages(placement: Placement, min_share: float = MIN_HUGE_SHARE) -> Placement:
-    """Mark the 2 MiB blocks that may become huge, the memory being aligned to 2 MiB.
-
-    A block that lies on one node up to `1 - min_share` of its bytes moves there as a whole; other
-    blocks keep small pages. Interleaved ranges take all blocks: they go in turn, block by block.
-    """
+    n_blocks = placement.ranges[-1].stop_bytes // HUGE_PAGE_BYTES
     if any(len(r.nodes) > 1 for r in placement.ranges):
-        stop = placement.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        blocks = ((0, stop),) if stop else ()
-        return replace(placement, page_bytes=HUGE_PAGE_BYTES, huge=blocks)
-    end = placement.ranges[-1].stop_bytes if placement.ranges else 0
-    wanted = [NodeRead(r.start_bytes, r.stop_bytes, r.nodes[0]) for r in placement.ranges]
-    moved = [NodeRead(start, stop, node) for start, stop, node in _blocks(wanted, end, min_share)]
-    huge = _joined((r.start_bytes, r.stop_bytes) for r in moved)
-    ranges = _overlay(placement.ranges, moved)
-    return replace(placement, ranges=ranges, huge=huge)
+        huge = ((0, n_blocks * HUGE_PAGE_BYTES),) if n_blocks else ()
+        return replace(placement, page_bytes=HUGE_PAGE_BYTES, huge=huge)
+    nodes = sorted({r.nodes[0] for r in placement.ranges})
+    owners = bytearray()
+    for r in placement.ranges:
+        owners += bytes([nodes.index(r.nodes[0])]) * ((r.stop_bytes - r.start_bytes) // PAGE_BYTES)
+    blocks: list[tuple[int, int]] = []
+    for first in range(0, n_blocks * _PAGES_PER_BLOCK, _PAGES_PER_BLOCK):
+        end = first + _PAGES_PER_BLOCK
+        for k in range(len(nodes)):
+            if owners.count(k, first, end) >= _MIN_HUGE_SHARE * _PAGES_PER_BLOCK:
+                owners[first:end] = bytes([k]) * _PAGES_PER_BLOCK
+                start, stop = first * PAGE_BYTES, end * PAGE_BYTES
+                if blocks and blocks[-1][1] == start:
+                    start, _ = blocks.pop()
+                blocks.append((start, stop))
+    return replace(placement, ranges=_ranges_of(owners, nodes), huge=tuple(blocks))
 
 
-def _blocks(
-    wanted: Sequence[NodeRead], end_bytes: int, min_share: float
-) -> list[tuple[int, int, int]]:
-    """(start, stop, node) of the runs of whole blocks that one node may have."""
-    shared: dict[int, dict[int, int]] = {}
-    found: list[tuple[int, int, int]] = []
-    size = HUGE_PAGE_BYTES
-    for r in wanted:
-        first, last = -(-r.start_bytes // size), r.stop_bytes // size
-        if last > first:
-            found.append((first * size, last * size, r.node))
-        edges = {r.start_bytes // size, (r.stop_bytes - 1) // size} - set(range(first, last))
-        for block in edges:
-            begin = max(r.start_bytes, block * size)
-            tally = shared.setdefault(block, {})
-            tally[r.node] = tally.get(r.node, 0) + min(r.stop_bytes, (block + 1) * size) - begin
-    for block, tally in shared.items():
-        node = max(tally, key=lambda n: (tally[n], -n))
-        if (block + 1) * size <= end_bytes and tally[node] >= min_share * size:
-            found.append((block * size, (block + 1) * size, node))
-    return sorted(found)
-
-
-def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    joined: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
+def _ranges_of(owners: bytearray, nodes: Sequence[int]) -> tuple[NodeRange, ...]:
+    """The runs of equal owners, which index `nodes`. Unread pages follow the page before them."""
+    ranges: list[NodeRange] = []
+    # The next page of each value, looked up anew only when the walk has passed it.
+    upcoming = {k: owners.find(k) for k in (*range(len(nodes)), _UNREAD)}
+    page = 0
+    while page < len(owners):
+        value = owners[page]
+        stop = len(owners)
+        for k, at in upcoming.items():
+            if k != value and at >= 0:
+                if at < page:
+                    at = upcoming[k] = owners.find(k, page)  # noqa: PLW2901
+                stop = at if 0 <= at < stop else stop
+        end = stop * PAGE_BYTES
+        if value == _UNREAD:
+            following = owners[stop] if stop < len(owners) else 0
+            node = ranges[-1].nodes[0] if ranges else nodes[following]
         else:
-            joined.append((start, stop))
-    return tuple(joined)
+            node = nodes[value]
+        if ranges and ranges[-1].nodes == (node,):
+            ranges[-1] = replace(ranges[-1], stop_bytes=end)
+        else:
+            ranges.append(NodeRange(page * PAGE_BYTES, end, (node,)))
+        page = stop
+    return tuple(ranges)
 
 
-def _overlay(below: Sequence[NodeRange], above: Sequence[NodeRead]) -> tuple[NodeRange, ...]:
-    """`above` where it says something, `below` elsewhere; both sorted and disjoint."""
-    pieces: list[NodeRange] = []
-    covers = iter(above)
-    cover = next(covers, None)
-    for r in below:
-        position = r.start_bytes
-        while position < r.stop_bytes:
-            while cover and cover.stop_bytes <= position:
-                cover = next(covers, None)
-            if cover and cover.start_bytes <= position:
-                nodes: tuple[int, ...] = (cover.node,)
-                stop = min(cover.stop_bytes, r.stop_bytes)
-            else:
-                stop = min(r.stop_bytes, cover.start_bytes) if cover else r.stop_bytes
-                nodes = r.nodes
-            if pieces and pieces[-1].nodes == nodes:
-                pieces[-1] = replace(pieces[-1], stop_bytes=stop)
-            else:
-                pieces.append(NodeRange(position, stop, nodes))
-            position = stop
-    return tuple(pieces)
+def _rounded_up(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def locality(placement: Placement, wanted: Sequence[NodeRead]) -> float:
-    """Share of the read bytes that lie on the reader's node; 1.0 where nothing is read."""
+def locality(placement: Placement, reads: Sequence[NodeRead]) -> float:
+    """Share of the read bytes that lie on the reader's node; 1.0 if nothing is read."""
     total = local = 0.0
-    position = 0
-    ranges = placement.ranges
-    for read in wanted:
-        while position and ranges[position].start_bytes > read.start_bytes:
-            position -= 1
-        while position < len(ranges) - 1 and ranges[position].stop_bytes <= read.start_bytes:
-            position += 1
-        at = position
+    ranges, first = placement.ranges, 0
+    for read in sorted(reads, key=lambda r: r.start_bytes):
+        while first < len(ranges) - 1 and ranges[first].stop_bytes <= read.start_bytes:
+            first += 1
+        at = first
         while at < len(ranges) and ranges[at].start_bytes < read.stop_bytes:
             r = ranges[at]
             n_bytes = min(r.stop_bytes, read.stop_bytes) - max(r.start_bytes, read.start_bytes)
-            if read.node in r.nodes:
-                local += n_bytes / len(r.nodes)
+            local += n_bytes / len(r.nodes) if read.node in r.nodes else 0
             at += 1
         total += read.stop_bytes - read.start_bytes
     return local / total if total else 1.0
 
 
-def sampled_locality(
-    offsets: Sequence[int], nodes: Sequence[int], wanted: Sequence[NodeRead]
-) -> float | None:
-    """Share of the bytes read from sampled pages that lie with their reader.
-
-    `nodes[i]` is where the kernel says the page at `offsets[i]` lies, negative for absent pages,
-    which do not count. `wanted` are disjoint reads (one token), sorted. None if nothing is read.
-    """
-    starts = [r.start_bytes for r in wanted]
-    total = local = 0
-    for offset, node in zip(offsets, nodes, strict=True):
-        if node < 0:
-            continue
-        at = max(bisect_right(starts, offset) - 1, 0)
-        while at < len(wanted) and starts[at] < offset + PAGE_BYTES:
-            read = wanted[at]
-            end = min(read.stop_bytes, offset + PAGE_BYTES)
-            n_bytes = max(end - max(read.start_bytes, offset), 0)
-            total += n_bytes
-            local += n_bytes if read.node == node else 0
-            at += 1
-    return local / total if total else None
-
-
 def fit_memory(placement: Placement, free_bytes: Mapping[int, int]) -> Placement:
-    """Move what a node has no room for to the node with most room left, and say so.
+    """Move what does not fit a node to the node with most room left, and say so in a note.
 
-    Raises PlacementRefused when all nodes together have too little.
+    `free_bytes` is the free memory per node. Raises PlacementRefused if all have too little.
     """
     missing = placement.size_bytes - sum(free_bytes.values())
     if missing > 0:
@@ -335,27 +291,24 @@ def fit_memory(placement: Placement, free_bytes: Mapping[int, int]) -> Placement
         )
     if any(len(r.nodes) > 1 for r in placement.ranges):
         return placement
-    room = {node: float(n) for node, n in free_bytes.items()}
+    room = dict(free_bytes)
     spilled: dict[tuple[int, int], int] = {}
     ranges: list[NodeRange] = []
     for r in placement.ranges:
         node, start = r.nodes[0], r.start_bytes
         while start < r.stop_bytes:
-            fits = int(max(room.get(node, 0), 0)) // PAGE_BYTES * PAGE_BYTES
-            stop = min(r.stop_bytes, start + fits) if fits else start
-            if stop > start:
-                ranges.append(NodeRange(start, stop, (node,)))
-                room[node] -= stop - start
-                if node != r.nodes[0]:
-                    key = (r.nodes[0], node)
-                    spilled[key] = spilled.get(key, 0) + stop - start
-                start = stop
-            elif max(room.values()) < PAGE_BYTES:
-                # Rounding to pages used the last bytes: the kernel may still find them.
-                ranges.append(NodeRange(start, r.stop_bytes, (node,)))
-                start = r.stop_bytes
-            else:
+            stop = min(r.stop_bytes, start + max(room.get(node, 0), 0) // PAGE_BYTES * PAGE_BYTES)
+            if stop == start and max(room.values()) >= PAGE_BYTES:
                 node = max(room, key=lambda n: (room[n], -n))
+                continue
+            if stop == start:  # rounding to pages used the last bytes: the kernel may find some
+                stop = r.stop_bytes
+            ranges.append(NodeRange(start, stop, (node,)))
+            room[node] = room.get(node, 0) - (stop - start)
+            if node != r.nodes[0]:
+                key = r.nodes[0], node
+                spilled[key] = spilled.get(key, 0) + stop - start
+            start = stop
     notes = tuple(
         f"node {a} is out of memory: {n / _GIB:.2f} GiB of its rows were placed on node {b}"
         for (a, b), n in sorted(spilled.items())

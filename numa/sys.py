@@ -1,9 +1,8 @@
 """The system calls of page placement: the only ctypes in `numa`. Linux on 64-bit machines.
 
-Every function is one call and one errno translation: a refusal raises PlacementRefused with the
-call's name and the kernel's reason, and the caller says what it does instead. Calls through ctypes
-release the interpreter's lock, so pinned threads fault pages in and read memory in parallel.
-Addresses are plain integers; who owns the memory is `numa.memory`.
+A refusal raises PlacementRefused with the call's name and the kernel's reason; the caller says what
+it does instead. Calls through ctypes release the interpreter's lock, so threads fault pages in in
+parallel. Addresses are plain integers; `numa.memory` owns the memory.
 """
 
 import ctypes
@@ -11,9 +10,11 @@ import errno
 import mmap
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from numa.errors import PlacementRefused
+from numa.topology import format_list
 
 # asm/unistd: the numbers of mbind, move_pages.
 _SYSCALLS = {
@@ -25,10 +26,8 @@ _SYSCALLS = {
 # linux/mempolicy.h
 MPOL_PREFERRED = 1
 MPOL_INTERLEAVE = 3
-_MPOL_MF_MOVE = 2
 
 # asm-generic/mman-common.h
-MADV_DONTNEED = 4
 MADV_DONTFORK = 10
 MADV_DOFORK = 11
 MADV_HUGEPAGE = 14
@@ -55,12 +54,6 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-_libc.memset.restype = ctypes.c_void_p
-_libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_libc.memcpy.restype = ctypes.c_void_p
-_libc.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-_libc.memchr.restype = ctypes.c_void_p
 _libc.syscall.restype = ctypes.c_long
 
 
@@ -87,7 +80,6 @@ def advise(address: int, size_bytes: int, advice: int) -> None:
 
 
 _ADVICE_NAMES = {
-    MADV_DONTNEED: "MADV_DONTNEED",
     MADV_DONTFORK: "MADV_DONTFORK",
     MADV_DOFORK: "MADV_DOFORK",
     MADV_HUGEPAGE: "MADV_HUGEPAGE",
@@ -113,10 +105,8 @@ def touch(address: int, size_bytes: int) -> None:
             byte.value = byte.value
 
 
-def bind_pages(
-    address: int, size_bytes: int, mode: int, nodes: Sequence[int], *, move: bool = False
-) -> None:
-    """mbind(2): a policy for a range; `move` also migrates pages that are there already.
+def bind_pages(address: int, size_bytes: int, mode: int, nodes: Sequence[int]) -> None:
+    """mbind(2): a policy for a range.
 
     MPOL_PREFERRED without nodes is "where the first toucher runs", whatever the process's policy.
     Raises PlacementRefused: EPERM in containers without CAP_SYS_NICE, ENOSYS where it is unknown.
@@ -132,7 +122,7 @@ def bind_pages(
         ctypes.c_long(mode),
         ctypes.byref(mask),
         ctypes.c_ulong(_MASK_BITS + 1),
-        ctypes.c_ulong(_MPOL_MF_MOVE if move else 0),
+        ctypes.c_ulong(0),
     )
     if status != 0:
         raise _refusal("mbind", f"nodes {list(nodes)}")
@@ -143,55 +133,41 @@ def node_of_pages(addresses: Sequence[int]) -> list[int]:
 
     Raises PlacementRefused: move_pages(2) needs CAP_SYS_NICE in many containers.
     """
-    return _move_pages(addresses, None)
-
-
-def move_pages(addresses: Sequence[int], nodes: Sequence[int]) -> list[int]:
-    """Migrate each page to its node; the node it lies on afterwards, or a negative errno.
-
-    Raises PlacementRefused.
-    """
-    return _move_pages(addresses, nodes)
-
-
-def _move_pages(addresses: Sequence[int], nodes: Sequence[int] | None) -> list[int]:
     n_pages = len(addresses)
     if n_pages == 0:
         return []
     pages = (ctypes.c_void_p * n_pages)(*addresses)
-    targets = None if nodes is None else (ctypes.c_int * n_pages)(*nodes)
     status = (ctypes.c_int * n_pages)()
+    # Without target nodes move_pages moves nothing and says where pages lie.
     result = _libc.syscall(
         ctypes.c_long(_number("move_pages")),
         ctypes.c_int(0),
         ctypes.c_ulong(n_pages),
         pages,
-        targets,
+        None,
         status,
-        ctypes.c_int(_MPOL_MF_MOVE if targets is not None else 0),
+        ctypes.c_int(0),
     )
-    # A positive result counts pages that did not move; their status tells why.
     if result < 0:
         raise _refusal("move_pages", f"{n_pages} pages")
     return list(status)
 
 
-def scan(address: int, size_bytes: int, absent: int = 0xFF) -> bool:
-    """Read every byte once, as a vectorised search for a byte value that should not be there.
-
-    True when it is not, that is, when everything was read. Releases the interpreter's lock.
-    """
-    return _libc.memchr(address, absent, size_bytes) is None
-
-
-def copy(target: int, source: int, size_bytes: int) -> None:
-    """Copy between ranges that do not overlap."""
-    _libc.memcpy(target, source, size_bytes)
-
-
-def fill(address: int, byte: int, size_bytes: int) -> None:
-    """Write one byte value everywhere."""
-    _libc.memset(address, byte, size_bytes)
+@contextmanager
+def running_on(cpus: Sequence[int]) -> Iterator[None]:
+    """Run the calling thread on `cpus`, then where it ran before. Raises PlacementRefused."""
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        raise PlacementRefused(
+            f"the kernel refused processor {format_list(tuple(cpus))} ({error.strerror});"
+            " the thread runs where it ran before"
+        ) from error
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _number(name: str) -> int:

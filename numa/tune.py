@@ -1,46 +1,29 @@
 """Choose strategy, threads and page size by measuring: the search, and the form it is kept in.
 
-Pure but for the callback: `search` asks `measure(candidate)` for decode times T(n) and picks the
-best. Strategies are compared at full width first, then thread counts and huge pages of the winner:
-no strategy wins everywhere (docs/background.md, NUMA), and to try every combination would take an
-hour.
+Pure but for the callback: `search` asks `measure(candidate)` for decode times and picks the best.
+No strategy wins everywhere (docs/background.md, NUMA) and all combinations would take an hour, so
+strategies are compared at full width first, then thread counts and small pages of the winner.
 """
 
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 
 from numa.errors import BadTopology, NumaError
-from numa.pinning import ThreadPlan
-from numa.place import Strategy
+from numa.place import Candidate, Strategy
+from numa.threads import ThreadPlan
 from numa.topology import Topology
 
 _FORMAT = 1
 # Measurements closer than this are equal: the simpler candidate, tried first, stays.
 _NOISE = 0.02
 _THREAD_SHARES = (0.75, 0.5)
-_MIN_THREADS = 1
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run. `node` is set for `single`; `huge_pages` collapses the blocks that fit."""
-
-    strategy: Strategy
-    n_threads: int
-    node: int | None = None
-    huge_pages: bool = True
-
-    def __str__(self) -> str:
-        where = "" if self.node is None else f" on node {self.node}"
-        pages = "huge pages" if self.huge_pages else "4 KiB pages"
-        return f"{self.strategy}{where}, {self.n_threads} threads, {pages}"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A measured candidate: seconds by number of tokens, or why there is none."""
+    """A measured candidate: seconds by number of tokens, or why there are none."""
 
     candidate: Candidate
     seconds: Mapping[int, float]
@@ -48,10 +31,14 @@ class Trial:
 
     @property
     def score_s(self) -> float:
-        """Geometric mean of the times: T(1) and T(8) count alike. Infinite for a refusal."""
+        """Geometric mean of the times, so that T(1) and T(8) count alike; infinite if refused."""
         if self.refusal:
             return math.inf
         return math.exp(sum(math.log(s) for s in self.seconds.values()) / len(self.seconds))
+
+    @property
+    def times(self) -> str:
+        return ", ".join(f"T({n}) {s * 1e3:.1f} ms" for n, s in sorted(self.seconds.items()))
 
 
 @dataclass(frozen=True)
@@ -62,10 +49,9 @@ class TuneResult:
     trials: tuple[Trial, ...]
     reasons: tuple[str, ...]
     machine: str
-    pairs: tuple[tuple[int, int, float], ...] = field(default=())
 
     def is_for(self, topology: Topology) -> bool:
-        """False when nodes, usable processors or memory changed since: tune again."""
+        """False if nodes, usable processors or memory changed since: tune again."""
         return self.machine == fingerprint(topology)
 
 
@@ -82,44 +68,44 @@ def fingerprint(topology: Topology) -> str:
 def strategies(topology: Topology, plan: ThreadPlan, size_bytes: int) -> list[Candidate]:
     """Every strategy worth a try at full width, the most promising first.
 
-    On one node there is one: run as it is. `single` only where the weights fit the node; `rows` and
-    `distribute` only where ggml partitions statically.
+    On one node there is one. `single` needs a node that the weights fit; `rows` and `distribute`
+    need ggml's static partition.
     """
     n_threads = plan.decode.n_threads
     if not topology.is_numa:
         return [Candidate(Strategy.SINGLE, n_threads)]
-    found: list[Candidate] = []
+    found = [
+        Candidate(Strategy.SINGLE, len(cpus), node=node)
+        for node, cpus in sorted(plan.decode.cpus_per_node().items())
+        if topology.node(node).free_bytes >= size_bytes
+    ]
+    found.insert(0, Candidate(Strategy.INTERLEAVE, n_threads))
     if topology.ggml_is_numa:
-        found.append(Candidate(Strategy.ROWS, n_threads))
-    found.append(Candidate(Strategy.INTERLEAVE, n_threads))
-    for node, n_node_threads in plan.decode.threads_per_node().items():
-        if topology.node(node).free_bytes >= size_bytes:
-            found.append(Candidate(Strategy.SINGLE, n_node_threads, node=node))
-    if topology.ggml_is_numa:
-        found.append(Candidate(Strategy.DISTRIBUTE, n_threads))
+        rows, distribute = (Candidate(s, n_threads) for s in (Strategy.ROWS, Strategy.DISTRIBUTE))
+        found = [rows, *found, distribute]
     return found
 
 
 def variations(winner: Candidate, *, with_pages: bool = True) -> list[Candidate]:
     """Fewer threads (decoding often saturates memory before the cores) and small pages."""
-    counts = {max(round(winner.n_threads * share), _MIN_THREADS) for share in _THREAD_SHARES}
+    counts = {max(round(winner.n_threads * share), 1) for share in _THREAD_SHARES}
     fewer = sorted((n for n in counts if n < winner.n_threads), reverse=True)
-    found = [Candidate(winner.strategy, n, winner.node, winner.huge_pages) for n in fewer]
-    if not with_pages:
-        return found
-    small = Candidate(winner.strategy, winner.n_threads, winner.node, not winner.huge_pages)
-    return [*found, small]
+    found = [replace(winner, n_threads=n) for n in fewer]
+    return [*found, replace(winner, huge_pages=not winner.huge_pages)] if with_pages else found
 
 
 Measure = Callable[[Candidate], Mapping[int, float]]
-Progress = Callable[[int, int, Candidate], None]
 
 
 class _Search:
     """Runs trials until the time is up."""
 
     def __init__(
-        self, measure: Measure, time_limit_s: float, progress: Progress, clock: Callable[[], float]
+        self,
+        measure: Measure,
+        time_limit_s: float,
+        progress: Callable[[int, int, Candidate], None],
+        clock: Callable[[], float],
     ) -> None:
         self.measure, self.progress, self.clock = measure, progress, clock
         self.deadline = clock() + time_limit_s
@@ -163,13 +149,13 @@ def search(
     measure: Measure,
     *,
     time_limit_s: float = 600.0,
-    progress: Progress = lambda done, total, candidate: None,
+    progress: Callable[[int, int, Candidate], None] = lambda done, total, candidate: None,
     clock: Callable[[], float],
 ) -> TuneResult:
     """Measure what is worth it within the time limit; the best, with the numbers and why.
 
     `measure` gives seconds by number of tokens, e.g. {1: 0.08, 8: 0.21}, and may raise NumaError
-    for a candidate that cannot be placed. Raises NumaError when every candidate was refused.
+    for a candidate that cannot be placed. Raises NumaError if every candidate was refused.
     """
     first = strategies(topology, plan, size_bytes)
     # Page size is part of a placement, and on one node there is none.
@@ -186,15 +172,11 @@ def search(
     return TuneResult(best.candidate, tuple(trials.trials), reasons, fingerprint(topology))
 
 
-def _times(trial: Trial) -> str:
-    return ", ".join(f"T({n}) {s * 1e3:.1f} ms" for n, s in sorted(trial.seconds.items()))
-
-
 def _reasons(topology: Topology, trials: _Search, best: Trial) -> tuple[str, ...]:
     reasons: list[str] = []
     if not topology.is_numa:
         reasons.append("one memory node: only the number of threads was tried")
-    reasons.append(f"chosen: {best.candidate}: {_times(best)}")
+    reasons.append(f"chosen: {best.candidate}: {best.times}")
     for trial in sorted(trials.trials, key=lambda t: t.score_s):
         if trial is best:
             continue
@@ -202,7 +184,7 @@ def _reasons(topology: Topology, trials: _Search, best: Trial) -> tuple[str, ...
             reasons.append(f"{trial.candidate}: not possible, {trial.refusal}")
         else:
             ratio = trial.score_s / best.score_s
-            reasons.append(f"{trial.candidate}: {_times(trial)}, {ratio:.2f} times the chosen")
+            reasons.append(f"{trial.candidate}: {trial.times}, {ratio:.2f} times the chosen")
     if trials.skipped:
         names = "; ".join(str(c) for c in trials.skipped)
         reasons.append(f"not tried within the time limit: {names}")
@@ -232,7 +214,6 @@ def from_json(text: str) -> TuneResult:
             ),
             reasons=tuple(str(r) for r in data["reasons"]),
             machine=str(data["machine"]),
-            pairs=tuple((int(a), int(b), float(c)) for a, b, c in data["pairs"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadTopology(

@@ -1,16 +1,17 @@
-"""One decode on an engine's context, with its threads bound and its trace told."""
+"""One decode on an engine's context, with its threads; its duration is observed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offload.ggml.llama import Context
-from offload.nodes.threads import PinnedThreads
 from offload.streaming.device import StreamingDevice
+from offload.threads import EngineThreads
 
 
 class Decoder:
@@ -19,7 +20,7 @@ class Decoder:
     def __init__(
         self,
         context: Context,
-        threads: PinnedThreads | None,
+        threads: EngineThreads | None,
         device: StreamingDevice | None,
         n_ubatch: int,
     ) -> None:
@@ -34,14 +35,18 @@ class Decoder:
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
         """Logits [number wanted, n_vocab]. Raises what `Context.decode` raises."""
-        with self._threads.computing(len(tokens)) if self._threads else nullcontext():
-            device = self._device
-            if device is not None:
-                device.expect(min(len(tokens), self._n_ubatch))
-            if device is None or not device.trace:
-                return self._context.decode(tokens, positions, sequences, wanted)
-            device.decoding(True)
-            try:
-                return self._context.decode(tokens, positions, sequences, wanted)
-            finally:
+        device, threads, n_tokens = self._device, self._threads, len(tokens)
+        if device is not None:
+            device.expect(min(n_tokens, self._n_ubatch))
+            if device.trace:
+                device.decoding(True)
+        start_s = perf_counter()
+        try:
+            with threads.computing(n_tokens) if threads and threads.is_bound else nullcontext():
+                rows = self._context.decode(tokens, positions, sequences, wanted)
+        finally:
+            if device is not None and device.trace:
                 device.decoding(False)
+        if threads is not None:
+            threads.decoded(n_tokens, perf_counter() - start_s)
+        return rows

@@ -22,16 +22,13 @@ from offload.ggml.library.log import opening
 from offload.ggml.library.prepare import prepare
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
-from offload.ggml.pairs import CpuTeam
-from offload.ggml.threadpool import ThreadPool, attach, detach, has_openmp
+from offload.ggml.threads import CpuTeam, has_openmp
 from offload.mla.decision import Crossover
 from offload.mla.measure import chosen_crossover
 from offload.model import ModelFacts, is_experts
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
-from offload.nodes.numa_plan import NumaPlan
-from offload.nodes.page_placer import NOT_OURS, PagePlacer
-from offload.nodes.threads import PinnedThreads
+from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
 from offload.plan.context import (
     ContextSpec,
     check_cache_types,
@@ -68,6 +65,7 @@ from offload.streaming.options import (
 )
 from offload.streaming.sizing import fitted, for_warm_up, room_left
 from offload.text import ModelText
+from offload.threads import EngineThreads
 
 _HOST_NAME = "SPEC_HOST"
 
@@ -172,7 +170,7 @@ class Engine(ModelText):
                 self._context = Context(self._model, self._context_options(n_ctx), self._pending)
                 self._closing.callback(self._context.close)
                 self.embedder = self._open_embedder(n_ctx)
-            self.threads = self._attach_threads()
+            self.threads = self._open_threads()
             self._size_slots(free_before)
             self._answer_natively()
         except BaseException:
@@ -200,12 +198,8 @@ class Engine(ModelText):
     # -- opening and closing --------------------------------------------------------------------
 
     def _decode(self) -> Decode:
-        device = self.device
-        is_told = device is not None and (bool(device.trace) or device.is_native)
-        if self.threads is None and not is_told:
-            return self._context.decode  # nothing to bind, nobody to tell
         n_ubatch = self.options.n_ubatch or DEFAULT_UBATCH
-        return Decoder(self._context, self.threads, device, n_ubatch).decode
+        return Decoder(self._context, self.threads, self.device, n_ubatch).decode
 
     def _place(self) -> ModelPlacement:
         if not self.choice.wrapped:
@@ -419,36 +413,22 @@ class Engine(ModelText):
         if device.chunks or all(pool.holds(n_ubatch) for pool in plan.layout.pools):
             device.answer_natively()
 
-    def _attach_threads(self) -> PinnedThreads | None:
-        """Give all that the CPU computes threads that outlive a graph: the pinned ones of a
-        NumaPlan, which are returned, else threads that run anywhere."""
-        threads, n_threads = None, (self.options.n_threads, self.options.n_threads_batch)
-        pools: Sequence[ThreadPool] = ()
-        if self.numa is not None:
-            threads = PinnedThreads(self._context, self.numa)
-            self._closing.callback(threads.close)
-            n_threads = self.numa.decode.n_threads, self.numa.batch.n_threads
-            pools = threads.pools
-        if not pools:
-            made = {n: ThreadPool(n) for n in n_threads}
-            for pool in made.values():
-                self._closing.callback(pool.close)
-            pools = [made[n] for n in n_threads]
-            for context in (self._context, self.embedder.context if self.embedder else None):
-                if context is not None:
-                    self._closing.callback(detach, context)
-                    attach(context, *pools)
-        if self.hybrid is not None:
-            self.hybrid.team.use(pools)
+    def _open_threads(self) -> EngineThreads:
+        contexts: list[Context] = [self._context]
+        if self.embedder is not None:
+            contexts.append(self.embedder.context)
+        o, team = self.options, None if self.hybrid is None else self.hybrid.team
+        threads = EngineThreads(contexts, o.n_threads, o.n_threads_batch, self.numa, team)
+        self._closing.callback(threads.close)
         return threads
 
     @property
     def numa_notes(self) -> tuple[str, ...]:
         """Where threads and pages are, and what could not be had; empty without a NumaPlan."""
-        if self.threads is None:
+        if self.numa is None:
             return ()
         placed = self.placer.notes if self.placer is not None else ()
-        if self.numa is not None and self.numa.strategy is not None and not placed:
+        if self.numa.candidate is not None and not placed:
             placed = (NOT_OURS,)
         return (self.threads.sentence, *self.threads.notes, *placed)
 

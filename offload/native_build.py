@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.ggml.product import amx_buffer_type
-from offload.ggml.threadpool import cpu_features
+from offload.ggml.amx import amx_buffer_type
+from offload.ggml.threads import cpu_features
 
 _PACKAGE = "llama-cpp-python"
 _TRIAL_S = 60.0
@@ -27,7 +27,7 @@ _TRIAL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 sys.path[:] = {path!r}
-from offload.ggml.product import amx_product_is_right
+from offload.ggml.amx import amx_product_is_right
 sys.exit({right} if amx_product_is_right() else {wrong})
 """
 _REBUILD = "rebuild it with gcc 12.4, 13.3 or newer, or without AMX: scripts/setup does"

@@ -7,19 +7,14 @@ pairs and any layer: what differs is written into it before.
 from __future__ import annotations
 
 import ctypes as C
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.errors import DeviceFailed
-from offload.ggml.backend import Device, Stream, all_devices
-from offload.ggml.library import abi
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.ggml.tensor import TENSOR, Buffer, Tensor, new_tensor
-from offload.ggml.threadpool import ThreadPool
 
 _DATA, _BUFFER = TENSOR.data.offset, TENSOR.buffer.offset
 
@@ -101,62 +96,3 @@ def of_array(values: NDArray[np.float32], like: Tensor) -> Tensor:
     made = like.alike()
     made.lie_at(HostRange(values.ctypes.data, values.nbytes, values))
     return made
-
-
-class CpuTeam:
-    """A stream of the CPU device that computes graphs of ours with an engine's threads."""
-
-    def __init__(self) -> None:
-        self._pools: Sequence[ThreadPool] = ()
-        self._chosen = -1
-        self._stream: Stream | None = None
-
-    def use(self, pools: Sequence[ThreadPool]) -> None:
-        """Compute one token with the first of these pools, and several tokens with the second.
-
-        Call it before anything is computed. The owner of the pools closes them.
-        """
-        self._pools, self._chosen = pools, -1
-
-    def open(self) -> None:
-        """Make the stream now; nothing where it is open."""
-        if self._stream is None:
-            self._stream = cpu_device().open()
-            self._chosen = -1
-
-    def choose(self, n_tokens: int) -> None:
-        """The threads of a batch of so many tokens."""
-        self.open()
-        team = 0 if n_tokens == 1 else 1
-        if team == self._chosen or self._stream is None:
-            return
-        self._chosen = team
-        lib, address = library(), self._stream.address
-        pool = self._pools[team]
-        lib.ggml_backend_cpu_set_n_threads(address, pool.n_threads)
-        lib.ggml_backend_cpu_set_threadpool(address, pool.address)
-
-    @property
-    def stream(self) -> Stream:
-        assert self._stream is not None, "choose() opens it"
-        return self._stream
-
-    def close(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
-
-
-def cpu_device() -> Device:
-    """The device that computes in host memory."""
-    return next(device for device in all_devices() if device.kind == "cpu")
-
-
-def check(status: int, what: str) -> int:
-    """The ggml_status, if it is that of success or of a decode that a signal ended.
-
-    Raises DeviceFailed for any other.
-    """
-    if status not in (abi.GGML_STATUS_SUCCESS, abi.GGML_STATUS_ABORTED):
-        raise DeviceFailed(f"{what} failed with ggml status {status}")
-    return status

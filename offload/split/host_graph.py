@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.memory import HostRange
-from offload.ggml.pairs import Count, HostRows, check, cpu_device, host_copy, of_array
+from offload.ggml.pairs import Count, HostRows, host_copy, of_array
 from offload.ggml.tensor import Buffer, Redirect, Tensor
+from offload.ggml.threads import check, cpu_device
 from offload.split.form import Form
 
 _ALIGNMENT = 256

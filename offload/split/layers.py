@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph, Product
 from offload.ggml.memory import HostRange
-from offload.ggml.pairs import CpuTeam
 from offload.ggml.tensor import Tensor
+from offload.ggml.threads import CpuTeam
 from offload.plan.slot_layout import SlotLayout
 from offload.split.form import Form, NoForm, find_form
 from offload.split.host_graph import HostGraph, LayerWeights, layer_weights

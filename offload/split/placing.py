@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
-from offload.ggml.pairs import Count, Place, Stamp, check
+from offload.ggml.pairs import Count, Place, Stamp
 from offload.ggml.tensor import Tensor, new_tensor
+from offload.ggml.threads import check
 from offload.split.form import NoForm
 from offload.split.host_graph import HostGraph
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from numa.cgroup import read_limits
+from numa.machine import read_limits
 from offload.errors import DoesNotFit
 
 

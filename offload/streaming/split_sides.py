@@ -11,7 +11,7 @@ import numpy as np
 
 from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph
-from offload.ggml.pairs import check
+from offload.ggml.threads import check
 from offload.schedule.slots import LOADING, READY, PoolSlots
 from offload.split.layers import HybridExecutor, HybridLayer
 from offload.split.measuring import Beside

@@ -10,26 +10,17 @@ from pathlib import Path
 
 import psutil
 
-from numa.doctor import Finding, StrategyShare, diagnose, read_facts, strategy_shares
-from numa.errors import NumaError
+from numa.doctor import Finding, diagnose
 from numa.machine import read_topology
-from numa.pinning import ThreadPlan, plan_threads
-from numa.place import NodeRead, PlacedWeight, Placement, Strategy, node_reads
-from numa.rows import Weight
-from numa.strategy import placement_for, threads_for, touchers
-from numa.topology import ONE_NODE, Topology, format_list
-from numa.tune import Candidate
+from numa.threads import plan_threads
+from numa.topology import Topology, format_list
 from offload.store.room import room_now
 from specoffload import report
 from specoffload.config.tuned import Tuned, load_tuned, tuned_sentence
 
-_EXPERT_ROWS, _EXPERT_ROW_BYTES = 2048, 4032  # DeepSeek's ffn_up_exps in Q4_K
-_TRIAL_BYTES = 256 << 20
-_TRIED = (Strategy.SINGLE, Strategy.INTERLEAVE, Strategy.ROWS, Strategy.DISTRIBUTE)
-
 
 def doctor(folder: Path, *, numa: bool) -> None:
-    """Print the machine, the library and its devices, and findings; with `numa`, placement proven.
+    """Print the machine, the library and its devices, and findings; with `numa`, its memory nodes.
 
     `folder` holds the profiles. Raises LibraryMismatch when the library's self-test fails.
     """
@@ -42,14 +33,10 @@ def doctor(folder: Path, *, numa: bool) -> None:
         report.paragraph(line)
     if numa:
         _show_nodes(topology)
-    findings = diagnose(topology, read_facts(), threads)
+    findings = diagnose(topology, threads)
     for finding in findings:
         if numa or finding.severity != "info":
             report.paragraph(_finding_line(finding))
-    if numa and topology.is_numa:
-        _show_shares(topology, threads)
-    elif numa:
-        report.line(f"placement was not tried: {ONE_NODE}")
     is_tuned = not topology.is_numa or tuned.result is not None
     last = last_line(not_used, findings, why_not_kept(folder), is_tuned=is_tuned)
     report.paragraph(last)
@@ -119,7 +106,7 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     what the build leaves unused. Raises LibraryMismatch."""
     from offload.device import devices
     from offload.ggml.library import abi
-    from offload.ggml.threadpool import cpu_features
+    from offload.ggml.threads import cpu_features
     from offload.native_build import amx_verdict, missing_in_build
 
     found = devices()  # loads the library, whose self-test raises
@@ -171,64 +158,3 @@ def _show_nodes(topology: Topology) -> None:
             for node in topology.nodes
         ],
     )
-
-
-def trial_weights(topology: Topology) -> list[PlacedWeight]:
-    """Experts of a mixture model, as many as an eighth of the smallest node's free memory holds."""
-    free = min(topology.node(n).free_bytes for n in topology.memory_nodes)
-    expert_bytes = _EXPERT_ROWS * _EXPERT_ROW_BYTES
-    n_experts = max(1, min(_TRIAL_BYTES, free // 8) // expert_bytes)
-    weight = Weight(
-        "ffn_up_exps",
-        n_rows=_EXPERT_ROWS,
-        row_bytes=_EXPERT_ROW_BYTES,
-        n_matrices=n_experts,
-        routed=True,
-    )
-    return [PlacedWeight(weight, 0)]
-
-
-Trial = tuple[Placement, list[NodeRead]]
-
-
-def trials(topology: Topology, threads: ThreadPlan) -> tuple[list[Trial], list[str]]:
-    """(placement, who reads what) per strategy, and why some have none."""
-    weights = trial_weights(topology)
-    size_bytes = weights[0].weight.size_bytes
-    made: list[Trial] = []
-    refused: list[str] = []
-    for strategy in _TRIED:
-        node = threads.decode.nodes[0] if strategy is Strategy.SINGLE else None
-        try:
-            team = threads_for(topology, Candidate(strategy, threads.decode.n_threads, node)).decode
-            placement = placement_for(strategy, topology, team, weights, size_bytes, node=node)
-        except NumaError as error:
-            refused.append(f"{strategy}: {error}")
-            continue
-        made.append((placement, node_reads(weights, team.nodes)))
-    return made, refused
-
-
-def _show_shares(topology: Topology, threads: ThreadPlan) -> None:
-    made, refused = trials(topology, threads)
-    with report.progress("placing a trial per strategy") as bar:
-        done: list[str] = []
-
-        def progress(name: str) -> None:
-            bar(len(done) / max(len(made), 1))
-            done.append(name)
-
-        shares = strategy_shares(made, touchers(topology, threads.decode), progress)
-    report.table(
-        "rows that lie with their reader (move_pages)",
-        ("strategy", "found", "computed", "pages per node", "notes"),
-        [_share_row(share) for share in shares],
-    )
-    for sentence in refused:
-        report.line(sentence)
-
-
-def _share_row(share: StrategyShare) -> tuple[str, ...]:
-    found = "-" if share.local_share is None else f"{share.local_share:.1%}"
-    pages = ", ".join(f"{node}: {n}" for node, n in share.per_node.items())
-    return share.strategy, found, f"{share.computed_share:.1%}", pages, "; ".join(share.notes)

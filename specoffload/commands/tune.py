@@ -1,7 +1,7 @@
 """`specoffload tune numa`: which strategy and how many threads are fastest on this machine.
 
-Measures the read bandwidth of each pair of nodes, then one-token and eight-token decodes for every
-candidate worth it, keeps the best with its numbers, and says why. Later starts use it. What was
+Measures one-token and eight-token decodes for every candidate worth it, keeps the best with its
+numbers, and says why. Later starts use it. What was
 measured while other programs used the processors is shown and not kept.
 """
 
@@ -14,15 +14,14 @@ from pathlib import Path
 
 from numa.errors import PlacementRefused
 from numa.machine import read_topology
-from numa.measure import PairBandwidth, read_bandwidth
-from numa.pinning import ThreadPlan, ThreadRequest, plan_threads
-from numa.strategy import threads_for
+from numa.place import Candidate
+from numa.threads import ThreadPlan, plan_threads
 from numa.topology import Topology
-from numa.tune import Candidate, TuneResult, search
+from numa.tune import TuneResult, search
 from offload.engine import Engine
 from offload.errors import DoesNotFit
 from offload.model_file import read_facts
-from offload.nodes.numa_plan import make_numa_plan
+from offload.numa_plan import make_numa_plan
 from offload.timing import median_decode_s
 from specoffload import report
 from specoffload.bench.load import Load, Watch, warn_of_load
@@ -33,8 +32,6 @@ from specoffload.session.session import SEQUENCE, Session
 
 SIZES = (1, 8)
 _REPEATS = 7
-_BANDWIDTH_SHARE = 0.2  # of the time limit
-_BAR_SHARE = 0.1
 
 
 def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResult:
@@ -45,28 +42,21 @@ def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResul
     topology = read_topology()
     threads = widest_plan(topology)
     size_bytes = read_facts(config.model).size_bytes
-    end_s = time.monotonic() + time_limit_s
     with report.progress(f"tuning with {config.model.name}") as bar:
-        pairs = read_bandwidth(
-            topology,
-            _cpus_of_node(threads),
-            time_limit_s=_BANDWIDTH_SHARE * time_limit_s,
-            progress=lambda done, total: bar(_BAR_SHARE * done / total),
-        )
         result = search(
             topology,
             threads,
             size_bytes,
             watched(measurer(config, topology), loads),
             clock=time.monotonic,
-            time_limit_s=max(0.0, end_s - time.monotonic()),
-            progress=lambda done, total, _: bar(_BAR_SHARE + (1 - _BAR_SHARE) * done / total),
+            time_limit_s=time_limit_s,
+            progress=lambda done, total, _: bar(done / total),
         )
-    measured = tuple((p.reader, p.owner, p.bytes_per_s) for p in pairs if p.bytes_per_s is not None)
-    result = replace(result, pairs=measured, reasons=(*_about(config), *result.reasons))
+    result = replace(result, reasons=(*_about(config), *result.reasons))
     busiest = max(loads, key=lambda load: load.others)
     path = None if busiest.is_busy else save_tuned(folder, result)
-    show(result, pairs)
+    for reason in result.reasons:
+        report.line(reason)
     if path is None:
         report.paragraph(
             f"not kept: {busiest.words} during a trial; run `specoffload tune numa` again when the "
@@ -94,14 +84,7 @@ def watched(
 
 def widest_plan(topology: Topology) -> ThreadPlan:
     """All cores that the engine may take: on one node every one, else less those left free."""
-    return plan_threads(topology, ThreadRequest(n_spare_cores=None if topology.is_numa else 0))
-
-
-def _cpus_of_node(threads: ThreadPlan) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for cpu, node in zip(threads.decode.cpus, threads.decode.nodes, strict=True):
-        found.setdefault(node, []).append(cpu)
-    return found
+    return plan_threads(topology, n_spare_cores=None if topology.is_numa else 0)
 
 
 def _about(config: Config) -> tuple[str, ...]:
@@ -119,15 +102,8 @@ def config_for(config: Config, topology: Topology, candidate: Candidate) -> Conf
     if not topology.is_numa:
         n = candidate.n_threads
         return replace(config, threads=n, threads_batch=n, numa=None)
-    threads = threads_for(topology, candidate)
-    plan = make_numa_plan(
-        topology,
-        candidate.strategy,
-        threads,
-        node=candidate.node,
-        huge_pages=candidate.huge_pages,
-    )
-    n, n_batch = threads.decode.n_threads, threads.batch.n_threads
+    plan = make_numa_plan(topology, candidate)
+    n, n_batch = plan.decode.n_threads, plan.batch.n_threads
     return replace(config, threads=n, threads_batch=n_batch, numa=plan)
 
 
@@ -155,22 +131,3 @@ def _decode_s(engine: Engine, n: int) -> float:
         for repeat in range(1 + _REPEATS)
     ]
     return median_decode_s(engine.sequences, SEQUENCE, batches, n_logits=1, grow=True)
-
-
-def show(result: TuneResult, pairs: list[PairBandwidth]) -> None:
-    """Bandwidths, trials and reasons."""
-    report.table(
-        "read bandwidth",
-        ("reader <- owner", "threads", "GB/s", "note"),
-        [
-            (
-                f"node {p.reader} <- node {p.owner}",
-                str(p.n_threads),
-                "-" if p.bytes_per_s is None else f"{p.bytes_per_s / 1e9:.1f}",
-                p.note,
-            )
-            for p in pairs
-        ],
-    )
-    for reason in result.reasons:
-        report.line(reason)

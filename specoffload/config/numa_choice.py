@@ -1,18 +1,16 @@
 """Threads and memory nodes: what was typed, what was tuned, what the machine is. Pure.
 
-On one memory node nothing is pinned or placed, and one line says so.
+On one memory node nothing is bound or placed, and one line says so.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from numa.pinning import ThreadPlan, ThreadRequest, plan_threads
-from numa.place import Strategy
-from numa.strategy import threads_for
+from numa.place import Candidate, Strategy
+from numa.threads import plan_threads
 from numa.topology import ONE_NODE, Topology
-from numa.tune import Candidate
-from offload.nodes.numa_plan import NumaPlan, make_numa_plan
+from offload.numa_plan import NumaPlan, make_numa_plan
 from specoffload.config.host import Host
 from specoffload.config.options import Options
 from specoffload.config.remarks import Remarks
@@ -22,7 +20,7 @@ from specoffload.errors import UsageError
 
 @dataclass(frozen=True)
 class Threads:
-    """CPU threads of a decode and of prefill; `plan` is None where nothing is pinned."""
+    """CPU threads of a decode and of prefill; `plan` is None if no thread is bound."""
 
     n_decode: int
     n_batch: int
@@ -41,7 +39,7 @@ def choose_threads(options: Options, host: Host, remarks: Remarks) -> Threads:
     if not host.topology.is_numa:
         return _on_one_node(options, host, remarks)
     if options.numa == "none":
-        threads = _unpinned(options, options.threads, host, remarks)
+        threads = _unbound(options, options.threads, host, remarks)
         remarks.reason(
             f"{options.name('numa')} none: threads and pages are left to the kernel and ggml"
         )
@@ -49,7 +47,7 @@ def choose_threads(options: Options, host: Host, remarks: Remarks) -> Threads:
     return _on_several_nodes(options, host, remarks)
 
 
-def _unpinned(options: Options, n_threads: int | None, host: Host, remarks: Remarks) -> Threads:
+def _unbound(options: Options, n_threads: int | None, host: Host, remarks: Remarks) -> Threads:
     if n_threads is None:
         n_threads = max(1, min(host.n_physical, host.n_allowed))
         remarks.reason(
@@ -77,22 +75,14 @@ def _on_one_node(options: Options, host: Host, remarks: Remarks) -> Threads:
     elif host.tuned.why_not:
         remarks.reason(host.tuned.why_not)
     options = replace(options, threads_batch=wanted["threads_batch"])
-    threads = _unpinned(options, n_threads, host, remarks)
+    threads = _unbound(options, n_threads, host, remarks)
     remarks.reason(ONE_NODE)
     return threads
 
 
 def _on_several_nodes(options: Options, host: Host, remarks: Remarks) -> Threads:
     candidate = _candidate(options, host.topology, host.tuned, remarks)
-    request = ThreadRequest(n_batch=options.threads_batch)
-    threads: ThreadPlan = threads_for(host.topology, candidate, request)
-    plan = make_numa_plan(
-        host.topology,
-        candidate.strategy,
-        threads,
-        node=candidate.node,
-        huge_pages=candidate.huge_pages,
-    )
+    plan = make_numa_plan(host.topology, candidate, options.threads_batch)
     for reason in plan.reasons:
         remarks.reason(reason)
     return Threads(plan.decode.n_threads, plan.batch.n_threads, plan)
@@ -131,7 +121,7 @@ def _home(topology: Topology) -> int:
 
 
 def _full_width(topology: Topology, node: int | None) -> int:
-    return plan_threads(topology, ThreadRequest(node=node)).decode.n_threads
+    return plan_threads(topology, node=node).decode.n_threads
 
 
 def _say_if_blind(strategy: Strategy, topology: Topology, remarks: Remarks) -> None:

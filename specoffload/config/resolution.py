@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from offload.mla.decision import Crossover
-from offload.nodes.numa_plan import NumaPlan
+from offload.numa_plan import NumaPlan
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanForSplits
 from offload.plan.sharing import UBATCHES

@@ -17,9 +17,7 @@ import threading
 
 import llama_cpp
 
-from numa.bind import bind_team, new_thread_ids, thread_ids
 from numa.memory import PlacedMemory
-from numa.pinning import Team
 from numa.place import PAGE_BYTES
 
 # linux/userfaultfd.h
@@ -111,12 +109,13 @@ def main() -> None:
         graph = ggml_new_graph(context)
         ggml_build_forward_expand(graph, product)
         watch = Watch(first, size)
-        before = thread_ids()
+        before = os.listdir("/proc/self/task")
         ggml_graph_compute_with_ctx(context, graph, n_threads)
-        team = (threading.get_native_id(), *new_thread_ids(before))
-        bind_team(
-            Team("decode", (min(os.sched_getaffinity(0)),) * len(team), (0,) * len(team)), team
-        )
+        # Workers start in the order of their numbers; the calling thread is number 0.
+        new = sorted(int(tid) for tid in set(os.listdir("/proc/self/task")) - set(before))
+        team = (threading.get_native_id(), *new)
+        for tid in team:
+            os.sched_setaffinity(tid, {min(os.sched_getaffinity(0))})
         ggml_graph_compute_with_ctx(context, graph, n_threads)
         answer = {
             "affinities": [sorted(os.sched_getaffinity(tid)) for tid in team],

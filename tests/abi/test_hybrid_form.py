@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from offload.ggml.graph import Graph, as_product
 from offload.ggml.library import abi
 from offload.ggml.library.lib import op_number
-from offload.ggml.pairs import cpu_device
 from offload.ggml.tensor import Tensor, op_at, type_number
+from offload.ggml.threads import cpu_device
 from offload.split.form import Form, find_form
 from offload.split.host_graph import HostGraph, layer_weights
 

@@ -8,7 +8,7 @@ import pytest
 
 from offload import native_build
 from offload.engine import Engine, EngineOptions
-from offload.ggml.product import amx_buffer_type, amx_product_is_right
+from offload.ggml.amx import amx_buffer_type, amx_product_is_right
 from offload.native_build import amx_verdict, library_build, missing_in_build
 
 

@@ -1,4 +1,4 @@
-"""numa.rows says which thread reads which page; the loaded ggml is watched doing it.
+"""numa.place says which thread reads which page; the loaded ggml is watched doing it.
 
 Two nodes are shown to ggml by a mount of two empty folders, seen by the probe only.
 """
@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from numa.place import PAGE_BYTES
-from numa.rows import Driver, Weight, driver_of, reads
+from numa.place import PAGE_BYTES, PlacedWeight, node_reads
 
 ROOT = Path(__file__).parents[2]
 PROBE = Path(__file__).with_name("numa_partition_probe.py")
-ROW_BYTES = {("q4_k", 8192): 4608, ("q8_0", 8192): 8704, ("q8_0", 512): 544, ("f32", 1024): 4096}
+ROW_BYTES = {("q4_k", 8192): 4608, ("q8_0", 8192): 8704, ("q8_0", 512): 544}
 
 if os.geteuid() != 0 or not Path("/dev/userfaultfd").exists():
     pytest.skip("needs root and Linux 6.1 for userfaultfd and a mount", allow_module_level=True)
@@ -43,64 +42,32 @@ def probe(tmp_path: Path, *arguments: object) -> dict[str, object]:
     return answer
 
 
-def wrong_pages(weight: Weight, n_threads: int, n_tokens: int, answer: dict[str, object]) -> int:
-    """Pages first read by a thread that, by the partition at `n_tokens`, never reads them."""
-    planned: dict[int, set[int]] = {}
-    first = answer["first_bytes"]
-    assert isinstance(first, int)
-    assert answer["is_numa"] is True
-    assert answer["n_team"] == n_threads
-    for read in reads(weight, n_threads, n_tokens):
-        start = (read.start_bytes - first) // PAGE_BYTES
-        for page in range(start, (read.stop_bytes - 1 - first) // PAGE_BYTES + 1):
-            planned.setdefault(page, set()).add(read.thread)
-    found = answer["reads"]
-    assert isinstance(found, list)
-    assert len(found) == answer["n_pages"], "every page of the weight is read"
-    return sum(thread not in planned[(offset - first) // PAGE_BYTES] for offset, thread in found)
-
-
 @pytest.mark.parametrize(
-    ("n_threads", "quant", "n_in", "n_rows", "n_matrices", "n_tokens", "kind", "driver"),
+    ("n_threads", "quant", "n_in", "n_rows", "n_matrices", "kind"),
     [
-        (3, "q4_k", 8192, 256, 2, 1, "routed", Driver.VEC_DOT),
-        (4, "q4_k", 8192, 250, 2, 7, "routed", Driver.VEC_DOT),
-        (3, "q4_k", 8192, 256, 2, 16, "routed", Driver.TILED_EXPERT),
-        (5, "q4_k", 8192, 320, 2, 16, "routed", Driver.TILED_EXPERT),
-        (3, "q8_0", 8192, 200, 2, 16, "routed", Driver.VEC_DOT),
-        (4, "q4_k", 8192, 250, 1, 7, "dense", Driver.VEC_DOT),
-        (3, "q8_0", 8192, 100, 1, 1, "dense", Driver.VEC_DOT),
-        (4, "q8_0", 512, 128, 128, 1, "dense", Driver.VEC_DOT),
+        (3, "q4_k", 8192, 256, 2, "routed"),
+        (4, "q4_k", 8192, 250, 2, "routed"),
+        (3, "q8_0", 8192, 100, 1, "dense"),
+        (4, "q8_0", 512, 128, 128, "dense"),
     ],
 )
 def test_each_page_is_first_read_by_a_thread_that_the_partition_names(
-    n_threads: int,
-    quant: str,
-    n_in: int,
-    n_rows: int,
-    n_matrices: int,
-    n_tokens: int,
-    kind: str,
-    driver: Driver,
-    tmp_path: Path,
+    n_threads: int, quant: str, n_in: int, n_rows: int, n_matrices: int, kind: str, tmp_path: Path
 ) -> None:
-    weight = Weight(
-        "w", n_rows, ROW_BYTES[quant, n_in], n_matrices, routed=kind == "routed", quant=quant
-    )
-    assert driver_of(weight, n_tokens) is driver
-    answer = probe(tmp_path, n_threads, quant, n_in, n_rows, n_matrices, n_tokens, kind)
-    assert wrong_pages(weight, n_threads, n_tokens, answer) == 0
-
-
-@pytest.mark.parametrize(("quant", "n_in", "n_tokens"), [("q4_k", 8192, 16), ("f32", 1024, 4)])
-def test_stealing_drivers_do_not_keep_to_slabs(
-    quant: str, n_in: int, n_tokens: int, tmp_path: Path
-) -> None:
-    weight = Weight("w", 256, ROW_BYTES[quant, n_in], quant=quant)
-    assert driver_of(weight, n_tokens) is Driver.STEALING
-    answer = probe(tmp_path, 4, quant, n_in, 256, 1, n_tokens, "dense")
-    # The slabs of one token, which is what `rows` places by.
-    assert wrong_pages(weight, 4, 1, answer) > 0
+    weight = PlacedWeight(0, n_rows, ROW_BYTES[quant, n_in], n_matrices, kind == "routed")
+    answer = probe(tmp_path, n_threads, quant, n_in, n_rows, n_matrices, 1, kind)
+    first, found = answer["first_bytes"], answer["reads"]
+    assert isinstance(first, int)
+    assert isinstance(found, list)
+    assert answer["is_numa"] is True
+    assert answer["n_team"] == n_threads
+    assert len(found) == answer["n_pages"], "every page of the weight is read"
+    planned: dict[int, set[int]] = {}
+    for read in node_reads([weight], range(n_threads)):
+        start = (read.start_bytes - first) // PAGE_BYTES
+        for page in range(start, (read.stop_bytes - 1 - first) // PAGE_BYTES + 1):
+            planned.setdefault(page, set()).add(read.node)
+    assert all(thread in planned[(offset - first) // PAGE_BYTES] for offset, thread in found)
 
 
 @pytest.mark.several_processors

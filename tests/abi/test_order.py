@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
-from offload.ggml.pairs import cpu_device
 from offload.ggml.tensor import Buffer, Tensor, new_tensor
+from offload.ggml.threads import cpu_device
 from offload.split.order import Behind, Ordered, Orderer
 
 _N = 8

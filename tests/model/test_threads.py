@@ -1,4 +1,4 @@
-"""Pinned threads and placed pages change no bit, are where they should be, and say what is not."""
+"""Bound threads and placed pages change no bit, are where they should be, and say what is not."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ from numpy.typing import NDArray
 
 from numa.machine import read_topology
 from numa.memory import PlacedMemory
-from numa.place import PAGE_BYTES, Strategy
-from numa.strategy import threads_for
+from numa.place import PAGE_BYTES, Candidate, Strategy
 from numa.topology import Core, Node, Topology
-from numa.tune import Candidate
 from offload.engine import Engine, EngineOptions
 from offload.ggml.backend import Stream
 from offload.ggml.library import abi
 from offload.model_file import read_facts
-from offload.nodes.numa_plan import NumaPlan, in_mask_order, make_numa_plan, weight_of
-from offload.nodes.page_placer import PagePlacer
+from offload.numa_plan import NumaPlan, PagePlacer, make_numa_plan, placed_weights
 from offload.split.split import HOST
 from offload.store.layout import plan_layout
 from offload.streaming.options import StreamingOptions
@@ -47,7 +44,7 @@ def two_nodes(cpus: Sequence[int] = CPUS) -> Topology:
             Node(0, tuple(cpus[:1]), 4 * gib, 4 * gib, (10, 20)),
             Node(1, tuple(cpus[1:2]), 4 * gib, 4 * gib, (20, 10)),
         ),
-        cores=tuple(Core((cpu,), i, i) for i, cpu in enumerate(cpus[:2])),
+        cores=tuple(Core((cpu,), i) for i, cpu in enumerate(cpus[:2])),
         allowed_cpus=tuple(cpus[:2]),
         allowed_nodes=(0, 1),
         gpus=(),
@@ -57,8 +54,7 @@ def two_nodes(cpus: Sequence[int] = CPUS) -> Topology:
 
 def plan_of(topology: Topology, strategy: Strategy, n_threads: int) -> NumaPlan:
     node = 0 if strategy is Strategy.SINGLE else None
-    threads = threads_for(topology, Candidate(strategy, n_threads, node))
-    return make_numa_plan(topology, strategy, threads, node=node)
+    return make_numa_plan(topology, Candidate(strategy, n_threads, node))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +66,7 @@ def test_the_start_up_lines_say_where_threads_and_pages_are(
 ) -> None:
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
     with Engine(tiny_moe, EngineOptions(device=device, n_ctx=64, numa=numa)) as engine:
-        assert engine.numa_notes[0].startswith("threads pinned to processors: decode 2 on")
+        assert engine.numa_notes[0].startswith("threads bound to processors: decode 2 on")
         assert any(words in note for note in engine.numa_notes)
     with Engine(tiny_moe, EngineOptions(device=device, n_ctx=64)) as engine:
         assert engine.numa_notes == ()
@@ -81,12 +77,11 @@ def test_a_processor_lost_while_running_is_noticed_and_logged(
     tiny_dense: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
-    monkeypatch.setattr("offload.nodes.threads._CHECK_EVERY", 3)
+    monkeypatch.setattr("offload.threads._CHECK_EVERY", 3)
     with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
-        assert engine.threads is not None
         engine.sequences.extend(0, [1])
         lost = numa.decode.cpus[1]
-        monkeypatch.setattr("offload.nodes.threads._bound_cpus", lambda: {numa.decode.cpus[0]})
+        monkeypatch.setattr("offload.threads._bound_cpus", lambda: {numa.decode.cpus[0]})
         engine.sequences.extend(0, [1])
         assert engine.threads.notes == [], "only every third decode is checked"
         engine.sequences.extend(0, [1])
@@ -125,7 +120,6 @@ def test_each_thread_is_found_where_the_plan_has_it(tiny_dense: Path) -> None:
     before = os.sched_getaffinity(0)
     numa = plan_of(two_nodes(), Strategy.ROWS, 2)
     with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
-        assert engine.threads is not None
         assert engine.threads.bound == {"decode": numa.decode.cpus, "batch": numa.batch.cpus}
         assert engine.threads.notes == []
         engine.sequences.extend(0, [1])
@@ -141,7 +135,6 @@ def test_a_team_of_one_binds_the_calling_thread_during_the_decode_only(tiny_dens
     numa = plan_of(topology, Strategy.SINGLE, 1)
     assert numa.decode.cpus == (cpu,)
     with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
-        assert engine.threads is not None
         assert engine.threads.bound["decode"] == (cpu,)
         with engine.threads.computing(1):
             assert os.sched_getaffinity(0) == {cpu}
@@ -155,14 +148,12 @@ def test_a_processor_that_is_not_there_is_named_and_the_engine_computes(tiny_den
     expected = logits_of(tiny_dense, plain)
     assert np.array_equal(logits_of(tiny_dense, replace(plain, numa=numa)), expected)
     with Engine(tiny_dense, replace(plain, numa=numa)) as engine:
-        assert engine.threads is not None
         assert any(f"processor {gone}" in note for note in engine.threads.notes)
 
 
 def test_a_processor_beyond_the_mask_leaves_the_threads_alone_and_says_so(tiny_dense: Path) -> None:
     numa = plan_of(two_nodes((CPUS[0], 600)), Strategy.ROWS, 2)
     with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64, numa=numa)) as engine:
-        assert engine.threads is not None
         assert "600" in engine.threads.notes[0]
         assert engine.threads.bound == {}
         assert np.isfinite(engine.sequences.extend(0, [1, 2])).all()
@@ -196,18 +187,19 @@ def real_node_1() -> bool:
 
 def test_weights_are_told_by_their_rows(tiny_moe: Path) -> None:
     facts = read_facts(tiny_moe)
-    for entry in facts.expert_weights:
-        weight = weight_of(entry)
+    entries = [*facts.expert_weights, facts.weights["output.weight"].entry]
+    layout = plan_layout(facts.weights[entry.name] for entry in entries)
+    by_offset = {w.offset_bytes: w for w in placed_weights(entries, layout)}
+    for entry in entries:
+        weight = by_offset[layout.spots[entry.name].at_bytes]
         assert weight.size_bytes == entry.size_bytes
-        assert weight.routed
-        assert (weight.n_rows, weight.n_matrices) == entry.shape[1:3]
-    head = weight_of(facts.weights["output.weight"].entry)
-    assert (head.routed, head.n_matrices) == (False, 1)
+        assert weight.routed == (entry in facts.expert_weights)
+        assert (weight.n_rows, weight.n_matrices) == (*entry.shape, 1)[1:3]
 
 
 def test_without_a_plan_there_is_nothing(tiny_dense: Path) -> None:
     with Engine(tiny_dense, EngineOptions(device="cpu", n_ctx=64)) as engine:
-        assert engine.threads is None
+        assert not engine.threads.is_bound
 
 
 def pool_of(stream: Stream) -> int | None:
@@ -236,7 +228,7 @@ def all_on_cpu(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[n
 
 def test_alternating_numbers_are_taken_in_the_order_of_the_mask() -> None:
     topology = read_topology(Path("/nowhere"))
-    cores = tuple(Core((cpu,), cpu % 2, cpu % 2) for cpu in (0, 2, 4, 1, 3, 5))
+    cores = tuple(Core((cpu,), cpu % 2) for cpu in (0, 2, 4, 1, 3, 5))
     gib = 1 << 30
     nodes = (Node(0, (0, 2, 4), gib, gib, (10, 20)), Node(1, (1, 3, 5), gib, gib, (20, 10)))
     topology = replace(
@@ -247,11 +239,10 @@ def test_alternating_numbers_are_taken_in_the_order_of_the_mask() -> None:
         allowed_nodes=(0, 1),
         from_kernel=True,
     )
-    threads = threads_for(topology, Candidate(Strategy.ROWS, 4))
-    plan = make_numa_plan(topology, Strategy.ROWS, threads).in_mask_order(openmp=True)
-    assert set(plan.decode.cpus) == set(threads.decode.cpus)
-    assert plan.decode.mask_keeps_order(openmp=True)
+    planned = make_numa_plan(topology, Candidate(Strategy.ROWS, 4))
+    plan = planned.in_mask_order(openmp=True)
+    assert plan.decode.cpus == tuple(sorted(planned.decode.cpus))
     assert plan.decode.nodes == tuple(cpu % 2 for cpu in plan.decode.cpus)
     assert any("alternate" in reason for reason in plan.reasons)
-    rotated = in_mask_order(threads.decode, openmp=False)
-    assert rotated.cpus[0] == max(threads.decode.cpus)
+    rotated = planned.in_mask_order(openmp=False)
+    assert rotated.decode.cpus[0] == max(planned.decode.cpus)

@@ -94,7 +94,6 @@ SIGNATURES: dict[str, Signature] = {
     "ggml_backend_cpu_set_threadpool": _sig(None, P, P),
     "ggml_numa_init": _sig(None, INT),
     "ggml_is_numa": _sig(BOOL),
-    "ggml_cpu_has_llamafile": _sig(INT),
     # tensors and graphs
     "ggml_set_abort_callback": _sig(P, P),
     "ggml_op_name": _sig(STR, INT),

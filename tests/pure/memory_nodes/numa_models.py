@@ -4,10 +4,9 @@ Rows are outputs, a row holds inputs. Attention of DeepSeek-V3's family is MLA, 
 attn_k_b and attn_v_b are one matrix per head, kept at 8 bits as in the usual files.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numa.place import PlacedWeight
-from numa.rows import Weight
 
 # ggml-common.h: (elements, bytes) of a block.
 BLOCKS = {
@@ -32,20 +31,23 @@ DEEPSEEK_R1 = MlaModel(7168, 256, 2048, 18432, 128, 129280)
 KIMI_K2 = MlaModel(7168, 384, 2048, 18432, 64, 163840)
 
 
+Named = tuple[str, PlacedWeight]
+
+
 def weight(
     name: str, n_in: int, n_out: int, quant: str, *, n: int = 1, routed: bool = False
-) -> Weight:
+) -> Named:
     """K-quants need rows of 256 elements; llama.cpp falls back to q8_0 for others."""
     n_elements, n_bytes = BLOCKS[quant]
     if n_in % n_elements:
         quant = "q8_0"
         n_elements, n_bytes = BLOCKS[quant]
-    return Weight(name, n_out, n_in // n_elements * n_bytes, n, routed, quant)
+    return name, PlacedWeight(0, n_out, n_in // n_elements * n_bytes, n, routed)
 
 
 def mixture(
     n_embd: int, n_ff: int, n_experts: int, n_ff_dense: int, n_vocab: int, quant: str
-) -> list[Weight]:
+) -> list[Named]:
     return [
         weight("ffn_gate_inp", n_embd, n_experts, "f32"),
         weight("ffn_gate_exps", n_embd, n_ff, quant, n=n_experts, routed=True),
@@ -58,7 +60,7 @@ def mixture(
     ]
 
 
-def mla_weights(model: MlaModel, quant: str) -> list[Weight]:
+def mla_weights(model: MlaModel, quant: str) -> list[Named]:
     n_heads, n_embd = model.n_heads, model.n_embd
     return [
         weight("attn_q_a", n_embd, 1536, quant),
@@ -73,7 +75,7 @@ def mla_weights(model: MlaModel, quant: str) -> list[Weight]:
     ]
 
 
-def glm_weights(quant: str) -> list[Weight]:
+def glm_weights(quant: str) -> list[Named]:
     return [
         weight("attn_q", 5120, 96 * 128, quant),
         weight("attn_k", 5120, 8 * 128, quant),
@@ -83,17 +85,17 @@ def glm_weights(quant: str) -> list[Weight]:
     ]
 
 
-def model_weights(model: str, quant: str) -> list[Weight]:
+def model_weights(model: str, quant: str) -> list[Named]:
     if model == "GLM-4.6":
         return glm_weights(quant)
     return mla_weights({"DeepSeek-R1": DEEPSEEK_R1, "Kimi-K2": KIMI_K2}[model], quant)
 
 
-def packed(weights: list[Weight]) -> tuple[list[PlacedWeight], int]:
+def packed(weights: list[Named]) -> tuple[dict[str, PlacedWeight], int]:
     """One after the other as ggml's allocator lays tensors out; (placed, bytes in all)."""
-    placed: list[PlacedWeight] = []
+    placed: dict[str, PlacedWeight] = {}
     offset = 0
-    for w in weights:
-        placed.append(PlacedWeight(w, offset))
-        offset += -(-w.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    for name, weight in weights:
+        placed[name] = replace(weight, offset_bytes=offset)
+        offset += -(-weight.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return placed, offset

@@ -6,11 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numa_models import model_weights, packed
+from numa_trees import topology_of
 
 from numa.errors import NoSuchNode, PlacementRefused
 from numa.place import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
+    Candidate,
     NodeRange,
     NodeRead,
     PlacedWeight,
@@ -19,111 +21,130 @@ from numa.place import (
     fit_memory,
     locality,
     node_reads,
-    place_interleaved,
     place_rows,
-    place_single,
-    sampled_locality,
+    place_whole,
+    placement_for,
     with_huge_pages,
 )
-from numa.rows import Weight, reads
+from numa.threads import threads_for
 
 MODELS = ["DeepSeek-R1", "Kimi-K2", "GLM-4.6"]
 GIB = 1 << 30
+# Per head, a thread's slab of these is smaller than a page; together they are 18 MB of a layer.
+HEAD_WEIGHTS = {"attn_k_b", "attn_v_b"}
 
 
 def by_node(n_nodes: int, threads_per_node: int) -> tuple[int, ...]:
     return tuple(n for n in range(n_nodes) for _ in range(threads_per_node))
 
 
-# Per head, a thread's slab of these is smaller than a page; together they are 18 MB of a layer.
-HEAD_WEIGHTS = {"attn_k_b", "attn_v_b"}
-
-
-@pytest.mark.parametrize("threads_per_node", [8, 7])
 @pytest.mark.parametrize("n_nodes", [2, 4, 8])
-@pytest.mark.parametrize("quant", ["q4_k", "iq2_xxs", "q8_0"])
+@pytest.mark.parametrize(("quant", "threads_per_node"), [("q4_k", 7), ("iq2_xxs", 8), ("q8_0", 8)])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_weight_is_read_locally_with_small_pages_and_with_huge_ones_where_they_fit(
     model: str, quant: str, n_nodes: int, threads_per_node: int
 ) -> None:
     placed, size_bytes = packed(model_weights(model, quant))
     team = by_node(n_nodes, threads_per_node)
-    small = place_rows(size_bytes, placed, team)
+    small = place_rows(size_bytes, placed.values(), team)
     huge = with_huge_pages(small)
-    for p in placed:
-        wanted = node_reads([p], team)
-        floor = 0.85 if p.weight.name in HEAD_WEIGHTS else 0.97
-        assert locality(small, wanted) >= floor, p.weight.name
-        assert locality(huge, wanted) >= floor, p.weight.name
-    whole = node_reads(placed, team)
+    for name, weight in placed.items():
+        wanted = node_reads([weight], team)
+        floor = 0.85 if name in HEAD_WEIGHTS else 0.97
+        assert locality(small, wanted) >= floor, name
+        assert locality(huge, wanted) >= floor, name
+    whole = node_reads(placed.values(), team)
     assert locality(small, whole) >= 0.99
     assert locality(huge, whole) >= 0.99
-    heads = sum(p.weight.size_bytes for p in placed if p.weight.name in HEAD_WEIGHTS)
-    assert heads < 0.01 * size_bytes
 
 
-def table_row(model: str, n_nodes: int) -> str:
-    """A row of the table in docs/numa.md: Q4_K, eight threads per node, one token."""
-    placed, size_bytes = packed(model_weights(model, "q4_k"))
-    team = by_node(n_nodes, 8)
-    wanted = node_reads(placed, team)
-    small = place_rows(size_bytes, placed, team)
-    fitted = with_huge_pages(small)
-    blind = place_rows(size_bytes, placed, team, HUGE_PAGE_BYTES)
-    below = [
-        f"`{p.weight.name}` {share:.1%}"
-        for p in placed
-        if (share := locality(small, node_reads([p], team))) < 0.97
-    ]
-    shares = [f"{locality(p, wanted):.2%}" for p in (small, blind, fitted)]
-    cells = [model, str(n_nodes), *shares, f"{fitted.huge_share:.0%}", ", ".join(below) or "none"]
-    return "| " + " | ".join(cells) + " |"
+def huge_share(placement: Placement) -> float:
+    return sum(b - a for a, b in placement.huge) / placement.size_bytes
 
 
 @pytest.mark.parametrize("n_nodes", [2, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_table_in_the_documentation_is_what_is_computed(model: str, n_nodes: int) -> None:
+    """docs/numa.md: Q4_K, eight threads per node, one token."""
+    placed, size_bytes = packed(model_weights(model, "q4_k"))
+    team = by_node(n_nodes, 8)
+    wanted = node_reads(placed.values(), team)
+    small = place_rows(size_bytes, placed.values(), team)
+    fitted = with_huge_pages(small)
+    below = [
+        f"`{name}` {share:.1%}"
+        for name, weight in placed.items()
+        if (share := locality(small, node_reads([weight], team))) < 0.97
+    ]
+    shares = [f"{locality(p, wanted):.2%}" for p in (small, fitted)]
+    cells = [model, str(n_nodes), *shares, f"{huge_share(fitted):.0%}", ", ".join(below) or "none"]
     document = (Path(__file__).parents[3] / "docs" / "numa.md").read_text()
-    assert table_row(model, n_nodes) in document
+    assert "| " + " | ".join(cells) + " |" in document
 
 
-def test_huge_pages_alone_would_not_be_local_so_blocks_that_two_nodes_read_stay_small() -> None:
+def test_blocks_that_two_nodes_read_stay_small() -> None:
     placed, size_bytes = packed(model_weights("DeepSeek-R1", "q4_k"))
-    team = by_node(8, 8)
-    wanted = node_reads(placed, team)
-    blind = place_rows(size_bytes, placed, team, HUGE_PAGE_BYTES)
-    assert locality(blind, wanted) < 0.97
     # An expert's slab is 1 MiB per node on eight nodes: no block of 2 MiB has one reader.
-    assert with_huge_pages(place_rows(size_bytes, placed, team)).huge_share < 0.2
-    assert with_huge_pages(place_rows(size_bytes, placed, by_node(2, 8))).huge_share > 0.5
+    eight = place_rows(size_bytes, placed.values(), by_node(8, 8))
+    assert huge_share(with_huge_pages(eight)) < 0.2
+    two = place_rows(size_bytes, placed.values(), by_node(2, 8))
+    assert huge_share(with_huge_pages(two)) > 0.5
 
 
 def test_distribute_reads_as_locally_with_small_pages_but_in_many_more_pieces() -> None:
     placed, size_bytes = packed(model_weights("GLM-4.6", "q4_k"))
     alternate = (0, 1) * 16
-    placement = place_rows(size_bytes, placed, alternate, strategy=Strategy.DISTRIBUTE)
+    placement = place_rows(size_bytes, placed.values(), alternate, Strategy.DISTRIBUTE)
     assert placement.strategy is Strategy.DISTRIBUTE
-    assert locality(placement, node_reads(placed, alternate)) >= 0.97
-    in_order = place_rows(size_bytes, placed, by_node(2, 16))
+    assert locality(placement, node_reads(placed.values(), alternate)) >= 0.97
+    in_order = place_rows(size_bytes, placed.values(), by_node(2, 16))
     assert len(placement.ranges) > 10 * len(in_order.ranges)
 
 
 def test_single_is_all_or_nothing_and_interleave_half_for_two_nodes() -> None:
-    weight = PlacedWeight(Weight("w", 4096, 4096), 0)
-    team = by_node(2, 4)
-    wanted = node_reads([weight], team)
-    size = weight.weight.size_bytes
-    assert locality(place_single(size, 0), wanted) == pytest.approx(0.5)
-    assert locality(place_single(size, 1), node_reads([weight], (1,) * 8)) == 1.0
-    assert locality(place_interleaved(size, [0, 1]), wanted) == pytest.approx(0.5)
-    assert locality(place_interleaved(size, range(4)), wanted) == pytest.approx(0.25)
+    weight = PlacedWeight(0, 4096, 4096)
+    wanted, size = node_reads([weight], by_node(2, 4)), weight.size_bytes
+    assert locality(place_whole(Strategy.SINGLE, size, [0]), wanted) == pytest.approx(0.5)
+    on_one = place_whole(Strategy.SINGLE, size, [1])
+    assert locality(on_one, node_reads([weight], (1,) * 8)) == 1.0
+    for n_nodes in (2, 4):
+        spread = place_whole(Strategy.INTERLEAVE, size, range(n_nodes))
+        assert locality(spread, wanted) == pytest.approx(1 / n_nodes)
 
 
-def test_batches_read_experts_in_other_slabs_and_stay_mostly_local() -> None:
-    placed, size_bytes = packed([w for w in model_weights("DeepSeek-R1", "q4_k") if w.routed])
-    team = by_node(2, 28)
-    placement = place_rows(size_bytes, placed, team)
-    assert locality(placement, node_reads(placed, team, n_tokens=64)) >= 0.95
+def test_slabs_are_rounded_up_so_the_last_threads_may_get_nothing() -> None:
+    # ggml-cpu.c: dr0 = ceil(nr0 / nth) = 3 for 160 rows over 64 threads.
+    found = node_reads([PlacedWeight(0, 160, 10)], range(64))
+    assert [(r.start_bytes, r.stop_bytes, r.node) for r in found[-2:]] == [
+        (1560, 1590, 52),
+        (1590, 1600, 53),
+    ]
+
+
+def test_experts_are_read_alike_each_by_all_threads() -> None:
+    found = node_reads([PlacedWeight(0, 2048, 4032, 3, routed=True)], range(64))
+    assert len(found) == 3 * 64
+    assert {r.stop_bytes - r.start_bytes for r in found} == {32 * 4032}
+    assert [r.node for r in found[64:67]] == [0, 1, 2]
+
+
+def test_heads_go_to_threads_whole_once_they_outnumber_rows() -> None:
+    # nr0 = 128 rows, nr1 = 1 token x 128 heads: not nr0 > nr1, so ggml cuts the activations.
+    found = node_reads([PlacedWeight(0, 128, 544, 128)], range(64))
+    assert [(r.start_bytes, r.stop_bytes) for r in found[:2]] == [(0, 139264), (139264, 278528)]
+
+
+@given(
+    st.integers(0, 9999), st.integers(1, 400), st.integers(1, 5), st.integers(1, 70), st.booleans()
+)
+def test_the_reads_are_disjoint_and_cover_the_weight(
+    offset: int, n_rows: int, n_matrices: int, n_threads: int, routed: bool
+) -> None:
+    weight = PlacedWeight(offset, n_rows, 18, n_matrices, routed)
+    found = node_reads([weight], range(n_threads))
+    assert found[0].start_bytes == offset
+    assert all(a.stop_bytes == b.start_bytes for a, b in zip(found, found[1:], strict=False))
+    assert found[-1].stop_bytes == offset + weight.size_bytes
 
 
 def check(placement: Placement) -> None:
@@ -132,7 +153,7 @@ def check(placement: Placement) -> None:
     for r in placement.ranges:
         assert r.start_bytes == position
         assert r.start_bytes % placement.page_bytes == 0
-        assert r.n_bytes > 0
+        assert r.stop_bytes > r.start_bytes
         position = r.stop_bytes
     assert position >= placement.size_bytes
     assert all(a % HUGE_PAGE_BYTES == 0 == b % HUGE_PAGE_BYTES for a, b in placement.huge)
@@ -150,29 +171,25 @@ SHAPES = st.lists(
 def test_each_page_lies_with_its_main_reader_as_a_count_page_by_page_finds(
     shapes: list[tuple[int, int, int, bool]], n_nodes: int, threads_per_node: int
 ) -> None:
-    weights = [Weight(f"w{i}", r, b, m, x) for i, (r, b, m, x) in enumerate(shapes)]
-    placed, size_bytes = packed(weights)
+    named = [(str(i), PlacedWeight(0, *shape)) for i, shape in enumerate(shapes)]
+    placed, size_bytes = packed(named)
     team = by_node(n_nodes, threads_per_node)
-    placement = place_rows(size_bytes, placed, team)
+    placement = place_rows(size_bytes, placed.values(), team)
     check(placement)
+    reads = node_reads(placed.values(), team)
     tally: dict[int, dict[int, int]] = {}
-    for p in placed:
-        for read in reads(p.weight, len(team)):
-            start, stop = p.offset_bytes + read.start_bytes, p.offset_bytes + read.stop_bytes
-            for page in range(start // PAGE_BYTES, (stop - 1) // PAGE_BYTES + 1):
-                n = min(stop, (page + 1) * PAGE_BYTES) - max(start, page * PAGE_BYTES)
-                counts = tally.setdefault(page, {})
-                node = team[read.thread]
-                counts[node] = counts.get(node, 0) + n
+    for r in reads:
+        for page in range(r.start_bytes // PAGE_BYTES, (r.stop_bytes - 1) // PAGE_BYTES + 1):
+            n = min(r.stop_bytes, (page + 1) * PAGE_BYTES) - max(r.start_bytes, page * PAGE_BYTES)
+            counts = tally.setdefault(page, {})
+            counts[r.node] = counts.get(r.node, 0) + n
     best = sum(max(counts.values()) for counts in tally.values())
     total = sum(sum(counts.values()) for counts in tally.values())
-    assert locality(placement, node_reads(placed, team)) == pytest.approx(best / total)
+    assert locality(placement, reads) == pytest.approx(best / total)
 
 
 @settings(max_examples=150)
-@given(
-    st.lists(st.tuples(st.integers(1, 1500), st.integers(0, 2)), min_size=1, max_size=12),
-)
+@given(st.lists(st.tuples(st.integers(1, 1500), st.integers(0, 2)), min_size=1, max_size=12))
 def test_huge_blocks_have_one_node_and_the_rest_stays_as_it_was(
     runs: list[tuple[int, int]],
 ) -> None:
@@ -182,8 +199,7 @@ def test_huge_blocks_have_one_node_and_the_rest_stays_as_it_was(
         stop = position + n_pages * PAGE_BYTES
         ranges.append(NodeRange(position, stop, (node,)))
         position = stop
-    small = Placement(Strategy.ROWS, position, PAGE_BYTES, tuple(ranges))
-    huge = with_huge_pages(small)
+    huge = with_huge_pages(Placement(Strategy.ROWS, position, tuple(ranges)))
     check(huge)
     for start, stop in huge.huge:
         for block in range(start, stop, HUGE_PAGE_BYTES):
@@ -194,33 +210,29 @@ def test_huge_blocks_have_one_node_and_the_rest_stays_as_it_was(
 
 
 def test_interleaved_huge_pages_take_all_whole_blocks() -> None:
-    placement = with_huge_pages(place_interleaved(5 * HUGE_PAGE_BYTES + 4096, [0, 1]))
+    size = 5 * HUGE_PAGE_BYTES + 4096
+    placement = with_huge_pages(place_whole(Strategy.INTERLEAVE, size, [0, 1]))
     assert placement.huge == ((0, 5 * HUGE_PAGE_BYTES),)
     assert placement.page_bytes == HUGE_PAGE_BYTES
 
 
 def test_a_node_out_of_memory_sends_its_rows_to_another_and_says_so() -> None:
-    placed, size_bytes = packed([Weight("w", 4096, 1 << 20)])
-    placement = place_rows(size_bytes, placed, by_node(2, 4))
+    weight = PlacedWeight(0, 4096, 1 << 20)
+    placement = place_rows(weight.size_bytes, [weight], by_node(2, 4))
     fitted = fit_memory(placement, {0: 1 * GIB, 1: 8 * GIB})
     check(fitted)
-    assert fitted.bytes_per_node() == {0: 1 * GIB, 1: 3 * GIB}
+    assert sum(r.stop_bytes - r.start_bytes for r in fitted.ranges if r.nodes == (0,)) == GIB
     assert fitted.notes == ("node 0 is out of memory: 1.00 GiB of its rows were placed on node 1",)
     assert fit_memory(placement, {0: 8 * GIB, 1: 8 * GIB}) == placement
 
 
-def test_an_arena_larger_than_all_nodes_is_refused() -> None:
+def test_memory_larger_than_all_nodes_is_refused() -> None:
     with pytest.raises(PlacementRefused, match=r"is 2.0 GiB more than all nodes have free"):
-        fit_memory(place_single(4 * GIB, 0), {0: GIB, 1: GIB})
-
-
-def test_a_team_without_threads_is_refused() -> None:
-    with pytest.raises(NoSuchNode, match="without threads"):
-        place_rows(4096, [], ())
+        fit_memory(place_whole(Strategy.SINGLE, 4 * GIB, [0]), {0: GIB, 1: GIB})
 
 
 def test_bytes_that_nothing_reads_follow_their_neighbour() -> None:
-    weight = PlacedWeight(Weight("w", 2, PAGE_BYTES), 4 * PAGE_BYTES)
+    weight = PlacedWeight(4 * PAGE_BYTES, 2, PAGE_BYTES)
     placement = place_rows(10 * PAGE_BYTES, [weight], (0, 1))
     assert placement.ranges == (
         NodeRange(0, 5 * PAGE_BYTES, (0,)),
@@ -229,11 +241,44 @@ def test_bytes_that_nothing_reads_follow_their_neighbour() -> None:
     assert place_rows(4096, [], (3,)).ranges == (NodeRange(0, 4096, (3,)),)
 
 
-def test_a_sample_of_pages_is_weighed_by_the_bytes_read_from_each() -> None:
-    wanted = [NodeRead(0, 5000, 0), NodeRead(5000, 12288, 1), NodeRead(20000, 20100, 1)]
-    # Page 0 is read by node 0 only, page 1 by both, page 3 by nobody, page 4 in part; 2 is absent.
-    offsets = [0, 4096, 8192, 12288, 16384]
-    assert sampled_locality(offsets, [0, 1, -2, 0, 0], wanted) == pytest.approx(
-        (4096 + 8192 - 5000) / (8192 + 100)
-    )
-    assert sampled_locality([12288], [0], wanted) is None
+# -- a strategy's name becomes a placement and threads that fit each other ----------------------
+
+GLM, GLM_BYTES = packed(model_weights("GLM-4.6", "q4_k"))
+
+
+@pytest.mark.parametrize("tree", ["two_sockets", "two_sockets_nps4", "node_without_memory"])
+@pytest.mark.parametrize("strategy", [Strategy.ROWS, Strategy.DISTRIBUTE])
+def test_rows_and_distribute_are_local_with_the_threads_planned_for_them(
+    tree: str, strategy: Strategy, tmp_path: Path
+) -> None:
+    topology, candidate = topology_of(tree, tmp_path), Candidate(strategy, 8)
+    nodes = threads_for(topology, candidate).decode.nodes
+    placement = placement_for(candidate, topology, nodes, list(GLM.values()), GLM_BYTES)
+    assert placement.strategy is strategy
+    assert placement.huge
+    assert locality(placement, node_reads(GLM.values(), nodes)) >= 0.97
+
+
+def test_single_keeps_threads_and_pages_on_its_node(tmp_path: Path) -> None:
+    topology = topology_of("two_sockets", tmp_path)
+    candidate = Candidate(Strategy.SINGLE, 6, node=1, huge_pages=False)
+    nodes = threads_for(topology, candidate).decode.nodes
+    assert set(nodes) == {1}
+    placement = placement_for(candidate, topology, nodes, [], GLM_BYTES)
+    assert (placement.ranges[0].nodes, placement.huge) == ((1,), ())
+    too_much = placement_for(candidate, topology, nodes, [], 300 * GIB)
+    assert too_much.notes[0].startswith("node 1 is out of memory: ")
+
+
+def test_interleave_takes_every_node_with_memory(tmp_path: Path) -> None:
+    topology = topology_of("node_without_memory", tmp_path)
+    placement = placement_for(Candidate(Strategy.INTERLEAVE, 8), topology, (0,), [], GLM_BYTES)
+    assert placement.ranges[0].nodes == (0, 2)
+
+
+def test_an_unknown_node_is_named(tmp_path: Path) -> None:
+    topology, candidate = topology_of("two_sockets", tmp_path), Candidate(Strategy.SINGLE, 8, 5)
+    with pytest.raises(NoSuchNode, match="node 5 does not exist here"):
+        placement_for(candidate, topology, (0,), [], GIB)
+    with pytest.raises(NoSuchNode, match="node 5 does not exist here"):
+        threads_for(topology, candidate)

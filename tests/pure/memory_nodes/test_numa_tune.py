@@ -8,10 +8,9 @@ import pytest
 from numa_trees import topology_of
 
 from numa.errors import BadTopology, NumaError, PlacementRefused
-from numa.pinning import plan_threads
-from numa.place import Strategy
+from numa.place import Candidate, Strategy
+from numa.threads import plan_threads
 from numa.tune import (
-    Candidate,
     TuneResult,
     fingerprint,
     from_json,

@@ -9,10 +9,9 @@ from numa_trees import topology_of
 from resolved import line_of
 
 from numa.errors import NoSuchNode
-from numa.place import Strategy
-from numa.strategy import ONE_NODE
-from numa.topology import Topology
-from numa.tune import Candidate, Trial, TuneResult, fingerprint
+from numa.place import Candidate, Strategy
+from numa.topology import ONE_NODE, Topology
+from numa.tune import Trial, TuneResult, fingerprint
 from specoffload.config.environment import Environment
 from specoffload.config.host import Host
 from specoffload.config.options import Options
@@ -25,7 +24,7 @@ MODEL = Path("m.gguf")
 
 def tuned_for(topology: Topology, best: Candidate) -> TuneResult:
     trials = (Trial(best, {1: 0.08, 8: 0.21}),)
-    return TuneResult(best, trials, ("chosen",), fingerprint(topology), ((0, 0, 1e9),))
+    return TuneResult(best, trials, ("chosen",), fingerprint(topology))
 
 
 def resolve_on(options: Options, topology: Topology, tuned: Tuned) -> Config:
@@ -111,7 +110,7 @@ def test_more_threads_than_processors_run_one_each_and_say_so(one: Topology) -> 
 def test_several_nodes_run_rows_until_something_was_measured(two: Topology) -> None:
     config = resolve_on(Options(model=MODEL), two, Tuned())
     assert config.numa is not None
-    assert config.numa.strategy is Strategy.ROWS
+    assert config.numa.candidate.strategy is Strategy.ROWS
     assert config.threads == config.numa.decode.n_threads
     assert config.threads_batch == config.numa.batch.n_threads
     assert any("nothing was measured" in reason for reason in config.reasons)
@@ -122,7 +121,7 @@ def test_a_tuned_choice_is_taken_without_asking(two: Topology) -> None:
     config = resolve_on(Options(model=MODEL), two, Tuned(tuned_for(two, best)))
     plan = config.numa
     assert plan is not None
-    assert (plan.strategy, plan.node, plan.huge_pages) == (Strategy.SINGLE, 1, False)
+    assert (plan.candidate.strategy, plan.node, plan.huge_pages) == (Strategy.SINGLE, 1, False)
     assert config.threads == 3
     assert set(plan.decode.nodes) == {1}
     assert any("measured by `specoffload tune numa`" in reason for reason in config.reasons)
@@ -133,7 +132,7 @@ def test_what_is_typed_beats_what_was_tuned(two: Topology, strategy: str) -> Non
     tuned = Tuned(tuned_for(two, Candidate(Strategy.SINGLE, 3, node=1)))
     config = resolve_on(Options(model=MODEL, numa=strategy, threads=2), two, tuned)
     assert config.numa is not None
-    assert config.numa.strategy == strategy
+    assert config.numa.candidate.strategy == strategy
     assert config.threads == 2
     assert not any("measured by" in reason for reason in config.reasons)
 
@@ -142,7 +141,7 @@ def test_a_node_that_was_typed_keeps_every_thread_there(two: Topology) -> None:
     config = resolve_on(Options(model=MODEL, numa_node=1), two, Tuned())
     plan = config.numa
     assert plan is not None
-    assert plan.strategy is Strategy.SINGLE
+    assert plan.candidate.strategy is Strategy.SINGLE
     assert {*plan.decode.nodes, *plan.batch.nodes, *plan.draft.nodes} == {1}
 
 

@@ -1,4 +1,4 @@
-"""Single tiny products made by hand, to see what a thread pool or a buffer type does with them."""
+"""A tiny product computed with AMX, to see whether the library was compiled right."""
 
 from __future__ import annotations
 
@@ -12,31 +12,12 @@ from offload.errors import DeviceFailed
 from offload.ggml.library import abi
 from offload.ggml.library.graph_functions import Functions
 from offload.ggml.library.lib import library
-from offload.ggml.threadpool import ThreadPool
 
 _N = 64  # rows and columns: two tiles of each, two blocks of Q8_0
 _N_TOKENS = 17  # a full tile of rows and one more
 _CONTEXT_BYTES = 1 << 20
 _N_GRAPH = 8
 _BLOCK = np.dtype([("scale", "<f2"), ("values", "i1", 32)])  # Q8_0
-
-
-def run_once(pool: ThreadPool) -> None:
-    """Compute a product of 64 rows with all threads of the pool, from the calling thread.
-
-    Whether a decode starts the threads depends on the model and on what the device computes. This
-    does it always, so that reading affinities back afterwards proves something. Takes about 50 us
-    once the threads run. Raises DeviceFailed.
-    """
-    lib = library()
-    call = Functions(lib.structs._lib)
-    with _context(call, with_data=True) as context, _cpu_backend(call) as backend:
-        weights = call.ggml_new_tensor_2d(context, abi.GGML_TYPE_F32, _N, _N)
-        vectors = call.ggml_new_tensor_2d(context, abi.GGML_TYPE_F32, _N, 1)
-        product = call.ggml_mul_mat(context, weights, vectors)
-        lib.ggml_backend_cpu_set_n_threads(backend, pool.n_threads)
-        lib.ggml_backend_cpu_set_threadpool(backend, pool.address)
-        _compute(call, context, backend, product)
 
 
 def amx_buffer_type() -> int | None:
@@ -89,12 +70,12 @@ def amx_product_is_right() -> bool:
 
 
 @contextmanager
-def _context(call: Functions, *, with_data: bool = False) -> Iterator[int]:
-    """Memory for a graph and a few tensors, and for their data if that is not allocated apart."""
+def _context(call: Functions) -> Iterator[int]:
+    """Memory for a graph and a few tensors, without their data."""
     arena = C.create_string_buffer(_CONTEXT_BYTES)
     params = abi.ggml_init_params()
     params.mem_size, params.mem_buffer = _CONTEXT_BYTES, C.addressof(arena)
-    params.no_alloc = not with_data
+    params.no_alloc = True
     context = call.ggml_init(params)
     if not context:
         raise DeviceFailed("ggml_init gave no context for a tiny product")

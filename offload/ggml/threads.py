@@ -1,0 +1,176 @@
+"""ggml's compute threads: pools of them, and the CPU device's stream that computes with a pool.
+
+Without OpenMP a pool holds the threads, and a graph that is computed without a pool starts threads
+and joins them again. With OpenMP a pool holds none: it carries the masks that libgomp's threads
+apply to themselves at the start of each graph of two threads or more
+(ggml-cpu.c:ggml_graph_compute).
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import functools
+from collections.abc import Sequence
+
+from numa.threads import Team
+from offload.errors import DeviceFailed
+from offload.ggml.backend import Device, Stream, all_devices
+from offload.ggml.graph import Graph
+from offload.ggml.library import abi
+from offload.ggml.library.lib import library
+from offload.ggml.llama import Context
+from offload.ggml.tensor import new_tensor
+
+# Idle threads spin for 131072 rounds, a few milliseconds, before they sleep: longer than from one
+# split layer to the next. ggml's own 50 times as long would slow down a draft beside the target.
+_POLL = 1
+_NUMA_DISABLED = 0  # enum ggml_numa_strategy: count the nodes, leave affinities alone
+
+
+class ThreadPool:
+    """Threads that compute graphs, and wait for the next graph in between."""
+
+    def __init__(self, threads: Team | int, *, polls: bool = True) -> None:
+        """A number of threads runs wherever the kernel puts them; thread i of a team is bound to
+        one processor, the i-th set bit of the team's mask.
+
+        Idle threads sleep at once if `polls` is False. Raises NoSuchNode for processors beyond
+        ggml's mask, DeviceFailed without memory.
+        """
+        self._lib = lib = library()
+        self.n_threads = threads if isinstance(threads, int) else threads.n_threads
+        params = abi.ggml_threadpool_params()
+        lib.ggml_threadpool_params_init(C.addressof(params), self.n_threads)
+        if isinstance(threads, int):
+            params.poll = _POLL if polls else 0
+        else:
+            for cpu, is_set in enumerate(threads.cpumask()):
+                params.cpumask[cpu] = is_set
+            params.strict_cpu = True
+        self.address: int | None = lib.ggml_threadpool_new(C.addressof(params))
+
+    def close(self) -> None:
+        """Free the pool; no context may use it any more. A second call does nothing."""
+        address, self.address = self.address, None
+        if address:
+            self._lib.ggml_threadpool_free(address)
+
+    def run_once(self) -> None:
+        """Compute a product of 64 rows with all threads, from the calling thread.
+
+        Whether a decode starts the threads depends on the model and on what the device computes.
+        This always does, so that affinities read back afterwards prove something. Takes about 50 us
+        once the threads run. Raises DeviceFailed.
+        """
+        team = CpuTeam()
+        team.use((self, self))
+        team.choose(1)
+        device = team.stream.device
+        buffer = device.allocate(1 << 16, "a tiny product")
+        try:
+            weights = new_tensor("f32", (64, 64, 1, 1), (buffer, 0))
+            vector = new_tensor("f32", (64, 1, 1, 1), (buffer, 1 << 14))
+            product = new_tensor(
+                "f32", (64, 1, 1, 1), (buffer, 1 << 15), op="MUL_MAT", sources=(weights, vector)
+            )
+            check(team.stream.compute(Graph.of([product])), "a tiny product")
+            team.stream.synchronize()
+        finally:
+            team.close()
+            buffer.close()
+
+
+def attach(context: Context, decode: ThreadPool, batch: ThreadPool) -> None:
+    """Compute one token with `decode`'s threads and several with `batch`'s."""
+    context.set_threads(decode.n_threads, batch.n_threads)
+    library().llama_attach_threadpool(context.handle, decode.address, batch.address)
+
+
+def detach(context: Context) -> None:
+    """Leave the context without pools of ours; nothing for a closed one."""
+    if context.handle:
+        library().llama_detach_threadpool(context.handle)
+
+
+class CpuTeam:
+    """A stream of the CPU device that computes graphs of ours with an engine's threads."""
+
+    def __init__(self) -> None:
+        self._pools: Sequence[ThreadPool] = ()
+        self._chosen = -1
+        self._stream: Stream | None = None
+
+    def use(self, pools: Sequence[ThreadPool]) -> None:
+        """Compute one token with the first of these pools, and several tokens with the second.
+
+        The owner of the pools closes them.
+        """
+        self._pools, self._chosen = pools, -1
+
+    def open(self) -> None:
+        """Make the stream now; nothing if it is open."""
+        if self._stream is None:
+            self._stream = cpu_device().open()
+            self._chosen = -1
+
+    def choose(self, n_tokens: int) -> None:
+        """Compute with the threads for a batch of `n_tokens`."""
+        self.open()
+        index = 0 if n_tokens == 1 else 1
+        if index == self._chosen or self._stream is None:
+            return
+        self._chosen = index
+        lib, address = library(), self._stream.address
+        pool = self._pools[index]
+        lib.ggml_backend_cpu_set_n_threads(address, pool.n_threads)
+        lib.ggml_backend_cpu_set_threadpool(address, pool.address)
+
+    @property
+    def stream(self) -> Stream:
+        assert self._stream is not None, "choose() opens it"
+        return self._stream
+
+    def close(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+
+def cpu_device() -> Device:
+    """The device that computes in host memory."""
+    return next(device for device in all_devices() if device.kind == "cpu")
+
+
+def check(status: int, what: str) -> int:
+    """The ggml_status, if it is that of success or of a decode that a signal ended.
+
+    Raises DeviceFailed for any other.
+    """
+    if status not in (abi.GGML_STATUS_SUCCESS, abi.GGML_STATUS_ABORTED):
+        raise DeviceFailed(f"{what} failed with ggml status {status}")
+    return status
+
+
+@functools.cache
+def count_nodes() -> bool:
+    """Let ggml count the memory nodes; True if it found several and partitions statically.
+
+    Once per process: ggml complains of a second call. Not through llama_numa_init, which leaves the
+    call out for the strategy "disabled" and resets every thread's affinity for all others.
+    """
+    lib = library()
+    lib.ggml_numa_init(_NUMA_DISABLED)
+    return bool(lib.ggml_is_numa())
+
+
+@functools.cache
+def cpu_features() -> dict[str, str]:
+    """The CPU backend's features, as built and found: {"AVX512": "1", "OPENMP": "1", ...}."""
+    text: str = library().llama_print_system_info().decode()
+    pairs = (part.split("=", 1) for part in text.replace("CPU :", "").split("|") if "=" in part)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def has_openmp() -> bool:
+    """True if graphs are computed by libgomp's threads instead of a pool's own."""
+    return cpu_features().get("OPENMP") == "1"

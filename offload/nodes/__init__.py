@@ -1,1 +1,0 @@
-"""Memory nodes: the threads of an engine and the pages of its store."""

@@ -1,0 +1,224 @@
+"""Decides how many threads compute while other programs use the processors. Pure.
+
+ggml's threads meet at a barrier after each operation and spin there. If another program takes one
+of the processors, all threads wait for the one that has none: decodes take many times as long, and
+fewer threads are faster. The governor notices that decodes take much longer than expected, tries
+fewer threads, and from time to time tries more again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+_NOTICE_S = 0.5  # seconds of decodes that are judged together; a shorter disturbance passes
+_SLOW_SHARE = 0.7  # share of slow decodes among them from which fewer threads are tried
+_SLOW = 1.7  # times the expected seconds from which a decode is slow
+_TRIAL_DECODES = 3
+_TRIAL_S = 0.3  # a trial ends early after this time
+_HEALTHY = 1.25  # tolerance above the slowdown that fewer threads have by themselves
+_GAIN = 0.9  # fewer threads must take at most this share of the time
+_NOT_WORSE = 1.05  # more threads may take at most this multiple of the time to be kept
+_PROBE_AFTER_S = 2.0  # seconds of decodes before more threads are tried
+_PROBE_SHARE = 0.08  # of the time at most goes into trying more threads in vain
+_HOLD_S, _MOST_HOLD_S = 10.0, 320.0  # seconds of decodes without a search after one in vain
+_N_KEPT = 31  # decodes of one size from which the expected seconds are learnt
+_LEAST_KEPT = 5
+
+
+@dataclass(frozen=True)
+class WantedThreads:
+    """Threads to compute with. `polls` is False while idle threads should sleep instead of spin.
+
+    `sentence` tells the user about a change, "" if there is nothing to tell.
+    """
+
+    n_threads: int
+    polls: bool
+    sentence: str = ""
+
+
+@dataclass
+class _Tally:
+    """Decodes with one number of threads: seconds taken, and seconds expected with all threads."""
+
+    n_decodes: int = 0
+    seconds: float = 0.0
+    expected_s: float = 0.0
+
+    def add(self, seconds: float, expected_s: float) -> None:
+        self.n_decodes += 1
+        self.seconds += seconds
+        self.expected_s += expected_s
+
+    @property
+    def is_done(self) -> bool:
+        return self.n_decodes >= _TRIAL_DECODES or self.seconds >= _TRIAL_S
+
+    @property
+    def slowdown(self) -> float:
+        return self.seconds / self.expected_s
+
+
+@dataclass
+class _Search:
+    """A search for fewer threads. `slowdowns` by number of threads.
+
+    Other programs disturb `disturbed` threads and more; `healthy` threads ran as they should.
+    """
+
+    slowdowns: dict[int, float]
+    disturbed: int
+    healthy: int = 0
+    tally: _Tally = field(default_factory=_Tally)
+
+
+class ThreadGovernor:
+    """Wanted threads from the durations of decodes. Its clock is the time that decodes took."""
+
+    def __init__(self, n_most: int) -> None:
+        """`n_most`: threads to compute with while nothing disturbs."""
+        self._n_most = n_most
+        self.wanted = WantedThreads(n_most, polls=True)
+        self._usual: dict[int, deque[float]] = {}  # undisturbed seconds by number of tokens
+        self._recent: deque[tuple[float, float]] = deque()  # (seconds, expected seconds)
+        self._recent_s, self._n_slow = 0.0, 0
+        self._search: _Search | None = None
+        self._probe: _Tally | None = None
+        self._probe_step = 1
+        self._settled_slowdown = 1.0  # with the reduced number of threads
+        self._settled_n = n_most
+        self._quiet_s = 0.0  # seconds of decodes until the next search or probe may start
+        self._hold_s = _HOLD_S
+
+    def observe(
+        self, n_tokens: int, seconds: float, expected_s: float | None = None
+    ) -> WantedThreads:
+        """Take in a decode of `n_tokens` with the threads last wanted; the threads for the next.
+
+        `expected_s`: seconds it should take undisturbed with all threads; None: the median of
+        earlier decodes of this size.
+        """
+        if self._n_most == 1:
+            return self.wanted
+        self._quiet_s -= seconds
+        if expected_s is None:
+            expected_s = self._median(n_tokens)
+        if expected_s is None:
+            self._learn(n_tokens, seconds)
+        elif self._search is not None:
+            self._search_on(self._search, seconds, expected_s)
+        elif self._probe is not None:
+            self._probe_on(self._probe, seconds, expected_s)
+        else:
+            self._watch(n_tokens, seconds, expected_s)
+        return self.wanted
+
+    # -- what is expected -------------------------------------------------------------------------
+
+    def _median(self, n_tokens: int) -> float | None:
+        known = self._usual.get(n_tokens, ())
+        return sorted(known)[len(known) // 2] if len(known) >= _LEAST_KEPT else None
+
+    def _learn(self, n_tokens: int, seconds: float) -> None:
+        if self.wanted.n_threads == self._n_most:
+            self._usual.setdefault(n_tokens, deque(maxlen=_N_KEPT)).append(seconds)
+
+    # -- noticing ---------------------------------------------------------------------------------
+
+    def _watch(self, n_tokens: int, seconds: float, expected_s: float) -> None:
+        n, usual = self._settled_n, self._settled_slowdown
+        limit = max(_SLOW, _HEALTHY * n / (n - 1)) if n > 1 else _SLOW
+        is_slow = seconds > limit * usual * expected_s
+        if not is_slow:
+            self._learn(n_tokens, seconds)
+        self._recent.append((seconds, expected_s if is_slow else 0.0))
+        self._recent_s += seconds
+        self._n_slow += is_slow
+        while len(self._recent) > _TRIAL_DECODES:
+            oldest_s, slow = self._recent[0]
+            if self._recent_s - oldest_s < _NOTICE_S:
+                break
+            self._recent.popleft()
+            self._recent_s -= oldest_s
+            self._n_slow -= slow > 0
+        least = 2 if self._recent_s >= 3 * _NOTICE_S else _TRIAL_DECODES
+        is_trouble = (
+            len(self._recent) >= least
+            and self._recent_s >= _NOTICE_S
+            and self._n_slow >= _SLOW_SHARE * len(self._recent)
+        )
+        if self._quiet_s > 0:
+            return
+        if is_trouble and n > 1:
+            judged = [(s, e) for s, e in self._recent if e]
+            trouble = sum(s for s, _ in judged) / sum(e for _, e in judged)
+            self._search = _Search({n: trouble}, disturbed=n)
+            self._want(n - 1)
+        elif n < self._n_most:
+            self._probe = _Tally()
+            self._want(min(n + self._probe_step, self._n_most))
+
+    # -- fewer threads ----------------------------------------------------------------------------
+
+    def _search_on(self, search: _Search, seconds: float, expected_s: float) -> None:
+        search.tally.add(seconds, expected_s)
+        if not search.tally.is_done:
+            return
+        n, slowdown = self.wanted.n_threads, search.tally.slowdown
+        search.slowdowns[n], search.tally = slowdown, _Tally()
+        # Fewer threads are slower by themselves; what is no slower than that is undisturbed.
+        if slowdown <= _HEALTHY * self._n_most / n:
+            search.healthy = n
+        else:
+            search.disturbed = n
+        if search.disturbed - search.healthy > 1 and search.disturbed > 1:
+            self._want((search.healthy + search.disturbed) // 2)
+            return
+        self._search = None
+        started = self._settled_n
+        trouble = search.slowdowns[started]
+        best = min(search.slowdowns, key=lambda n: (search.slowdowns[n], -n))
+        if search.slowdowns[best] > _GAIN * trouble:
+            # Other programs are not the cause. The model may have become slower: learn anew.
+            self._usual.clear()
+            self._settle(started, max(1.0, self._settled_slowdown), self._hold_s)
+            self._hold_s = min(2 * self._hold_s, _MOST_HOLD_S)
+            return
+        words = (
+            f"decodes take {trouble:.1f} times as long as expected, other programs use the "
+            f"processors: computing with {best} of {self._n_most} threads"
+        )
+        self._settle(best, search.slowdowns[best], _PROBE_AFTER_S, words)
+
+    # -- more threads again -----------------------------------------------------------------------
+
+    def _probe_on(self, tally: _Tally, seconds: float, expected_s: float) -> None:
+        tally.add(seconds, expected_s)
+        n = self.wanted.n_threads
+        if tally.slowdown > _HEALTHY * self._settled_slowdown:
+            self._probe, self._probe_step = None, 1
+            wait_s = max(_PROBE_AFTER_S, tally.seconds / _PROBE_SHARE)
+            self._settle(self._settled_n, self._settled_slowdown, wait_s)
+        elif tally.is_done:
+            self._probe = None
+            if tally.slowdown > _NOT_WORSE * self._settled_slowdown:
+                self._probe_step = 1
+                self._settle(self._settled_n, self._settled_slowdown, _PROBE_AFTER_S)
+            elif n == self._n_most:
+                self._hold_s, self._probe_step = _HOLD_S, 1
+                self._settle(n, 1.0, 0.0, f"computing with {n} threads again")
+            else:
+                self._probe_step *= 2
+                self._settle(n, tally.slowdown, 0.0)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _settle(self, n: int, slowdown: float, quiet_s: float, sentence: str = "") -> None:
+        self._settled_n, self._settled_slowdown, self._quiet_s = n, slowdown, quiet_s
+        self._recent.clear()
+        self._recent_s, self._n_slow = 0.0, 0
+        self._want(n, sentence)
+
+    def _want(self, n: int, sentence: str = "") -> None:
+        self.wanted = WantedThreads(n, polls=n == self._n_most, sentence=sentence)
