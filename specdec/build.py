@@ -19,6 +19,12 @@ from specdec.drafters.ngram_mod import NgramMod
 from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.suffix import SuffixDrafter
+from specdec.drafters.synthetic import (
+    SyntheticAcceptance,
+    SyntheticDrafter,
+    check_rates,
+    rates_of_length,
+)
 from specdec.errors import BadOption, BadProfile
 from specdec.options import LONGEST, MOST_DRAFTED, PRICED, DrafterName, PolicyName, SpecOptions
 from specdec.policies.bandit import Bandit
@@ -27,12 +33,6 @@ from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.policies.published import Costs, PMins, Ratio, Rational, Speed
 from specdec.policies.throughput import Throughput
-from specdec.simulation.synthetic import (
-    SyntheticAcceptance,
-    SyntheticDrafter,
-    check_rates,
-    rates_of_length,
-)
 from specdec.types import Chooser, Drafter, Policy
 from specdec.whole_file import read_text
 

@@ -25,7 +25,6 @@ from specoffload.config.options import (
     ProfileOptions,
     RunOptions,
     ServeOptions,
-    SimulateOptions,
     TraceOptions,
     TuneOptions,
 )
@@ -164,19 +163,7 @@ def bench(line: CommandLine) -> None:
     own = line.of(BenchOptions)
     if own.output is not None and line.of(OutputOptions).as_json:
         raise UsageError("--json and --output are two formats: give one of them")
-    if own.overlap:
-        from specoffload.commands.on_sim.bench_overlap import bench_overlap
-
-        bench_overlap(own.repetitions)
-    elif own.hybrid:
-        from specoffload.commands.on_sim.bench_hybrid import bench_hybrid
-
-        bench_hybrid(own.repetitions)
-    elif own.policies:
-        from specoffload.commands.bench_policies import bench_policies
-
-        bench_policies(config_of(line), n_predict=own.n_predict)
-    elif own.n_pp or own.n_tg or own.n_pl:
+    if own.n_pp or own.n_tg or own.n_pl:
         from specoffload.bench.batched import Sweep, bench_batched
 
         sweep = Sweep(own.n_pp or (512,), own.n_tg or (128,), own.n_pl or (1,), own.is_pp_shared)
@@ -247,28 +234,6 @@ def demo(line: CommandLine) -> None:
     show(line.environment)
 
 
-def simulate(line: CommandLine) -> None:
-    """Compare the draft-length policies without a model, on profiles and traces."""
-    from specoffload.commands.simulate import simulate_policies
-
-    own = line.of(SimulateOptions)
-    if own.trace is not None:
-        for name in line.names(SimulateOptions, "n_tokens", "seed"):
-            report.note(f"{name} has no effect: the tokens of the trace are replayed")
-    idle = ("draft_share",) if own.draft_steps else ("target_step",)
-    for name in line.names(SimulateOptions, *idle):
-        report.note(f"{name} has no effect {'with' if own.draft_steps else 'without'} --draft-step")
-    simulate_policies(
-        profile=own.profile,
-        trace=own.trace,
-        n_tokens=own.n_tokens,
-        draft_share=own.draft_share,
-        draft_steps=own.draft_steps,
-        target_step=own.target_step,
-        seed=own.seed,
-    )
-
-
 def trace(line: CommandLine) -> None:
     """Read a trace: overlap, link utilisation, stalls and their causes."""
     from specoffload.commands.trace import show_trace
@@ -294,7 +259,7 @@ def tune_numa(line: CommandLine) -> None:
     tune(config_of(line), line.environment.profile_folder, time_limit_s=limit_s)
 
 
-for command in (run, chat, serve, bench, profile, plan, models, demo, simulate, trace, doctor):
+for command in (run, chat, serve, bench, profile, plan, models, demo, trace, doctor):
     add_command(app, command.__name__, command)
 app.add_typer(tune_app, name="tune")
 add_command(tune_app, "numa", tune_numa, under="tune")

@@ -18,6 +18,12 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
+# Programs that tests start find the lab, as the tests themselves do by pytest's `pythonpath`.
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])
+)
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every program
 # they start. The tests send it themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -78,7 +84,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_moe(models: Path) -> Path:
     """A random DeepSeek-V3 shape: MLA, one dense layer, routed and shared experts."""
-    from offload.synth import write_preset
+    from lab.synth import write_preset
 
     return write_preset("deepseek-v3", models / "tiny_moe.gguf", size="tiny", seed=1)
 
@@ -86,7 +92,7 @@ def tiny_moe(models: Path) -> Path:
 @pytest.fixture(scope="session")
 def tiny_dense(models: Path) -> Path:
     """A random llama shape of a few layers."""
-    from offload.synth import write_preset
+    from lab.synth import write_preset
 
     return write_preset("mistral-large", models / "tiny_dense.gguf", size="tiny", seed=2)
 

@@ -22,8 +22,8 @@ from steps import Workload, measure_link, measure_peers, measure_ways, step_rows
 from offload.device import DeviceChoice, choose_device, devices
 from offload.errors import DeviceUnavailable
 from offload.model_file import read_facts
-from offload.synth import plan_preset, write_preset
-from offload.synth.routing import ROUTINGS
+from lab.synth import plan_preset, write_preset
+from lab.synth.routing import ROUTINGS
 from offload.torch_draft.layout import DTYPES
 from offload.units import parse_bytes
 from specoffload.commands.bench import commit, machine

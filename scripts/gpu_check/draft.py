@@ -15,7 +15,7 @@ import torch
 
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
-from offload.synth import write_preset
+from lab.synth import write_preset
 from offload.torch_draft.draft import Drafted, TorchDraft
 from offload.torch_draft.options import TorchDraftOptions
 from specdec.drafters.block import BlockDrafter

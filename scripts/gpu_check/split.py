@@ -34,8 +34,8 @@ from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.sharing import device_bytes
 from offload.streaming.device import StreamingDevice
-from offload.synth import plan_preset, write_preset
-from offload.synth.routing import drawn_text
+from lab.synth import plan_preset, write_preset
+from lab.synth.routing import drawn_text
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import Environment
 from specoffload.config.host import read_host

@@ -99,8 +99,6 @@ def bench_config(
         "machine": machine(),
         "commit": commit(),
         "model": config.model.name,
-        "overlap": [],  # filled by --overlap
-        "policies": {},  # filled by --policies
     }
     peers = _tuned_peers(config)
     with report.progress("measuring") as bar:

@@ -205,9 +205,6 @@ class BenchOptions:
 
     n_predict: int = 64
     repetitions: int = 5
-    overlap: bool = False
-    hybrid: bool = False
-    policies: bool = False
     vs: str | None = None
     n_prompt: int = 2048
     output: str | None = None
@@ -253,19 +250,6 @@ class OutputOptions:
     """Of every command with results."""
 
     as_json: bool = False
-
-
-@dataclass(frozen=True)
-class SimulateOptions:
-    """Of `simulate`."""
-
-    profile: Path | None = None
-    trace: Path | None = None
-    n_tokens: int | None = None
-    draft_share: float = 0.05
-    draft_steps: tuple[float, ...] = ()  # seconds; empty: policies are compared instead
-    target_step: float = 0.1
-    seed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def read_kept(path: Path) -> tuple[int, ...]:
             raise UsageError(f"--draft-vocab {path}: line {number} is {text!r:.40}, no token id")
         kept.append(int(text))
     if not kept:
-        raise UsageError(f"--draft-vocab {path}: holds no token id; scripts/prune-vocab writes one")
+        raise UsageError(f"--draft-vocab {path}: holds no token id")
     return tuple(sorted(set(kept)))
 
 

@@ -16,7 +16,7 @@ from specoffload.errors import UsageError
 
 
 class RoundTrace:
-    """Rounds of one run, written as JSONL in the form that `specoffload simulate` reads."""
+    """Rounds of one run, written as JSONL in the form that `scripts/lab/run simulate` reads."""
 
     def __init__(self, path: Path) -> None:
         """Raises UsageError when the file cannot be written, before any work is done."""

@@ -10,8 +10,8 @@ import pytest
 import standin_calls
 from on_gpu import Logits, logits_of, options
 
+from lab.synth import write_preset
 from offload.device import DeviceChoice, devices
-from offload.synth import write_preset
 
 
 @pytest.fixture(scope="session")

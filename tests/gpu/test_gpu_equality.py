@@ -21,6 +21,7 @@ from on_gpu import (
     options,
 )
 
+from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions, context_spec
 from offload.errors import DoesNotFit
@@ -31,7 +32,6 @@ from offload.plan.placement import make_plan
 from offload.schedule.predict import Routing
 from offload.streaming.bounce import BounceCopier
 from offload.streaming.options import StreamingOptions
-from offload.synth import write_preset
 from offload.trace import NO_TRACE
 
 # The first test compiles the shaders, minutes of work for a driver in software.

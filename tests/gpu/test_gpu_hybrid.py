@@ -11,6 +11,7 @@ from budgets import budget
 from numpy.typing import NDArray
 from on_gpu import BATCHES, Logits, assert_same, logits, options
 
+from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.plan.min_batch import NEVER, MinBatch
@@ -18,7 +19,6 @@ from offload.schedule.schedule import Schedule
 from offload.split.split import HOST
 from offload.split.switch import ByCosts, Splitter, all_on_device, stay
 from offload.streaming.options import StreamingOptions
-from offload.synth import write_preset
 
 _NONE = MinBatch(NEVER, NEVER)
 

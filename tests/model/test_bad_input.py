@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, BadRequest, DoesNotFit, OffloadError
-from offload.synth import write_preset
 
 N_CUTS = 20
 

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from resolved import config_of
 
+from lab.synth import plan_preset, write_header_only, write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable
 from offload.model import ModelFacts
 from offload.model_file import read_facts
-from offload.synth import plan_preset, write_header_only, write_preset
 from specoffload.bench.equal_texts import (
     PlainText,
     compared,

@@ -1,4 +1,4 @@
-"""`bench --hybrid`: what it counts, of a case whose split is known. Nothing is said about time."""
+"""`split`: what it counts, of a case whose split is known. Nothing is said about time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.synth import write_preset
-from specoffload.commands.on_sim import bench_hybrid
+from lab import split
+from lab.synth import write_preset
 
 _S = 1e-4  # of an expert on either side
 
@@ -16,12 +16,10 @@ _S = 1e-4  # of an expert on either side
 def test_the_sides_of_a_case_are_what_its_split_makes_them(
     models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_hybrid, "_COPY_S", _S)
-    path = write_preset(
-        "qwen3-30b-a3b", models / "bench_hybrid.gguf", seed=1, **bench_hybrid._SHAPE
-    )
-    case = next(case for case in bench_hybrid.CASES if case.name == "half each, cached")
-    found = bench_hybrid.measure(replace(case, device_s=_S, host_s=_S), path, 2)
+    monkeypatch.setattr(split, "_COPY_S", _S)
+    path = write_preset("qwen3-30b-a3b", models / "bench_hybrid.gguf", seed=1, **split._SHAPE)
+    case = next(case for case in split.CASES if case.name == "half each, cached")
+    found = split.measure(replace(case, device_s=_S, host_s=_S), path, 2)
     n_each = 6 * 4  # half of what one token uses of every layer
     assert found.cpu_s == pytest.approx(n_each * _S)
     assert found.device_s > n_each * _S, "and what else a step computes"
@@ -31,4 +29,4 @@ def test_the_sides_of_a_case_are_what_its_split_makes_them(
 
 
 def test_there_are_five_splits() -> None:
-    assert len({case.name for case in bench_hybrid.CASES}) == 5
+    assert len({case.name for case in split.CASES}) == 5

@@ -10,6 +10,7 @@ import pytest
 from budgets import budget
 from test_chunks import logits
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph
@@ -20,7 +21,6 @@ from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
 from offload.split.switch import Splitter, all_on_device, stay
 from offload.streaming.options import StreamingOptions
-from offload.synth import write_preset
 
 BATCHES = (1, 3, 1, 7, 1, 40, 1)
 FUSED = ("MUL_MAT_ID", "ADD_ID", "MUL_MAT_ID", "ADD_ID", "GLU")  # in ggml_cuda_can_fuse

@@ -13,6 +13,7 @@ import pytest
 from budgets import budget
 from numpy.typing import NDArray
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, Stream
@@ -23,7 +24,6 @@ from offload.split.switch import all_on_device
 from offload.streaming import chains
 from offload.streaming.copy import ThreadCopier, Transfer
 from offload.streaming.options import StreamingOptions
-from offload.synth import write_preset
 from offload.trace import Trace
 
 # A ubatch of 64, the last one short; one token; chunks again.

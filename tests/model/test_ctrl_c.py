@@ -147,10 +147,10 @@ def test_opening_an_engine_raises_what_came_inside_a_callback(
 
 @pytest.mark.slow
 def test_no_ctrl_c_is_lost_across_a_run() -> None:
-    """Few and coarse tries: scripts/ctrl-c by hand makes a hundred."""
+    """Few and coarse tries: scripts/lab/run ctrl-c by hand makes a hundred."""
     words = ["--tries", "10", "--first", "0.3", "--step", "0.35", "--within", "30"]
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "ctrl-c", *words], capture_output=True, text=True
+        [sys.executable, "-m", "lab.ctrl_c", *words], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "10 tries" in done.stdout

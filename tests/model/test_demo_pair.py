@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lab.train.data import is_held_out, load_split, stdlib_root
+from lab.train.llama import LlamaModel
+from lab.train.prompts import read_prompts
+from lab.train.quality import agreement, likelihood
+from lab.train.shapes import EOS_ID, N_VOCAB, SPECIAL_TOKENS
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "specoffload" / "demo"
-sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-from train_demo.data import is_held_out, load_split, stdlib_root  # noqa: E402
-from train_demo.llama import LlamaModel  # noqa: E402
-from train_demo.prompts import read_prompts  # noqa: E402
-from train_demo.quality import agreement, likelihood  # noqa: E402
-from train_demo.shapes import EOS_ID, N_VOCAB, SPECIAL_TOKENS  # noqa: E402
 
 MAX_PAIR_BYTES = 30_000_000
 # Another CPU rounds differently: a few greedy ties may fall the other way.
@@ -159,8 +158,9 @@ def test_llama_cpp_computes_the_logits_torch_computes(
 ) -> None:
     import torch
     from gguf import GGMLQuantizationType
-    from train_demo.export import draft_arrays, target_arrays, write_gguf
-    from train_demo.restore import DemoGGUF, torch_model
+
+    from lab.train.export import draft_arrays, target_arrays, write_gguf
+    from lab.train.restore import DemoGGUF, torch_model
 
     read = DemoGGUF(DEMO / f"{name}.gguf")
     model = torch_model(read)
@@ -179,6 +179,6 @@ def test_llama_cpp_computes_the_logits_torch_computes(
 
 
 def test_the_card_and_its_json_say_the_same(card: dict[str, Any]) -> None:
-    from train_demo.card import render_card
+    from lab.train.card import render_card
 
     assert (DEMO / "CARD.md").read_text() == render_card(card)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
 from offload.ggml.library import interrupt
@@ -22,7 +23,6 @@ from offload.ggml.library.callback import Pending
 from offload.plan.min_batch import MinBatch
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
-from offload.synth import write_preset
 
 ALWAYS = MinBatch(experts=1, dense=1)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from lab.synth import plan_preset, write_header_only
 from offload.device import devices
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.plan.sharing import DECODING
-from offload.synth import plan_preset, write_header_only
 from specoffload.peers.tuned import tune_for
 
 ROOT = Path(__file__).parents[2]

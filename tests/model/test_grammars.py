@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import llama_cpp
@@ -19,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from resolved import config_of
 
+from lab.attack.grammars import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS
 from offload.errors import BadRequest
 from offload.ggml import sampler
 from offload.ggml.sampler import SamplerChain, grammar_tokens
@@ -27,10 +26,6 @@ from offload.sampling.options import SamplingOptions
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from attack_parts.grammars import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS  # noqa: E402
 
 TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.ggml.graph import GRAPH, Graph, GraphState
 from offload.ggml.library import abi
@@ -22,7 +23,6 @@ from offload.split.switch import all_on_device, stay
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 from offload.streaming.prepared import PreparedGraphs
-from offload.synth import write_preset
 
 SIZES = (1, 3, 5)
 WAYS = {

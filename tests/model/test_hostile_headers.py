@@ -1,4 +1,4 @@
-"""A small part of scripts/attack's model files: one field of the header of each is changed."""
+"""A small part of the lab's attack by model files: one field of the header of each is changed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from random import Random
 
 from gguf import GGUFReader
 
-from offload.synth import write_preset
-
-ATTACK = Path(__file__).resolve().parents[2] / "scripts" / "attack"
-sys.path.insert(0, str(ATTACK.parent))
-
-from attack_parts.header_fields import fields_of, mutated  # noqa: E402
+from lab.attack.header_fields import fields_of, mutated
+from lab.synth import write_preset
 
 
 def test_a_changed_header_runs_or_is_refused_in_one_sentence() -> None:
     done = subprocess.run(
-        [sys.executable, ATTACK, "--part", "headers", "--only", "0-60"],
+        [sys.executable, "-m", "lab.attack", "--part", "headers", "--only", "0-60"],
         capture_output=True,
         text=True,
     )

@@ -19,6 +19,7 @@ from budgets import budget
 from gguf import GGUFReader
 from numpy.typing import NDArray
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, SlotIds, Stream
@@ -45,7 +46,6 @@ from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 from offload.streaming.scheduled import ScheduledExecutor
 from offload.streaming.steps import Step
-from offload.synth import write_preset
 
 Rows = NDArray[np.float32]
 PRESETS = {

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from resolved import config_of
 
+from lab import hybrid_model as script
+from lab.synth.published import published_facts
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.machine import Machine, Sharing, best_s, streamed_s
 from offload.plan.sharing import DECODING, expected_s
 from offload.routing.hits import recorded_hits, simulated_hits
 from offload.schedule.cache_rules import Lru
-from offload.synth.published import published_facts
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import demo_file
 
@@ -25,23 +24,13 @@ ROOT = Path(__file__).parents[2]
 WORKLOAD = DECODING.workload(0)
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hybrid_model", ROOT / "scripts/hybrid_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_is_what_its_script_makes(script: ModuleType) -> None:
+def test_the_page_is_what_its_script_makes() -> None:
     page = (ROOT / "docs/hybrid-model.md").read_text(encoding="utf-8")
-    assert page == script.page(), "run scripts/hybrid-model"
+    assert page == script.page(), "run scripts/lab/run hybrid-model"
     assert "**modelled**" in page
 
 
-def test_no_cell_is_below_the_better_rival(script: ModuleType) -> None:
+def test_no_cell_is_below_the_better_rival() -> None:
     page = (ROOT / "docs/hybrid-model.md").read_text(encoding="utf-8")
     ratios = [float(found) for found in re.findall(r"\*\*(\d+\.\d\d)\*\* \|$", page, re.M)]
     assert len(ratios) == len(script.MODELS) * len(script.MACHINES) * len(script.ROUTINGS)
@@ -51,9 +40,7 @@ def test_no_cell_is_below_the_better_rival(script: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("title", ["DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B"])
-def test_a_plan_by_counted_hits_is_never_behind_the_other(
-    script: ModuleType, title: str, tmp_path: Path
-) -> None:
+def test_a_plan_by_counted_hits_is_never_behind_the_other(title: str, tmp_path: Path) -> None:
     facts: ModelFacts = published_facts(title, tmp_path)
     for gib, machine in script.MACHINES.values():
         old = script.plan_of(facts, gib, machine, hybrid=False)
@@ -71,9 +58,7 @@ def test_a_plan_by_counted_hits_is_never_behind_the_other(
                 assert split_s <= best_s(machine, work, new.sharing, n)
 
 
-def test_a_plan_for_splits_never_has_fewer_slots_and_on_some_machines_more(
-    script: ModuleType, tmp_path: Path
-) -> None:
+def test_a_plan_for_splits_never_has_fewer_slots_and_on_some_machines_more(tmp_path: Path) -> None:
     more = 0
     for title in script.MODELS:
         facts = published_facts(title, tmp_path)
@@ -92,14 +77,14 @@ def test_auto_leaves_to_counted_hits_what_on_is_certain_of() -> None:
     assert not config_of(hybrid=Toggle.ON, overlap=False).streaming.plan_for_hybrid
 
 
-def test_drawn_routing_hits_as_was_reported(script: ModuleType) -> None:
+def test_drawn_routing_hits_as_was_reported() -> None:
     # llama.cpp #27861, by LRU: 67 and 81 %; lrfu is a little better.
     drifting = script.curve("drifting", "", 512, 10)
     assert drifting.at(64 / 512) == pytest.approx(0.70, abs=0.04)
     assert drifting.at(128 / 512) == pytest.approx(0.82, abs=0.04)
 
 
-def test_recency_and_frequency_hit_no_less_than_recency_alone(script: ModuleType) -> None:
+def test_recency_and_frequency_hit_no_less_than_recency_alone() -> None:
     for n_experts, n_used, n_slots in ((512, 10, 64), (128, 4, 32), (256, 8, 64)):
         drawn = script.draw(n_experts, n_used, script.DRAWN["drifting"], 300, 1)
         cuts = [(now >= 150, [(0, expert) for expert in ids]) for now, (ids,) in enumerate(drawn)]
@@ -109,9 +94,7 @@ def test_recency_and_frequency_hit_no_less_than_recency_alone(script: ModuleType
 
 
 @pytest.mark.parametrize("kind", ["drifting", "code", "recorded"])
-def test_hits_of_the_rival_are_those_of_an_lru_cache_that_is_played(
-    script: ModuleType, kind: str
-) -> None:
+def test_hits_of_the_rival_are_those_of_an_lru_cache_that_is_played(kind: str) -> None:
     if kind == "recorded":
         with np.load(script.RECORDED) as data:
             n_experts, rows = int(data["n_experts"]), data["prose"][:300]
@@ -133,7 +116,7 @@ def test_hits_of_the_rival_are_those_of_an_lru_cache_that_is_played(
         assert found == pytest.approx(played, abs=0.01)
 
 
-def test_every_miss_of_the_rival_crosses_the_link(script: ModuleType, tmp_path: Path) -> None:
+def test_every_miss_of_the_rival_crosses_the_link(tmp_path: Path) -> None:
     facts = published_facts("Qwen3-235B-A22B", tmp_path)
     # All but the link takes no time.
     link = Machine(1e9, 1e30, 1e30, 1e30, 1e30, per_layer_s=0.0, per_switch_s=0.0)
@@ -151,7 +134,7 @@ def test_every_miss_of_the_rival_crosses_the_link(script: ModuleType, tmp_path: 
     assert script.lru_hits(work, few) == 0.0, "each slot is taken again before its expert returns"
 
 
-def test_what_was_recorded_is_small_whole_and_what_was_fitted(script: ModuleType) -> None:
+def test_what_was_recorded_is_small_whole_and_what_was_fitted() -> None:
     assert script.RECORDED.stat().st_size < 50_000
     with np.load(script.RECORDED) as data:
         n_experts = int(data["n_experts"])
@@ -174,7 +157,7 @@ def test_what_was_recorded_is_small_whole_and_what_was_fitted(script: ModuleType
         assert hits == pytest.approx(drawn_hits, abs=0.1)
 
 
-def test_published_hits_rise(script: ModuleType) -> None:
+def test_published_hits_rise() -> None:
     for points in script.NEAREST.values():
         assert list(points) == sorted(points)
         assert [hit for _, hit in points] == sorted(hit for _, hit in points)

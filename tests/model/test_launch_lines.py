@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.synth import write_preset
 from offload.device import has_gpu
-from offload.synth import write_preset
 from specoffload.cli import sampling_of
 from specoffload.config.command_line import CommandLine, read_command_line
 from specoffload.config.environment import read_environment

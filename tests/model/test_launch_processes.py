@@ -15,7 +15,7 @@ from urllib.request import Request, urlopen
 import pytest
 from test_launch_lines import LAUNCHES, STARTING, Launch
 
-from offload.synth import write_preset
+from lab.synth import write_preset
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120

@@ -26,9 +26,9 @@ from lossless_parts import (
 )
 from numpy.typing import NDArray
 
+from lab.synth import Shape, plan_shape, write, write_preset
 from offload.engine import Engine, EngineOptions
 from offload.ggml.llama import PARTIAL_STATE
-from offload.synth import Shape, plan_shape, write, write_preset
 from specdec.decoding.accept import Greedy, MatchAcceptance, Verdict
 from specdec.decoding.decode import decode
 from specdec.decoding.reject import Sampler

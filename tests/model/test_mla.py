@@ -15,6 +15,7 @@ import offload.engine
 import offload.mla.measure
 import offload.mla.switch
 import offload.streaming.device
+from lab.synth import write_preset
 from offload.device import choose_device
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
@@ -38,7 +39,6 @@ from offload.mla.switch import MlaSwitch, broadcast_nodes
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.streaming.device import StreamingDevice
-from offload.synth import write_preset
 
 N_HEAD, N_LAYERS = 4, 4
 Logits = list[NDArray[np.float32]]

@@ -1,29 +1,21 @@
-"""scripts/pictures: each picture is drawn from runs, here of small models."""
+"""scripts/lab/run pictures: each picture is drawn from runs, here of small models."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "draw_pictures.py"
 
 
 @pytest.fixture(scope="module")
 def pictures() -> ModuleType:
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is an extra")
     matplotlib.use("Agg")
-    spec = importlib.util.spec_from_file_location("draw_pictures", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["draw_pictures"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    module.SHAPE = {**module.SHAPE, "n_embd": 256, "n_ff_exp": 256}
-    return module
+    from lab import pictures
+
+    pictures.SHAPE = {**pictures.SHAPE, "n_embd": 256, "n_ff_exp": 256}
+    return pictures
 
 
 def test_the_three_runs_of_a_picture_differ_as_they_should(

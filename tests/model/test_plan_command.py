@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from lab.synth import plan_preset, write_header_only
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml import llama
@@ -23,7 +24,6 @@ from offload.plan.room_for_splits import MeasuredDecode
 from offload.routing.counted import CountedHits, HitCurve
 from offload.routing.hits import SHARES
 from offload.streaming.options import StreamingOptions
-from offload.synth import plan_preset, write_header_only
 from specoffload import report
 from specoffload.cli import app
 from specoffload.errors import UsageError

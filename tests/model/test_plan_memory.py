@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from library_memory import Allocated, allocated
 
+from lab.synth import plan_preset, write_header_only
+from lab.synth.presets import PRESETS
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
-from offload.synth import plan_preset, write_header_only
-from offload.synth.presets import PRESETS
 
 _MIB = 1 << 20
 SPEC = ContextSpec(4096, device_checkpoints=False)

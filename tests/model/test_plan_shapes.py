@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lab import plans
+from lab.simulation.fake import FakeTarget
+from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.context import ContextSpec, context_memory
@@ -39,9 +41,7 @@ from offload.plan.sharing import (
 from offload.plan.slot_layout import slot_layout
 from offload.routing.counted import HitCurve
 from offload.routing.hits import SHARES
-from offload.synth.published import PUBLISHED, published_facts
 from specdec.costs.measure import measure
-from specdec.simulation.fake import FakeTarget
 from specoffload.speculation.profiling import quick_plan
 
 GIB = 1 << 30
@@ -383,13 +383,8 @@ def test_the_chosen_ubatch_prefills_nearly_as_fast_as_any(
 
 
 def test_the_page_of_plans_is_made_by_its_script() -> None:
-    script = importlib.util.spec_from_file_location("plans_page", ROOT / "scripts/plans_page.py")
-    assert script is not None
-    assert script.loader is not None
-    made = importlib.util.module_from_spec(script)
-    script.loader.exec_module(made)
     page = (ROOT / "docs" / "plans.md").read_text(encoding="utf-8")
-    assert page == made.page(), "run scripts/plans"
+    assert page == plans.page(), "run scripts/lab/run plans"
 
 
 def test_a_plan_prices_few_ways(shapes: dict[str, ModelFacts]) -> None:

@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 from resolved import config_of
 
+from lab import regime
+from lab.policies import Tally, run
+from lab.regime import SIZES, SizeWay, ways
+from lab.workloads import judged_prompts, tuning_prompts
 from specdec.policies.fixed import Fixed, FixedWalk
 from specdec.types import Round
-from specoffload.bench import regime
-from specoffload.bench.regime import SIZES, SizeWay, ways
-from specoffload.bench.workloads import judged_prompts, tuning_prompts
-from specoffload.commands.bench_policies import Tally, run
 from specoffload.config.resolution import Config, demo_file
 from specoffload.session.generation import GenerationStats
 from specoffload.session.session import Session

@@ -1,9 +1,8 @@
-"""scripts/prune-vocab: what it counts, keeps and writes, and what it says of bad input."""
+"""scripts/lab/run prune-vocab: what it counts, keeps and writes, and what it says of bad input."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +14,12 @@ from specoffload.config.resolution import demo_file
 from specoffload.errors import UsageError
 from specoffload.speculation.kept_tokens import choose_kept, coverage, read_kept
 
-ROOT = Path(__file__).parents[2]
 DRAFT = demo_file("draft.gguf")
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "VENV": sys.prefix}
-    command = [str(ROOT / "scripts" / "prune-vocab"), *words]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    command = [sys.executable, "-m", "lab.prune_vocab", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
 def test_the_most_frequent_tokens_are_kept_and_those_that_end_or_spell(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 from resolved import config_of
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
 from offload.plan.min_batch import MinBatch
-from offload.synth import write_preset
 from specdec.decoding.accept import Greedy
 from specdec.decoding.decode import decode
 from specdec.drafters.suffix import SuffixDrafter

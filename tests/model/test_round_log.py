@@ -10,8 +10,8 @@ import pytest
 from resolved import config_of
 from test_lossless_recurrent import write_model
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
-from offload.synth import write_preset
 from specoffload.config.resolution import demo_file
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session

@@ -1,7 +1,7 @@
 """What is measured of a batch size is what running text then takes, with a cache of 30 %.
 
 In copies, not in seconds: they are what an expert cache makes of a text, and they can be counted.
-`scripts/running-text` compares the seconds.
+`scripts/lab/run running-text` compares the seconds.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import specoffload.session.min_batch
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.model import layer_of
 from offload.plan import min_batch_search
@@ -21,7 +22,6 @@ from offload.plan.min_batch import NEVER, MinBatch
 from offload.streaming import layer_clock
 from offload.streaming.layer_clock import BrokenOff, LayerClock
 from offload.streaming.options import StreamingOptions
-from offload.synth import write_preset
 from specdec.costs.measure import MeasureOptions, TextWalk, measure
 from specoffload.session.min_batch import choose_min_batch, streamed_kinds
 from specoffload.session.min_batch import measure as measure_both_sides

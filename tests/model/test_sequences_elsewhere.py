@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 from test_lossless_recurrent import write_model
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DeviceFailed
 from offload.sequences import Sequences
-from offload.synth import write_preset
 from specoffload.slots.sequence_file import read_sequence, write_sequence
 
 KINDS = ("mistral-large", "deepseek-v3", "gpt-oss", "mamba", "mamba2", "jamba", "qwen3next")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.ggml.graph import Graph, Product
 from offload.model_file import read_facts
@@ -20,7 +21,6 @@ from offload.schedule.predict import Fetch, fetch_of
 from offload.streaming.options import StreamingOptions
 from offload.streaming.prepared import Run
 from offload.streaming.scheduled import ScheduledExecutor
-from offload.synth import write_preset
 from offload.trace import COPY, Trace
 
 N_EXPERTS, N_USED = 16, 4

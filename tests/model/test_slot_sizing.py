@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import offload.engine as engine_module
+from lab.synth import write_preset
 from offload.device import DeviceChoice, choose_device
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
@@ -23,7 +24,6 @@ from offload.plan.sharing import ring_slots
 from offload.store.store import Store
 from offload.streaming.options import StreamingOptions
 from offload.streaming.sizing import fitted, for_warm_up, room_left
-from offload.synth import write_preset
 
 MIB = 1 << 20
 

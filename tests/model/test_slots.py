@@ -13,9 +13,9 @@ from lossless_parts import NEAR_TIE, assert_each_position_once, cheap_batches
 from resolved import config_of
 from test_lossless_recurrent import write_model
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, NotWritten
-from offload.synth import write_preset
 from specoffload.bench.workloads import prompts
 from specoffload.config.resolution import demo_file
 from specoffload.session.generation import GenerateOptions, GenerationStats

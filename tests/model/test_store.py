@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lab.synth import write_preset
 from numa.memory import PlacedMemory
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.hostbuffer import HostBufferType
@@ -31,7 +32,6 @@ from offload.store.layout import Layout
 from offload.store.reading import OpenFile, Readers
 from offload.store.room import Room
 from offload.store.store import Store, StoreOptions
-from offload.synth import write_preset
 
 TOKENS = [1, 7, 3, 200, 11]
 ON_CPU = StoreOptions(drop_resident=False)

@@ -18,17 +18,16 @@ import pytest
 from gguf import GGUFReader
 from numpy.typing import NDArray
 
+from lab.synth import plan_preset, plan_shape, write, write_header_only, write_preset
+from lab.synth.describe import read_description
+from lab.synth.presets import PRESETS
+from lab.synth.shape import ImpossibleShape, find_preset
 from offload.errors import BadModel, BadRequest
 from offload.ggml.library.lib import library
 from offload.model import layer_of
 from offload.model_file import read_facts
-from offload.synth import plan_preset, plan_shape, write, write_header_only, write_preset
-from offload.synth.describe import read_description
-from offload.synth.presets import PRESETS
-from offload.synth.shape import ImpossibleShape, find_preset
 
 ROOT = Path(__file__).parents[2]
-COMMAND = ROOT / "scripts" / "synth_command.py"
 # What the publishers say, in billions; multi-token-prediction layers not counted.
 PUBLISHED_PARAMETERS = {
     "deepseek-v3": 671,
@@ -255,7 +254,7 @@ def test_writing_a_large_file_takes_little_memory(tmp_path: Path) -> None:
     code = (
         "import resource, sys\n"
         "from offload.ggml.library.lib import library\n"
-        "from offload.synth import write_preset\n"
+        "from lab.synth import write_preset\n"
         "library()\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
         "before = peak()\n"
@@ -380,7 +379,7 @@ def test_a_description_the_library_asserts_on_does_not_end_the_process(tmp_path:
 
 
 def synth(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(COMMAND), *arguments]
+    command = [sys.executable, "-m", "lab.synth", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 

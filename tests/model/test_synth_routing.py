@@ -10,13 +10,13 @@ import pytest
 from gguf import GGUFReader, dequantize
 from numpy.typing import NDArray
 
+from lab.synth import plan_preset, write_preset
+from lab.synth.routing import N_TOPICS, drawn_text
+from lab.synth.shape import ImpossibleShape
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
 from offload.plan.min_batch import MinBatch
 from offload.streaming.scheduled import ScheduledExecutor
-from offload.synth import plan_preset, write_preset
-from offload.synth.routing import N_TOPICS, drawn_text
-from offload.synth.shape import ImpossibleShape
 
 N_TOKENS, N_EXPERTS = 400, 64
 SMALL = {"n_layer": 4, "n_expert": N_EXPERTS, "n_expert_used": 4, "n_ff_exp": 32, "n_vocab": 4096}

@@ -27,9 +27,9 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
+from lab.synth import write_preset  # noqa: E402
 from offload.engine import Engine, EngineOptions  # noqa: E402
 from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit  # noqa: E402
-from offload.synth import write_preset  # noqa: E402
 from offload.torch_draft.draft import Drafted, TorchDraft  # noqa: E402
 from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
 from offload.torch_draft.steps import Drawing, greedy  # noqa: E402

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
-from offload.synth import write_preset
 from specoffload.slots.slot import Slot
 
 WINDOW = 64  # of the tiny model

@@ -1,19 +1,14 @@
-"""A small part of what scripts/attack does, against the program as a user starts it."""
+"""A small part of the lab's attack, against the program as a user starts it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-ATTACK = Path(__file__).resolve().parents[2] / "scripts" / "attack"
-
-
-def attack(*words: str) -> None:
-    done = subprocess.run([sys.executable, ATTACK, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+from lab.attack.outcome import Breach, Outcome, show
 
 
 @pytest.mark.parametrize(
@@ -26,14 +21,12 @@ def attack(*words: str) -> None:
     ],
 )
 def test_an_attack_is_noticed_by_nobody_else(part: str, only: str) -> None:
-    attack("--part", part, "--only", only)
+    command = [sys.executable, "-m", "lab.attack", "--part", part, "--only", only]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_breach_is_told_with_its_command_and_is_a_failure(tmp_path: Path) -> None:
-    sys.path.insert(0, str(ATTACK.parent))
-    from attack_parts.outcome import Breach, Outcome, show
-    from rich.console import Console
-
+def test_a_breach_is_told_with_its_command() -> None:
     console = Console(record=True, width=100)
-    show([Outcome("http", 3, breaches=[Breach("no answer", "scripts/attack --only 2")])], console)
-    assert "scripts/attack --only 2" in console.export_text()
+    show([Outcome("http", 3, breaches=[Breach("no answer", "attack --only 2")])], console)
+    assert "attack --only 2" in console.export_text()

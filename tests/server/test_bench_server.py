@@ -1,4 +1,4 @@
-"""scripts/bench-server notices what it is there to notice."""
+"""scripts/lab/run bench-server notices what it is there to notice."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import json
 import subprocess
 import sys
 from contextlib import closing
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
 from fake_generator import FakeFactory
 from running import StartServer
 
+from lab.bench_server.__main__ import arguments, ways
+from lab.bench_server.delay import median
+from lab.bench_server.judge import MOST_GAP, Judge, unexplained
+from lab.bench_server.load import alone, load
 from specoffload import demo
 from specoffload.server.completions.native import NativeTeller
 from specoffload.session.generation import Piece
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-from bench_server.delay import median  # noqa: E402
-from bench_server.judge import MOST_GAP, Judge, unexplained  # noqa: E402
-from bench_server.load import alone, load  # noqa: E402
 
 PROMPTS = ["hello", "there"]
 
@@ -72,7 +68,7 @@ def test_the_judge_tells_mistakes_from_near_ties() -> None:
 def test_texts_are_compared_without_drafts_and_with_them() -> None:
     words = ["--vs", "none", "--turns", "--streams", "3", "--seconds", "1", "--load-tokens", "8"]
     done = subprocess.run(
-        [sys.executable, SCRIPTS / "bench-server", *words], capture_output=True, text=True
+        [sys.executable, "-m", "lab.bench_server", *words], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     load = json.loads(done.stdout)["load"]
@@ -85,9 +81,8 @@ def test_texts_are_compared_without_drafts_and_with_them() -> None:
 
 
 def test_the_rival_is_compared_with_one_cache_and_with_one_for_each_slot() -> None:
-    module = SourceFileLoader("bench_server_script", str(SCRIPTS / "bench-server")).load_module()
-    options = module.arguments(["--model", "m.gguf", "--draft", "d.gguf"])
-    found = module.ways(options, Path("llama-server"))
+    options = arguments(["--model", "m.gguf", "--draft", "d.gguf"])
+    found = ways(options, Path("llama-server"))
     rival = {name: command for name, command in found.items() if name.startswith("llama-server")}
     assert [("-kvu" in c, "-no-kvu" in c, "-md" in c) for c in rival.values()] == [
         (True, False, False),

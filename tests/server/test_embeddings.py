@@ -15,10 +15,10 @@ from program import Program, serving
 from resolved import config_of, line_of
 from running import http
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, DoesNotFit, NotSupported
 from offload.plan.pooling import OWN, OWN_OR_NONE, POOLINGS, pooling_of
-from offload.synth import write_preset
 from specoffload.config.options import ServeOptions
 from specoffload.config.serving import for_serving
 from specoffload.session.session import Session

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from attack_parts.exchange import Answer, ask_for, send  # noqa: E402
-from attack_parts.grammars import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS  # noqa: E402
-from attack_parts.overload import text_of  # noqa: E402
-from attack_parts.program import Program, bad_lines, serving  # noqa: E402
-from attack_parts.witness import N_TOKENS, decided_texts  # noqa: E402
+from lab.attack.exchange import Answer, ask_for, send
+from lab.attack.grammars import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS
+from lab.attack.overload import text_of
+from lab.attack.program import Program, bad_lines, serving
+from lab.attack.witness import N_TOKENS, decided_texts
 
 FLAGS = ("--device", "cpu", "-t", "1", "-np", "2", "-c", "1024", "--temp", "0", "--no-profile")
 _MOST_GROWTH = 1.2

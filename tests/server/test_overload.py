@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import httpx
 from fake_generator import FakeFactory
 from running import StartServer, http
 
+from lab.attack.overload import overload, text_of
 from specoffload.server.access.gate import Access
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from attack_parts.overload import overload, text_of  # noqa: E402
 
 N_CLIENTS = 64
 PER_CLIENT = 4

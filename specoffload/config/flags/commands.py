@@ -30,8 +30,6 @@ from specoffload.config.flags.reading import (
     PARALLEL,
     RAM,
     RATE,
-    SECONDS,
-    SEED,
 )
 from specoffload.config.options import (
     BenchOptions,
@@ -43,7 +41,6 @@ from specoffload.config.options import (
     ProfileOptions,
     RunOptions,
     ServeOptions,
-    SimulateOptions,
     Toggle,
     TraceOptions,
     TuneOptions,
@@ -54,7 +51,7 @@ _P = Panel.COMMAND
 _PLAN = frozenset({"plan"})
 _MOST_PARALLEL = 64
 _RUN, _SERVE = frozenset({"run"}), frozenset({"serve"})
-_BENCH, _PROFILE, _SIMULATE = frozenset({"bench"}), frozenset({"profile"}), frozenset({"simulate"})
+_BENCH, _PROFILE = frozenset({"bench"}), frozenset({"profile"})
 
 _PROMPT_FILE = "run keeps prompts in files, and serve slots, see --slot-save-path"
 
@@ -108,7 +105,7 @@ RUN = (
     ),
 )  # fmt: skip
 
-_RESULTS = frozenset({"run", "bench", "profile", "plan", "models", "simulate", "trace", "doctor"})
+_RESULTS = frozenset({"run", "bench", "profile", "plan", "models", "trace", "doctor"})
 _CHATS = frozenset({"run", "chat"})
 _ANSWERS = frozenset({"run", "chat", "serve"})
 
@@ -285,18 +282,6 @@ BENCH = (
         commands=_BENCH,
     ),
     Flag(
-        BenchOptions, "overlap", ("--overlap",), SWITCH,
-        "Measure how well copies hide behind computation.", _P, commands=_BENCH,
-    ),
-    Flag(
-        BenchOptions, "hybrid", ("--hybrid",), SWITCH,
-        "Measure how well CPU and device compute a layer's experts at once.", _P, commands=_BENCH,
-    ),
-    Flag(
-        BenchOptions, "policies", ("--policies",), SWITCH,
-        "Compare draft-length policies (code, prose, noise).", _P, commands=_BENCH,
-    ),
-    Flag(
         BenchOptions, "vs", ("--vs",), TEXT,
         "llama-server=PATH: compare with this program too, its draft flags swept.", _P,
         commands=_BENCH,
@@ -392,40 +377,6 @@ OUTPUT = (
     ),
 )  # fmt: skip
 
-SIMULATE = (
-    Flag(
-        SimulateOptions, "profile", ("--profile",), PATH, "Costs.", _P,
-        default_words="the published curves", commands=_SIMULATE,
-    ),
-    Flag(
-        SimulateOptions, "trace", ("--trace",), PATH, "Replay what --record-trace wrote.", _P,
-        commands=_SIMULATE,
-    ),
-    Flag(
-        SimulateOptions, "n_tokens", ("--tokens",), INT, "Length of synthetic texts.", _P,
-        least=10, most=1_000_000, default_words="2000", commands=_SIMULATE,
-    ),
-    Flag(
-        SimulateOptions, "draft_share", ("--draft-share",), FLOAT,
-        "A draft step in units of T(1), if unmeasured.", _P, least=0, most=1, commands=_SIMULATE,
-    ),
-    Flag(
-        SimulateOptions, "draft_steps", ("--draft-step",), SECONDS,
-        "Seconds of a draft step: what each makes of `throughput`.", _P, commands=_SIMULATE,
-        more="Tokens/s, draft lengths and the share of drafting on every curve, in place of the "
-        "policies' comparison.",
-    ),
-    Flag(
-        SimulateOptions, "target_step", ("--target-step",), FLOAT,
-        "T(1) in seconds of curves without a unit, for --draft-step.", _P, above=0,
-        commands=_SIMULATE,
-    ),
-    Flag(
-        SimulateOptions, "seed", ("--seed", "-s"), SEED, "Of the texts.", _P,
-        default_words="1", commands=_SIMULATE,
-    ),
-)  # fmt: skip
-
 MACHINE = (
     Flag(
         DoctorOptions, "numa", ("--numa",), SWITCH,
@@ -459,7 +410,7 @@ SHOWN = (
     ),
 )  # fmt: skip
 
-FLAGS = (*RUN, *CHAT, *SERVE, *BENCH, *PROFILE, *PLAN, *OUTPUT, *SIMULATE, *MACHINE, *SHOWN)
+FLAGS = (*RUN, *CHAT, *SERVE, *BENCH, *PROFILE, *PLAN, *OUTPUT, *MACHINE, *SHOWN)
 
 _OPENED = (OPENS - _RUN) | {"tune numa"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from typing import Literal
@@ -126,14 +125,6 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def seconds(text: str) -> tuple[float, ...]:
-    """Times, comma separated."""
-    values = rates(text)
-    if not all(0 < value < math.inf for value in values):
-        raise ValueError("must be above 0")
-    return values
-
-
 def n_predict(text: str) -> int | None:
     """A negative number is "to the end of the context": llama.cpp's -1 and -2."""
     value = _whole(text)
@@ -244,7 +235,6 @@ RAM = Kind("SIZE,SIZE/s", ram)
 DRAFTERS = Kind("NAME,...", drafters)
 REPLACEMENTS = Kind("TARGET=DRAFT,...", replacements)
 RATES = Kind("P,...", rates)
-SECONDS = Kind("SECONDS,...", seconds)
 COUNTS = Kind("N,...", counts)
 SEED = Kind("N", seed)
 SAMPLER_NAMES = Kind("NAME;...", samplers)

@@ -102,7 +102,7 @@ ENGINE = (
     Flag(
         DraftOptions, "vocab", ("--draft-vocab",), PATH,
         "Token ids that the torch draft may draft.", _P, needs=_DRAFT, default_words="all",
-        more="One per line, as scripts/prune-vocab writes them.",
+        more="One per line, as `scripts/lab/run prune-vocab` writes them.",
     ),
     Flag(
         DraftOptions, "graphs", (), SWITCH,
@@ -206,7 +206,8 @@ DRAFTING = (
     ),
     Flag(
         Options, "record_trace", ("--record-trace",), PATH,
-        "Write what was drafted and accepted, for `simulate`.", _P, needs=_DRAFTS,
+        "Write each drafted token's probability, and whether it was accepted.", _P,
+        needs=_DRAFTS,
         more="Best with --spec-policy fixed --draft-max 16: what nobody drafted is unknown.",
         rare=True,
     ),

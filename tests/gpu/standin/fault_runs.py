@@ -26,7 +26,7 @@ from offload.engine import Engine
 from offload.errors import OffloadError
 from offload.plan.min_batch import MinBatch
 from offload.split.switch import stay
-from offload.synth import write_preset
+from lab.synth import write_preset
 
 # What ggml-cuda does not survive. It then ends the process, in one sentence of ours.
 FATAL = r"specoffload: .*the library stopped at an assertion: .*CUDA error \(.*\); lower --vram\n"

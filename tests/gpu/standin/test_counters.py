@@ -10,6 +10,7 @@ import pytest
 import standin_calls
 from on_gpu import options
 
+from lab.synth import write_preset
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
@@ -17,7 +18,6 @@ from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
 from offload.split.switch import Splitter, all_on_device, stay
 from offload.streaming.options import StreamingOptions
-from offload.synth import write_preset
 
 N_LAYERS = 24
 N_DECODES = 20

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from offload.synth import write_preset
+from lab.synth import write_preset
 
 
 def run(n_devices: int, model: Path, target: Path) -> dict[str, Any]:

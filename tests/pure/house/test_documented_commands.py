@@ -14,7 +14,11 @@ from specoffload.commands.demo import NEXT
 from specoffload.config.command_line import HELP, read_command_line
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "scripts/README.md"]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / "scripts").rglob("README.md"),
+]
 OF_THE_PROGRAM = {
     "COMMAND",
     "--version",
@@ -65,21 +69,28 @@ def test_a_command_line_on_a_page_is_read(page: str, words: str) -> None:
 
 
 def scripts() -> list[tuple[str, str]]:
-    found = {
-        (script.name, words)
-        for script in (ROOT / "scripts").iterdir()
-        if script.is_file() and not script.suffix
-        for page in PAGES
-        for words in said_of(f"scripts/{script.name}", page.read_text(encoding="utf-8"))
-    }
-    return sorted(found)
+    """(script, its words) of every call on a page; a command of the lab is `lab/run NAME`."""
+    files = [p.name for p in (ROOT / "scripts").iterdir() if p.is_file() and not p.suffix]
+    lab = re.findall(r"^\| `([\w-]+)", (ROOT / "scripts/lab/README.md").read_text(), re.MULTILINE)
+    return sorted(
+        {
+            (script, words)
+            for script in [*files, *(f"lab/run {name}" for name in lab)]
+            for page in PAGES
+            for words in said_of(f"scripts/{script}", page.read_text(encoding="utf-8"))
+        }
+    )
 
 
 @pytest.mark.parametrize(("script", "words"), scripts(), ids=lambda text: text[:60])
 def test_a_scripts_flags_on_a_page_are_in_the_script(script: str, words: str) -> None:
-    beside = script.replace("-", "_")
-    sources = [*(ROOT / "scripts").glob(f"{beside}*.py"), *(ROOT / "scripts" / beside).glob("*.py")]
-    text = "".join(p.read_text(encoding="utf-8") for p in [ROOT / "scripts" / script, *sources])
+    path = ROOT / "scripts" / script
+    if script == "synth" or not path.is_file():  # a command of the lab
+        path = ROOT / "scripts/lab" / script.split()[-1].replace("-", "_")
+    beside = path.with_name(path.name.replace("-", "_"))
+    sources = [*beside.parent.glob(f"{beside.name}*.py"), *beside.glob("*.py")]
+    text = "".join(p.read_text(encoding="utf-8") for p in [path, *sources] if p.is_file())
+    assert text, f"there is no scripts/{script}"
     for flag in re.findall(r"(?<=\s)--[a-z][a-z-]+", f" {words}"):
         of_typer = rf"\b{flag[2:].replace('-', '_')}: Annotated"
         assert flag in text or re.search(of_typer, text), f"scripts/{script} knows no {flag}"

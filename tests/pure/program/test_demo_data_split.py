@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-from train_demo.data import (  # noqa: E402
+from lab.train.data import (
     HELD_OUT_EVERY,
     MAX_BYTES,
     MIN_BYTES,
@@ -21,7 +17,10 @@ from train_demo.data import (  # noqa: E402
     is_wanted,
     load_split,
 )
-from train_demo.prompts import MAX_TOKENS, MIN_TOKENS, pick_prompts, read_prompts  # noqa: E402
+from lab.train.prompts import MAX_TOKENS, MIN_TOKENS, pick_prompts, read_prompts
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
 
 PROMPTS = REPOSITORY / "specoffload" / "demo" / "prompts.json"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.simulation.fake import FakeTarget
+from lab.simulation.fake import FakeTarget
 from specdec.types import Drawing
 
 

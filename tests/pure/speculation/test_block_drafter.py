@@ -10,6 +10,7 @@ from block_model import FakeBlockModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.simulation.fake import FakeTarget
 from specdec.build import build_policy
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import published_curves
@@ -24,7 +25,6 @@ from specdec.options import PolicyName, SpecOptions
 from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.policies.throughput import Throughput
-from specdec.simulation.fake import FakeTarget
 from specdec.types import Draft, Policy, Round
 
 CHEAP = CostProfile(tuple(1.0 + 0.01 * n for n in range(32)), 0.01)

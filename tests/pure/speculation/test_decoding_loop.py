@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import Acceptance, Greedy, MatchAcceptance, Verdict
 from specdec.decoding.drafting import ChainDrafting, cut
@@ -26,7 +27,6 @@ from specdec.errors import SpecDecError
 from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.policies.throughput import Throughput
-from specdec.simulation.fake import FakeTarget
 from specdec.types import Decision, Draft, Drafter, IsEnd, Policy
 
 CHEAP = CostProfile(tuple(1.0 + 0.01 * n for n in range(32)), 0.01)

@@ -10,6 +10,7 @@ from block_model import FakeBlockModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import Greedy, MatchAcceptance
 from specdec.decoding.drafting import ChainDrafting
@@ -26,7 +27,6 @@ from specdec.policies.bounded import DraftBounds, bounded
 from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.policies.throughput import Throughput
-from specdec.simulation.fake import FakeTarget
 from specdec.types import Draft, Drafter, DraftRequest, Policy, Round
 
 CHEAP = CostProfile(tuple(1.0 + 0.01 * n for n in range(64)), 0.01)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
-from typer.testing import CliRunner
 
+from lab.simulate import seconds
+from lab.simulation.compare import synthetic_traces
+from lab.simulation.draft_step import in_seconds, step_effects
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import published_curves
-from specdec.simulation.compare import synthetic_traces
-from specdec.simulation.draft_step import in_seconds, step_effects
-from specoffload.cli import app
 
 FLAT = CostProfile.from_normalised([1.0, 0.55, 0.4, 0.33, 0.28, 0.25, 0.23, 0.21])
 
@@ -35,22 +36,24 @@ def test_cheaper_steps_draft_longer_and_bring_more() -> None:
         assert after.plain_tokens_per_s == pytest.approx(10.0)
 
 
+def simulate(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lab.simulate", *words]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def test_the_command_says_what_sixteen_steps_take() -> None:
-    words = ["simulate", "--draft-step", "0.0025,0.0007", "--tokens", "50", "--draft-share", "0.1"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
+    words = ["--draft-step", "0.0025,0.0007", "--tokens", "50"]
+    done = simulate(*words)
+    assert done.returncode == 0, done.stderr
     # Of the curves without a unit, at 100 ms a token: 16 x 2.5 ms and 16 x 0.7 ms.
-    assert "16 of them take 40% to" in done.output
-    assert "16 of them take 11% to" in done.output
-    assert "--draft-share has no effect with --draft-step" in done.output
-    assert "{" not in done.stdout
-    done = CliRunner().invoke(app, [*words, "--json"])
-    found = json.loads(done.stdout)
+    assert "16 of them take 40% to" in done.stdout
+    assert "16 of them take 11% to" in done.stdout
+    found = json.loads(simulate(*words, "--json").stdout)
     assert {e["draft_step_s"] for e in found["draft_steps"]} == {0.0025, 0.0007}
     assert len(found["draft_steps"]) == 2 * len(published_curves())
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "1,x"])
 def test_a_step_that_is_no_time_is_refused(text: str) -> None:
-    done = CliRunner().invoke(app, ["simulate", f"--draft-step={text}"])
-    assert done.exit_code != 0
+    with pytest.raises(ValueError, match="above 0|could not convert"):
+        seconds(text)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.simulation.shared_batch import SharedPlay, simulate_shared
+from lab.simulation.simulate import synthetic_trace
 from specdec.costs.profile import CostProfile
 from specdec.policies.throughput import Throughput, extra_time
-from specdec.simulation.shared_batch import SharedPlay, simulate_shared
-from specdec.simulation.simulate import synthetic_trace
 
 
 def copies(n_experts: int, n_used: int, fixed: float) -> list[float]:

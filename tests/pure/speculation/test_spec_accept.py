@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from block_model import FakeBlockModel
 
+from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import MatchAcceptance
 from specdec.decoding.decode import decode
@@ -23,7 +24,6 @@ from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.policies.published import Costs
 from specdec.policies.throughput import Throughput
-from specdec.simulation.fake import FakeTarget
 from specdec.types import Decision, Draft, Drafter, Policy, Round
 
 N_DRAWS = 100_000

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import Greedy, MatchAcceptance
 from specdec.decoding.decode import decode
@@ -20,17 +21,16 @@ from specdec.decoding.member import BatchMember
 from specdec.decoding.stats import SpecStats, reason_kind
 from specdec.decoding.tree import DraftTree, TreeDrafter, decode_tree
 from specdec.drafters.model import ModelDrafter
-from specdec.errors import BadOption, SpecDecError
-from specdec.policies.fixed import Fixed
-from specdec.policies.joint import allocate, best_count, level
-from specdec.policies.throughput import Throughput
-from specdec.simulation.fake import FakeTarget
-from specdec.simulation.synthetic import (
+from specdec.drafters.synthetic import (
     SyntheticAcceptance,
     SyntheticDrafter,
     check_rates,
     rates_of_length,
 )
+from specdec.errors import BadOption, SpecDecError
+from specdec.policies.fixed import Fixed
+from specdec.policies.joint import allocate, best_count, level
+from specdec.policies.throughput import Throughput
 from specdec.types import Decision, Draft, Drafter, Policy, Round
 
 # Batches that cost almost nothing more, so that drafts are worth it.

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.simulation.compare import applicable, compare, named_policies, synthetic_traces
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability, profile_figure
 from specdec.costs.profile import CostProfile, Timed
 from specdec.costs.profile_io import published_curves
 from specdec.errors import SpecDecError
 from specdec.options import PolicyName
-from specdec.simulation.compare import applicable, compare, named_policies, synthetic_traces
 
 CURVES = published_curves()
 

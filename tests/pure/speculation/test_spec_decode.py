@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
 from specdec.decoding.accept import Greedy
 from specdec.decoding.decode import decode, decode_alone
@@ -17,7 +18,6 @@ from specdec.drafters.none import NoDrafter
 from specdec.errors import SpecDecError
 from specdec.policies.fixed import Fixed
 from specdec.policies.throughput import Throughput
-from specdec.simulation.fake import FakeTarget
 from specdec.types import Round
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.simulation.fake import FakeTarget
 from specdec.costs.profile_io import published_curves
 from specdec.decoding.accept import Greedy
 from specdec.decoding.decode import decode
@@ -28,7 +29,6 @@ from specdec.policies.fixed import Fixed
 from specdec.policies.p_min import PMin
 from specdec.policies.published import Costs, PMins, Ratio, Rational, Speed
 from specdec.policies.throughput import Throughput
-from specdec.simulation.fake import FakeTarget
 from specdec.types import Decision, Draft, Drafter, Policy, Round
 
 PROFILE = published_curves()["deepseek-r1-0528-q4_x"]

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from lab.simulation.fake import FakeTarget
+from lab.simulation.simulate import simulate, synthetic_trace
 from specdec.costs.estimate import TOLERANCE, Wanted, estimate, next_size, relative_error
 from specdec.costs.measure import MeasureOptions, TextWalk, measure
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import load, published_curves, save
 from specdec.costs.refresh import RefreshedCosts
 from specdec.policies.throughput import Throughput
-from specdec.simulation.fake import FakeTarget
-from specdec.simulation.simulate import simulate, synthetic_trace
 from specoffload.speculation.profiling import quick_plan
 
 CURVES = published_curves()

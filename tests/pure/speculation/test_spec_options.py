@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.simulation.fake import FakeTarget
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import published_curves
@@ -15,11 +16,10 @@ from specdec.decoding.accept import Greedy, MatchAcceptance
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.none import NoDrafter
+from specdec.drafters.synthetic import SyntheticAcceptance
 from specdec.errors import BadOption
 from specdec.options import PRICED, DrafterName, PolicyName, SpecOptions
 from specdec.policies.fixed import Fixed
-from specdec.simulation.fake import FakeTarget
-from specdec.simulation.synthetic import SyntheticAcceptance
 
 PROFILE = published_curves()["deepseek-r1-0528-q4_x"]
 SYNTHETIC = SpecOptions(drafters=(DrafterName.SYNTHETIC,))

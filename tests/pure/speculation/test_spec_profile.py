@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.simulation.fake import FakeTarget
 from specdec.costs.calibration import Calibration, bin_of
 from specdec.costs.measure import MeasureOptions, measure
 from specdec.costs.profile import CostProfile, ProfileKey
@@ -24,7 +25,6 @@ from specdec.costs.profile_io import (
 )
 from specdec.costs.refresh import RefreshedCosts
 from specdec.errors import BadProfile
-from specdec.simulation.fake import FakeTarget
 
 KEY = ProfileKey("m", "d", "p", "8", "CUDA0", "0.3.36")
 

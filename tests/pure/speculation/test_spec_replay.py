@@ -11,22 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.costs.profile import CostProfile
-from specdec.drafters.chain import ChainDrafter
-from specdec.drafters.offer import offer
-from specdec.errors import SpecDecError
-from specdec.policies.fixed import Fixed
-from specdec.policies.throughput import Throughput
-from specdec.simulation.simulate import (
+from lab.simulate import simulate_policies
+from lab.simulation.simulate import (
     DraftTrace,
     fixed_oracle,
     format_trace,
     parse_trace,
     simulate,
 )
+from specdec.costs.profile import CostProfile
+from specdec.drafters.chain import ChainDrafter
+from specdec.drafters.offer import offer
+from specdec.errors import SpecDecError
+from specdec.policies.fixed import Fixed
+from specdec.policies.throughput import Throughput
 from specdec.types import Decision, Draft, Policy, Round
 from specoffload import report
-from specoffload.commands.simulate import simulate_policies
 from specoffload.speculation.round_trace import RoundTrace
 
 

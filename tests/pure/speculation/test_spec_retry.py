@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.simulation.fake import FakeTarget
+from lab.simulation.simulate import DraftTrace, constant_rate, simulate, synthetic_trace
 from specdec.costs.measure import MeasureOptions, measure
 from specdec.costs.profile import (
     CONTRADICTS,
@@ -25,8 +27,6 @@ from specdec.costs.profile import (
 from specdec.costs.profile_io import load, published_curves, save
 from specdec.costs.refresh import RefreshedCosts
 from specdec.policies.throughput import Throughput
-from specdec.simulation.fake import FakeTarget
-from specdec.simulation.simulate import DraftTrace, constant_rate, simulate, synthetic_trace
 
 ONE_S = 0.15
 STEP_S = 0.05 * ONE_S

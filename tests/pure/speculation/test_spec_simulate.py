@@ -13,15 +13,7 @@ from types import FrameType
 import numpy as np
 import pytest
 
-from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import published_curves
-from specdec.errors import SpecDecError
-from specdec.policies.bandit import Bandit
-from specdec.policies.fixed import Fixed
-from specdec.policies.p_min import PMin
-from specdec.policies.published import Costs, PMins, Ratio, Rational, Speed
-from specdec.policies.throughput import Throughput
-from specdec.simulation.simulate import (
+from lab.simulation.simulate import (
     DraftTrace,
     brute_force_oracle,
     constant_rate,
@@ -31,6 +23,14 @@ from specdec.simulation.simulate import (
     simulate,
     synthetic_trace,
 )
+from specdec.costs.profile import CostProfile
+from specdec.costs.profile_io import published_curves
+from specdec.errors import SpecDecError
+from specdec.policies.bandit import Bandit
+from specdec.policies.fixed import Fixed
+from specdec.policies.p_min import PMin
+from specdec.policies.published import Costs, PMins, Ratio, Rational, Speed
+from specdec.policies.throughput import Throughput
 from specdec.types import Policy
 
 CURVES = published_curves()
@@ -175,7 +175,7 @@ def test_a_damaged_trace_is_refused_with_its_place(text: str, message: str) -> N
 @pytest.mark.parametrize(("kind", "most"), [("code", 34), ("prose", 59)])
 def test_deciding_a_drafted_token_takes_few_calls(kind: str, most: float) -> None:
     """Calls of functions, Python's and native ones, the dynamic programme and the refresh of T(n)
-    included. `scripts/round-cost` says what they take in microseconds."""
+    included. `scripts/lab/run round-cost` says what they take in microseconds."""
     profile = with_draft(CURVES["deepseek-r1-0528-q4_x"], 0.05)
     text = synthetic_trace(3000, seed=1, kinds=(kind,))
     n_calls = 0

@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from specdec.costs.calibration import Calibration
-from specdec.costs.profile import CostProfile
-from specdec.policies import throughput
-from specdec.policies.horizon import CENTRES, N_CENTRES, drafting_on, moved
-from specdec.policies.throughput import Throughput
-from specdec.simulation.simulate import DraftTrace, constant_rate, simulate
-from specdec.simulation.stress import (
+from lab.simulation.simulate import DraftTrace, constant_rate, simulate
+from lab.simulation.stress import (
     SAYINGS,
     quantiles,
     random_curve,
@@ -23,6 +18,11 @@ from specdec.simulation.stress import (
     stress_cases,
     stress_trace,
 )
+from specdec.costs.calibration import Calibration
+from specdec.costs.profile import CostProfile
+from specdec.policies import throughput
+from specdec.policies.horizon import CENTRES, N_CENTRES, drafting_on, moved
+from specdec.policies.throughput import Throughput
 
 
 def test_stress_cases_are_the_same_for_the_same_seed() -> None:

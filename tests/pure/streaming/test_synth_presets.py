@@ -10,12 +10,10 @@ from gguf import GGMLQuantizationType as Type
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.errors import BadRequest
-from offload.ggml.wanted_tensors import WantedTensor
-from offload.synth.describe import parse_setting, read_description
-from offload.synth.mixture import RULES, types_of
-from offload.synth.presets import ALIASES, PRESETS
-from offload.synth.shape import (
+from lab.synth.describe import parse_setting, read_description
+from lab.synth.mixture import RULES, types_of
+from lab.synth.presets import ALIASES, PRESETS
+from lab.synth.shape import (
     SIZES,
     TINY_VOCAB,
     ImpossibleShape,
@@ -23,9 +21,11 @@ from offload.synth.shape import (
     find_preset,
     resolve,
 )
-from offload.synth.tensortype import TypePolicy
-from offload.synth.values import fill_of
-from offload.synth.vocabulary import byte_level, size_of
+from lab.synth.tensortype import TypePolicy
+from lab.synth.values import fill_of
+from lab.synth.vocabulary import byte_level, size_of
+from offload.errors import BadRequest
+from offload.ggml.wanted_tensors import WantedTensor
 
 
 @pytest.mark.parametrize("name", PRESETS)

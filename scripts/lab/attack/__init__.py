@@ -1,0 +1,3 @@
+"""The parts of `scripts/lab/run attack`."""
+
+ATTACK = "scripts/lab/run attack"

@@ -1,0 +1,238 @@
+"""Bodies that no honest client sends: valid ones of each endpoint, and something wrong in them."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+from lab.attack.grammars import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS
+
+_SAYS = [{"role": "user", "content": "Write a line."}]
+_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}},
+}
+_CHAT: dict[str, Any] = {"messages": _SAYS, "max_tokens": 2}
+_TEXT: dict[str, Any] = {"prompt": "import os\n", "max_tokens": 2}
+
+# Every endpoint with a body, and one that it answers.
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": _CHAT,
+    "/chat/completions": {**_CHAT, "tools": [_TOOL]},
+    "/v1/completions": _TEXT,
+    "/completions": _TEXT,
+    "/completion": _TEXT,
+    "/infill": {"input_prefix": "def f(", "input_suffix": "):\n", "max_tokens": 2},
+    "/v1/messages": {"messages": _SAYS, "max_tokens": 2, "model": "any"},
+    "/v1/messages/count_tokens": {"messages": _SAYS, "model": "any"},
+    "/v1/responses": {"input": "Write a line.", "max_output_tokens": 2},
+    "/responses": {"input": _SAYS, "max_output_tokens": 2},
+    "/tokenize": {"content": "import os"},
+    "/detokenize": {"tokens": [1, 2, 3]},
+    "/apply-template": {"messages": _SAYS},
+    "/slots/0?action=erase": {},
+    "/slots/1?action=save": {"filename": "x"},
+    "/slots/7?action=restore": {"filename": "../x"},
+}
+_GENERATING = [path for path, body in ENDPOINTS.items() if any("max" in name for name in body)]
+
+_FIELDS = (
+    *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stream", "n", "logprobs"),
+    *("top_logprobs", "logit_bias", "grammar", "json_schema", "response_format", "tools", "model"),
+    *("tool_choice", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty"),
+    *("samplers", "mirostat", "dry_multiplier", "dry_sequence_breakers", "typical_p", "id_slot"),
+    *("cache_prompt", "time_limit_s", "draft_max", "speculative.n_max", "ignore_eos", "echo"),
+    *("suffix", "best_of", "stream_options", "chat_template_kwargs", "reasoning_effort", "system"),
+    *("reasoning_format", "add_generation_prompt", "continue_final_message", "thinking", "input"),
+    *("instructions", "previous_response_id", "stop_sequences", "text", "response_fields", "user"),
+    *(
+        "min_keep",
+        "xtc_probability",
+        "top_n_sigma",
+        "dynatemp_range",
+        "adaptive_target",
+        "metadata",
+    ),
+    *("timings_per_token", "return_tokens", "parallel_tool_calls", "max_tokens", "prompt", "\0"),
+    *(
+        "max_completion_tokens",
+        "messages",
+        "content",
+        "tokens",
+        "filename",
+        "n_predict",
+        "__class__",
+    ),
+)
+
+_SPECIAL = "<|im_start|><|endoftext|><s></s><|eot_id|><start_of_turn>[INST]"
+
+
+def hostile_value(rng: Random) -> Any:
+    """Something that is of no field's kind, or far too much of it."""
+    n = rng.choice((0, 1, 7, 300, 5000))
+    kind = rng.randrange(24)
+    if kind < 8:
+        return rng.choice(
+            (None, True, False, -1, 0, 1, 1.5, -0.0, 1e308, -1e308, 5e-324, 2**31, 2**63, 2**64)
+        )
+    if kind < 12:
+        return rng.choice(("", "\0", "x" * n, "é" * n, "😀" * n, "\\" * n, '"' * n, "a\u2028b"))
+    if kind == 12:
+        return _SPECIAL * n
+    if kind == 13:
+        return [rng.choice((0, -1, 1, 2**40, "x", None, [], {}, 1.5))] * n
+    if kind == 14:
+        return [f"{i}" for i in range(n)]
+    if kind == 15:
+        return {f"k{i}": i for i in range(n)}
+    if kind == 16:
+        return _nested(rng.choice((3, 60, 900)), rng.random() < 0.5)
+    if kind == 17:
+        return rng.choice(list(HOSTILE_GRAMMARS.values()))
+    if kind == 18:
+        return rng.choice(list(HOSTILE_SCHEMAS.values()))
+    if kind == 19:
+        return [[]] * n
+    if kind == 20:
+        return 10 ** rng.choice((5, 20, 400))
+    if kind == 21:
+        return {"type": rng.choice(("json_schema", "json_object", "function", "text", "x", 3))}
+    if kind == 22:
+        return "{{ 1/0 }}{% for i in range(10**9) %}{% endfor %}" * (1 + n // 100)
+    return "".join(
+        chr(rng.choice((rng.randrange(1, 128), rng.randrange(0x10000)))) for _ in range(n % 400)
+    )
+
+
+def _nested(depth: int, in_lists: bool) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value] if in_lists else {"a": value}
+    return value
+
+
+def _messages(rng: Random) -> Any:
+    roles = ("user", "assistant", "system", "tool", "developer", "king", "", None, 3)
+    contents = (
+        "x",
+        "",
+        None,
+        3,
+        [],
+        [{"type": "text", "text": "x"}],
+        [{"type": "image_url"}],
+        {},
+        _SPECIAL,
+    )
+    many = rng.choice((1, 2, 5, 400))
+    return [
+        {
+            "role": rng.choice(roles) if rng.random() < 0.5 else "user",
+            "content": rng.choice(contents) if rng.random() < 0.7 else hostile_value(rng),
+            **({"tool_calls": hostile_value(rng)} if rng.random() < 0.2 else {}),
+        }
+        for _ in range(many)
+    ]
+
+
+def _with_fields(rng: Random, body: dict[str, Any]) -> dict[str, Any]:
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        name = rng.choice([*body, *body, *_FIELDS] if body else list(_FIELDS))
+        if rng.random() < 0.1:
+            body.pop(name, None)
+        else:
+            body[name] = hostile_value(rng)
+    if "messages" in body and rng.random() < 0.3:
+        body["messages"] = _messages(rng)
+    return body
+
+
+def _constrained(rng: Random, body: dict[str, Any]) -> dict[str, Any]:
+    """A grammar or a schema, whole or with a piece of it gone."""
+    if rng.random() < 0.5:
+        text = rng.choice(list(HOSTILE_GRAMMARS.values()))
+        if rng.random() < 0.5:
+            at = rng.randrange(len(text) + 1)
+            text = (
+                text[:at]
+                + rng.choice(("", "{", "}", "*", '"', "\\", "(", "|", "\0"))
+                + text[at + 1 :]
+            )
+        return {**body, "grammar": text}
+    schema = rng.choice(list(HOSTILE_SCHEMAS.values()))
+    if rng.random() < 0.3:
+        schema = {"type": "object", "properties": {"a": schema, "b": hostile_value(rng)}}
+    name = rng.choice(("json_schema", "response_format", "text"))
+    if name == "json_schema":
+        return {**body, "json_schema": schema}
+    wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    if name == "text":
+        return {**body, "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+    return {**body, "response_format": wrapped}
+
+
+def _long(rng: Random, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """More text, or more of it, than anything takes."""
+    text = rng.choice(("x", "é", " ", "\n", _SPECIAL, "<0x0A>", "a b ")) * rng.choice(
+        (5000, 60_000)
+    )
+    for name in ("prompt", "content", "input", "input_prefix"):
+        if name in body and isinstance(body[name], str):
+            return {**body, name: text}
+    if "messages" in body:
+        many = rng.choice(([{"role": "user", "content": text}], _SAYS * 3000))
+        return {**body, "messages": many}
+    if path == "/detokenize":
+        return {"tokens": [rng.randrange(4000)] * 50_000}
+    return {**body, "stop": ["x" * 100] * 5000}
+
+
+def hostile_body(rng: Random) -> tuple[str, bytes]:
+    """A path, and what to send there."""
+    path = rng.choice(list(ENDPOINTS))
+    body: dict[str, Any] = json.loads(json.dumps(ENDPOINTS[path]))
+    kind = rng.random()
+    if kind < 0.55:
+        body = _with_fields(rng, body)
+    elif kind < 0.75:
+        path = rng.choice(_GENERATING)
+        body = _constrained(rng, json.loads(json.dumps(ENDPOINTS[path])))
+    elif kind < 0.8:
+        body = _long(rng, path, body)
+    return path, _bytes_of(rng, body, damage=kind >= 0.8)
+
+
+def _bytes_of(rng: Random, body: dict[str, Any], *, damage: bool) -> bytes:
+    data = json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+    if not damage:
+        return data
+    kind = rng.randrange(12)
+    at = rng.randrange(len(data) + 1)
+    if kind == 0:
+        return data[:at]
+    if kind == 1:
+        return data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
+    if kind == 2:
+        return rng.choice((b"[", b'{"a":')) * rng.choice((100, 100_000))
+    if kind == 3:
+        digits = b"9" * rng.choice((30, 400, 5000, 500_000))
+        return b'{"prompt": "x", "seed": ' + digits + b', "max_tokens": 1}'
+    if kind == 4:
+        return rng.choice(
+            (b"", b"null", b"[]", b'""', b"0", b"NaN", b"\xef\xbb\xbf{}", b"\xff\xfe")
+        )
+    if kind == 5:
+        return data[:-1] + b', "prompt": "\\ud800", "messages": "\\udfff"}'
+    if kind == 6:
+        return data[:-1] + b', "temperature": ' + rng.choice((b"NaN", b"Infinity", b"1e999")) + b"}"
+    if kind == 7:
+        return bytes(rng.randrange(256) for _ in range(rng.choice((1, 50, 3000))))
+    if kind == 8:
+        return b" " * rng.choice((10, 2_000_000)) + data
+    if kind == 9:
+        return b'{"prompt": [' + b"1," * rng.choice((10, 200_000)) + b"1]}"
+    if kind == 10:
+        return b"{" + b",".join(b'"k%d": 0' % i for i in range(rng.choice((5, 50_000)))) + b"}"
+    return data + data

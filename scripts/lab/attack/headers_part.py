@@ -1,0 +1,135 @@
+"""Model files with one field of their header changed: each runs, or is refused in one sentence.
+
+Every file is given to `specoffload run` in a process that is forked after the imports, so that a
+thousand of them take minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+from lab.attack import ATTACK
+from lab.attack.header_fields import fields_of, mutated
+from lab.attack.outcome import Breach, Outcome
+from lab.attack.program import bad_lines
+from lab.synth import write_preset
+
+# Attention with MLA and experts, experts with grouped queries, a dense one, a recurrent one.
+ARCHITECTURES = ("deepseek-v3", "qwen3-30b-a3b", "mistral-large", "qwen3-next-80b-a3b")
+_LIMIT_S = 30.0
+_ADDRESSES = 8 << 30  # a file may ask for more; the machine has others to serve
+_WORDS = ("run", "-p", "a b", "-n", "2", "-c", "128", "--no-profile", "-m")
+_MOST_LETTERS = 1500  # of all that is said
+
+
+def headers_part(seed: int, numbers: range, folder: Path) -> Outcome:
+    outcome = Outcome("headers", len(numbers))
+    wholes = [
+        write_preset(name, folder / f"{name}.gguf", size="tiny", seed=1).read_bytes()
+        for name in ARCHITECTURES
+    ]
+    fields = [fields_of(whole) for whole in wholes]
+    outcome.figures["fields"] = sum(map(len, fields))
+    _import_all()
+    for name in ARCHITECTURES:  # else every file might be refused for another reason
+        ended, breach = run_forked([*_WORDS, str(folder / f"{name}.gguf")], folder)
+        if ended != "runs":
+            said = (folder / "said.txt").read_text()
+            outcome.breaches.append(Breach(f"{name} {ended}: {breach} {said}", "as it is"))
+    for number in numbers:
+        rng = Random(f"{seed}/{number}")
+        which, turn = number % len(wholes), number // len(wholes)
+        # Each field comes once before any comes twice; a step that no count of fields divides.
+        field = fields[which][(turn * 7919) % len(fields[which])]
+        path = folder / "mutated.gguf"
+        path.write_bytes(mutated(rng, wholes[which], field))
+        ended, breach = run_forked([*_WORDS, str(path)], folder)
+        outcome.tally[ended] += 1
+        if breach:
+            command = f"{ATTACK} --part headers --seed {seed} --only {number}"
+            what = f"{ARCHITECTURES[which]}: {field.name}: {breach}"
+            outcome.breaches.append(Breach(what, command))
+    return outcome
+
+
+def _import_all() -> None:
+    """What every process needs, once."""
+    import specoffload.cli
+    import specoffload.commands.run
+    import specoffload.config.host
+    import specoffload.config.resolution
+    import specoffload.session.opening
+    import specoffload.session.session
+    import specoffload.terminal.opened  # noqa: F401
+
+
+def run_forked(words: Sequence[str], folder: Path) -> tuple[str, str]:
+    """How the program ended with these words, and what was wrong with that."""
+    said = folder / "said.txt"
+    child = os.fork()
+    if child == 0:
+        _become_the_program(words, said)
+    status = _waited(child)
+    text = said.read_text(errors="replace")
+    if status is None:
+        return "hung", f"it takes over {_LIMIT_S:g} s: {text[-300:]!r}"
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return name, f"killed by {name}: {text[-300:]!r}"
+    code = os.WEXITSTATUS(status)
+    if bad_lines(text):
+        return "traceback", f"exit code {code}: {text[-600:]!r}"
+    if code not in (0, 2):
+        return f"code {code}", f"exit code {code}: {text[-300:]!r}"
+    if code and len(text) > _MOST_LETTERS:
+        return "many words", f"{len(text)} letters: {text[:300]!r}"
+    return ("runs" if code == 0 else "refused"), ""
+
+
+def _become_the_program(words: Sequence[str], said: Path) -> None:
+    """In the child: never returns."""
+    code = 70
+    try:
+        out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for descriptor in (1, 2):
+            os.dup2(out, descriptor)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (_ADDRESSES, _ADDRESSES))
+        sys.argv = ["specoffload", *words]
+        from specoffload.cli import main
+
+        main()
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _waited(child: int) -> int | None:
+    """Its status; None for one that had to be killed."""
+    end_s = time.monotonic() + _LIMIT_S
+    while time.monotonic() < end_s:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None

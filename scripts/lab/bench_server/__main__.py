@@ -1,0 +1,216 @@
+"""The server under load on loopback, and beside llama-server: one JSON object on stdout.
+
+    scripts/lab/run bench-server            64 streams for 60 s, drafts off and on, then 1 and 8
+    ... --vs PATH                           llama-server to compare with; `none`: without;
+                                            default: what scripts/build-llama-server made
+    ... --streams 0                         without the load
+    ... --threads 1 --rounds 7 --tokens 128 --model FILE -- SERVE_FLAGS...
+
+Both sides run the same file on the plain CPU with the same threads, drafts off, in one run: first
+one, then the other, `--rounds` times; a turn is `--requests` requests of each stream, one after
+another. The ratio is of the medians; `token_delay_ms` is the median
+time from the engine's token to its client's socket, from /metrics. Under load each stream is
+compared, token by token, with what one client alone is given; where one differs, each of its tokens
+has to be the likeliest for its beginning, but for near-ties. That is done without drafts and with
+blocks of 4 in every round, and with llama-server too, its KV cache unified and not: ours has one
+cache for all slots. What goes wrong with ours goes to stderr, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from lab import ROOT
+from lab.bench_server.delay import median
+from lab.bench_server.judge import Judge, unexplained
+from lab.bench_server.load import Report, alone, load, speed
+from lab.bench_server.servers import Server, ours, running, theirs
+
+DEMO = ROOT / "specoffload" / "demo"
+N_CTX = 16384
+N_PARALLEL = 8
+
+
+def prompts() -> list[str]:
+    """Beginnings of Python files that the embedded pair has not seen."""
+    found = json.loads((DEMO / "prompts.json").read_text(encoding="utf-8"))
+    return [entry["text"] for entry in found if entry["kind"] == "code"][:16]
+
+
+def llama_server(given: str | None) -> Path | None:
+    if given == "none":
+        return None
+    if given is not None:
+        return Path(given)
+    made = subprocess.run(
+        [ROOT / "scripts" / "build-llama-server"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return Path(made.stdout.strip())
+
+
+def ways(options: argparse.Namespace, program: Path | None) -> dict[str, list[str]]:
+    """Command lines of the servers under load, by name: drafts off and on; of llama-server with
+    one KV cache for all slots, and one for each."""
+    drafts = ["-md", str(options.draft), "--draft-max", "4", "--draft-p-min", "0"]
+    found = {}
+    for name, own, flags in (
+        ("drafts off", ["--spec-type", "none"], []),
+        ("drafts on", ["--spec-policy", "fixed", *drafts[:4]], drafts),
+    ):
+        own = [*own, "--max-queue", "64", "--metrics", *options.flags]
+        found[name] = ours(options.model, options.threads, N_PARALLEL, N_CTX, own)
+        for cache in ("-kvu", "-no-kvu") if program is not None else ():
+            found[f"llama-server {cache}, {name}"] = theirs(
+                program, options.model, options.threads, N_PARALLEL, N_CTX, [cache, *flags]
+            )
+    return found
+
+
+def under_load(server: Server, options: argparse.Namespace) -> tuple[dict[str, Any], Report]:
+    """The report of many streams."""
+    known = asyncio.run(alone(server.port, prompts(), options.load_tokens))
+    again = asyncio.run(alone(server.port, prompts(), options.load_tokens))
+    report = asyncio.run(
+        load(server.port, known, options.load_tokens, options.streams, options.seconds)
+    )
+    result = {
+        "streams": report.n_streams,
+        "seconds": round(report.took_s, 1),
+        "answers": report.n_answers,
+        "tokens": report.n_tokens,
+        "tokens_per_s": round(report.tokens_per_s, 1),
+        "errors": sum(report.errors.values()),
+        "differing_alone": sum(known[p].tokens != again[p].tokens for p in known),
+        "differing_texts": sum(report.differing.values()),
+    }
+    return result, report
+
+
+def judged(report: Report, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """What the texts are that one client alone is not given; no server runs now."""
+    if not report.differing:
+        return {}, []
+    with closing(Judge(options.model, options.threads, N_CTX)) as judge:
+        bad, most = unexplained(judge, report.differing)
+    result = {
+        "of_them_not_by_near_ties": len(bad),
+        "largest_near_tie": round(most, 4),
+    }
+    return result, bad
+
+
+def metrics(server: Server) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+def n_drafted(server: Server) -> int:
+    """Tokens that were drafted since the start."""
+    found = re.search(r"^\S*spec_decode_num_draft_tokens\S* (\S+)$", metrics(server), re.M)
+    return int(float(found[1])) if found else 0
+
+
+def delay_ms(server: Server) -> float:
+    """The median time from the engine's token to its client's socket, of all since the start."""
+    page = metrics(server)
+    found = re.findall(r'^specoffload:token_delay_seconds_bucket{le="(.+)"} (.+)$', page, re.M)
+    return round(1e3 * median([(float(bound), float(n)) for bound, n in found]), 3)
+
+
+def by_turns(servers: list[Server], n_streams: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Speeds of `n_streams` streams, first of each server, then again."""
+    speeds: dict[str, list[float]] = {server.name: [] for server in servers}
+    shares, first_ms = [], {server.name: [] for server in servers}
+    for n in range(options.rounds + 1):  # the first warms up
+        for server in servers:
+            api_s, engine_s = server.cpu_s(), server.engine_cpu_s()
+            found, answers = asyncio.run(
+                speed(server.port, prompts(), options.tokens, n_streams, options.requests)
+            )
+            if n == 0:
+                continue
+            speeds[server.name].append(found)
+            first_ms[server.name] += [1e3 * (a.first_s - a.sent_s) for a in answers]
+            if server.name == "ours":
+                shares.append((server.cpu_s() - api_s) / (server.engine_cpu_s() - engine_s))
+    result: dict[str, Any] = {
+        name: round(statistics.median(found), 1) for name, found in speeds.items()
+    }
+    result["spread"] = {
+        name: [round(min(found), 1), round(max(found), 1)] for name, found in speeds.items()
+    }
+    result["first_byte_ms"] = {
+        name: round(statistics.median(found), 2) for name, found in first_ms.items()
+    }
+    result["token_delay_ms"] = delay_ms(servers[0])
+    result["api_cpu_over_engine_cpu"] = round(statistics.median(shares), 4)
+    if len(servers) == 2:
+        result["ratio"] = round(result["ours"] / result["llama-server"], 3)
+    return result
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--vs", metavar="PATH|none")
+    parser.add_argument("--model", type=Path, default=DEMO / "target.gguf")
+    parser.add_argument("--draft", type=Path, default=DEMO / "draft.gguf", help="under load")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--load-tokens", type=int, default=48)
+    parser.add_argument("--turns", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=4, help="of a stream in a turn")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("flags", nargs="*", help="of serve, after --")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    options = arguments()
+    result: dict[str, Any] = {"model": options.model.name, "threads": options.threads}
+    wrong: list[str] = []
+    program = llama_server(options.vs)
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for name, command in ways(options, program).items() if options.streams else ():
+            is_ours = not name.startswith("llama-server")
+            with running("ours" if is_ours else "llama-server", command, logs / "load.log") as one:
+                found, report = under_load(one, options)
+                if is_ours:
+                    found |= {"token_delay_ms": delay_ms(one), "drafted": n_drafted(one)}
+            verdict, bad = judged(report, options)
+            result.setdefault("load", {})[name] = found | verdict
+            if is_ours:
+                bad += [f"{n} x {error}" for error, n in report.errors.items()]
+                wrong += [f"{name}: {words}" for words in bad]
+        if options.turns:
+            n_parallel = max([N_PARALLEL, *options.turns])
+            flags = ["--spec-type", "none", "--max-queue", "64", "--metrics", *options.flags]
+            command = ours(options.model, options.threads, n_parallel, N_CTX, flags)
+            servers = [stack.enter_context(running("ours", command, logs / "ours.log"))]
+            if program is not None:
+                command = theirs(program, options.model, options.threads, n_parallel, N_CTX)
+                servers.append(
+                    stack.enter_context(running("llama-server", command, logs / "theirs.log"))
+                )
+            result["turns"] = {n: by_turns(servers, n, options) for n in options.turns}
+    print(json.dumps(result, indent=1))
+    for line in wrong:
+        print(f"bench-server: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

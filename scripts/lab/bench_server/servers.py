@@ -1,0 +1,104 @@
+"""Servers in processes of their own, and what they and their children have computed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lab import ROOT
+
+LOAD_PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs; `process` is the one that was started."""
+
+    name: str
+    port: int
+    process: psutil.Process
+
+    def cpu_s(self) -> float:
+        """User and system time of the started process alone."""
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+    def engine_cpu_s(self) -> float:
+        """The same of its child that computes; 0 where there is none."""
+        times = [child.cpu_times() for child in self.process.children(recursive=True)]
+        return max((float(t.user + t.system) for t in times), default=0.0)
+
+
+def ours(
+    model: Path, n_threads: int, n_parallel: int, n_ctx: int, flags: Sequence[str]
+) -> list[str]:
+    return [
+        *(sys.executable, "-m", "specoffload", "serve", str(model), "--device", "cpu"),
+        *("-t", str(n_threads), "-np", str(n_parallel), "-c", str(n_ctx), *flags),
+    ]
+
+
+def theirs(
+    program: Path,
+    model: Path,
+    n_threads: int,
+    n_parallel: int,
+    n_ctx: int,
+    flags: Sequence[str] = ("-kvu",),
+) -> list[str]:
+    return [
+        *(str(program), "-m", str(model), "-t", str(n_threads), "-tb", str(n_threads)),
+        *("-np", str(n_parallel), "-c", str(n_ctx), *flags),
+    ]
+
+
+@contextmanager
+def running(name: str, command: list[str], log: Path) -> Iterator[Server]:
+    """Start it on a free port, and stop it. Raises RuntimeError where it does not come up."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+    try:
+        wait_until_ready(process, port, log)
+        yield Server(name, port, psutil.Process(process.pid))
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    end = time.monotonic() + LOAD_PATIENCE_S
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise RuntimeError(
+                f"{log}: it ended with {process.returncode}\n{log.read_text()[-2000:]}"
+            )
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError(f"{log}: not ready after {LOAD_PATIENCE_S:.0f} s")

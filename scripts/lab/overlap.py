@@ -1,0 +1,222 @@
+"""Are transfers hidden behind compute? Measured on `sim`.
+
+Each case runs the same model three ways in one process, with one compute thread and the other
+core for the link: everything resident (compute alone), streamed one copy at a time (serial), and
+streamed by schedule (step). The link's bandwidth is chosen so that copies take as long as the
+computation, where overlap matters most, or half as long again for verification batches, whose
+computation would otherwise want the memory bandwidth that the link's thread takes. Perfect overlap
+is step = max(copy, compute), none is their sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions
+from offload.model_file import read_facts
+from offload.plan.min_batch import MinBatch
+from offload.plan.placement import make_plan
+from offload.streaming.options import StreamingOptions
+from offload.timing import decode_s
+from specoffload import report
+from specoffload.bench.load import warn_of_load
+from specoffload.commands.bench import commit, machine
+
+LIMIT = 1.10
+# What people run; and much computation for each byte, so that the simulated link, which is a thread
+# that copies memory, does not take the memory bandwidth that the computation needs.
+_QUANT = {"quant": "q4_K"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of work. `slots` is the share of what streams that the slots hold."""
+
+    name: str
+    preset: str
+    n_tokens: int
+    overrides: dict[str, Any]
+    n_gpu_layers: int | None = None
+    slots: float = 0.15
+    copy_share: float = 1.0  # copy time wanted, of the compute time
+
+
+CASES = (
+    Case(
+        "dense stream",
+        "mistral-large",
+        16,
+        {"n_layer": 40, "n_embd": 768, "n_ff": 2048, "n_head": 12, "n_head_kv": 4} | _QUANT,
+        n_gpu_layers=0,
+    ),
+    Case(
+        "expert prefill",
+        "kimi-k2",
+        512,
+        {"n_layer": 24, "n_embd": 256, "n_expert": 16, "n_expert_used": 4, "n_ff_exp": 256}
+        | _QUANT,
+    ),
+    Case(
+        "verification batch",
+        "kimi-k2",
+        16,
+        {"n_layer": 24, "n_embd": 1024, "n_expert": 16, "n_expert_used": 4, "n_ff_exp": 1024}
+        | _QUANT,
+        copy_share=1.5,
+    ),
+    # Not one of the three that must hold: 16 tokens use two thirds of 64 experts, and each step's
+    # tokens are new, so a third of the guesses is wrong and what is missed waits for the router.
+    Case(
+        "verification, 64 experts",
+        "kimi-k2",
+        16,
+        {"n_layer": 16, "n_embd": 768, "n_expert": 64, "n_expert_used": 4, "n_ff_exp": 512}
+        | _QUANT,
+        slots=0.3,
+        copy_share=1.5,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The times of one case, measured but for `copy_s`, which is the copied bytes over the link's
+    set bandwidth. `ratio` is step ÷ max(copy, compute)."""
+
+    case: str
+    copy_s: float
+    compute_s: float
+    serial_s: float
+    step_s: float
+    ratio: float
+    copied_bytes: int
+    bandwidth_bytes_per_s: float
+    hits: int
+    misses: int
+
+
+def bench_overlap(repetitions: int, cases: Sequence[Case] = CASES) -> None:
+    """Measure every case and print the table and the JSON line."""
+    warn_of_load()
+    results = []
+    with tempfile.TemporaryDirectory() as folder, report.progress("measuring overlap") as bar:
+        for i, case in enumerate(cases):
+            results.append(measure(case, Path(folder), repetitions))
+            bar((i + 1) / len(cases))
+    report.table(
+        "overlap of copies with compute (sim, one compute thread)",
+        (
+            "case",
+            "copy ms (computed)",
+            "compute ms",
+            "serial ms",
+            "step ms",
+            "step ÷ max",
+            f"<= {LIMIT}",
+        ),
+        [
+            (
+                r.case,
+                f"{r.copy_s * 1e3:.0f}",
+                f"{r.compute_s * 1e3:.0f}",
+                f"{r.serial_s * 1e3:.0f}",
+                f"{r.step_s * 1e3:.0f}",
+                f"{r.ratio:.3f}",
+                "yes" if r.ratio <= LIMIT else "no",
+            )
+            for r in results
+        ],
+    )
+    rows = [asdict(r) for r in results]
+    report.data({"overlap": rows, "machine": machine(), "commit": commit()})
+
+
+def measure(case: Case, folder: Path, repetitions: int) -> Overlap:
+    """Run one case. The computation alone is measured before and after the rest: medians of all."""
+    path = folder / f"{case.name.replace(' ', '-').replace(',', '')}.gguf"
+    if not path.exists():
+        write_preset(case.preset, path, size="tiny", seed=1, **case.overrides)
+    whole = make_plan(read_facts(path), budget_bytes=None, n_gpu_layers=case.n_gpu_layers)
+    vram = whole.resident_bytes + int(whole.slot_bytes * case.slots)
+    streaming = StreamingOptions(vram_bytes=vram, n_gpu_layers=case.n_gpu_layers)
+    resident = _step(path, "sim", None, case, repetitions)
+    free = _step(path, "sim", streaming, case, 2)
+    bandwidth = free.copied_bytes / (resident.median_s * case.copy_share)
+    device = f"sim:bw={bandwidth:.0f}B/s"
+    overlapped = _step(path, device, streaming, case, repetitions)
+    serial = _step(path, device, StreamingOptions(overlap=False, vram_bytes=vram,
+                   n_gpu_layers=case.n_gpu_layers), case, max(3, repetitions // 2))  # fmt: skip
+    again = _step(path, "sim", None, case, repetitions)
+    compute_s = statistics.median([*resident.times, *again.times])
+    copy_s = overlapped.copied_bytes / bandwidth
+    return Overlap(
+        case.name,
+        copy_s,
+        compute_s,
+        serial.median_s,
+        overlapped.median_s,
+        overlapped.median_s / max(copy_s, compute_s),
+        overlapped.copied_bytes,
+        bandwidth,
+        overlapped.hits,
+        overlapped.misses,
+    )
+
+
+@dataclass(frozen=True)
+class _Steps:
+    times: list[float]
+    copied_bytes: int  # per step
+    hits: int
+    misses: int
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.times)
+
+
+def _step(
+    path: Path, device: str, streaming: StreamingOptions | None, case: Case, repetitions: int
+) -> _Steps:
+    """Steps of `n_tokens` behind one another, each with tokens of its own; two are warm-up."""
+    options = EngineOptions(
+        device=device,
+        stream_experts=streaming is not None,
+        streaming=streaming or StreamingOptions(),
+        min_batch=MinBatch(1, 1),
+        n_ctx=max(1024, 2 * case.n_tokens),
+        n_outputs=max(64, case.n_tokens),
+        n_threads=1,
+        n_threads_batch=1,
+    )
+    times = []
+    with Engine(path, options) as engine:
+        for i in range(repetitions + 2):
+            if i == 2:
+                before = engine.counters()
+            tokens = [(17 * k + 101 * i + 3) % engine.n_vocab for k in range(case.n_tokens)]
+            times.append(decode_s(engine.sequences, 0, tokens, n_logits=1))
+            engine.sequences.rewind(0, 0)
+        after = engine.counters()
+    per_step = (after.streamed_bytes - before.streamed_bytes) // repetitions
+    return _Steps(times[2:], per_step, after.hits - before.hits, after.misses - before.misses)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/lab/run overlap")
+    parser.add_argument("-r", "--repetitions", type=int, default=5, help="timed steps of each case")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
+    args = parser.parse_args()
+    report.only_data(args.json)
+    bench_overlap(args.repetitions)
+
+
+if __name__ == "__main__":
+    main()

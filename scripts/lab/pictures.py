@@ -1,0 +1,356 @@
+"""The pictures in docs/: every bar and point is from a run that this script makes.
+
+Runs on `sim` with one compute thread, on a machine with two idle cores at least: the other is the
+link. Bandwidths are chosen so that copies and computation take about equally long.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib import pyplot
+from matplotlib.patches import Patch
+
+from lab import ROOT
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions
+from offload.model_file import read_facts
+from offload.plan.min_batch import MinBatch
+from offload.plan.placement import make_plan
+from offload.streaming.options import StreamingOptions
+from offload.trace import COMPUTE, COPY, Event, Trace
+from offload.trace_report import report
+from specdec.costs.measure import MeasureOptions, measure
+from specoffload.commands.bench import machine
+from specoffload.commands.demo import ways
+from specoffload.config.host import read_host
+from specoffload.config.options import Options
+from specoffload.config.resolution import resolve
+from specoffload.config.speculation import NO_DRAFTS
+from specoffload.session.session import Session
+from specoffload.speculation.profiling import real_text
+
+# Okabe and Ito's colours, which colour-blind eyes tell apart.
+COMPUTED, NEEDED, AHEAD, GUESSED, WAITED = "#0072B2", "#D55E00", "#E69F00", "#F0E442", "#BBBBBB"
+REASONS = {"needed": NEEDED, "ahead": AHEAD, "predicted": GUESSED}
+WORDS = {
+    "needed": "copied: the computation stands before its layer",
+    "ahead": "copied ahead, known to be needed",
+    "predicted": "copied on a guess",
+}
+SHAPE: dict[str, Any] = {
+    "n_layer": 8,
+    "n_embd": 1024,
+    "n_expert_used": 4,
+    "n_ff_exp": 1024,
+    "quant": "q4_K",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One decode: its events, with times from its start, and how long it took."""
+
+    events: list[Event]
+    seconds: float
+    copied_bytes: int
+
+
+def steps(
+    path: Path, device: str, streaming: StreamingOptions | None, n_tokens: int, n: int = 7
+) -> list[Step]:
+    """Decodes of `n_tokens` new tokens each, the first two left out."""
+    trace = streaming.trace if streaming is not None else Trace()
+    options = EngineOptions(
+        device=device,
+        stream_experts=streaming is not None,
+        streaming=streaming or StreamingOptions(),
+        min_batch=MinBatch(1, 1),
+        n_ctx=1024,
+        n_threads=1,
+        n_threads_batch=1,
+    )
+    made = []
+    with Engine(path, options) as engine:
+        for i in range(n + 2):
+            tokens = [(17 * k + 101 * i + 3) % engine.n_vocab for k in range(n_tokens)]
+            before = engine.counters().streamed_bytes
+            began = time.perf_counter()
+            engine.sequences.extend(0, tokens, n_logits=1)
+            ended = time.perf_counter()
+            engine.sequences.rewind(0, 0)
+            events = [
+                event._replace(start_s=event.start_s - began, end_s=event.end_s - began)
+                for event in trace.events()
+                if began <= event.start_s and event.end_s <= ended + 1e-3
+            ]
+            copied = engine.counters().streamed_bytes - before
+            made.append(Step(events, ended - began, copied))
+    return made[2:]
+
+
+def typical(made: Sequence[Step]) -> Step:
+    """The one of median time."""
+    return sorted(made, key=lambda step: step.seconds)[len(made) // 2]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The same decode three ways, and what it ran on."""
+
+    resident: Step
+    serial: Step
+    scheduled: Step
+    bandwidth_bytes_per_s: float
+
+
+def run(folder: Path, n_experts: int, n_tokens: int, slots: float) -> Runs:
+    """`slots` is the share of the experts that the device's slots hold."""
+    path = folder / f"{n_experts}.gguf"
+    write_preset("kimi-k2", path, size="tiny", seed=1, n_expert=n_experts, **SHAPE)
+    whole = make_plan(read_facts(path), budget_bytes=None, n_gpu_layers=None)
+    vram = whole.resident_bytes + int(whole.slot_bytes * slots)
+    resident = typical(steps(path, "sim", None, n_tokens))
+    free = typical(steps(path, "sim", StreamingOptions(vram_bytes=vram), n_tokens))
+    bandwidth = free.copied_bytes / (1.2 * resident.seconds)
+    device = f"sim:bw={bandwidth:.0f}B/s"
+
+    def streamed(overlap: bool) -> Step:
+        options = StreamingOptions(vram_bytes=vram, overlap=overlap, trace=Trace())
+        return typical(steps(path, device, options, n_tokens))
+
+    return Runs(resident, streamed(False), streamed(True), bandwidth)
+
+
+def caption(figure: Any, words: str) -> None:
+    """Under the picture: what was run on what."""
+    wrapped = textwrap.fill(words, int(figure.get_figwidth() * 17.5))
+    figure.text(0.01, 0.01, wrapped, fontsize=7, color="#555555")
+    figure.tight_layout(rect=(0, 0.05 + 0.03 * wrapped.count("\n"), 1, 1))
+
+
+def bar(axes: Any, y: float, event: Event, colour: str, **more: Any) -> None:
+    start_ms, end_ms = event.start_s * 1e3, event.end_s * 1e3
+    more = {"linewidth": 0} | more
+    axes.barh(y, end_ms - start_ms, left=start_ms, height=0.8, color=colour, **more)
+
+
+def lanes(axes: Any, y: float, step: Step) -> None:
+    """The link's bars at y + 1, the computation's at y."""
+    for event in step.events:
+        if event.lane == COPY:
+            bar(axes, y + 1, event, REASONS[str(event.args["reason"])])
+        elif event.lane == COMPUTE and "cause" not in event.args:
+            bar(axes, y, event, COMPUTED)
+
+
+def legend(axes: Any, reasons: Sequence[str], **more: Any) -> None:
+    patches = [Patch(color=COMPUTED, label="computed")]
+    patches += [Patch(color=REASONS[reason], label=WORDS[reason]) for reason in reasons]
+    axes.legend(handles=patches, fontsize=7, frameon=False, **more)
+
+
+def draw_overlap(folder: Path, out: Path) -> None:
+    """One decode of 16 tokens, one copy at a time and by schedule."""
+    runs = run(folder, n_experts=16, n_tokens=16, slots=0.3)
+    figure, axes = pyplot.subplots(figsize=(9, 2.9))
+    for y, step in ((3, runs.serial), (0, runs.scheduled)):
+        lanes(axes, y, step)
+        axes.text(
+            step.seconds * 1e3 + 1.5, y + 0.5, f"{step.seconds * 1e3:.0f} ms", va="center", size=9
+        )
+    axes.set_yticks([4, 3, 1, 0], ["link", "compute", "link", "compute"])
+    axes.set_title("one copy at a time", loc="left", fontsize=9)
+    axes.text(0, 1.55, "by schedule: copies under computation", fontsize=9)
+    axes.set(xlabel="ms", xlim=(0, runs.serial.seconds * 1e3 * 1.1), ylim=(-0.5, 4.5))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    legend(axes, tuple(WORDS), loc="lower right")
+    seen = report(runs.scheduled.events)
+    caption(
+        figure,
+        f"One decode of 16 tokens; Kimi-K2's shape, 8 layers, 16 experts, random weights, q4_K, "
+        f"slots for 30 % of the experts. sim, 1 thread, link {runs.bandwidth_bytes_per_s / 1e9:.1f}"
+        f" GB/s. Computation alone {runs.resident.seconds * 1e3:.0f} ms, copies "
+        f"{seen.copy_s * 1e3:.0f} ms, {seen.hidden_s / seen.copy_s:.0%} of them hidden. "
+        f"{machine()['cpu']}",
+    )
+    figure.savefig(out, dpi=110)
+
+
+def draw_layer(folder: Path, out: Path) -> None:
+    """One layer of experts in a decode of 4 tokens: what crosses the link, and what computes."""
+    runs = run(folder, n_experts=32, n_tokens=4, slots=0.4)
+    events = sorted(runs.scheduled.events, key=lambda event: event.start_s)
+    layer, ids = telling_layer(events)
+    computed = [e for e in events if e.lane == COMPUTE and "cause" not in e.args]
+    before = [e for e in computed if e.end_s <= ids.start_s][-1]
+    after = [e for e in computed if e.start_s >= ids.end_s][:3]
+    start_s, end_s = before.start_s, after[-1].end_s
+    figure, axes = pyplot.subplots(figsize=(9, 3.3))
+    for event in events:
+        if event.start_s > end_s or event.end_s < start_s:
+            continue
+        if event.lane == COPY:
+            edges = {"edgecolor": "white", "linewidth": 0.6}
+            bar(axes, 1, event, REASONS[str(event.args["reason"])], **edges)
+        elif event.lane == COMPUTE and event.args.get("cause") == "copy":
+            bar(axes, 0, event, WAITED)
+        elif event.lane == COMPUTE and event.args.get("cause") == "ids":
+            bar(axes, 0, event, "black")
+        elif event.lane == COMPUTE:
+            bar(axes, 0, event, COMPUTED)
+    label_blocks(axes, before, after)
+    label_copies(axes, events, layer, start_s, end_s)
+    n_missed = missed(events, layer)
+    axes.annotate(
+        f"router read: {n_missed} of the experts\nthat it chose are in no slot",
+        xy=(ids.end_s * 1e3, 0.45), xytext=(ids.end_s * 1e3, 2.35), fontsize=8, ha="center",
+        arrowprops={"arrowstyle": "->", "color": "black", "lw": 0.8},
+    )  # fmt: skip
+    axes.set_yticks([1, 0], ["link", "compute"])
+    axes.set(xlabel="ms of this decode", ylim=(-0.9, 3.0))
+    axes.set_xlim(start_s * 1e3, end_s * 1e3)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    patches = [Patch(color=REASONS[r], label=WORDS[r]) for r in WORDS]
+    patches += [Patch(color=WAITED, label="waiting for a copy")]
+    axes.legend(handles=patches, fontsize=7, frameon=False, loc="upper right", ncols=2)
+    caption(
+        figure,
+        f"Layer {layer} in a decode of 4 tokens; Kimi-K2's shape, 8 layers, 32 experts of which 4 "
+        "are used by a token, random weights, q4_K, slots for 40 %. sim, 1 thread, link "
+        f"{runs.bandwidth_bytes_per_s / 1e9:.1f} GB/s. {machine()['cpu']}",
+    )
+    figure.savefig(out, dpi=110)
+
+
+def missed(events: Sequence[Event], layer: int) -> int:
+    """Experts of the layer that were copied after its router was read."""
+    copies = [e for e in events if e.lane == COPY and e.args["layer"] == layer]
+    pieces = {str(e.args["piece"]) for e in copies if e.args["reason"] != "predicted"}
+    return len({n for piece in pieces for n in spread(piece)})
+
+
+def spread(piece: str) -> range:
+    """The experts of "3" or "3-5"."""
+    first, _, last = piece.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def telling_layer(events: Sequence[Event]) -> tuple[int, Event]:
+    """(layer, reading of its router's ids) where experts are missing: of such layers the one
+    whose computation waited for a time in the middle."""
+    found = []
+    for ids in events:
+        if ids.args.get("cause") != "ids":
+            continue
+        layer = int(ids.args["layer"])
+        waits = [e for e in events if e.args.get("cause") == "copy" and e.args["layer"] == layer]
+        if layer > 1 and missed(events, layer) >= 2:
+            found.append((sum(e.end_s - e.start_s for e in waits), layer, ids))
+    if not found:
+        raise SystemExit("no layer of this run missed experts: run it again")
+    _, layer, ids = sorted(found, key=lambda entry: entry[0])[len(found) // 2]
+    return layer, ids
+
+
+def label_blocks(axes: Any, before: Event, after: Sequence[Event]) -> None:
+    names = ("attention, router", "gate", "up, GLU", "down, then on")
+    for event, name in zip((before, *after), names, strict=True):
+        middle_ms = (event.start_s + event.end_s) / 2 * 1e3
+        axes.text(middle_ms, -0.5, name, ha="center", va="top", fontsize=8)
+
+
+def label_copies(
+    axes: Any, events: Sequence[Event], layer: int, start_s: float, end_s: float
+) -> None:
+    """Brackets over the copies of this layer's three weights, and of others."""
+    groups: list[tuple[str, list[Event]]] = []
+    for event in events:
+        if event.lane == COPY and start_s <= event.start_s < end_s:
+            mine = event.args["layer"] == layer
+            part = event.name.split(".")[2].split("_")[1]
+            name = part if mine else f"layer {event.args['layer']}"
+            if not groups or groups[-1][0] != name:
+                groups.append((name, []))
+            groups[-1][1].append(event)
+    ends = [copies[0].start_s for _, copies in groups[1:]] + [end_s]
+    for (name, copies), next_s in zip(groups, ends, strict=True):
+        left = copies[0].start_s * 1e3
+        right = min(copies[-1].end_s, next_s) * 1e3 - 0.03
+        axes.plot([left, right], [1.5, 1.5], color="black", linewidth=0.8)
+        axes.text(left, 1.56, name, fontsize=8)
+
+
+def draw_costs(_: Path, out: Path, sizes: tuple[int, int, int] = (32, 5, 128)) -> None:
+    """T(n) of the embedded pair's target, streaming and on the plain CPU; `sizes` are the largest
+    batch, repetitions and depth."""
+    # The demo's regime: every layer streams through slots for half of them.
+    streamed = ways()[1][2]
+    plain = resolve(
+        Options(device="cpu", ctx_size=1024, threads=1, spec=NO_DRAFTS), read_host(None)
+    )
+    figure, axes = pyplot.subplots(figsize=(5.2, 3.2))
+    n_max, repeats, depth = sizes
+    most = 0.0
+    for config, label, colour, marker in (
+        (streamed, "weights stream (2 GB/s link)", NEEDED, "o"),
+        (plain, "weights in memory (CPU)", COMPUTED, "s"),
+    ):
+        with Session(config) as session:
+            target = session.target
+            asked = MeasureOptions(n_max, repeats, (depth,))
+            costs = measure(target.sequences, real_text(target), asked)
+        n, times = range(1, n_max + 1), costs.step_s
+        named = f"{label}: T(1) = {times[0] * 1e3:.1f} ms"
+        ratios = [t / times[0] for t in times]
+        most = max(most, *ratios)
+        bars = [ratio * timed.spread for ratio, timed in zip(ratios, costs.timed, strict=True)]
+        axes.errorbar(
+            n, ratios, yerr=bars, fmt=f"{marker}-", color=colour, markersize=3, linewidth=0.8,
+            elinewidth=0.8, capsize=1.5, label=named,
+        )  # fmt: skip
+    axes.plot(n, n, color="#999999", linewidth=0.8, linestyle=":", label="n single decodes")
+    axes.set(
+        xlabel="n, tokens decoded together",
+        ylabel="T(n) / T(1)",
+        xlim=(1, n_max),
+        ylim=(0, 1.25 * most),  # room for the legend
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc="upper left")
+    axes.spines[["top", "right"]].set_visible(False)
+    caption(
+        figure,
+        f"Embedded pair's target, 1 thread, every size measured {repeats} times (bars: the middle "
+        f"half), real text at depth {depth}.\n{machine()['cpu']}",
+    )
+    figure.savefig(out, dpi=110)
+
+
+PICTURES: dict[str, Callable[[Path, Path], None]] = {
+    "overlap": draw_overlap,
+    "layer": draw_layer,
+    "costs": draw_costs,
+}
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or list(PICTURES)
+    if unknown := [name for name in wanted if name not in PICTURES]:
+        raise SystemExit(f"pictures: {unknown[0]!r} is none of {', '.join(PICTURES)}")
+    for name in wanted:
+        out = ROOT / "docs" / f"{name}.png"
+        with tempfile.TemporaryDirectory() as folder:
+            PICTURES[name](Path(folder), out)
+        print(f"{out.relative_to(ROOT)}: {out.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()

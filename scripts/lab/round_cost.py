@@ -1,0 +1,191 @@
+"""Python's share of a round of speculation, in microseconds, and whole generations beside plain.
+
+First on a target that takes no time, so that what is left is Python: rounds that draft nothing
+beside decoding without speculation, and the deciding of a drafted token. Then the embedded pair on
+the plain CPU, where drafting does not pay: generations with and without speculation in turns, so
+that whatever else the machine does hits both alike. Prints one JSON object.
+
+Usage: scripts/lab/run round-cost [REPETITIONS]
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from time import thread_time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lab.simulation.simulate import simulate, synthetic_trace
+from specdec.build import build_drafter
+from specdec.costs.profile import CostProfile
+from specdec.costs.profile_io import published_curves
+from specdec.decoding.accept import Greedy
+from specdec.decoding.decode import decode, decode_alone
+from specdec.decoding.stats import SpecStats
+from specdec.drafters.model import ModelDrafter
+from specdec.options import DrafterName, SpecOptions
+from specdec.policies.throughput import Throughput
+from specdec.types import Drafter, Round
+from specoffload.config.host import read_host
+from specoffload.config.options import Options
+from specoffload.config.resolution import demo_file, resolve
+from specoffload.config.speculation import NO_DRAFTS
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import Session
+
+N_VOCAB = 512
+N_ROUNDS = 4000
+N_PREDICT = 192
+N_SIMULATED = 3000
+DEAR = CostProfile(tuple(1.0 + 0.9 * n for n in range(8)), draft_step_s=0.3)  # nothing pays
+
+
+class Instant:
+    """A target that takes no time and holds nothing but a length."""
+
+    n_vocab, n_ctx, can_rewind, n_rs_seq = N_VOCAB, 1 << 20, True, 0
+    n_batch, n_outputs = 2048, 64
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._rows = np.zeros((64, N_VOCAB), np.float32)
+
+    def length(self, sequence: int) -> int:
+        return self._length
+
+    def extend(
+        self, sequence: int, tokens: Sequence[int], n_logits: int | None = None
+    ) -> NDArray[np.float32]:
+        self._length += len(tokens)
+        return self._rows[: len(tokens) if n_logits is None else n_logits]
+
+    def extend_batch(
+        self, parts: Sequence[tuple[int, Sequence[int], int]]
+    ) -> list[NDArray[np.float32]]:
+        return [self.extend(*part) for part in parts]
+
+    def rewind(self, sequence: int, length: int) -> None:
+        self._length = length
+
+
+class AnyToken(Greedy):
+    """Chooses pseudo-random tokens, so that n-grams find little."""
+
+    def __init__(self) -> None:
+        self._state = 1
+
+    def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
+        self._state = (self._state * 1103515245 + 12345) & 0x7FFFFFFF
+        return self._state >> 8 & (N_VOCAB - 1)
+
+
+def never(_: int) -> bool:
+    return False
+
+
+def plain() -> Iterable[Round]:
+    return decode_alone(
+        Instant(), 0, [1, 2, 3], chooser=AnyToken(), n_predict=N_ROUNDS, is_end=never
+    )
+
+
+def drafting(make: Callable[[], Drafter]) -> Iterable[Round]:
+    return decode(
+        Instant(),  # type: ignore[arg-type]
+        0,
+        [1, 2, 3],
+        drafter=make(),
+        policy=Throughput(DEAR),
+        chooser=AnyToken(),
+        n_predict=N_ROUNDS,
+        is_end=never,
+    )
+
+
+def ngrams() -> Drafter:
+    names = (DrafterName.NGRAM_MOD, DrafterName.SUFFIX)
+    return build_drafter(SpecOptions(drafters=names))
+
+
+ROUNDS: dict[str, Callable[[], Iterable[Round]]] = {
+    "plain": plain,
+    "draft model, idle": lambda: drafting(lambda: ModelDrafter(Instant())),  # type: ignore[arg-type]
+    "ngram-mod,suffix": lambda: drafting(ngrams),
+}
+
+
+def round_us(rounds: Iterable[Round]) -> float:
+    """Processor time of a round, its statistics included."""
+    stats = SpecStats()
+    began = thread_time()
+    for round_ in rounds:
+        stats.add(round_)
+    return (thread_time() - began) / stats.n_rounds * 1e6
+
+
+def deciding_us(kind: str) -> float:
+    """Processor time per drafted token of a simulated text, the simulator's own share included."""
+    curve = published_curves()["deepseek-r1-0528-q4_x"]
+    profile = replace(curve, draft_step_s=0.05 * curve.step_s[0])
+    trace = synthetic_trace(N_SIMULATED, seed=1, kinds=(kind,))
+    policy = Throughput(profile)
+    began = thread_time()
+    n_steps = simulate(trace, profile, policy).n_steps
+    return (thread_time() - began) / n_steps * 1e6
+
+
+def sessions(n_repeats: int) -> dict[str, float]:
+    """Generations of the embedded pair with its draft and without, in turns."""
+    host = read_host()
+    both = [
+        resolve(Options(device="cpu", threads=1, ctx_size=1024, spec=spec), host)
+        for spec in (NO_DRAFTS, SpecOptions())
+    ]
+    wanted = GenerateOptions(n_predict=N_PREDICT, ignore_eos=True)
+    prompt = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))[0]["text"]
+    token_s: tuple[list[float], list[float]] = ([], [])
+    n_drafted = 0
+    with Session(both[0]) as off, Session(both[1]) as on:
+        for i in range(n_repeats + 1):
+            # Which goes first changes: the second finds the machine's caches warmer.
+            for side in ((0, 1), (1, 0))[i % 2]:
+                session = (off, on)[side]
+                session.forget()
+                *_, last = session.generate(prompt, wanted)
+                assert last.stats is not None
+                n_drafted += last.stats.n_drafted
+                if i:
+                    token_s[side].append(last.stats.decode_s / last.stats.n_tokens)
+    ratios = [a / b for a, b in zip(*token_s, strict=True)]
+    return {
+        "plain_ms": round(statistics.median(token_s[0]) * 1e3, 4),
+        "idle_ms": round(statistics.median(token_s[1]) * 1e3, 4),
+        "speed_to_plain": round(statistics.median(ratios), 4),
+        "drafted_per_token": round(n_drafted / (n_repeats + 1) / N_PREDICT, 4),
+    }
+
+
+def main() -> None:
+    n_repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    found = {name: min(round_us(make()) for _ in range(n_repeats)) for name, make in ROUNDS.items()}
+    answer = {
+        "round_us": {name: round(us, 2) for name, us in found.items()},
+        "over_plain_us": {
+            name: round(us - found["plain"], 2) for name, us in found.items() if name != "plain"
+        },
+        "drafted_token_us": {
+            kind: round(min(deciding_us(kind) for _ in range(n_repeats)), 1)
+            for kind in ("code", "prose")
+        },
+        "embedded_pair": sessions(n_repeats),
+    }
+    print(json.dumps(answer, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Hard cases for a policy, reproducible from seeds: random curves x what p says x switching.
+
+The published curves and Beta texts are friendly: there p tells good tokens from bad ones. Here it
+may say nothing (noise, one value for all), and what is accepted may change without notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lab.simulation.simulate import DraftTrace, fixed_oracle, simulate, synthetic_trace
+from specdec.costs.profile import CostProfile
+from specdec.policies.throughput import Throughput
+from specdec.types import Policy
+
+CURVES = ("linear", "convex", "concave", "steps", "plateau", "jagged")
+# What the drafter says of a token that is accepted with a chance a, the same for a segment:
+SAYINGS = (
+    "its chance",  # a, give or take 0.02
+    "noise",  # uniform, whatever a is
+    "one",  # 1.0 always
+    "half",  # 0.5 always
+    "constant",  # one value per text, as n-gram drafters do
+    "a value per segment",  # tells segments apart, but is no chance
+    "calibrated",  # texts of `synthetic_trace`, where p says much
+)
+_N_MAX = (8, 16, 32, 64)
+_TRUE = (0.02, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
+
+
+@dataclass(frozen=True)
+class StressCase:
+    """One curve and one text. `period` is the tokens between switches, 0 if nothing changes."""
+
+    seed: int
+    curve: str
+    saying: str
+    period: int
+    profile: CostProfile
+    trace: DraftTrace
+
+
+@dataclass(frozen=True)
+class StressScore:
+    """Tokens per second over the fixed oracle's and over plain decoding's."""
+
+    case: StressCase
+    to_oracle: float
+    to_plain: float
+
+
+def stress_cases(
+    seeds: Sequence[int],
+    *,
+    n_tokens: int = 4000,
+    periods: Sequence[int] = (0, 200),
+    sayings: Sequence[str] = SAYINGS,
+) -> Iterator[StressCase]:
+    """One case per seed and period; curve and text kinds go round."""
+    for seed in seeds:
+        for i, period in enumerate(periods):
+            rng = np.random.default_rng((seed, i))
+            curve = CURVES[seed % len(CURVES)]
+            saying = sayings[(seed // len(CURVES)) % len(sayings)]
+            profile = random_curve(rng, curve)
+            trace = stress_trace(rng, saying, n_tokens, period)
+            yield StressCase(seed, curve, saying, period, profile, trace)
+
+
+def random_curve(rng: np.random.Generator, kind: str) -> CostProfile:
+    """T(n) in units of T(1), rising but for "jagged"; a draft step takes 0 to 0.5 of T(1)."""
+    n = np.arange(int(rng.choice(_N_MAX)), dtype=np.float64)  # drafted tokens
+    slope = float(np.exp(rng.uniform(np.log(0.005), np.log(0.8))))
+    if kind == "convex":
+        extra = slope * n ** rng.uniform(1.1, 1.8)
+    elif kind == "concave":
+        extra = slope * 3 * n ** rng.uniform(0.3, 0.8)
+    elif kind == "steps":
+        width = int(rng.choice([2, 4, 8, 16]))
+        extra = slope * width * ((n + int(rng.integers(width))) // width)
+        extra -= extra[0]
+    elif kind == "plateau":
+        start = int(rng.choice([1, 2, 4]))
+        extra = np.where(n >= start, rng.uniform(0.1, 2.5), 0.0) + 0.002 * n
+    else:
+        extra = slope * n
+    times = 1.0 + extra
+    if kind == "jagged":
+        times = np.maximum(1.0, times * np.exp(rng.normal(0.0, 0.15, len(n))))
+        times[0] = 1.0
+    step = float(rng.choice([0.0, rng.uniform(0.0, 0.1), rng.uniform(0.0, 0.5)]))
+    return CostProfile(tuple(times.tolist()), step)
+
+
+def stress_trace(rng: np.random.Generator, saying: str, n: int, period: int) -> DraftTrace:
+    """A text whose chance of acceptance is constant, or takes turns every `period` tokens."""
+    length = period or n
+    if saying == "calibrated":
+        pair = [("code", "noise"), ("code", "prose"), ("prose", "noise")][int(rng.integers(3))]
+        kinds = pair if period else pair[:1]
+        return synthetic_trace(n, seed=int(rng.integers(1 << 30)), kinds=kinds, segment=length)
+    chances = rng.choice(_TRUE, 2, replace=False)
+    values = rng.uniform(0.05, 1.0, 2)
+    true = np.empty(n)
+    said = np.empty(n)
+    segments = []
+    for k, start in enumerate(range(0, n, length)):
+        stop = min(n, start + length)
+        true[start:stop] = chances[k % 2]
+        said[start:stop] = _said(rng, saying, stop - start, chances[k % 2], values, k % 2)
+        segments.append((start, "ab"[k % 2]))
+    accepted = rng.random(n) < true
+    return DraftTrace(tuple(said.tolist()), tuple(accepted.tolist()), tuple(segments))
+
+
+def _said(
+    rng: np.random.Generator,
+    saying: str,
+    n: int,
+    chance: float,
+    values: NDArray[np.float64],
+    turn: int,
+) -> NDArray[np.float64]:
+    if saying == "its chance":
+        return np.clip(chance + rng.uniform(-0.02, 0.02, n), 0.0, 1.0)
+    if saying == "noise":
+        return rng.random(n)
+    fixed = {"one": 1.0, "half": 0.5, "constant": values[0], "a value per segment": values[turn]}
+    return np.full(n, fixed[saying])
+
+
+def stress(
+    cases: Iterator[StressCase], make: Callable[[CostProfile], Policy] | None = None
+) -> list[StressScore]:
+    """Each case with a fresh policy; without `make`, `throughput`."""
+    scores = []
+    for case in cases:
+        profile = case.profile
+        policy = Throughput(profile, refresh=False) if make is None else make(profile)
+        rate = simulate(case.trace, profile, policy).rate
+        oracle = fixed_oracle(case.trace, profile, profile.n_max - 1).rate
+        scores.append(StressScore(case, rate / oracle, rate * profile.step_s[0]))
+    return scores
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, ...]:
+    """Least, 5 %, 20 %, median and mean."""
+    least, low, fifth, median = np.quantile(values, [0.0, 0.05, 0.2, 0.5]).tolist()
+    return least, low, fifth, median, float(np.mean(values))

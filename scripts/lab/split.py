@@ -1,0 +1,233 @@
+"""Do CPU and device compute a layer's experts at once? On `sim`.
+
+The link, each expert on the device and each on the CPU are held to a known time (`sim:bw=,expert=,
+host=`), longer than what this machine needs, so that what is measured is the order of things and
+not this machine's kernels. A step can take no less than the later side,
+
+    cpu    = experts of the CPU x host
+    device = its experts and their copies, as offload/split/split.py expects of them at these rates
+             + all else that a step computes
+
+and without overlap it takes their sum. The device begins with a product when the copies of its kind
+of weight have landed. One token uses as many experts in every layer, so that what is later is later
+in each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lab.synth import write_preset
+from offload.engine import Engine, EngineOptions
+from offload.model_file import read_facts
+from offload.plan.min_batch import NEVER, MinBatch
+from offload.plan.placement import make_plan
+from offload.split.split import HOST, SplitCosts, expected, split_pairs
+from offload.split.switch import Splitter, all_on_device
+from offload.streaming.options import StreamingOptions
+from offload.timing import decode_s
+from specoffload import report
+from specoffload.commands.bench import commit, machine
+
+LIMIT = 1.10
+_SHAPE: dict[str, Any] = {
+    "n_layer": 6,
+    "n_embd": 256,
+    "n_expert": 32,
+    "n_expert_used": 8,
+    "n_ff_exp": 256,
+    "quant": "q4_K",
+}
+_EXPERT_S = 4e-3
+_COPY_S = 4e-3  # an expert's bytes through the link
+
+
+@dataclass(frozen=True)
+class Case:
+    """One split. `slots`: the share of what streams that the slots hold."""
+
+    name: str
+    splitter: Splitter
+    slots: float = 0.5
+    device_s: float = _EXPERT_S
+    host_s: float = _EXPERT_S
+
+
+@dataclass(frozen=True)
+class Split:
+    """The times of one case, of a step. `ratio` is step ÷ the later of CPU and device."""
+
+    case: str
+    cpu_s: float
+    device_s: float
+    sum_s: float
+    step_s: float
+    ratio: float
+
+
+def _all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    return np.full(len(resident), HOST, np.uint8)
+
+
+def _halves(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """Every second expert that is used is the CPU's."""
+    kinds = all_on_device(ids, resident)
+    kinds[np.unique(ids)[::2]] = HOST
+    return kinds
+
+
+def _by_costs(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    return split_pairs(ids, resident, _COSTS).kind
+
+
+def _costs(device_s: float, host_s: float) -> SplitCosts:
+    """As `sim` is held to: an expert takes as long whatever its rows. Gate, up and down of _SHAPE
+    have as many bytes."""
+    return SplitCosts(
+        host_s=np.array([0.0, host_s, host_s]),
+        device_s=np.array([0.0, device_s, device_s]),
+        host_fixed_s=0.0,
+        device_fixed_s=0.0,
+        copy_s=_COPY_S,
+        kinds=(1 / 3, 1 / 3, 1 / 3),
+    )
+
+
+_COSTS = _costs(_EXPERT_S, 3 * _EXPERT_S)
+
+CASES = (
+    Case("all on the device, all cached", all_on_device, slots=1.0),
+    Case("all on the CPU", _all_host),
+    Case("half each, cached", _halves, slots=1.0),
+    # Whatever is there by chance, the CPU ends last.
+    Case("half copied, half on the CPU", _halves, slots=0.25, host_s=2.1 * _EXPERT_S),
+    Case("by costs, misses copied too", _by_costs, host_s=3 * _EXPERT_S),
+)
+
+
+class _Counted:
+    """A splitter that adds up what is expected of both sides."""
+
+    def __init__(self, splitter: Splitter, costs: SplitCosts) -> None:
+        self.splitter, self._costs = splitter, costs
+        self.cpu_s = self.device_s = 0.0
+
+    def __call__(self, ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
+        split = expected(ids, self.splitter(ids, resident), self._costs)
+        self.cpu_s += split.cpu_s
+        self.device_s += split.device_s
+        return split.kind
+
+
+def bench_hybrid(repetitions: int, cases: Sequence[Case] = CASES) -> None:
+    """Measure every case and print the table and the JSON line."""
+    results = []
+    with tempfile.TemporaryDirectory() as folder, report.progress("measuring splits") as bar:
+        path = write_preset("qwen3-30b-a3b", Path(folder) / "split.gguf", seed=1, **_SHAPE)
+        for i, case in enumerate(cases):
+            results.append(measure(case, path, repetitions))
+            bar((i + 1) / len(cases))
+    report.table(
+        "layers split between CPU and device (sim, each held to a rate)",
+        ("case", "CPU ms", "device ms", "sum ms", "step ms", "step ÷ max", f"<= {LIMIT}"),
+        [
+            (
+                r.case,
+                *(f"{s * 1e3:.1f}" for s in (r.cpu_s, r.device_s, r.sum_s, r.step_s)),
+                f"{r.ratio:.3f}",
+                "yes" if r.ratio <= LIMIT else "no",
+            )
+            for r in results
+        ],
+    )
+    rows = [asdict(r) for r in results]
+    report.data({"hybrid": rows, "machine": machine(), "commit": commit()})
+
+
+def measure(case: Case, path: Path, repetitions: int) -> Split:
+    """Run one case: `repetitions` steps of new tokens behind two of warm-up."""
+    whole = make_plan(read_facts(path), budget_bytes=None)
+    bandwidth = max(group.piece_bytes for group in whole.layout.groups) / _COPY_S
+    vram = whole.resident_bytes + int(whole.slot_bytes * case.slots)
+    rates = f"expert={case.device_s * 1e6:.0f}us,host={case.host_s * 1e6:.0f}us"
+    counted = _Counted(case.splitter, _costs(case.device_s, case.host_s))
+    streaming = StreamingOptions(vram_bytes=vram, prefetch=False, hybrid=True, splitter=counted)
+    found = _steps(path, f"sim:bw={bandwidth:.0f}B/s,{rates}", streaming, repetitions, counted)
+    # The same model with nothing to copy and nobody held to a rate: what else a step computes.
+    rest = _steps(path, "sim", None, repetitions, None)
+    rest_s = statistics.median(rest.times)
+    cpu_s = found.cpu_s / repetitions
+    device_s = rest_s + found.device_s / repetitions
+    step_s = statistics.mean(found.times)  # as the counts are means: steps differ in what they miss
+    return Split(
+        case.name, cpu_s, device_s, cpu_s + device_s, step_s, step_s / max(cpu_s, device_s)
+    )
+
+
+@dataclass(frozen=True)
+class _Steps:
+    times: list[float]
+    cpu_s: float = 0.0  # expected of the split layers of all steps
+    device_s: float = 0.0
+
+
+def _steps(
+    path: Path,
+    device: str,
+    streaming: StreamingOptions | None,
+    repetitions: int,
+    counted: _Counted | None,
+) -> _Steps:
+    options = EngineOptions(
+        device=device,
+        stream_experts=streaming is not None,
+        streaming=streaming or StreamingOptions(),
+        min_batch=MinBatch(NEVER, NEVER),
+        n_ctx=512,
+        n_threads=1,
+        n_threads_batch=1,
+    )
+    times: list[float] = []
+    with Engine(path, options) as engine:
+        if counted is not None:
+            _fill(engine, counted)
+        for i in range(repetitions + 2):
+            if i == 2 and counted is not None:
+                counted.cpu_s = counted.device_s = 0.0
+            token = (101 * i + 3) % engine.n_vocab
+            times.append(decode_s(engine.sequences, 0, [token], n_logits=1))
+            engine.sequences.rewind(0, 0)
+    if counted is None:
+        return _Steps(times[2:])
+    return _Steps(times[2:], counted.cpu_s, counted.device_s)
+
+
+def _fill(engine: Engine, counted: _Counted) -> None:
+    """Have the slots full before anything is measured."""
+    splitter, counted.splitter = counted.splitter, all_on_device
+    for i in range(3):
+        engine.sequences.extend(0, [(7 * k + 31 * i) % engine.n_vocab for k in range(64)], 1)
+        engine.sequences.rewind(0, 0)
+    counted.splitter = splitter
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/lab/run split")
+    parser.add_argument("-r", "--repetitions", type=int, default=5, help="timed steps of each case")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
+    args = parser.parse_args()
+    report.only_data(args.json)
+    bench_hybrid(args.repetitions)
+
+
+if __name__ == "__main__":
+    main()

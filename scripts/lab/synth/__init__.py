@@ -1,0 +1,19 @@
+"""Random-weight GGUF files of any architecture and size: for shapes, memory and speed.
+
+Their text is noise, so they say nothing about quality or acceptance rates.
+"""
+
+from lab.synth.discover import Plan
+from lab.synth.shape import Shape, resolve
+from lab.synth.write import plan_preset, plan_shape, write, write_header_only, write_preset
+
+__all__ = [
+    "Plan",
+    "Shape",
+    "plan_preset",
+    "plan_shape",
+    "resolve",
+    "write",
+    "write_header_only",
+    "write_preset",
+]

@@ -1,0 +1,38 @@
+"""The published models that plans are made and tested for: their headers, without their data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lab.synth.write import plan_preset, write_header_only
+from offload.model import ModelFacts
+from offload.model_file import read_facts
+
+# Title -> preset and mixture of types; None: Q4_K_M, or what the model was published in.
+PUBLISHED: dict[str, tuple[str, str | None]] = {
+    "DeepSeek-R1": ("deepseek-r1", None),
+    "DeepSeek-R1 UD-Q2_K_XL": ("deepseek-r1", "UD-Q2_K_XL"),
+    "DeepSeek-R1 UD-Q4_K_XL": ("deepseek-r1", "UD-Q4_K_XL"),
+    "DeepSeek-V3.2": ("deepseek-v3.2", None),
+    "Kimi-K2": ("kimi-k2", None),
+    "GLM-4.6": ("glm-4.6", None),
+    "GLM-5": ("glm-5", None),
+    "MiniMax-M2": ("minimax-m2", None),
+    "Qwen3-235B-A22B": ("qwen3-235b-a22b", None),
+    "Qwen3-30B-A3B": ("qwen3-30b-a3b", None),
+    "Qwen3-Next-80B-A3B": ("qwen3-next-80b-a3b", None),
+    "Qwen3.5-122B-A10B": ("qwen3.5-122b-a10b", None),
+    "gpt-oss-120b": ("gpt-oss-120b", None),
+    "Llama-4-Maverick": ("llama-4-maverick", None),
+    "Llama-4-Scout": ("llama-4-scout", None),
+    "Gemma-3n-E4B": ("gemma-3n-e4b", None),
+    "Mistral-Large-2411": ("mistral-large-2411", None),
+    "Qwen2.5-32B": ("qwen2.5-32b", None),
+}
+
+
+def published_facts(title: str, folder: Path) -> ModelFacts:
+    """The header of the full model, written to `folder` and read as any file's is."""
+    preset, quant = PUBLISHED[title]
+    planned = plan_preset(preset, size="full", vocab="none", quant=quant)
+    return read_facts(write_header_only(planned, folder / f"{title.replace(' ', '-')}.gguf"))

@@ -1,0 +1,263 @@
+"""From a preset, a size and overrides to the exact metadata of one model; and whether it can be."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lab.synth.parts import TINY_VULKAN_DEEPSEEK, Preset, Value
+from lab.synth.presets import ALIASES, PRESETS
+from lab.synth.routing import ROUTINGS, Routing
+from offload.errors import BadRequest
+
+TINY_VOCAB = 512
+SIZES = ("tiny", "tiny-vulkan", "full")
+_MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS of the pinned release
+_ROW_MULTIPLE = 32  # the block of most quantised types; narrower rows would all be f16
+
+
+class UnknownPreset(BadRequest):
+    """No preset of that name."""
+
+
+class ImpossibleShape(BadRequest):
+    """Sizes that no model of the architecture can have."""
+
+
+# Overrides by their short names -> metadata key.
+OVERRIDES: Mapping[str, str] = {
+    "n_layer": "block_count",
+    "n_embd": "embedding_length",
+    "n_ff": "feed_forward_length",
+    "n_head": "attention.head_count",
+    "n_head_kv": "attention.head_count_kv",
+    "n_expert": "expert_count",
+    "n_expert_used": "expert_used_count",
+    "n_ff_exp": "expert_feed_forward_length",
+    "n_ctx": "context_length",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything about a model but its weights: what is written into the file's header.
+
+    `metadata` keys have no architecture prefix. `without` are patterns of optional tensors to leave
+    out; `quant` is as TypePolicy.parse takes it.
+    """
+
+    name: str
+    architecture: str
+    metadata: dict[str, Value]
+    n_vocab: int
+    without: tuple[str, ...] = ()
+    quant: str = "q8_0"
+    fused_experts: bool = False  # gate and up of each expert in one tensor, where the library can
+    expert_scales: bool = False  # a factor for each expert's products, where the library has them
+    routing: Routing | None = None  # of routers that follow the text; None: they choose evenly
+    unchecked: bool = False  # holds metadata of the caller's, on which the library may abort
+
+    def number(self, key: str, default: int = 0) -> int:
+        return int(self.metadata.get(key, default))  # type: ignore[arg-type]
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of that name or alias. Raises UnknownPreset with the nearest names."""
+    key = name.lower()
+    key = ALIASES.get(key, key)
+    if key in PRESETS:
+        return PRESETS[key]
+    near = difflib.get_close_matches(key, [*PRESETS, *ALIASES], n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else "--list shows all"
+    raise UnknownPreset(f"there is no preset {name!r}; {hint}")
+
+
+def resolve(preset: str, size: str, **overrides: Any) -> Shape:
+    """The shape of `preset` at `size` with overrides applied, checked.
+
+    Overrides are the keys of OVERRIDES, `n_vocab`, `scale` (multiplies the widths, keeps head
+    sizes, depth and expert count), `quant`, `fused_experts`, `expert_scales`, `routing` (a
+    name of ROUTINGS, or "even"), and `metadata` (raw keys -> values).
+    Raises UnknownPreset, ImpossibleShape, or BadRequest for an unknown size or override.
+    """
+    chosen = find_preset(preset)
+    shape = _at_size(chosen, size)
+    scale = overrides.pop("scale", None)
+    if scale is not None:
+        shape = _scaled(shape, float(scale), chosen.square_attention)
+    raw = overrides.pop("metadata", None) or {}
+    n_vocab, quant = overrides.pop("n_vocab", None), overrides.pop("quant", None)
+    fused = bool(overrides.pop("fused_experts", False))
+    scales = bool(overrides.pop("expert_scales", False))
+    routing = _routing(chosen.name, shape, overrides.pop("routing", None))
+    values = {k: v for k, v in overrides.items() if v is not None}
+    if unknown := sorted(values.keys() - OVERRIDES.keys()):
+        others = ("n_vocab", "scale", "quant", "fused_experts", "expert_scales", "routing",
+                  "metadata")  # fmt: skip
+        known = ", ".join([*OVERRIDES, *others])
+        raise BadRequest(f"unknown override {unknown[0]!r}; known are {known}")
+    metadata = dict(shape.metadata)
+    for short, value in values.items():
+        if short.startswith("n_expert") and "expert_count" not in metadata:
+            raise ImpossibleShape(f"{chosen.name} is a dense model, it has no {short} to set")
+        metadata[OVERRIDES[short]] = int(value)
+    if chosen.square_attention and "n_embd" in values and "n_head" not in values:
+        size_of_head = shape.number("attention.key_length")
+        metadata["attention.head_count"] = metadata["embedding_length"] // size_of_head  # type: ignore[operator]
+    prefix = f"{chosen.architecture}."
+    metadata.update({str(k).removeprefix(prefix): v for k, v in raw.items()})
+    shape = replace(
+        shape,
+        metadata=metadata,
+        n_vocab=shape.n_vocab if n_vocab is None else int(n_vocab),
+        quant=quant or shape.quant,
+        fused_experts=fused,
+        expert_scales=scales,
+        routing=routing,
+        unchecked=bool(raw),
+    )
+    check(shape, chosen.square_attention)
+    return shape
+
+
+def _routing(name: str, shape: Shape, wanted: str | None) -> Routing | None:
+    if wanted is None or wanted == "even":
+        return None
+    if wanted not in ROUTINGS:
+        raise BadRequest(f"unknown routing {wanted!r}; one of even, {', '.join(ROUTINGS)}")
+    if not shape.number("expert_count"):
+        raise ImpossibleShape(f"{name} is a dense model, it has no routers to shape")
+    return ROUTINGS[wanted]
+
+
+def _at_size(preset: Preset, size: str) -> Shape:
+    if size not in SIZES:
+        raise BadRequest(f"unknown size {size!r}; one of {', '.join(SIZES)}")
+    metadata, n_vocab, quant = dict(preset.full), preset.n_vocab, preset.quant
+    if size != "full":
+        metadata.update(preset.tiny)
+        n_vocab, quant = TINY_VOCAB, preset.tiny_quant
+    if size == "tiny-vulkan":
+        if preset.architecture != "deepseek2":
+            raise BadRequest(f"size tiny-vulkan exists for deepseek2 presets, not {preset.name}")
+        metadata.update(TINY_VULKAN_DEEPSEEK)
+        quant = "q4_K"
+    name = preset.name if size == "full" else f"{preset.name}-{size}"
+    return Shape(name, preset.architecture, metadata, n_vocab, preset.without, quant)
+
+
+def _scaled(shape: Shape, scale: float, square_attention: bool) -> Shape:
+    if not 0 < scale <= 64:
+        raise ImpossibleShape(f"a scale of {scale:g} is not between 0 and 64")
+    metadata = dict(shape.metadata)
+    step = 256 if shape.number("embedding_length") >= 2048 else _ROW_MULTIPLE
+
+    def times(key: str, multiple: int) -> None:
+        if metadata.get(key):
+            units = round(shape.number(key) * scale / multiple)
+            metadata[key] = max(1, units) * multiple
+
+    n_kv = shape.number("attention.head_count_kv", 1)
+    times("attention.head_count", n_kv)
+    for key in ("embedding_length", "feed_forward_length", "expert_feed_forward_length"):
+        times(key, step)
+    times("expert_shared_feed_forward_length", step)
+    times("attention.q_lora_rank", step)
+    if square_attention:
+        n_head, head = metadata["attention.head_count"], shape.number("attention.key_length")
+        metadata["embedding_length"] = n_head * head
+    return replace(shape, metadata=metadata)
+
+
+def check(shape: Shape, square_attention: bool = False) -> None:
+    """Raises ImpossibleShape for sizes on which the library would abort instead of saying why."""
+    _check_positive(shape)
+    _check_attention(shape, square_attention)
+    _check_experts(shape)
+    _check_recurrent(shape)
+    for pattern in shape.without:
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            raise BadRequest(f"{pattern!r} is no regular expression: {e}") from e
+
+
+def _refuse(message: str) -> None:
+    raise ImpossibleShape(message)
+
+
+def _check_positive(shape: Shape) -> None:
+    # A low rank of 0 means that the projection is not factored, a group count of 0 no groups.
+    may_be_zero = ("attention.q_lora_rank", "expert_group_count", "expert_group_used_count")
+    for key, value in shape.metadata.items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            least = 0 if key in may_be_zero or key.startswith("rope.dim") else 1
+            if not least <= value < 2**31:
+                _refuse(f"{shape.architecture}.{key} is {value}, it must be {least} or more")
+    if (n := shape.number("block_count", 1)) > _MAX_LAYERS:
+        _refuse(f"{n} layers are more than the {_MAX_LAYERS} that libllama allows (--layers)")
+    if not 1 <= shape.n_vocab < 2**31:
+        _refuse(f"a vocabulary of {shape.n_vocab} tokens is not possible (--n-vocab)")
+    for key in ("embedding_length", "feed_forward_length", "expert_feed_forward_length"):
+        if (n := shape.number(key)) % _ROW_MULTIPLE:
+            _refuse(f"{key} is {n}, it must be a multiple of {_ROW_MULTIPLE}")
+
+
+def _check_attention(shape: Shape, square: bool) -> None:
+    n_head, n_kv = shape.number("attention.head_count"), shape.number("attention.head_count_kv", 1)
+    if n_head % n_kv:
+        _refuse(f"{n_head} heads cannot share {n_kv} key-value heads evenly (--heads, --heads-kv)")
+    size, n_rot = shape.number("attention.key_length"), shape.number("rope.dimension_count")
+    if size and n_rot > size:
+        _refuse(f"rope.dimension_count {n_rot} is more than the head size {size}")
+    n_embd = shape.number("embedding_length")
+    if square and n_embd != n_head * size:
+        _refuse(
+            f"{shape.architecture} needs embedding_length = heads x head size, but {n_embd} is not "
+            f"{n_head} x {size} (--embd, --heads)"
+        )
+    mla, rope = shape.number("attention.key_length_mla"), shape.number("rope.dimension_count")
+    if mla and mla <= rope:
+        _refuse(f"attention.key_length_mla {mla} must exceed rope.dimension_count {rope}")
+
+
+def _check_experts(shape: Shape) -> None:
+    n, used = shape.number("expert_count"), shape.number("expert_used_count")
+    if not n:
+        return
+    if n > _MAX_EXPERTS:
+        _refuse(f"{n} experts are more than the {_MAX_EXPERTS} that libllama allows (--experts)")
+    if used > n:
+        _refuse(f"{used} of {n} experts cannot be used (--experts, --experts-used)")
+    groups, used_groups = (
+        shape.number("expert_group_count"),
+        shape.number("expert_group_used_count"),
+    )
+    if groups > 1 and (n % groups or n // groups < 2 or used > n // groups * used_groups):
+        _refuse(
+            f"{n} experts do not fit {groups} groups of which {used_groups} are used for {used} "
+            f"experts (--experts, or --set expert_group_count=0 --set expert_group_used_count=0)"
+        )
+    n_layer, dense = shape.number("block_count"), shape.number("leading_dense_block_count")
+    if n_layer <= dense:
+        _refuse(
+            f"{n_layer} layers have no expert layer, since the first {dense} are dense "
+            f"(--layers {dense + 1}, or --set leading_dense_block_count=1)"
+        )
+
+
+def _check_recurrent(shape: Shape) -> None:
+    interval = shape.number("full_attention_interval")
+    if interval and shape.number("block_count") < interval:
+        _refuse(
+            f"{shape.number('block_count')} layers hold no attention layer, since every "
+            f"{interval}th is one (--layers {interval})"
+        )
+    n_v, n_k = shape.number("ssm.time_step_rank"), shape.number("ssm.group_count")
+    if n_v and n_k and n_v % n_k:
+        _refuse(f"ssm.time_step_rank {n_v} is not a multiple of ssm.group_count {n_k}")
+    if n_v and interval and shape.number("ssm.inner_size") != n_v * shape.number("ssm.state_size"):
+        _refuse("ssm.inner_size must be ssm.time_step_rank times ssm.state_size")

@@ -1,0 +1,110 @@
+"""Train, export and measure the embedded demo pair (needs `pip install specoffload[train]`).
+
+`scripts/lab/run train all` runs every step; each step can be run alone and resumed after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+from lab import ROOT
+
+STEPS = ("data", "tokenizer", "prompts", "target", "continuations", "draft", "export", "measure")
+EPILOG = """steps, in the order `all` runs them
+  data       counts the standard library's files and the held-out ones
+  tokenizer  trains the tokeniser on the training files and encodes them
+  prompts    picks the held-out prompts that benches and agreement use
+  target     trains the deepseek2-shaped target until --target-deadline-s of wall-clock time
+  continuations  lets the target continue training text greedily, for the draft to learn from
+  draft      trains the llama-shaped draft until --draft-deadline-s, its last part on what the
+             target says (--distill-from)
+  export     writes both GGUFs from the latest checkpoints, also while a training runs
+  measure    measures the exported pair on the held-out files; writes CARD.md and card.json
+"""
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("step", choices=(*STEPS, "all"))
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / ".work" / "train", help="checkpoints and tokens"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "specoffload" / "demo", help="where the pair goes"
+    )
+    parser.add_argument(
+        "--stdlib", type=Path, help="standard library folder (default: this interpreter's)"
+    )
+    parser.add_argument("--target-deadline-s", type=float, default=5400.0)
+    parser.add_argument("--continuations-deadline-s", type=float, default=300.0)
+    parser.add_argument("--draft-deadline-s", type=float, default=900.0)
+    parser.add_argument(
+        "--distill-from",
+        type=float,
+        default=0.5,
+        help="share of the draft's run from which it follows the target; 1 is never",
+    )
+    parser.add_argument(
+        "--from-pair",
+        action="store_true",
+        help="a run without a checkpoint begins with the weights of the pair in --out, on the text"
+        " that it has not seen, at long sequences",
+    )
+    parser.add_argument(
+        "--peak", type=float, default=1.0, help="factor of the learning rates; 0.3 to go on"
+    )
+    parser.add_argument(
+        "--micro-tokens", type=int, default=8192, help="tokens per forward and backward pass"
+    )
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    return parser.parse_args()
+
+
+def keep_large_allocations() -> None:
+    """Asks glibc to keep freed memory: else every step maps and faults in its buffers anew."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        return
+    m_trim_threshold, m_mmap_threshold, m_mmap_max = -1, -3, -4
+    libc.mallopt(m_mmap_max, 0)
+    libc.mallopt(m_trim_threshold, 2**31 - 1)
+    libc.mallopt(m_mmap_threshold, 2**30)
+
+
+def share_cores() -> None:
+    """Lets waiting OpenMP threads sleep: spinning ones slow a busy machine's training tenfold."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
+def stop_like_ctrl_c() -> None:
+    """SIGTERM, and SIGINT also where a background shell had it ignored, save a checkpoint."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    keep_large_allocations()
+    share_cores()
+    stop_like_ctrl_c()
+    from lab.train import steps  # torch reads the settings above when it is imported
+
+    try:
+        for step in STEPS if arguments.step == "all" else (arguments.step,):
+            getattr(steps, f"run_{step}")(arguments)
+    except KeyboardInterrupt:
+        sys.exit("stopped; a training step saved its checkpoint and the same command goes on")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Measures the exported pair on held-out text through llama.cpp, and writes its model card."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from rich.console import Console
+from rich.progress import track
+
+from lab.train.card import render_card
+from lab.train.continuations import N_PROMPT
+from lab.train.data import HELD_OUT_EVERY, SourceFile, Split, python_version
+from lab.train.draft import Draft
+from lab.train.export import export_one, load_arrays
+from lab.train.llama import LlamaModel
+from lab.train.prompts import Prompt, read_prompts
+from lab.train.quality import N_NEW, agreement, likelihood
+from lab.train.shapes import EOS_ID, SEED, TargetShape
+from lab.train.target import Target
+from lab.train.tokenizer import load_tokenizer
+from lab.train.train import BATCH_TOKENS
+
+N_LINES = 1000
+N_LOGIT_TOKENS = 512
+N_CHECK_FILES = 3
+N_CHECK_PROMPTS = 10
+
+
+def bits_per_byte(model: LlamaModel, sources: tuple[SourceFile, ...], console: Console) -> float:
+    parts = [likelihood(model, s.text) for s in track(sources, "bits per byte", console=console)]
+    n_bytes = sum(part.n_bytes for part in parts)
+    return float(sum(part.nats for part in parts) / np.log(2.0) / n_bytes)
+
+
+def torch_model(checkpoint: Path) -> Target | Draft:
+    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    shape, _ = load_arrays(checkpoint)
+    model = Target(shape) if isinstance(shape, TargetShape) else Draft(shape)
+    model.load_state_dict(saved["model"])
+    return model.eval()
+
+
+def logit_difference(work: Path, name: str, text: str) -> float:
+    """Largest |llama.cpp - torch| over held-out logits, float32 weights and float32 cache."""
+    path = work / f"{name}-f32.gguf"
+    export_one(work, name, path, Kind.F32)
+    opened = LlamaModel(path, exact_cache=True)
+    ids = [EOS_ID, *opened.tokenize(text)][:N_LOGIT_TOKENS]
+    theirs = opened.logits(ids)
+    opened.close()
+    with torch.no_grad():
+        ours = torch_model(work / f"{name}.pt").logits(torch.tensor([ids]))[0].numpy()
+    return float(np.abs(theirs - ours).max())
+
+
+def tokenizer_matches(work: Path, model: LlamaModel, sources: tuple[SourceFile, ...]) -> int:
+    """How many of `N_LINES` held-out lines llama.cpp and `tokenizers` cut alike."""
+    tokenizer = load_tokenizer(work / "tokenizer.json")
+    lines = [line for s in sources for line in s.text.splitlines() if line.strip()]
+    chosen = random.Random(SEED).sample(lines, N_LINES)
+    return sum(model.tokenize(x) == tokenizer.encode(x).ids for x in chosen)
+
+
+def _run_facts(checkpoint: Path) -> dict[str, Any]:
+    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    done, earlier = saved["counters"], saved.get("earlier") or {}
+    n_parameters = sum(v.numel() for k, v in saved["model"].items() if not k.endswith(".bias"))
+    return {
+        "parameters": n_parameters,
+        "shape": saved["shape"],
+        "steps": done["step"] + earlier.get("step", 0),
+        "tokens": done["n_tokens"] + earlier.get("n_tokens", 0),
+        "seconds": round(done["elapsed_s"] + earlier.get("elapsed_s", 0)),
+        "distill_from": saved.get("distill_from", 1.0),
+    }
+
+
+def _continuation_facts(work: Path) -> dict[str, int]:
+    path = work / "continuations.npy"
+    if not path.exists():
+        return {"sequences": 0, "n_new": 0}
+    n_sequences, length = np.load(path, mmap_mode="r").shape
+    return {"sequences": n_sequences, "n_new": length - N_PROMPT}
+
+
+def _notes(work: Path) -> str:
+    """What the person who trained wants on the card beside the numbers, e.g. a changed deadline."""
+    path = work / "notes.txt"
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _machine() -> str:
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    return f"{os.cpu_count()} cores ({name})"
+
+
+def _check_files(
+    target: LlamaModel, draft: LlamaModel, sources: tuple[SourceFile, ...]
+) -> list[dict[str, Any]]:
+    """Small figures a test can measure again: the first 1024 tokens of a few held-out files."""
+    big_enough = [s for s in sources if s.n_bytes > 8000][:N_CHECK_FILES]
+    return [
+        {
+            "path": s.path,
+            "sha256": hashlib.sha256(s.text.encode()).hexdigest(),
+            "n_tokens": 1024,
+            "target_bits_per_byte": likelihood(target, s.text, 1024).bits_per_byte,
+            "draft_bits_per_byte": likelihood(draft, s.text, 1024).bits_per_byte,
+        }
+        for s in big_enough
+    ]
+
+
+def _agreements(
+    target: LlamaModel, draft: LlamaModel, prompts: list[Prompt], console: Console
+) -> dict[str, Any]:
+    shares = [
+        agreement(target, draft, p.text) for p in track(prompts, "agreement", console=console)
+    ]
+    code = [share for share, p in zip(shares, prompts, strict=True) if p.kind == "code"]
+    prose = [share for share, p in zip(shares, prompts, strict=True) if p.kind == "prose"]
+    return {
+        "n_prompts": len(prompts),
+        "n_new": N_NEW,
+        "all": float(np.mean(shares)),
+        "code": float(np.mean(code)),
+        "prose": float(np.mean(prose)),
+        "check_prompts": N_CHECK_PROMPTS,
+        "check": float(np.mean(shares[:N_CHECK_PROMPTS])),
+    }
+
+
+def measure_pair(work: Path, out: Path, split: Split, console: Console) -> None:
+    """Writes OUT/card.json and OUT/CARD.md; raises FileNotFoundError before `export` ran."""
+    target, draft = LlamaModel(out / "target.gguf"), LlamaModel(out / "draft.gguf")
+    text = split.held_out[0].text
+    card: dict[str, Any] = {
+        "python": python_version(),
+        "torch": torch.__version__.split("+")[0],
+        "machine": _machine(),
+        "batch_tokens": BATCH_TOKENS,
+        "data": json.loads((work / "data.json").read_text()) | {"held_out_every": HELD_OUT_EVERY},
+        "target": _run_facts(work / "target.pt"),
+        "draft": _run_facts(work / "draft.pt"),
+        "continuations": _continuation_facts(work),
+        "notes": _notes(work),
+        "file_bytes": {n: (out / f"{n}.gguf").stat().st_size for n in ("target", "draft")},
+        "tokenizer": {
+            "lines": N_LINES,
+            "matches": tokenizer_matches(work, target, split.held_out),
+        },
+        "logit_difference": {n: logit_difference(work, n, text) for n in ("target", "draft")},
+        "agreement": _agreements(target, draft, read_prompts(out / "prompts.json"), console),
+        "check_files": _check_files(target, draft, split.held_out),
+        "bits_per_byte": {
+            "target": bits_per_byte(target, split.held_out, console),
+            "draft": bits_per_byte(draft, split.held_out, console),
+        },
+    }
+    (out / "card.json").write_text(json.dumps(card, indent=1) + "\n")
+    (out / "CARD.md").write_text(render_card(card))
+    target.close()
+    draft.close()
+    console.print({k: card[k] for k in ("bits_per_byte", "agreement", "logit_difference")})

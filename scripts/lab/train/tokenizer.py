@@ -1,0 +1,79 @@
+"""A byte-level BPE with the GPT-2 pre-tokeniser, so that llama.cpp's `gpt-2` type reads it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from lab.train.data import SourceFile
+from lab.train.shapes import EOS_ID, IM_END_ID, IM_START_ID, N_VOCAB, SEED, SPECIAL_TOKENS
+
+# One training file in this many is written as a chat: its first lines are the user's turn, the
+# rest the assistant's. It teaches the chat tokens their places, nothing about conversation.
+CHAT_EVERY = 8
+
+
+def train_tokenizer(sources: tuple[SourceFile, ...]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=N_VOCAB,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((source.text for source in sources), trainer)
+    if tokenizer.get_vocab_size() != N_VOCAB:
+        raise ValueError(f"the text gave {tokenizer.get_vocab_size()} tokens, not {N_VOCAB}")
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path))
+
+
+def encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of source text; raises ValueError where it spells a special token.
+
+    CPython's sources spell none; `tokenizers` would cut one as the token, llama.cpp as text.
+    """
+    if any(token in text for token in SPECIAL_TOKENS):
+        raise ValueError("the text spells a special token")
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def encode_stream(tokenizer: Tokenizer, sources: tuple[SourceFile, ...]) -> np.ndarray:
+    """All files in a shuffled order, each after EOS, one in `CHAT_EVERY` as a chat: uint16[n]."""
+    order = random.Random(SEED)
+    files = list(sources)
+    order.shuffle(files)
+    stream: list[int] = []
+    for i, source in enumerate(files):
+        stream.append(EOS_ID)
+        if i % CHAT_EVERY == 0 and source.text.count("\n") > 8:
+            stream.extend(_as_chat(tokenizer, source.text, order))
+        else:
+            stream.extend(encode_plain(tokenizer, source.text))
+    return np.array(stream, dtype=np.uint16)
+
+
+def _as_chat(tokenizer: Tokenizer, text: str, order: random.Random) -> list[int]:
+    lines = text.splitlines(keepends=True)
+    cut = order.randint(1, min(40, len(lines) - 1))
+    user, assistant = "".join(lines[:cut]).rstrip("\n"), "".join(lines[cut:]).rstrip("\n")
+    newline = encode_plain(tokenizer, "\n")
+    return [
+        IM_START_ID,
+        *encode_plain(tokenizer, "user\n" + user),
+        IM_END_ID,
+        *newline,
+        IM_START_ID,
+        *encode_plain(tokenizer, "assistant\n" + assistant),
+        IM_END_ID,
+        *newline,
+    ]

@@ -1,0 +1,88 @@
+"""Fetches the libraries of the page at `/` into specoffload/server/page/static/vendor, as they are.
+
+    scripts/lab/run vendor-page           fetch the versions below with npm, write the files
+    scripts/lab/run vendor-page --check   exit 1 if a file differs; write nothing
+
+npm compares each archive with the registry's checksum; what is committed is what was published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab import ROOT
+
+VENDOR = ROOT / "specoffload/server/page/static/vendor"
+
+
+@dataclass(frozen=True)
+class Library:
+    """A package, and which of its files become which of ours."""
+
+    package: str
+    version: str
+    files: tuple[tuple[str, str], ...]
+
+
+LIBRARIES = (
+    Library(
+        "marked", "18.2.1", (("lib/marked.esm.js", "marked.js"), ("LICENSE", "marked.LICENSE"))
+    ),
+    Library(
+        "dompurify",
+        "3.4.18",
+        (("dist/purify.es.mjs", "purify.js"), ("LICENSE", "purify.LICENSE")),
+    ),
+    Library(
+        "@highlightjs/cdn-assets",
+        "11.12.0",
+        (("es/highlight.min.js", "highlight.js"), ("LICENSE", "highlight.LICENSE")),
+    ),
+)
+
+
+def fetch(library: Library, folder: Path) -> dict[str, bytes]:
+    """Our file name -> its bytes. Raises CalledProcessError where npm fails."""
+    packing = ["npm", "pack", "--silent", f"{library.package}@{library.version}"]
+    done = subprocess.run(packing, cwd=folder, check=True, capture_output=True, text=True)
+    found = {}
+    with tarfile.open(folder / done.stdout.split()[-1]) as archive:
+        for theirs, ours in library.files:
+            file = archive.extractfile(f"package/{theirs}")
+            assert file is not None, f"{library.package} has no {theirs}"
+            lines = file.read().splitlines()
+            # The maps are not shipped, and a browser's console would complain.
+            kept = [line for line in lines if not line.startswith(b"//# sourceMappingURL=")]
+            found[ours] = b"\n".join(kept) + b"\n"
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    stale = []
+    with tempfile.TemporaryDirectory() as folder:
+        for library in LIBRARIES:
+            for name, content in fetch(library, Path(folder)).items():
+                path = VENDOR / name
+                if check and not (path.is_file() and path.read_bytes() == content):
+                    stale.append(name)
+                elif not check:
+                    path.write_bytes(content)
+    if stale:
+        print(
+            f"{', '.join(stale)}: not what npm gives; run vendor-page",
+            file=sys.stderr,
+        )
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

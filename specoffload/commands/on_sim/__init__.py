@@ -1,1 +1,0 @@
-"""Measurements of `bench` on simulated devices."""
