@@ -10,7 +10,7 @@ import pytest
 from library_memory import Allocated, allocated
 
 from lab.synth import plan_preset, write_header_only
-from lab.synth.presets import PRESETS
+from lab.synth.shape import PRESETS
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory

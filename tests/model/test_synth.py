@@ -19,9 +19,7 @@ from gguf import GGUFReader
 from numpy.typing import NDArray
 
 from lab.synth import plan_preset, plan_shape, write, write_header_only, write_preset
-from lab.synth.describe import read_description
-from lab.synth.presets import PRESETS
-from lab.synth.shape import ImpossibleShape, find_preset
+from lab.synth.shape import PRESETS, ImpossibleShape, find_preset, read_description
 from offload.errors import BadModel, BadRequest
 from offload.ggml.library.lib import library
 from offload.model import layer_of

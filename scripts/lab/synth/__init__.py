@@ -3,9 +3,8 @@
 Their text is noise, so they say nothing about quality or acceptance rates.
 """
 
-from lab.synth.discover import Plan
 from lab.synth.shape import Shape, resolve
-from lab.synth.write import plan_preset, plan_shape, write, write_header_only, write_preset
+from lab.synth.write import Plan, plan_preset, plan_shape, write, write_header_only, write_preset
 
 __all__ = [
     "Plan",

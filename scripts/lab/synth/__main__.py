@@ -1,4 +1,4 @@
-"""The command line of scripts/synth, which runs it in the environment that scripts/setup makes."""
+"""The command line of scripts/synth."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from rich.progress import (
 from rich.table import Table
 
 from lab.synth import Plan, plan_preset, plan_shape, write, write_header_only
-from lab.synth.describe import parse_setting, read_description
-from lab.synth.presets import ALIASES, PRESETS
-from lab.synth.shape import resolve
-from lab.synth.tensortype import class_of
+from lab.synth.shape import PRESETS, parse_setting, read_description, resolve
+from lab.synth.tensors import class_of
 from offload.errors import BadRequest, OffloadError
 
 out = Console()
@@ -37,10 +35,9 @@ def _show_list(wanted: bool) -> None:
     for preset in PRESETS.values():
         planned = plan_preset(preset.name, size="full", vocab="none")
         n_parameters = sum(t.n_values for t in planned.tensors)
-        others = ", ".join(alias for alias, name in ALIASES.items() if name == preset.name)
         size = f"{planned.size_bytes / 1e9:.1f} GB"
-        row = (preset.about, f"{n_parameters / 1e9:.1f} B", size, others)
-        table.add_row(preset.name, preset.architecture, *row)
+        row = (preset.about, f"{n_parameters / 1e9:.1f} B", size)
+        table.add_row(preset.name, preset.architecture, *row, ", ".join(preset.aliases))
     out.print(table)
     raise typer.Exit
 

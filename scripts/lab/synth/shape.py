@@ -1,22 +1,51 @@
-"""From a preset, a size and overrides to the exact metadata of one model; and whether it can be."""
+"""Shapes of models, from presets with a size and overrides or from a description in a file, and
+checks that a model of such a shape can be.
+
+`presets.json` holds the metadata of published models, as their configurations have it, and the
+values that change in the tiny model of each. Layers for multi-token prediction are counted where
+llama.cpp's conversion writes them. A description is one entry of that form in a file.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from lab.synth.parts import TINY_VULKAN_DEEPSEEK, Preset, Value
-from lab.synth.presets import ALIASES, PRESETS
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
 from lab.synth.routing import ROUTINGS, Routing
 from offload.errors import BadRequest
+
+Value = int | float | bool | str | tuple[int, ...]
+SIGMOID = 2  # of expert_gating_func
 
 TINY_VOCAB = 512
 SIZES = ("tiny", "tiny-vulkan", "full")
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS of the pinned release
 _ROW_MULTIPLE = 32  # the block of most quantised types; narrower rows would all be f16
+# Head and row sizes that a software Vulkan driver computes in seconds, for deepseek2.
+_TINY_VULKAN: Mapping[str, Value] = {
+    "block_count": 3,
+    "embedding_length": 256,
+    "feed_forward_length": 256,
+    "attention.head_count": 2,
+    "attention.q_lora_rank": 256,
+    "attention.kv_lora_rank": 256,
+    "attention.key_length": 288,
+    "attention.value_length": 256,
+    "attention.key_length_mla": 64,
+    "attention.value_length_mla": 128,
+    "expert_count": 8,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 256,
+    "leading_dense_block_count": 1,
+    "rope.freq_base": 10000.0,
+}
 
 
 class UnknownPreset(BadRequest):
@@ -64,13 +93,49 @@ class Shape:
         return int(self.metadata.get(key, default))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Preset:
+    """One published model. `metadata` keys have no architecture prefix."""
+
+    name: str
+    architecture: str
+    about: str
+    metadata: dict[str, Value]
+    tiny: dict[str, Value]  # the values that differ in its tiny model
+    n_vocab: int
+    aliases: tuple[str, ...] = ()  # names that people use, and architectures
+    without: tuple[str, ...] = ()  # patterns of optional tensors that its files do not have
+    quant: str = "Q4_K_M"
+    tiny_quant: str = "q8_0"
+    square_attention: bool = False  # the head size is n_embd / n_head, by the graph's construction
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _read_presets() -> dict[str, Preset]:
+    rows = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+    for row in rows.values():
+        for key in ("metadata", "tiny"):
+            row[key] = {name: _frozen(value) for name, value in row[key].items()}
+    return {
+        name: Preset(name, **{key: _frozen(value) for key, value in row.items()})
+        for name, row in rows.items()
+    }
+
+
+PRESETS = _read_presets()
+_ALIASES = {alias: preset.name for preset in PRESETS.values() for alias in preset.aliases}
+
+
 def find_preset(name: str) -> Preset:
     """The preset of that name or alias. Raises UnknownPreset with the nearest names."""
     key = name.lower()
-    key = ALIASES.get(key, key)
+    key = _ALIASES.get(key, key)
     if key in PRESETS:
         return PRESETS[key]
-    near = difflib.get_close_matches(key, [*PRESETS, *ALIASES], n=3, cutoff=0.4)
+    near = difflib.get_close_matches(key, [*PRESETS, *_ALIASES], n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else "--list shows all"
     raise UnknownPreset(f"there is no preset {name!r}; {hint}")
 
@@ -136,14 +201,14 @@ def _routing(name: str, shape: Shape, wanted: str | None) -> Routing | None:
 def _at_size(preset: Preset, size: str) -> Shape:
     if size not in SIZES:
         raise BadRequest(f"unknown size {size!r}; one of {', '.join(SIZES)}")
-    metadata, n_vocab, quant = dict(preset.full), preset.n_vocab, preset.quant
+    metadata, n_vocab, quant = dict(preset.metadata), preset.n_vocab, preset.quant
     if size != "full":
         metadata.update(preset.tiny)
         n_vocab, quant = TINY_VOCAB, preset.tiny_quant
     if size == "tiny-vulkan":
         if preset.architecture != "deepseek2":
             raise BadRequest(f"size tiny-vulkan exists for deepseek2 presets, not {preset.name}")
-        metadata.update(TINY_VULKAN_DEEPSEEK)
+        metadata.update(_TINY_VULKAN)
         quant = "q4_K"
     name = preset.name if size == "full" else f"{preset.name}-{size}"
     return Shape(name, preset.architecture, metadata, n_vocab, preset.without, quant)
@@ -261,3 +326,58 @@ def _check_recurrent(shape: Shape) -> None:
         _refuse(f"ssm.time_step_rank {n_v} is not a multiple of ssm.group_count {n_k}")
     if n_v and interval and shape.number("ssm.inner_size") != n_v * shape.number("ssm.state_size"):
         _refuse("ssm.inner_size must be ssm.time_step_rank times ssm.state_size")
+
+
+# -- descriptions of models without a preset ------------------------------------------------------
+
+_VALUE: TypeAdapter[Value] = TypeAdapter(Value)
+
+
+class _Description(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    architecture: str
+    metadata: dict[str, Value]
+    n_vocab: int = TINY_VOCAB
+    without: list[str] = []
+    quant: str = "q8_0"
+
+
+def read_description(path: Path) -> Shape:
+    """The shape that a JSON file describes by "architecture", "metadata" (GGUF's keys, with or
+    without the architecture before them), "n_vocab", "without" and "quant".
+
+    Raises BadRequest for anything else, ImpossibleShape for sizes that cannot be.
+    """
+    try:
+        read = _Description.model_validate_json(path.read_bytes())
+    except OSError as e:
+        raise BadRequest(f"{path}: cannot be read ({e.strerror})") from e
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BadRequest(f"{path}: is no description of a model: {where} {first['msg']}") from e
+    prefix = f"{read.architecture}."
+    metadata = {key.removeprefix(prefix): value for key, value in read.metadata.items()}
+    shape = Shape(
+        path.stem,
+        read.architecture,
+        metadata,
+        read.n_vocab,
+        tuple(read.without),
+        read.quant,
+        unchecked=True,
+    )
+    check(shape)
+    return shape
+
+
+def parse_setting(text: str) -> tuple[str, Value]:
+    """Reads KEY=VALUE, the value as JSON if it is JSON, else as a string. Raises BadRequest."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise BadRequest(f"--set {text}: must be KEY=VALUE")
+    try:
+        return key, _VALUE.validate_json(value)
+    except ValidationError:
+        return key, value

@@ -10,19 +10,18 @@ from gguf import GGMLQuantizationType as Type
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.synth.describe import parse_setting, read_description
-from lab.synth.mixture import RULES, types_of
-from lab.synth.presets import ALIASES, PRESETS
 from lab.synth.shape import (
+    PRESETS,
     SIZES,
     TINY_VOCAB,
     ImpossibleShape,
     UnknownPreset,
     find_preset,
+    parse_setting,
+    read_description,
     resolve,
 )
-from lab.synth.tensortype import TypePolicy
-from lab.synth.values import fill_of
+from lab.synth.tensors import MIXTURES, fill_of, types_of
 from lab.synth.vocabulary import byte_level, size_of
 from offload.errors import BadRequest
 from offload.ggml.wanted_tensors import WantedTensor
@@ -38,18 +37,9 @@ def test_every_preset_resolves_at_every_size(name: str, size: str) -> None:
         assert shape.number("expert_count") >= 8
 
 
-def test_the_families_that_were_asked_for_have_presets() -> None:
-    architectures = {p.architecture for p in PRESETS.values()}
-    assert architectures >= {
-        *("deepseek2", "glm4moe", "qwen3moe", "qwen2", "qwen3next", "qwen35moe"),
-        *("llama", "cohere2", "gemma2", "minimax-m2", "gpt-oss"),
-        *("deepseek32", "glm-dsa", "llama4", "gemma3n"),
-    }
-
-
-@pytest.mark.parametrize(("alias", "name"), ALIASES.items())
-def test_an_alias_is_its_preset(alias: str, name: str) -> None:
-    assert find_preset(alias) is PRESETS[name]
+def test_an_alias_is_its_preset() -> None:
+    for preset in PRESETS.values():
+        assert all(find_preset(alias) is preset for alias in preset.aliases)
 
 
 def test_a_misspelt_preset_is_answered_with_the_nearest_names() -> None:
@@ -139,39 +129,29 @@ def tensor(name: str, *shape: int) -> WantedTensor:
     return WantedTensor(name, shape)
 
 
-def test_a_type_policy_gives_each_class_its_type() -> None:
-    policy = TypePolicy.parse("q4_K, experts=mxfp4,output=q6_K,attention=f16")
-    assert policy.type_of(tensor("blk.1.ffn_up_exps.weight", 256, 64, 8)) == Type.MXFP4
-    assert policy.type_of(tensor("output.weight", 256, 512)) == Type.Q6_K
-    assert policy.type_of(tensor("blk.0.attn_q.weight", 256, 512)) == Type.F16
-    assert policy.type_of(tensor("blk.0.ffn_up.weight", 256, 512)) == Type.Q4_K
+def mixed(quant: str, *tensors: WantedTensor, n_layers: int = 16, tied: bool = False) -> list[Type]:
+    return types_of(quant, tensors, n_layers, 1, tied=tied)
 
 
-def test_rows_that_do_not_fill_a_block_get_a_type_they_fill() -> None:
-    policy = TypePolicy.parse("q4_K")
-    assert policy.type_of(tensor("blk.0.attn_k_b.weight", 128, 512, 4)) == Type.Q8_0
-    assert policy.type_of(tensor("blk.0.ffn_up.weight", 48, 512)) == Type.F16
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("blk.0.ffn_gate_inp.weight", "blk.0.ssm_conv1d.weight", "blk.0.ffn_up_exps.bias"),
-        *("output_norm.weight", "blk.0.attn_q_norm.weight"),
-    ],
-)
-def test_routers_norms_biases_and_convolutions_stay_f32(name: str) -> None:
-    assert TypePolicy.parse("q4_0").type_of(tensor(name, 256, 256)) == Type.F32
+def test_each_class_gets_its_type() -> None:
+    tensors = {
+        tensor("blk.1.ffn_up_exps.weight", 256, 64, 8): Type.MXFP4,
+        tensor("output.weight", 256, 512): Type.Q6_K,
+        tensor("blk.0.attn_q.weight", 256, 512): Type.F16,
+        tensor("blk.0.ffn_up.weight", 256, 512): Type.Q4_K,
+        tensor("blk.0.attn_k_b.weight", 48, 512, 4): Type.F16,  # fills no block
+    }
+    for name in ("blk.0.ffn_gate_inp.weight", "blk.0.ssm_conv1d.weight", "blk.0.ffn_up_exps.bias"):
+        tensors[tensor(name, 256, 256)] = Type.F32
+    types = mixed("q4_K, experts=mxfp4,output=q6_K,attention=f16", *tensors)
+    assert types == list(tensors.values())
+    assert mixed("q4_K", tensor("blk.0.attn_k_b.weight", 128, 512, 4)) == [Type.Q8_0]
 
 
 @pytest.mark.parametrize("text", ["q9_9", "experts=", "wheels=q8_0", "iq1_s"])
 def test_unknown_types_and_classes_are_refused(text: str) -> None:
     with pytest.raises(BadRequest, match=r"known are|classes are"):
-        TypePolicy.parse(text)
-
-
-def mixed(quant: str, *tensors: WantedTensor, n_layers: int = 16, tied: bool = False) -> list[Type]:
-    return types_of(quant, tensors, n_layers, 1, tied=tied)
+        mixed(text)
 
 
 def test_q4_k_m_follows_the_layer() -> None:
@@ -187,7 +167,7 @@ def test_the_output_matrix_gets_more_bits_also_where_it_is_the_embedding() -> No
     assert mixed("Q4_K_M", embedding, tied=True) == [Type.Q6_K]
 
 
-@pytest.mark.parametrize("quant", RULES)
+@pytest.mark.parametrize("quant", MIXTURES)
 def test_a_mixture_falls_back_for_rows_that_fill_no_block(quant: str) -> None:
     names = ("attn_k_b", "ffn_down_exps", "ffn_up", "attn_output")
     for row, least in ((128, {Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q8_0}), (48, {Type.F16})):
