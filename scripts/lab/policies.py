@@ -1,6 +1,6 @@
 """The default draft-length policy against every hand-tuned setting, in one run.
 
-Usage: `scripts/lab/run policies [FLAGS OF specoffload bench]`.
+Usage: scripts/lab/run policies [--json] [other flags of specoffload bench]
 
 Without a GPU the regime that speculation is for, a decode bound by transfers, is made on `sim`
 (`lab.regime`). Then the same pair is run on the plain CPU, where T(n) is nearly

@@ -75,7 +75,7 @@ def main() -> None:
     with Engine(demo_file("target.gguf"), options) as engine:
         routing = {kind: recorded(engine, kind) for kind in ("code", "prose", "answers")}
         n_experts = engine.facts.n_experts
-    np.savez_compressed(RECORDED, n_experts=n_experts, **routing)
+    np.savez_compressed(RECORDED, n_experts=n_experts, **routing)  # type: ignore[arg-type]
     print(f"{RECORDED.name}: {RECORDED.stat().st_size} bytes")
     for kind in routing:
         print(f"{kind}: time constant, drift, lasting = {fitted(routing[kind], n_experts)}")

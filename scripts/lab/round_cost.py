@@ -90,7 +90,10 @@ def never(_: int) -> bool:
 
 def plain() -> Iterable[Round]:
     return decode_alone(
-        Instant(), 0, [1, 2, 3], chooser=AnyToken(), n_predict=N_ROUNDS, is_end=never
+        Instant(),  # type: ignore[arg-type]
+        0,
+        [1, 2, 3],
+        chooser=AnyToken(), n_predict=N_ROUNDS, is_end=never
     )
 
 

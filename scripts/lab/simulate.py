@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from lab.simulation.compare import (
     named_policies,
     synthetic_traces,
 )
-from lab.simulation.draft_step import StepEffect, in_seconds, step_effects
 from lab.simulation.simulate import (
     DraftTrace,
     brute_force_oracle,
@@ -38,30 +36,20 @@ from specdec.whole_file import read_text
 from specoffload import report
 from specoffload.errors import KNOWN
 
-_N_TOKENS = 2000
 _ORACLE_LONGEST = 24
-_LONG = 16  # drafted tokens on which a step's share of a decode is shown: llama.cpp's --draft-max
 
 
 def simulate_policies(
     *,
     profile: Path | None,
     trace: Path | None,
-    n_tokens: int | None,
+    n_tokens: int,
     draft_share: float,
-    seed: int | None,
-    draft_steps: Sequence[float] = (),
-    target_step: float = 0.1,
+    seed: int,
 ) -> None:
     """Print a table. Raises BadProfile or SpecDecError for files
     that cannot be read."""
-    n_tokens = _N_TOKENS if n_tokens is None else n_tokens
-    seed = 1 if seed is None else seed
     curves = published_curves() if profile is None else {profile.stem: read_profile(profile)}
-    if draft_steps:
-        texts = synthetic_traces(n_tokens, seed) if trace is None else [_read_trace(trace)]
-        simulate_draft_steps(curves, texts, draft_steps, target_step)
-        return
     makes, left_out = applicable(named_policies(), curves.values())
     for policy, why in left_out.items():
         report.note(f"{policy} is left out: {why}")
@@ -151,73 +139,15 @@ def _say_unknown(trace: DraftTrace) -> None:
         )
 
 
-def simulate_draft_steps(
-    curves: Mapping[str, CostProfile],
-    texts: Sequence[DraftTrace],
-    steps_s: Sequence[float],
-    one_s: float,
-) -> None:
-    """Print tokens per second of `throughput` at every price.
-
-    `one_s` is T(1) of curves that have no unit.
-    """
-    without = [name for name, curve in curves.items() if curve.relative]
-    if without:
-        report.line(
-            f"curves without a unit are taken with T(1) = {one_s * 1e3:g} ms (--target-step)"
-        )
-    effects = step_effects(curves, texts, steps_s, one_s)
-    for step_s in steps_s:
-        shares = {n: _LONG * step_s / in_seconds(c, one_s).step_s[0] for n, c in curves.items()}
-        least, most = min(shares.values()), max(shares.values())
-        report.table(
-            f"draft step {step_s * 1e3:g} ms: {_LONG} of them take {_percent(least, most)} of T(1)",
-            ("curve", "tokens/s", "plain", "x plain", "drafted per round", "time drafting"),
-            [_step_row(effect) for effect in effects if effect.draft_step_s == step_s],
-        )
-    found = {"draft_steps": [asdict(effect) for effect in effects], "target_step_s": one_s}
-    report.data(found)
-
-
-def _percent(least: float, most: float) -> str:
-    return f"{least:.0%}" if most - least < 0.005 else f"{least:.0%} to {most:.0%}"
-
-
-def _step_row(e: StepEffect) -> tuple[str, ...]:
-    return (
-        e.curve,
-        f"{e.tokens_per_s:.2f}",
-        f"{e.plain_tokens_per_s:.2f}",
-        f"{e.tokens_per_s / e.plain_tokens_per_s:.3f}",
-        f"{e.round_drafted:.2f}",
-        f"{e.draft_share:.1%}",
-    )
-
-
-def seconds(text: str) -> tuple[float, ...]:
-    """Times, comma separated."""
-    values = tuple(map(float, text.split(",")))
-    if not all(0 < value < math.inf for value in values):
-        raise ValueError("must be above 0")
-    return values
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/lab/run simulate", description=__doc__)
-    parser.add_argument("--profile", type=Path, help="costs; default: the published curves")
-    parser.add_argument("--trace", type=Path, help="replay what --record-trace wrote")
-    parser.add_argument("--tokens", type=int, help="length of synthetic texts; default: 2000")
-    parser.add_argument(
-        "--draft-share", type=float, default=0.05, help="a draft step in units of T(1)"
-    )
-    parser.add_argument(
-        "--draft-step", type=seconds, default=(), help="what steps of S,... seconds make of them"
-    )
-    parser.add_argument(
-        "--target-step", type=float, default=0.1, help="T(1) in seconds of curves without a unit"
-    )
-    parser.add_argument("--seed", type=int, help="seed of the synthetic texts; default: 1")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
+    flag = parser.add_argument
+    flag("--profile", type=Path, help="costs; default: the published curves")
+    flag("--trace", type=Path, help="replay what --record-trace wrote")
+    flag("--tokens", type=int, default=2000, help="length of synthetic texts")
+    flag("--draft-share", type=float, default=0.05, help="a draft step in units of T(1)")
+    flag("--seed", type=int, default=1, help="seed of the synthetic texts")
+    flag("--json", action="store_true", help="print one line of JSON alone")
     args = parser.parse_args()
     report.only_data(args.json)
     try:
@@ -226,8 +156,6 @@ def main() -> None:
             trace=args.trace,
             n_tokens=args.tokens,
             draft_share=args.draft_share,
-            draft_steps=args.draft_step,
-            target_step=args.target_step,
             seed=args.seed,
         )
     except KNOWN as e:

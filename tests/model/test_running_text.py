@@ -1,7 +1,7 @@
 """What is measured of a batch size is what running text then takes, with a cache of 30 %.
 
 In copies, not in seconds: they are what an expert cache makes of a text, and they can be counted.
-`scripts/lab/run running-text` compares the seconds.
+
 """
 
 from __future__ import annotations

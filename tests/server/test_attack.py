@@ -15,7 +15,6 @@ from lab.attack.outcome import Breach, Outcome, show
     ("part", "only"),
     [
         ("http", "0-100"),
-        ("files", "0-100"),
         ("kills", "0-2"),  # the engine again and again, and the server
         ("limits", "0-4"),  # descriptors, a full disk, output that cannot be written or is not read
     ],

@@ -1,15 +1,15 @@
 """Attacks the program on this machine, and checks that nobody else notices.
 
     scripts/lab/run attack                         every part, small
-    scripts/lab/run attack --scale large           10,000 requests, 1,000 model files, 200 files
+    scripts/lab/run attack --scale large           10,000 requests, 1,000 model files, ...
     scripts/lab/run attack --part http --seed 7 --only 1234       one try, as a breach is printed
     scripts/lab/run attack --part http --scale large --only 0-2500
 
 Parts: http (malformed requests while a witness asks), headers (model files with one field of their
-header changed), files (damaged profiles, traces and lookup caches), limits (descriptors, disk,
-memory), kills (kill -9, SIGTERM and SIGINT at random moments), overload (64 clients over a queue of
-16). Everything is on loopback, in process groups of its own that are ended, with the embedded pair
-and tiny models in a temporary folder; try number i of a seed is always the same.
+header changed), limits (descriptors, disk, memory), kills (kill -9, SIGTERM and SIGINT at random
+moments), overload (64 clients over a queue of 16). Everything is on loopback, in process groups of
+its own that are ended, with the embedded pair and tiny models in a temporary folder; try number i
+of a seed is always the same.
 
 It checks that no process dies that others use, that no log has a traceback, that every request has
 an answer in 30 s, that the witness's texts are those that it is given alone, and that memory is

@@ -115,7 +115,7 @@ def _nested(depth: int, in_lists: bool) -> Any:
 
 def _messages(rng: Random) -> Any:
     roles = ("user", "assistant", "system", "tool", "developer", "king", "", None, 3)
-    contents = (
+    contents: tuple[Any, ...] = (
         "x",
         "",
         None,

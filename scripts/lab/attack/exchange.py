@@ -120,7 +120,8 @@ def _header(line: str) -> tuple[str, str]:
 
 
 def _dechunked(body: bytes) -> bytes:
-    parts, at = [], 0
+    parts: list[bytes] = []
+    at = 0
     while (end := body.find(b"\r\n", at)) >= 0:
         size = int(body[at:end].partition(b";")[0], 16)
         if size == 0:

@@ -9,7 +9,6 @@ from enum import Enum
 from pathlib import Path
 
 from lab.attack import ATTACK
-from lab.attack.files_part import files_part
 from lab.attack.headers_part import headers_part
 from lab.attack.http_part import SERVE, http_part
 from lab.attack.kills_part import kills_part
@@ -58,7 +57,6 @@ def overload_part(seed: int, numbers: range, folder: Path) -> Outcome:
 PARTS = {
     "http": Part(http_part, {Scale.SMALL: 300, Scale.LARGE: 10_000}),
     "headers": Part(headers_part, {Scale.SMALL: 60, Scale.LARGE: 1000}),
-    "files": Part(files_part, {Scale.SMALL: 60, Scale.LARGE: 200}),
     "limits": Part(limits_part, {Scale.SMALL: len(CASES), Scale.LARGE: len(CASES)}),
     "kills": Part(kills_part, {Scale.SMALL: 5, Scale.LARGE: 30}),
     "overload": Part(overload_part, {Scale.SMALL: 10, Scale.LARGE: 60}),

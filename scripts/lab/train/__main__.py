@@ -52,12 +52,6 @@ def parse_arguments() -> argparse.Namespace:
         help="share of the draft's run from which it follows the target; 1 is never",
     )
     parser.add_argument(
-        "--from-pair",
-        action="store_true",
-        help="a run without a checkpoint begins with the weights of the pair in --out, on the text"
-        " that it has not seen, at long sequences",
-    )
-    parser.add_argument(
         "--peak", type=float, default=1.0, help="factor of the learning rates; 0.3 to go on"
     )
     parser.add_argument(

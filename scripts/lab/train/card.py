@@ -1,67 +1,11 @@
-"""The model card's words around the measured numbers."""
+"""The model card: CARD.md from card.json's contents. It rounds, it never computes a figure."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-TEMPLATE = """\
-# Demo pair: target.gguf and draft.gguf
-
-A small trained pair that ships with the package, so that every feature works on a fresh machine
-without a download and acceptance rates are real. It continues Python source and nothing else:
-it answers no questions and its code is not meant to be used. All numbers below were written by
-`scripts/lab/run train measure` and are also in card.json.
-Held-out files resemble trained ones (code page tables, test boilerplate, licence headers), so the
-figures say little about Python code from elsewhere.
-
-| | target | draft |
-|---|---|---|
-| GGUF architecture | deepseek2 (DeepSeek-V3 shape) | llama |
-| parameters | {target_m:.2f}M | {draft_m:.2f}M |
-| stored as | Q8_0, {target_mb:.1f} MB | Q8_0, {draft_mb:.1f} MB |
-| layers, width | {t[n_layer]}, {t[embd]} | {d[n_layer]}, {d[embd]} |
-| trained | {ts[steps]:,} steps, {tt:.1f}M tokens, {tmin:.0f} min | {ds[steps]:,} steps, \
-{dt:.1f}M tokens, {dmin:.0f} min |
-| bits per byte, held out | **{tb:.3f}** | **{db:.3f}** |
-| largest logit difference, llama.cpp to torch, float32 | {tl:.1e} | {dl:.1e} |
-
-- Target: multi-head latent attention (queries through rank {t[q_lora]}, keys and values through
-  rank {t[kv_lora]}), the first layer dense, then {routed} layers of {t[n_exp]} routed experts of
-  width {t[ff_exp]}, {t[n_used]} used, {t[n_shared]} shared, sigmoid gate with a balancing bias.
-- Draft: {d[n_head]} heads of {d[head_dim]}, tied embeddings, {followed}.
-- One tokeniser: byte-level BPE, GPT-2 pre-tokeniser, {t[n_vocab]:,} tokens, four of them special
-  (`<|endoftext|>`, `<|im_start|>`, `<|im_end|>`, `<|pad|>`), chat template inside. llama.cpp and
-  `tokenizers` cut {matches:,} of {lines:,} held-out lines alike.
-
-## Agreement
-
-The target continues {n_prompts} held-out prompts (prompts.json) greedily by {n_new} tokens each;
-the draft's first choice, given the same text, is the target's token in
-**{all:.1%}** of places ({code:.1%} on code, {prose:.1%} on prose).
-
-## Data and licence
-
-The .py files of CPython {python}'s standard library, tests included, of 200 bytes to 400 kB and
-valid UTF-8, each content once: {train_files:,} files, {train_mb:.1f} MB. One path in {every}
-(SHA-256 of the path relative to the library, modulo {every}, is 0) is held out: {held_files} files,
-{held_mb:.2f} MB, none of them seen by the tokeniser or either model. CPython is under the Python
-Software Foundation License 2.0 (PSF-2.0); the prompts quote it, and the weights are derived from
-it and offered under the same terms.
-
-## How trained
-
-`scripts/lab/run train all`, torch {torch}, on {machine}, bfloat16 autocast.
-{batch:,} tokens per step; sequences of 256, then 512, 1,024 and 2,048 tokens (the declared
-context). Muon for hidden matrices, AdamW for the rest, linear warm-up, then linear decay to zero
-over the time given. Seeds are fixed, but the length is wall-clock time, so a rerun gives another
-pair of about this quality. Bits per byte are of the Q8_0 files, through llama.cpp, whole held-out
-files in windows of 2,048 tokens moved by 1,536. The draft saw {n_continuations:,} continuations
-of {n_continued} tokens, made by the target from training text.
-{notes}
-
-The aim was at most 1.30 bits per byte for the target and an agreement of at least 60 %:
-{verdict}
-"""
+TEMPLATE = Path(__file__).with_name("card.md")
 
 
 def _verdict(bits: float, agreed: float) -> str:
@@ -84,7 +28,7 @@ def render_card(card: dict[str, Any]) -> str:
     """CARD.md from card.json's contents; it rounds, it never computes a figure of its own."""
     target, draft = card["target"], card["draft"]
     data, agreed, bits = card["data"], card["agreement"], card["bits_per_byte"]
-    return TEMPLATE.format(
+    return TEMPLATE.read_text().format(
         t=target["shape"],
         d=draft["shape"],
         ts=target,

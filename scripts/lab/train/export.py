@@ -34,9 +34,7 @@ CHAT_TEMPLATE = (
 Arrays = dict[str, np.ndarray]
 
 
-def target_arrays(state: dict[str, Any], shape: TargetShape) -> Arrays:
-    """GGUF tensor name -> float32 array in numpy order, from a Target's state."""
-    state = {name: value.float().numpy() for name, value in state.items()}
+def _target_arrays(state: Arrays, shape: TargetShape) -> Arrays:
     arrays = {
         "token_embd.weight": state["embedding"],
         "output_norm.weight": state["norm.weight"],
@@ -63,7 +61,7 @@ def target_arrays(state: dict[str, Any], shape: TargetShape) -> Arrays:
     return arrays
 
 
-def _mla_arrays(state: dict[str, Any], shape: TargetShape, at: str, to: str) -> Arrays:
+def _mla_arrays(state: Arrays, shape: TargetShape, at: str, to: str) -> Arrays:
     heads = shape.n_head
     # llama.cpp multiplies queries by k_b, so it stores each head's k_b transposed.
     k_b = state[at + "k_b"].reshape(heads, shape.nope, shape.kv_lora).transpose(0, 2, 1)
@@ -79,8 +77,7 @@ def _mla_arrays(state: dict[str, Any], shape: TargetShape, at: str, to: str) -> 
     }
 
 
-def draft_arrays(state: dict[str, Any], shape: DraftShape) -> Arrays:
-    state = {name: value.float().numpy() for name, value in state.items()}
+def _draft_arrays(state: Arrays, shape: DraftShape) -> Arrays:
     arrays = {
         "token_embd.weight": state["embedding"],
         "output_norm.weight": state["norm.weight"],
@@ -147,8 +144,14 @@ class Vocabulary:
         merges = (m if isinstance(m, str) else " ".join(m) for m in model["merges"])
         return cls(tuple(by_id), tuple(merges))
 
+    @classmethod
+    def from_gguf(cls, path: Path) -> Vocabulary:
+        fields = gguf.GGUFReader(str(path)).fields
+        tokens = fields["tokenizer.ggml.tokens"].contents()
+        return cls(tuple(tokens), tuple(fields["tokenizer.ggml.merges"].contents()))
 
-def add_tokenizer(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
+
+def _add_tokenizer(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
     special = set(SPECIAL_TOKENS)
     kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
     writer.add_tokenizer_model("gpt2")
@@ -184,7 +187,7 @@ def write_gguf(
         _add_target_shape(writer, shape)
     else:
         _add_draft_shape(writer, shape)
-    add_tokenizer(writer, vocabulary)
+    _add_tokenizer(writer, vocabulary)
     for name, array in arrays.items():
         plain = array.ndim == 1 or name.endswith("ffn_gate_inp.weight") or kind == Kind.F32
         data = np.ascontiguousarray(array, dtype=np.float32)
@@ -197,20 +200,27 @@ def write_gguf(
     os.replace(partial, path)
 
 
-def load_arrays(checkpoint: Path) -> tuple[TargetShape | DraftShape, Arrays]:
-    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    if "n_exp" in saved["shape"]:
-        target = TargetShape(**saved["shape"])
-        return target, target_arrays(saved["model"], target)
-    draft = DraftShape(**saved["shape"])
-    return draft, draft_arrays(saved["model"], draft)
+def shape_of(saved: dict[str, Any]) -> TargetShape | DraftShape:
+    """The shape that a checkpoint holds."""
+    shape = saved["shape"]
+    return TargetShape(**shape) if "n_exp" in shape else DraftShape(**shape)
+
+
+def arrays_of(state: dict[str, Any], shape: TargetShape | DraftShape) -> Arrays:
+    """GGUF tensor name -> float32 array in numpy order."""
+    state = {name: value.float().numpy() for name, value in state.items()}
+    if isinstance(shape, TargetShape):
+        return _target_arrays(state, shape)
+    return _draft_arrays(state, shape)
 
 
 def export_one(work: Path, name: str, path: Path, kind: Kind) -> None:
     """Writes work/NAME.pt to `path`; NAME is target or draft."""
-    shape, arrays = load_arrays(work / f"{name}.pt")
+    saved = torch.load(work / f"{name}.pt", map_location="cpu", weights_only=True)
+    shape = shape_of(saved)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_gguf(path, shape, arrays, Vocabulary.from_json(work / "tokenizer.json"), kind)
+    vocabulary = Vocabulary.from_json(work / "tokenizer.json")
+    write_gguf(path, shape, arrays_of(saved["model"], shape), vocabulary, kind)
 
 
 def export_pair(work: Path, out: Path) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import random
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,21 @@ from rich.console import Console
 from rich.progress import track
 
 from lab.train.card import render_card
-from lab.train.continuations import N_PROMPT
-from lab.train.data import HELD_OUT_EVERY, SourceFile, Split, python_version
-from lab.train.draft import Draft
-from lab.train.export import export_one, load_arrays
-from lab.train.llama import LlamaModel
-from lab.train.prompts import Prompt, read_prompts
-from lab.train.quality import N_NEW, agreement, likelihood
-from lab.train.shapes import EOS_ID, SEED, TargetShape
-from lab.train.target import Target
+from lab.train.corpus import (
+    HELD_OUT_EVERY,
+    Prompt,
+    SourceFile,
+    Split,
+    python_version,
+    read_prompts,
+)
+from lab.train.evaluate import N_AGREED, N_PROMPT, LlamaModel, agreement, likelihood
+from lab.train.export import export_one, shape_of
+from lab.train.model import LanguageModel
+from lab.train.shapes import EOS_ID, SEED
 from lab.train.tokenizer import load_tokenizer
 from lab.train.train import BATCH_TOKENS
+from specoffload.commands.bench import machine
 
 N_LINES = 1000
 N_LOGIT_TOKENS = 512
@@ -41,14 +44,6 @@ def bits_per_byte(model: LlamaModel, sources: tuple[SourceFile, ...], console: C
     return float(sum(part.nats for part in parts) / np.log(2.0) / n_bytes)
 
 
-def torch_model(checkpoint: Path) -> Target | Draft:
-    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    shape, _ = load_arrays(checkpoint)
-    model = Target(shape) if isinstance(shape, TargetShape) else Draft(shape)
-    model.load_state_dict(saved["model"])
-    return model.eval()
-
-
 def logit_difference(work: Path, name: str, text: str) -> float:
     """Largest |llama.cpp - torch| over held-out logits, float32 weights and float32 cache."""
     path = work / f"{name}-f32.gguf"
@@ -57,8 +52,11 @@ def logit_difference(work: Path, name: str, text: str) -> float:
     ids = [EOS_ID, *opened.tokenize(text)][:N_LOGIT_TOKENS]
     theirs = opened.logits(ids)
     opened.close()
+    saved = torch.load(work / f"{name}.pt", map_location="cpu", weights_only=True)
+    model = LanguageModel(shape_of(saved)).eval()
+    model.load_state_dict(saved["model"])
     with torch.no_grad():
-        ours = torch_model(work / f"{name}.pt").logits(torch.tensor([ids]))[0].numpy()
+        ours = model.logits(torch.tensor([ids]))[0].numpy()
     return float(np.abs(theirs - ours).max())
 
 
@@ -72,14 +70,14 @@ def tokenizer_matches(work: Path, model: LlamaModel, sources: tuple[SourceFile, 
 
 def _run_facts(checkpoint: Path) -> dict[str, Any]:
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-    done, earlier = saved["counters"], saved.get("earlier") or {}
+    done = saved["counters"]
     n_parameters = sum(v.numel() for k, v in saved["model"].items() if not k.endswith(".bias"))
     return {
         "parameters": n_parameters,
         "shape": saved["shape"],
-        "steps": done["step"] + earlier.get("step", 0),
-        "tokens": done["n_tokens"] + earlier.get("n_tokens", 0),
-        "seconds": round(done["elapsed_s"] + earlier.get("elapsed_s", 0)),
+        "steps": done["step"],
+        "tokens": done["n_tokens"],
+        "seconds": round(done["elapsed_s"]),
         "distill_from": saved.get("distill_from", 1.0),
     }
 
@@ -96,17 +94,6 @@ def _notes(work: Path) -> str:
     """What the person who trained wants on the card beside the numbers, e.g. a changed deadline."""
     path = work / "notes.txt"
     return path.read_text().strip() if path.exists() else ""
-
-
-def _machine() -> str:
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    return f"{os.cpu_count()} cores ({name})"
 
 
 def _check_files(
@@ -136,7 +123,7 @@ def _agreements(
     prose = [share for share, p in zip(shares, prompts, strict=True) if p.kind == "prose"]
     return {
         "n_prompts": len(prompts),
-        "n_new": N_NEW,
+        "n_new": N_AGREED,
         "all": float(np.mean(shares)),
         "code": float(np.mean(code)),
         "prose": float(np.mean(prose)),
@@ -152,7 +139,7 @@ def measure_pair(work: Path, out: Path, split: Split, console: Console) -> None:
     card: dict[str, Any] = {
         "python": python_version(),
         "torch": torch.__version__.split("+")[0],
-        "machine": _machine(),
+        "machine": f"{os.cpu_count()} cores ({machine()['cpu']})",
         "batch_tokens": BATCH_TOKENS,
         "data": json.loads((work / "data.json").read_text()) | {"held_out_every": HELD_OUT_EVERY},
         "target": _run_facts(work / "target.pt"),

@@ -9,19 +9,25 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from lab.train.batches import BLOCK, LONG_FROM, POOL_BLOCKS, Cursor, Replay, Stream
-from lab.train.continuations import N_NEW, make_continuations
-from lab.train.data import load_split, python_version
-from lab.train.distill import distilling_loss
-from lab.train.draft import Draft
+from lab.train.corpus import load_split, pick_prompts, python_version, write_prompts
+from lab.train.evaluate import N_NEW, make_continuations
 from lab.train.export import export_pair
 from lab.train.measure import measure_pair
-from lab.train.prompts import pick_prompts, write_prompts
-from lab.train.restore import DemoGGUF, torch_model
+from lab.train.model import LanguageModel
 from lab.train.shapes import SEED, DraftShape, TargetShape
-from lab.train.target import Target
 from lab.train.tokenizer import encode_plain, encode_stream, load_tokenizer, train_tokenizer
-from lab.train.train import FollowingFeed, Plan, TextFeed, pick_device, plain_loss, train
+from lab.train.train import (
+    Cursor,
+    FollowingFeed,
+    Plan,
+    Replay,
+    Stream,
+    TextFeed,
+    distilling_loss,
+    pick_device,
+    plain_loss,
+    train,
+)
 
 console = Console()
 NEWLINE = "Ċ"  # as GPT-2's byte alphabet writes it
@@ -62,21 +68,8 @@ def run_prompts(arguments: argparse.Namespace) -> None:
 
 
 def run_target(arguments: argparse.Namespace) -> None:
-    _prepare(arguments)
-    device, dtype = pick_device()
-    torch.manual_seed(SEED)
-    plan = Plan(
-        deadline_s=arguments.target_deadline_s,
-        micro_tokens=arguments.micro_tokens,
-        checkpoint=arguments.work / "target.pt",
-        device=device,
-        dtype=dtype,
-        peak=arguments.peak,
-        earlier=_earlier(arguments, "target"),
-    )
-    feed = _text(arguments, plan)
-    model = _pair_model(arguments, "target") if plan.earlier else Target(TargetShape())
-    done = train(model, feed, plan)
+    plan = _plan(arguments, "target", arguments.target_deadline_s, SEED)
+    done = train(LanguageModel(TargetShape()), _text(arguments, plan), plan)
     console.print(f"target: {done}")
 
 
@@ -97,31 +90,16 @@ def run_continuations(arguments: argparse.Namespace) -> None:
 
 
 def run_draft(arguments: argparse.Namespace) -> None:
-    _prepare(arguments)
-    device, dtype = pick_device()
-    torch.manual_seed(SEED + 1)
-    plan = Plan(
-        deadline_s=arguments.draft_deadline_s,
-        micro_tokens=arguments.micro_tokens,
-        checkpoint=arguments.work / "draft.pt",
-        device=device,
-        dtype=dtype,
-        peak=arguments.peak,
-        earlier=_earlier(arguments, "draft"),
-        distill_from=arguments.distill_from,
-    )
+    plan = _plan(arguments, "draft", arguments.draft_deadline_s, SEED + 1)
     feed = _text(arguments, plan)
-    if arguments.distill_from < 1.0:
-        teacher = Target(TargetShape())
+    if plan.distill_from < 1.0:
+        teacher = LanguageModel(TargetShape())
         saved = torch.load(arguments.work / "target.pt", map_location="cpu", weights_only=True)
         teacher.load_state_dict(saved["model"])
         replay = Replay(np.load(arguments.work / "continuations.npy"), seed=len(feed.stream.tokens))
-        distilling = distilling_loss(teacher.to(device), dtype)
-        feed = FollowingFeed(
-            feed.stream, feed.loss, feed.begins_at, arguments.distill_from, distilling, replay
-        )
-    model = _pair_model(arguments, "draft") if plan.earlier else Draft(DraftShape())
-    done = train(model, feed, plan)
+        distilling = distilling_loss(teacher.to(plan.device), plan.dtype)
+        feed = FollowingFeed(feed.stream, feed.loss, plan.distill_from, distilling, replay)
+    done = train(LanguageModel(DraftShape()), feed, plan)
     console.print(f"draft: {done}")
 
 
@@ -131,37 +109,26 @@ def run_export(arguments: argparse.Namespace) -> None:
 
 
 def run_measure(arguments: argparse.Namespace) -> None:
-    _prepare(arguments)
+    torch.set_num_threads(arguments.threads)
     measure_pair(arguments.work, arguments.out, load_split(arguments.stdlib), console)
 
 
-def _earlier(arguments: argparse.Namespace, name: str) -> dict[str, float]:
-    """What the pair's card says was spent on its weights; empty for a run with new ones."""
-    if not arguments.from_pair:
-        return {}
-    facts = json.loads((arguments.out / "card.json").read_text())[name]
-    return {"step": facts["steps"], "n_tokens": facts["tokens"], "elapsed_s": facts["seconds"]}
-
-
-def _pair_model(arguments: argparse.Namespace, name: str) -> Target | Draft:
-    """The exported weights, whose tokens must be those of the training text."""
-    read = DemoGGUF(arguments.out / f"{name}.gguf")
-    ids = load_tokenizer(arguments.work / "tokenizer.json").get_vocab()
-    if sorted(ids, key=ids.__getitem__) != list(read.vocabulary().tokens):
-        raise SystemExit(f"{name}.gguf has other tokens than {arguments.work}: run `tokenizer`")
-    return torch_model(read)
+def _plan(arguments: argparse.Namespace, name: str, deadline_s: float, seed: int) -> Plan:
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(seed)
+    device, dtype = pick_device()
+    return Plan(
+        deadline_s=deadline_s,
+        micro_tokens=arguments.micro_tokens,
+        checkpoint=arguments.work / f"{name}.pt",
+        device=device,
+        dtype=dtype,
+        peak=arguments.peak,
+        distill_from=arguments.distill_from if name == "draft" else 1.0,
+    )
 
 
 def _text(arguments: argparse.Namespace, plan: Plan) -> TextFeed:
-    """Training text from its beginning, or from where an earlier run left it."""
-    seen_pools = int(plan.earlier.get("n_tokens", 0)) // (POOL_BLOCKS * BLOCK)
+    """The training text from its beginning."""
     tokens = np.load(arguments.work / "train.npy")
-    n_pools = -(-(len(tokens) // BLOCK) // POOL_BLOCKS)
-    cursor = Cursor(*divmod(seen_pools, n_pools))
-    begins_at = LONG_FROM if plan.earlier else 0.0
-    return TextFeed(Stream(tokens, cursor), plain_loss(plan.dtype), begins_at)
-
-
-def _prepare(arguments: argparse.Namespace) -> None:
-    torch.set_num_threads(arguments.threads)
-    load_tokenizer(arguments.work / "tokenizer.json")
+    return TextFeed(Stream(tokens, Cursor()), plain_loss(plan.dtype))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from lab.train.data import SourceFile
+from lab.train.corpus import SourceFile
 from lab.train.shapes import EOS_ID, IM_END_ID, IM_START_ID, N_VOCAB, SEED, SPECIAL_TOKENS
 
 # One training file in this many is written as a chat: its first lines are the user's turn, the

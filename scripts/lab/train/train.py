@@ -1,4 +1,9 @@
-"""One training loop for both models: its length is a wall-clock deadline, its state resumable."""
+"""Trains both models: batches of text, the optimisers and one loop until a wall-clock deadline,
+whose state can be resumed.
+
+Muon (momentum, orthogonalised by a Newton-Schulz iteration) steps matrices, AdamW the rest: Keller
+Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,156 @@ from typing import Any
 import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import nn
+from torch import Tensor, nn
 
-from lab.train.batches import Cursor, Replay, Stream, sequence_length
-from lab.train.muon import make_optimizers
-from lab.train.shapes import SEED
+from lab.train.model import LanguageModel
+from lab.train.shapes import SEED, DraftShape
+
+BLOCK = 2048
+POOL_BLOCKS = 64
+# (from this share of the run on, tokens per sequence): short first because it is faster, long at
+# the end so that positions up to the declared context have been trained.
+LENGTHS = ((0.0, 256), (0.35, 512), (0.70, 1024), (0.90, 2048))
+
+
+def sequence_length(share: float) -> int:
+    return [length for start, length in LENGTHS if share >= start][-1]
+
+
+@dataclass
+class Cursor:
+    """Which pool of which epoch comes next; a resumed run starts at a pool boundary."""
+
+    epoch: int = 0
+    pool: int = 0
+
+
+class Stream:
+    """Pools of `POOL_BLOCKS` random blocks, cut into sequences, shuffled within the pool."""
+
+    def __init__(self, tokens: np.ndarray, cursor: Cursor) -> None:
+        if len(tokens) < 2 * BLOCK:
+            raise ValueError(f"{len(tokens)} tokens are fewer than two blocks of {BLOCK}")
+        self.tokens, self.cursor = tokens, cursor
+        self.rows: list[tuple[int, int]] = []
+
+    def batch(self, n_tokens: int, length: int) -> np.ndarray:
+        """int64 [n_tokens / length, length + 1]: inputs and, shifted by one, labels."""
+        windows: list[np.ndarray] = []
+        while len(windows) < n_tokens // length:
+            if not self.rows or self.rows[-1][1] != length:
+                self.rows = self._next_pool(length)
+            start, size = self.rows.pop()
+            windows.append(self.tokens[start : start + size + 1])
+        return np.stack(windows).astype(np.int64)
+
+    def _next_pool(self, length: int) -> list[tuple[int, int]]:
+        rng = np.random.default_rng((SEED, self.cursor.epoch))
+        offset = int(rng.integers(BLOCK))
+        n_blocks = (len(self.tokens) - 1 - offset) // BLOCK
+        order = rng.permutation(n_blocks)
+        first = self.cursor.pool * POOL_BLOCKS
+        chosen = order[first : first + POOL_BLOCKS]
+        starts = [(b, s) for b in chosen for s in range(0, BLOCK, length)]
+        rows = [(offset + int(b) * BLOCK + s, length) for b, s in starts]
+        np.random.default_rng((SEED, self.cursor.epoch, self.cursor.pool)).shuffle(rows)
+        self.cursor.pool += 1
+        if first + POOL_BLOCKS >= n_blocks:
+            self.cursor = Cursor(self.cursor.epoch + 1, 0)
+        return [(int(start), int(size)) for start, size in rows]
+
+
+class Replay:
+    """The target's continuations [n, length], in a new random order each time round."""
+
+    def __init__(self, rows: np.ndarray, seed: int) -> None:
+        self.rows, self.rng = rows, np.random.default_rng((SEED, seed))
+        self.order: list[int] = []
+
+    def batch(self, n_tokens: int) -> np.ndarray:
+        """int64 [n_tokens / length, length]: inputs and, shifted by one, labels."""
+        n_rows = n_tokens // self.rows.shape[1]
+        while len(self.order) < n_rows:
+            self.order.extend(self.rng.permutation(len(self.rows)).tolist())
+        chosen, self.order = self.order[:n_rows], self.order[n_rows:]
+        return self.rows[chosen].astype(np.int64)
+
+
+# -- optimisers ------------------------------------------------------------------------------------
+
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NS_STEPS = 5
+MUON_LR, MUON_MOMENTUM, MUON_DECAY = 0.02, 0.95, 0.05
+
+
+def orthogonalise(update: Tensor, dtype: torch.dtype) -> Tensor:
+    """The nearest semi-orthogonal matrices of [..., rows, columns], approximately."""
+    a, b, c = NS_COEFFICIENTS
+    x = update.to(dtype)
+    wide = x.shape[-2] <= x.shape[-1]
+    if not wide:
+        x = x.mT.contiguous()
+    x = x / (x.float().flatten(-2).norm(dim=-1)[..., None, None] + 1e-7).to(dtype)
+    for _ in range(NS_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x if wide else x.mT
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps matrices [rows, columns] and stacks of them; a name with gate_up holds two by rows."""
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype) -> None:
+        groups = [{"params": [p], "halves": 2 if "gate_up" in name else 1} for name, p in named]
+        super().__init__(groups, {"lr": MUON_LR})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            (p,) = group["params"]
+            if p.grad is None:
+                continue
+            state = self.state[p]
+            if not state:
+                state["momentum"] = torch.zeros_like(p)
+            momentum = state["momentum"].lerp_(p.grad, 1 - MUON_MOMENTUM)
+            update = p.grad.lerp(momentum, MUON_MOMENTUM)
+            halves = group["halves"]
+            split = update.unflatten(-2, (halves, -1))
+            rows, columns = split.shape[-2:]
+            stacked = split.reshape(-1, rows, columns)
+            step = orthogonalise(stacked, self.dtype).float().view_as(split).flatten(-3, -2)
+            p.mul_(1 - group["lr"] * MUON_DECAY)
+            p.add_(step, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+
+
+def make_optimizers(model: LanguageModel, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
+    """Muon for hidden matrices; AdamW, each at its own rate, for tables, router and gains."""
+    matrices: list[tuple[str, nn.Parameter]] = []
+    rest: dict[float, list[nn.Parameter]] = {}
+    tied = isinstance(model.shape, DraftShape)
+    for name, p in model.named_parameters():
+        if name == "embedding":
+            rest.setdefault(0.006 if tied else 0.05, []).append(p)
+        elif name == "head":
+            rest.setdefault(0.005, []).append(p)
+        elif name.endswith("router"):
+            rest.setdefault(0.004, []).append(p)
+        elif p.ndim == 1:
+            rest.setdefault(0.01, []).append(p)
+        else:
+            matrices.append((name, p))
+    groups = [{"params": params, "lr": lr} for lr, params in rest.items()]
+    adam = torch.optim.AdamW(groups, betas=(0.85, 0.95), eps=1e-9, weight_decay=0.0)
+    optimizers: list[torch.optim.Optimizer] = [Muon(matrices, dtype), adam]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+# -- the loop --------------------------------------------------------------------------------------
 
 BATCH_TOKENS = 8192
 CHECKPOINT_EVERY_S = 300.0
@@ -45,13 +195,11 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     peak: float = 1.0  # factor of the learning rates
-    # step, n_tokens and elapsed_s of an earlier run that the weights come from, if any.
-    earlier: dict[str, float] = field(default_factory=dict)
     # From this share of the run on the feed follows a teacher (1.0: never); kept for the card.
     distill_from: float = 1.0
 
 
-Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[LanguageModel, Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -60,11 +208,9 @@ class TextFeed:
 
     stream: Stream
     loss: Loss
-    begins_at: float  # of the lengths of sequences, as a share of a whole run
 
     def next(self, share: float, step: int) -> tuple[np.ndarray, Loss]:
-        length = sequence_length(self.begins_at + (1.0 - self.begins_at) * share)
-        return self.stream.batch(BATCH_TOKENS, length), self.loss
+        return self.stream.batch(BATCH_TOKENS, sequence_length(share)), self.loss
 
 
 @dataclass
@@ -93,7 +239,9 @@ def pick_device() -> tuple[torch.device, torch.dtype]:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.bfloat16
 
 
-def save_checkpoint(plan: Plan, model: nn.Module, optimizers: list[Any], done: Counters) -> None:
+def save_checkpoint(
+    plan: Plan, model: LanguageModel, optimizers: list[Any], done: Counters
+) -> None:
     path = plan.checkpoint
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
@@ -102,14 +250,13 @@ def save_checkpoint(plan: Plan, model: nn.Module, optimizers: list[Any], done: C
         "counters": asdict(done),
         "shape": model.shape.to_dict(),
         "distill_from": plan.distill_from,
-        "earlier": plan.earlier,
     }
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
     os.replace(partial, path)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizers: list[Any]) -> Counters:
+def load_checkpoint(path: Path, model: LanguageModel, optimizers: list[Any]) -> Counters:
     state = torch.load(path, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
@@ -120,14 +267,29 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[Any]) -> Coun
 
 
 def plain_loss(dtype: torch.dtype) -> Loss:
-    def loss(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = model.loss(tokens, labels, dtype)
-        return result
+    """Cross entropy with the text's own tokens."""
+    return lambda model, tokens, labels: model.loss(
+        tokens, lambda part: labels.flatten()[part], dtype
+    )
+
+
+def distilling_loss(teacher: LanguageModel, dtype: torch.dtype) -> Loss:
+    """Cross entropy with the distribution that the teacher gives for the same tokens, which is
+    what acceptance depends on."""
+    teacher.eval()
+
+    def loss(model: LanguageModel, tokens: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher.hidden(tokens, dtype).flatten(0, 1).to(dtype)
+            head = teacher.output.to(dtype).T
+        return model.loss(
+            tokens, lambda part: torch.softmax((wanted[part] @ head).float(), -1), dtype
+        )
 
     return loss
 
 
-def train(model: nn.Module, feed: TextFeed, plan: Plan) -> Counters:
+def train(model: LanguageModel, feed: TextFeed, plan: Plan) -> Counters:
     """Runs until the deadline; Ctrl-C saves and stops, and a second call goes on from there."""
     torch.manual_seed(SEED)
     model.to(plan.device).train()
@@ -168,7 +330,7 @@ def train(model: nn.Module, feed: TextFeed, plan: Plan) -> Counters:
 
 
 def _step(
-    model: nn.Module, optimizers: list[Any], feed: TextFeed, plan: Plan, done: Counters
+    model: LanguageModel, optimizers: list[Any], feed: TextFeed, plan: Plan, done: Counters
 ) -> float:
     share = done.elapsed_s / plan.deadline_s
     batch, loss_of = feed.next(share, done.step)

@@ -9,15 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.train.data import (
+from lab.train.corpus import (
     HELD_OUT_EVERY,
     MAX_BYTES,
+    MAX_TOKENS,
     MIN_BYTES,
+    MIN_TOKENS,
     is_held_out,
     is_wanted,
     load_split,
+    pick_prompts,
+    read_prompts,
 )
-from lab.train.prompts import MAX_TOKENS, MIN_TOKENS, pick_prompts, read_prompts
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 

@@ -12,7 +12,7 @@ from specoffload.config.host import read_host
 from specoffload.config.options import DraftEngine, DraftOptions, DraftType
 from specoffload.config.resolution import Config, resolve
 from specoffload.errors import UsageError
-from specoffload.speculation.kept_tokens import read_kept, write_kept
+from specoffload.speculation.kept_tokens import read_kept
 
 
 def resolved(*words: str) -> Config:
@@ -59,7 +59,7 @@ def test_with_auto_both_engines_flags_are_kept() -> None:
 
 def test_kept_tokens_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "kept.txt"
-    write_kept(path, [7, 3, 3, 11], "of a corpus")
+    path.write_text("# of a corpus\n3\n7\n3\n11\n")
     assert path.read_text().splitlines()[0] == "# of a corpus"
     assert read_kept(path) == (3, 7, 11)
 

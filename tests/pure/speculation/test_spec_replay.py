@@ -137,13 +137,13 @@ def test_simulate_says_how_much_of_a_trace_is_unknown(
     file, costs = tmp_path / "t.jsonl", tmp_path / "costs.txt"
     file.write_text(format_trace(trace), encoding="utf-8")
     costs.write_text(",".join(f"{1 / n:.4f}" for n in range(1, 9)), encoding="utf-8")
-    simulate_policies(profile=costs, trace=file, n_tokens=None, draft_share=0.05, seed=None)
+    simulate_policies(profile=costs, trace=file, n_tokens=2000, draft_share=0.05, seed=1)
     out = capsys.readouterr().out
     assert "9 of 27 tokens are unknown" in out
     assert "--spec-draft-n-max 16" in out
     report.only_data(True)
     try:
-        simulate_policies(profile=costs, trace=file, n_tokens=None, draft_share=0.05, seed=None)
+        simulate_policies(profile=costs, trace=file, n_tokens=2000, draft_share=0.05, seed=1)
     finally:
         report.only_data(False)
     last = json.loads(capsys.readouterr().out)

@@ -1,21 +1,129 @@
-"""The target's own greedy continuations of training text: what a draft is asked to guess."""
+"""The exported models through llama.cpp alone: bits per byte, greedy agreement, and the target's
+continuations of training text, which are what a draft is asked to guess."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import llama_cpp
 import numpy as np
 from rich.progress import Progress
 
-from lab.train.shapes import SEED
+from lab.train.shapes import EOS_ID, N_CTX, SEED
 from offload.ggml.library.lib import library
+
+STRIDE = 1536  # windows of N_CTX tokens overlap by a quarter, so most tokens see 512 before them
+N_AGREED = 64
 
 N_PARALLEL = 32
 N_PROMPT, N_NEW = 96, 96
 LENGTH = N_PROMPT + N_NEW
+
+
+class LlamaModel:
+    """A GGUF opened on the CPU; every call starts from an empty cache."""
+
+    def __init__(
+        self, path: Path, n_threads: int = os.cpu_count() or 1, *, exact_cache: bool = False
+    ) -> None:
+        """`exact_cache` keeps keys and values as float32; llama.cpp's default rounds to float16,
+        which alone can flip a close call of the router."""
+        cache = llama_cpp.GGML_TYPE_F32 if exact_cache else llama_cpp.GGML_TYPE_F16
+        library()  # its log then goes into a logger that is silent by itself
+        self.llama = llama_cpp.Llama(
+            str(path),
+            n_ctx=N_CTX,
+            n_batch=N_CTX,
+            n_ubatch=512,
+            n_gpu_layers=0,
+            logits_all=True,
+            type_k=cache,
+            type_v=cache,
+            n_threads=n_threads,
+            n_threads_batch=n_threads,
+            verbose=False,
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = self.llama.tokenize(text.encode(), add_bos=False, special=False)
+        return ids
+
+    def detokenize(self, ids: list[int]) -> str:
+        return bytes(self.llama.detokenize(ids)).decode(errors="replace")
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """float32 [len(tokens), n_vocab]; raises ValueError past the context."""
+        if len(tokens) > N_CTX:
+            raise ValueError(f"{len(tokens)} tokens do not fit the context of {N_CTX}")
+        self.llama.reset()
+        self.llama.eval(tokens)
+        return np.array(self.llama.scores[: len(tokens)], dtype=np.float32)
+
+    def greedy(self, tokens: list[int], n_new: int) -> list[int]:
+        """The `n_new` most probable tokens, one after the other; stops at no token."""
+        self.llama.reset()
+        self.llama.eval(tokens)
+        made: list[int] = []
+        for _ in range(n_new):
+            made.append(int(self.llama.scores[self.llama.n_tokens - 1].argmax()))
+            self.llama.eval(made[-1:])
+        return made
+
+    def close(self) -> None:
+        self.llama.close()
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    nats: float
+    n_tokens: int
+    n_bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / np.log(2.0) / self.n_bytes
+
+
+def negative_log_likelihood(model: LlamaModel, ids: list[int]) -> float:
+    """Nats of ids[1:] given what comes before each, within windows of N_CTX tokens."""
+    total, scored = 0.0, 1
+    for start in range(0, max(1, len(ids) - N_CTX + STRIDE), STRIDE):
+        window = ids[start : start + N_CTX]
+        skip = scored - start
+        if skip >= len(window):
+            break
+        logits = model.logits(window)[skip - 1 : -1]
+        labels = np.array(window[skip:])
+        top = logits.max(-1)
+        log_z = np.log(np.exp(logits - top[:, None]).sum(-1, dtype=np.float64)) + top
+        total += float((log_z - logits[np.arange(len(labels)), labels]).sum())
+        scored = start + len(window)
+    return total
+
+
+def likelihood(model: LlamaModel, text: str, n_tokens: int | None = None) -> Likelihood:
+    """Of a whole file after EOS, or of its first `n_tokens` tokens."""
+    ids = model.tokenize(text)[:n_tokens]
+    n_bytes = len(model.llama.detokenize(ids)) if n_tokens else len(text.encode())
+    return Likelihood(negative_log_likelihood(model, [EOS_ID, *ids]), len(ids), n_bytes)
+
+
+def agreement(target: LlamaModel, draft: LlamaModel, prompt: str) -> float:
+    """Share of the target's `N_AGREED` greedy tokens that are the draft's first choice there."""
+    ids = target.tokenize(prompt)
+    made = target.greedy(ids, N_AGREED)
+    guesses = draft.logits(ids + made)[len(ids) - 1 : -1].argmax(-1)
+    return float((guesses == np.array(made)).mean())
+
+
+# -- continuations ---------------------------------------------------------------------------------
 
 
 class ParallelGreedy:
