@@ -19,11 +19,11 @@ from rich.table import Table
 from split import Asked, aims, measure_split, passed
 from steps import Workload, measure_link, measure_peers, measure_ways, step_rows
 
+from lab.synth import plan_preset, write_preset
+from lab.synth.routing import ROUTINGS
 from offload.device import DeviceChoice, choose_device, devices
 from offload.errors import DeviceUnavailable
 from offload.model_file import read_facts
-from lab.synth import plan_preset, write_preset
-from lab.synth.routing import ROUTINGS
 from offload.torch_draft.layout import DTYPES
 from offload.units import parse_bytes
 from specoffload.commands.bench import commit, machine

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
-from lab.synth import write_preset
 from offload.torch_draft.draft import Drafted, TorchDraft
 from offload.torch_draft.options import TorchDraftOptions
 from specdec.drafters.block import BlockDrafter

@@ -25,6 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 from steps import measure_link
 
+from lab.synth import plan_preset, write_preset
+from lab.synth.routing import drawn_text
 from offload.device import DeviceChoice
 from offload.errors import OffloadError
 from offload.ggml.backend import Stream
@@ -34,8 +36,6 @@ from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.sharing import device_bytes
 from offload.streaming.device import StreamingDevice
-from lab.synth import plan_preset, write_preset
-from lab.synth.routing import drawn_text
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import Environment
 from specoffload.config.host import read_host

@@ -93,7 +93,9 @@ def plain() -> Iterable[Round]:
         Instant(),  # type: ignore[arg-type]
         0,
         [1, 2, 3],
-        chooser=AnyToken(), n_predict=N_ROUNDS, is_end=never
+        chooser=AnyToken(),
+        n_predict=N_ROUNDS,
+        is_end=never,
     )
 
 

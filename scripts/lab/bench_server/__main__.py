@@ -63,14 +63,16 @@ def ways(options: argparse.Namespace, program: Path | None) -> dict[str, list[st
     """Command lines of the servers under load, by name: drafts off and on; of llama-server with
     one KV cache for all slots, and one for each."""
     drafts = ["-md", str(options.draft), "--draft-max", "4", "--draft-p-min", "0"]
-    found = {}
+    found: dict[str, list[str]] = {}
     for name, own, flags in (
         ("drafts off", ["--spec-type", "none"], []),
         ("drafts on", ["--spec-policy", "fixed", *drafts[:4]], drafts),
     ):
         own = [*own, "--max-queue", "64", "--metrics", *options.flags]
         found[name] = ours(options.model, options.threads, N_PARALLEL, N_CTX, own)
-        for cache in ("-kvu", "-no-kvu") if program is not None else ():
+        if program is None:
+            continue
+        for cache in ("-kvu", "-no-kvu"):
             found[f"llama-server {cache}, {name}"] = theirs(
                 program, options.model, options.threads, N_PARALLEL, N_CTX, [cache, *flags]
             )
@@ -131,7 +133,8 @@ def delay_ms(server: Server) -> float:
 def by_turns(servers: list[Server], n_streams: int, options: argparse.Namespace) -> dict[str, Any]:
     """Speeds of `n_streams` streams, first of each server, then again."""
     speeds: dict[str, list[float]] = {server.name: [] for server in servers}
-    shares, first_ms = [], {server.name: [] for server in servers}
+    shares: list[float] = []
+    first_ms: dict[str, list[float]] = {server.name: [] for server in servers}
     for n in range(options.rounds + 1):  # the first warms up
         for server in servers:
             api_s, engine_s = server.cpu_s(), server.engine_cpu_s()

@@ -124,7 +124,8 @@ def events_of(answer: bytes) -> list[bytes]:
 
 def dechunked(body: bytes) -> bytes:
     """HTTP's chunks put together. Raises BadAnswer where the last one is missing."""
-    parts, at = [], 0
+    parts: list[bytes] = []
+    at = 0
     while True:
         end = body.find(b"\r\n", at)
         if end < 0:

@@ -283,7 +283,9 @@ class _Source:
         n_per_row = tensor.shape[0] // GGML_QUANT_SIZES[tensor.type][0]
         if tensor.fill.first:
             rows = _distinct_rows(pool, start, tensor.shape[1], n_per_row)
-            yield from _with_first(rows, self._first_blocks(tensor), tensor.n_bytes // tensor.shape[1])
+            yield from _with_first(
+                rows, self._first_blocks(tensor), tensor.n_bytes // tensor.shape[1]
+            )
         elif len(tensor.shape) == 2 and tensor.shape[1] > len(pool):
             yield from _distinct_rows(pool, start, tensor.shape[1], n_per_row)
         else:

@@ -21,12 +21,12 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 import standin_calls
 from on_gpu import Logits, half, options
 
+from lab.synth import write_preset
 from offload.device import devices
 from offload.engine import Engine
 from offload.errors import OffloadError
 from offload.plan.min_batch import MinBatch
 from offload.split.switch import stay
-from lab.synth import write_preset
 
 # What ggml-cuda does not survive. It then ends the process, in one sentence of ours.
 FATAL = r"specoffload: .*the library stopped at an assertion: .*CUDA error \(.*\); lower --vram\n"
