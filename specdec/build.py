@@ -1,10 +1,9 @@
-"""From resolved options to a drafter, a policy and an acceptance."""
+"""Builds a drafter, a policy and an acceptance from resolved options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, assert_never
 
 import numpy as np
 
@@ -25,13 +24,10 @@ from specdec.drafters.synthetic import (
     check_rates,
     rates_of_length,
 )
-from specdec.errors import BadOption, BadProfile
-from specdec.options import LONGEST, MOST_DRAFTED, PRICED, DrafterName, PolicyName, SpecOptions
-from specdec.policies.bandit import Bandit
-from specdec.policies.cost_curve import N_FUDGED, fit
-from specdec.policies.fixed import Fixed
-from specdec.policies.p_min import PMin
-from specdec.policies.published import Costs, PMins, Ratio, Rational, Speed
+from specdec.errors import BadOption
+from specdec.options import LONGEST, MOST_DRAFTED, DrafterName, PolicyName, SpecOptions
+from specdec.policies.rules import Fixed
+from specdec.policies.rules import PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Chooser, Drafter, Policy
 from specdec.whole_file import read_text
@@ -42,67 +38,20 @@ _BLOCK = 4  # general text; code bears 8 to 15 (llama.cpp #10466)
 def build_policy(
     options: SpecOptions, profile: CostProfile, calibration: Calibration | None = None
 ) -> Policy:
-    """The policy over a profile, drafts no longer than `options.n_max`.
+    """The policy that `options` name; its drafts have at most `options.n_max` tokens.
 
-    A policy that reads T(n) drafts no longer than the profile was measured. Raises BadProfile when
-    it cannot be built on it.
+    `throughput` drafts no more tokens than the profile has batch sizes for.
     """
-    longest = min(profile.n_max - 1, MOST_DRAFTED)
     n_max = options.n_max
-    if n_max is not None and options.policy in PRICED:
-        n_max = min(n_max, longest)
     match options.policy:
         case PolicyName.THROUGHPUT:
-            return Throughput(profile, calibration, n_max=longest if n_max is None else n_max)
+            longest = min(profile.n_max - 1, MOST_DRAFTED)
+            n_max = longest if n_max is None else min(n_max, longest)
+            return Throughput(profile, calibration, n_max=n_max)
         case PolicyName.P_MIN:
-            most = LONGEST if n_max is None else n_max
-            return PMin(most, options.p_min, options.n_min, p_top_k=options.p_top_k)
+            return PMin(LONGEST if n_max is None else n_max, options.p_min, options.n_min)
         case PolicyName.FIXED:
             return Fixed(_BLOCK if n_max is None else n_max)
-        case PolicyName.RATIO:
-            return Ratio(LONGEST if n_max is None else n_max)
-        case PolicyName.BANDIT:
-            return Bandit(LONGEST if n_max is None else n_max)
-        case published:
-            policy = _published(published, options, profile, longest if n_max is None else n_max)
-            policy.p_top_k = options.p_top_k
-            return policy
-
-
-_Published = Literal[
-    PolicyName.P_MINS,
-    PolicyName.RATIONAL,
-    PolicyName.SPEED_A,
-    PolicyName.SPEED_B,
-    PolicyName.COSTS,
-]
-
-
-def _published(
-    policy: _Published, options: SpecOptions, profile: CostProfile, n_max: int
-) -> Policy:
-    """llama.cpp #14132 and #17034 tried these in turn."""
-    costs = profile.normalised
-    match policy:
-        case PolicyName.P_MINS:
-            return PMins(costs, n_max)
-        case PolicyName.COSTS:
-            return Costs(costs, options.look_ahead, n_max)
-        case PolicyName.RATIONAL:
-            try:
-                return Rational(fit(costs[N_FUDGED:]), n_max)
-            except BadProfile as e:
-                raise BadProfile(
-                    f"{options.name('policy')} rational: {e}; choose throughput, or p-mins, which "
-                    "needs no curve"
-                ) from e
-        case PolicyName.SPEED_A | PolicyName.SPEED_B:
-            # A draft that was not measured is taken as a twentieth of T(1).
-            step_s = profile.draft_step_s or profile.step_s[0] / 20
-            variant = "a" if policy is PolicyName.SPEED_A else "b"
-            return Speed(profile.tokens_per_s, 1.0 / step_s, variant, n_max)
-        case _:
-            assert_never(policy)
 
 
 def build_drafter(

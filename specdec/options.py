@@ -32,13 +32,6 @@ class PolicyName(StrEnum):
     THROUGHPUT = "throughput"
     FIXED = "fixed"
     P_MIN = "p-min"
-    P_MINS = "p-mins"
-    RATIONAL = "rational"
-    SPEED_A = "speed-a"
-    SPEED_B = "speed-b"
-    COSTS = "costs"
-    RATIO = "ratio"
-    BANDIT = "bandit"
 
 
 class AcceptRule(StrEnum):
@@ -55,22 +48,8 @@ class CheckpointPlace(StrEnum):
     HOST = "host"
 
 
-# Policies that read T(n); the others decide without it.
-PRICED = frozenset(
-    {
-        PolicyName.THROUGHPUT,
-        PolicyName.P_MINS,
-        PolicyName.RATIONAL,
-        PolicyName.SPEED_A,
-        PolicyName.SPEED_B,
-        PolicyName.COSTS,
-    }
-)
 MOST_DRAFTED = 63  # a verification batch holds one token more
-LONGEST = 16  # llama.cpp's --draft-max; throughput has the profile's
-# llama.cpp's draft sampler keeps ten candidates and normalises probabilities over them. The
-# published thresholds were tuned on these probabilities.
-P_TOP_K = 10
+LONGEST = 16  # llama.cpp's --draft-max; `throughput` drafts as long as its profile has sizes for
 
 
 @dataclass(frozen=True)
@@ -83,9 +62,6 @@ class SpecOptions:
     n_max: int | None = None  # the longest draft; None: the policy's own
     n_min: int = 0
     p_min: float = 0.75
-    p_top_k: int = P_TOP_K  # of the published rules; 0: over all tokens
-    joint: bool = True  # lengths of sequences that share a batch are chosen together
-    draft_batch: bool = True  # they are drafted together
     tree: bool = False
     p_split: float = 0.1
     accept: AcceptRule = AcceptRule.MATCH
@@ -108,7 +84,6 @@ class SpecOptions:
     suffix_min_match: int = 2
     # (target's text, draft's); None: they have one vocabulary
     replacements: tuple[tuple[str, str], ...] | None = None
-    look_ahead: int = 0
     synth_len: float | None = None
     synth_rates: tuple[float, ...] | None = None
     given: Mapping[str, str] = field(default_factory=dict)

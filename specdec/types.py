@@ -1,4 +1,4 @@
-"""The words of speculation as types: Target, Drafter, Policy, Chooser, Draft and Round.
+"""The parts of speculation as types: Target, Drafter, Policy, Chooser, Draft and Round.
 
 The target and the draft model are seen only through `Target`, so nothing here knows a library.
 """
@@ -89,8 +89,8 @@ class TreeTarget(Target, Protocol):
 
 
 class Drawing(Protocol):
-    """The drawing of a block's tokens: uniform numbers [n_steps, n_parts], at one temperature or
-    at one for each part [n_parts]."""
+    """How a block's tokens are drawn: uniform numbers [n_steps, n_parts], and temperatures
+    [n_parts], or one temperature for all parts."""
 
     @property
     def temperature(self) -> float | NDArray[np.float64]: ...
@@ -100,20 +100,16 @@ class Drawing(Protocol):
 
 
 class Block(Protocol):
-    """Drafted tokens and their numbers, [n_steps, n_parts] each.
+    """Drafted tokens [n_steps, n_parts], and the probability of the likeliest token at each place.
 
-    `p` is the probability of the likeliest token, which is the drafted one unless tokens were
-    drawn; `gap` is by how much it exceeds the second's.
+    The likeliest token is the drafted one, unless tokens were drawn.
     """
 
     @property
     def tokens(self) -> NDArray[np.int64]: ...
 
     @property
-    def p(self) -> NDArray[np.float32]: ...
-
-    @property
-    def gap(self) -> NDArray[np.float32]: ...
+    def p(self) -> NDArray[np.float32] | NDArray[np.float64]: ...
 
     def row(self, step: int, part: int) -> NDArray[np.float64]:
         """The distribution [n_vocab] that a token was drawn from."""
@@ -122,11 +118,11 @@ class Block(Protocol):
 
 @runtime_checkable
 class BlockModel(Target, Protocol):
-    """A model that can go on drafting by itself."""
+    """A draft model that feeds its own tokens back, so that it can draft several in one call."""
 
     @property
     def n_steps_max(self) -> int:
-        """Tokens of one block at most."""
+        """Most tokens of one block."""
         ...
 
     def draft(
@@ -136,9 +132,9 @@ class BlockModel(Target, Protocol):
         drawing: Drawing | None = None,
         top_k: int = 0,
     ) -> Block:
-        """Append each sequence's tokens and draft `n_steps` behind them; all drafted tokens but
-        the last are then held. Probabilities of tokens that are not drawn are over the `top_k`
-        likeliest, 0: over all."""
+        """Append each sequence's tokens and draft `n_steps` more; the memory then holds all of
+        them except the last. Probabilities of tokens that are not drawn are shares among the
+        `top_k` likeliest tokens, 0: among all."""
         ...
 
     def draft_more(
@@ -148,7 +144,7 @@ class BlockModel(Target, Protocol):
         drawing: Drawing | None = None,
         top_k: int = 0,
     ) -> Block:
-        """Go on behind the last drafted tokens of these sequences, which are held first."""
+        """Append the last drafted token of each sequence, and draft on."""
         ...
 
 
@@ -177,25 +173,30 @@ class Decision:
 
 
 class Walk(Protocol):
-    """One draft being decided: fed each drafted token's probability as it comes."""
+    """The decision on one draft: fed each drafted token's probability as it comes."""
 
     @property
     def wants(self) -> bool:
-        """True while a (further) token should be drafted."""
+        """True while another token should be drafted."""
         ...
 
     def feed(self, p: float) -> bool:
-        """Take the next drafted token's probability; True while another is wanted."""
+        """Take the next drafted token's probability; returns `wants`."""
         ...
 
     @property
     def n_best(self) -> int:
-        """The number of tokens fed so far that are worth verifying."""
+        """How many of the tokens fed so far are worth verifying."""
         ...
 
     @property
     def gain(self) -> float:
-        """Expected value of verifying `n_best` tokens over verifying none; 0 if none."""
+        """Expected value of verifying `n_best` tokens, in tokens; 0 if none."""
+        ...
+
+    @property
+    def spent(self) -> float:
+        """The price of the draft steps so far, in tokens; 0 if the policy does not price them."""
         ...
 
     @property
@@ -203,7 +204,7 @@ class Walk(Protocol):
 
     @property
     def rest(self) -> int:
-        """Where nothing is wanted: for how many further rounds that is already decided."""
+        """Number of further rounds for which nothing is wanted; 0 if `wants`."""
         ...
 
 
@@ -211,9 +212,9 @@ class Walk(Protocol):
 class Draft:
     """A drafter's proposal, as far as the policy kept it.
 
-    `dropped` are (token, p) drafted after the kept ones: not verified, but still evidence, since
-    the first of them can be compared with what the target says. `rows` are the distributions
-    [n_vocab] the kept tokens were sampled from, for rejection sampling.
+    `dropped` are (token, p) drafted after the kept ones. They are not verified, but the target's
+    next token says whether the first of them was right. `rows` are the distributions [n_vocab]
+    that the kept tokens were drawn from, for rejection sampling.
     """
 
     tokens: tuple[int, ...]
@@ -224,14 +225,13 @@ class Draft:
     rows: tuple[NDArray[np.float64], ...] = ()
     n_steps: int = 0  # decodes of a draft model spent on it
     parents: tuple[int, ...] = ()  # of a tree: the index of each token's parent, -1 at the root
-    gaps: tuple[float, ...] = ()  # p of each token, dropped ones too, above the second best's
-    catch_up_s: float = 0.0  # evaluating a prompt that the draft model had not seen: no step
+    catch_up_s: float = 0.0  # seconds in which the draft model read a prompt, before any step
     # The likeliest (token, p) at each position, dropped ones too; only where a log shows them.
     candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
-    others: tuple[Draft, ...] = ()  # of a chain's other drafters: evidence, though not verified
+    others: tuple[Draft, ...] = ()  # what a chain's other drafters proposed; not verified
 
     def judged_by(self, emitted: Sequence[int]) -> tuple[tuple[float, bool], ...]:
-        """(p, right) of the tokens, kept or dropped, that `emitted` answers for."""
+        """(p, right) of the drafted tokens, up to the first that differs from `emitted`."""
         pairs = []
         drafted = (*zip(self.tokens, self.probs, strict=True), *self.dropped)
         for (token, p), answer in zip(drafted, emitted, strict=False):
@@ -243,11 +243,11 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One draft-verify-accept cycle. Times in seconds; `draft_s` is without the draft's
-    `catch_up_s`, which comes once per prompt and is no price of a draft.
+    """One request's part of a step: draft, verify, accept. Times in seconds.
 
     `emitted` are the tokens gained, accepted drafts first; `end` says why no round follows:
     "end" (an end token, the last of `emitted`), "length" (n_predict), "context" (target full).
+    `draft_s` is without the draft's `catch_up_s`, which comes once per prompt.
     """
 
     draft: Draft
@@ -257,6 +257,7 @@ class Round:
     verify_s: float
     end: End = ""
     rollback_s: float = 0.0
+    first_row: int = 0  # of the target's decode: the row of the round's first token
 
     @property
     def n_drafted(self) -> int:
@@ -275,28 +276,17 @@ class Round:
 
     @property
     def evidence(self) -> tuple[tuple[float, bool], ...]:
-        """(draft p, accepted) of every drafted token whose prefix the target confirmed.
+        """(draft p, right) of each drafted token that the target's tokens say something of.
 
-        Includes the first dropped token where the target's own next token answers for it. Empty
-        for trees, whose siblings are judged together.
+        Empty for trees, whose siblings are judged together.
         """
-        draft, n = self.draft, self.n_accepted
-        if draft.parents:
-            return ()
-        pairs = [(p, True) for p in draft.probs[:n]]
-        if n < len(draft.tokens):
-            if len(self.emitted) > n:  # else an end token was accepted and the rest never judged
-                pairs.append((draft.probs[n], False))
-        elif draft.dropped and len(self.emitted) > n:
-            token, p = draft.dropped[0]
-            pairs.append((p, token == self.emitted[n]))
-        return tuple(pairs)
+        return () if self.draft.parents else self.draft.judged_by(self.emitted)
 
 
 class Policy(Protocol):
     """Decides draft lengths; `learn` is told every finished round.
 
-    A draft model's probabilities are over its `p_top_k` likeliest tokens, 0: over all.
+    A draft model's probabilities are shares among its `p_top_k` likeliest tokens, 0: among all.
     """
 
     name: str
@@ -310,13 +300,41 @@ class Policy(Protocol):
     def learn(self, round_: Round) -> None: ...
 
 
+class DraftRequest:
+    """A question to drafters: at most `limit` tokens to follow `history`, as many as `policy`
+    keeps. `walks` are those that `begin` began, by drafter."""
+
+    __slots__ = ("history", "limit", "policy", "sequence", "walks")
+
+    def __init__(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> None:
+        self.sequence, self.history = sequence, history
+        self.policy, self.limit = policy, limit
+        self.walks: dict[str, Walk] = {}
+
+    def begin(self, limit: int, source: str) -> Walk:
+        """The policy's walk for a draft of at most `limit` tokens by the drafter `source`."""
+        walk = self.walks[source] = self.policy.begin(limit, source)
+        return walk
+
+    def reading(self, history: Sequence[int]) -> DraftRequest:
+        """The same question about another text, with the same walks."""
+        other = DraftRequest(self.sequence, history, self.policy, self.limit)
+        other.walks = self.walks
+        return other
+
+
 class Drafter(Protocol):
-    """Proposes tokens. One object serves any number of sequences."""
+    """Proposes tokens for any number of sequences.
+
+    In each step the loop calls `propose`, decodes the batch with the target, and calls `learn`,
+    while the target still has the rows of that decode: those of a round begin at its `first_row`.
+    """
 
     name: str
 
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        """At most `limit` tokens to follow `history`, as many as the policy keeps."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """A draft for each request. No two requests are of the same sequence. A draft model
+        serves all of them in one decode per token."""
         ...
 
     def learn(self, sequence: int, round_: Round) -> None:
@@ -325,23 +343,4 @@ class Drafter(Protocol):
 
     def forget(self, sequence: int) -> None:
         """The sequence starts anew; what is kept for it may be compared or dropped."""
-        ...
-
-
-class DraftRequest(NamedTuple):
-    """The question that `Drafter.propose` answers, as one value."""
-
-    sequence: int
-    history: Sequence[int]
-    policy: Policy
-    limit: int
-
-
-@runtime_checkable
-class BatchDrafter(Drafter, Protocol):
-    """A drafter that can serve several sequences in one step."""
-
-    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """The drafts that `propose` would give one after the other, each of its own sequence. The
-        number of draft decodes is the largest `n_steps` of them."""
         ...

@@ -50,9 +50,7 @@ def simulate_policies(
     """Print a table. Raises BadProfile or SpecDecError for files
     that cannot be read."""
     curves = published_curves() if profile is None else {profile.stem: read_profile(profile)}
-    makes, left_out = applicable(named_policies(), curves.values())
-    for policy, why in left_out.items():
-        report.note(f"{policy} is left out: {why}")
+    makes = named_policies()
     if trace is not None:
         _replay(curves, makes, trace, draft_share)
         return

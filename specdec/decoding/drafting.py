@@ -1,26 +1,27 @@
-"""Drafts for one member or several, and learning from their rounds.
+"""Drafts for the loop's members, and what is learnt from their rounds.
 
-Sequences that are decoded together share the rows of one batch and with them its price. So the
-policy `throughput` decides how many tokens of each draft are verified over all of them at once:
-the most probable ones, as long as the batch pays. Other policies decide for each alone.
+Sequences that are decoded together share the rows of one batch, and with them its price. So
+`throughput` decides over all of them how many tokens of each draft are verified: the most probable
+tokens, as long as the batch pays. Other policies decide for each sequence alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from specdec.decoding.member import BatchMember
-from specdec.drafters.together import one_by_one, propose_many_of
-from specdec.policies.bounded import DraftBounds, bounded
-from specdec.policies.joint import allocate, level
+from specdec.decoding.acceptance import Acceptance, MatchAcceptance
+from specdec.decoding.loop import BatchMember, DecodingLoop, Rounds, check_start
+from specdec.policies.rules import DraftBounds, bounded
 from specdec.policies.throughput import Throughput
+from specdec.policies.value import allocate, level
 from specdec.types import (
-    BatchDrafter,
+    Chooser,
     Decision,
     Draft,
     Drafter,
     DraftRequest,
+    IsEnd,
     Policy,
     Round,
     Target,
@@ -30,79 +31,72 @@ from specdec.types import (
 
 @dataclass
 class DraftCounters:
-    """Proof that several sequences were drafted and decided together."""
+    """How often several sequences were drafted for, and decided on, together."""
 
-    draft_batches: int = 0  # times that the drafter was asked for several sequences at once
-    joint_steps: int = 0  # batches of which all lengths were chosen together
+    draft_batches: int = 0  # times that the draft model served several sequences at once
+    joint_steps: int = 0  # batches whose draft lengths were all chosen together
     joint_changed: int = 0  # lengths in them that the sequence alone would not have had
 
 
 class ChainDrafting:
-    """Chains of tokens by `drafter`, of lengths by `policy`."""
+    """Chains of tokens by `drafter`, with lengths by `policy`."""
 
     def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        policy: Policy,
-        *,
-        joint: bool = True,
-        batched: bool = True,
-        draws: bool = False,
+        self, target: Target, drafter: Drafter, policy: Policy, *, draws: bool = False
     ) -> None:
-        """Slow twins: without `joint`, each length is chosen as if its sequence had the batch for
-        itself; without `batched`, each is drafted by itself. `draws`: drafts may be drawn, for
-        rejection sampling."""
+        """`draws`: drafts may be drawn, for rejection sampling."""
         self.policy = policy
         self.counters = DraftCounters()
-        self._target, self._drafter, self._joint, self._draws = target, drafter, joint, draws
-        # By sequence and drafter, those that the last step began; several sequences' only.
-        self._walks: dict[int, Mapping[str, Walk]] = {}
+        self._target, self._drafter, self._draws = target, drafter, draws
+        self._walks: dict[int, Mapping[str, Walk]] = {}  # by sequence and drafter; several only
         self._n_shared = 1  # members whose batch the policy prices
-        self._drafts_many = batched and isinstance(drafter, BatchDrafter)
-        self._propose_many = propose_many_of(drafter) if batched else one_by_one(drafter)
 
-    def propose(self, member: BatchMember) -> Draft:
-        if self._n_shared != 1:
-            self._share(1)
-        return self._drafter.propose(
-            member.sequence,
-            member.history,
-            bounded(self.policy, member.bounds),
-            self._limit(member),
-        )
-
-    def propose_many(self, members: Sequence[BatchMember]) -> list[Draft]:
-        self._share(len(members) if self._joint else 1)
-        drafts = self._drafts_of(members)
-        if self._joint and isinstance(self.policy, Throughput):
+    def propose(self, members: Sequence[BatchMember]) -> list[Draft]:
+        n_members = len(members)
+        if n_members != self._n_shared:
+            if isinstance(self.policy, Throughput):
+                self.policy.share_batch(n_members)
+            self._n_shared = n_members
+        requests = [
+            DraftRequest(
+                member.sequence,
+                member.history,
+                bounded(self.policy, member.bounds),
+                self._limit(member, n_members),
+            )
+            for member in members
+        ]
+        drafts = self._drafter.propose(requests)
+        if n_members == 1:
+            return drafts
+        for request in requests:
+            self._walks[request.sequence] = request.walks
+        if sum([draft.n_steps > 0 for draft in drafts]) > 1:
+            self.counters.draft_batches += 1
+        if isinstance(self.policy, Throughput):
             return self._together(members, drafts, self.policy)
         return self._cut_to_fit(drafts)
 
-    def learn(self, member: BatchMember, round_: Round) -> None:
-        self.policy.learn(round_)
-        self._drafter.learn(member.sequence, round_)
-
-    def learn_many(
-        self, rounds: Sequence[tuple[BatchMember, Round]], draft_s: float, *, is_priced: bool
-    ) -> None:
-        if isinstance(self.policy, Throughput):
-            self._learn_together(rounds, self.policy, draft_s, is_priced=is_priced)
-        else:
+    def learn(self, rounds: Rounds, draft_s: float, *, is_priced: bool) -> None:
+        if not isinstance(self.policy, Throughput) or (is_priced and len(rounds) == 1):
             for _, round_ in rounds:
                 self.policy.learn(round_)
-        self._walks.clear()
+        else:
+            self._learn_together(rounds, self.policy, draft_s, is_priced=is_priced)
+            self._walks.clear()
         for member, round_ in rounds:
             self._drafter.learn(member.sequence, round_)
 
     def forget(self, sequence: int) -> None:
         self._drafter.forget(sequence)
 
-    # -- one by one ------------------------------------------------------------------------------
+    def _limit(self, member: BatchMember, n_members: int) -> int:
+        """Most tokens of a member's draft.
 
-    def _limit(self, member: BatchMember, n_members: int = 1) -> int:
-        """A round of m drafts feeds m + 1 tokens and may emit m + 1. Drawn drafts of all members
-        fit a decode: to cut one afterwards would make what is kept depend on what was drawn."""
+        A round of m drafted tokens feeds m + 1 tokens and may emit m + 1. Drawn drafts of all
+        members fit a decode from the start: if one were cut afterwards, what is kept would depend
+        on what was drawn.
+        """
         target = self._target
         n_rows = min(target.n_outputs, target.n_batch) // (n_members if self._draws else 1)
         n_most = min(self.policy.n_max, n_rows - 1)
@@ -110,14 +104,10 @@ class ChainDrafting:
             n_most = min(n_most, member.bounds.n_max)
         return max(0, min(member.n_left - 1, target.n_ctx - len(member.history), n_most))
 
-    def _share(self, n_members: int) -> None:
-        """Tell a policy that prices batches of how many members the next ones are."""
-        if n_members != self._n_shared and isinstance(self.policy, Throughput):
-            self.policy.share_batch(n_members, shares_steps=self._drafts_many)
-        self._n_shared = n_members
+    # -- several together ------------------------------------------------------------------------
 
     def _cut_to_fit(self, drafts: list[Draft]) -> list[Draft]:
-        """The longest are cut where all of their rows do not fit one decode."""
+        """Cut the longest drafts if the rows of all do not fit one decode."""
         n_most = min(self._target.n_outputs, self._target.n_batch) - len(drafts)
         n_over = sum([len(draft.tokens) for draft in drafts]) - n_most
         while n_over > 0:
@@ -127,13 +117,14 @@ class ChainDrafting:
             n_over -= n - len(drafts[at].tokens)
         return drafts
 
-    # -- several together ------------------------------------------------------------------------
-
     def _together(
         self, members: Sequence[BatchMember], drafts: list[Draft], policy: Throughput
     ) -> list[Draft]:
-        """The drafts cut to what pays over all members. A drawn draft stays as its walk left it,
-        which decided on each token before it was drawn: rejection sampling is exact for those."""
+        """The drafts, cut to what pays over all members.
+
+        A drawn draft stays as its walk left it, since that decided on each token before it was
+        drawn; rejection sampling is exact only for those.
+        """
         if not any([not d.rows and (d.tokens or d.dropped) for d in drafts]):
             return drafts
         chains = [
@@ -156,26 +147,8 @@ class ChainDrafting:
         self.counters.joint_steps += 1
         return out
 
-    def _drafts_of(self, members: Sequence[BatchMember]) -> list[Draft]:
-        policies = [_Remembering(self.policy) for _ in members]
-        requests = [
-            DraftRequest(m.sequence, m.history, bounded(p, m.bounds), self._limit(m, len(members)))
-            for m, p in zip(members, policies, strict=True)
-        ]
-        drafts = self._propose_many(requests)
-        for member, remembering in zip(members, policies, strict=True):
-            self._walks[member.sequence] = remembering.walks
-        if self._drafts_many and sum([d.n_steps > 0 for d in drafts]) > 1:
-            self.counters.draft_batches += 1
-        return drafts
-
     def _learn_together(
-        self,
-        rounds: Sequence[tuple[BatchMember, Round]],
-        policy: Throughput,
-        draft_s: float,
-        *,
-        is_priced: bool,
+        self, rounds: Rounds, policy: Throughput, draft_s: float, *, is_priced: bool
     ) -> None:
         for member, round_ in rounds:
             walks, source = self._walks.get(member.sequence, {}), round_.draft.source
@@ -186,39 +159,22 @@ class ChainDrafting:
                 policy.calibration.observe(source, p, accepted)
             policy.calibration.elapse(source, len(round_.emitted))
             policy.settle(source, round_, len(evidence), walks.get(source))
-        if not self._joint:
-            _account_alone(rounds, policy)
-        elif is_priced and rounds:
+        if is_priced and rounds:
             first = rounds[0][1]
-            n_steps = [round_.draft.n_steps for _, round_ in rounds]
             policy.account(
                 sum([1 + round_.n_drafted for _, round_ in rounds]),
-                max(n_steps) if self._drafts_many else sum(n_steps),
+                max([round_.draft.n_steps for _, round_ in rounds]),
                 sum([len(round_.emitted) for _, round_ in rounds]),
                 verify_s=first.verify_s + first.rollback_s,
                 draft_s=draft_s,
             )
 
 
-def _account_alone(rounds: Sequence[tuple[BatchMember, Round]], policy: Throughput) -> None:
-    """Each round at the price that it would have had by itself."""
-    costs = policy.costs
-    for _, round_ in rounds:
-        n_rows, n_steps = 1 + round_.n_drafted, round_.draft.n_steps
-        policy.account(
-            n_rows,
-            n_steps,
-            len(round_.emitted),
-            verify_s=costs.times[n_rows - 1],
-            draft_s=n_steps * costs.draft_step_s,
-        )
-
-
 def cut(draft: Draft, n: int) -> Draft:
-    """The first `n` tokens that were drafted, of those kept and dropped; the rest is dropped."""
+    """The draft with its first `n` tokens kept, of kept and dropped ones; the rest is dropped."""
     tokens = (*draft.tokens, *(t for t, _ in draft.dropped))
     probs = (*draft.probs, *(p for _, p in draft.dropped))
-    # What was sampled says nothing by not being the target's choice.
+    # A drawn token that is not the target's choice says nothing about the draft's quality.
     dropped = () if draft.rows else tuple(zip(tokens[n:], probs[n:], strict=True))
     return replace(
         draft,
@@ -231,8 +187,8 @@ def cut(draft: Draft, n: int) -> Draft:
 
 
 def _reached(draft: Draft, policy: Throughput, bounds: DraftBounds) -> list[float]:
-    """The calibrated probability that each drafted token, kept or dropped, is accepted, of those
-    that may be kept."""
+    """For each token that may be kept: the calibrated probability that it and all before it are
+    accepted."""
     out, product = [], 1.0
     probs = (*draft.probs, *(p for _, p in draft.dropped))
     for p in probs[: bounds.n_allowed(probs)]:
@@ -241,19 +197,31 @@ def _reached(draft: Draft, policy: Throughput, bounds: DraftBounds) -> list[floa
     return out
 
 
-class _Remembering:
-    """A policy that remembers the walks it began, by drafter."""
+def decode(
+    target: Target,
+    sequence: int,
+    prompt: Sequence[int],
+    *,
+    chooser: Chooser,
+    n_predict: int,
+    is_end: IsEnd,
+    drafter: Drafter | None = None,
+    policy: Policy | None = None,
+    n_cached: int = 0,
+    acceptance: Acceptance | None = None,
+) -> Iterator[Round]:
+    """Rounds of at most `n_predict` tokens after `prompt`, until an end token or a full context.
 
-    __slots__ = ("_policy", "n_max", "name", "p_top_k", "walks")
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self.name, self.n_max, self.p_top_k = policy.name, policy.n_max, policy.p_top_k
-        self.walks: dict[str, Walk] = {}
-
-    def begin(self, limit: int, source: str) -> Walk:
-        walk = self.walks[source] = self._policy.begin(limit, source)
-        return walk
-
-    def learn(self, round_: Round) -> None:
-        self._policy.learn(round_)
+    The target's sequence must hold exactly the first `n_cached` tokens of the prompt; the others
+    except the last are evaluated when the first round is asked for. `chooser` samples the target;
+    `acceptance` replaces acceptance by match. Without a drafter and a policy every round is one
+    token. Raises SpecDecError for an empty prompt or a sequence of another length, before any
+    round. Exceptions of the target pass through, with the round undone.
+    """
+    check_start(target, sequence, prompt, n_cached)
+    accept = acceptance or MatchAcceptance(chooser)
+    member = BatchMember(sequence, list(prompt), chooser, accept, n_predict, is_end, n_cached)
+    drafting = None
+    if drafter is not None and policy is not None:
+        drafting = ChainDrafting(target, drafter, policy)
+    return DecodingLoop(target, drafting).rounds_of(member)

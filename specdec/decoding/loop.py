@@ -1,49 +1,67 @@
-"""The decoding loop: draft, verify in one batch with the last tokens, accept, roll back.
+"""The decoding loop: draft, verify in one batch, accept, take back what was rejected.
 
-One request is a loop of one member; a server's requests share a loop, and with it the rows and the
-price of each batch. After every step the target holds all of a member's history but its last
-token, so that whoever leaves the loop leaves a sequence that the next generation can go on from.
+One request is a loop of one member. A server's requests share a loop, and with it the rows and the
+price of each batch. After every step the target holds all of a member's history but the last
+token, so a generation that is left at any time leaves a sequence that the next can continue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from sys import maxsize
 from time import perf_counter
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.accept import Verdict
-from specdec.decoding.member import BatchMember, check_start, end_of
-from specdec.decoding.rollback import Rollback, take_back
-from specdec.drafters.none import NO_DRAFT
-from specdec.types import Draft, Round, Target
+from specdec.decoding.acceptance import Acceptance, Verdict
+from specdec.errors import SpecDecError
+from specdec.policies.rules import NO_BOUNDS, DraftBounds
+from specdec.types import Chooser, Decision, Draft, End, IsEnd, Round, Target
+
+NO_DRAFT = Draft((), (), "none", Decision(0, "no drafter", rest=maxsize))
+
+
+@dataclass(slots=True, eq=False)
+class BatchMember:
+    """A generation in `sequence`, of at most `n_left` further tokens.
+
+    `history` is the prompt and then what was emitted; it grows. At the beginning the target holds
+    the first `n_cached` tokens of it.
+    """
+
+    sequence: int
+    history: list[int]
+    chooser: Chooser
+    accept: Acceptance
+    n_left: int
+    is_end: IsEnd
+    n_cached: int = 0
+    bounds: DraftBounds = NO_BOUNDS  # limits of the request's drafts
+    end: End = field(default="")  # set when it is over
+    # Called with the number of a prompt token and the logits [n, n_vocab] after it and those
+    # behind it. Without it no logits of the prompt are computed.
+    hear_prompt: Callable[[int, NDArray[np.float32]], None] | None = None
+
 
 Piece = tuple[BatchMember, list[int]]  # a part of a prompt
+Rounds = Sequence[tuple[BatchMember, Round]]
 
 
 class Drafting(Protocol):
     """Proposes drafts to the loop, and learns from what became of them."""
 
-    def propose(self, member: BatchMember) -> Draft:
-        """A draft for the only member."""
-        ...
-
-    def propose_many(self, members: Sequence[BatchMember]) -> list[Draft]:
+    def propose(self, members: Sequence[BatchMember]) -> list[Draft]:
         """A draft for each member, in order; all of their rows fit one decode."""
         ...
 
-    def learn(self, member: BatchMember, round_: Round) -> None:
-        """Told of a round that had a batch for itself."""
-        ...
+    def learn(self, rounds: Rounds, draft_s: float, *, is_priced: bool) -> None:
+        """Told of each step, in which drafting took `draft_s` seconds.
 
-    def learn_many(
-        self, rounds: Sequence[tuple[BatchMember, Round]], draft_s: float, *, is_priced: bool
-    ) -> None:
-        """Told of a step, in which drafting took `draft_s`. Without `is_priced` its times say
-        nothing of a batch of these rows: parts of prompts were in it, too."""
+        Its times say nothing of a batch of these rows unless `is_priced`: other work was in it.
+        """
         ...
 
     def forget(self, sequence: int) -> None:
@@ -53,13 +71,13 @@ class Drafting(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """One step: a round of each member that was ready, and who had prompt tokens evaluated.
+    """What one step did: a round of each ready member, and members whose prompts were read.
 
-    Those in `failed` have left the loop; what they raised concerns them alone. `decodes`: tokens
-    and seconds, judging them included, of each batch that held last tokens and drafts alone.
+    Members in `failed` have left the loop; the exception concerns them alone. `decodes` has the
+    tokens and the seconds, judging included, of each batch without parts of prompts.
     """
 
-    rounds: Sequence[tuple[BatchMember, Round]] = ()
+    rounds: Rounds = ()
     read: Sequence[BatchMember] = ()
     failed: Sequence[tuple[BatchMember, Exception]] = ()
     decodes: Sequence[tuple[int, float]] = ()
@@ -74,14 +92,14 @@ class DecodingLoop:
         drafting: Drafting | None = None,
         play: Callable[[BatchMember], Round] | None = None,
     ) -> None:
-        """Without `drafting` every round is one token, and nobody decides or learns. `play` decodes
-        the round of one member by itself, for drafts that are no chains of tokens; beside parts of
-        prompts its members draft nothing."""
+        """Without `drafting` every round is one token. `play` decodes the round of one member by
+        itself, for drafts that are no chains of tokens; members draft nothing in steps that read
+        prompts, then."""
         self._target, self._drafting, self._play = target, drafting, play
         self._ready: list[BatchMember] = []  # the target holds all but their last token
         self._reading: list[BatchMember] = []  # prompts that wait to be evaluated, in order
-        self._drafts: list[Draft] = []  # of the last step, empty ones while they hold
-        self._rest = 0  # steps for which they do
+        self._drafts: list[Draft] = []  # drafts of the last step; they hold while `_rest` > 0
+        self._rest = 0  # further steps without drafts, for which nobody is asked
 
     @property
     def is_idle(self) -> bool:
@@ -103,7 +121,7 @@ class DecodingLoop:
 
     @property
     def members(self) -> list[BatchMember]:
-        """All that are in the loop, those that have rounds first."""
+        """All members; those that have rounds come first."""
         return [*self._ready, *self._reading]
 
     def add(self, member: BatchMember) -> None:
@@ -130,8 +148,20 @@ class DecodingLoop:
         most = self._target.n_batch
         n_tokens = most if n_prompt_tokens is None else min(n_prompt_tokens, most)
         if self._reading and n_tokens > 0:
-            return self._step_with(n_tokens)
-        return self._rounds()
+            return self._read(n_tokens)
+        if not self._ready:
+            return Step()
+        if len(self._ready) == 1 and self._rest:
+            self._rest -= 1
+            return self._plain(self._ready[0], self._drafts[0], 0.0)
+        if self._play is not None:
+            return self._played(self._play)
+        began = perf_counter()
+        drafts = self._proposed()
+        if len(drafts) == 1 and not drafts[0].tokens:
+            draft_s = perf_counter() - began - drafts[0].catch_up_s
+            return self._plain(self._ready[0], drafts[0], draft_s)
+        return self._verified(drafts, [], began)
 
     def rounds_of(self, member: BatchMember) -> Iterator[Round]:
         """The rounds of the loop's only member, which is added when the first is asked for."""
@@ -146,6 +176,7 @@ class DecodingLoop:
     # -- prompts ---------------------------------------------------------------------------------
 
     def _place(self, member: BatchMember) -> None:
+        """Put a member where it belongs: reading, ready, or at its end."""
         self._rest = 0
         if self._target.length(member.sequence) < len(member.history) - 1:
             self._reading.append(member)
@@ -156,8 +187,29 @@ class DecodingLoop:
         else:
             self._ready.append(member)
 
+    def _read(self, n_tokens: int) -> Step:
+        """Evaluate up to `n_tokens` of the prompts, in one batch with the rounds if any."""
+        target = self._target
+        if self._ready:
+            began = perf_counter()
+            drafts = self._proposed()
+            n_rows = sum([1 + len(draft.tokens) for draft in drafts])
+            room = min(n_tokens, target.n_batch - n_rows)
+            pieces = self._pieces(room, target.n_outputs - n_rows)
+            step = self._verified(drafts, pieces, began)
+        else:
+            pieces = self._pieces(n_tokens, target.n_outputs)
+            _tell(target, pieces, target.extend_batch([_part(piece) for piece in pieces]))
+            step = Step()
+        step.read = [member for member, _ in pieces]
+        for member in step.read:
+            if target.length(member.sequence) == len(member.history) - 1:
+                self._reading.remove(member)
+                self._place(member)
+        return step
+
     def _pieces(self, n_tokens: int, n_logits: int) -> list[Piece]:
-        """The next tokens of the prompts, first come first served; at most `n_logits` of those
+        """The next tokens of the prompts, first come first served; at most `n_logits` of tokens
         whose logits are wanted."""
         pieces = []
         for member in self._reading:
@@ -167,95 +219,31 @@ class DecodingLoop:
             n_most = n_tokens if member.hear_prompt is None else min(n_tokens, n_logits)
             piece = member.history[held : min(held + n_most, len(member.history) - 1)]
             if not piece:
-                continue  # no row of logits is left for it; those behind it want none
+                continue  # no row of logits is left for it; those behind it may want none
             pieces.append((member, piece))
             n_tokens -= len(piece)
             n_logits -= _n_logits((member, piece))
         return pieces
 
-    def _tell(self, pieces: Sequence[Piece], rows: Sequence[NDArray[np.float32]]) -> None:
-        """Give the logits of prompts, which were evaluated, to those who want them."""
-        for (member, tokens), logits in zip(pieces, rows, strict=True):
-            if member.hear_prompt is not None:
-                member.hear_prompt(self._target.length(member.sequence) - len(tokens), logits)
-
-    def _step_with(self, n_tokens: int) -> Step:
-        """A step that evaluates up to `n_tokens` of the prompts beside the rounds, as far as those
-        leave room in the batch."""
-        if self._ready:
-            began = perf_counter()
-            drafts = self._proposed()
-            n_rows = sum([1 + len(draft.tokens) for draft in drafts])
-            room = min(n_tokens, self._target.n_batch - n_rows)
-            pieces = self._pieces(room, self._target.n_outputs - n_rows)
-            step = self._verified(drafts, pieces, began)
-        else:
-            pieces = self._pieces(n_tokens, self._target.n_outputs)
-            rows = self._target.extend_batch([_part(piece) for piece in pieces])
-            self._tell(pieces, rows)
-            step = Step()
-        step.read = [member for member, _ in pieces]
-        for member in step.read:
-            if self._target.length(member.sequence) == len(member.history) - 1:
-                self._reading.remove(member)
-                self._place(member)
-        return step
-
     # -- rounds ----------------------------------------------------------------------------------
 
-    def _rounds(self) -> Step:
-        ready = self._ready
-        if self._play is not None:
-            return self._played(self._play)
-        if len(ready) == 1:
-            return self._alone(ready[0])
-        if not ready:
-            return Step()
-        began = perf_counter()
-        return self._verified(self._proposed(), [], began)
-
-    def _alone(self, member: BatchMember) -> Step:
-        """A round of the only member. Most of those that draft nothing end here, so that they
-        cost next to nothing."""
-        if self._rest:
-            self._rest -= 1
-            return self._plain(member, self._drafts[0], 0.0)
-        began = perf_counter()
-        draft = NO_DRAFT if self._drafting is None else self._drafting.propose(member)
-        self._rest = draft.decision.rest
-        if self._rest:
-            self._drafts = [draft]
-        if draft.tokens:
-            return self._verified([draft], [], began)
-        return self._plain(member, draft, perf_counter() - began - draft.catch_up_s)
-
-    def _played(self, play: Callable[[BatchMember], Round]) -> Step:
-        ready, rounds = self._ready, []
-        if not ready:
-            return Step()
-        if len(ready) == 1 and self._rest:
-            self._rest -= 1
-            return self._plain(ready[0], self._drafts[0], 0.0)
-        for member in ready:
-            rounds.append((member, self._closed(member, play(member))))
-        self._drafts = [round_.draft for _, round_ in rounds]
-        self._rest = self._drafts[0].decision.rest if len(rounds) == 1 else 0
-        self._leave()
-        return Step(rounds, decodes=[(1 + r.n_drafted, r.verify_s) for _, r in rounds])
-
     def _proposed(self) -> list[Draft]:
-        """A draft for each ready member, or the empty ones that still hold."""
+        """A draft for each ready member, or the empty drafts that still hold."""
         if self._rest:
             self._rest -= 1
         elif self._drafting is None:
             self._drafts, self._rest = [NO_DRAFT] * len(self._ready), NO_DRAFT.decision.rest
         else:
-            self._drafts = drafts = self._drafting.propose_many(self._ready)
+            self._drafts = drafts = self._drafting.propose(self._ready)
             self._rest = min([draft.decision.rest for draft in drafts])
         return self._drafts
 
     def _plain(self, member: BatchMember, draft: Draft, draft_s: float) -> Step:
-        """A round of the only member without a draft: one decode of its last token."""
+        """A round of the only member without a draft: one decode of its last token.
+
+        It does what `_verified` does, at a fraction of the cost: most rounds of a drafter that
+        does not pay end here.
+        """
         history, target = member.history, self._target
         n_history = len(history)
         began = perf_counter()
@@ -265,21 +253,31 @@ class DecodingLoop:
                 verdict = member.accept(draft, rows, history, member.is_end)
             except Exception as e:
                 del history[n_history:]
-                take_back(target, member.sequence, n_history - 1)
+                _take_back(target, member.sequence, n_history - 1)
                 self.remove(member)
                 return Step(failed=[(member, e)])
         except BaseException:
             del history[n_history:]
-            take_back(target, member.sequence, n_history - 1)
+            _take_back(target, member.sequence, n_history - 1)
             self._sort_out()
             raise
         verify_s = perf_counter() - began
         round_ = self._closed(member, Round(draft, 0, tuple(verdict.emitted), draft_s, verify_s))
+        rounds = ((member, round_),)
         if self._drafting is not None:
-            self._drafting.learn(member, round_)
+            self._drafting.learn(rounds, draft_s, is_priced=True)
         if round_.end:
             self._leave()
-        return Step(((member, round_),), decodes=((1, verify_s),))
+        return Step(rounds, decodes=((1, verify_s),))
+
+    def _played(self, play: Callable[[BatchMember], Round]) -> Step:
+        rounds = []
+        for member in self._ready:
+            rounds.append((member, self._closed(member, play(member))))
+        self._drafts = [round_.draft for _, round_ in rounds]
+        self._rest = self._drafts[0].decision.rest if len(rounds) == 1 else 0
+        self._leave()
+        return Step(rounds, decodes=[(1 + r.n_drafted, r.verify_s) for _, r in rounds])
 
     def _verified(self, drafts: list[Draft], pieces: list[Piece], began: float) -> Step:
         """One decode of every ready member's last token and draft and of the pieces of prompts,
@@ -294,25 +292,21 @@ class DecodingLoop:
             if isinstance(verdict, Verdict):
                 rollback.keep(tokens, len(verdict.emitted))
         rollback_s = perf_counter() - drafted - verify_s
-        rounds, failed = [], []
+        rounds, failed, row = [], [], 0
         for member, draft, verdict in zip(members, drafts, verdicts, strict=True):
             if isinstance(verdict, Verdict):
                 n, emitted = verdict.n_accepted, tuple(verdict.emitted)
-                round_ = Round(draft, n, emitted, draft_s, verify_s, rollback_s=rollback_s)
+                round_ = Round(draft, n, emitted, draft_s, verify_s, "", rollback_s, row)
                 rounds.append((member, self._closed(member, round_)))
             else:
                 failed.append((member, verdict))
+            row += 1 + len(draft.tokens)
         if self._drafting is not None:
-            is_priced = not (pieces or failed)
-            if is_priced and len(rounds) == 1:
-                self._drafting.learn(*rounds[0])
-            else:
-                self._drafting.learn_many(rounds, draft_s, is_priced=is_priced)
+            self._drafting.learn(rounds, draft_s, is_priced=not (pieces or failed))
         for member, _ in failed:
             self.remove(member)
         self._leave()
-        decodes = [] if pieces else [(sum(map(len, fed)), verify_s)]
-        return Step(rounds, failed=failed, decodes=decodes)
+        return Step(rounds, failed=failed, decodes=[] if pieces else [(row, verify_s)])
 
     def _judged(
         self,
@@ -321,17 +315,17 @@ class DecodingLoop:
         fed: list[list[int]],
         pieces: list[Piece],
     ) -> tuple[list[Verdict | Exception], list[Rollback]]:
-        """Decode and judge; a member whose sampler raises gets that instead of a verdict, and is
-        as it was. When the decode raises, all are."""
+        """Decode and judge. If a member's sampler raises, its verdict is that exception and the
+        member is as it was; if the decode raises, all members are."""
         target = self._target
         lengths = [len(member.history) for member in members]
         parts = [(m.sequence, f, len(f)) for m, f in zip(members, fed, strict=True)]
         parts += map(_part, pieces)
-        n = 0
+        n_droppable = 0
         if not target.can_rewind:
-            n = target.n_droppable([(sequence, len(tokens)) for sequence, tokens, _ in parts])
+            n_droppable = target.n_droppable([(s, len(tokens)) for s, tokens, _ in parts])
         rollbacks = [
-            Rollback(target, m.sequence, len(d.tokens), n)
+            Rollback(target, m.sequence, len(d.tokens), n_droppable)
             for m, d in zip(members, drafts, strict=True)
         ]
         verdicts: list[Verdict | Exception] = []
@@ -352,15 +346,21 @@ class DecodingLoop:
                 rollback.undo()
             self._sort_out()
             raise
-        self._tell(pieces, rows[len(members) :])
+        _tell(target, pieces, rows[len(members) :])
         return verdicts, rollbacks
 
-    # -- afterwards ------------------------------------------------------------------------------
+    # -- ends --------------------------------------------------------------------------------------
 
     def _closed(self, member: BatchMember, round_: Round) -> Round:
-        """The round, which says whether it was the member's last."""
+        """The round, with `end` set if it was the member's last."""
+        history = member.history
         member.n_left -= len(round_.emitted)
-        member.end = end_of(self._target.n_ctx, member.history, member.n_left, member.is_end)
+        if member.is_end(history[-1]):
+            member.end = "end"
+        elif member.n_left <= 0:
+            member.end = "length"
+        elif len(history) > self._target.n_ctx:
+            member.end = "context"
         return replace(round_, end=member.end) if member.end else round_
 
     def _leave(self) -> None:
@@ -370,11 +370,28 @@ class DecodingLoop:
             self._rest = 0
 
     def _sort_out(self) -> None:
-        """After a failed decode: a recurrent memory may hold nothing of a member any more, which
-        then has to be read again."""
+        """After a failed decode: a recurrent memory may have lost what it held of a member, whose
+        text then has to be read again."""
         members, self._ready = self._ready, []
         for member in members:
             self._place(member)
+
+
+def check_start(target: Target, sequence: int, prompt: Sequence[int], n_cached: int) -> None:
+    """Raises SpecDecError unless `sequence` holds exactly the first `n_cached` tokens of a prompt
+    that is longer than that."""
+    if not prompt:
+        raise SpecDecError("the prompt is empty: decoding starts from at least one token")
+    if not 0 <= n_cached < len(prompt):
+        raise SpecDecError(
+            f"{n_cached} of {len(prompt)} prompt tokens are cached; the last must be evaluated "
+            "anew, so rewind the target by one"
+        )
+    held = target.length(sequence)
+    if held != n_cached:
+        raise SpecDecError(
+            f"sequence {sequence} holds {held} tokens where {n_cached} are said to be cached"
+        )
 
 
 def _n_logits(piece: Piece) -> int:
@@ -386,3 +403,61 @@ def _n_logits(piece: Piece) -> int:
 def _part(piece: Piece) -> tuple[int, list[int], int]:
     member, tokens = piece
     return member.sequence, tokens, _n_logits(piece)
+
+
+def _tell(target: Target, pieces: Sequence[Piece], rows: Sequence[NDArray[np.float32]]) -> None:
+    """Give the logits of evaluated prompts to the members that want them."""
+    for (member, tokens), logits in zip(pieces, rows, strict=True):
+        if member.hear_prompt is not None:
+            member.hear_prompt(target.length(member.sequence) - len(tokens), logits)
+
+
+# -- taking tokens back ----------------------------------------------------------------------------
+
+
+class Rollback:
+    """One verification of `sequence`. Create it before extending; call `keep` afterwards.
+
+    Memory that can be cut is rewound, and so is recurrent memory with snapshots of its last
+    tokens. Of other recurrent memory a checkpoint is taken before verification; it is restored on
+    partial acceptance, and the accepted tokens are decoded again without asking for logits.
+    """
+
+    __slots__ = ("_checkpoint", "_length", "_sequence", "_target")
+
+    def __init__(self, target: Target, sequence: int, n_drafted: int, n_droppable: int) -> None:
+        """`n_droppable` is the target's `n_droppable` of the decode that verifies."""
+        self._target = target
+        self._sequence = sequence
+        self._length = target.length(sequence)
+        needs_checkpoint = not target.can_rewind and n_drafted > n_droppable
+        self._checkpoint = target.checkpoint(sequence) if needs_checkpoint else None
+
+    def keep(self, fed: Sequence[int], n: int) -> None:
+        """Keep the first `n` of the tokens fed since."""
+        if n == len(fed):
+            return
+        target, sequence = self._target, self._sequence
+        if self._checkpoint is None:
+            target.rewind(sequence, self._length + n)
+            return
+        target.restore(sequence, self._checkpoint)
+        if n:
+            target.extend(sequence, fed[:n], 0)
+
+    def undo(self) -> None:
+        """Go back to where it began, when a round fails."""
+        target, sequence = self._target, self._sequence
+        if self._checkpoint is None:
+            _take_back(target, sequence, self._length)
+        elif target.length(sequence) > self._length:
+            target.restore(sequence, self._checkpoint)
+
+
+def _take_back(target: Target, sequence: int, length: int) -> None:
+    """Go back to `length` tokens after a decode that may have failed, without a checkpoint.
+
+    A recurrent memory keeps one token more: the first token fed, which is part of the history.
+    """
+    if target.length(sequence) > length:
+        target.rewind(sequence, length + (0 if target.can_rewind else 1))

@@ -1,26 +1,25 @@
-"""Tree drafts: several continuations verified in one decode, on by flag.
+"""Tree drafts: several continuations verified in one decode (`--spec-tree`).
 
-The draft model offers its top k tokens at the nodes likeliest to be reached; the same rule as for
-several sequences picks the nodes worth their rows. Verification walks down from the root
-while the target's token is among a node's children, which keeps it lossless for any chooser.
+The draft model offers its likeliest tokens at the nodes most likely to be reached. The rule for
+several sequences picks the nodes that are worth their rows. Verification walks down from the root
+while the target's token is among a node's children, so it is lossless for any chooser.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
+from numpy.typing import NDArray
 
-from specdec.decoding.accept import MatchAcceptance
-from specdec.decoding.loop import DecodingLoop
-from specdec.decoding.member import BatchMember, check_start
-from specdec.drafters.memory import DraftMemory
+from specdec.decoding.loop import BatchMember, Rounds
+from specdec.drafters.model import DraftMemory, softmax
 from specdec.errors import SpecDecError
-from specdec.policies.joint import best_count
 from specdec.policies.throughput import Throughput
-from specdec.types import Chooser, Decision, Draft, IsEnd, Policy, Round, TreeTarget
+from specdec.policies.value import best_count
+from specdec.types import Decision, Draft, Policy, Round, TreeTarget
 
 SOURCE = "tree"
 FIRST = "draft"  # the likeliest child of a node is what a chain would draft
@@ -28,40 +27,33 @@ _NO_TREE = Draft((), (), SOURCE, Decision(0, "no tree beside other work"))
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTree:
-    """Nodes in order of drafting: parents come first, -1 is the root (the last token)."""
+class _Node:
+    """A drafted token. `parent` is the index of its parent, -1 at the root (the last token)."""
 
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-    probs: tuple[float, ...] = ()  # of the node given its parent, as the draft says
-    reached: tuple[float, ...] = ()  # of the whole path, calibrated
-    ranks: tuple[int, ...] = ()  # among the children of the node's parent, as the draft says
+    token: int
+    parent: int
+    p: float  # of the token after its parent, as the draft says
+    reached: float  # calibrated probability of the whole path
+    rank: int  # among the children of its parent, as the draft says
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Nodes in the order of drafting, in which parents come first."""
+
+    nodes: tuple[_Node, ...] = ()
     n_steps: int = 0
     catch_up_s: float = 0.0  # as Draft's
     reason: str = "no room for a draft"
     rest: int = 0  # as Decision's
 
-    def cut(self, nodes: Sequence[int]) -> DraftTree:
-        """The tree of these nodes, which must include their parents."""
-        new = {old: i for i, old in enumerate(sorted(nodes))}
-        new[-1] = -1
-        kept = sorted(nodes)
-        return DraftTree(
-            tuple(self.tokens[i] for i in kept),
-            tuple(new[self.parents[i]] for i in kept),
-            tuple(self.probs[i] for i in kept),
-            tuple(self.reached[i] for i in kept),
-            tuple(self.ranks[i] for i in kept),
-            self.n_steps,
-            self.catch_up_s,
-            f"{len(kept)} of {len(self.tokens)} nodes pay; along the likeliest: {self.reason}",
-        )
-
 
 class TreeDrafter:
-    """Grows trees with a draft model that can evaluate them. `p_split` is the least probability
-    of a second branch (llama.cpp's --spec-draft-p-split); `n_vocab` cuts off padding that the
-    target's vocabulary does not have."""
+    """Grows trees with a draft model that can evaluate them.
+
+    `p_split` is the least probability of a second branch (llama.cpp's --spec-draft-p-split);
+    `n_vocab` cuts off padding that the target's vocabulary does not have.
+    """
 
     def __init__(
         self,
@@ -85,83 +77,64 @@ class TreeDrafter:
     def grow(self, sequence: int, history: Sequence[int], limit: int) -> DraftTree:
         """A tree of at most `limit` nodes worth verifying.
 
-        How deep it goes is decided along the likeliest path, as for a chain; so is whether the
-        draft is asked at all.
+        The policy decides along the likeliest path, as for a chain, how deep the tree goes and
+        whether the draft model is asked at all.
         """
         room = self._model.n_ctx - len(history)
         depth = min(limit, self._max_depth, room)
         walk = self._policy.begin(max(0, depth), FIRST)
         if not walk.wants:
             return DraftTree(reason=walk.reason, rest=walk.rest)
-        tokens: list[int] = []
-        parents: list[int] = []
-        probs: list[float] = []
-        reached: list[float] = []
-        rate, step_s = self._policy.rate, self._policy.costs.draft_step_s
-        row = self._memory.catch_up(sequence, history)
-        frontier = [(-1, row)]
+        nodes: list[_Node] = []
+        least = self._policy.rate * self._policy.costs.draft_step_s  # worth another step
+        feed, catch_up_s = self._memory.tail(sequence, history)
+        frontier = [(-1, self._model.extend(sequence, feed, 1)[0])]
+        self._memory.fed(sequence, feed)
+        self._memory.mark(sequence)
         n_steps = 1
         while True:
-            first = len(tokens)
+            first = len(nodes)
             for parent, logits in frontier:
-                self._branch(parent, logits, tokens, parents, probs, reached)
+                self._branch(nodes, parent, logits)
             # The first child of the first node grown is the end of the likeliest path.
-            if not walk.feed(probs[first]):
+            if not walk.feed(nodes[first].p) or n_steps >= depth:
                 break
-            grown = [i for i in range(first, len(tokens)) if reached[i] > rate * step_s]
-            if (
-                not grown
-                or grown[0] != first
-                or n_steps >= depth
-                or len(tokens) > min(2 * self._n_max, room)
-            ):
+            grown = [i for i in range(first, len(nodes)) if nodes[i].reached > least]
+            if not grown or grown[0] != first or len(nodes) > min(2 * self._n_max, room):
                 break
+            tokens, parents = [n.token for n in nodes], [n.parent for n in nodes]
             rows = self._model.extend_tree(sequence, tokens, parents)
             self._model.keep_path(sequence, ())
             n_steps += 1
             frontier = [(i, rows[i]) for i in grown]
-        tree = DraftTree(
-            tuple(tokens),
-            tuple(parents),
-            tuple(probs),
-            tuple(reached),
-            # Siblings are drafted in order of rank, one after the other.
-            tuple(parents[:i].count(parent) for i, parent in enumerate(parents)),
-            n_steps,
-            self._memory.catch_up_s(sequence),
-            walk.reason,
-        )
-        return self._worthwhile(tree, limit)
+        return self._worthwhile(nodes, limit, n_steps, catch_up_s, walk.reason)
 
-    def _branch(
-        self,
-        parent: int,
-        logits: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
-        tokens: list[int],
-        parents: list[int],
-        probs: list[float],
-        reached: list[float],
-    ) -> None:
-        logits = logits[: self._n_vocab]
-        p = np.exp(logits - logits.max(), dtype=np.float64)
-        p /= p.sum()
+    def _branch(self, nodes: list[_Node], parent: int, logits: NDArray[np.float32]) -> None:
+        """Add the likeliest tokens after a node as its children."""
+        p = softmax(logits[: self._n_vocab])
         best = np.argsort(-p, kind="stable")[: self._n_branches]
-        above = 1.0 if parent < 0 else reached[parent]
+        above = 1.0 if parent < 0 else nodes[parent].reached
         for rank, token in enumerate(best.tolist()):
             if rank and p[token] < self._p_split:
                 break
-            tokens.append(token)
-            parents.append(parent)
-            probs.append(float(p[token]))
             q = self._policy.calibration.probability(source_of(rank), float(p[token]))
-            reached.append(above * q)
+            nodes.append(_Node(token, parent, float(p[token]), above * q, rank))
 
-    def _worthwhile(self, tree: DraftTree, limit: int) -> DraftTree:
+    def _worthwhile(
+        self, nodes: list[_Node], limit: int, n_steps: int, catch_up_s: float, reason: str
+    ) -> DraftTree:
         """The likeliest nodes; a child is never likelier than its parent, so parents stay."""
-        order = sorted(range(len(tree.tokens)), key=lambda i: (-tree.reached[i], i))
-        gains = [tree.reached[i] for i in order[: min(limit, self._n_max)]]
+        order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].reached, i))
+        gains = [nodes[i].reached for i in order[: min(limit, self._n_max)]]
         n = best_count(gains, self._policy.costs.planned, 1, self._policy.rate)
-        return tree.cut(order[:n])
+        kept = sorted(order[:n])
+        new = {old: i for i, old in enumerate(kept)} | {-1: -1}
+        return DraftTree(
+            tuple(replace(nodes[i], parent=new[nodes[i].parent]) for i in kept),
+            n_steps,
+            catch_up_s,
+            f"{n} of {len(nodes)} nodes pay; along the likeliest: {reason}",
+        )
 
     def forget(self, sequence: int) -> None:
         """The history may be another."""
@@ -169,9 +142,9 @@ class TreeDrafter:
 
 
 class TreeDrafting:
-    """Trees by `drafter`, one sequence at a time: the decoding loop's `Drafting`, and its `play`.
+    """Trees by `drafter`, one sequence at a time: the loop's `Drafting`, and its `play`.
 
-    Beside parts of prompts, and while the policy has decided so, a round is one plain token.
+    In a step that reads prompts, and while the drafter rests, a round is one plain token.
     """
 
     def __init__(self, target: TreeTarget, drafter: TreeDrafter, policy: Throughput) -> None:
@@ -183,19 +156,13 @@ class TreeDrafting:
         self.policy: Policy = policy
         self._target, self._drafter, self._throughput = target, drafter, policy
 
-    def propose(self, member: BatchMember) -> Draft:
-        return _NO_TREE
-
-    def propose_many(self, members: Sequence[BatchMember]) -> list[Draft]:
+    def propose(self, members: Sequence[BatchMember]) -> list[Draft]:
         return [_NO_TREE] * len(members)
 
-    def learn(self, member: BatchMember, round_: Round) -> None:
-        self.policy.learn(round_)
-
-    def learn_many(
-        self, rounds: Sequence[tuple[BatchMember, Round]], draft_s: float, *, is_priced: bool
-    ) -> None:
+    def learn(self, rounds: Rounds, draft_s: float, *, is_priced: bool) -> None:
         """Several plain rounds in one batch teach nothing about trees."""
+        if is_priced and len(rounds) == 1:
+            self.policy.learn(rounds[0][1])
 
     def forget(self, sequence: int) -> None:
         self._drafter.forget(sequence)
@@ -212,12 +179,12 @@ class TreeDrafting:
         path = _verify(self._target, member, tree)
         verify_s = perf_counter() - drafted
         draft = Draft(
-            tree.tokens,
-            tree.probs,
+            tuple(node.token for node in tree.nodes),
+            tuple(node.p for node in tree.nodes),
             SOURCE,
-            Decision(len(tree.tokens), tree.reason, tree.rest),
+            Decision(len(tree.nodes), tree.reason, tree.rest),
             n_steps=tree.n_steps,
-            parents=tree.parents,
+            parents=tuple(node.parent for node in tree.nodes),
             catch_up_s=tree.catch_up_s,
         )
         emitted = tuple(member.history[len(member.history) - path.n_emitted :])
@@ -227,28 +194,8 @@ class TreeDrafting:
         return round_
 
 
-def decode_tree(
-    target: TreeTarget,
-    sequence: int,
-    prompt: Sequence[int],
-    *,
-    drafter: TreeDrafter,
-    policy: Throughput,
-    chooser: Chooser,
-    n_predict: int,
-    is_end: IsEnd,
-    n_cached: int = 0,
-) -> Iterator[Round]:
-    """As `decode`, with trees. Raises SpecDecError."""
-    drafting = TreeDrafting(target, drafter, policy)
-    check_start(target, sequence, prompt, n_cached)
-    accept = MatchAcceptance(chooser)
-    member = BatchMember(sequence, list(prompt), chooser, accept, n_predict, is_end, n_cached)
-    return DecodingLoop(target, drafting, drafting.play).rounds_of(member)
-
-
 def source_of(rank: int) -> str:
-    """Under which name the calibration knows a node's child of this rank."""
+    """The name by which the calibration knows children of this rank."""
     return f"{SOURCE}-{rank}" if rank else FIRST
 
 
@@ -274,14 +221,15 @@ class _Path:
 
 
 def _verify(target: TreeTarget, member: BatchMember, tree: DraftTree) -> _Path:
-    """One decode of the last token and the tree; the target keeps the accepted path, or after an
-    exception nothing of it."""
+    """One decode of the last token and the tree. The target keeps the accepted path, or none of it
+    after an exception."""
     history, sequence = member.history, member.sequence
     n_history = len(history)
-    tokens = [history[-1], *tree.tokens]
-    rows = target.extend_tree(sequence, tokens, [-1, *(p + 1 for p in tree.parents)])
+    tokens = [history[-1], *(node.token for node in tree.nodes)]
+    parents = [-1, *(node.parent + 1 for node in tree.nodes)]
+    rows = target.extend_tree(sequence, tokens, parents)
     try:
-        path, kept = _descend(rows, history, tree, member.chooser, member.is_end)
+        path, kept = _descend(rows, tree, member)
     except BaseException:
         del history[n_history:]
         target.keep_path(sequence, ())
@@ -291,32 +239,29 @@ def _verify(target: TreeTarget, member: BatchMember, tree: DraftTree) -> _Path:
 
 
 def _descend(
-    rows: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
-    history: list[int],
-    tree: DraftTree,
-    chooser: Chooser,
-    is_end: IsEnd,
+    rows: NDArray[np.float32], tree: DraftTree, member: BatchMember
 ) -> tuple[_Path, list[int]]:
-    """Follow the target's own tokens down the tree; what that gave, and the rows to keep."""
+    """Follow the target's own tokens down the tree: the path, and the rows to keep."""
+    history, chooser = member.history, member.chooser
     children: dict[int, list[int]] = {}
-    for i, parent in enumerate(tree.parents):
-        children.setdefault(parent, []).append(i)
-    kept, node, n_emitted = [0], -1, 0
+    for i, node in enumerate(tree.nodes):
+        children.setdefault(node.parent, []).append(i)
+    kept, at, n_emitted = [0], -1, 0
     evidence: list[tuple[str, float, bool]] = []
     while True:
-        token = chooser.choose(rows[node + 1], history)
+        token = chooser.choose(rows[at + 1], history)
         chooser.accepted(token)
         history.append(token)
         n_emitted += 1
         found = -1
-        for child in children.get(node, ()):
-            hit = tree.tokens[child] == token
-            evidence.append((source_of(tree.ranks[child]), tree.probs[child], hit))
-            found = child if hit else found
+        for child in children.get(at, ()):
+            node = tree.nodes[child]
+            evidence.append((source_of(node.rank), node.p, node.token == token))
+            found = child if node.token == token else found
         if found < 0:
             return _Path(n_emitted - 1, n_emitted, evidence), kept
-        node = found
-        if is_end(token):
+        at = found
+        if member.is_end(token):
             # The end token is the last of the history, which the target never holds.
             return _Path(n_emitted, n_emitted, evidence), kept
-        kept.append(node + 1)
+        kept.append(at + 1)

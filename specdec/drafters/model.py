@@ -1,48 +1,66 @@
-"""A small model as drafter, greedy or sampled, over any `Target`.
+"""A draft model as drafter: greedy or sampled, one token a call or in blocks.
 
-Sampled drafts are for rejection sampling, which is exact only if a kept token is distributed as
-the draft model says. So the policy is fed what can be known before a token is drawn, the greatest
-probability of its row, and a token that was drawn is verified whatever follows it.
+A model that feeds its own tokens back (`BlockModel`) drafts several tokens before it is asked
+again, since bringing tokens to the host and deciding takes more time than a step on a GPU. The
+policy is fed a block's probabilities one by one, and decides as if they came one by one. Other
+models are asked token by token, through the same interface.
+
+Sampled drafts are for rejection sampling, which is exact only if the decision to verify a token
+does not depend on which token was drawn. So the policy is fed the greatest probability of the
+token's row, and every drawn token is verified, whatever follows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.drafters.memory import DraftMemory
-from specdec.types import Decision, Draft, DraftRequest, Policy, Round, Target, Walk
+from specdec.types import (
+    Block,
+    BlockModel,
+    Decision,
+    Draft,
+    Drawing,
+    DraftRequest,
+    Round,
+    Target,
+    Walk,
+)
 
-_Part = tuple[int, Sequence[int], int]  # a sequence, its new tokens, rows of logits wanted
+BATCHED_TAIL = 8  # most new tokens of a sequence that join the others' decode
+_FIRST_BLOCK = 4
+_BLOCK_MEMORY = 0.25  # weight of the newest draft's length
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The numbers that a block's tokens are drawn by: `temperature` [n_parts], `uniforms`
+    [n_steps, n_parts]."""
+
+    temperature: NDArray[np.float64]
+    uniforms: NDArray[np.float64]
 
 
 class DraftSampling(Protocol):
-    """The draws of each sequence's request, for rejection sampling."""
+    """The sampling of each sequence's request, for rejection sampling."""
 
-    def probabilities(self, sequence: int, logits: NDArray[np.float32]) -> NDArray[np.float64]:
-        """The distribution that a token is drawn from, by logits [n_vocab]."""
-        ...
+    def temperature(self, sequence: int) -> float: ...
 
     def rng(self, sequence: int) -> np.random.Generator: ...
 
 
-def probability_of_best(logits: NDArray[np.float32], best: float, top_k: int) -> float:
-    """The softmax of the greatest logit, `best`, over the `top_k` greatest, 0: over all."""
-    if 0 < top_k < len(logits):
-        logits = np.partition(logits, -top_k)[-top_k:]
-    # The best one's own exponential is 1.
-    return float(1.0 / np.exp(logits - best).sum(dtype=np.float64))
-
-
 class ModelDrafter:
-    """Drafts with `model`, whose sequences are this drafter's own.
+    """Drafts with `model`; nothing else may use its sequences.
 
-    With `sampling`, tokens are drawn and their distributions are kept for rejection sampling; else
-    they are the most likely ones. `n_vocab` cuts off padding that the target's vocabulary does not
-    have. `n_candidates` are kept of each greedy draft's positions.
+    With `sampling`, tokens are drawn and their distributions are kept for rejection sampling;
+    without, the likeliest tokens are drafted. `n_vocab` cuts off padding that the target's
+    vocabulary does not have. `n_candidates` likeliest tokens are kept of each position, if the
+    model drafts token by token.
     """
 
     def __init__(
@@ -55,71 +73,82 @@ class ModelDrafter:
         n_candidates: int = 0,
     ) -> None:
         self.name = name
-        self._n_candidates = n_candidates
-        self._model = model
+        self._model = model if isinstance(model, BlockModel) else TokenByToken(model, n_vocab)
         self._sampling = sampling
-        self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
+        self._n_candidates = n_candidates
         self._memory = DraftMemory(model)
+        self._usual = float(_FIRST_BLOCK)  # length of drafts lately
 
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        found = self._begin(DraftRequest(sequence, history, policy, limit))
-        if isinstance(found, Draft):
-            return found
-        logits = self._memory.catch_up(sequence, history)
-        while (token := found.take(logits)) is not None:
-            logits = self._memory.step(sequence, token)
-        return found.draft(self.name, self._memory.catch_up_s(sequence))
-
-    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One decode per token for all of them, or several where they do not fit one."""
-        if len(requests) == 1:
-            return [self.propose(*requests[0])]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         found = [self._begin(request) for request in requests]
-        drafting = [f for f in found if isinstance(f, _Found)]
-        feed = [self._memory.tail(f.asked.sequence, f.asked.history) for f in drafting]
-        begins = True
+        drafting = begun = [f for f in found if isinstance(f, _Growing)]
+        n_steps = 0
         while drafting:
-            parts = [(f.asked.sequence, new, 1) for f, new in zip(drafting, feed, strict=True)]
-            rows: list[NDArray[np.float32]] = []
-            for batch in self._batches(parts):
-                rows += self._model.extend_batch(batch)
-                for sequence, new, _ in batch:
-                    self._memory.fed(sequence, new)
-                    if begins:
-                        self._memory.mark(sequence)
-            begins, going, drafting, feed = False, drafting, [], []
-            for f, logits in zip(going, rows, strict=True):
-                token = f.take(logits[-1])
-                if token is not None:
-                    drafting.append(f)
-                    feed.append([token])
-        return [
-            f if isinstance(f, Draft) else f.draft(self.name, self._memory.catch_up_s(a.sequence))
-            for f, a in zip(found, requests, strict=True)
-        ]
+            n = self._block_length(n_steps, min([f.limit for f in drafting]))
+            block = self._step(drafting, n, begins=not n_steps)
+            for part, growing in enumerate(drafting):
+                growing.take(block, part, n)
+            drafting, n_steps = [f for f in drafting if f.goes_on], n_steps + n
+        if begun:
+            self._remember(max([f.n_fed for f in begun]), max([f.limit for f in begun]))
+        return [f if isinstance(f, Draft) else f.draft(self.name) for f in found]
 
-    def _batches(self, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-        """The parts in order, cut into as few decodes as the draft model takes them in."""
-        model, batch, n_tokens = self._model, list[_Part](), 0
-        for part in parts:
-            n = len(part[1])
-            if batch and (n_tokens + n > model.n_batch or len(batch) == model.n_outputs):
-                yield batch
-                batch, n_tokens = [], 0
-            batch.append(part)
-            n_tokens += n
-        yield batch
-
-    def _begin(self, asked: DraftRequest) -> _Found | Draft:
-        """A draft to be made, or the empty one that it is."""
+    def _begin(self, asked: DraftRequest) -> _Growing | Draft:
+        """A draft to grow, or the empty draft."""
+        sequence = asked.sequence
         room = self._model.n_ctx - len(asked.history)
         if room < 0:
             return Draft((), (), self.name, Decision(0, "the draft's context is full"))
-        # The last drafted token is not decoded, so room + 1 fit.
-        walk = asked.policy.begin(min(asked.limit, room + 1), self.name)
+        limit = min(asked.limit, room + 1)  # the last drafted token is not decoded
+        walk = asked.begin(limit, self.name)
         if not walk.wants:
             return Draft((), (), self.name, Decision(0, walk.reason, walk.rest))
-        return _Found(asked, walk, self._n_vocab, self._sampling, self._n_candidates)
+        draws = None
+        if self._sampling is not None:
+            # One number of the request's generator seeds all draws of the draft. How many numbers
+            # a request uses then does not depend on the lengths of blocks.
+            draws = np.random.default_rng(self._sampling.rng(sequence).integers(1 << 62))
+        feed, catch_up_s = self._memory.tail(sequence, asked.history)
+        top_k = asked.policy.p_top_k
+        return _Growing(sequence, walk, limit, feed, catch_up_s, draws, top_k, self._n_candidates)
+
+    def _block_length(self, n_drafted: int, limit: int) -> int:
+        """Length of the next block of a draft that has `n_drafted` tokens: first as long as
+        drafts were lately, then a quarter of that."""
+        usual = round(self._usual) if n_drafted == 0 else round(self._usual) // 4
+        return min(max(1, usual), limit - n_drafted, self._model.n_steps_max)
+
+    def _remember(self, n_fed: int, limit: int) -> None:
+        """The policy took `n_fed` tokens of a draft. A draft that the end of the text cut short
+        says nothing of the next."""
+        if n_fed < limit or n_fed > self._usual:
+            self._usual += _BLOCK_MEMORY * (n_fed - self._usual)
+
+    def _step(self, drafting: Sequence[_Growing], n: int, *, begins: bool) -> Block:
+        """Draft a block of `n` tokens for each, and note what the model holds then."""
+        memory, drawing, top_k = self._memory, self._drawing(drafting, n), drafting[0].top_k
+        if begins:
+            parts = [(f.sequence, f.feed) for f in drafting]
+            block = self._model.draft(parts, n, drawing, top_k)
+            for growing in drafting:
+                memory.fed(growing.sequence, growing.feed)
+                memory.mark(growing.sequence)
+        else:
+            block = self._model.draft_more([f.sequence for f in drafting], n, drawing, top_k)
+        for part, growing in enumerate(drafting):
+            drafted = block.tokens[:, part].tolist()
+            held = drafted[:-1] if begins else [growing.feed[-1], *drafted[:-1]]
+            memory.fed(growing.sequence, held)
+            growing.feed = drafted[-1:]
+        return block
+
+    def _drawing(self, drafting: Sequence[_Growing], n: int) -> Draws | None:
+        """Each sequence's own numbers and temperature, whatever else is in the batch."""
+        if self._sampling is None:
+            return None
+        temperatures = [self._sampling.temperature(f.sequence) for f in drafting]
+        uniforms = [f.draws.random(n) for f in drafting if f.draws is not None]
+        return Draws(np.array(temperatures), np.stack(uniforms, axis=1))
 
     def learn(self, sequence: int, round_: Round) -> None:
         pass
@@ -133,67 +162,254 @@ class ModelDrafter:
         return self._memory.n_rows
 
 
-class _Found:
-    """One draft as it grows, and what the policy's walk makes of it."""
+class _Growing:
+    """One draft as it grows, and the policy's walk along it."""
 
     def __init__(
         self,
-        asked: DraftRequest,
+        sequence: int,
         walk: Walk,
-        n_vocab: int,
-        sampling: DraftSampling | None,
+        limit: int,
+        feed: list[int],
+        catch_up_s: float,
+        draws: np.random.Generator | None,
+        top_k: int,
         n_candidates: int,
     ) -> None:
-        self.asked = asked
-        self._n_candidates = n_candidates
-        self._candidates: list[tuple[tuple[int, float], ...]] = []
-        self._walk, self._n_vocab, self._sampling = walk, n_vocab, sampling
-        self._n_steps = 0
+        self.sequence, self.walk, self.limit = sequence, walk, limit
+        self.feed = feed  # tokens that the model does not hold yet
+        self.draws, self.top_k = draws, top_k
+        self.goes_on = walk.wants
+        self.n_fed = 0  # tokens that the policy was fed
+        self._catch_up_s, self._n_candidates = catch_up_s, n_candidates
+        self._n_steps = 0  # of the model, including steps that the policy did not ask for
         self._tokens: list[int] = []
         self._probs: list[float] = []
         self._rows: list[NDArray[np.float64]] = []
+        self._candidates: list[tuple[tuple[int, float], ...]] = []
 
-    def take(self, logits: NDArray[np.float32]) -> int | None:
-        """Draft a token by `logits`; it is to be decoded next, or None when the draft is over."""
-        self._n_steps += 1
-        row = logits[: self._n_vocab]
-        if self._sampling is not None:
-            return self._draw(row, self._sampling)
-        token = int(row.argmax())
-        p = probability_of_best(row, float(row[token]), self.asked.policy.p_top_k)
-        self._tokens.append(token)
-        self._probs.append(p)
-        if self._n_candidates:
-            best = np.argsort(-row, kind="stable")[: self._n_candidates].tolist()
-            self._candidates.append(
-                tuple((t, p * float(np.exp(row[t] - row[token]))) for t in best)
-            )
-        return token if self._walk.feed(p) else None
+    def take(self, block: Block, part: int, n: int) -> None:
+        """Feed the walk with a block's tokens until it wants no more."""
+        self._n_steps += n
+        is_drawn = self.draws is not None
+        for step in range(n):
+            p = float(block.p[step, part])
+            self.goes_on = self.walk.feed(p)
+            self.n_fed += 1
+            if is_drawn and not self.goes_on and self.walk.n_best <= len(self._tokens):
+                return  # not worth verifying, which was decided without looking at the token
+            self._tokens.append(int(block.tokens[step, part]))
+            self._probs.append(p)
+            if is_drawn:
+                self._rows.append(block.row(step, part))
+            elif self._n_candidates and isinstance(block, _OneToken):
+                self._candidates.append(block.likeliest(part, self._n_candidates))
+            if not self.goes_on:
+                return
 
-    def _draw(self, row: NDArray[np.float32], sampling: DraftSampling) -> int | None:
-        sequence = self.asked.sequence
-        q = sampling.probabilities(sequence, row)
-        p = float(q.max())
-        goes_on = self._walk.feed(p)
-        if not goes_on and self._walk.n_best <= len(self._tokens):
-            return None  # not worth drawing, decided before it was
-        drawn = sampling.rng(sequence).random() * q.sum()
-        token = min(int(np.searchsorted(np.cumsum(q), drawn, side="right")), len(q) - 1)
-        self._tokens.append(token)
-        self._probs.append(p)
-        self._rows.append(q)
-        return token if goes_on else None
-
-    def draft(self, name: str, catch_up_s: float) -> Draft:
-        n = self._walk.n_best if self._sampling is None else len(self._tokens)
+    def draft(self, source: str) -> Draft:
+        n = self.walk.n_best if self.draws is None else len(self._tokens)
         return Draft(
             tuple(self._tokens[:n]),
             tuple(self._probs[:n]),
-            name,
-            Decision(n, self._walk.reason),
+            source,
+            Decision(n, self.walk.reason),
             tuple(zip(self._tokens[n:], self._probs[n:], strict=True)),
             rows=tuple(self._rows),
             n_steps=self._n_steps,
-            catch_up_s=catch_up_s,
+            catch_up_s=self._catch_up_s,
             candidates=tuple(self._candidates),
         )
+
+
+# -- models that draft token by token --------------------------------------------------------------
+
+
+class TokenByToken:
+    """Any `Target` as a block model whose blocks have one token."""
+
+    n_steps_max = 1
+
+    def __init__(self, model: Target, n_vocab: int | None = None) -> None:
+        self._model = model
+        self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
+        self._last: dict[int, int] = {}  # sequence -> its last drafted token
+
+    @property
+    def n_ctx(self) -> int:
+        return self._model.n_ctx
+
+    def draft(
+        self,
+        parts: Sequence[tuple[int, Sequence[int]]],
+        n_steps: int,
+        drawing: Drawing | None = None,
+        top_k: int = 0,
+    ) -> _OneToken:
+        rows: list[NDArray[np.float32]] = []
+        for batch in self._batches(parts):
+            if len(batch) == 1:
+                rows.append(self._model.extend(*batch[0]))
+            else:
+                rows += self._model.extend_batch(batch)
+        block = _OneToken([row[-1][: self._n_vocab] for row in rows], drawing, top_k)
+        for part, (sequence, _) in enumerate(parts):
+            self._last[sequence] = int(block.tokens[0, part])
+        return block
+
+    def draft_more(
+        self,
+        sequences: Sequence[int],
+        n_steps: int,
+        drawing: Drawing | None = None,
+        top_k: int = 0,
+    ) -> _OneToken:
+        return self.draft([(s, [self._last[s]]) for s in sequences], n_steps, drawing, top_k)
+
+    def _batches(
+        self, parts: Sequence[tuple[int, Sequence[int]]]
+    ) -> Iterator[list[tuple[int, Sequence[int], int]]]:
+        """The parts in order, in as few decodes as the model takes them in."""
+        model, n_tokens = self._model, 0
+        batch: list[tuple[int, Sequence[int], int]] = []
+        for sequence, tokens in parts:
+            n = len(tokens)
+            if batch and (n_tokens + n > model.n_batch or len(batch) == model.n_outputs):
+                yield batch
+                batch, n_tokens = [], 0
+            batch.append((sequence, tokens, 1))
+            n_tokens += n
+        yield batch
+
+
+class _OneToken:
+    """A block of one token per part, chosen from logits [n_vocab]."""
+
+    def __init__(
+        self, logits: Sequence[NDArray[np.float32]], drawing: Drawing | None, top_k: int
+    ) -> None:
+        self._logits = logits
+        self._rows: list[NDArray[np.float64]] = []
+        n = len(logits)
+        self.tokens, self.p = np.empty((1, n), np.int64), np.empty((1, n))
+        for part, row in enumerate(logits):
+            if drawing is None:
+                token = int(row.argmax())
+                p = _share_of_best(row, float(row[token]), top_k)
+            else:
+                temperature = np.broadcast_to(drawing.temperature, n)[part]
+                q = softmax(row / temperature)
+                total = q.cumsum()
+                at = int(total.searchsorted(drawing.uniforms[0, part] * total[-1], "right"))
+                token, p = min(at, len(q) - 1), float(q.max())
+                self._rows.append(q)
+            self.tokens[0, part], self.p[0, part] = token, p
+
+    def row(self, step: int, part: int) -> NDArray[np.float64]:
+        return self._rows[part]
+
+    def likeliest(self, part: int, n: int) -> tuple[tuple[int, float], ...]:
+        """The `n` likeliest tokens of a part, each with its probability."""
+        row, p = self._logits[part], float(self.p[0, part])
+        best = np.argsort(-row, kind="stable")[:n].tolist()
+        return tuple((t, p * float(np.exp(row[t] - row[best[0]]))) for t in best)
+
+
+def softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Probabilities of logits [n_vocab]."""
+    e = np.exp(x - x.max(), dtype=np.float64)
+    return np.asarray(e / e.sum(), np.float64)
+
+
+def _share_of_best(logits: NDArray[np.float32], best: float, top_k: int) -> float:
+    """The softmax of the greatest logit, `best`, among the `top_k` greatest, 0: among all."""
+    if 0 < top_k < len(logits):
+        logits = np.partition(logits, -top_k)[-top_k:]
+    return float(1.0 / np.exp(logits - best).sum(dtype=np.float64))
+
+
+# -- what the model holds --------------------------------------------------------------------------
+
+
+class _Held:
+    """One sequence of the model's memory, as far as it is known here."""
+
+    __slots__ = ("checkpoint", "checkpoint_length", "n_checked", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.n_checked = 0  # first tokens known to equal the history
+        self.checkpoint: object = None
+        self.checkpoint_length = -1
+
+
+class DraftMemory:
+    """The sequences of a draft model, brought up to a text before each draft.
+
+    Accepted tokens stay and rejected ones are taken back, so that a round decodes one or two new
+    tokens and then one for each drafted token; the last drafted token is never decoded.
+    """
+
+    def __init__(self, model: Target) -> None:
+        self._model = model
+        self._held: dict[int, _Held] = {}
+        self.n_rows = 0  # tokens decoded so far
+
+    def tail(self, sequence: int, history: Sequence[int]) -> tuple[list[int], float]:
+        """The last tokens of `history` that the model lacks, few enough for a step, and the
+        seconds it took to evaluate those before them, which happens once per prompt."""
+        new = self._missing(sequence, history)
+        if len(new) <= BATCHED_TAIL:
+            return new, 0.0
+        began = perf_counter()
+        self._model.extend(sequence, new[:-1], 0)
+        self.fed(sequence, new[:-1])
+        return new[-1:], perf_counter() - began
+
+    def fed(self, sequence: int, tokens: Sequence[int]) -> None:
+        """The model was extended by these tokens."""
+        self._held[sequence].tokens += tokens
+        self.n_rows += len(tokens)
+
+    def mark(self, sequence: int) -> None:
+        """All that is held now is history; what follows is draft."""
+        held = self._held[sequence]
+        held.n_checked = len(held.tokens)
+        if not self._model.can_rewind:
+            held.checkpoint = self._model.checkpoint(sequence)
+            held.checkpoint_length = len(held.tokens)
+
+    def forget(self, sequence: int) -> None:
+        """The history may be another: compare what is held from its first token."""
+        if sequence in self._held:
+            self._held[sequence].n_checked = 0
+
+    def _missing(self, sequence: int, history: Sequence[int]) -> list[int]:
+        """Cut the model back to what it shares with `history`; the tokens it lacks."""
+        held = self._held.setdefault(sequence, _Held())
+        if self._model.length(sequence) != len(held.tokens):
+            # A decode failed: a recurrent memory lost what it held, or it was not noted here.
+            self._model.rewind(sequence, 0)
+            held = self._held[sequence] = _Held()
+        # The last token of the history is decoded anew, since its logits are wanted.
+        tokens, most = held.tokens, min(len(held.tokens), len(history) - 1)
+        n = min(held.n_checked, most)
+        while n < most and tokens[n] == history[n]:
+            n += 1
+        if len(tokens) > n:
+            n = self._cut(sequence, held, n)
+        return list(history[n:])
+
+    def _cut(self, sequence: int, held: _Held, n: int) -> int:
+        """Roll the model back to at most `n` tokens; how many it holds then."""
+        if self._model.can_rewind:
+            self._model.rewind(sequence, n)
+        elif 0 <= held.checkpoint_length <= n:
+            self._model.restore(sequence, held.checkpoint)
+            n = held.checkpoint_length
+        else:
+            self._model.rewind(sequence, 0)
+            n = 0
+            held.checkpoint, held.checkpoint_length = None, -1
+        del held.tokens[n:]
+        return n

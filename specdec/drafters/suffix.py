@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.drafters.offer import match_probability, nothing, offer
-from specdec.drafters.per_sequence import PerSequence
-from specdec.types import Draft, Policy, Round
+from specdec.drafters.ngrams import HistoryDrafter, PerSequence, match_probability, nothing
+from specdec.types import Draft, DraftRequest
 
 _SEPARATOR = -1  # between the texts of a corpus: no match crosses it
 _REMEMBERED = 24  # suffixes of the last token whose latest place is kept
@@ -25,7 +24,7 @@ class SuffixAutomaton:
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]
-        self._end = [-1]  # latest known end of an occurrence
+        self._end = [-1]  # latest known end of an occurrence, by state
         self._last = 0
 
     def extend(self, token: int) -> None:
@@ -43,7 +42,7 @@ class SuffixAutomaton:
         self._last = new
 
     def _target_of(self, p: int, token: int) -> int:
-        """The state of the longest suffix that occurred before, split off if need be."""
+        """The state of the longest suffix that occurred before, split off if it needs its own."""
         q = self._next[p][token]
         if self._length[q] == self._length[p] + 1:
             return q
@@ -64,7 +63,7 @@ class SuffixAutomaton:
     def repeated(self) -> tuple[int, int]:
         """(length, end) of the longest suffix of the text that occurred before; (0, -1) if none.
 
-        Remembers the present place for the suffixes, so that the next time finds the latest.
+        Notes the present place for the suffixes, so that the next call finds the latest one.
         """
         state = self._link[self._last]
         found = (self._length[state], self._end[state]) if state > 0 else (0, -1)
@@ -99,7 +98,7 @@ class _Match:
         self.length = 0
 
 
-class SuffixDrafter:
+class SuffixDrafter(HistoryDrafter):
     """Drafts up to `n_max` tokens after a match of `min_match` or more."""
 
     name = "suffix"
@@ -115,8 +114,9 @@ class SuffixDrafter:
                 self._corpus.extend(token)
         self._matches = PerSequence(_Match)
 
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        match = self._matches.of(sequence, history)
+    def _propose(self, asked: DraftRequest) -> Draft:
+        history = asked.history
+        match = self._matches.of(asked.sequence, history)
         for token in history[match.n_fed :]:
             match.automaton.extend(token)
             match.found = match.automaton.repeated()
@@ -128,17 +128,11 @@ class SuffixDrafter:
             length, text, end = match.length, self._corpus.text, self._corpus.end(match.state)
         if length < self._min_match:
             return nothing(self.name, f"the longest repeated suffix has {length} tokens")
-        tokens = _until_separator(text, end + 1, min(self._n_max, limit))
+        tokens = text[end + 1 : end + 1 + min(self._n_max, asked.limit)]
+        if _SEPARATOR in tokens:
+            tokens = tokens[: tokens.index(_SEPARATOR)]
         probs = [match_probability(length + i) for i in range(len(tokens))]
-        return offer(self.name, tokens, probs, policy, limit)
-
-    def learn(self, sequence: int, round_: Round) -> None:
-        pass
+        return self._offer(asked, tokens, probs)
 
     def forget(self, sequence: int) -> None:
         self._matches.forget(sequence)
-
-
-def _until_separator(text: Sequence[int], start: int, n: int) -> list[int]:
-    tokens = list(text[start : start + n])
-    return tokens[: tokens.index(_SEPARATOR)] if _SEPARATOR in tokens else tokens

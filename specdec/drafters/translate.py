@@ -1,8 +1,8 @@
 """A draft model of another vocabulary: its text is read as the target's tokens.
 
-The history goes over as text, with replacement pairs applied (so that one family's special
-tokens become the other's), and so does the draft on its way back. Probabilities are the draft's;
-a target token is as likely as all draft tokens that begin before it ends.
+The history is translated as text, and so is the draft on its way back. Replacement pairs turn one
+family's special tokens into the other's. Probabilities are the draft's: a target token is as
+likely as all draft tokens that begin before it ends.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdec.drafters.together import propose_many_of
-from specdec.types import Decision, Draft, Drafter, DraftRequest, Policy, Round
+from specdec.types import Decision, Draft, Drafter, DraftRequest, Round
 
 Tokenize = Callable[[str], list[int]]  # no BOS added, special tokens parsed
 Detokenize = Callable[[Sequence[int]], str]  # special tokens rendered
@@ -51,19 +50,15 @@ class TranslatedDrafter:
         pairs: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.name = inner.name
-        self._inner, self._inner_many = inner, propose_many_of(inner)
+        self._inner = inner
         self._target, self._draft = target, draft
         self._to_draft = tuple(pairs)
         self._to_target = tuple((d, t) for t, d in pairs)
         self._sides: dict[int, _Side] = {}
 
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        return self.propose_many([DraftRequest(sequence, history, policy, limit)])[0]
-
-    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """In one batch where the inner drafter has one."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         read = [self._read(request) for request in requests]
-        theirs = iter(self._inner_many([r for r in read if isinstance(r, DraftRequest)]))
+        theirs = iter(self._inner.propose([r for r in read if isinstance(r, DraftRequest)]))
         return [
             r if isinstance(r, Draft) else self._translated(next(theirs), r.limit) for r in read
         ]
@@ -79,7 +74,7 @@ class TranslatedDrafter:
         side.n_read = len(history)
         if not side.tokens:
             return Draft((), (), self.name, Decision(0, "the draft reads no text yet"))
-        return asked._replace(history=side.tokens)
+        return asked.reading(side.tokens)
 
     def _translated(self, theirs: Draft, limit: int) -> Draft:
         ends, text = [], ""

@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CONTRADICTS, CostProfile
 from specdec.costs.refresh import RefreshedCosts
-from specdec.policies.horizon import (
+from specdec.policies.value import (
     CENTRE_OF,
     LEVEL,
     N_CENTRES,
     N_LEVELS,
     drafting_on,
+    extra_time,
     longest_of_use,
     moved,
 )
@@ -107,25 +108,6 @@ class _Source:
         self.price = price.tolist()
         self.step = step
         self.age = 0
-
-
-def extra_time(times: NDArray[np.float64], n_sequences: int) -> NDArray[np.float64]:
-    """A sequence's share of the time that 0, 1, 2, ... drafted tokens of its own add to a batch of
-    `n_sequences`; `times[n - 1]` is T(n).
-
-    How many rows the others will have is not known yet. If all of them draft as much, T is paid by
-    all; if none does, it is this one's alone. The less of the two counts: a draft that turns out
-    too long is cut when the lengths are chosen together, one that was never made is lost.
-    """
-    first = times[n_sequences - 1]
-    alone = np.asarray(times[n_sequences - 1 :] - first, np.float64)
-    if n_sequences == 1:
-        return alone
-    rows = n_sequences * np.arange(1, 1 + len(alone))
-    at_most = np.minimum(rows, len(times))
-    slope = max(0.0, float(times[-1] - times[-1 - len(times) // 4])) / max(1, len(times) // 4)
-    shared = (times[at_most - 1] - first + slope * (rows - at_most)) / n_sequences
-    return np.asarray(np.minimum(alone, shared), np.float64)
 
 
 def offset_of(regimes: list[tuple[float, float]]) -> float:
@@ -244,7 +226,7 @@ class _NotAsked:
     __slots__ = ("reason", "rest")
     wants = False
     n_best = 0
-    gain = 0.0
+    gain = spent = 0.0
 
     def __init__(self, reason: str, rest: int) -> None:
         self.reason = reason
@@ -488,13 +470,13 @@ class Throughput:
         self._tokens = self._tokens * keep + come
         self._seconds = self._seconds * keep + come * self._costs.times[0]
 
-    def share_batch(self, n_sequences: int, *, shares_steps: bool = True) -> None:
-        """From now on each verification has rows of `n_sequences` sequences, one of each at
-        least: prices start at that batch, and with `shares_steps` one draft decode serves all."""
+    def share_batch(self, n_sequences: int) -> None:
+        """From now on each verification has rows of `n_sequences` sequences, at least one of each,
+        and one draft decode serves all of them."""
         if n_sequences - 1 != self._beside:
             self._learn_alone()
             self._beside = n_sequences - 1
-            self._step_shared_by = n_sequences if shares_steps else 1
+            self._step_shared_by = n_sequences
             self._costs.reach(self.n_max + n_sequences)
             self._seconds = self._tokens / self._plain_rate
             for known in self._sources.values():

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.engine import Engine
-from specdec.policies.fixed import Fixed
+from specdec.policies.rules import Fixed
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import SEQUENCE, Session
 from specoffload.speculation.speculation import Speculation

@@ -18,8 +18,8 @@ class Environment:
     knows which.
     """
 
-    batch_costs: str | None = None  # GGML_BATCH_COSTS: selects the policy `costs`
-    max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD: selects it too
+    batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for throughput
+    max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD: has no effect
     profile_folder: Path = Path(".cache/specoffload/profiles")  # need not exist
     chat_history: Path = Path(".local/state/specoffload/chat-history")  # what was typed
     llama_cache: Path = Path(".cache/llama.cpp")  # where llama.cpp put what it fetched

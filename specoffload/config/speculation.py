@@ -12,7 +12,6 @@ from specdec.errors import BadOption
 from specdec.options import (
     LONGEST,
     MOST_DRAFTED,
-    PRICED,
     AcceptRule,
     CheckpointPlace,
     DrafterName,
@@ -49,8 +48,7 @@ _LLAMA_ALONE = frozenset(
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """A session's settings of speculation. `batch_costs` is GGML_BATCH_COSTS where `costs` reads
-    it."""
+    """A session's settings of speculation. `batch_costs` is GGML_BATCH_COSTS, if it is read."""
 
     options: SpecOptions = SpecOptions()
     use_profile: bool = True
@@ -69,7 +67,7 @@ class SpecConfig:
 
     @property
     def needs_profile(self) -> bool:
-        return self.options.policy in PRICED and self.batch_costs is None
+        return self.options.policy is PolicyName.THROUGHPUT and self.batch_costs is None
 
     @property
     def longest(self) -> int:
@@ -121,7 +119,7 @@ def resolve_speculation(
     """
     remarks = Remarks(strict)
     spec = _with_drafters(options.spec, has_draft)
-    spec, costs = _with_environment(spec, options, environment, remarks)
+    costs = _costs_given(spec, environment, remarks)
     spec = _without_profile(spec, options, costs, remarks)
     spec, said = _effective(options, spec, has_draft, remarks)
     _check_lengths(spec)
@@ -129,7 +127,7 @@ def resolve_speculation(
         options=spec,
         use_profile=said.use_profile,
         profile_dir=environment.profile_folder,
-        batch_costs=costs if spec.policy is PolicyName.COSTS else None,
+        batch_costs=costs,
         of_draft=said.of_draft,
         record_trace=said.record_trace,
         reasons=remarks.lines,
@@ -146,34 +144,21 @@ def _with_drafters(spec: SpecOptions, has_draft: bool) -> SpecOptions:
     return replace(spec, drafters=(DrafterName.DRAFT,))
 
 
-def _with_environment(
-    spec: SpecOptions, options: Options, environment: Environment, remarks: Remarks
-) -> tuple[SpecOptions, str | None]:
-    """GGML_BATCH_COSTS and GGML_MAX_LOOK_AHEAD select the policy that reads them, where none was
-    asked for; also the costs."""
-    found = {
-        "GGML_BATCH_COSTS": environment.batch_costs,
-        "GGML_MAX_LOOK_AHEAD": environment.max_look_ahead,
-    }
-    names = [name for name, value in found.items() if value is not None]
-    if not names:
-        return spec, None
-    why = ""
+def _costs_given(spec: SpecOptions, environment: Environment, remarks: Remarks) -> str | None:
+    """GGML_BATCH_COSTS, unless nothing reads it. GGML_MAX_LOOK_AHEAD has no effect here."""
+    if environment.max_look_ahead is not None:
+        why = "throughput looks ahead over all batch sizes by itself"
+        remarks.no_effect("GGML_MAX_LOOK_AHEAD", why)
+    if environment.batch_costs is None:
+        return None
     if not spec.is_on:
-        why = "nothing drafts"
-    elif _names_policy(spec) and spec.policy is not PolicyName.COSTS:
-        why = f"{spec.name('policy')} {spec.policy} was asked for"
-    elif environment.batch_costs is None and not options.use_profile:
-        why = f"it needs a profile, and {options.name('use_profile')} measures none"
-    if why:
-        for name in names:
-            remarks.no_effect(name, why)
-        return spec, None
-    remarks.reason(f"{' and '.join(names)} set: the policy is costs, not throughput")
-    changes: dict[str, Any] = {"policy": PolicyName.COSTS}
-    if environment.max_look_ahead is not None and "look_ahead" not in spec.given:
-        changes["look_ahead"] = environment.max_look_ahead
-    return replace(spec, **changes), environment.batch_costs
+        remarks.no_effect("GGML_BATCH_COSTS", "nothing drafts")
+    elif spec.policy is not PolicyName.THROUGHPUT:
+        why = f"{spec.name('policy')} {spec.policy} does not read costs"
+        remarks.no_effect("GGML_BATCH_COSTS", why)
+    else:
+        return environment.batch_costs
+    return None
 
 
 def _names_policy(spec: SpecOptions) -> bool:
@@ -191,10 +176,10 @@ def _without_profile(
     if not _names_policy(spec):
         remarks.reason(f"{name}: nothing is measured, so drafts are fixed blocks of 4")
         return replace(spec, policy=PolicyName.FIXED)
-    if spec.policy in PRICED:
-        free = ", ".join(policy for policy in PolicyName if policy not in PRICED)
+    if spec.policy is PolicyName.THROUGHPUT:
         raise UsageError(
-            f"{spec.name('policy')} {spec.policy} needs a profile: drop {name}, or choose {free}"
+            f"{spec.name('policy')} throughput needs a profile: drop {name}, or choose fixed or "
+            "p-min"
         )
     return spec
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from offload.sampling.reasoning_limit import AnswerSampler
 from specdec.decoding.member import BatchMember
-from specdec.policies.bounded import DraftBounds
+from specdec.policies.rules import DraftBounds
 from specdec.types import IsEnd, Round
 from specoffload.session.answer import Answer
 from specoffload.session.generation import GenerateOptions, Piece

@@ -8,7 +8,7 @@ import pytest
 
 from offload.engine import Engine, EngineOptions
 from specdec.drafters.model import ModelDrafter
-from specdec.policies.fixed import Fixed
+from specdec.policies.rules import Fixed
 from specdec.types import DraftRequest
 from specoffload.commands.bench import prompts
 from specoffload.config.resolution import demo_file

@@ -38,7 +38,7 @@ from specdec.drafters.ngram_map import NgramMapK, NgramMapK4V
 from specdec.drafters.ngram_mod import NgramMod
 from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.suffix import SuffixDrafter
-from specdec.policies.fixed import Fixed
+from specdec.policies.rules import Fixed
 from specdec.types import Chooser, Decision, Draft, Drafter, IsEnd, Policy, Round
 
 N_DRAFT = 4

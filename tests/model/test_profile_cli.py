@@ -198,13 +198,13 @@ def test_no_profile_measures_nothing_and_says_what_it_does(folder: Path) -> None
     assert not folder.exists()
 
 
-def test_the_environment_selects_costs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_gives_the_costs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GGML_BATCH_COSTS", "1,0.6,0.5,0.4")
     monkeypatch.setenv("GGML_MAX_LOOK_AHEAD", "2")
     with opened() as session:
-        assert session.speculation.policy.name == "costs"
+        assert session.speculation.policy.name == "throughput"
         assert session.speculation.policy.n_max == 3
-        assert any("the policy is costs" in note for note in session.notes)
+        assert any("GGML_BATCH_COSTS" in note for note in session.notes)
     assert not folder.exists()
 
 

@@ -18,7 +18,7 @@ from specdec.decoding.accept import Greedy
 from specdec.decoding.decode import decode
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import BadOption
-from specdec.policies.fixed import Fixed
+from specdec.policies.rules import Fixed
 from specoffload.session.session import Session
 from specoffload.slots.slot import Slot
 

@@ -35,7 +35,7 @@ from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
 from offload.torch_draft.steps import Drawing, greedy  # noqa: E402
 from specdec.drafters.block import BlockDrafter  # noqa: E402
 from specdec.drafters.model import ModelDrafter  # noqa: E402
-from specdec.policies.p_min import PMin  # noqa: E402
+from specdec.policies.rules import PMin  # noqa: E402
 from specoffload.config.resolution import demo_file  # noqa: E402
 
 pytestmark = pytest.mark.extra("torch")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lab.simulation.simulate import DraftTrace, fixed_oracle, simulate, synthetic_trace
 from specdec.build import build_policy
 from specdec.costs.profile import CostProfile
-from specdec.errors import SpecDecError
 from specdec.options import PolicyName, SpecOptions
-from specdec.policies.fixed import Fixed
+from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
 from specdec.types import Policy
 
@@ -52,21 +51,6 @@ def _named(name: PolicyName) -> Make:
     return lambda profile: build_policy(options, profile)
 
 
-def applicable(
-    makes: Mapping[str, Make], curves: Iterable[CostProfile]
-) -> tuple[dict[str, Make], dict[str, str]]:
-    """The policies that can be built on every curve, and why the others cannot."""
-    profiles = list(curves)
-    why: dict[str, str] = {}
-    for name, make in makes.items():
-        try:
-            for profile in profiles:
-                make(profile)
-        except SpecDecError as e:
-            why[name] = str(e)
-    return {name: make for name, make in makes.items() if name not in why}, why
-
-
 def synthetic_traces(n_tokens: int, seed: int) -> list[DraftTrace]:
     """Every kind of text, calibrated, over-confident and under-confident."""
     return [
@@ -84,10 +68,8 @@ def compare(
     policies: Mapping[str, Make] | None = None,
 ) -> list[Score]:
     """Scores, best first. A draft step takes `draft_share` of T(1) unless the curve says.
-
-    Without `policies`, all that are `applicable` to every curve.
     """
-    makes = applicable(named_policies(), curves.values())[0] if policies is None else policies
+    makes = named_policies() if policies is None else policies
     logs: dict[str, list[tuple[float, float]]] = {name: [] for name in makes}
     for curve in curves.values():
         step_s = curve.draft_step_s or draft_share * curve.step_s[0]

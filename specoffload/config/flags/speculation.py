@@ -146,28 +146,6 @@ DRAFTING = (
         variables=("LLAMA_ARG_SPEC_DRAFT_P_MIN",),
     ),
     Flag(
-        SpecOptions, "p_top_k", ("--spec-p-top-k",), INT,
-        "Published rules: likeliest tokens that a draft's probabilities are over.", _P,
-        needs=(PolicyName.P_MIN, PolicyName.P_MINS, PolicyName.RATIONAL, PolicyName.SPEED_A,
-               PolicyName.SPEED_B, PolicyName.COSTS),
-        least=0, more="10 as llama.cpp's draft sampler has it, by which its thresholds were found; "
-        "0: all tokens.", rare=True,
-    ),
-    Flag(
-        SpecOptions, "look_ahead", ("--spec-look-ahead",), INT,
-        "Batch sizes tried past the best.", _P, needs=(PolicyName.COSTS,), least=0, rare=True,
-    ),
-    Flag(
-        SpecOptions, "joint", (), SWITCH,
-        "Choose the draft length of each request as if it had the batch for itself.", _P,
-        needs=(PolicyName.THROUGHPUT,), off=("--no-spec-joint",), rare=True,
-    ),
-    Flag(
-        SpecOptions, "draft_batch", (), SWITCH,
-        "Draft for one request after the other instead of for all in one batch.", _P,
-        needs=_DRAFTS, off=("--no-spec-draft-batch",), rare=True,
-    ),
-    Flag(
         SpecOptions, "tree", ("--spec-tree",), SWITCH,
         "Draft trees (throughput and the draft model alone).", _P, needs=(DrafterName.DRAFT,),
         rare=True,

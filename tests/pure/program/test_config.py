@@ -207,10 +207,6 @@ MODEL = ("-m", "m.gguf")
             "--spec-ngram-mod-n-max has no effect: it needs --spec-type ngram-mod",
         ),
         (("--draft-p-split", "0.2"), "--draft-p-split has no effect: it needs --spec-tree"),
-        (
-            ("--spec-look-ahead", "2"),
-            "--spec-look-ahead has no effect: it needs --spec-pol",
-        ),
         (("-lcs", "x", "--spec", "draft"), "-lcs has no effect: it needs --spec-type ngram-cache"),
         ((*MODEL, "--draft-max", "4"), "--draft-max has no effect: nothing drafts: add --draft"),
         ((*MODEL, "--record-trace", "x"), "--record-trace has no effect: nothing drafts"),
@@ -252,11 +248,11 @@ def test_no_spec_drafts_nothing_even_with_the_embedded_pair() -> None:
 
 def test_without_a_profile_drafts_are_fixed_blocks_unless_a_policy_was_named() -> None:
     assert resolved("--no-profile").spec.options.policy is PolicyName.FIXED
-    config = resolved("--no-profile", "--policy", "ratio")
-    assert config.spec.options.policy is PolicyName.RATIO
+    config = resolved("--no-profile", "--policy", "p-min")
+    assert config.spec.options.policy is PolicyName.P_MIN
     assert config_of(use_profile=False).spec.options.policy is PolicyName.FIXED
-    named = SpecOptions(policy=PolicyName.BANDIT)
-    assert config_of(use_profile=False, spec=named).spec.options.policy is PolicyName.BANDIT
+    named = SpecOptions(policy=PolicyName.P_MIN)
+    assert config_of(use_profile=False, spec=named).spec.options.policy is PolicyName.P_MIN
 
 
 def test_a_variable_of_speculation_without_effect_is_no_error_even_when_strict() -> None:
@@ -279,24 +275,18 @@ def test_the_draft_model_of_the_environment() -> None:
     assert any("LLAMA_ARG_SPEC_DRAFT_MODEL has no effect" in r for r in other.reasons)
 
 
-def test_batch_costs_select_the_policy_that_reads_them_where_none_was_named() -> None:
+def test_batch_costs_of_the_environment_are_read_by_throughput_alone() -> None:
     costs = {"GGML_BATCH_COSTS": "1,0.6,0.5"}
-    spec = with_variables(**costs).spec
-    assert (spec.options.policy, spec.batch_costs) == (PolicyName.COSTS, "1,0.6,0.5")
-    assert with_variables("--no-profile", **costs).spec.options.policy is PolicyName.COSTS
-    named = with_variables("--policy", "throughput", **costs).spec
-    assert (named.options.policy, named.batch_costs) == (PolicyName.THROUGHPUT, None)
-    assert "GGML_BATCH_COSTS has no effect: --policy throughput was asked for" in named.reasons
+    for words in ((), ("--no-profile",), ("--policy", "throughput")):
+        spec = with_variables(*words, **costs).spec
+        assert (spec.options.policy, spec.batch_costs) == (PolicyName.THROUGHPUT, "1,0.6,0.5")
+    fixed = with_variables("--policy", "fixed", **costs).spec
+    assert fixed.batch_costs is None
+    assert "GGML_BATCH_COSTS has no effect: --policy fixed does not read costs" in fixed.reasons
     nothing = with_variables("--no-spec", **costs).spec
     assert "GGML_BATCH_COSTS has no effect: nothing drafts" in nothing.reasons
-
-
-def test_a_look_ahead_of_the_environment_needs_something_measured() -> None:
-    spec = with_variables(GGML_MAX_LOOK_AHEAD="4").spec
-    assert (spec.options.policy, spec.options.look_ahead) == (PolicyName.COSTS, 4)
-    spec = with_variables("--no-profile", GGML_MAX_LOOK_AHEAD="4").spec
-    assert spec.options.policy is PolicyName.FIXED
-    assert any(r.startswith("GGML_MAX_LOOK_AHEAD has no effect: it needs") for r in spec.reasons)
+    ahead = with_variables(GGML_MAX_LOOK_AHEAD="4").spec
+    assert any(r.startswith("GGML_MAX_LOOK_AHEAD has no effect: thr") for r in ahead.reasons)
 
 
 def test_nothing_resolved_depends_on_when_it_is_resolved() -> None:

@@ -22,8 +22,8 @@ from specdec.decoding.member import BatchMember
 from specdec.drafters.block import BlockDrafter, Pace
 from specdec.drafters.model import ModelDrafter
 from specdec.options import PolicyName, SpecOptions
-from specdec.policies.fixed import Fixed
-from specdec.policies.p_min import PMin
+from specdec.policies.rules import Fixed
+from specdec.policies.rules import PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Draft, Policy, Round
 

@@ -24,8 +24,8 @@ from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import SpecDecError
-from specdec.policies.fixed import Fixed
-from specdec.policies.p_min import PMin
+from specdec.policies.rules import Fixed
+from specdec.policies.rules import PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Decision, Draft, Drafter, IsEnd, Policy
 

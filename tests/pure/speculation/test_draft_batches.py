@@ -23,9 +23,9 @@ from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_simple import NgramSimple
 from specdec.drafters.together import one_by_one, propose_many_of
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
-from specdec.policies.bounded import DraftBounds, bounded
-from specdec.policies.fixed import Fixed
-from specdec.policies.p_min import PMin
+from specdec.policies.rules import DraftBounds, bounded
+from specdec.policies.rules import Fixed
+from specdec.policies.rules import PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Draft, Drafter, DraftRequest, Policy, Round
 

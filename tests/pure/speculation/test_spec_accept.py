@@ -20,9 +20,8 @@ from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.offer import offer
 from specdec.errors import SpecDecError
-from specdec.policies.fixed import Fixed
-from specdec.policies.p_min import PMin
-from specdec.policies.published import Costs
+from specdec.policies.rules import Fixed
+from specdec.policies.rules import PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Decision, Draft, Drafter, Policy, Round
 
@@ -129,7 +128,6 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: Fixed(3),
     "p-min": lambda: PMin(n_max=3, p_min=0.5),
     "throughput": lambda: Throughput(jagged(), refresh=False),
-    "costs": lambda: Costs((1.0, 0.3, 0.9, 0.2), look_ahead=3),
 }
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from lab.simulation.compare import applicable, compare, named_policies, synthetic_traces
+from lab.simulation.compare import compare, named_policies, synthetic_traces
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability, profile_figure
 from specdec.costs.profile import CostProfile, Timed
@@ -33,31 +30,6 @@ def test_only_the_policies_asked_for_are_compared() -> None:
     only = {"fixed": named_policies()["fixed"]}
     one = {"glm": CURVES["glm-4.6-rpc"]}
     assert [s.policy for s in compare(one, synthetic_traces(200, 1), policies=only)] == ["fixed"]
-
-
-def test_a_policy_that_no_curve_fits_is_left_out_and_named() -> None:
-    rising = CostProfile(tuple(1.0 + 0.05 * n**1.7 for n in range(32)), 0.1)
-    short = CostProfile((1.0, 1.2, 1.3, 1.4, 1.5), 0.1)
-    for curve, why in ((rising, "curve follows these costs"), (short, "2 batch sizes from 4 on")):
-        makes, left_out = applicable(named_policies(), [CURVES["glm-4.6-rpc"], curve])
-        assert set(left_out) == {"rational"}
-        assert why in left_out["rational"]
-        assert "policy rational" in left_out["rational"]
-        scores = compare({"one": curve}, synthetic_traces(100, 1))
-        assert {s.policy for s in scores} == set(makes)
-
-
-@given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=64))
-@settings(max_examples=100, deadline=None)
-def test_every_policy_is_built_on_any_profile_or_says_why_not(times: list[float]) -> None:
-    profile = CostProfile((1.0, *times), 0.1)
-    makes, left_out = applicable(named_policies(), [profile])
-    assert set(left_out) <= {"rational"}
-    for make in makes.values():
-        walk = make(profile).begin(min(8, profile.n_max - 1), "draft")
-        while walk.wants and walk.feed(0.8):
-            pass
-        assert 0 <= walk.n_best <= 8
 
 
 def test_profile_and_calibration_are_plotted(tmp_path: Path) -> None:

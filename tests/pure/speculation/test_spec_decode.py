@@ -16,7 +16,7 @@ from specdec.decoding.decode import decode, decode_alone
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.errors import SpecDecError
-from specdec.policies.fixed import Fixed
+from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
 from specdec.types import Round
 

@@ -24,10 +24,8 @@ from specdec.drafters.per_sequence import PerSequence
 from specdec.drafters.suffix import SuffixAutomaton, SuffixDrafter
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.errors import BadOption
-from specdec.policies.bandit import Bandit
-from specdec.policies.fixed import Fixed
-from specdec.policies.p_min import PMin
-from specdec.policies.published import Costs, PMins, Ratio, Rational, Speed
+from specdec.policies.rules import Fixed
+from specdec.policies.rules import PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Decision, Draft, Drafter, Policy, Round
 
@@ -35,13 +33,6 @@ PROFILE = published_curves()["deepseek-r1-0528-q4_x"]
 POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: Fixed(5),
     "p-min": lambda: PMin(8, 0.5),
-    "p-mins": lambda: PMins(PROFILE.normalised),
-    "rational": lambda: Rational(n_max=20),
-    "speed-a": lambda: Speed(PROFILE.tokens_per_s, 20.0, "a"),
-    "speed-b": lambda: Speed(PROFILE.tokens_per_s, 20.0, "b"),
-    "costs": lambda: Costs(PROFILE.normalised, 2),
-    "ratio": Ratio,
-    "bandit": Bandit,
     "throughput": lambda: Throughput(PROFILE),
 }
 

@@ -18,7 +18,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.drafters.none import NoDrafter
 from specdec.drafters.synthetic import SyntheticAcceptance
 from specdec.errors import BadOption
-from specdec.options import PRICED, DrafterName, PolicyName, SpecOptions
+from specdec.options import DrafterName, PolicyName, SpecOptions
 from specdec.policies.fixed import Fixed
 
 PROFILE = published_curves()["deepseek-r1-0528-q4_x"]
@@ -38,11 +38,12 @@ def test_every_policy_is_built_and_honours_the_longest_draft(name: PolicyName) -
     assert n <= 3
 
 
-@pytest.mark.parametrize("policy", sorted(PRICED - {PolicyName.RATIONAL}))
-def test_a_priced_draft_is_no_longer_than_the_profile_was_measured(policy: PolicyName) -> None:
+def test_throughput_drafts_no_more_than_was_measured_and_fits_a_batch() -> None:
     short = CostProfile((1.0, 1.2, 1.4, 1.6), 0.1)
-    assert build_policy(SpecOptions(policy=policy, n_max=100), short).n_max == 3
-    assert build_policy(SpecOptions(policy=policy, n_max=2), short).n_max == 2
+    assert build_policy(SpecOptions(n_max=100), short).n_max == 3
+    assert build_policy(SpecOptions(n_max=2), short).n_max == 2
+    long = CostProfile(tuple(1.0 + 0.01 * n for n in range(200)), 0.01)
+    assert build_policy(SpecOptions(), long).n_max == 63
 
 
 def test_an_option_goes_by_the_name_it_was_set_by() -> None:
@@ -109,9 +110,3 @@ def test_synthetic_acceptance_is_built_from_rates_or_a_length() -> None:
     for bad in (SYNTHETIC, both, replace(SYNTHETIC, synth_rates=(0.5, 1.5))):
         with pytest.raises(BadOption):
             build_drafter(bad)
-
-
-@pytest.mark.parametrize("policy", sorted(PRICED - {PolicyName.RATIONAL}))
-def test_drafts_are_no_longer_than_a_verification_batch_has_room_for(policy: PolicyName) -> None:
-    long = CostProfile(tuple(1.0 + 0.01 * n for n in range(200)), 0.01)
-    assert build_policy(SpecOptions(policy=policy), long).n_max == 63

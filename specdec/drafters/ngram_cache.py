@@ -12,9 +12,9 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from specdec.drafters.offer import nothing, offer
+from specdec.drafters.ngrams import HistoryDrafter, nothing
 from specdec.errors import BadOption
-from specdec.types import Draft, Policy, Round
+from specdec.types import Draft, DraftRequest
 from specdec.whole_file import read_whole, whole_file
 
 MAX_SIZE = 4
@@ -45,7 +45,7 @@ class LookupCache:
     def best(self, context: Sequence[int], min_count: int) -> tuple[int, float] | None:
         """The likeliest next token and its share, by the longest context that is known.
 
-        Short contexts have to be more decided, since they fit everywhere.
+        A context of one token needs a clear majority, since it fits in many places.
         """
         for size in range(min(MAX_SIZE, len(context)), 0, -1):
             followers = self.counts.get(tuple(context[-size:]))
@@ -58,7 +58,7 @@ class LookupCache:
         return None
 
     def trim(self, n_most: int = _MOST_CONTEXTS) -> None:
-        """Forget rare and old contexts where there are more than `n_most`."""
+        """Forget rare and old contexts if there are more than `n_most`."""
         if len(self.counts) <= n_most:
             return
         common = [(k, f) for k, f in self.counts.items() if sum(f.values()) > 1]
@@ -118,7 +118,7 @@ def _records(data: bytes) -> Iterator[tuple[Key, dict[int, int]]]:
         yield key, followers
 
 
-class NgramCache:
+class NgramCache(HistoryDrafter):
     """Drafts from the conversation, then from a static cache file."""
 
     name = "ngram-cache"
@@ -130,29 +130,20 @@ class NgramCache:
         static: LookupCache | None = None,
         dynamic: LookupCache | None = None,
     ) -> None:
+        """`dynamic` counts all conversations, for its file."""
         self._n_draft = n_draft
         self._static = static
-        self.dynamic = dynamic  # outlives conversations, for its file
+        self.dynamic = dynamic
         self._own: dict[int, LookupCache] = {}
         self._indexed: dict[int, list[int]] = {}
         self._stale: set[int] = set()  # sequences whose history may be another
 
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        own = self._own.setdefault(sequence, LookupCache())
-        indexed = self._indexed.setdefault(sequence, [])
-        if sequence in self._stale:
-            self._stale.discard(sequence)
-            own, indexed = self._compared(sequence, own, indexed, history)
-        start = len(indexed)
-        own.add(history, start)
-        if self.dynamic is not None:
-            self.dynamic.add(history, start)
-            self.dynamic.trim()
-        indexed += history[start:]
+    def _propose(self, asked: DraftRequest) -> Draft:
+        history, own = asked.history, self._counted(asked.sequence, asked.history)
         context = list(history[-MAX_SIZE:])
         tokens: list[int] = []
         probs: list[float] = []
-        while len(tokens) < min(self._n_draft, limit):
+        while len(tokens) < min(self._n_draft, asked.limit):
             found = self._next(own, context)
             if found is None:
                 break
@@ -161,19 +152,30 @@ class NgramCache:
             context = [*context[-MAX_SIZE + 1 :], found[0]]
         if not tokens:
             return nothing(self.name, "no context is known")
-        return offer(self.name, tokens, probs, policy, limit)
+        return self._offer(asked, tokens, probs)
 
-    def _compared(
-        self, sequence: int, own: LookupCache, indexed: list[int], history: Sequence[int]
-    ) -> tuple[LookupCache, list[int]]:
-        """A conversation that goes on is counted once. What the file has counted of one that was
-        changed stays counted: those tokens did follow each other."""
-        common = len(os.path.commonprefix([indexed, list(history)]))
-        if common < len(indexed):
-            own = self._own[sequence] = LookupCache()
-            own.add(history[:common], 0)
-            del indexed[common:]
-        return own, indexed
+    def _counted(self, sequence: int, history: Sequence[int]) -> LookupCache:
+        """The sequence's own counts, with the new tokens of `history`.
+
+        A conversation that continues is counted once. If it was changed, the file keeps what it
+        has counted: those tokens did follow each other.
+        """
+        own = self._own.setdefault(sequence, LookupCache())
+        indexed = self._indexed.setdefault(sequence, [])
+        if sequence in self._stale:
+            self._stale.discard(sequence)
+            common = len(os.path.commonprefix([indexed, list(history)]))
+            if common < len(indexed):
+                own = self._own[sequence] = LookupCache()
+                own.add(history[:common], 0)
+                del indexed[common:]
+        start = len(indexed)
+        own.add(history, start)
+        if self.dynamic is not None:
+            self.dynamic.add(history, start)
+            self.dynamic.trim()
+        indexed += history[start:]
+        return own
 
     def _next(self, own: LookupCache, context: Sequence[int]) -> tuple[int, float] | None:
         found = own.best(context, 1)
@@ -182,9 +184,6 @@ class NgramCache:
         if found is None and self._static is not None:
             found = self._static.best(context, 2)
         return found
-
-    def learn(self, sequence: int, round_: Round) -> None:
-        pass
 
     def forget(self, sequence: int) -> None:
         self._stale.add(sequence)

@@ -1,0 +1,169 @@
+"""What drafting another token is worth, and what rows of a shared batch are worth.
+
+*Drafting on* is a small dynamic programme over (tokens drafted, P). With n tokens drafted, all of
+them accepted with probability P, one can stop and verify, or spend a draft step and see the next
+token's probability. The value of that follows from the distribution of such probabilities, which
+is observed. A bump of jagged costs is crossed if the tokens behind it are worth the cost.
+
+*In a shared batch*, rows already there make further rows cheaper. The marginal cost of a drafted
+token is T(rows + 1) - T(rows) at the size of the whole batch, so the most probable tokens over all
+sequences are taken as long as they pay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+N_LEVELS = 25  # of P, in equal steps of its logarithm
+_LOWEST = 0.02
+LEVEL = math.log(1.0 / _LOWEST) / (N_LEVELS - 1)
+_P = np.exp(-LEVEL * np.arange(N_LEVELS))
+
+# Representative probabilities of one token, and the edges between them.
+CENTRES = np.array(
+    [0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.78, 0.84, 0.88, 0.92]
+    + [0.945, 0.96, 0.975, 0.985, 0.993, 0.998]
+)
+N_CENTRES = len(CENTRES)
+_EDGES = (CENTRES[1:] + CENTRES[:-1]) / 2
+_GRID = 1000
+CENTRE_OF = tuple(int(np.searchsorted(_EDGES, i / _GRID, side="right")) for i in range(_GRID + 1))
+
+# Where P * q lies between the levels: the level below and the weight of the one after it.
+_AT = np.minimum(
+    -np.log(np.maximum(_P[:, None] * CENTRES[None, :], _LOWEST)) / LEVEL, N_LEVELS - 1.000001
+)
+_BELOW = _AT.astype(np.int64)
+_WEIGHT = _AT - _BELOW
+_ROW = np.repeat(np.arange(N_LEVELS), N_CENTRES)
+_FLAT_LOW = _ROW * N_LEVELS + _BELOW.ravel()
+
+
+def longest_of_use(price: NDArray[np.float64], step: float) -> int:
+    """The longest draft that could pay if all its tokens were certain: beyond it each further
+    token costs more than the one it may bring."""
+    at_best = np.arange(len(price)) * (1.0 - step) - price
+    return int(at_best.argmax())
+
+
+def drafting_on(
+    price: NDArray[np.float64], step: float, weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Value [limit, N_LEVELS] of drafting the next token with n drafted and P at a level.
+
+    In tokens, on top of the expected accepted tokens so far. `price[n]` is what verifying n
+    drafted tokens costs over verifying none, in tokens; `step` a draft step's; `weights`
+    [N_CENTRES] the distribution of the next token's probability, summing to 1.
+    """
+    limit = len(price) - 1
+    out = np.empty((limit, N_LEVELS))
+    move = _moves(weights)
+    now = _P * float(weights @ CENTRES) - step
+    value = np.full(N_LEVELS, -price[limit])
+    stopping = (-price).tolist()
+    for n in range(limit - 1, -1, -1):
+        row = np.dot(move, value, out=out[n])
+        row += now
+        np.maximum(row, stopping[n], out=value)
+    return out
+
+
+def _moves(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[N_LEVELS, N_LEVELS]: from a level of P to the levels of P times the next probability."""
+    low = (weights * (1.0 - _WEIGHT)).ravel()
+    high = (weights * _WEIGHT).ravel()
+    size = N_LEVELS * N_LEVELS
+    flat = np.bincount(_FLAT_LOW, low, size)
+    flat += np.bincount(_FLAT_LOW + 1, high, size)
+    return np.asarray(flat.reshape(N_LEVELS, N_LEVELS), np.float64)
+
+
+def moved(
+    weights: NDArray[np.float64], regimes: Sequence[tuple[float, float]]
+) -> NDArray[np.float64]:
+    """`weights` [N_CENTRES] when the odds have other factors: (chance, factor) each."""
+    q = sum((w * CENTRES * o / (1.0 - CENTRES + CENTRES * o) for w, o in regimes), np.zeros(1))
+    below = np.clip(np.searchsorted(CENTRES, q, side="right") - 1, 0, N_CENTRES - 2)
+    part = np.clip((q - CENTRES[below]) / (CENTRES[below + 1] - CENTRES[below]), 0.0, 1.0)
+    out = np.bincount(below, weights * (1.0 - part), N_CENTRES)
+    out += np.bincount(below + 1, weights * part, N_CENTRES)
+    return np.asarray(out, np.float64)
+
+
+# -- rows of a shared batch ---------------------------------------------------------------------------
+
+
+def extra_time(times: NDArray[np.float64], n_sequences: int) -> NDArray[np.float64]:
+    """A sequence's share of the time that 0, 1, 2, ... drafted tokens of its own add to a batch of
+    `n_sequences`; `times[n - 1]` is T(n).
+
+    How many rows the others will have is not known yet. If all of them draft as much, T is paid by
+    all; if none does, it is this one's alone. The less of the two counts: a draft that turns out
+    too long is cut when the lengths are chosen together, one that was never made is lost.
+    """
+    first = times[n_sequences - 1]
+    alone = np.asarray(times[n_sequences - 1 :] - first, np.float64)
+    if n_sequences == 1:
+        return alone
+    rows = n_sequences * np.arange(1, 1 + len(alone))
+    at_most = np.minimum(rows, len(times))
+    slope = max(0.0, float(times[-1] - times[-1 - len(times) // 4])) / max(1, len(times) // 4)
+    shared = (times[at_most - 1] - first + slope * (rows - at_most)) / n_sequences
+    return np.asarray(np.minimum(alone, shared), np.float64)
+
+
+def best_count(gains: Sequence[float], times: Sequence[float], n_rows: int, rate: float) -> int:
+    """The best number of `gains` (probabilities, falling) to verify beside `n_rows` rows.
+
+    `times[n-1]` is T(n); `rate` the best tokens per second. Never more than T is known for.
+    """
+    base = times[n_rows - 1]
+    best, best_value, total = 0, 0.0, 0.0
+    for n in range(1, min(len(gains), len(times) - n_rows) + 1):
+        total += gains[n - 1]
+        value = total - rate * (times[n_rows + n - 1] - base)
+        if value > best_value:
+            best, best_value = n, value
+    return best
+
+
+def allocate(
+    chains: Sequence[Sequence[float]],
+    times: Sequence[float],
+    rate: float,
+    *,
+    n_beside: int = 0,
+) -> tuple[int, ...]:
+    """The number of tokens of each sequence's draft to verify together, where `n_beside` rows
+    besides one of each sequence are in the batch already.
+
+    `chains[s][k]` is the probability that sequence s's first k + 1 drafted tokens are all
+    accepted; it falls with k, so the most probable tokens of a sequence are its first.
+    """
+    order = sorted(((p, s) for s, chain in enumerate(chains) for p in chain), key=lambda t: -t[0])
+    n = best_count([p for p, _ in order], times, len(chains) + n_beside, rate)
+    counts = [0] * len(chains)
+    for _, s in order[:n]:
+        counts[s] += 1
+    return tuple(counts)
+
+
+def level(chains: Sequence[Sequence[float]], times: Sequence[float], rate: float) -> int:
+    """The number of tokens of every sequence's draft to verify together, the same for all.
+
+    For recurrent memory, which computes sequences of different lengths in batches of their own:
+    there the rows of one do not make those of another cheaper.
+    """
+    n_rows = len(chains)
+    best, best_value, total = 0, 0.0, 0.0
+    most = min([len(chain) for chain in chains], default=0)
+    for n in range(1, min(most, len(times) // n_rows - 1 if n_rows else 0) + 1):
+        total += sum([chain[n - 1] for chain in chains])
+        value = total - rate * (times[n_rows * (1 + n) - 1] - times[n_rows - 1])
+        if value > best_value:
+            best, best_value = n, value
+    return best
