@@ -1,9 +1,9 @@
-"""Speculative decoding that a measured cost profile guides; knows no inference library.
+"""Speculative decoding guided by a measured cost profile; knows no inference library.
 
-`decode` is the loop; a `Target` is what it runs on; drafters propose, policies decide how long.
+`decode` runs the decoding loop on a `Target`. Drafters propose tokens, policies decide how many.
 """
 
-from specdec.decoding.decode import decode, decode_alone
+from specdec.decoding.drafting import decode
 from specdec.types import Chooser, Decision, Draft, Drafter, Policy, Round, Target
 
 __all__ = [
@@ -15,5 +15,4 @@ __all__ = [
     "Round",
     "Target",
     "decode",
-    "decode_alone",
 ]

@@ -9,14 +9,10 @@ import numpy as np
 
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile
-from specdec.decoding.accept import Acceptance, MatchAcceptance
+from specdec.decoding.acceptance import Acceptance, MatchAcceptance
 from specdec.drafters.chain import ChainDrafter
-from specdec.drafters.lookup import LookupCache, NgramCache
-from specdec.drafters.model import ModelDrafter
-from specdec.drafters.ngram_map import NgramMapK, NgramMapK4V
-from specdec.drafters.ngram_mod import NgramMod
-from specdec.drafters.ngram_simple import NgramSimple
-from specdec.drafters.none import NoDrafter
+from specdec.drafters.ngram_cache import LookupCache, NgramCache
+from specdec.drafters.ngrams import NgramMapK, NgramMapK4V, NgramMod, NgramSimple
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.drafters.synthetic import (
     SyntheticAcceptance,
@@ -26,8 +22,7 @@ from specdec.drafters.synthetic import (
 )
 from specdec.errors import BadOption
 from specdec.options import LONGEST, MOST_DRAFTED, DrafterName, PolicyName, SpecOptions
-from specdec.policies.rules import Fixed
-from specdec.policies.rules import PMin
+from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Chooser, Drafter, Policy
 from specdec.whole_file import read_text
@@ -60,14 +55,12 @@ def build_drafter(
     tokenize: Callable[[str], Sequence[int]] | None = None,
     n_vocab: int | None = None,
 ) -> Drafter:
-    """The drafter, a chain where several are named. `model` drafts with the draft model
-    (`ModelDrafter`, perhaps translated); `tokenize` reads the corpus of `suffix`; lookup caches
-    must be of a vocabulary of `n_vocab`.
+    """The drafter that `options` name; a chain if they name several.
 
-    Raises BadOption for files that cannot be read or are another model's.
+    `model` drafts with the draft model (`ModelDrafter`, perhaps translated); `tokenize` reads the
+    corpus of `suffix`; lookup caches must be of a vocabulary of `n_vocab`. Raises BadOption for
+    files that cannot be read or are another model's.
     """
-    if not options.is_on:
-        return NoDrafter()
     if options.drafters == (DrafterName.SYNTHETIC,):
         return SyntheticDrafter(synthetic_rates(options))
     free = [
@@ -143,15 +136,15 @@ def _corpus(
 def build_acceptance(
     options: SpecOptions, chooser: Chooser, rng: np.random.Generator
 ) -> Acceptance:
-    """Acceptance by match, or synthetic. Rejection sampling needs a `Distribution`, which only
-    the caller can make of its sampler: see `reject.RejectionAcceptance`."""
+    """Acceptance by match, or at the rates of synthetic drafts. For rejection sampling the caller
+    makes a `RejectionAcceptance` of its sampler."""
     if options.drafters == (DrafterName.SYNTHETIC,):
         return SyntheticAcceptance(synthetic_rates(options), rng)
     return MatchAcceptance(chooser)
 
 
 def synthetic_rates(options: SpecOptions) -> tuple[float, ...]:
-    """The rates that were given, or those of a mean length; exactly one is given."""
+    """The rates that were given, or the rates of the mean length that was given."""
     rates, length = options.synth_rates, options.synth_len
     if (rates is None) == (length is None):
         raise BadOption(
@@ -166,6 +159,3 @@ def synthetic_rates(options: SpecOptions) -> tuple[float, ...]:
     except BadOption as e:
         name = "synth_len" if rates is None else "synth_rates"
         raise BadOption(f"{options.name(name)}: {e}") from None
-
-
-__all__ = ["ModelDrafter", "build_acceptance", "build_drafter", "build_policy", "synthetic_rates"]

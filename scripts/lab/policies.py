@@ -34,8 +34,7 @@ from lab.workloads import (
 )
 from offload.device import has_gpu
 from offload.streaming.options import StreamingOptions
-from specdec.policies.rules import Fixed
-from specdec.policies.rules import PMin
+from specdec.policies.rules import Fixed, PMin
 from specdec.types import Policy
 from specoffload import report
 from specoffload.bench.load import warn_of_load

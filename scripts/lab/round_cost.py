@@ -24,8 +24,8 @@ from lab.simulation.simulate import simulate, synthetic_trace
 from specdec.build import build_drafter
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import published_curves
-from specdec.decoding.accept import Greedy
-from specdec.decoding.decode import decode, decode_alone
+from specdec.decoding.acceptance import Greedy
+from specdec.decoding.drafting import decode
 from specdec.decoding.stats import SpecStats
 from specdec.drafters.model import ModelDrafter
 from specdec.options import DrafterName, SpecOptions
@@ -89,7 +89,7 @@ def never(_: int) -> bool:
 
 
 def plain() -> Iterable[Round]:
-    return decode_alone(
+    return decode(
         Instant(),  # type: ignore[arg-type]
         0,
         [1, 2, 3],

@@ -11,7 +11,6 @@ from pathlib import Path
 from lab.simulation.compare import (
     Make,
     Score,
-    applicable,
     compare,
     named_policies,
     synthetic_traces,

@@ -44,7 +44,8 @@ class HistoryDrafter(ABC):
     def _propose(self, asked: DraftRequest) -> Draft: ...
 
     def learn(self, sequence: int, round_: Round) -> None:
-        """Most learn from the text, at their next proposal."""
+        """Told of a round; most learn from the text instead, at their next proposal."""
+        return
 
     @abstractmethod
     def forget(self, sequence: int) -> None: ...

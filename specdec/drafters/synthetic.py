@@ -1,19 +1,20 @@
 """Synthetic acceptance: drafts accepted at given rates, whatever they say.
 
-Measures the systems part of speculation alone, without a trained draft. The text that
-comes out is nonsense and must be declared invalid.
+Measures the speed of speculation alone, without a trained draft. The text is nonsense.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.accept import Verdict
+from specdec.decoding.acceptance import Verdict
+from specdec.drafters.ngrams import HistoryDrafter
 from specdec.errors import BadOption
-from specdec.types import Decision, Draft, IsEnd, Policy, Round
+from specdec.types import Draft, DraftRequest, IsEnd
 
 
 def check_rates(rates: Sequence[float]) -> tuple[float, ...]:
@@ -70,7 +71,7 @@ class SyntheticAcceptance:
         return Verdict(n, emitted)
 
 
-class SyntheticDrafter:
+class SyntheticDrafter(HistoryDrafter):
     """Proposes tokens of the text's own past, at no cost, as likely as the rates say."""
 
     name = "synthetic"
@@ -80,18 +81,11 @@ class SyntheticDrafter:
         before = (1.0, *rates[:-1])
         self._p = [r / b if b > 0 else 0.0 for r, b in zip(rates, before, strict=True)]
 
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        walk = policy.begin(min(limit, len(self._p)), self.name)
-        n, wants = 0, walk.wants
-        while wants:
-            wants = walk.feed(self._p[n])
-            n += 1
-        kept = walk.n_best
-        tokens = tuple(history[-1 - (i % len(history))] for i in range(kept))
-        return Draft(tokens, tuple(self._p[:kept]), self.name, Decision(kept, walk.reason))
-
-    def learn(self, sequence: int, round_: Round) -> None:
-        pass
+    def _propose(self, asked: DraftRequest) -> Draft:
+        history = asked.history
+        n = min(asked.limit, len(self._p))
+        tokens = [history[-1 - (i % len(history))] for i in range(n)]
+        return replace(self._offer(asked, tokens, self._p), dropped=())
 
     def forget(self, sequence: int) -> None:
         pass

@@ -1,11 +1,10 @@
 """`throughput`, the default: the most tokens per second over the long run.
 
-By renewal theory the best round is the one that maximises its tokens minus lambda times its
-time, where lambda is the best rate achievable, here a running estimate (Dinkelbach's iteration).
-A token of p is worth its calibrated chance of being reached and accepted. Drafting goes on while
-what may follow is worth the step (`horizon`), over bumps of jagged costs too. Verifying nothing
-is always a candidate, and a drafter that does not pay is asked only now and then, so that a
-hopeless one costs next to nothing.
+By renewal theory the best round maximises its tokens minus lambda times its time, where lambda is
+the best achievable rate; here lambda is a running estimate (Dinkelbach's iteration). A drafted
+token is worth its calibrated chance of being reached and accepted. Drafting goes on while what may
+follow is worth the step (`value.drafting_on`). Verifying nothing is always a candidate, and a
+drafter that does not pay is asked only now and then, so a hopeless one costs next to nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _LAST_LEVEL = N_LEVELS - 1
 class _Source:
     """One drafter as it is known: the probabilities it offers, and the worth of drafting on.
 
-    `seen` are decaying counts of its calibrated probabilities, by `horizon.CENTRES`. `onwards` and
+    `seen` are decaying counts of its calibrated probabilities, by `value.CENTRES`. `onwards` and
     `price` are the plan made of them `age` rounds ago, for draft steps of `step` tokens and odds
     off by `offset`. While `not_asked` is set it is left alone until round `until`; a probe in vain
     doubles the `gap` to the next one.

@@ -94,7 +94,7 @@ def moved(
     return np.asarray(out, np.float64)
 
 
-# -- rows of a shared batch ---------------------------------------------------------------------------
+# -- rows of a shared batch ------------------------------------------------------------------------
 
 
 def extra_time(times: NDArray[np.float64], n_sequences: int) -> NDArray[np.float64]:

@@ -19,9 +19,8 @@ from offload.errors import BadRequest, DeviceFailed, DoesNotFit
 from offload.ggml.sampler import SamplerChain
 from offload.plan.placement import DEFAULT_UBATCH
 from offload.sampling.reasoning_limit import AnswerSampler, LimitedReasoning, LimitedSampler
-from specdec.decoding.accept import Acceptance, MatchAcceptance
-from specdec.decoding.loop import DecodingLoop, Step
-from specdec.decoding.member import BatchMember
+from specdec.decoding.acceptance import Acceptance, MatchAcceptance
+from specdec.decoding.loop import BatchMember, DecodingLoop, Step
 from specdec.policies.throughput import Throughput
 from specdec.types import Round
 from specoffload.session.answer import Answer

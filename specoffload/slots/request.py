@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.sampling.reasoning_limit import AnswerSampler
-from specdec.decoding.member import BatchMember
+from specdec.decoding.loop import BatchMember
 from specdec.policies.rules import DraftBounds
 from specdec.types import IsEnd, Round
 from specoffload.session.answer import Answer

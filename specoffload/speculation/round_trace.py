@@ -26,12 +26,8 @@ class RoundTrace:
 
     def add(self, round_: Round) -> None:
         source = round_.draft.source
-        gaps = iter(round_.draft.gaps)  # by how much p exceeds the second best's, where it is known
         for p, accepted in round_.evidence:
             record = {"p": min(1.0, p), "accepted": accepted, "source": source}
-            gap = next(gaps, None)
-            if gap is not None:
-                record["gap"] = gap
             self._lines.append(json.dumps(record))
         for _ in range(len(round_.emitted) - len(round_.evidence)):
             self._lines.append(json.dumps({"p": None, "accepted": None, "source": source}))

@@ -7,26 +7,23 @@ import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from offload.engine import Engine
 from offload.sampling.reasoning_limit import AnswerSampler
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.costs.profile import CostProfile
-from specdec.decoding.accept import Acceptance
+from specdec.decoding.acceptance import Acceptance, RejectionAcceptance
 from specdec.decoding.drafting import ChainDrafting, DraftCounters
 from specdec.decoding.loop import DecodingLoop
-from specdec.decoding.reject import RejectionAcceptance, Sampler
 from specdec.decoding.tree import TreeDrafter, TreeDrafting
-from specdec.drafters.block import BlockDrafter
 from specdec.drafters.chain import ChainDrafter
-from specdec.drafters.lookup import NgramCache
 from specdec.drafters.model import ModelDrafter
+from specdec.drafters.ngram_cache import NgramCache
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.errors import BadOption
 from specdec.options import AcceptRule, DrafterName, SpecOptions
 from specdec.policies.throughput import Throughput
-from specdec.types import BlockModel, Drafter, Policy, Round, Target
+from specdec.types import Drafter, Policy, Round
 from specoffload.config.speculation import SpecConfig
 from specoffload.speculation.costs import open_costs, widened
 from specoffload.speculation.draft_model import DraftModel
@@ -73,35 +70,25 @@ class Speculation:
                 target.sequences,
                 self.drafter,
                 policy,
-                joint=options.joint,
-                batched=options.draft_batch,
                 draws=options.accept is AcceptRule.REJECT,
             )
 
     # -- parts ----------------------------------------------------------------------------------
 
     def _model_drafter(self, draft: DraftModel) -> Drafter:
-        replacements = self._config.options.replacements
-        drafter = self._drafter_of(draft.sequences)
+        options = self._config.options
+        replacements = options.replacements
+        drafter = ModelDrafter(
+            draft.sequences,
+            sampling=self._sampling if options.accept is AcceptRule.REJECT else None,
+            # A draft of another vocabulary has no padding that the target's would not have.
+            n_vocab=self._target.n_vocab if replacements is None else None,
+            n_candidates=0 if self._round_log is None else N_CANDIDATES,
+        )
         if replacements is None:
             return drafter
         return TranslatedDrafter(
             drafter, _vocabulary(self._target), _vocabulary(draft), replacements
-        )
-
-    def _drafter_of(self, model: Target) -> Drafter:
-        """In blocks where the model drafts by itself."""
-        options, sampling = self._config.options, self._sampling
-        rejects = options.accept is AcceptRule.REJECT
-        if isinstance(model, BlockModel):
-            return BlockDrafter(model, sampling=sampling if rejects else None)
-        # A draft of another vocabulary has no padding that the target's would not have.
-        n_vocab = self._target.n_vocab if options.replacements is None else None
-        return ModelDrafter(
-            model,
-            sampling=sampling if rejects else None,
-            n_vocab=n_vocab,
-            n_candidates=0 if self._round_log is None else N_CANDIDATES,
         )
 
     def _tree_drafting(self, draft: Engine, policy: Throughput) -> TreeDrafting:
@@ -242,27 +229,19 @@ class RequestSampling:
     """The sampling of drafts for each sequence's request, for rejection sampling."""
 
     def __init__(self) -> None:
-        self._temperatures: dict[int, float] = {}
-        self._samplers: dict[int, Sampler] = {}
-        self._rngs: dict[int, np.random.Generator] = {}
+        self._of: dict[int, tuple[float, np.random.Generator]] = {}
 
     def begin(self, sequence: int, temperature: float, rng: np.random.Generator) -> None:
         """A request's temperature, and its random numbers: for drafting and for judging."""
-        # A greedy request accepts the argmax only; its drafts are sampled sharply all the same,
-        # so that what the draft says of a token stays a probability.
-        usable = temperature if temperature > 0 else 0.3
-        self._temperatures[sequence] = usable
-        self._samplers[sequence] = Sampler(usable)
-        self._rngs[sequence] = rng
+        # A greedy request accepts the likeliest token alone. Its drafts are drawn sharply all the
+        # same, so that what the draft says of a token stays a probability.
+        self._of[sequence] = (temperature if temperature > 0 else 0.3, rng)
 
     def temperature(self, sequence: int) -> float:
-        return self._temperatures[sequence]
+        return self._of[sequence][0]
 
     def rng(self, sequence: int) -> np.random.Generator:
-        return self._rngs[sequence]
-
-    def probabilities(self, sequence: int, logits: NDArray[np.float32]) -> NDArray[np.float64]:
-        return self._samplers[sequence].probabilities(logits)
+        return self._of[sequence][1]
 
 
 def drafts_anything(options: SpecOptions, *, has_draft: bool) -> bool:

@@ -104,7 +104,7 @@ def test_switched_off_the_cpu_computes_them(model: Path, expected: NDArray[np.fl
         assert any("--vram leaves" in why for why in engine.device.declined)
 
 
-def test_a_copy_that_fails_in_a_chunk_fails_that_decode_alone(
+def test_a_copy_that_fails_in_a_chunk_fails_that_decode(
     model: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy, n_copies = ThreadCopier._copy, 0

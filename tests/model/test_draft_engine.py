@@ -22,7 +22,7 @@ from offload.torch_draft.layout import Sizes, lay_out  # noqa: E402
 from offload.torch_draft.load import allocate  # noqa: E402
 from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
 from offload.torch_draft.shape import read_shape  # noqa: E402
-from specdec.drafters.block import BlockDrafter  # noqa: E402
+from specdec.drafters.model import BlockDrafter  # noqa: E402
 from specoffload.bench.workloads import prompts  # noqa: E402
 from specoffload.config.command_line import read_command_line  # noqa: E402
 from specoffload.config.host import read_host  # noqa: E402

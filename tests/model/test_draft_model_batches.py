@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from drafting_parts import proposed
 
 from offload.engine import Engine, EngineOptions
 from specdec.drafters.model import ModelDrafter
@@ -42,10 +43,10 @@ def test_a_prompt_longer_than_the_drafts_batch_is_drafted_from(
 ) -> None:
     prompt = text[: 5 * N_BATCH + 3]
     assert small.sequences.n_batch == N_BATCH
-    draft = ModelDrafter(small.sequences).propose(0, prompt, Fixed(4), 4)
+    draft = proposed(ModelDrafter(small.sequences), 0, prompt, Fixed(4), 4)
     assert small.sequences.length(0) == len(prompt) + 3
     with opened(2048, 1) as whole:
-        wanted = ModelDrafter(whole.sequences).propose(0, prompt, Fixed(4), 4)
+        wanted = proposed(ModelDrafter(whole.sequences), 0, prompt, Fixed(4), 4)
     assert draft.tokens == wanted.tokens
     assert draft.probs == pytest.approx(wanted.probs, rel=1e-3)
 
@@ -56,12 +57,12 @@ def test_requests_that_exceed_the_drafts_batch_are_drafted_for_in_several_decode
     texts = [text[7 * i : 7 * i + 8] for i in range(N_REQUESTS)]  # 256 new tokens
     policy = Fixed(3)
     together = ModelDrafter(small.sequences)
-    drafts = together.propose_many([DraftRequest(i, t, policy, 3) for i, t in enumerate(texts)])
+    drafts = together.propose([DraftRequest(i, t, policy, 3) for i, t in enumerate(texts)])
     assert [len(draft.tokens) for draft in drafts] == [3] * N_REQUESTS
     lengths = [small.sequences.length(i) for i in range(N_REQUESTS)]
     assert lengths == [10] * N_REQUESTS, "the last drafted token is never decoded"
     for i in range(N_REQUESTS):
         small.sequences.rewind(i, 0)
     one = ModelDrafter(small.sequences)
-    alone = [one.propose(i, t, policy, 3) for i, t in enumerate(texts)]
+    alone = [proposed(one, i, t, policy, 3) for i, t in enumerate(texts)]
     assert [draft.tokens for draft in drafts] == [draft.tokens for draft in alone]

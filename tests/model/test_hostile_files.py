@@ -17,7 +17,7 @@ from offload.errors import BadModel, OffloadError
 from offload.model_file import read_facts
 from offload.trace_report import read_report
 from specdec.costs.profile_io import MOST_PROFILE_BYTES, load
-from specdec.drafters.lookup import LookupCache
+from specdec.drafters.ngram_cache import LookupCache
 from specdec.errors import BadOption, BadProfile
 from specdec.whole_file import read_text, write_text
 from specoffload.commands.run import read_text as read_prompt_text

@@ -12,10 +12,9 @@ from lossless_parts import BATCH_NOISE, N_CTX, NEAR_TIE, Judge, cheap_batches
 from offload.engine import Engine, EngineOptions
 from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions
-from specdec.decoding.accept import Greedy, MatchAcceptance
+from specdec.decoding.acceptance import Greedy, MatchAcceptance
 from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.loop import DecodingLoop
-from specdec.decoding.member import BatchMember
+from specdec.decoding.loop import BatchMember, DecodingLoop
 from specdec.drafters.model import ModelDrafter
 from specdec.policies.throughput import Throughput
 from specoffload.bench.workloads import prompts

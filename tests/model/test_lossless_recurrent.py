@@ -25,18 +25,16 @@ from lossless_parts import (
     open_session,
 )
 from numpy.typing import NDArray
+from reference_sampler import Sampler
 
 from lab.synth import Shape, plan_shape, write, write_preset
 from offload.engine import Engine, EngineOptions
 from offload.ggml.llama import PARTIAL_STATE
-from specdec.decoding.accept import Greedy, MatchAcceptance, Verdict
-from specdec.decoding.decode import decode
-from specdec.decoding.reject import Sampler
-from specdec.drafters.lookup import NgramCache
+from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
+from specdec.decoding.drafting import decode
 from specdec.drafters.model import ModelDrafter
-from specdec.drafters.ngram_map import NgramMapK, NgramMapK4V
-from specdec.drafters.ngram_mod import NgramMod
-from specdec.drafters.ngram_simple import NgramSimple
+from specdec.drafters.ngram_cache import NgramCache
+from specdec.drafters.ngrams import NgramMapK, NgramMapK4V, NgramMod, NgramSimple
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.policies.rules import Fixed
 from specdec.types import Chooser, Decision, Draft, Drafter, IsEnd, Policy, Round

@@ -13,7 +13,7 @@ from lab import regime
 from lab.policies import Tally, run
 from lab.regime import SIZES, SizeWay, ways
 from lab.workloads import judged_prompts, tuning_prompts
-from specdec.policies.fixed import Fixed, FixedWalk
+from specdec.policies.rules import Fixed, FixedWalk
 from specdec.types import Round
 from specoffload.config.resolution import Config, demo_file
 from specoffload.session.generation import GenerationStats

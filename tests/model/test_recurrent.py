@@ -14,8 +14,8 @@ from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
 from offload.plan.min_batch import MinBatch
-from specdec.decoding.accept import Greedy
-from specdec.decoding.decode import decode
+from specdec.decoding.acceptance import Greedy
+from specdec.decoding.drafting import decode
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import BadOption
 from specdec.policies.rules import Fixed

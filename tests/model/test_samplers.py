@@ -16,8 +16,8 @@ from sampler_parts import PROMPT, row_of
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import SAMPLERS, SamplingOptions
-from specdec.decoding.accept import MatchAcceptance
-from specdec.drafters.none import NO_DRAFT
+from specdec.decoding.acceptance import MatchAcceptance
+from specdec.decoding.loop import NO_DRAFT
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.sampling import read_logit_bias, sampling_of
 from specoffload.session.session import Session

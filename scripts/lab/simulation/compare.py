@@ -67,8 +67,7 @@ def compare(
     draft_share: float = 0.05,
     policies: Mapping[str, Make] | None = None,
 ) -> list[Score]:
-    """Scores, best first. A draft step takes `draft_share` of T(1) unless the curve says.
-    """
+    """Scores, best first. A draft step takes `draft_share` of T(1) unless the curve says."""
     makes = named_policies() if policies is None else policies
     logs: dict[str, list[tuple[float, float]]] = {name: [] for name in makes}
     for curve in curves.values():

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from lab.simulation.fake import FakeTarget
 from lab.simulation.simulate import DraftTrace, draft_of_trace, emitted_of_trace
 from specdec.costs.profile import CostProfile
-from specdec.decoding.accept import Greedy, MatchAcceptance
+from specdec.decoding.acceptance import Greedy, MatchAcceptance
 from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.member import BatchMember
+from specdec.decoding.loop import BatchMember
 from specdec.types import Draft, DraftRequest, Policy, Round
 
 
@@ -42,11 +42,11 @@ class _TraceDrafter:
         self._traces = traces
         self.at = [0] * len(traces)
 
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        return draft_of_trace(self._traces[sequence], self.at[sequence], policy, self.name, limit)
-
-    def propose_many(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [self.propose(*request) for request in requests]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [
+            draft_of_trace(self._traces[r.sequence], self.at[r.sequence], r, self.name)
+            for r in requests
+        ]
 
     def learn(self, sequence: int, round_: Round) -> None:
         self.at[sequence] += len(round_.emitted)
@@ -60,19 +60,18 @@ def simulate_shared(
     profile: CostProfile,
     policy: Policy,
     *,
-    joint: bool = True,
     n_outputs: int = 128,
 ) -> SharedPlay:
     """Decode the traces side by side until one of them ends: all share every batch."""
     drafter, greedy = _TraceDrafter(traces), Greedy()
-    drafting = ChainDrafting(FakeTarget(n_outputs=n_outputs), drafter, policy, joint=joint)
+    drafting = ChainDrafting(FakeTarget(n_outputs=n_outputs), drafter, policy)
     members = [
         BatchMember(s, [0], greedy, MatchAcceptance(greedy), len(trace.p), lambda _: False)
         for s, trace in enumerate(traces)
     ]
     time, n_tokens, n_steps, n_drafted, n_accepted = 0.0, 0, 0, 0, 0
     while all([member.n_left > 1 for member in members]):
-        drafts = drafting.propose_many(members)
+        drafts = drafting.propose(members)
         verify = profile.time(sum([1 + len(draft.tokens) for draft in drafts]))
         drafting_time = max([draft.n_steps for draft in drafts]) * profile.draft_step_s
         rounds = []
@@ -85,7 +84,7 @@ def simulate_shared(
             member.n_left -= len(emitted)
             n_tokens, n_accepted = n_tokens + len(emitted), n_accepted + n
             n_drafted += len(draft.tokens)
-        drafting.learn_many(rounds, drafting_time, is_priced=True)
+        drafting.learn(rounds, drafting_time, is_priced=True)
         time += verify + drafting_time
         n_steps += 1
     return SharedPlay(n_tokens, time, n_steps, n_drafted, n_accepted)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from specdec.costs.profile import CostProfile
 from specdec.errors import SpecDecError
-from specdec.types import Decision, Draft, Policy, Round
+from specdec.types import Decision, Draft, DraftRequest, Policy, Round, Walk
 
 _OWN, _OTHER = 1, 0  # tokens of simulated drafts: right and wrong
 
@@ -98,7 +98,7 @@ def simulate(
             rest -= 1  # as in the decoding loop: the draft that was decided on, an empty one, holds
         else:
             limit = min(policy.n_max, n - at - 1)
-            draft, asked_unknown = _draft(trace, at, policy, source, limit)
+            draft, asked_unknown = _draft(trace, at, policy.begin(limit, source), source)
             unknown += asked_unknown
             rest = draft.decision.rest
         m = len(draft.tokens)
@@ -118,16 +118,13 @@ def simulate(
     return Simulated(at, time, rounds, drafted, accepted, steps, unknown)
 
 
-def draft_of_trace(trace: DraftTrace, at: int, policy: Policy, source: str, limit: int) -> Draft:
-    """The proposal of the trace's drafter at token `at`: `limit` tokens at most."""
-    return _draft(trace, at, policy, source, limit)[0]
+def draft_of_trace(trace: DraftTrace, at: int, asked: DraftRequest, source: str) -> Draft:
+    """The proposal of the trace's drafter at token `at`."""
+    return _draft(trace, at, asked.begin(asked.limit, source), source)[0]
 
 
-def _draft(
-    trace: DraftTrace, at: int, policy: Policy, source: str, limit: int
-) -> tuple[Draft, bool]:
+def _draft(trace: DraftTrace, at: int, walk: Walk, source: str) -> tuple[Draft, bool]:
     """The draft, and whether an unknown token cut it short."""
-    walk = policy.begin(limit, source)
     fed = 0
     wants = walk.wants
     while wants and at + fed not in trace.unknown:

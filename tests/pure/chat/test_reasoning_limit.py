@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from offload.sampling.probabilities import ChosenLogprob
 from offload.sampling.reasoning_limit import LimitedReasoning, LimitedSampler, ReasoningLimit
-from specdec.decoding.accept import MatchAcceptance
-from specdec.decoding.reject import RejectionAcceptance
-from specdec.drafters.none import NO_DRAFT
+from specdec.decoding.acceptance import MatchAcceptance, RejectionAcceptance
+from specdec.decoding.loop import NO_DRAFT
 from specoffload.chat.conversation import Conversation, ReasoningOptions
 from specoffload.chat.format import ChatFormat
 from specoffload.session.chat_options import answer_options

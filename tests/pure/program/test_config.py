@@ -173,7 +173,7 @@ def test_every_numa_strategy_can_be_named(strategy: Strategy) -> None:
     ("words", "message"),
     [
         (("--spec", "draft", "-m", "m.gguf"), "--spec draft needs a draft model"),
-        (("--policy", "costs", "--no-profile"), "--policy costs needs a profile: drop --no-profi"),
+        (("--policy", "throughput", "--no-profile"), "--policy throughput needs a profile: drop --no-profi"),
         (("--numa-node", "0", "--numa", "rows"), "--numa-node 0 keeps .* excludes --numa rows"),
     ],
 )

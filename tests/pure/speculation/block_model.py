@@ -16,7 +16,6 @@ from specdec.types import Drawing
 class FakeBlock:
     tokens: NDArray[np.int64]
     p: NDArray[np.float32]
-    gap: NDArray[np.float32]
     rows: list[list[NDArray[np.float64]]] = field(default_factory=list)
 
     def row(self, step: int, part: int) -> NDArray[np.float64]:
@@ -26,10 +25,9 @@ class FakeBlock:
 class FakeBlockModel(FakeTarget):
     """Implements `BlockModel`. `blocks` are the lengths that were asked for."""
 
-    n_steps_max = 16
-
-    def __init__(self, **parameters: object) -> None:
+    def __init__(self, n_steps_max: int = 16, **parameters: object) -> None:
         super().__init__(**parameters)  # type: ignore[arg-type]
+        self.n_steps_max = n_steps_max
         self.blocks: list[int] = []
         self._ends: dict[int, int] = {}  # sequence -> last drafted token, not held yet
 
@@ -57,8 +55,7 @@ class FakeBlockModel(FakeTarget):
         assert 1 <= n_steps <= self.n_steps_max
         self.blocks.append(n_steps)
         shape = (n_steps, len(feed))
-        out = FakeBlock(np.zeros(shape, np.int64), np.zeros(shape, np.float32),
-                        np.zeros(shape, np.float32))  # fmt: skip
+        out = FakeBlock(np.zeros(shape, np.int64), np.zeros(shape, np.float32))
         for step in range(n_steps):
             out.rows.append([])
             for part, (sequence, tokens) in enumerate(feed.items()):
@@ -73,9 +70,7 @@ class FakeBlockModel(FakeTarget):
                 if drawing is None and top_k:
                     q[np.argsort(-q, kind="stable")[top_k:]] = 0.0
                     q /= q.sum()
-                second, best = np.sort(q)[-2:]
-                out.tokens[step, part], out.p[step, part] = token, best
-                out.gap[step, part] = best - second
+                out.tokens[step, part], out.p[step, part] = token, q.max()
                 out.rows[step].append(q)
                 feed[sequence] = [token]
         self._ends = {sequence: tokens[-1] for sequence, tokens in feed.items()}

@@ -7,25 +7,26 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from drafting_parts import (
+    Silent,
+    member_of,
+    plain,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
-from specdec.decoding.accept import Acceptance, Greedy, MatchAcceptance, Verdict
+from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
 from specdec.decoding.drafting import ChainDrafting, cut
-from specdec.decoding.loop import DecodingLoop
-from specdec.decoding.member import BatchMember
-from specdec.decoding.tree import TreeDrafter, TreeDrafting
+from specdec.decoding.loop import BatchMember, DecodingLoop
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
-from specdec.drafters.ngram_simple import NgramSimple
-from specdec.drafters.none import NoDrafter
+from specdec.drafters.ngrams import NgramSimple
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import SpecDecError
-from specdec.policies.rules import Fixed
-from specdec.policies.rules import PMin
+from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Decision, Draft, Drafter, IsEnd, Policy
 
@@ -41,36 +42,11 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 def drafter_of(name: str, draft: FakeTarget) -> Drafter:
     free = [NgramSimple(2, 4), SuffixDrafter(min_match=2)]
     return {
-        "none": NoDrafter(),
+        "none": Silent(),
         "draft": ModelDrafter(draft),
         "free": ChainDrafter(free),
         "chain": ChainDrafter(free, ModelDrafter(draft)),
     }[name]
-
-
-def member_of(
-    sequence: int,
-    prompt: Sequence[int],
-    n_predict: int,
-    *,
-    n_cached: int = 0,
-    end: int | None = None,
-    accept: Acceptance | None = None,
-) -> BatchMember:
-    greedy = Greedy()
-    judged = accept or MatchAcceptance(greedy)
-    return BatchMember(
-        sequence, list(prompt), greedy, judged, n_predict, lambda t: t == end, n_cached
-    )
-
-
-def plain(target: FakeTarget, prompt: Sequence[int], n: int, end: int | None = None) -> list[int]:
-    text = list(prompt)
-    while len(text) < len(prompt) + n and len(text) <= target.n_ctx:
-        text.append(target.next_token(text))
-        if text[-1] == end:
-            break
-    return text
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,7 +115,7 @@ def test_members_come_and_go_and_each_writes_its_own_plain_text(
 
 def test_one_decode_has_every_round_and_a_part_of_the_prompt_that_waits() -> None:
     target = FakeTarget(n_ctx=400)
-    loop = DecodingLoop(target, ChainDrafting(target, NoDrafter(), Fixed(0)))
+    loop = DecodingLoop(target, ChainDrafting(target, Silent(), Fixed(0)))
     for sequence in (0, 1):
         loop.add(member_of(sequence, [sequence + 1], 50))
     assert not loop.step().read
@@ -161,7 +137,7 @@ def test_one_decode_has_every_round_and_a_part_of_the_prompt_that_waits() -> Non
 
 def test_prompts_are_read_in_the_order_of_their_arrival() -> None:
     target = FakeTarget(n_ctx=400)
-    loop = DecodingLoop(target, ChainDrafting(target, NoDrafter(), Fixed(0)))
+    loop = DecodingLoop(target, ChainDrafting(target, Silent(), Fixed(0)))
     members = [member_of(s, list(range(1, 31)), 3) for s in (2, 0, 1)]
     for member in members:
         loop.add(member)
@@ -172,7 +148,7 @@ def test_prompts_are_read_in_the_order_of_their_arrival() -> None:
 
 def test_without_a_limit_a_step_reads_what_a_decode_takes() -> None:
     target = FakeTarget(n_batch=32)
-    loop = DecodingLoop(target, ChainDrafting(target, NoDrafter(), Fixed(0)))
+    loop = DecodingLoop(target, ChainDrafting(target, Silent(), Fixed(0)))
     loop.add(member_of(0, [5] * 70, 2))
     loop.add(member_of(1, [6] * 10, 2))
     loop.step()
@@ -184,7 +160,7 @@ def test_without_a_limit_a_step_reads_what_a_decode_takes() -> None:
 def test_a_prompt_that_is_held_already_is_not_read_again() -> None:
     target = FakeTarget()
     target.extend(3, [1, 2, 3])
-    loop = DecodingLoop(target, ChainDrafting(target, NoDrafter(), Fixed(0)))
+    loop = DecodingLoop(target, ChainDrafting(target, Silent(), Fixed(0)))
     member = member_of(3, [1, 2, 3, 4], 2, n_cached=3)
     loop.add(member)
     assert loop.n_ready == 1
@@ -278,7 +254,7 @@ def test_drafts_of_all_members_fit_the_rows_of_one_decode() -> None:
     members = [member_of(s, [s, 2, 3], 40) for s in range(3)]
     for member in members:
         target.extend(member.sequence, member.history[:-1])
-    drafts = drafting.propose_many(members)
+    drafts = drafting.propose(members)
     assert sum(1 + len(draft.tokens) for draft in drafts) == 11
     assert max(len(d.tokens) for d in drafts) - min(len(d.tokens) for d in drafts) <= 1
     for draft in drafts:
@@ -297,16 +273,7 @@ def test_a_sampled_draft_is_cut_with_its_rows_and_what_goes_is_no_evidence() -> 
 def test_members_without_drafts_are_decided_once_for_many_steps() -> None:
     target = FakeTarget(n_vocab=200, agreement=1.0)
 
-    class Counting(NoDrafter):
-        n_asked = 0
-
-        def propose(
-            self, sequence: int, history: Sequence[int], policy: Policy, limit: int
-        ) -> Draft:
-            self.n_asked += 1
-            return super().propose(sequence, history, policy, limit)
-
-    drafter = Counting()
+    drafter = Silent()
     loop = DecodingLoop(target, ChainDrafting(target, drafter, Fixed(0)))
     for s in range(3):
         loop.add(member_of(s, [s + 1], 100))
@@ -322,7 +289,7 @@ def test_times_of_steps_that_read_prompts_are_not_taken_for_those_of_their_round
     target = FakeTarget()
     policy = Throughput(CHEAP)
     before = policy.costs.profile().step_s
-    loop = DecodingLoop(target, ChainDrafting(target, NoDrafter(), policy))
+    loop = DecodingLoop(target, ChainDrafting(target, Silent(), policy))
     loop.add(member_of(0, [1], 200))
     loop.add(member_of(1, list(range(60)), 1))
     loop.step(1)
@@ -366,30 +333,6 @@ def test_a_decode_of_whom_a_sampler_fails_is_told_too() -> None:
     assert [n for n, _ in step.decodes] == [2]
 
 
-def test_trees_are_verified_in_turn_and_beside_prompts_nothing_is_drafted() -> None:
-    target = FakeTarget(n_vocab=16, seed=3)
-    draft = FakeTarget(n_vocab=16, seed=3, agreement=0.8, peak=0.5)
-    policy = Throughput(CHEAP, refresh=False)
-    drafting = TreeDrafting(target, TreeDrafter(draft, policy, p_split=0.01), policy)
-    loop = DecodingLoop(target, drafting, drafting.play)
-    prompts = [[1, 2], [3], [4, 5, 6] * 5]
-    members = [member_of(s, prompt, 24) for s, prompt in enumerate(prompts)]
-    for member in members:
-        loop.add(member)
-    n_drafted = 0
-    while not loop.is_idle:
-        step = loop.step(4)
-        n_here = sum(round_.n_drafted for _, round_ in step.rounds)
-        if not step.read:
-            assert sum(n for n, _ in step.decodes) == len(step.rounds) + n_here
-            assert step.decodes or not step.rounds
-        assert not (step.read and n_here)
-        n_drafted += n_here
-    assert n_drafted > 10
-    for member, prompt in zip(members, prompts, strict=True):
-        assert member.history == plain(target, prompt, 24)
-
-
 def test_drafts_chosen_together_fit_the_rows_of_one_decode() -> None:
     target = FakeTarget(n_outputs=7)
     policy = Throughput(CHEAP, refresh=False)
@@ -397,7 +340,7 @@ def test_drafts_chosen_together_fit_the_rows_of_one_decode() -> None:
     members = [member_of(s, [s, 2, 3], 40) for s in range(3)]
     for member in members:
         target.extend(member.sequence, member.history[:-1])
-    drafts = drafting.propose_many(members)
+    drafts = drafting.propose(members)
     assert sum(len(draft.tokens) + len(draft.dropped) for draft in drafts) > 4
     assert sum(len(draft.tokens) for draft in drafts) == 4
 

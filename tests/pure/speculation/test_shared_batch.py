@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from lab.simulation.shared_batch import SharedPlay, simulate_shared
 from lab.simulation.simulate import synthetic_trace
 from specdec.costs.profile import CostProfile
-from specdec.policies.throughput import Throughput, extra_time
+from specdec.policies.throughput import Throughput
+from specdec.policies.value import extra_time
 
 
 def copies(n_experts: int, n_used: int, fixed: float) -> list[float]:

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from block_model import FakeBlockModel
+from drafting_parts import (
+    Silent,
+    generated,
+    never,
+    proposed,
+)
+from reference_sampler import Sampler
 
 from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
-from specdec.decoding.accept import MatchAcceptance
-from specdec.decoding.decode import decode
-from specdec.decoding.reject import RejectionAcceptance, Sampler, residual, sample
-from specdec.drafters.block import BlockDrafter
+from specdec.decoding.acceptance import (
+    MatchAcceptance,
+    RejectionAcceptance,
+    draw,
+    residual,
+)
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
-from specdec.drafters.offer import offer
-from specdec.errors import SpecDecError
-from specdec.policies.rules import Fixed
-from specdec.policies.rules import PMin
+from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
-from specdec.types import Decision, Draft, Drafter, Policy, Round
+from specdec.types import Decision, Draft, DraftRequest, Policy
 
 N_DRAWS = 100_000
 N_VOCAB = 6
@@ -40,33 +46,11 @@ CHAINS = {
 }
 
 
-def never(_: int) -> bool:
-    return False
-
-
-class Remembering(Sampler):
-    """A sampler that computes the probabilities of equal logits once."""
-
-    def __init__(self, *args, **parameters) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(*args, **parameters)
-        self.known: dict[bytes, np.ndarray] = {}  # type: ignore[type-arg]
-
-    def probabilities(self, logits, history=()):  # type: ignore[no-untyped-def]
-        key = logits.tobytes()
-        found = self.known.get(key)
-        if found is None:
-            found = self.known[key] = super().probabilities(logits, history)
-        return found
-
-
 class OneSampling:
-    """The same sampler and random numbers for every sequence."""
+    """One temperature and the same random numbers for every sequence."""
 
-    def __init__(self, sampler: Sampler, rng: np.random.Generator) -> None:
-        self._sampler, self._rng = sampler, rng
-
-    def probabilities(self, sequence: int, logits: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-        return self._sampler.probabilities(logits)
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
 
     def rng(self, sequence: int) -> np.random.Generator:
         return self._rng
@@ -88,7 +72,7 @@ def check(counts: np.ndarray, expected: np.ndarray) -> None:  # type: ignore[typ
 def test_the_first_two_tokens_are_distributed_as_without_a_draft(chain: str, method: str) -> None:
     rng = np.random.default_rng(7)
     logits = rng.normal(0, 1.5, (3, N_VOCAB)).astype(np.float32)
-    sampler = Remembering(**CHAINS[chain], rng=rng)
+    sampler = Sampler(**CHAINS[chain], rng=rng)
     p = [sampler.probabilities(row) for row in logits]
     # The draft's own, different, distributions; it drafts two tokens.
     q = [rng.dirichlet(np.ones(N_VOCAB)) for _ in range(2)]
@@ -131,51 +115,42 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-class Habitual:
-    """Offers the token that the draft's own best chance is compared with."""
+class Habitual(Silent):
+    """Offers a token that the draft's own best chance is compared with."""
 
     name = "habit"
 
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        return offer(self.name, [2, 2, 2], [0.6, 0.6, 0.6], policy, limit)
-
-    def learn(self, sequence: int, round_: Round) -> None:
-        pass
-
-    def forget(self, sequence: int) -> None:
-        pass
+    def _propose(self, asked: DraftRequest) -> Draft:
+        return self._offer(asked, [2, 2, 2], [0.6, 0.6, 0.6])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("block", [0, 1, None])
+@pytest.mark.parametrize("n_steps_max", [0, 1, 16])
 def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(
-    policy: str, block: int | None
+    policy: str, n_steps_max: int
 ) -> None:
-    """`block` 0: a step per token; else drafts in blocks, of that length or of any."""
+    """`n_steps_max` 0: a model that is asked token by token; else one that drafts in blocks."""
     rng = np.random.default_rng(3)
-    sampler = Remembering(0.9, rng=rng)
-    draft_sampler = Remembering(1.3)
+    sampler = Sampler(0.9, rng=rng)
     pairs = np.zeros((4, 4))
     target = FakeTarget(n_vocab=4, logits_seed=5, order=1)
-    draft = FakeBlockModel(n_vocab=4, logits_seed=6, order=1)
-    drafter: Drafter = ModelDrafter(draft, sampling=OneSampling(draft_sampler, rng))
-    if block != 0:
-        drafter = BlockDrafter(draft, sampling=OneSampling(draft_sampler, rng), block=block)
+    draft = FakeTarget(n_vocab=4, logits_seed=6, order=1)
+    if n_steps_max:
+        draft = FakeBlockModel(n_steps_max, n_vocab=4, logits_seed=6, order=1)
+    drafter = ModelDrafter(draft, sampling=OneSampling(rng))
     deciding = POLICIES[policy]()
     lengths = Counter[int]()
     for _ in range(N_TEXTS):
         target.rewind(0, 0)
         text = [0]
-        for round_ in decode(
+        for round_ in generated(
             target,
-            0,
             [0],
-            drafter=drafter,
-            policy=deciding,
+            5,
+            drafter,
+            deciding,
             chooser=sampler,
             acceptance=RejectionAcceptance(sampler, rng),
-            n_predict=5,
-            is_end=never,
         ):
             text += round_.emitted
             lengths[round_.n_drafted] += 1
@@ -188,18 +163,18 @@ def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(
 
 def test_a_chain_that_prefers_some_draws_keeps_the_distribution() -> None:
     rng = np.random.default_rng(3)
-    sampler = Remembering(0.9)
+    sampler = Sampler(0.9)
     target = FakeTarget(n_vocab=4, logits_seed=5, order=1)
     model = ModelDrafter(
         FakeTarget(n_vocab=4, logits_seed=6, order=1),
-        sampling=OneSampling(Remembering(1.3), rng),
+        sampling=OneSampling(rng),
     )
     acceptance = RejectionAcceptance(sampler, rng)
     first = np.zeros(4)
     sources = Counter[str]()
     for _ in range(4 * N_TEXTS):
         # After token 2 the model's draft is worth more than the habit's if it drew a 0.
-        draft = ChainDrafter([Habitual()], model).propose(0, [2], Fixed(3), 3)
+        draft = proposed(ChainDrafter([Habitual()], model), 0, [2], Fixed(3), 3)
         sources[draft.source] += 1
         rows = np.array([target.logits_after([t]) for t in (2, *draft.tokens)])
         first[acceptance(draft, rows, [2], never).emitted[0]] += 1
@@ -214,7 +189,7 @@ def test_rejection_accepts_a_draft_that_is_the_target_itself() -> None:
     p = sampler.probabilities(logits[0])
     acceptance = RejectionAcceptance(sampler, rng)
     for _ in range(500):
-        draft = Draft((sample(p, rng),), (0.5,), "draft", Decision(1, ""), (), (p,))
+        draft = Draft((draw(p, rng),), (0.5,), "draft", Decision(1, ""), (), (p,))
         assert acceptance(draft, logits, [0], never).n_accepted == 1
 
 
@@ -236,9 +211,3 @@ def test_an_end_token_accepted_inside_a_draft_ends_the_emission() -> None:
         draft = Draft((2, 2), (0.9, 0.9), "draft", Decision(2, ""))
         verdict = acceptance(draft, logits, [0], lambda t: t == 2)
         assert (verdict.n_accepted, verdict.emitted) == (1, [2])
-
-
-def test_sampler_parameters_out_of_range_are_refused() -> None:
-    for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 1.5}, {"top_k": -1}):
-        with pytest.raises(SpecDecError, match="must be"):
-            Sampler(**bad)  # type: ignore[arg-type]

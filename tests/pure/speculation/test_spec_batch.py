@@ -1,25 +1,25 @@
-"""Several sequences at once, trees, joint decisions, synthetic acceptance and statistics."""
+"""Several sequences at once, joint decisions, synthetic acceptance and statistics."""
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from drafting_parts import (
+    generated,
+    member_of,
+    plain,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
-from specdec.decoding.accept import Greedy, MatchAcceptance
-from specdec.decoding.decode import decode
 from specdec.decoding.drafting import ChainDrafting
-from specdec.decoding.loop import DecodingLoop, Step
-from specdec.decoding.member import BatchMember
+from specdec.decoding.loop import BatchMember, DecodingLoop, Step
 from specdec.decoding.stats import SpecStats, reason_kind
-from specdec.decoding.tree import DraftTree, TreeDrafter, decode_tree
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.synthetic import (
     SyntheticAcceptance,
@@ -27,35 +27,14 @@ from specdec.drafters.synthetic import (
     check_rates,
     rates_of_length,
 )
-from specdec.errors import BadOption, SpecDecError
-from specdec.policies.fixed import Fixed
-from specdec.policies.joint import allocate, best_count, level
+from specdec.errors import BadOption
+from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
+from specdec.policies.value import allocate, best_count, level
 from specdec.types import Decision, Draft, Drafter, Policy, Round
 
 # Batches that cost almost nothing more, so that drafts are worth it.
 CHEAP = CostProfile(tuple(1.0 + 0.01 * n for n in range(32)), 0.01)
-
-
-def never(_: int) -> bool:
-    return False
-
-
-def plain(target: FakeTarget, prompt: list[int], n: int, end: int | None = None) -> list[int]:
-    text = list(prompt)
-    while len(text) < len(prompt) + n and len(text) <= target.n_ctx:
-        text.append(target.next_token(text))
-        if text[-1] == end:
-            break
-    return text
-
-
-def member_of(
-    sequence: int, prompt: list[int], n_predict: int, end: int | None = None
-) -> BatchMember:
-    greedy = Greedy()
-    accept = MatchAcceptance(greedy)
-    return BatchMember(sequence, list(prompt), greedy, accept, n_predict, lambda t: t == end)
 
 
 def steps(
@@ -82,7 +61,7 @@ def test_sequences_decoded_together_have_their_own_plain_texts(
     target = FakeTarget(n_vocab=16, seed=seed, recurrent=recurrent, n_ctx=60)
     draft = FakeTarget(n_vocab=16, seed=seed, agreement=agreement, recurrent=recurrent, n_ctx=50)
     prompts = [[s, s + 1, 3] * (1 + 4 * s) for s in range(len(lengths))]
-    members = [member_of(s, prompts[s], n, end) for s, n in enumerate(lengths)]
+    members = [member_of(s, prompts[s], n, end=end) for s, n in enumerate(lengths)]
     policy = Throughput(CHEAP, refresh=False)
     for step in steps(target, members, ModelDrafter(draft), policy):
         for member, _ in step.rounds:
@@ -132,201 +111,13 @@ def test_the_joint_choice_looks_past_a_bump() -> None:
     assert best_count([0.9], times, 1, 1.0) == 0
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    seed=st.integers(0, 200),
-    n=st.integers(0, 40),
-    agreement=st.floats(0, 1),
-    n_ctx=st.integers(6, 60),
-    end=st.integers(0, 40),
-)
-def test_a_tree_draft_gives_the_plain_text(
-    seed: int, n: int, agreement: float, n_ctx: int, end: int
-) -> None:
-    target = FakeTarget(n_vocab=16, seed=seed, n_ctx=n_ctx)
-    draft = FakeTarget(n_vocab=16, seed=seed, agreement=agreement, n_ctx=50, peak=0.4)
-    policy = Throughput(CHEAP, refresh=False)
-    text = [1, 2, 3]
-    for round_ in decode_tree(
-        target,
-        0,
-        text,
-        drafter=TreeDrafter(draft, policy, p_split=0.01),
-        policy=policy,
-        chooser=Greedy(),
-        n_predict=n,
-        is_end=lambda t: t == end,
-    ):
-        text = [*text, *round_.emitted]
-        assert target.tokens(0) == text[:-1]
-    assert text == plain(target, [1, 2, 3], n, end)
-
-
-def test_a_tree_accepts_what_one_branch_would_have_missed() -> None:
-    target = FakeTarget(n_vocab=8, logits_seed=1, order=2)
-    branching = _mean_length(target, n_branches=4)
-    single = _mean_length(FakeTarget(n_vocab=8, logits_seed=1, order=2), n_branches=1)
-    assert branching > single + 0.2
-
-
-def _mean_length(target: FakeTarget, n_branches: int) -> float:
-    class Noisy(FakeTarget):
-        def logits_after(self, tokens):  # type: ignore[no-untyped-def]
-            rng = np.random.default_rng(list(tokens[-2:]))
-            return super().logits_after(tokens) + rng.normal(0, 2.5, 8).astype(np.float32)
-
-    policy = Throughput(CHEAP, refresh=False)
-    drafter = TreeDrafter(
-        Noisy(n_vocab=8, logits_seed=1, order=2), policy, n_branches=n_branches, p_split=0.02
-    )
-    rounds = list(
-        decode_tree(
-            target,
-            0,
-            [1, 2],
-            drafter=drafter,
-            policy=policy,
-            chooser=Greedy(),
-            n_predict=300,
-            is_end=never,
-        )
-    )
-    return sum(len(r.emitted) for r in rounds) / len(rounds)
-
-
-def test_a_tree_whose_judging_fails_leaves_target_draft_and_policy_usable() -> None:
-    class Failing(Greedy):
-        n_left = 5
-
-        def choose(self, logits, history):  # type: ignore[no-untyped-def]
-            self.n_left -= 1
-            if not self.n_left:
-                raise KeyboardInterrupt
-            return super().choose(logits, history)
-
-    target = FakeTarget(seed=4)
-    policy = Throughput(CHEAP, refresh=False)
-    drafter = TreeDrafter(FakeTarget(seed=4, peak=0.4), policy)
-    text = [1, 2, 3]
-
-    def go_on(chooser: Greedy, n: int) -> None:
-        for round_ in decode_tree(
-            target,
-            0,
-            list(text),
-            drafter=drafter,
-            policy=policy,
-            chooser=chooser,
-            n_predict=n,
-            is_end=never,
-            n_cached=target.length(0),
-        ):
-            text.extend(round_.emitted)
-
-    with pytest.raises(KeyboardInterrupt):
-        go_on(Failing(), 40)
-    assert target.tokens(0) == text[:-1]
-    go_on(Greedy(), 40)
-    assert len(text) == 43
-    assert text == plain(target, [1, 2, 3], 40)
-
-
-def test_trees_that_do_not_pay_are_hardly_asked_for() -> None:
-    dear = CostProfile((1.0, 2.0, 3.0, 4.0, 5.0), draft_step_s=0.1)
-    policy = Throughput(dear, refresh=False)
-    draft = FakeTarget(seed=9)  # writes another text than the target
-    rounds = decode_tree(
-        FakeTarget(seed=4),
-        0,
-        [1, 2, 3],
-        drafter=TreeDrafter(draft, policy),
-        policy=policy,
-        chooser=Greedy(),
-        n_predict=600,
-        is_end=never,
-    )
-    idle = [r.draft.decision.reason for r in rounds if not r.draft.n_steps]
-    assert len(idle) > 500
-    assert any(reason.startswith("off: ") for reason in idle)
-
-
-def test_a_tree_counts_positions_by_depth_and_is_no_evidence_of_a_chain() -> None:
-    draft = Draft(
-        (7, 8, 9, 5), (0.6, 0.3, 0.9, 0.4), "tree", Decision(4, "tree"), parents=(-1, -1, 1, 2)
-    )
-    round_ = Round(draft, 2, (8, 9, 3), 0.0, 0.0)
-    assert round_.evidence == ()
-    stats = SpecStats()
-    stats.add(round_)
-    assert stats.acceptance_per_position == (1.0, 1.0, 0.0)
-    assert stats.n_drafted == 4
-
-
-def test_the_prompt_that_a_draft_has_to_read_is_no_draft_step() -> None:
-    class Slow(FakeTarget):
-        def extend(self, sequence, tokens, n_logits=None):  # type: ignore[no-untyped-def]
-            time.sleep(0.002 * len(tokens))
-            return super().extend(sequence, tokens, n_logits)
-
-    prompt = [1, 2, 3] * 20
-    policy = Throughput(CHEAP, refresh=False)
-    chain = decode(
-        FakeTarget(),
-        0,
-        prompt,
-        drafter=ModelDrafter(Slow()),
-        policy=Fixed(2),
-        chooser=Greedy(),
-        n_predict=3,
-        is_end=never,
-    )
-    tree = decode_tree(
-        FakeTarget(),
-        0,
-        prompt,
-        drafter=TreeDrafter(Slow(), policy),
-        policy=policy,
-        chooser=Greedy(),
-        n_predict=3,
-        is_end=never,
-    )
-    for first in (next(chain), next(tree)):
-        assert first.draft.catch_up_s > 0.1
-        assert first.draft_s < first.draft.catch_up_s / 2
-
-
-def test_recurrent_memory_is_refused_trees() -> None:
-    policy = Throughput(CHEAP)
-    with pytest.raises(SpecDecError, match="recurrent"):
-        TreeDrafter(FakeTarget(recurrent=True), policy)
-    with pytest.raises(SpecDecError, match="recurrent"):
-        decode_tree(
-            FakeTarget(recurrent=True),
-            0,
-            [1],
-            drafter=TreeDrafter(FakeTarget(), policy),
-            policy=policy,
-            chooser=Greedy(),
-            n_predict=1,
-            is_end=never,
-        )
-
-
 def test_synthetic_rates_are_met_whatever_the_models_say() -> None:
     rates = (0.9, 0.6, 0.2)
     acceptance = SyntheticAcceptance(rates, np.random.default_rng(1))
     stats = SpecStats()
     target = FakeTarget(n_ctx=20_000)
-    for round_ in decode(
-        target,
-        0,
-        [1, 2],
-        drafter=SyntheticDrafter(rates),
-        policy=Fixed(3),
-        chooser=Greedy(),
-        acceptance=acceptance,
-        n_predict=6000,
-        is_end=never,
+    for round_ in generated(
+        target, [1, 2], 6000, SyntheticDrafter(rates), Fixed(3), acceptance=acceptance
     ):
         stats.add(round_)
     assert stats.acceptance_per_position == pytest.approx(rates, abs=0.03)
@@ -348,16 +139,7 @@ def test_a_synthetic_length_is_the_mean_of_its_rates() -> None:
 def test_statistics_count_what_happened() -> None:
     stats = SpecStats()
     target, draft = FakeTarget(), FakeTarget(agreement=0.7)
-    for round_ in decode(
-        target,
-        0,
-        [1],
-        drafter=ModelDrafter(draft),
-        policy=Fixed(4),
-        chooser=Greedy(),
-        n_predict=200,
-        is_end=never,
-    ):
+    for round_ in generated(target, [1], 200, ModelDrafter(draft), Fixed(4)):
         stats.add(round_)
     assert stats.n_tokens == 200
     assert stats.n_accepted == stats.sources["draft"]
@@ -370,12 +152,6 @@ def test_statistics_count_what_happened() -> None:
 def test_reasons_are_grouped_without_their_numbers() -> None:
     assert reason_kind("P 0.12 against 0.5") == "P # against #"
     assert reason_kind("12 of 40 drafted") == "# of # drafted"
-
-
-def test_a_tree_that_lost_its_likeliest_child_knows_the_rank_of_the_next() -> None:
-    tree = DraftTree((7, 8, 9), (-1, -1, 1), (0.6, 0.3, 0.5), (0.2, 0.4, 0.3), (0, 1, 0))
-    assert tree.cut([1, 2]).ranks == (1, 0)
-    assert tree.cut([1, 2]).parents == (-1, 0)
 
 
 def played_together(

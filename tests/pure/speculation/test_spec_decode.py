@@ -2,69 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
+from drafting_parts import (
+    emitted,
+    generated,
+    plain,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
-from specdec.decoding.accept import Greedy
-from specdec.decoding.decode import decode, decode_alone
+from specdec.decoding.acceptance import Greedy
+from specdec.decoding.drafting import decode
 from specdec.drafters.model import ModelDrafter
-from specdec.drafters.none import NoDrafter
 from specdec.errors import SpecDecError
 from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
 from specdec.types import Round
 
 
-def never(_: int) -> bool:
-    return False
-
-
-def plain(target: FakeTarget, prompt: list[int], n: int, end: int | None = None) -> list[int]:
-    history = list(prompt)
-    while len(history) - len(prompt) < n and len(history) <= target.n_ctx:
-        history.append(target.next_token(history))
-        if history[-1] == end:
-            break
-    return history[len(prompt) :]
-
-
 def run(
     target: FakeTarget,
-    draft: FakeTarget | None,
+    draft: FakeTarget,
     prompt: list[int],
     n: int,
     *,
     block: int = 4,
     end: int | None = None,
 ) -> list[Round]:
-    drafter = ModelDrafter(draft) if draft is not None else NoDrafter()
-    rounds = decode(
-        target,
-        0,
-        prompt,
-        drafter=drafter,
-        policy=Fixed(block),
-        chooser=Greedy(),
-        n_predict=n,
-        is_end=lambda t: t == end,
-    )
-    history = list(prompt)
-    out = []
-    for round_ in rounds:
+    history, out = list(prompt), []
+    for round_ in generated(target, prompt, n, ModelDrafter(draft), Fixed(block), end=end):
         history += round_.emitted
         assert target.tokens(0) == history[:-1]
         out.append(round_)
     return out
-
-
-def emitted(rounds: list[Round]) -> list[int]:
-    return list(itertools.chain.from_iterable(r.emitted for r in rounds))
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,7 +68,7 @@ def test_the_text_is_that_of_decoding_without_a_draft(
         n_vocab=16, seed=seed, agreement=agreement, recurrent=draft_recurrent, n_ctx=draft_ctx
     )
     rounds = run(target, draft, [1, 2, 3], n, block=block, end=5)
-    assert emitted(rounds) == plain(target, [1, 2, 3], n, end=5)
+    assert [1, 2, 3] + emitted(rounds) == plain(target, [1, 2, 3], n, end=5)
     for round_ in rounds[:-1]:
         assert round_.end == ""
     if n:
@@ -120,7 +93,7 @@ def test_decoding_alone_is_decoding_with_a_drafter_that_has_nothing(
             target.extend(0, [1, 2, 3][:n_cached])
         asked = {"n_predict": n, "is_end": lambda t: t == end, "n_cached": n_cached}
         if alone:
-            rounds = list(decode_alone(target, 0, [1, 2, 3], chooser=Greedy(), **asked))
+            rounds = list(decode(target, 0, [1, 2, 3], chooser=Greedy(), **asked))
         else:
             rounds = list(
                 decode(
@@ -135,18 +108,18 @@ def test_decoding_alone_is_decoding_with_a_drafter_that_has_nothing(
             )
         found.append(([(r.emitted, r.end) for r in rounds], target.tokens(0), target.calls))
     assert found[0] == found[1]
-    assert emitted(rounds) == plain(target, [1, 2, 3], n, end=end)
+    assert [1, 2, 3] + emitted(rounds) == plain(target, [1, 2, 3], n, end=end)
 
 
 @pytest.mark.parametrize("n_rs_seq", [0, 2])
-def test_a_decode_alone_that_fails_is_undone(n_rs_seq: int) -> None:
+def test_a_decode_that_fails_is_undone(n_rs_seq: int) -> None:
     class Failing(Greedy):
         def choose(self, logits: object, history: object) -> int:
             raise KeyboardInterrupt
 
     for recurrent in (False, True):
         target = FakeTarget(recurrent=recurrent, n_rs_seq=n_rs_seq)
-        rounds = decode_alone(target, 0, [1, 2, 3], chooser=Failing(), n_predict=4, is_end=never)
+        rounds = generated(target, [1, 2, 3], 4, chooser=Failing())
         with pytest.raises(KeyboardInterrupt):
             next(rounds)
         assert target.tokens(0) == ([1, 2, 3] if recurrent else [1, 2])
@@ -165,19 +138,8 @@ def test_a_drafter_is_not_asked_again_while_its_decision_holds() -> None:
     target = FakeTarget(n_ctx=3000)
     dear = CostProfile((1.0, 2.0, 3.0, 4.0), draft_step_s=0.5)
     drafter = Counting(FakeTarget(seed=9, n_ctx=3000))
-    rounds = list(
-        decode(
-            target,
-            0,
-            [1, 2, 3],
-            drafter=drafter,
-            policy=Throughput(dear, refresh=False),
-            chooser=Greedy(),
-            n_predict=2000,
-            is_end=never,
-        )
-    )
-    assert emitted(rounds) == plain(target, [1, 2, 3], 2000)
+    rounds = list(generated(target, [1, 2, 3], 2000, drafter, Throughput(dear, refresh=False)))
+    assert [1, 2, 3] + emitted(rounds) == plain(target, [1, 2, 3], 2000)
     probes = [i for i, r in enumerate(rounds) if r.draft.n_steps]
     gaps = [b - a for a, b in zip(probes, probes[1:], strict=False)]
     assert len(probes) < drafter.n_asked < 200
@@ -195,7 +157,7 @@ def test_n_predict_inside_a_draft_ends_exactly_there() -> None:
 
 def test_an_end_token_inside_a_draft_ends_the_text_and_the_memory() -> None:
     target, draft = FakeTarget(n_vocab=512), FakeTarget(n_vocab=512)
-    text = plain(target, [1], 10)
+    text = plain(target, [1], 10)[1:]
     end = text[2]
     rounds = run(target, draft, [1], 10, block=8, end=end)
     assert emitted(rounds) == text[:3]
@@ -214,23 +176,14 @@ def test_the_target_fills_its_context_and_stops() -> None:
 def test_a_full_draft_context_is_said_and_the_target_goes_on() -> None:
     target, draft = FakeTarget(), FakeTarget(n_ctx=6)
     rounds = run(target, draft, [1, 2, 3], 20, block=4)
-    assert emitted(rounds) == plain(target, [1, 2, 3], 20)
+    assert [1, 2, 3] + emitted(rounds) == plain(target, [1, 2, 3], 20)
     assert rounds[-1].draft.decision.reason == "the draft's context is full"
 
 
 def test_the_draft_never_evaluates_an_accepted_token_twice() -> None:
     target, draft = FakeTarget(), FakeTarget()
     drafter = ModelDrafter(draft)
-    rounds = decode(
-        target,
-        0,
-        list(range(20)),
-        drafter=drafter,
-        policy=Fixed(4),
-        chooser=Greedy(),
-        n_predict=50,
-        is_end=never,
-    )
+    rounds = generated(target, list(range(20)), 50, drafter, Fixed(4))
     n_text = 20 + sum(len(r.emitted) for r in rounds)
     assert drafter.n_rows <= n_text
 
@@ -239,16 +192,7 @@ def test_a_rejected_draft_is_rolled_back_in_the_draft_too() -> None:
     target, draft = FakeTarget(seed=3), FakeTarget(seed=3, agreement=0.5)
     drafter = ModelDrafter(draft)
     history = [1, 2]
-    for round_ in decode(
-        target,
-        0,
-        history,
-        drafter=drafter,
-        policy=Fixed(5),
-        chooser=Greedy(),
-        n_predict=60,
-        is_end=never,
-    ):
+    for round_ in generated(target, history, 60, drafter, Fixed(5)):
         fed = draft.tokens(0)[: len(history)]
         assert fed == history  # what the draft saw of the accepted text is the text
         history = [*history, *round_.emitted]
@@ -258,21 +202,11 @@ def test_closing_leaves_a_sequence_to_go_on_from() -> None:
     target, draft = FakeTarget(), FakeTarget(agreement=0.6)
     drafter = ModelDrafter(draft)
     prompt = [4, 5, 6]
-    whole = plain(target, prompt, 40)
+    whole = plain(target, prompt, 40)[len(prompt) :]
     text: list[int] = []
     for _ in range(6):  # six generations cut off after one round each
         history = prompt + text
-        rounds = decode(
-            target,
-            0,
-            history,
-            drafter=drafter,
-            policy=Fixed(3),
-            chooser=Greedy(),
-            n_predict=40,
-            is_end=never,
-            n_cached=target.length(0),
-        )
+        rounds = generated(target, history, 40, drafter, Fixed(3), n_cached=target.length(0))
         text += next(iter(rounds)).emitted
         rounds.close()  # type: ignore[attr-defined]
         assert target.length(0) == len(prompt) + len(text) - 1
@@ -284,18 +218,9 @@ def test_another_prompt_in_the_same_sequence_is_drafted_from_its_own_text() -> N
     drafter = ModelDrafter(draft)
     for prompt in ([1, 2, 3, 4], [1, 2, 9, 9, 9], [7]):
         target = FakeTarget()
-        rounds = decode(
-            target,
-            0,
-            prompt,
-            drafter=drafter,
-            policy=Fixed(4),
-            chooser=Greedy(),
-            n_predict=20,
-            is_end=never,
-        )
+        rounds = generated(target, prompt, 20, drafter, Fixed(4))
         done = list(rounds)
-        assert emitted(done) == plain(target, prompt, 20)
+        assert prompt + emitted(done) == plain(target, prompt, 20)
         assert all(r.n_accepted == r.n_drafted for r in done)
 
 
@@ -309,16 +234,7 @@ def test_an_error_of_the_target_leaves_the_round_undone() -> None:
             return super().logits_after(tokens)  # type: ignore[arg-type]
 
     target = Failing()
-    rounds = decode(
-        target,
-        0,
-        [1, 2],
-        drafter=ModelDrafter(FakeTarget()),
-        policy=Fixed(4),
-        chooser=Greedy(),
-        n_predict=40,
-        is_end=never,
-    )
+    rounds = generated(target, [1, 2], 40, ModelDrafter(FakeTarget()), Fixed(4))
     next(iter(rounds))
     held = target.tokens(0)
     target.fail = True
@@ -337,17 +253,7 @@ def test_a_prompt_that_does_not_fit_the_memory_is_refused() -> None:
     }
     for message, (prompt, n_cached) in kinds.items():
         with pytest.raises(SpecDecError, match=message):
-            decode(
-                target,
-                0,
-                prompt,
-                drafter=NoDrafter(),
-                policy=Fixed(0),
-                chooser=Greedy(),
-                n_predict=4,
-                is_end=never,
-                n_cached=n_cached,
-            )
+            generated(target, prompt, 4, None, Fixed(0), n_cached=n_cached)
 
 
 def test_snapshots_spare_a_recurrent_target_checkpoints_and_replays() -> None:
@@ -376,16 +282,7 @@ def test_a_round_that_fails_leaves_a_recurrent_target_with_history_only(n_rs_seq
 
     target = FakeTarget(recurrent=True, n_rs_seq=n_rs_seq)
     prompt = [1, 2, 3]
-    rounds = decode(
-        target,
-        0,
-        prompt,
-        drafter=ModelDrafter(FakeTarget()),
-        policy=Fixed(4),
-        chooser=Failing(),
-        n_predict=9,
-        is_end=never,
-    )
+    rounds = generated(target, prompt, 9, ModelDrafter(FakeTarget()), Fixed(4), chooser=Failing())
     with pytest.raises(KeyboardInterrupt):
         next(rounds)
     held = target.tokens(0)

@@ -7,27 +7,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from drafting_parts import Proposes, generated, proposed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.simulation.fake import FakeTarget
 from specdec.costs.profile_io import published_curves
-from specdec.decoding.accept import Greedy
-from specdec.decoding.decode import decode
 from specdec.drafters.chain import ChainDrafter
-from specdec.drafters.lookup import LookupCache, NgramCache
 from specdec.drafters.model import ModelDrafter
-from specdec.drafters.ngram_map import NgramMapK, NgramMapK4V
-from specdec.drafters.ngram_mod import NgramMod
-from specdec.drafters.ngram_simple import NgramSimple
-from specdec.drafters.per_sequence import PerSequence
+from specdec.drafters.ngram_cache import LookupCache, NgramCache
+from specdec.drafters.ngrams import NgramMapK, NgramMapK4V, NgramMod, NgramSimple, PerSequence
 from specdec.drafters.suffix import SuffixAutomaton, SuffixDrafter
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
 from specdec.errors import BadOption
-from specdec.policies.rules import Fixed
-from specdec.policies.rules import PMin
+from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
-from specdec.types import Decision, Draft, Drafter, Policy, Round
+from specdec.types import Draft, Drafter, Policy, Round
 
 PROFILE = published_curves()["deepseek-r1-0528-q4_x"]
 POLICIES: dict[str, Callable[[], Policy]] = {
@@ -82,18 +77,7 @@ def test_the_text_is_the_plain_text(
     expected = list(prompt)
     for _ in range(n):
         expected.append(target.next_token(expected))
-    rounds = list(
-        decode(
-            target,
-            0,
-            prompt,
-            drafter=DRAFTERS[drafter](seed),
-            policy=POLICIES[policy](),
-            chooser=Greedy(),
-            n_predict=n,
-            is_end=lambda _: False,
-        )
-    )
+    rounds = list(generated(target, prompt, n, DRAFTERS[drafter](seed), POLICIES[policy]()))
     assert text_of(rounds) == expected[len(prompt) :]
     assert target.tokens(0) == expected[:-1]
     for r in rounds:
@@ -115,7 +99,7 @@ REPEATING = [5, 1, 2, 3, 4, 9, 8, 1, 2, 3, 4, 9, 7, 1, 2, 3]
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_a_repetition_is_continued(drafter: Drafter, tokens: tuple[int, ...]) -> None:
-    assert drafter.propose(0, REPEATING, Fixed(4), 4).tokens == tokens
+    assert proposed(drafter, 0, REPEATING, Fixed(4), 4).tokens == tokens
 
 
 # ngram-map-k is left out: its counts depend on when it is asked.
@@ -127,8 +111,8 @@ def test_a_draft_less_drafter_follows_a_growing_text_as_it_would_the_whole(name:
     text = [(i * i + i // 3) % 7 for i in range(60)]
     for n in range(5, 60):
         whole = DRAFTERS[name](0)
-        assert growing.propose(0, text[:n], Fixed(6), 6).tokens == (
-            whole.propose(0, text[:n], Fixed(6), 6).tokens
+        assert proposed(growing, 0, text[:n], Fixed(6), 6).tokens == (
+            proposed(whole, 0, text[:n], Fixed(6), 6).tokens
         )
 
 
@@ -140,34 +124,34 @@ def judged(draft: Draft, n_accepted: int) -> Round:
 def test_map_k_shortens_after_rejection_and_recovers() -> None:
     drafter = NgramMapK(2, 8)
     history = [0, *([1, 2, 3, 4, 5, 6, 7, 8] * 3), 1, 2]
-    first = drafter.propose(0, history, Fixed(8), 8)
+    first = proposed(drafter, 0, history, Fixed(8), 8)
     drafter.learn(0, judged(first, 2))
-    second = drafter.propose(0, history, Fixed(8), 8)
+    second = proposed(drafter, 0, history, Fixed(8), 8)
     assert (len(first.tokens), len(second.tokens)) == (8, 2)
     drafter.learn(0, judged(second, 2))
-    assert len(drafter.propose(0, history, Fixed(8), 8).tokens) == 4
+    assert len(proposed(drafter, 0, history, Fixed(8), 8).tokens) == 4
 
 
 def test_map_k4v_drafts_only_a_dominant_continuation() -> None:
     often = [9, *([1, 2, 3, 4] * 4), 1, 2]
     split = [9, 1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 3, 4, 1, 2, 5, 6, 1, 2]
-    assert NgramMapK4V(2, 2, 2).propose(0, often, Fixed(4), 4).tokens == (3, 4)
-    assert NgramMapK4V(2, 2, 2).propose(0, split, Fixed(4), 4).tokens == ()
+    assert proposed(NgramMapK4V(2, 2, 2), 0, often, Fixed(4), 4).tokens == (3, 4)
+    assert proposed(NgramMapK4V(2, 2, 2), 0, split, Fixed(4), 4).tokens == ()
 
 
 def test_mod_is_shared_by_sequences_and_reset_by_poor_drafts() -> None:
     drafter = NgramMod(3, 1, 4, 1 << 12)
-    drafter.propose(0, [1, 2, 3, 4, 5, 6], Fixed(4), 4)
-    draft = drafter.propose(1, [7, 1, 2, 3], Fixed(4), 4)
+    proposed(drafter, 0, [1, 2, 3, 4, 5, 6], Fixed(4), 4)
+    draft = proposed(drafter, 1, [7, 1, 2, 3], Fixed(4), 4)
     assert draft.tokens == (4, 5, 6)
     for _ in range(5):
         drafter.learn(1, judged(draft, 0))
-    assert drafter.propose(1, [7, 1, 2, 3], Fixed(4), 4).tokens == ()
+    assert proposed(drafter, 1, [7, 1, 2, 3], Fixed(4), 4).tokens == ()
 
 
 def test_mod_drops_a_draft_shorter_than_its_minimum() -> None:
     history = [1, 2, 3, 4, 9, 1, 2, 3]
-    assert NgramMod(3, 3, 8, 1 << 12).propose(0, history, Fixed(8), 8).tokens == (
+    assert proposed(NgramMod(3, 3, 8, 1 << 12), 0, history, Fixed(8), 8).tokens == (
         4,
         9,
         1,
@@ -177,13 +161,13 @@ def test_mod_drops_a_draft_shorter_than_its_minimum() -> None:
         9,
         1,
     )
-    assert NgramMod(3, 3, 8, 1 << 12).propose(0, [1, 2, 3, 4, 1, 2, 3], Fixed(8), 2).tokens == (
+    assert proposed(NgramMod(3, 3, 8, 1 << 12), 0, [1, 2, 3, 4, 1, 2, 3], Fixed(8), 2).tokens == (
         4,
         1,
     )
     drafter = NgramMod(3, 5, 8, 1 << 12)
-    drafter.propose(0, [1, 2, 3, 4, 5], Fixed(8), 8)
-    assert drafter.propose(1, [7, 1, 2, 3], Fixed(8), 8).tokens == ()
+    proposed(drafter, 0, [1, 2, 3, 4, 5], Fixed(8), 8)
+    assert proposed(drafter, 1, [7, 1, 2, 3], Fixed(8), 8).tokens == ()
 
 
 @given(text=st.lists(st.integers(0, 3), min_size=1, max_size=60))
@@ -208,7 +192,7 @@ def test_the_automaton_finds_the_longest_repeated_suffix(text: list[int]) -> Non
 
 def test_a_corpus_is_drafted_from_but_not_across_its_texts() -> None:
     drafter = SuffixDrafter(8, 2, corpus=[[1, 2, 3, 4, 5], [6, 7, 8]])
-    assert drafter.propose(0, [9, 2, 3], Fixed(8), 8).tokens == (4, 5)
+    assert proposed(drafter, 0, [9, 2, 3], Fixed(8), 8).tokens == (4, 5)
 
 
 def test_the_lookup_cache_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -218,7 +202,7 @@ def test_the_lookup_cache_is_saved_and_loaded(tmp_path: Path) -> None:
     again = LookupCache.load(tmp_path / "cache.bin")
     assert again.counts == cache.counts
     drafter = NgramCache(4, static=again)
-    assert drafter.propose(0, [7, 1, 2], Fixed(2), 2).tokens[0] == 3
+    assert proposed(drafter, 0, [7, 1, 2], Fixed(2), 2).tokens[0] == 3
 
 
 def test_a_damaged_lookup_cache_is_refused(tmp_path: Path) -> None:
@@ -246,8 +230,8 @@ def test_the_lookup_cache_counts_a_conversation_once_whatever_its_turns() -> Non
     for turn in range(5):
         history += [1, 2, 3, 4, 90 + turn]
         drafter.forget(0)
-        drafter.propose(0, history, Fixed(2), 2)
-        drafter.propose(0, [*history, 7], Fixed(2), 2)
+        proposed(drafter, 0, history, Fixed(2), 2)
+        proposed(drafter, 0, [*history, 7], Fixed(2), 2)
         history.append(7)
     assert drafter.dynamic.counts[1, 2, 3] == {4: 5}
     once = LookupCache()
@@ -256,8 +240,8 @@ def test_the_lookup_cache_counts_a_conversation_once_whatever_its_turns() -> Non
     # A conversation that was edited is looked up as it is now.
     drafter.forget(0)
     edited = [*history[:6], 50, 51, 52, 50, 51]
-    fresh = NgramCache(4).propose(0, edited, Fixed(2), 2).tokens
-    assert drafter.propose(0, edited, Fixed(2), 2).tokens == fresh
+    fresh = proposed(NgramCache(4), 0, edited, Fixed(2), 2).tokens
+    assert proposed(drafter, 0, edited, Fixed(2), 2).tokens == fresh
 
 
 INDEXING: dict[str, Callable[[], Drafter]] = {
@@ -282,14 +266,14 @@ def test_turns_are_drafted_like_one_long_text(name: str, turns: list[list[int]],
     for turn in turns:
         history += turn
         kept.forget(0)
-        kept.propose(0, history, Fixed(4), 4)
-    proposed = kept.propose(0, history, Fixed(4), 4).tokens
-    assert proposed == INDEXING[name]().propose(0, history, Fixed(4), 4).tokens
+        proposed(kept, 0, history, Fixed(4), 4)
+    found = proposed(kept, 0, history, Fixed(4), 4).tokens
+    assert found == proposed(INDEXING[name](), 0, history, Fixed(4), 4).tokens
     edited = [*history[:cut], 2, *history[cut:]]
     kept.forget(0)
-    proposed = kept.propose(0, edited, Fixed(4), 4).tokens
+    found = proposed(kept, 0, edited, Fixed(4), 4).tokens
     if name != "ngram-mod":  # whose table holds all texts on purpose
-        assert proposed == INDEXING[name]().propose(0, edited, Fixed(4), 4).tokens
+        assert found == proposed(INDEXING[name](), 0, edited, Fixed(4), 4).tokens
 
 
 def test_a_turn_indexes_only_what_is_new_until_the_history_is_another() -> None:
@@ -309,38 +293,15 @@ def test_a_turn_indexes_only_what_is_new_until_the_history_is_another() -> None:
     assert kept.get(0) is None
 
 
-class Proposes:
-    """A drafter of a fixed proposal, for the chain."""
-
-    def __init__(self, name: str, tokens: Sequence[int], p: float) -> None:
-        self.name, self._tokens, self._p = name, tuple(tokens), p
-        self.n_asked = 0
-
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        self.n_asked += 1
-        walk = policy.begin(min(limit, len(self._tokens)), self.name)
-        for _ in self._tokens:
-            if not walk.feed(self._p):
-                break
-        n = walk.n_best
-        return Draft(self._tokens[:n], (self._p,) * n, self.name, Decision(n, walk.reason))
-
-    def learn(self, sequence: int, round_: Round) -> None:
-        pass
-
-    def forget(self, sequence: int) -> None:
-        pass
-
-
 def test_the_chain_takes_the_most_valuable_and_not_the_first() -> None:
     weak, strong = Proposes("a", [1, 1, 1], 0.3), Proposes("b", [2, 2], 0.9)
-    assert ChainDrafter([weak, strong]).propose(0, [0], Fixed(3), 3).source == "b"
+    assert proposed(ChainDrafter([weak, strong]), 0, [0], Fixed(3), 3).source == "b"
 
 
 def test_the_chain_spares_the_model_while_a_free_draft_is_better() -> None:
     free, paid = Proposes("a", [1, 1, 1], 0.9), Proposes("draft", [2, 2, 2], 0.5)
     chain = ChainDrafter([free], paid)
-    sources = [chain.propose(0, [0], Fixed(3), 3).source for _ in range(33)]
+    sources = [proposed(chain, 0, [0], Fixed(3), 3).source for _ in range(33)]
     assert set(sources) == {"a"}
     assert 2 <= paid.n_asked <= 4
 
@@ -358,10 +319,10 @@ def test_translation_reads_text_and_applies_the_pairs() -> None:
 
     inner = Proposes("draft", [ord("o"), 1000, ord("k")], 0.5)
     drafter = TranslatedDrafter(inner, target, Vocabulary(tokenize, detokenize), [("#", "<end>")])
-    draft = drafter.propose(0, [ord("a"), ord("#")], Fixed(3), 3)
+    draft = proposed(drafter, 0, [ord("a"), ord("#")], Fixed(3), 3)
     assert draft.tokens == (ord("o"), ord("#"), ord("k"))
     assert len(draft.probs) == 3
-    short = drafter.propose(0, [ord("a"), ord("#"), ord("b")], Fixed(3), 2)
+    short = proposed(drafter, 0, [ord("a"), ord("#"), ord("b")], Fixed(3), 2)
     assert len(short.tokens) == 2
 
 
@@ -395,16 +356,16 @@ def test_a_dynamic_cache_forgets_what_is_rare_first() -> None:
 
 def test_without_a_file_nothing_is_kept_of_earlier_conversations() -> None:
     drafter = NgramCache()
-    drafter.propose(0, [1, 2, 3, 4, 1, 2, 3], Fixed(2), 2)
+    proposed(drafter, 0, [1, 2, 3, 4, 1, 2, 3], Fixed(2), 2)
     drafter.forget(0)
     assert drafter.dynamic is None
-    assert drafter.propose(0, [9, 1, 2, 3], Fixed(2), 2).tokens == ()
+    assert proposed(drafter, 0, [9, 1, 2, 3], Fixed(2), 2).tokens == ()
 
 
 def test_a_translated_history_that_was_edited_is_read_anew() -> None:
     drafter = TranslatedDrafter(SuffixDrafter(), words(0), words(3))
     first = [1, 2, 3, 4, 5, 1, 2]
-    assert drafter.propose(0, first, Fixed(2), 2).tokens == (3, 4)
+    assert proposed(drafter, 0, first, Fixed(2), 2).tokens == (3, 4)
     drafter.forget(0)
     edited = [1, 2, 7, 8, 5, 1, 2]
-    assert drafter.propose(0, edited, Fixed(2), 2).tokens == (7, 8)
+    assert proposed(drafter, 0, edited, Fixed(2), 2).tokens == (7, 8)

@@ -7,19 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drafting_parts import (
+    proposed,
+)
 
 from lab.simulation.fake import FakeTarget
 from specdec.build import build_acceptance, build_drafter, build_policy
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import published_curves
-from specdec.decoding.accept import Greedy, MatchAcceptance
+from specdec.decoding.acceptance import Greedy, MatchAcceptance
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
-from specdec.drafters.none import NoDrafter
 from specdec.drafters.synthetic import SyntheticAcceptance
 from specdec.errors import BadOption
 from specdec.options import DrafterName, PolicyName, SpecOptions
-from specdec.policies.fixed import Fixed
+from specdec.policies.rules import Fixed
 
 PROFILE = published_curves()["deepseek-r1-0528-q4_x"]
 SYNTHETIC = SpecOptions(drafters=(DrafterName.SYNTHETIC,))
@@ -67,16 +69,15 @@ def test_every_drafter_is_built_and_drafts_a_repetition(name: DrafterName) -> No
     drafter = build_drafter(sizes)
     assert drafter.name == name
     history = [0, *([1, 2, 3, 4, 5] * 5), 1, 2, 3]
-    assert drafter.propose(0, history, Fixed(2), 2).tokens == (4, 5)
+    assert proposed(drafter, 0, history, Fixed(2), 2).tokens == (4, 5)
 
 
-def test_several_drafters_make_a_chain_and_none_makes_none() -> None:
+def test_several_drafters_make_a_chain() -> None:
     model = ModelDrafter(FakeTarget())
     both = SpecOptions(drafters=(DrafterName.NGRAM_MOD, DrafterName.DRAFT))
     assert isinstance(build_drafter(both, model), ChainDrafter)
     assert build_drafter(DRAFT, model) is model
     for nothing in ((), (DrafterName.NONE,)):
-        assert isinstance(build_drafter(SpecOptions(drafters=nothing)), NoDrafter)
         assert not SpecOptions(drafters=nothing).is_on
     with pytest.raises(BadOption, match="needs a draft model"):
         build_drafter(DRAFT)
@@ -87,7 +88,7 @@ def test_a_corpus_is_read_and_a_missing_one_refused(tmp_path: Path) -> None:
     path.write_text("abcdef")
     suffix = SpecOptions(drafters=(DrafterName.SUFFIX,), suffix_corpus=path)
     drafter = build_drafter(suffix, tokenize=lambda t: [ord(c) for c in t])
-    assert drafter.propose(0, [1, ord("b"), ord("c")], Fixed(2), 2).tokens == (ord("d"), ord("e"))
+    assert proposed(drafter, 0, [1, ord("b"), ord("c")], Fixed(2), 2).tokens == (ord("d"), ord("e"))
     path.unlink()
     with pytest.raises(BadOption, match="cannot be read"):
         build_drafter(suffix, tokenize=lambda t: [1])

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from drafting_parts import Proposes, proposed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,42 +22,17 @@ from lab.simulation.simulate import (
 )
 from specdec.costs.profile import CostProfile
 from specdec.drafters.chain import ChainDrafter
-from specdec.drafters.offer import offer
 from specdec.errors import SpecDecError
-from specdec.policies.fixed import Fixed
+from specdec.policies.rules import Fixed
 from specdec.policies.throughput import Throughput
-from specdec.types import Decision, Draft, Policy, Round
+from specdec.types import Decision, Draft, Round
 from specoffload import report
 from specoffload.speculation.round_trace import RoundTrace
 
 
-class Proposes:
-    """A drafter of fixed tokens; `step` decodes each."""
-
-    def __init__(self, name: str, tokens: Sequence[int], p: float, step: int) -> None:
-        self.name, self._tokens, self._p, self._step = name, tuple(tokens), p, step
-
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        walk = policy.begin(min(limit, len(self._tokens)), self.name)
-        fed, wants = 0, walk.wants
-        while wants and fed < len(self._tokens):
-            wants = walk.feed(self._p)
-            fed += 1
-        n = walk.n_best
-        tokens, probs = self._tokens[:n], (self._p,) * n
-        draft = Draft(tokens, probs, self.name, Decision(n, ""), n_steps=fed * self._step)
-        return replace(draft, catch_up_s=0.25 * self._step)
-
-    def learn(self, sequence: int, round_: Round) -> None:
-        pass
-
-    def forget(self, sequence: int) -> None:
-        pass
-
-
 def test_steps_of_a_model_that_lost_to_a_free_drafter_are_charged_to_the_round() -> None:
     chain = ChainDrafter([Proposes("a", [1, 1, 1], 0.9, 0)], Proposes("draft", [2, 2], 0.2, 1))
-    draft = chain.propose(0, [0], Fixed(3), 3)
+    draft = proposed(chain, 0, [0], Fixed(3), 3)
     assert (draft.source, draft.tokens) == ("a", (1, 1, 1))
     assert draft.n_steps == 2
     assert draft.catch_up_s == 0.25
@@ -64,14 +40,14 @@ def test_steps_of_a_model_that_lost_to_a_free_drafter_are_charged_to_the_round()
 
 def test_a_model_that_wins_is_charged_its_own_steps_only() -> None:
     chain = ChainDrafter([Proposes("a", [1], 0.2, 0)], Proposes("draft", [2, 2], 0.9, 1))
-    draft = chain.propose(0, [0], Fixed(3), 3)
+    draft = proposed(chain, 0, [0], Fixed(3), 3)
     assert (draft.source, draft.n_steps) == ("draft", 2)
 
 
 def test_a_free_draft_taken_without_asking_the_model_is_charged_nothing() -> None:
     chain = ChainDrafter([Proposes("a", [1, 1], 0.9, 0)], Proposes("draft", [2], 0.2, 1))
-    chain.propose(0, [0], Fixed(3), 3)
-    assert chain.propose(0, [0], Fixed(3), 3).n_steps == 0
+    proposed(chain, 0, [0], Fixed(3), 3)
+    assert proposed(chain, 0, [0], Fixed(3), 3).n_steps == 0
 
 
 def test_charged_steps_lower_the_policys_rate() -> None:
@@ -98,7 +74,7 @@ def recorded(tmp_path: Path, rounds: Sequence[Round]) -> DraftTrace:
 def a_round(probs: Sequence[float], n_accepted: int) -> Round:
     n = len(probs)
     draft = Draft((1,) * n, tuple(probs), "draft", Decision(n, ""), n_steps=n)
-    return Round(draft, n_accepted, (1,) * (n_accepted + 1), 0.0, 1.0)
+    return Round(draft, n_accepted, (*[1] * n_accepted, 0), 0.0, 1.0)
 
 
 def test_a_recorded_trace_has_every_token_and_knows_which_nobody_drafted(tmp_path: Path) -> None:
@@ -194,24 +170,17 @@ def test_no_fixed_block_beats_the_best_one_in_hindsight_on_one_segment(
     assert fixed_oracle(parts, profile, 11).n_tokens == len(tokens)  # also segments of one token
 
 
-class Offers(Proposes):
-    """As the drafters by n-grams: what the policy leaves is kept as dropped."""
-
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        return offer(self.name, self._tokens, [self._p] * len(self._tokens), policy, limit)
-
-
 @pytest.mark.parametrize("paid", [False, True])
 def test_a_drafter_that_was_poor_once_is_chosen_again_when_it_is_good(paid: bool) -> None:
     """Its unchosen proposals are compared with the text, whoever is chosen."""
-    good, poor = Offers("a", [1] * 4, 0.9, 0), Offers("b", [2] * 4, 0.9, 0)
+    good, poor = Proposes("a", [1] * 4, 0.9, 0), Proposes("b", [2] * 4, 0.9, 0)
     chain = ChainDrafter([good], poor) if paid else ChainDrafter([good, poor])
     policy = Throughput(CostProfile(tuple(1.0 + 0.2 * n for n in range(8)), 0.01), refresh=False)
     for _ in range(300):
         policy.calibration.observe("a", 0.9, False)
     chosen = []
     for _ in range(600):
-        draft = chain.propose(0, [0], policy, 6)
+        draft = proposed(chain, 0, [0], policy, 6)
         n = len(draft.tokens) if draft.source == "a" else 0
         policy.learn(Round(draft, n, (1,) * (n + 1), 0.0, 1.0))
         chosen.append(draft.source == "a" and n > 0)
@@ -225,7 +194,7 @@ def test_a_chain_does_not_ask_a_model_whose_steps_cost_more_than_they_bring() ->
     policy = Throughput(CostProfile(tuple(1.0 + 0.02 * n for n in range(9)), 0.5), refresh=False)
     n_asked = 0
     for _ in range(400):
-        draft = chain.propose(0, [0], policy, 8)
+        draft = proposed(chain, 0, [0], policy, 8)
         n_asked += draft.n_steps > 0
         n = len(draft.tokens)
         policy.learn(Round(draft, n, (1,) * (n + 1), 0.5 * draft.n_steps, 1.0 + 0.02 * n))

@@ -26,10 +26,7 @@ from lab.simulation.simulate import (
 from specdec.costs.profile import CostProfile
 from specdec.costs.profile_io import published_curves
 from specdec.errors import SpecDecError
-from specdec.policies.bandit import Bandit
-from specdec.policies.fixed import Fixed
-from specdec.policies.p_min import PMin
-from specdec.policies.published import Costs, PMins, Ratio, Rational, Speed
+from specdec.policies.rules import Fixed, PMin
 from specdec.policies.throughput import Throughput
 from specdec.types import Policy
 

@@ -21,8 +21,8 @@ from lab.simulation.stress import (
 from specdec.costs.calibration import Calibration
 from specdec.costs.profile import CostProfile
 from specdec.policies import throughput
-from specdec.policies.horizon import CENTRES, N_CENTRES, drafting_on, moved
 from specdec.policies.throughput import Throughput
+from specdec.policies.value import CENTRES, N_CENTRES, drafting_on, moved
 
 
 def test_stress_cases_are_the_same_for_the_same_seed() -> None:

@@ -1,0 +1,123 @@
+"""Parts of tests that draft: drafters, samplers, members of a loop, and texts to compare with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lab.simulation.fake import FakeTarget
+from specdec.decoding.acceptance import Acceptance, Greedy, MatchAcceptance
+from specdec.decoding.drafting import decode
+from specdec.decoding.loop import NO_DRAFT, BatchMember
+from specdec.drafters.ngrams import HistoryDrafter
+from specdec.types import Chooser, Draft, Drafter, DraftRequest, Policy, Round, Target
+
+
+def never(_: int) -> bool:
+    return False
+
+
+def proposed(
+    drafter: Drafter, sequence: int, history: Sequence[int], policy: Policy, limit: int
+) -> Draft:
+    return drafter.propose([DraftRequest(sequence, history, policy, limit)])[0]
+
+
+class OwnDraws:
+    """Each sequence draws from numbers of its own, at a temperature of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._rngs = [np.random.default_rng((seed, s)) for s in range(8)]
+
+    def temperature(self, sequence: int) -> float:
+        return 0.4 + 0.3 * sequence
+
+    def rng(self, sequence: int) -> np.random.Generator:
+        return self._rngs[sequence]
+
+
+class Silent(HistoryDrafter):
+    """A drafter that never has a proposal."""
+
+    name = "silent"
+    n_asked = 0
+
+    def _propose(self, asked: DraftRequest) -> Draft:
+        self.n_asked += 1
+        return NO_DRAFT
+
+    def forget(self, sequence: int) -> None:
+        pass
+
+
+class Proposes(Silent):
+    """Proposes the same tokens each time; each takes `step` draft decodes."""
+
+    def __init__(self, name: str, tokens: Sequence[int], p: float, step: int = 0) -> None:
+        self.name, self._tokens, self._p, self._step = name, tuple(tokens), p, step
+
+    def _propose(self, asked: DraftRequest) -> Draft:
+        self.n_asked += 1
+        draft = self._offer(asked, self._tokens, [self._p] * len(self._tokens))
+        n_steps = self._step * (len(draft.tokens) + len(draft.dropped))
+        return replace(draft, n_steps=n_steps, catch_up_s=0.25 * self._step)
+
+
+def plain(target: FakeTarget, prompt: Sequence[int], n: int, end: int | None = None) -> list[int]:
+    """A prompt and the target's own `n` tokens after it, as far as its context goes."""
+    text = list(prompt)
+    while len(text) < len(prompt) + n and len(text) <= target.n_ctx:
+        text.append(target.next_token(text))
+        if text[-1] == end:
+            break
+    return text
+
+
+def generated(
+    target: Target,
+    prompt: Sequence[int],
+    n_predict: int,
+    drafter: Drafter | None = None,
+    policy: Policy | None = None,
+    *,
+    chooser: Chooser | None = None,
+    end: int | None = None,
+    n_cached: int = 0,
+    acceptance: Acceptance | None = None,
+) -> Iterator[Round]:
+    return decode(
+        target,
+        0,
+        prompt,
+        drafter=drafter,
+        policy=policy,
+        chooser=chooser or Greedy(),
+        n_predict=n_predict,
+        is_end=lambda token: token == end,
+        n_cached=n_cached,
+        acceptance=acceptance,
+    )
+
+
+def member_of(
+    sequence: int,
+    prompt: Sequence[int],
+    n_predict: int,
+    *,
+    n_cached: int = 0,
+    end: int | None = None,
+    accept: Acceptance | None = None,
+    chooser: Chooser | None = None,
+) -> BatchMember:
+    choosing = chooser or Greedy()
+    judged = accept or MatchAcceptance(choosing)
+    return BatchMember(
+        sequence, list(prompt), choosing, judged, n_predict, lambda t: t == end, n_cached
+    )
+
+
+def emitted(rounds: Iterable[Round]) -> list[int]:
+    return list(itertools.chain.from_iterable(r.emitted for r in rounds))
