@@ -1,17 +1,20 @@
-"""GBNF, llama.cpp's grammar notation, read into rules. Pure, and linear in the text.
+"""GBNF, llama.cpp's grammar notation, as a Lark grammar for `llguidance`. Pure, and linear.
 
 Notation: grammars/README.md of llama.cpp. Besides, `%json {...}` is JSON that follows a schema.
+Lark as llguidance reads it: https://github.com/guidance-ai/llguidance. A lexer that takes the
+longest match would change the language of a grammar such as `[a-z]* "end"`. So each character is a
+lexeme of its own, and the parser alone decides, as in llama.cpp.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
 
 from offload.errors import BadRequest
+from offload.sampling.json_schema import read_schema
 
 MOST_GRAMMAR_BYTES = 256 * 1024
 DEEPEST_GRAMMAR = 64  # brackets in brackets
@@ -26,60 +29,28 @@ _SURROGATES = range(0xD800, 0xE000)
 _LAST_CHARACTER = 0x10FFFF
 
 
-@dataclass(frozen=True, slots=True)
-class Characters:
-    """One character of these ranges, ends included; `negated`: of none of them."""
-
-    ranges: tuple[tuple[int, int], ...]
-    negated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One token of the vocabulary; `negated`: any other."""
-
-    id: int
-    negated: bool = False
+_EMPTY = '""'
+_ANY = "/(?s:.)/"
+_SIGNS: dict[tuple[int, int | None], str] = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+# If only one text can follow, any tokens that spell it may, not only the tokeniser's own.
+_HEAD = '%llguidance {"no_forcing": true}'
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """Another rule, by its name."""
+class Symbol(NamedTuple):
+    """A part of a rule as Lark text, and what is known of its structure."""
 
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """A symbol `least` to `most` times, None without a limit."""
-
-    symbol: Symbol
-    least: int
-    most: int | None
+    text: str
+    alternatives: Alternatives = ()  # of a group, or of a group that is optional
+    is_optional: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Alternatives, each a sequence of symbols."""
-
-    alternatives: tuple[tuple[Symbol, ...], ...]
+Alternatives = tuple[tuple[Symbol, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Json:
-    """JSON that follows a schema, `%json {...}`: notation of llguidance, not of llama.cpp."""
+def lark_of_gbnf(text: str, token_of: Callable[[str], int]) -> str:
+    """The Lark grammar of the same language; the rule `root` becomes `start`.
 
-    schema: str
-
-
-Symbol = Characters | Token | Reference | Repeated | Group | Json
-ANY = Characters((), negated=True)
-
-
-def rules_of_gbnf(text: str, token_of: Callable[[str], int]) -> dict[str, Group]:
-    """The rules by name; `root` is among them.
-
-    `token_of` is the id of a token that the grammar names as `<text>`; it raises BadRequest where
+    `token_of` is the id of a token that the grammar names as `<text>`; it raises BadRequest if
     that is not one token. Raises BadRequest with line and column.
     """
     try:
@@ -99,10 +70,11 @@ class _Reader:
         self._at = 0
         self._n_symbols = 0
         self._depth = 0
-        self._named_at: dict[str, int] = {}
-        self._rules: dict[str, Group] = {}
+        self._named_at: dict[str, int] = {}  # where each rule is first referred to
+        self._rules: dict[str, str] = {}
+        self._names = {"root": "start"}  # Lark's
 
-    def read(self) -> dict[str, Group]:
+    def read(self) -> str:
         self._skip(newlines=True)
         while self._at < len(self._text):
             self._rule()
@@ -112,7 +84,11 @@ class _Reader:
         for name, at in self._named_at.items():
             if name not in self._rules:
                 self._fail(f"there is no rule {name[:60]}", at)
-        return self._rules
+        lines = [f"{self._lark_name(name)}: {rule}" for name, rule in self._rules.items()]
+        return "\n".join([_HEAD, "", *lines, ""])
+
+    def _lark_name(self, name: str) -> str:
+        return self._names.setdefault(name, f"r{len(self._names)}")
 
     # -- rules -----------------------------------------------------------------------------------
 
@@ -123,24 +99,25 @@ class _Reader:
             self._fail("::= is missing")
         self._at += 3
         self._skip(newlines=True)
-        self._rules[name] = self._alternatives(nested=False)
+        alternatives = self._alternatives(nested=False)
+        self._rules[name] = _looped(self._lark_name(name), alternatives)
         if self._at < len(self._text) and self._peek() not in "\r\n":
             self._fail(f"{self._peek()!r} is not expected here")
 
-    def _alternatives(self, *, nested: bool) -> Group:
+    def _alternatives(self, *, nested: bool) -> Alternatives:
         found = [self._sequence(nested=nested)]
         while self._peek() == "|":
             self._at += 1
             self._skip(newlines=True)
             found.append(self._sequence(nested=nested))
-        return Group(tuple(found))
+        return tuple(found)
 
     def _sequence(self, *, nested: bool) -> tuple[Symbol, ...]:
         found: list[Symbol] = []
         while (symbol := self._symbol(nested=nested)) is not None:
             self._skip(newlines=nested)
             while (times := self._times(nested=nested)) is not None:
-                symbol = Repeated(symbol, *times)
+                symbol = _repeated(symbol, *times)
             found.append(symbol)
         return tuple(found)
 
@@ -156,7 +133,7 @@ class _Reader:
                 return self._class()
             case ".":
                 self._at += 1
-                return ANY
+                return Symbol(_ANY)
             case "(":
                 return self._group()
             case "<" | "!":
@@ -170,9 +147,9 @@ class _Reader:
             return None
         self._named_at.setdefault(found[0], self._at)
         self._at = found.end()
-        return Reference(found[0])
+        return Symbol(self._lark_name(found[0]))
 
-    def _group(self) -> Group:
+    def _group(self) -> Symbol:
         opened = self._at
         self._depth += 1
         if self._depth > DEEPEST_GRAMMAR:
@@ -186,7 +163,7 @@ class _Reader:
             self._fail(f"{self._peek()!r} is not expected here")
         self._at += 1
         self._depth -= 1
-        return inside
+        return Symbol(_text(inside), inside)
 
     def _times(self, *, nested: bool) -> tuple[int, int | None] | None:
         """(least, most) of a repetition that follows."""
@@ -225,7 +202,7 @@ class _Reader:
 
     # -- characters ------------------------------------------------------------------------------
 
-    def _literal(self) -> Group:
+    def _literal(self) -> Symbol:
         opened = self._at
         self._at += 1
         found = []
@@ -233,10 +210,10 @@ class _Reader:
             if not self._peek():
                 self._fail('no " ends the text that begins', opened)
             code = self._character()
-            found.append(Characters(((code, code),)))
+            found.append(_one_of([(code, code)]))
         self._at += 1
         self._n_symbols += len(found)
-        return Group((tuple(found),))
+        return Symbol(f"({' '.join(found) or _EMPTY})")
 
     def _class(self) -> Symbol:
         opened = self._at
@@ -256,8 +233,8 @@ class _Reader:
             ranges.append((first, last))
         self._at += 1
         if not ranges:
-            return Group(((),))  # nothing, negated or not, as llama.cpp has it
-        return Characters(tuple(ranges), negated)
+            return Symbol(_EMPTY)  # nothing, negated or not, as llama.cpp has it
+        return Symbol(_one_of(ranges, negated))
 
     def _character(self) -> int:
         at, character = self._at, self._peek()
@@ -283,7 +260,7 @@ class _Reader:
             self._fail(f"U+{code:04X} is no character of a text", at)
         return code
 
-    def _token(self) -> Token:
+    def _token(self) -> Symbol:
         negated = self._peek() == "!"
         self._at += negated
         at = self._at
@@ -294,9 +271,9 @@ class _Reader:
         by_number = re.fullmatch(r"<\[([0-9]{1,9})\]>", words)
         token = int(by_number[1]) if by_number else self._token_of(words)
         self._at = end + 1
-        return Token(token, negated)
+        return Symbol(f"<[{'^' if negated else ''}{token}]>")
 
-    def _json(self) -> Json:
+    def _json(self) -> Symbol:
         at = self._at
         if self._text[at : at + 5] != "%json":
             self._fail("only %json may follow a %")
@@ -310,7 +287,7 @@ class _Reader:
             self._fail("the schema is no JSON that can be read", at)
         if not isinstance(schema, dict):
             self._fail("the schema must be a JSON object", at)
-        return Json(json.dumps(schema))
+        return Symbol(f"%json {json.dumps(read_schema(json.dumps(schema)))}")
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -343,3 +320,40 @@ class _Reader:
         line = self._text.count("\n", 0, at) + 1
         column = at - (self._text.rfind("\n", 0, at) + 1) + 1
         raise BadRequest(f"the grammar does not parse: line {line}, column {column}: {what}")
+
+
+# -- Lark ------------------------------------------------------------------------------------------
+
+
+def _text(alternatives: Alternatives) -> str:
+    return f"({' | '.join(' '.join(s.text for s in a) or _EMPTY for a in alternatives)})"
+
+
+def _one_of(ranges: Sequence[tuple[int, int]], negated: bool = False) -> str:
+    """One character of these ranges, ends included; `negated`: any other character."""
+    inside = "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in ranges)
+    return f"/[{'^' if negated else ''}{inside}]/"
+
+
+def _repeated(symbol: Symbol, least: int, most: int | None) -> Symbol:
+    if most == 0:
+        return Symbol(_EMPTY)
+    sign = _SIGNS.get((least, most), f"{{{least},{'' if most is None else most}}}")
+    text = f"({symbol.text}){sign}"
+    return Symbol(text, symbol.alternatives, True) if sign == "?" else Symbol(text)
+
+
+def _looped(name: str, alternatives: Alternatives) -> str:
+    """A rule's alternatives, with `r ::= a r | b` and `r ::= (a r)?` written as `a* b`.
+
+    An Earley parser follows a recursion at the right end at a cost that grows with each turn.
+    """
+    if len(alternatives) == len(alternatives[0]) == 1:
+        only = alternatives[0][0]
+        if only.is_optional and any(a and a[-1].text == name for a in only.alternatives):
+            alternatives = (*only.alternatives, ())
+    turns = tuple(a[:-1] for a in alternatives if a and a[-1].text == name)
+    ends = tuple(a for a in alternatives if not a or a[-1].text != name)
+    if not turns or not ends:
+        return _text(alternatives)
+    return f"({_text(turns)})* {_text(ends)}"

@@ -15,9 +15,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest
-from offload.sampling.gbnf import rules_of_gbnf
+from offload.sampling.gbnf import lark_of_gbnf
 from offload.sampling.json_schema import read_schema
-from offload.sampling.lark import lark_of_rules
 
 _MOST_WORDS = 300  # characters of a reason that reach a client
 # Items of the parser per mask and per character: a hundred times what grammars in use need, and
@@ -147,8 +146,8 @@ def grammar_of(
     if gbnf is not None and json_schema is not None:
         raise BadRequest("a grammar and a JSON schema exclude each other: send one of them")
     if gbnf is not None:
-        rules = rules_of_gbnf(gbnf, lambda words: tokens().token_of(words))
-        return Grammar(tokens(), LLMatcher.grammar_from_lark(lark_of_rules(rules)))
+        lark = lark_of_gbnf(gbnf, lambda words: tokens().token_of(words))
+        return Grammar(tokens(), LLMatcher.grammar_from_lark(lark))
     if json_schema is not None:
         try:
             # As text: of a dict, it refuses integers of over 64 bits, also where a bound of that

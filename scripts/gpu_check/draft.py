@@ -18,16 +18,16 @@ from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.torch_draft.draft import Drafted, TorchDraft
 from offload.torch_draft.options import TorchDraftOptions
-from specdec.drafters.block import BlockDrafter
 from specdec.drafters.model import ModelDrafter
-from specdec.policies.fixed import Fixed
-from specdec.types import Drafter
+from specdec.policies.rules import Fixed
+from specdec.types import Drafter, DraftRequest
 
 PRESETS = {"llama": "llama-3.3-70b", "qwen2": "qwen2.5-0.5b", "qwen3": "qwen3-0.6b"}
 N_PROMPTS, N_STEPS, N_CTX = 40, 8, 512
 # Largest difference of probabilities: exact arithmetic, bf16, int8, and the same kernels captured.
 ALLOWED = {"f32": 1e-3, "bf16": 2e-2, "int8": 2e-2, "graphs": 1e-5}
 AIM_VS_LLAMA, AIM_SHARE, AIM_K = 2.0, 0.5, 8
+_N_WARM = 16  # drafts that read the prompt, capture steps, and make blocks as long as drafts
 _BANDWIDTH_BYTES = 512 << 20
 _NOT_READ = ("turns", "inputs", "out", "rows", "draws", "kept", "kv")
 
@@ -150,7 +150,7 @@ def _torch_speed(
         not_read = (*_NOT_READ, *(() if tied else ("token_embd",)))
         weights = sum(p.size_bytes for name, p in layout.pieces.items() if name not in not_read)
         for n in k:
-            drafter = BlockDrafter(draft, block=n)
+            drafter = ModelDrafter(draft)
             tokens_per_s[n] = _timed(drafter, draft.n_vocab, n, depth, repetitions)
             draft.rewind(0, 0)
         speed = {
@@ -170,11 +170,11 @@ def _timed(drafter: Drafter, n_vocab: int, k: int, depth: int, repetitions: int)
     rng = np.random.default_rng(k)
     history = rng.integers(0, n_vocab, depth).tolist()
     policy, times = Fixed(k), []
-    for repetition in range(repetitions + 2):
+    for repetition in range(repetitions + _N_WARM):
         began = time.perf_counter()
-        draft = drafter.propose(0, history, policy, k)
+        draft = drafter.propose([DraftRequest(0, history, policy, k)])[0]
         took = time.perf_counter() - began
-        if repetition > 1:  # the first two read the prompt and capture steps
+        if repetition >= _N_WARM:
             times.append(took)
         history += [*draft.tokens[: (k - 1) * (repetition % 2)], int(rng.integers(n_vocab))]
     return k / statistics.median(times)

@@ -18,8 +18,9 @@ at start; with `--strict-flags` it is an error.
 _TAIL = """## Environment
 
 The variables above stand for their flags, as with llama.cpp; a `LLAMA_ARG_` variable that is set
-and means nothing here is named at start. Besides, `GGML_BATCH_COSTS` gives the
-times of batches ([speculation.md](speculation.md)). Profiles and what `tune` measured lie in `SPECOFFLOAD_PROFILE_DIR`, else in `XDG_CACHE_HOME/specoffload/profiles`, else in
+and means nothing here is named at start. Besides, `GGML_BATCH_COSTS` gives the times of batches
+([speculation.md](speculation.md)). Profiles and what `tune` measured lie in
+`SPECOFFLOAD_PROFILE_DIR`, else in `XDG_CACHE_HOME/specoffload/profiles`, else in
 `~/.cache/specoffload/profiles`. The environment is read once, when a command starts; a value that
 cannot be understood is an error, never a silent default.
 

@@ -173,7 +173,10 @@ def test_every_numa_strategy_can_be_named(strategy: Strategy) -> None:
     ("words", "message"),
     [
         (("--spec", "draft", "-m", "m.gguf"), "--spec draft needs a draft model"),
-        (("--policy", "throughput", "--no-profile"), "--policy throughput needs a profile: drop --no-profi"),
+        (
+            ("--policy", "throughput", "--no-profile"),
+            "throughput needs a profile: drop --no-profile",
+        ),
         (("--numa-node", "0", "--numa", "rows"), "--numa-node 0 keeps .* excludes --numa rows"),
     ],
 )
