@@ -39,10 +39,9 @@ from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import DEFAULT_UBATCH, Plan
 from offload.plan.pooling import pooling_of
 from offload.plan.sharing import UBATCHES
-from offload.routing.recording import RoutingRecorder
+from offload.routing import RoutingRecorder
 from offload.sequences import Decode, Sequences
 from offload.split.costs import MeasuredCosts
-from offload.split.layers import Hybrid, Pace
 from offload.split.measuring import (
     LinkTimes,
     Measured,
@@ -52,6 +51,7 @@ from offload.split.measuring import (
     on_host,
     on_link,
 )
+from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, all_on_device, stay
 from offload.store.room import room_now
 from offload.store.store import READING, OnProgress, Store, StoreOptions
@@ -60,10 +60,12 @@ from offload.streaming.device import MakeExecutor, StreamingDevice
 from offload.streaming.options import (
     StreamingOptions,
     executor_maker,
+    fitted,
+    for_warm_up,
     is_counted,
     plan_streaming,
+    room_left,
 )
-from offload.streaming.sizing import fitted, for_warm_up, room_left
 from offload.text import ModelText
 from offload.threads import EngineThreads
 
@@ -274,7 +276,7 @@ class Engine(ModelText):
     def _hybrid(self, plan: Plan) -> Hybrid | None:
         """The two sides of layers that are split; None where none is."""
         o, sim = self.options, self.choice.sim
-        if not (o.streaming.hybrid and o.streaming.overlap and any(map(is_experts, plan.streamed))):
+        if not (o.streaming.hybrid and any(map(is_experts, plan.streamed))):
             return None
         team = CpuTeam()
         self._closing.callback(team.close)

@@ -29,7 +29,7 @@ from offload.model import layer_of
 GRAPH = abi.ggml_cgraph
 _LOOKED_AHEAD = 32  # nodes: backends that fuse look past the end of a list
 # Preparing reads the nodes of a graph and their sources. If a source is computed elsewhere, up to
-# four more in a row are read (those of an expert's scale, offload/split/form.py).
+# four more in a row are read (those of an expert's scale, offload/split/cpu_side.py).
 _LEVELS = 6
 # Ours never equal ggml's, which count from 1, and are never used twice: whoever remembers something
 # about a graph by its uid cannot mistake a later one at the same address for it.

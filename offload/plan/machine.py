@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offload.model import ModelFacts, is_experts, layer_of
-from offload.routing.counted import HitCurve
+from offload.routing import HitCurve, expected_union
 
 # Share of all experts that have a slot -> share of uses that find theirs there, least recently used
 # leaving first: reported for a layer of 512 experts, 10 of them used (llama.cpp #27861).
@@ -64,10 +64,7 @@ class ModelWork:
 
     def union(self, n_tokens: float) -> float:
         """Expected number of a layer's experts that `n_tokens` use."""
-        if not self.n_experts:
-            return 0.0
-        unused: float = (1.0 - self.n_used / self.n_experts) ** n_tokens
-        return self.n_experts * (1.0 - unused)
+        return expected_union(n_tokens, self.n_used, self.n_experts)
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ from offload.plan.sharing import (
     spread,
 )
 from offload.plan.slot_layout import SlotLayout, slot_layout
-from offload.routing.counted import HitCurve
-from offload.schedule.chunks import Chunks
+from offload.routing import HitCurve
 
 MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target
 # A GPU keeps so much free whatever --vram asks for: cuBLAS's workspaces, CUDA graphs and kernels
@@ -60,6 +59,7 @@ _AT_LEAST = ", more where they choose alike"
 
 PlanForSplits = bool | Literal["auto"]
 NCpuMoe = int | Literal["fit"] | None
+Chunks = Literal["auto", "on", "off"]  # auto: if they are expected to be faster than the CPU
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Which streamed piece is copied when, and over what: pure."""
+"""Decides which piece is copied when, and into which slot. Pure."""

@@ -1,20 +1,24 @@
-"""The schedule's questions and answers: small frozen tuples."""
+"""What the schedule is told and what it answers: small tuples."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from offload.schedule.slots import Piece
 
+# Why a piece is copied. NEEDED: the computation is at the cut that reads it. AHEAD: a later cut of
+# this graph reads it. PREDICTED: guessed for a later cut. PROMOTED: for later graphs. FILLED:
+# between two graphs, while nobody waits.
 NEEDED, AHEAD, PREDICTED, PROMOTED = "needed", "ahead", "predicted", "promoted"
-FILLED = "filled"  # between graphs, while nobody waits
+FILLED = "filled"
 
 
 class Need(NamedTuple):
-    """The pieces that a cut uses, of one pool; they may repeat.
+    """The pieces of one pool that a cut uses; a piece may occur twice.
 
-    `contiguous`: the pieces are experts 0..n-1 of one group and must lie in slots [r*n, (r+1)*n)
-    for some r, in order, so that the router's ids hold without a remap.
+    `contiguous`: the pieces are experts 0..n-1 of one group, and must be in slots [r*n, (r+1)*n) in
+    order for some r, so that the router's ids are slot numbers.
     """
 
     cut: int
@@ -23,42 +27,41 @@ class Need(NamedTuple):
     contiguous: bool = False
 
 
-class Evict(NamedTuple):
-    """The slot's piece is gone; nothing to execute."""
-
-    pool: int
-    slot: int
-    piece: Piece
-
-
 class Copy(NamedTuple):
-    """Copy the piece into the slot, after the use that is numbered `after` has finished."""
+    """Copy the piece into the slot, after the use with number `after` has finished."""
 
     pool: int
     slot: int
     piece: Piece
     cut: int
-    reason: str  # NEEDED: the computation stands before the cut; AHEAD of it; PREDICTED;
-    # PROMOTED for later graphs; FILLED between two
-    after: int | None  # None: nobody has ever read the slot
+    reason: str
+    after: int | None  # None: nothing has ever read the slot
 
 
-Command = Evict | Copy
+class Span(NamedTuple):
+    """Copy experts `expert`..`expert + n - 1` of a group into slots `slot`..`slot + n - 1`."""
+
+    pool: int
+    slot: int
+    group: int
+    expert: int
+    n: int
+    after: int | None  # as in Copy
 
 
 class Entered(NamedTuple):
-    """A cut may run: what it reads, and what it has to wait for."""
+    """A cut may run. Says what it reads and what it has to wait for."""
 
     slots: tuple[int, ...]  # in the order of the need's pieces
-    waits: tuple[Piece, ...]  # order the computation behind the copies of these first
-    issued: tuple[Command, ...]  # enqueue these before that
+    waits: tuple[Piece, ...]  # the computation has to come after the copies of these
+    issued: tuple[Copy, ...]  # to be enqueued before that
     hits: int  # pieces that were there before the need was known, cached or guessed
     misses: int  # pieces that were copied because of the need
     use: int  # number of this use of the slots; grows by one with each cut
 
 
 class Counters:
-    """Counts of what a schedule did since it was made."""
+    """Counts of what a schedule has done."""
 
     __slots__ = ("copies", "evictions", "hits", "misses", "prefetched_used", "prefetched_wasted")
 
@@ -67,5 +70,25 @@ class Counters:
         self.prefetched_used = self.prefetched_wasted = 0  # pieces not copied as NEEDED
         self.copies = dict.fromkeys((NEEDED, AHEAD, PREDICTED, PROMOTED, FILLED), 0)
 
-    def __repr__(self) -> str:
-        return f"<Counters {', '.join(f'{name}={getattr(self, name)}' for name in self.__slots__)}>"
+
+def coalesce(copies: Iterable[Copy]) -> list[Span]:
+    """Join copies of neighbouring experts into neighbouring slots, in their order.
+
+    Only copies that follow each other are joined, so nothing overtakes what is needed earlier.
+    """
+    spans: list[Span] = []
+    for pool, slot, (group, expert), _, _, after in copies:
+        if spans:
+            last = spans[-1]
+            n = last.n
+            if (
+                last.slot + n == slot
+                and last.expert + n == expert
+                and last.group == group
+                and last.pool == pool
+            ):
+                latest = last.after if after is None else max(after, last.after or 0)
+                spans[-1] = Span(pool, last.slot, group, last.expert, n + 1, latest)
+                continue
+        spans.append(Span(pool, slot, group, expert, 1, after))
+    return spans

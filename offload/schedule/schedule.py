@@ -1,94 +1,90 @@
-"""When each streamed piece is copied, and over what: a pure, deterministic planner.
+"""Decides when each streamed piece is copied, and over what: a pure, deterministic planner.
 
-What happens around it
-----------------------
-A graph computes its *cuts*, each of which uses a group of streamed weights, in order 0..n-1. Copies
-go into one queue in order. For every graph the executor calls
+A graph computes its *cuts* in order 0..n-1; each uses some streamed pieces. Copies go into one
+queue in order. For every graph the executor calls
 
     begin(n_cuts)           then need() for what is known and predict() for what is guessed
-    per cut: issue(cut)     commands to enqueue before the cut is reached
-             need(...)      for the cuts of a layer whose router's ids have just been read
-             enter(cut)     where the pieces are, and which copies to wait for
-             leave(cut)     once the cut is submitted and a fence is behind it
+    per cut: issue(cut)     returns copies to enqueue before the cut is reached
+             need(...)      for a layer whose router's ids have just been read
+             enter(cut)     returns where the pieces are, and which copies to wait for
+             leave(cut)     when the cut is submitted and a fence is behind it
 
-Rules
------
-1. Needed pieces are copied in cut order, at most `depth` cuts ahead; guesses only behind them, and
-   no more than `guess_limit` at a time, since a copy in an in-order queue delays all that follow.
-2. Slots are taken as offload/schedule/victims.py says; a slot in use never.
-3. What is promoted, which is used by later graphs, is copied behind all these, spread evenly over
-   the graph from its first cut on, and dropped where no slot is free or plainly cached.
-4. What cannot be placed stays pending, and is tried again when something has been left. `enter`
-   places what is still missing, over anything that is not in use: nothing waits for ever.
-5. Weights that are known from the start come round in every graph, and would flush each other out
-   of a small cache just before their next use. So all but a few slots keep *pinned* ones, spread
-   evenly over the graph so that the link copies the others while these compute. Of whole layers
-   that may lie anywhere they are the pieces that the cache rule ranks highest: decodes' experts.
+1. Needed pieces are copied in the order of cuts, at most `depth` cuts ahead. Guesses come behind
+   them, at most `guess_limit` at a time, because a copy in an in-order queue delays all later ones.
+2. Slots are taken as offload/schedule/placing.py says. A slot in use is never taken.
+3. Promoted pieces, for later graphs, are copied behind all these and spread evenly over the graph.
+   One is skipped if no slot is free or plainly cached.
+4. A need that cannot be placed stays pending, and is tried again when a cut has been left. `enter`
+   places what is still missing over anything that is not in use, so nothing waits for ever.
+5. Weights that are known from the start are needed again in every graph. In a small cache each
+   would be evicted just before its next use. So all slots but a few *keep* some of them, spread
+   evenly over the graph: the link copies the others while the kept ones compute. For whole layers
+   that may be in any slots, the kept pieces are those that the cache rule ranks highest.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from offload.schedule.cache_rules import CacheRule
+from offload.schedule.cache import Lrfu
 from offload.schedule.commands import (
     AHEAD,
     FILLED,
     NEEDED,
     PREDICTED,
     PROMOTED,
-    Command,
     Copy,
     Counters,
     Entered,
-    Evict,
     Need,
 )
-from offload.schedule.slots import IN_USE, LOADING, READY, Piece, SlotTable
-from offload.schedule.victims import Agenda, Placer, add, discard
+from offload.schedule.placing import Agenda, Placer, add, discard
+from offload.schedule.slots import IN_USE, LOADING, READY, Piece, PoolSlots
 
-__all__ = ["Command", "Copy", "Counters", "Entered", "Evict", "Need", "Schedule"]
-
-# Through how many units the others stream past the pinned ones, at most (docs/log.md).
+# Number of units that the others stream through beside the kept ones, at most (docs/log.md).
 _RING = 4  # dense weights
 _LAYER_RING = 3  # layers of experts
-_LOOSE_RING = 2  # layers of experts that may lie anywhere
-_LEAST_SAVED = 1 / 32  # of a graph's copies: fewer are not worth that they are short ones
+_LOOSE_RING = 2  # layers of experts that may be in any slots
+_LEAST_SAVED = 1 / 32  # of a graph's copies: saving fewer does not pay for shorter copies
 
 _Units = tuple[tuple[Piece, ...], ...]
 
 
 class Schedule:
-    """Plans one graph after another over a slot table. Not to be shared between threads."""
+    """Plans one graph after another over the slots of its pools. Not for several threads."""
 
     def __init__(
-        self, table: SlotTable, rule: CacheRule, depth: int, guess_limit: int = 16
+        self, pools: Mapping[int, int], rule: Lrfu, depth: int, guess_limit: int = 16
     ) -> None:
-        """`depth`: cuts to copy ahead; 0 copies nothing before `enter`, the serial twin."""
-        if depth < 0 or guess_limit < 0:
-            raise ValueError(f"depth {depth} and guess_limit {guess_limit} must not be negative")
-        self.table, self.depth, self.guess_limit = table, depth, guess_limit
+        """`pools`: number of slots by pool. `depth`: cuts to copy ahead; 0 copies in `enter`."""
+        assert depth >= 0
+        self.pools = {pool: PoolSlots(n_slots) for pool, n_slots in pools.items()}
+        self.depth, self.guess_limit = depth, guess_limit
         self.counters = Counters()
         self._rule = rule
-        self._agendas = {pool: Agenda(pool, slots, rule) for pool, slots in table.pools.items()}
+        self._agendas = {pool: Agenda(pool, slots, rule) for pool, slots in self.pools.items()}
         self._placer = Placer(self.counters)
         self._n_cuts = self._at = self._use = 0
-        self._needs: dict[int, Need] = {}  # known, by cut
-        self._guesses: dict[int, Need] = {}  # of cuts that are not known
-        self._kept: dict[int, tuple[_Units, frozenset[Piece]]] = {}  # by pool, of the last graph
-        self._promotions: list[Need] = []  # of one piece each
-        self._n_promoted = 0  # of these, copied or dropped
-        self._open: dict[int, tuple[Agenda, list[int]]] = {}  # entered, not left: slots
-        self._known: list[Need] = []  # what was known before anything of this graph ran
-        self._planned = False  # whether this graph has started
+        self._needs: dict[int, Need] = {}  # known needs by cut
+        self._guesses: dict[int, Need] = {}  # guesses by cut, where the need is not known
+        self._kept: dict[int, tuple[_Units, frozenset[Piece]]] = {}  # last graph's, by pool
+        self._promotions: list[Need] = []  # with one piece each
+        self._n_promoted = 0  # promotions that were copied or skipped
+        self._open: dict[int, tuple[Agenda, list[int]]] = {}  # slots of cuts entered and not left
+        self._known: list[Need] = []  # needs known before this graph began to run
+        self._planned = False  # whether this graph has begun to run
+
+    def n_slots_by_state(self) -> Sequence[int]:
+        """Return the number of slots in each of STATES."""
+        columns = [slots.counts for slots in self.pools.values()]
+        return [sum(column) for column in zip(*columns, strict=True)] or [0] * 4
 
     # -- what is known ---------------------------------------------------------------------------
 
     def begin(self, n_cuts: int) -> None:
-        """A new graph; what is cached stays. Raises RuntimeError if a cut is still open."""
-        if self._open:
-            raise RuntimeError(f"cuts {sorted(self._open)} were entered and not left: abort first")
+        """Start a new graph; cached pieces stay. No cut may be open."""
+        assert not self._open, f"cuts {sorted(self._open)} were entered and not left: abort first"
         self._n_cuts, self._at, self._planned = n_cuts, 0, False
         self._known = []
         self._forget_graph()
@@ -103,20 +99,18 @@ class Schedule:
             agenda.clear()
 
     def need(self, need: Need) -> None:
-        """Hear what a cut uses, once known. Raises ValueError for a cut that cannot have it."""
+        """Say what a cut uses, as soon as it is known."""
         cut = need.cut
-        if not self._at <= cut < self._n_cuts or cut in self._needs:
-            raise ValueError(
-                f"cut {cut} is known already, or not in {self._at}..{self._n_cuts - 1}"
-            )
+        assert self._at <= cut < self._n_cuts, need
+        assert cut not in self._needs, need
         agenda = self._agendas[need.pool]
         self._needs[cut] = need
         if cut in self._guesses:
             self._expire(agenda, self._guesses.pop(cut))
         if not self._planned:
             self._known.append(need)
-        elif agenda.pinned and not need.contiguous and len(need.pieces) > 1:
-            agenda.unpin()  # the pinned would leave too few slots for experts
+        elif agenda.kept and not need.contiguous and len(need.pieces) > 1:
+            agenda.keep(frozenset())  # kept pieces would leave too few slots for experts
         where, wanted = agenda.slots.where, self._placer.wanted
         there = not need.contiguous
         for piece in need.pieces:
@@ -129,14 +123,12 @@ class Schedule:
                 there = False
         if not there:
             add(agenda.pending, cut)
-            agenda.changed()
+            agenda.retry()
 
     def saves_out_of_order(self, pool: int, groups: Collection[int], n_experts: int) -> bool:
-        """True if whole layers need markedly fewer copies where their pieces may lie anywhere than
-        in order.
+        """True if whole layers need markedly fewer copies out of order than in order.
 
-        Markedly, since pieces are then copied one by one, and the computation waits for the ids of
-        each router.
+        Out of order, pieces are copied one by one and the computation waits for each router's ids.
         """
         in_place: dict[tuple[int, int], int] = {}
         agenda, n_there = self._agendas[pool], 0
@@ -153,7 +145,7 @@ class Schedule:
         return saved > len(groups) * max(1.0, _LEAST_SAVED * n_experts)
 
     def predict(self, guess: Need) -> None:
-        """A guess, the likeliest pieces first. Ignored once the cut is known or behind."""
+        """Guess what a cut uses, likeliest pieces first. Ignored if the cut is known or passed."""
         cut = guess.cut
         if cut in self._needs or cut in self._guesses or cut < self._at or guess.contiguous:
             return
@@ -161,15 +153,15 @@ class Schedule:
         add(self._agendas[guess.pool].guesses, cut)
 
     def promote(self, promotions: Sequence[Need]) -> None:
-        """Hear of pieces, one in each need, to be copied for later graphs: in this order, spread
-        over this one. Their cuts say no more than where such pieces are used."""
+        """Copy these pieces, one in each need, for later graphs: in this order, spread over this
+        graph."""
         self._promotions = list(promotions)
 
-    def fill(self, pool: int, pieces: Sequence[Piece]) -> Iterator[list[Command]]:
-        """Between two graphs: copy these pieces, the likeliest first, into slots that are free or
-        hold other pieces. Yields the commands of one copy at a time; call `arrived` after each.
+    def fill(self, pool: int, pieces: Sequence[Piece]) -> Iterator[list[Copy]]:
+        """Copy pieces between two graphs, likeliest first, into slots without any of them.
 
-        Counts all of them as used for the cache rule, the likeliest last.
+        Yields one copy at a time; call `arrived` after each. The cache rule counts all of them as
+        used, the likeliest last.
         """
         agenda = self._agendas[pool]
         pieces = pieces[: agenda.slots.n_slots]
@@ -178,7 +170,7 @@ class Schedule:
             self._rule.touched((piece,), self._use)
         kept = frozenset(pieces)
         for piece in pieces:
-            out: list[Command] = []
+            out: list[Copy] = []
             if piece in agenda.slots.where:
                 continue
             if not self._placer.place_filled(agenda, piece, kept, out):
@@ -186,21 +178,21 @@ class Schedule:
             yield out
 
     def _expire(self, agenda: Agenda, guess: Need) -> None:
-        """The truth about a cut is known: what was guessed for it is plainly cached now."""
+        """The cut's need is known now, so pieces guessed for it become plainly cached."""
         discard(agenda.guesses, guess.cut)
         for piece in guess.pieces:
             if agenda.guessed_for.get(piece) == guess.cut:
                 del agenda.guessed_for[piece]
                 self._placer.in_flight.discard(piece)
                 agenda.queue.offer(agenda.slots.where[piece])
-        agenda.changed()
+        agenda.retry()
 
     # -- copies ahead ----------------------------------------------------------------------------
 
-    def issue(self, at: int) -> list[Command]:
-        """Everything that may be enqueued now that the computation stands before cut `at`."""
+    def issue(self, at: int) -> list[Copy]:
+        """Return the copies that may be enqueued now that the computation is before cut `at`."""
         self._at = max(self._at, at)
-        out: list[Command] = []
+        out: list[Copy] = []
         if not self._planned:
             self._plan()
         if not self.depth:
@@ -238,48 +230,51 @@ class Schedule:
                 best, found = guesses[0], agenda
         return found
 
-    def _issue_guess(self, agenda: Agenda, guess: Need, out: list[Command]) -> None:
+    def _issue_guess(self, agenda: Agenda, guess: Need, out: list[Copy]) -> None:
         """Copy what is guessed for one cut, as far as the limit and plain victims allow."""
         for piece in guess.pieces:
             if piece in agenda.slots.where:
                 agenda.guessed_for.setdefault(piece, guess.cut)
             elif len(self._placer.in_flight) >= self.guess_limit:
                 return
-            elif not self._placer.place_guess(agenda, piece, guess.cut, out):
+            elif not self._placer.place_for_later(agenda, piece, guess.cut, PREDICTED, out):
                 agenda.guessing_stuck = True
                 return
         discard(agenda.guesses, guess.cut)
 
-    def _issue_promoted(self, at: int, out: list[Command]) -> None:
+    def _issue_promoted(self, at: int, out: list[Copy]) -> None:
         """Copy as many of the promoted pieces as are due before cut `at`."""
         due = -(-len(self._promotions) * (at + 1) // max(1, self._n_cuts))
         for cut, pool, pieces, _ in self._promotions[self._n_promoted : due]:
             agenda = self._agendas[pool]
             if pieces[0] not in agenda.slots.where and not agenda.stuck:
-                self._placer.place_promoted(agenda, pieces[0], cut, out)
+                self._placer.place_for_later(agenda, pieces[0], cut, PROMOTED, out)
             self._n_promoted += 1
 
     def _plan(self) -> None:
-        """Before the first cut: choose what is pinned."""
+        """Choose the kept pieces, before the first cut."""
         self._planned = True
         kept, self._kept = self._kept, {}
         for agenda in self._agendas.values():
             known = [need for need in self._known if need.pool == agenda.pool]
             ring = 1 + min(max(1, self.depth), _RING - 1)
-            agenda.pinned = _pinned(known, agenda.slots.n_slots, ring)
+            agenda.kept = _kept(known, agenda.slots.n_slots, ring)
             units = tuple(need.pieces for need in known)
             if _may_lie_anywhere(known):
                 before, pieces = kept.get(agenda.pool, ((), frozenset()))
-                agenda.pinned = self._most_worth(
+                agenda.kept = self._most_worth(
                     agenda, len(units[0]), pieces if before == units else frozenset()
                 )
-                self._kept[agenda.pool] = units, agenda.pinned
+                self._kept[agenda.pool] = units, agenda.kept
 
     def _most_worth(
         self, agenda: Agenda, n_experts: int, before: frozenset[Piece]
     ) -> frozenset[Piece]:
-        """The pieces to keep while whole layers stream past: those that were kept `before`, since
-        what streamed past was used later and is worth no more, then by the cache rule's rank."""
+        """Return the pieces to keep while whole layers stream past them.
+
+        Pieces that were kept `before` come first: the others were used later but are worth no more.
+        Then the cache rule's rank decides.
+        """
         there, rank = agenda.slots.where, self._rule.rank
         n = _n_kept(agenda, n_experts)
         return frozenset(sorted(there, key=lambda p: (p in before, rank(p)), reverse=True)[:n])
@@ -287,7 +282,7 @@ class Schedule:
     # -- one cut ---------------------------------------------------------------------------------
 
     def ready(self, cut: int) -> bool:
-        """True if the cut could be entered without a copy or a wait."""
+        """True if the cut can be entered without a copy or a wait."""
         need = self._needs.get(cut)
         if need is None:
             return False
@@ -296,20 +291,18 @@ class Schedule:
         return slots is not None and all(state[slot] in (READY, IN_USE) for slot in slots)
 
     def enter(self, cut: int, elsewhere: Collection[Piece] = ()) -> Entered:
-        """Make all the cut's pieces resident and mark them in use, until `leave`.
+        """Give all the cut's pieces slots and mark them in use, until `leave`.
 
-        `elsewhere`: pieces that the cut uses where they lie, without slots. The cache rule hears of
-        all as of one use.
-        Raises DoesNotFit, and changes nothing, if the pool is too small for the need beside the
-        cuts that are entered and not left; ValueError if the cut's need is not known.
+        `elsewhere`: pieces that the cut uses without slots. The cache rule counts them all as one
+        use. Raises DoesNotFit, and changes nothing, if the pool is too small for the need beside
+        the cuts that are entered and not left.
         """
-        need = self._needs.get(cut)
-        if need is None or cut in self._open:
-            raise ValueError(f"cut {cut} is entered already, or its need is not known")
+        assert cut not in self._open
+        need = self._needs[cut]
         if not self._planned:
             self._plan()
         agenda, placer = self._agendas[need.pool], self._placer
-        issued: list[Command] = []
+        issued: list[Copy] = []
         slots = placer.resident(agenda, need)
         if slots is None:
             placer.require_room(agenda, need)
@@ -329,7 +322,7 @@ class Schedule:
         return Entered(tuple(slots), tuple(waits), tuple(issued), hits, misses, self._use)
 
     def _take(self, agenda: Agenda, need: Need, slots: list[int]) -> tuple[list[Piece], int]:
-        """The need is met: order it behind its copies; (pieces to wait for, misses)."""
+        """Count the entered need. Returns (pieces to wait for, misses)."""
         waits: list[Piece] = []
         misses, cut = 0, need.cut
         state, copy_reason, wanted = agenda.slots.state, agenda.copy_reason, self._placer.wanted
@@ -351,71 +344,56 @@ class Schedule:
         return waits, misses
 
     def leave(self, cut: int) -> None:
-        """The cut is submitted. Raises ValueError if it was not entered."""
-        if cut not in self._open:
-            raise ValueError(f"cut {cut} was not entered, or left already")
+        """The entered cut was submitted, and a fence is behind it."""
         agenda, slots = self._open.pop(cut)
         agenda.slots.release(slots)
         queued, offer = agenda.queue.queued, agenda.queue.offer
         for slot in slots:
             if not queued[slot]:
                 offer(slot)
-        agenda.changed()
+        agenda.retry()
 
     def used_elsewhere(self, pieces: Collection[Piece]) -> None:
-        """A cut uses these alone, where they lie, and is not entered: the rule hears of it."""
+        """A cut uses only these pieces, without slots; it is not entered."""
         self._use += 1
         self._rule.touched(pieces, self._use)
 
     def arrived(self, pool: int, piece: Piece) -> None:
-        """A copy that nothing was ordered behind is complete: its piece is there for whoever."""
+        """A copy that no computation waits for is complete."""
         slots = self._agendas[pool].slots
         slots.landed(slots.where[piece])
         self._placer.in_flight.discard(piece)
 
     def abort(self) -> None:
-        """A step failed: forget what its copies and cuts leave in doubt, keep what is READY.
+        """A step failed: forget pieces whose copies or cuts are in doubt, and keep READY ones.
 
-        Copies may still be on their way; whoever executes them drains the queue.
+        Copies may still be under way; the caller drains the queue.
         """
         for agenda in self._agendas.values():
-            before = list(agenda.slots.piece)
-            for slot in agenda.slots.abort():
-                piece = before[slot]
-                assert piece is not None
+            for slot, piece in agenda.slots.abort():
                 self._placer.forget(agenda, slot, piece)
         self._open.clear()
         self._known, self._n_cuts = [], 0
         self._forget_graph()
 
-    def check(self) -> None:
-        """Raise AssertionError if table and plan disagree."""
-        self.table.check()
-        for agenda in self._agendas.values():
-            assert agenda.guessed_for.keys() <= agenda.slots.where.keys(), "a guess is not there"
-            assert agenda.pending == sorted(set(agenda.pending)), agenda.pending
-            in_use = {slot for open_agenda, slots in self._open.values() if open_agenda is agenda
-                      for slot in slots}  # fmt: skip
-            assert agenda.slots.counts[IN_USE] == len(in_use), "a slot is in use by no open cut"
-
 
 def _n_kept(agenda: Agenda, n_experts: int) -> int:
-    """Pieces that stay while layers of so many experts, which may lie anywhere, stream past."""
+    """Return how many pieces to keep while layers of `n_experts`, out of order, stream past."""
     return max(0, agenda.slots.n_slots - _LOOSE_RING * n_experts)
 
 
 def _may_lie_anywhere(known: list[Need]) -> bool:
-    """True if these are whole layers, none of which has to lie in order."""
+    """True if these are whole layers, and none of them has to be in order."""
     size = len(known[0].pieces) if known else 0
     return size > 1 and not any(n.contiguous or len(n.pieces) != size for n in known)
 
 
-def _pinned(known: list[Need], n_slots: int, ring: int) -> frozenset[Piece]:
-    """The part to keep of needs that recur, when not all fit: every so many, first ones first.
+def _kept(known: list[Need], n_slots: int, ring: int) -> frozenset[Piece]:
+    """Return the pieces to keep of needs that recur in every graph, if not all of them fit.
 
-    `ring` is how many of them stream past, fewer if they are layers. Only for dense weights or all
-    experts of layers, of one size and used once: where some are used more often, the farthest next
-    use is the better rule.
+    They are spread evenly over the needs. `ring` is how many needs stream past them, fewer for
+    layers. Returns nothing unless the needs are dense weights or whole layers in order, of one size
+    and used once: for others, evicting the farthest next use is the better rule.
     """
     units = list(dict.fromkeys(need.pieces for need in known))
     n = len(units)
@@ -425,8 +403,8 @@ def _pinned(known: list[Need], n_slots: int, ring: int) -> frozenset[Piece]:
     ):
         return frozenset()
     capacity = n_slots // size if size else n
-    n_pinned = capacity - (ring if size == 1 else min(ring, _LAYER_RING))
-    if n <= capacity or n_pinned <= 0:
+    n_kept = capacity - (ring if size == 1 else min(ring, _LAYER_RING))
+    if n <= capacity or n_kept <= 0:
         return frozenset()
-    kept = [u for i, u in enumerate(units) if -(-i * n_pinned // n) != -(-(i + 1) * n_pinned // n)]
+    kept = [u for i, u in enumerate(units) if -(-i * n_kept // n) != -(-(i + 1) * n_kept // n)]
     return frozenset(piece for unit in kept for piece in unit)

@@ -1,61 +1,46 @@
-"""The state of every VRAM slot: one table, legal moves only.
+"""The state of every slot of device memory, with legal transitions only. Pure.
 
-Theory of operation
--------------------
 A *pool* is device memory cut into equal *slots*. A *piece* `(group, expert)` is what one slot
 holds: gate, up and down of one expert of a layer, or a dense weight as `(group, 0)`.
-A slot lives through
 
-    FREE ──> RESERVED ──> LOADING ──> READY <──> IN_USE
-      ^         │            │          │           │
-      └─────────┴────────────┴──────────┴───────────┘   evict; abort
+    FREE ──load──> LOADING ──landed──> READY <──acquire, release──> IN_USE
+      ^               │                  │                            │
+      └───────────────┴──────evict───────┘                            │
+      └───────────────────────────────abort───────────────────────────┘
 
     FREE      holds nothing
-    RESERVED  promised to a piece; its copy has not been put into the queue yet
-    LOADING   its copy is in the queue; no computation may read it
-    READY     the computation is ordered behind its copy: any later computation may read it
-    IN_USE    a cut that was entered and not left reads it; cuts may share it, and are counted
+    LOADING   its copy is in the copy queue; no computation may read it yet
+    READY     later computations are ordered behind its copy and may read it
+    IN_USE    entered cuts read it; cuts can share a slot, so its users are counted
 
-Rule 1: state changes when something is *decided*, never when the device gets round to it. READY
-says that a wait stands in the compute queue, not that the bytes have arrived.
-Rule 2: copies go through one queue in order, so a slot that is LOADING may be given to another
-piece: the later copy lands later. What the table cannot know, whether an earlier *reader* has
-finished, is told by `last_use`: the number of the last use of the slot, which a copy into it has
-to come after.
-Rule 3: a piece is in at most one slot.
-Not in the table: who is the better victim (offload/schedule/cache_rules.py), and what is copied
-when (offload/schedule/schedule.py).
+1. A state changes when something is *decided*, not when the device does it. READY means that the
+   compute queue contains the wait, not that the bytes have arrived.
+2. All copies go through one queue in order. So a LOADING slot may be given to another piece: the
+   later copy lands later. `last_use` says which use of a slot a copy into it has to come after.
+3. A piece is in at most one slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 Piece = tuple[int, int]
 NOWHERE = -1  # the slot of a piece that has none
-_LEAST_EXPERTS = 64  # of a group's array
+_LEAST_EXPERTS = 64  # initial length of a group's array
 
-FREE, RESERVED, LOADING, READY, IN_USE = range(5)
-STATES = ("free", "reserved", "loading", "ready", "in use")
-# From -> what it may become. IN_USE -> FREE is for abort alone, and `evict` refuses it.
-LEGAL: tuple[frozenset[int], ...] = (
-    frozenset({RESERVED}),
-    frozenset({LOADING, FREE}),
-    frozenset({READY, FREE}),
-    frozenset({IN_USE, FREE}),
-    frozenset({READY, FREE}),
-)
+FREE, LOADING, READY, IN_USE = range(4)
+STATES = ("free", "loading", "ready", "in use")
 
 
 class IllegalMove(AssertionError):
-    """A slot was asked to become what it cannot: a bug in the caller."""
+    """A slot was asked for a transition that is not allowed: a bug in the caller."""
 
 
 class PoolSlots:
-    """The slots of one pool. Fields are read by the schedule and written only here."""
+    """The slots of one pool. Other modules read the fields; only this class writes them."""
 
     __slots__ = ("_of_group", "counts", "free", "last_use", "loading", "n_slots", "piece", "state",
                  "users", "where")  # fmt: skip
@@ -67,81 +52,60 @@ class PoolSlots:
         self.state = [FREE] * n_slots
         self.piece: list[Piece | None] = [None] * n_slots
         self.users = [0] * n_slots
-        self.last_use = [0] * n_slots  # 0: never
+        self.last_use = [0] * n_slots  # 0: never used
         self.where: dict[Piece, int] = {}
         self.loading: dict[int, set[int]] = {}  # group -> experts whose slots are LOADING
-        self._of_group: dict[int, NDArray[np.int32]] = {}  # `where` as an array of each group
-        self.free = dict.fromkeys(range(n_slots - 1, -1, -1))  # the last one is given out first
-        self.counts = [n_slots, 0, 0, 0, 0]  # slots by state
+        self._of_group: dict[int, NDArray[np.int32]] = {}  # `where` as an array for each group
+        self.free = dict.fromkeys(range(n_slots - 1, -1, -1))  # the last key is given out first
+        self.counts = [n_slots, 0, 0, 0]  # slots by state
 
-    def _move(self, slot: int, new: int) -> None:
-        old = self.state[slot]
-        if new not in LEGAL[old]:
-            raise IllegalMove(f"slot {slot} is {STATES[old]} and cannot become {STATES[new]}")
+    def _move(self, slot: int, old: tuple[int, ...], new: int) -> None:
+        state = self.state[slot]
+        if state not in old:
+            raise IllegalMove(f"slot {slot} is {STATES[state]} and cannot become {STATES[new]}")
         self.state[slot] = new
-        self.counts[old] -= 1
+        self.counts[state] -= 1
         self.counts[new] += 1
 
     def of_group(self, group: int, n_experts: int) -> NDArray[np.int32]:
-        """[n_experts] of a group: the slot of each, whatever its state, or NOWHERE. Not to be
-        written."""
+        """Return the slot of each expert of a group, or NOWHERE: [n_experts], read-only."""
         found = self._of_group.get(group)
         if found is None or len(found) < n_experts:
-            found = self._widened(group, n_experts)
+            wider = np.full(max(_LEAST_EXPERTS, n_experts), NOWHERE, np.int32)
+            if found is not None:
+                wider[: len(found)] = found
+            found = self._of_group[group] = wider
         return found[:n_experts]
 
-    def _widened(self, group: int, n_experts: int) -> NDArray[np.int32]:
-        found = np.full(max(_LEAST_EXPERTS, n_experts), NOWHERE, np.int32)
-        before = self._of_group.get(group)
-        if before is not None:
-            found[: len(before)] = before
-        self._of_group[group] = found
-        return found
-
-    def _place(self, piece: Piece, slot: int) -> None:
-        group, expert = piece
-        found = self._of_group.get(group)
-        if found is None or expert >= len(found):
-            found = self._widened(group, expert + 1)
-        found[expert] = slot
-
-    def reserve(self, slot: int, piece: Piece) -> None:
-        """Promise a free slot to a piece that is in no slot."""
+    def load(self, slot: int, piece: Piece) -> None:
+        """Give a free slot to a piece without a slot. Its copy is in the copy queue."""
         if piece in self.where:
             raise IllegalMove(f"piece {piece} is already in slot {self.where[piece]}")
-        self._move(slot, RESERVED)
+        self._move(slot, (FREE,), LOADING)
         del self.free[slot]
         self.piece[slot] = piece
         self.where[piece] = slot
-        self._place(piece, slot)
-
-    def load(self, slot: int) -> None:
-        """The copy into a reserved slot is in the queue."""
-        self._move(slot, LOADING)
-        group, expert = self._held(slot)
+        group, expert = piece
+        self.of_group(group, expert + 1)[expert] = slot
         self.loading.setdefault(group, set()).add(expert)
 
     def landed(self, slot: int) -> None:
-        """The computation has been ordered behind the slot's copy, or the copy is complete."""
-        if self.users[slot]:
-            raise IllegalMove(f"slot {slot} is in use: it has landed before")
-        self._move(slot, READY)
-        self._landed(self._held(slot))
+        """The slot's copy is complete, or the computation was ordered behind it."""
+        self._move(slot, (LOADING,), READY)
+        self._no_longer_loading(slot)
 
-    def _landed(self, piece: Piece) -> None:
+    def _no_longer_loading(self, slot: int) -> Piece:
+        piece = self.piece[slot]
+        assert piece is not None
         group, expert = piece
         experts = self.loading.get(group)
         if experts is not None:
             experts.discard(expert)
-
-    def _held(self, slot: int) -> Piece:
-        piece = self.piece[slot]
-        assert piece is not None
         return piece
 
     def acquire(self, slots: Iterable[int], use: int) -> None:
-        """A cut that is use number `use` begins to read ready slots."""
-        # As by _move, which would be called for every expert of every layer.
+        """Use number `use` begins to read ready slots."""
+        # The same as _move, without a call for every expert of every layer.
         state, users, last_use, counts = self.state, self.users, self.last_use, self.counts
         for slot in slots:
             if not users[slot] and state[slot] == READY:
@@ -154,7 +118,7 @@ class PoolSlots:
             last_use[slot] = use
 
     def release(self, slots: Iterable[int]) -> None:
-        """A cut has been submitted: its reads are covered by the slots' last use."""
+        """A use of these slots was submitted; `last_use` covers its reads."""
         users, state, counts = self.users, self.state, self.counts
         for slot in slots:
             if not users[slot]:
@@ -166,79 +130,21 @@ class PoolSlots:
                 counts[READY] += 1
 
     def evict(self, slot: int) -> Piece:
-        """Forget the piece of a slot nobody uses; the piece."""
-        if self.users[slot]:
-            raise IllegalMove(f"slot {slot} is in use and cannot be evicted")
-        return self._forget(slot)
+        """Free a slot that is not in use; return its piece."""
+        return self._forget(slot, (LOADING, READY))
 
-    def abort(self) -> list[int]:
-        """Free every slot whose contents a failed step leaves in doubt; the slots."""
-        doubtful = [s for s, state in enumerate(self.state) if state not in (FREE, READY)]
+    def abort(self) -> list[tuple[int, Piece]]:
+        """Free every slot whose contents a failed step leaves in doubt; return them."""
+        doubtful = [s for s, state in enumerate(self.state) if state in (LOADING, IN_USE)]
         for slot in doubtful:
             self.users[slot] = 0
-            self._forget(slot)
-        return doubtful
+        return [(slot, self._forget(slot, (LOADING, IN_USE))) for slot in doubtful]
 
-    def _forget(self, slot: int) -> Piece:
-        self._move(slot, FREE)
-        piece = self._held(slot)
+    def _forget(self, slot: int, old: tuple[int, ...]) -> Piece:
+        self._move(slot, old, FREE)
+        piece = self._no_longer_loading(slot)
         self.piece[slot] = None
         del self.where[piece]
-        self._place(piece, NOWHERE)
-        self._landed(piece)
+        self._of_group[piece[0]][piece[1]] = NOWHERE
         self.free[slot] = None
         return piece
-
-    def check(self) -> None:
-        """Raise AssertionError unless all the fields tell the same story."""
-        for slot, (state, piece) in enumerate(zip(self.state, self.piece, strict=True)):
-            at = f"slot {slot}, {STATES[state]} with {piece}"
-            assert (state == FREE) == (piece is None) == (slot in self.free), at
-            assert piece is None or self.where.get(piece) == slot, at
-            assert (state == IN_USE) == (self.users[slot] > 0), at
-        assert len(self.where) == self.n_slots - len(self.free), "a piece is in two slots"
-        placed = {
-            (group, expert): slot
-            for group, found in self._of_group.items()
-            for expert, slot in enumerate(found.tolist())
-            if slot != NOWHERE
-        }
-        assert placed == self.where, "a group's array is not what `where` says"
-        loading = {(group, e) for group, experts in self.loading.items() for e in experts}
-        assert loading == {p for p, s in self.where.items() if self.state[s] == LOADING}, loading
-        assert self.counts == [self.state.count(s) for s in range(5)], self.counts
-
-
-class SlotTable:
-    """Every slot of every pool, and which piece is where."""
-
-    def __init__(self, pools: Mapping[int, int]) -> None:
-        """`pools`: number of a pool -> its number of slots."""
-        self.pools = {pool: PoolSlots(n_slots) for pool, n_slots in pools.items()}
-
-    def slot_of(self, pool: int, piece: Piece) -> int | None:
-        """The slot that a piece has (reserved, loading, ready or in use), or None."""
-        return self.pools[pool].where.get(piece)
-
-    def state_of(self, pool: int, slot: int) -> str:
-        return STATES[self.pools[pool].state[slot]]
-
-    def counts(self) -> Sequence[int]:
-        """Slots in each of STATES."""
-        columns = [pool.counts for pool in self.pools.values()]
-        return [sum(column) for column in zip(*columns, strict=True)] or [0] * 5
-
-    def check(self) -> None:
-        """Raise AssertionError if an invariant is broken."""
-        seen: set[Piece] = set()
-        for pool in self.pools.values():
-            pool.check()
-            both = seen & pool.where.keys()
-            assert not both, f"in two pools: {both}"
-            seen |= pool.where.keys()
-
-    def __repr__(self) -> str:
-        counts = self.counts()
-        parts = [f"{counts[s]} {STATES[s]}" for s in (IN_USE, READY, LOADING, RESERVED, FREE)]
-        shown = ", ".join(part for part in parts if not part.startswith("0 "))
-        return f"<SlotTable {sum(counts)}: {shown}>"

@@ -1,1 +1,1 @@
-"""Hybrid layers: each expert where it finishes first."""
+"""Split layers: each expert where it finishes first, on the GPU or on the CPU."""

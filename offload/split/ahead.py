@@ -1,18 +1,42 @@
-"""Nodes that may be computed before what waits for the CPU, though a graph has them behind it.
+"""Nodes that the device computes before the CPU's rows of a split layer are there.
 
-ggml gives results their memory by node order: what two nodes write at different times may be the
+llama.cpp builds a layer's shared expert after the weighting and the sum of the other experts, which
+wait for the CPU's rows. The shared expert reads nothing of them, so it can be computed directly
+behind the layer's last product, while the CPU works.
+
+ggml gives results their memory by node order: two nodes that write at different times may write the
 same bytes. So a node may go before others only if it reads nothing that they write, and writes
-nothing that they read or write. Where only what it writes stands against it, other memory for its
-result will do, as long as all that read it are known.
+nothing that they read or write. If only its own result is in the way, the result gets other memory,
+provided that all nodes that read it are known.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from offload.ggml.backend import Device
+from offload.ggml.graph import Graph
+from offload.ggml.library.lib import op_number
+from offload.ggml.rewriting import VIEWS, Scratch, aligned
+from offload.ggml.tensor import (
+    Relocation,
+    Tensor,
+    buffer_at,
+    data_at,
+    op_at,
+    root_at,
+    size_at,
+    source_at,
+)
 
-class Span(NamedTuple):
+_BESIDE = 20  # nodes behind a layer's last product, apart from a view and a sum for each expert
+_INTEGERS = ("i8", "i16", "i32", "i64")
+
+
+class ByteSpan(NamedTuple):
     """Bytes [first, end) of a buffer."""
 
     buffer: int
@@ -21,40 +45,40 @@ class Span(NamedTuple):
 
 
 class Access(NamedTuple):
-    """A node's use of tensors, which are numbers."""
+    """A node's use of tensors, which are numbered."""
 
-    tensor: int  # that it makes
+    tensor: int  # its result
     reads: tuple[int, ...]
     computes: bool = True  # False: the tensor is a view, and nothing happens
     can_lie_elsewhere: bool = False  # only nodes of the list read its result, or views of it
 
 
 class Chosen(NamedTuple):
-    """Positions in the list of nodes, in order."""
+    """Positions in a list of nodes."""
 
-    first: tuple[int, ...]  # computed before all others, in this order
-    elsewhere: tuple[int, ...]  # of those, whose results need memory of their own
+    first: tuple[int, ...]  # nodes computed before all others, in this order
+    elsewhere: tuple[int, ...]  # those of them whose results need other memory
 
     def order(self, n: int) -> list[int]:
-        """Positions of all `n` nodes in the order in which they are computed."""
+        """Return the positions of all `n` nodes in the order in which they are computed."""
         chosen = set(self.first)
         return [*self.first, *(i for i in range(n) if i not in chosen)]
 
 
 def nodes_ahead(
-    late: Span, nodes: Sequence[Access], roots: Sequence[int], spans: Sequence[Span]
+    late: ByteSpan, nodes: Sequence[Access], roots: Sequence[int], spans: Sequence[ByteSpan]
 ) -> Chosen:
-    """The nodes that may be computed before `late` is written, and before the others of the list.
+    """Return the nodes that may be computed before `late` is written and before all other nodes.
 
-    They keep their order, and so do the others. What all of them compute stays the same. By tensor:
-    `roots`, the one whose memory it sees, itself if it is no view; `spans`, where it lies.
+    Both groups keep their order, and all results stay the same. By tensor: `roots` is the tensor
+    whose memory it sees (itself if it is no view), `spans` its bytes.
     """
     first: list[int] = []
     elsewhere: list[int] = []
-    read: list[Span] = []  # by what stays behind
+    read: list[ByteSpan] = []  # by nodes that stay behind
     written = [late]
     results: set[int] = set()  # of nodes that go first
-    moved: set[int] = set()  # of them, that lie elsewhere from now on: their bytes do not count
+    moved: set[int] = set()  # results with other memory, whose bytes no longer count
     for position, node in enumerate(nodes):
         if not node.computes:
             if roots[node.tensor] in results:
@@ -76,9 +100,203 @@ def nodes_ahead(
     return Chosen(tuple(first), tuple(elsewhere))
 
 
-def _overlap(some: Iterable[Span], others: Sequence[Span]) -> bool:
+def _overlap(some: Iterable[ByteSpan], others: Sequence[ByteSpan]) -> bool:
     for buffer, first, end in some:
         for other, its_first, its_end in others:
             if buffer == other and first < its_end and its_first < end:
                 return True
     return False
+
+
+class Behind(NamedTuple):
+    """A layer's last product, and the nodes behind it that may change places."""
+
+    group: int  # the layer's group of weights
+    at: int  # the product's position in the graph
+    end: int  # position of the next node that has to stay where it is
+    n_used: int  # experts that a token uses
+
+
+class Ahead(NamedTuple):
+    """Numbers of nodes directly behind a product that do not wait for the rows of its layer."""
+
+    n_nodes: int = 0
+    n_computing: int = 0  # of them, without views
+    n_repeatable: int = 0  # of them, the first ones, which may be computed again at any time
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A graph to compute in place of another: the same nodes, and other memory for some results."""
+
+    graph: Graph
+    ahead: Sequence[Ahead]  # one for each layer
+    relocations: Sequence[Relocation]  # in force while the graph is submitted
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The nodes behind a layer's last product, up to the last that may go ahead.
+
+    Tensors are numbered: the product is 0, then come the nodes, then what they read from elsewhere.
+    """
+
+    nodes: tuple[Access, ...]
+    roots: tuple[int, ...]  # by number
+    outside: tuple[tuple[int, int], ...]  # a node's number, and which of its sources it is
+    n_uses: tuple[int, ...]  # by number, of the product and the nodes
+    views: dict[int, tuple[int, ...]]  # views of a result, up to the next cut
+    repeatable: tuple[bool, ...]  # by node
+
+
+class _Move(NamedTuple):
+    """A result and its views, with their offset in the scratch memory."""
+
+    addresses: Sequence[int]
+    offset_bytes: int
+    size_bytes: int
+
+
+class Orderer:
+    """Orders the graphs of one device."""
+
+    def __init__(self, device: Device) -> None:
+        self._scratch = Scratch(device, "results of shared experts")
+        self._known: dict[tuple[int, tuple[int, ...]], _Nodes] = {}  # by group and operations
+        self._views = frozenset(map(op_number, VIEWS))
+
+    @property
+    def device_bytes(self) -> int:
+        return self._scratch.device_bytes
+
+    def close(self) -> None:
+        self._scratch.close()
+
+    def order(self, graph: Graph, layers: Sequence[Behind]) -> Ordered:
+        """Move nodes that need not wait for the CPU's rows behind each layer's last product.
+
+        Raises DoesNotFit.
+        """
+        addresses = graph.addresses()
+        order = addresses.copy()
+        ahead: list[Ahead] = []
+        moves: list[_Move] = []
+        for layer in layers:
+            reach = layer.at + 1 + 2 * layer.n_used + _BESIDE
+            near = addresses[layer.at : min(layer.end, reach)]
+            known, found, spans = self._choose(graph, layer.group, near)
+            n_computing = sum(known.nodes[i].computes for i in found.first)
+            repeatable = [known.repeatable[i] for i in found.first]
+            n_repeatable = sum(1 for _ in itertools.takewhile(bool, repeatable))
+            ahead.append(Ahead(len(found.first), n_computing, n_repeatable))
+            for to, i in enumerate(found.order(len(known.nodes)) if found.first else (), 1):
+                order[layer.at + to] = near[1 + i]
+            offset_bytes = 0  # each layer uses the scratch memory from its start
+            for number in (1 + i for i in found.elsewhere):
+                _, first, end = spans[number]
+                together = [near[n] for n in (number, *known.views.get(number, ()))]
+                moves.append(_Move(together, offset_bytes, end - first))
+                offset_bytes += aligned(end - first)
+        if any(of_layer.n_nodes for of_layer in ahead):
+            graph = graph.reordered(order)
+        relocations = []
+        if moves:
+            size_bytes = max(move.offset_bytes + move.size_bytes for move in moves)
+            scratch = self._scratch.reserve(size_bytes)
+            relocations = [Relocation(m.addresses, scratch, m.offset_bytes) for m in moves]
+        return Ordered(graph, ahead, relocations)
+
+    def _choose(
+        self, graph: Graph, group: int, near: Sequence[int]
+    ) -> tuple[_Nodes, Chosen, Sequence[ByteSpan]]:
+        """Choose the nodes that go ahead in a layer whose last product is the first at `near`."""
+        key = group, tuple(map(op_at, near))
+        known = self._known.get(key)
+        if known is not None:
+            found, spans = _found(known, near)
+            results = [1 + i for i in found.elsewhere]
+            seen = [view for result in results for view in known.views.get(result, ())]
+            # In this graph, too, nothing else may read a result that gets other memory.
+            if all(graph.use_count(Tensor(near[n])) == known.n_uses[n] for n in (*results, *seen)):
+                return known, found, spans
+        known = self._known[key] = self._learn(graph, near)
+        return known, *_found(known, near)
+
+    def _learn(self, graph: Graph, near: Sequence[int]) -> _Nodes:
+        """Look at the nodes of a layer whose last product is the first at `near`."""
+        numbers = {address: n for n, address in enumerate(near)}
+        n_uses = [0] * len(near)
+        views: dict[int, list[int]] = {}
+        depends, taken = {0}, set[int]()  # nodes that read the product; results written by others
+        last = 0
+        for n, address in enumerate(near[1:], 1):
+            sources = [numbers[s] for s in _sources(address) if s in numbers]
+            for source in sources:
+                n_uses[source] += 1
+            if not depends.isdisjoint(sources):
+                depends.add(n)
+            root = numbers.get(root_at(address), -1)
+            if op_at(address) in self._views:
+                views.setdefault(root, []).append(n)
+                continue
+            if root != n:
+                taken.add(root)
+            if n not in depends:
+                last = n
+        alone = {
+            n
+            for n in range(1, last + 1)
+            if n not in depends | taken
+            and not Tensor(near[n]).is_output
+            and all(graph.use_count(Tensor(near[k])) == n_uses[k] for k in (n, *views.get(n, ())))
+        }
+        return self._numbered(near[: last + 1], alone, n_uses, views)
+
+    def _numbered(
+        self, near: Sequence[int], alone: set[int], n_uses: Sequence[int],
+        views: dict[int, list[int]],
+    ) -> _Nodes:  # fmt: skip
+        numbers = {address: n for n, address in enumerate(near)}
+        outside: dict[int, tuple[int, int]] = {}  # by address
+        nodes, repeatable = [], []
+        for n, address in enumerate(near[1:], 1):
+            computes = op_at(address) not in self._views
+            for i, source in enumerate(_sources(address)):
+                if source not in numbers:
+                    outside.setdefault(source, (n, i))
+                    numbers[source] = len(near) + len(outside) - 1
+            reads = tuple(numbers[source] for source in _sources(address))
+            nodes.append(Access(n, reads, computes, n in alone))
+            repeatable.append(not computes or _is_repeatable(address))
+        roots = [numbers.get(root_at(address), -1) for address in (*near, *outside)]
+        seen = {result: tuple(of) for result, of in views.items()}
+        return _Nodes(
+            tuple(nodes), tuple(roots), tuple(outside.values()), tuple(n_uses), seen,
+            tuple(repeatable),
+        )  # fmt: skip
+
+
+def _found(known: _Nodes, near: Sequence[int]) -> tuple[Chosen, Sequence[ByteSpan]]:
+    """Return the nodes that go ahead, and the bytes of all tensors in this graph, by number."""
+    outside = [source_at(near[n], i) for n, i in known.outside]
+    spans = []
+    for address in (*near[: 1 + len(known.nodes)], *outside):
+        first = data_at(address)
+        spans.append(ByteSpan(buffer_at(address), first, first + size_at(address)))
+    return nodes_ahead(spans[0], known.nodes, known.roots, spans), spans
+
+
+def _is_repeatable(address: int) -> bool:
+    """True if the node does no harm when it reads other numbers than it should.
+
+    Indices out of range end the process. Writes through a view may last, as in a cache.
+    """
+    sources = (Tensor(source).type for source in _sources(address))
+    return root_at(address) == address and not any(kind in _INTEGERS for kind in sources)
+
+
+def _sources(address: int) -> Iterable[int]:
+    index = 0
+    while source := source_at(address, index):
+        yield source
+        index += 1

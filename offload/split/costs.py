@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.split.split import SplitCosts
+from offload.split.division import SplitCosts
 
 MOST_ROWS = 64
 _MOST_KINDS = 8  # of weight of an expert

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.split.split import HIT, HOST, STREAMED, Split, SplitCosts, split_pairs
+from offload.split.division import HIT, HOST, STREAMED, Split, SplitCosts, split_pairs
 
 # (ids [n_tokens, n_used], resident [n_experts]) -> HIT, STREAMED or HOST of each expert. HIT is for
 # residents alone; of experts that nobody uses it may say anything.

@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
 
 from offload.device import DeviceChoice
 from offload.ggml.backend import Stream
@@ -24,48 +24,13 @@ from offload.mla.decision import MlaCounters
 from offload.mla.switch import MlaSwitch
 from offload.plan.min_batch import MinBatch
 from offload.plan.slot_layout import SlotLayout, SlotPool
-from offload.split.measuring import Sides
 from offload.split.switch import HybridSwitch
-from offload.streaming.counters import StreamCounters
+from offload.streaming.executor import Executor
 from offload.streaming.layer_clock import LayerClock
-from offload.streaming.prepared import PreparedGraph, PreparedGraphs, Run
-from offload.streaming.steps import fits
+from offload.streaming.prepared import PreparedGraph, PreparedGraphs
 from offload.trace import CPU, NO_TRACE, Trace
 
 WRAPPED_NAME = "SPEC0"
-
-
-class Executor(Protocol):
-    """Computes graphs that have cuts, on one stream of the device."""
-
-    counters: StreamCounters
-    clock: LayerClock | None  # hears of the layers that are reached
-
-    @property
-    def working_bytes(self) -> int:
-        """Device memory that it has taken beside slots, as graphs asked for it."""
-
-    def allocate(self) -> None:
-        """Take all device memory now, rather than at first use. Raises DoesNotFit."""
-
-    def prepare(self, graph: Graph, products: Sequence[Product]) -> Run:
-        """Find out what stays the same every time the graph is computed."""
-
-    def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
-        """Copy experts into slots between two graphs, one each time the iterator is advanced.
-
-        `uses`: tokens that used each expert, by layer; those used most come first. Raises
-        DeviceFailed if a copy failed. Drop the iterator when something is computed.
-        """
-
-    def settle(self) -> None:
-        """Return when no copy is under way. Raises DeviceFailed if one failed."""
-
-    def take_split(self) -> Sides | None:
-        """The layer that was split last since this was asked, to be measured before the next graph.
-        None where none was."""
-
-    def close(self) -> None: ...
 
 
 MakeExecutor = Callable[[Stream, HostBufferType], Executor]
@@ -188,7 +153,7 @@ class StreamingDevice(PyDevice):
             name = product.weight.name
             self.declined[f"{name}: the graph reads it in a layout that has no slots"] += 1
             return False
-        if product.ids is not None and not self._has_room(product.ids, pool):
+        if experts and not self._has_room(product, pool):
             return False
         if not self.inner.supports(product.node):
             self.declined[f"{self.choice.name} cannot multiply {product.weight.type} weights"] += 1
@@ -203,13 +168,13 @@ class StreamingDevice(PyDevice):
     def _splits(self, n_tokens: int) -> bool:
         return self.hybrid is not None and self.hybrid.splits(n_tokens)
 
-    def _has_room(self, ids: Tensor, pool: SlotPool) -> bool:
-        """True if the experts that the node may use fit the slots, at once or in chunks, or those
-        that do not are the CPU's."""
-        n_used, n_tokens, _, _ = ids.shape
-        if self.chunks or fits(ids, pool) or self._splits(n_tokens):
+    def _has_room(self, product: Product, pool: SlotPool) -> bool:
+        """True if all experts that the batch may use fit the slots, at once or in chunks, or the
+        CPU computes those that do not."""
+        n_tokens = product.n_tokens
+        if self.chunks or pool.holds(n_tokens) or self._splits(n_tokens):
             return True
-        wanted = min(pool.n_experts, n_used * n_tokens)
+        wanted = min(pool.n_experts, pool.n_used * n_tokens)
         self.declined[
             f"{n_tokens} tokens may use {wanted} experts, and --vram leaves {pool.n_slots} slots"
         ] += 1
@@ -327,5 +292,5 @@ class StreamingDevice(PyDevice):
             run = self.executors[stream].prepare(computed, products)
         else:
             inner = stream.inner
-            run = lambda: inner.compute(computed)  # noqa: E731
+            run = partial(inner.compute, computed)
         return PreparedGraph(graph.uid, run, counts, bool(products))

@@ -1,4 +1,9 @@
-"""The options of streaming, and the parts that a plan and a device call for."""
+"""The options of streaming, the parts that a plan and a device call for, and slots of fitting size.
+
+What a context takes is known from the header within a few per cent, but not what a driver and its
+kernels take. So on a GPU one ubatch is computed with few slots and without copies. Then the free
+memory is read, and the slots get it (`for_warm_up`, `room_left`, `fitted`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.device import DeviceChoice
-from offload.errors import BadRequest
+from offload.errors import DoesNotFit
 from offload.ggml.backend import Stream
 from offload.ggml.hostbuffer import HostBufferType
 from offload.model import ModelFacts
@@ -14,68 +19,73 @@ from offload.plan.context import ContextSpec
 from offload.plan.placement import (
     LEAST_FREE_BYTES,
     MARGIN_BYTES,
+    Chunks,
     NCpuMoe,
     Plan,
     PlanForSplits,
     make_plan,
 )
 from offload.plan.room_for_splits import MeasuredDecode
-from offload.plan.sharing import TokenMix
-from offload.routing.counted import HitCurve
-from offload.routing.recording import RoutingRecorder
-from offload.schedule.cache_rules import make_cache_rule
-from offload.schedule.chunks import Chunks
+from offload.plan.sharing import TokenMix, ring_slots
+from offload.routing import HitCurve, RoutingRecorder
+from offload.schedule.cache import Lrfu
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import SlotTable
-from offload.split.layers import Hybrid
+from offload.split.path import Hybrid
 from offload.split.switch import Splitter
-from offload.streaming.bounce import RING_BYTES, BounceCopier
-from offload.streaming.copy import Copier, DeviceCopier, Link, NoCopier, ThreadCopier
-from offload.streaming.device import Executor, MakeExecutor
-from offload.streaming.scheduled import ScheduledExecutor
-from offload.streaming.serial import SerialExecutor
+from offload.streaming.copying import (
+    RING_BYTES,
+    BounceCopier,
+    Copier,
+    DeviceCopier,
+    Link,
+    NoCopier,
+    ThreadCopier,
+)
+from offload.streaming.device import MakeExecutor
+from offload.streaming.executor import Executor
 from offload.trace import NO_TRACE, Trace
 
+_GUESSES = 20  # guessed experts under way, at most (docs/log.md)
+_FEWER = 0.9  # factor on the size of slots that the device refused
 _BOUNCING = (
-    f"what is not pinned is copied through a ring of {RING_BYTES >> 20} MiB that is, which a thread"
-    " fills; --no-bounce leaves it to the driver"
+    f"weights that are not pinned are copied through a pinned ring of {RING_BYTES >> 20} MiB, which"
+    " a thread fills"
 )
 
 
 @dataclass(frozen=True)
 class StreamingOptions:
-    """Switches of the layer scheduler; each has a slow twin it is tested equal to."""
+    """The options of streaming weights to a device.
+
+    SPECOFFLOAD_WITHOUT can turn off what is on by default, to find out which part causes an error.
+    """
 
     vram_bytes: int | None = None  # for weights and slots alone; None: as device_bytes says
-    device_bytes: int | None = None  # for all there is on a GPU; None: what is free, less a margin
-    n_cpu_moe: NCpuMoe = None  # layers whose experts stream; None: all; "fit": as few as must
+    device_bytes: int | None = None  # for everything on a GPU; None: what is free, less a margin
+    n_cpu_moe: NCpuMoe = None  # layers whose experts stream; None: all; "fit": as few as possible
     n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: what fits
     reserve_bytes: int = 0  # of the budget, for others: a draft and its context
-    chunks: Chunks = "auto"  # of tokens, where the experts of a batch have no slots all at once
-    band: bool = True  # show kernels the slots between which a batch's experts lie, not all
-    vector_tokens: int = 0  # batches of up to 100 tokens go in chunks of so many; 0: they do not
-    overlap: bool = True  # off: the serial twin, a copy at a time, nothing cached
-    depth: int = 8  # cuts that copies run ahead
-    bounce: bool = True  # copy through a pinned ring what cannot be pinned
-    native: bool = True  # off: Python is asked for each node which side computes it
+    chunks: Chunks = "auto"  # of tokens, if the experts of a batch do not fit the slots at once
+    depth: int = 8  # cuts that copies run ahead; 0: nothing is copied while the device computes
     warmup: bool = True  # size slots by what a GPU has left after a ubatch; off: by the header
-    prefetch: bool = True  # guess a verification batch's experts from the last one's
-    n_guesses: int = 20  # guessed experts under way at most (docs/log.md)
-    cache: str = "lrfu"  # one of CACHE_RULES
     hybrid: bool = False  # split layers of small batches between the CPU and the device
-    # Slots rather than resident layers, since they serve every batch; "auto": if `hits` say so.
+    # Prefer slots to resident layers, because they serve every batch; "auto": if `hits` say so.
     plan_for_hybrid: PlanForSplits = False
-    hits: HitCurve | None = None  # as counted of this model
-    decodes: tuple[MeasuredDecode, ...] = ()  # that earlier starts timed here, the last comes last
-    mix: TokenMix | None = None  # that the plan is made for; None: a prompt, then an answer
-    splitter: Splitter | None = None  # decides how; None: by what was measured
-    record_routing: bool = False  # what routers choose for small batches: it tells of hits
-    ahead: bool = True  # nodes that do not read the CPU's rows are computed before those are there
+    hits: HitCurve | None = None  # counted of this model
+    decodes: tuple[MeasuredDecode, ...] = ()  # timed here by earlier starts, the last comes last
+    mix: TokenMix | None = None  # what the plan is made for; None: a prompt, then an answer
+    splitter: Splitter | None = None  # divides split layers; None: by measured costs
+    record_routing: bool = False  # record what routers choose for small batches, to count hits
     trace: Trace = NO_TRACE
+    prefetch: bool = True  # guess the experts of small batches from the last batch, and promote
+    band: bool = True  # let kernels see the range of slots that a batch uses, not all slots
+    ahead: bool = True  # compute nodes that do not read the CPU's rows before those are there
+    bounce: bool = True  # copy weights that cannot be pinned through a pinned ring
+    native: bool = True  # the backend itself, not Python, decides which nodes it computes
 
 
 def free_bytes(choice: DeviceChoice) -> int:
-    """Bytes free on the device now, less the margin that is left to others."""
+    """Return the bytes free on the device now, less the margin that is left to other programs."""
     return max(0, choice.device.memory_bytes()[0] - MARGIN_BYTES)
 
 
@@ -88,13 +98,12 @@ def plan_streaming(
     most_ubatch: int | None = None,
     host_bytes: int | None = None,
 ) -> Plan:
-    """The plan for this device; with `most_ubatch` it chooses the context's ubatch. Raises
-    DoesNotFit.
+    """Plan for this device. With `most_ubatch` the plan chooses the context's ubatch.
 
     On a GPU the context, its buffers and `reserve_bytes` are part of the budget, and
     `LEAST_FREE_BYTES` stay free whatever was asked for. A simulated device computes in host memory:
-    there the budget is for weights and slots alone. What streams takes at most `host_bytes` of host
-    memory where any plan does.
+    its budget is for weights and slots alone. Streamed weights take at most `host_bytes` of host
+    memory if any plan allows it. Raises DoesNotFit.
     """
     budget, counted = options.vram_bytes, is_counted(choice, options)
     lowered = ""
@@ -127,7 +136,7 @@ def plan_streaming(
         mix=options.mix,
     )
     plan = plan.because(lowered) if lowered else plan
-    return plan.with_chunks(options.chunks if options.overlap else "off")
+    return plan.with_chunks(options.chunks)
 
 
 def is_counted(choice: DeviceChoice, options: StreamingOptions) -> bool:
@@ -146,41 +155,37 @@ def executor_maker(
     hybrid: Hybrid | None = None,
     recorder: RoutingRecorder | None = None,
 ) -> MakeExecutor:
-    """The maker of an executor for each stream that libllama opens on the device.
+    """Return a function that makes an executor for a stream of the device.
 
-    `is_pinned` tells, once the weights are loaded, if the device copies from them by itself.
-    `note` gets a sentence for the user on what is done where it does not. Without `copies` the
-    executor computes with whatever the slots hold. With `hybrid` it splits layers.
-    `recorder` hears what routers choose.
+    `is_pinned` says, once the weights are loaded, if the device copies directly from them; if not,
+    `note` gets a sentence for the user. Without `copies` the executor computes with whatever the
+    slots hold. `hybrid` and `recorder`: as for Executor.
     """
-    if options.depth < 0:
-        raise BadRequest(f"--prefetch-depth {options.depth}: must be 0 or more")
+    pools = plan.layout.pools
 
     def make(stream: Stream, host: HostBufferType) -> Executor:
         copier: Copier = NoCopier()
         if copies:
-            copier = _copier(choice, stream, options, bounce=options.bounce and not is_pinned())
+            bounce = options.bounce and not is_pinned()
+            copier = _copier(choice, stream, options, bounce=bounce)
         if isinstance(copier, BounceCopier):
             note(_BOUNCING)
-        if not options.overlap or not plan.layout.pools:
-            return SerialExecutor(stream, copier, options.trace)
-        table = SlotTable({i: pool.n_slots for i, pool in enumerate(plan.layout.pools)})
-        n_used = max((pool.n_used for pool in plan.layout.pools), default=1)
-        n_experts = max((pool.n_experts for pool in plan.layout.pools), default=0)
-        rule = make_cache_rule(options.cache, len(plan.layout.groups), n_used, n_experts)
-        schedule = Schedule(table, rule, options.depth, options.n_guesses)
-        return ScheduledExecutor(
+        n_used = max((pool.n_used for pool in pools), default=1)
+        n_experts = max((pool.n_experts for pool in pools), default=0)
+        rule = Lrfu.for_model(len(plan.layout.groups), n_used, n_experts)
+        n_slots = {i: pool.n_slots for i, pool in enumerate(pools)}
+        schedule = Schedule(n_slots, rule, options.depth, _GUESSES)
+        return Executor(
             stream,
             host,
             plan.layout,
             schedule,
             copier,
             options.trace,
-            prefetch=options.prefetch,
-            band=options.band,
-            vector_tokens=options.vector_tokens,
             hybrid=hybrid,
             recorder=recorder,
+            prefetch=options.prefetch,
+            band=options.band,
             ahead=options.ahead,
         )
 
@@ -199,3 +204,49 @@ def _copier(
     if choice.sim is not None:
         link = Link(choice.sim.bandwidth_bytes_per_s, choice.sim.latency_s)
     return ThreadCopier(link, options.trace)
+
+
+# -- slots of fitting size -------------------------------------------------------------------------
+
+
+def for_warm_up(plan: Plan) -> Plan:
+    """Return the plan with only the slots that a ubatch needs at once."""
+    pools = plan.layout.pools
+    counts = [min(p.n_slots, ring_slots(p)) if p.n_experts else p.n_slots for p in pools]
+    return plan.with_slots(counts)
+
+
+def room_left(
+    plan: Plan, *, free_before: int, free_now: int, device_bytes: int | None, others_bytes: int
+) -> int:
+    """Return the bytes for slots, when everything else but `others_bytes` has its memory.
+
+    `device_bytes` is the most that may be used, less if `LEAST_FREE_BYTES` would not stay free;
+    None: all but a margin. If the driver does not tell what is in use, the plan's own estimate
+    counts.
+    """
+    used = free_before - free_now
+    if used < plan.resident_bytes // 2:
+        return plan.slot_bytes
+    if device_bytes is None:
+        return free_now - MARGIN_BYTES - others_bytes
+    return min(device_bytes - used, free_now - LEAST_FREE_BYTES) - others_bytes
+
+
+def fitted(plan: Plan, room_bytes: int, use: Callable[[Plan], None]) -> Plan:
+    """Return the plan with slots for `room_bytes` that `use` accepted, fewer if it refused.
+
+    Raises DoesNotFit if not even the least fits.
+    """
+    while True:
+        sized = plan.with_room(room_bytes)
+        try:
+            use(sized)
+        except DoesNotFit as refused:
+            room_bytes = int(sized.slot_bytes * _FEWER)
+            try:
+                plan.with_room(room_bytes)
+            except DoesNotFit:
+                raise refused from None
+        else:
+            return sized

@@ -15,7 +15,7 @@ class SlotMemory:
 
     def __init__(self, device: Device, pool: SlotPool) -> None:
         self.pool = pool
-        self._device = device
+        self.device = device
         self._kinds = {kind.name: kind for kind in pool.kinds}
         self._buffers: dict[str, Buffer] = {}
         self._bytes: dict[str, Tensor] = {}
@@ -57,7 +57,7 @@ class SlotMemory:
         if buffer is None:
             size_bytes = self.pool.n_slots * self._kinds[kind].stride_bytes
             what = f"{self.pool.n_slots} slots of {kind} weights"
-            buffer = self._device.allocate(size_bytes, what)
+            buffer = self.device.allocate(size_bytes, what)
             self._bytes[kind] = new_tensor("i8", (size_bytes, 1, 1, 1), (buffer, 0))
             self._buffers[kind] = buffer
         return buffer

@@ -116,7 +116,7 @@ def tokens_of(n: int, repetition: int, n_vocab: int) -> list[int]:
 
 def measure_ways(load: Workload) -> tuple[dict[str, Steps], str]:
     """Times of resident, serial and overlapped; and the line about where the weights lie."""
-    serial = StreamingOptions(vram_bytes=load.vram_bytes, overlap=False)
+    serial = StreamingOptions(vram_bytes=load.vram_bytes, depth=0, prefetch=False)
     overlapped = StreamingOptions(vram_bytes=load.vram_bytes)
     ways, line = {}, ""
     for name, streaming, streams in (

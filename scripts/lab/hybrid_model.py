@@ -32,9 +32,7 @@ from offload.plan.machine import (
 )
 from offload.plan.placement import Plan, make_plan
 from offload.plan.sharing import DECODING, UBATCHES, device_bytes
-from offload.routing.counted import HitCurve
-from offload.routing.hits import SHARES, recorded_hits
-from offload.schedule.cache_rules import HALF_LIFE_STEPS
+from offload.routing import HALF_LIFE_STEPS, SHARES, HitCurve, recorded_hits
 
 GIB = 1 << 30
 MODELS = ("DeepSeek-R1", "gpt-oss-120b", "Qwen3-235B-A22B")
@@ -137,7 +135,7 @@ there, then tokens/s; the last column says **how many times the better rival's**
   67 %, of 128 81 %, the 32 most popular of one half of a text 10 % of the other.
 - *published*: what others measured of the model's kin, below, on lines between their points.
 
-The first three go through `--expert-cache lrfu`, and for the rival through LRU, all layers sharing the slots and every miss brought in ({n} drawn
+The first three go through our cache rule (LRFU), and for the rival through LRU, all layers sharing the slots and every miss brought in ({n} drawn
 tokens). *published* was measured with LRU, and is given to both. A real cache of ours is filled by promotions and copies as the link has time: with enough
 of it that hit 3 to 5 points more of the embedded pair's routing, with less it may be fewer.
 

@@ -151,7 +151,7 @@ def measure(case: Case, folder: Path, repetitions: int) -> Overlap:
     bandwidth = free.copied_bytes / (resident.median_s * case.copy_share)
     device = f"sim:bw={bandwidth:.0f}B/s"
     overlapped = _step(path, device, streaming, case, repetitions)
-    serial = _step(path, device, StreamingOptions(overlap=False, vram_bytes=vram,
+    serial = _step(path, device, StreamingOptions(depth=0, prefetch=False, vram_bytes=vram,
                    n_gpu_layers=case.n_gpu_layers), case, max(3, repetitions // 2))  # fmt: skip
     again = _step(path, "sim", None, case, repetitions)
     compute_s = statistics.median([*resident.times, *again.times])

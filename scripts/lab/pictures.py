@@ -123,7 +123,8 @@ def run(folder: Path, n_experts: int, n_tokens: int, slots: float) -> Runs:
     device = f"sim:bw={bandwidth:.0f}B/s"
 
     def streamed(overlap: bool) -> Step:
-        options = StreamingOptions(vram_bytes=vram, overlap=overlap, trace=Trace())
+        depth = StreamingOptions().depth if overlap else 0
+        options = StreamingOptions(vram_bytes=vram, depth=depth, prefetch=overlap, trace=Trace())
         return typical(steps(path, device, options, n_tokens))
 
     return Runs(resident, streamed(False), streamed(True), bandwidth)

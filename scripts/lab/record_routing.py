@@ -21,7 +21,7 @@ from lab import ROOT
 from lab.hybrid_model import RECORDED, Parameters, draw, repeats
 from offload.engine import Engine, EngineOptions
 from offload.plan.min_batch import MinBatch
-from offload.routing.recording import N_KEPT
+from offload.routing import N_KEPT
 from offload.streaming.options import StreamingOptions
 from specoffload.config.resolution import demo_file
 

@@ -5,7 +5,7 @@ host=`), longer than what this machine needs, so that what is measured is the or
 not this machine's kernels. A step can take no less than the later side,
 
     cpu    = experts of the CPU x host
-    device = its experts and their copies, as offload/split/split.py expects of them at these rates
+    device = its experts and their copies, as offload/split/division.py expects at these rates
              + all else that a step computes
 
 and without overlap it takes their sum. The device begins with a product when the copies of its kind
@@ -31,7 +31,7 @@ from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
-from offload.split.split import HOST, SplitCosts, expected, split_pairs
+from offload.split.division import HOST, SplitCosts, expected, split_pairs
 from offload.split.switch import Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
 from offload.timing import decode_s

@@ -112,9 +112,11 @@ def ways(
     host = read_host(environment)
     streamed = replace(streams, spec=NO_DRAFTS)
     drafting = replace(streams, use_profile=use_profile)
+    plain = resolve(streamed, host)
+    serial = replace(plain.streaming, depth=0, prefetch=False)
     return [
-        ("plain", "copy, then compute", resolve(replace(streamed, overlap=False), host)),
-        ("streamed", "copies under compute", resolve(streamed, host)),
+        ("plain", "copy, then compute", replace(plain, streaming=serial)),
+        ("streamed", "copies under compute", plain),
         ("speculative", "and drafts by T(n)", resolve(drafting, host)),
     ]
 

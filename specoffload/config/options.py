@@ -14,8 +14,8 @@ from typing import Any, Literal
 from numa.place import Strategy
 from offload.mla.decision import Crossover
 from offload.plan.min_batch import MinBatch
+from offload.plan.placement import Chunks
 from offload.plan.sharing import TokenMix
-from offload.schedule.chunks import Chunks
 from specdec.options import SpecOptions
 from specoffload.chat.conversation import ReasoningFormat
 
@@ -100,15 +100,12 @@ class Options:
     n_gpu_layers: int | None = None
     n_cpu_moe: int | None = None
     plan_for: TokenMix | None = None  # None: what earlier runs evaluated
-    expert_cache: str = "lrfu"
     prefetch_depth: int = 8
-    overlap: bool = True
     prefetch: bool = True
     hybrid: Toggle | None = None  # None: auto, where it may be measured
     hybrid_ahead: bool = True
     expert_chunks: Chunks = "auto"
     slot_band: bool = True
-    vector_tokens: int = 0
     bounce: bool = True
     native_placement: bool = True
     warmup: bool = True

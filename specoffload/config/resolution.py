@@ -132,7 +132,7 @@ def _models(options: Options, remarks: Remarks) -> tuple[Path, Path | None]:
 def _plan_for_hybrid(options: Options) -> PlanForSplits:
     """A plan is made before anything is measured: auto may yet find that nothing is split."""
     toggle = choose_hybrid(options).toggle
-    if not options.overlap or toggle is Toggle.OFF:
+    if toggle is Toggle.OFF:
         return False
     return True if toggle is Toggle.ON else "auto"
 
@@ -143,16 +143,13 @@ def _streaming(options: Options) -> StreamingOptions:
         n_cpu_moe="fit" if options.n_cpu_moe is None else options.n_cpu_moe,
         n_gpu_layers=options.n_gpu_layers,
         mix=options.plan_for,
-        overlap=options.overlap,
         depth=options.prefetch_depth,
         prefetch=options.prefetch,
         chunks=options.expert_chunks,
         band=options.slot_band,
-        vector_tokens=options.vector_tokens,
         bounce=options.bounce,
         native=options.native_placement,
         warmup=options.warmup,
-        cache=options.expert_cache,
         hybrid=choose_hybrid(options).toggle is not Toggle.OFF,
         ahead=options.hybrid_ahead,
         plan_for_hybrid=_plan_for_hybrid(options),

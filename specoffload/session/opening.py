@@ -21,7 +21,7 @@ from offload.plan.min_batch import MinBatch
 from offload.plan.min_batch_search import budget_s
 from offload.plan.room_for_splits import MeasuredDecode
 from offload.plan.sharing import TokenMix
-from offload.routing.counted import HitCurve
+from offload.routing import HitCurve
 from offload.split.choosing import n_to_compare, split_sizes, words
 from offload.split.switch import MOST_TOKENS, ByCosts
 from offload.store.store import StoreOptions
@@ -212,8 +212,7 @@ def _not_split(config: Config, target: Engine) -> tuple[str, ...]:
         return (f"--hybrid: {chosen.why}",) if chosen.why and streams else ()
     if not chosen.asked:
         return ()
-    why = "--no-overlap computes and copies by turns" if streams else "no experts stream"
-    return (f"--hybrid {chosen.toggle}: no layer is split: {why}",)
+    return (f"--hybrid {chosen.toggle}: no layer is split: no experts stream",)
 
 
 def _folder(config: Config) -> Path | None:

@@ -16,9 +16,7 @@ from typing import Any
 
 from offload.model import ModelFacts
 from offload.plan.sharing import TokenMix
-from offload.routing.counted import LEAST_TOKENS, CountedHits, counted_hits
-from offload.routing.hits import SHARES
-from offload.routing.recording import N_KEPT, RoutingRecorder
+from offload.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, RoutingRecorder, counted_hits
 from specdec.whole_file import read_text, write_json
 from specoffload.speculation.profile_store import model_hash
 

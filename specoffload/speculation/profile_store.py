@@ -60,7 +60,7 @@ def key_of(target: Engine, draft: DraftModel | None, *, with_split: bool = True)
             f"streamed {plan.streamed_bytes}",
             f"slots {plan.slot_bytes}",
             f"min-batch {n.experts}/{n.dense}",
-            f"overlap {s.overlap} depth {s.depth} prefetch {s.prefetch} cache {s.cache}",
+            f"depth {s.depth} prefetch {s.prefetch}",
         ]
     if with_split and target.hybrid is not None and (sizes := target.hybrid.switch.sizes):
         parts.append(f"split {ranges(sizes)}")

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from offload.errors import DeviceFailed
 from offload.ggml.memory import AnonymousMemory, HostRange
 from offload.ggml.tensor import host_bytes
-from offload.streaming import bounce
-from offload.streaming.bounce import BounceCopier
-from offload.streaming.copy import Transfer
+from offload.streaming import copying
+from offload.streaming.copying import BounceCopier, Transfer
 
 PART = 64
 
@@ -190,7 +189,7 @@ def test_a_failure_on_the_thread_is_raised_once_and_the_next_graph_goes_on(
         raise OSError("the page could not be read")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bounce, "fill_from", fail)
+        patch.setattr(copying, "fill_from", fail)
         s.copier.copy(s.transfer(0, 0, PART), None)
         ticket = s.copier.mark()
         with pytest.raises(DeviceFailed, match="the page could not be read"):

@@ -24,8 +24,7 @@ from offload.ggml.library import abi
 from offload.ggml.library.lib import op_number
 from offload.ggml.tensor import Tensor, op_at, type_number
 from offload.ggml.threads import cpu_device
-from offload.split.form import Form, find_form
-from offload.split.host_graph import HostGraph, layer_weights
+from offload.split.cpu_side import ExpertForm, HostGraph, find_form, layer_weights
 
 N_EMBD, N_FF, N_EXPERTS, N_USED, N_TOKENS = 64, 32, 8, 3, 5
 
@@ -114,7 +113,7 @@ class MergedLayer:
         for tensor, values in self._values:
             call("ggml_backend_tensor_set", tensor, values.ctypes.data, 0, values.nbytes)
 
-    def form(self) -> Form:
+    def form(self) -> ExpertForm:
         number = op_number("MUL_MAT_ID")
         at = [i for i, a in enumerate(self.graph.addresses()) if op_at(a) == number]
         products = [as_product(self.graph.addresses()[i], i) for i in at]

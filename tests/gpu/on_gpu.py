@@ -16,15 +16,15 @@ from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.ggml.backend import Event
 from offload.plan.min_batch import MinBatch
-from offload.streaming.copy import DeviceCopier, Transfer
+from offload.streaming.copying import DeviceCopier, Transfer
+from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
-from offload.streaming.scheduled import ScheduledExecutor
 
 Logits = NDArray[np.float32]
 
 # One token, a few, more than n_ubatch (several graphs in one decode), and small ones again.
 BATCHES = (1, 5, 24, 3, 12)
-SERIAL = StreamingOptions(overlap=False, bounce=False)
+SERIAL = StreamingOptions(depth=0, prefetch=False, bounce=False)
 
 
 def options(
@@ -88,11 +88,11 @@ def half(path: Path, **changes: Any) -> StreamingOptions:
     return replace(streaming, vram_bytes=budget(path, streaming, "half"))
 
 
-def executor_of(engine: Engine) -> ScheduledExecutor:
+def executor_of(engine: Engine) -> Executor:
     """What serves the one stream that an engine has opened on its device."""
     assert engine.device is not None
     (executor,) = engine.device.executors.values()
-    assert isinstance(executor, ScheduledExecutor)
+    assert isinstance(executor, Executor)
     return executor
 
 

@@ -29,8 +29,8 @@ from offload.ggml.library import abi
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
-from offload.schedule.predict import Routing
-from offload.streaming.bounce import BounceCopier
+from offload.routing import RoutingGuess
+from offload.streaming.copying import BounceCopier
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE
 
@@ -80,11 +80,10 @@ def test_the_serial_stream_gives_the_bits_of_the_resident_model(
 
 
 @pytest.mark.parametrize("slots", ["all", "half", "least"])
-@pytest.mark.parametrize("cache", ["lru", "lrfu"])
-def test_overlapped_is_resident_for_every_policy_and_slot_count(
-    gpu: DeviceChoice, moe: Path, resident_moe: Logits, cache: str, slots: str
+def test_overlapped_is_resident_for_every_slot_count(
+    gpu: DeviceChoice, moe: Path, resident_moe: Logits, slots: str
 ) -> None:
-    streaming = StreamingOptions(cache=cache, bounce=False)
+    streaming = StreamingOptions(bounce=False)
     if slots != "all":
         streaming = replace(streaming, vram_bytes=budget(moe, streaming, slots))
     with Engine(moe, options(gpu, streaming)) as engine:
@@ -143,17 +142,17 @@ def test_guesses_change_the_copies_and_never_the_logits(
             assert_same(gpu, logits(engine), resident_moe)
             return engine.counters().streamed_bytes
 
-    right = Routing.predict
+    right = RoutingGuess.predict
     n_wrong = 0
 
-    def wrong(self: Routing, layer: int, n_tokens: int) -> list[int]:
+    def wrong(self: RoutingGuess, layer: int, n_tokens: int) -> list[int]:
         nonlocal n_wrong
         guess = set(right(self, layer, n_tokens))
         n_wrong += bool(guess)
         return [expert for expert in range(8) if expert not in guess] if guess else []
 
     honest, silent = run(prefetch=True), run(prefetch=False)
-    monkeypatch.setattr(Routing, "predict", wrong)
+    monkeypatch.setattr(RoutingGuess, "predict", wrong)
     mistaken = run(prefetch=True)
     assert n_wrong > 0
     assert mistaken > silent, "wrong guesses cost copies"
@@ -174,7 +173,7 @@ def test_dense_layers_and_experts_stream_together(
 @pytest.mark.parametrize(
     "streaming",
     [
-        StreamingOptions(n_gpu_layers=1, overlap=False, bounce=False),
+        StreamingOptions(n_gpu_layers=1, depth=0, prefetch=False, bounce=False),
         StreamingOptions(n_gpu_layers=1, depth=0, bounce=False),
         StreamingOptions(n_gpu_layers=1, bounce=False),
         StreamingOptions(n_gpu_layers=0, depth=64, bounce=False),
@@ -282,11 +281,13 @@ def test_copies_through_the_pinned_ring_give_the_same(
     # Parts far smaller than a matrix, so that each copy goes around the ring.
     monkeypatch.setattr("offload.streaming.options.RING_BYTES", 3 * 4096)
     monkeypatch.setattr(BounceCopier.__init__, "__defaults__", (NO_TRACE, 4096))
-    with Engine(moe, options(async_gpu, half(moe, bounce=True, overlap=overlap))) as engine:
+    with Engine(
+        moe, options(async_gpu, half(moe, bounce=True, depth=8 if overlap else 0))
+    ) as engine:
         assert_same(async_gpu, logits(engine), resident_moe)
         counters = engine.counters()
         assert counters.bounced_bytes == counters.streamed_bytes > 0
-        assert any("--no-bounce" in note for note in engine.notes)
+        assert any("pinned ring" in note for note in engine.notes)
 
 
 @pytest.mark.parametrize("warmup", [True, False])

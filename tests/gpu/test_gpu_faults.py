@@ -18,8 +18,8 @@ from offload.errors import DeviceFailed
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.ggml.tensor import host_bytes, new_tensor
-from offload.streaming.copy import DeviceCopier, Transfer
-from offload.streaming.scheduled import ScheduledExecutor
+from offload.streaming.copying import DeviceCopier, Transfer
+from offload.streaming.executor import Executor
 
 
 class Broken(Exception):
@@ -63,10 +63,10 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
     n_good: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = ScheduledExecutor._submit
+    right = Executor._submit
     left = n_good
 
-    def fail(self: ScheduledExecutor, *arguments: Any) -> int:
+    def fail(self: Executor, *arguments: Any) -> int:
         nonlocal left
         left -= 1
         return right(self, *arguments) if left >= 0 else -1
@@ -74,7 +74,7 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
     with Engine(moe, options(async_gpu, half(moe))) as engine:
         first = engine.sequences.extend(0, [1, 2, 3])
         with monkeypatch.context() as patch:
-            patch.setattr(ScheduledExecutor, "_submit", fail)
+            patch.setattr(Executor, "_submit", fail)
             with pytest.raises(DeviceFailed, match="failed with status"):
                 engine.sequences.extend(0, [5, 6, 7, 8])
         assert engine.sequences.length(0) == 3, "what the sequence held before is still there"

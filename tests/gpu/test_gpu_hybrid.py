@@ -16,7 +16,7 @@ from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.schedule.schedule import Schedule
-from offload.split.split import HOST
+from offload.split.division import HOST
 from offload.split.switch import ByCosts, Splitter, all_on_device, stay
 from offload.streaming.options import StreamingOptions
 

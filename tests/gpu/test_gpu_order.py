@@ -20,7 +20,7 @@ from on_gpu import Logits, assert_same, budget, count_orders, half, is_standin, 
 from offload.device import DeviceChoice
 from offload.engine import Engine
 from offload.ggml.backend import Event, copy_now
-from offload.streaming.copy import DeviceCopier, Transfer
+from offload.streaming.copying import DeviceCopier, Transfer
 from offload.streaming.options import StreamingOptions
 
 

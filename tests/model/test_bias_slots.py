@@ -43,7 +43,7 @@ def options(streaming: StreamingOptions) -> EngineOptions:
 def test_the_bits_are_those_of_biases_by_expert(
     model: Path, splitter: Splitter | None, slots: str
 ) -> None:
-    with Engine(model, options(StreamingOptions(overlap=False))) as engine:
+    with Engine(model, options(StreamingOptions(depth=0, prefetch=False))) as engine:
         expected = logits(engine, BATCHES)
     streaming = StreamingOptions(hybrid=splitter is not None, splitter=splitter)
     if slots == "half":

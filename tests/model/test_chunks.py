@@ -21,8 +21,8 @@ from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
 from offload.split.switch import all_on_device
-from offload.streaming import chains
-from offload.streaming.copy import ThreadCopier, Transfer
+from offload.streaming import chunks
+from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.options import StreamingOptions
 from offload.trace import Trace
 
@@ -66,7 +66,7 @@ def model(models: Path, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> NDArray[np.float32]:
-    with Engine(model, options(StreamingOptions(overlap=False))) as engine:
+    with Engine(model, options(StreamingOptions(depth=0, prefetch=False))) as engine:
         return logits(engine)
 
 
@@ -89,7 +89,7 @@ def test_products_one_by_one_give_the_same_where_the_nodes_between_cannot_be_cut
     with Engine(model, options(tight(model, 3))) as engine:
         logits(engine)
         together = engine.counters()
-    monkeypatch.setattr(chains, "_together", lambda graph, members: None)
+    monkeypatch.setattr(chunks, "_together", lambda graph, members: None)
     with Engine(model, options(tight(model, 3))) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().chunks == 3 * together.chunks
@@ -132,22 +132,11 @@ def test_the_trace_shows_each_chunk(model: Path) -> None:
     assert sum(event.name.startswith("tokens ") for event in trace.events()) == n_chunks > 0
 
 
-def test_chunks_of_eight_tokens_by_choice_give_the_same(
-    model: Path, expected: NDArray[np.float32]
-) -> None:
-    with Engine(model, options(StreamingOptions(vector_tokens=8))) as engine:
-        assert np.array_equal(logits(engine), expected)
-        assert engine.counters().chunks > 0
-        at = engine.counters().chunks
-        engine.sequences.extend(0, [1] * 8)
-        assert engine.counters().chunks == at, "the vector kernel takes these at once"
-
-
 @pytest.mark.parametrize("batches", [(9, 1, 12, 20, 9), (2, 3, 1, 8, 2, 5)])
 def test_a_band_of_the_slots_gives_the_same(models: Path, batches: Sequence[int]) -> None:
     """The second batches are small: some GPUs multiply these by a matrix kernel too."""
     path = write_preset("deepseek-v3", models / "band.gguf", seed=1, n_expert=64)
-    with Engine(path, options(StreamingOptions(overlap=False))) as engine:
+    with Engine(path, options(StreamingOptions(depth=0, prefetch=False))) as engine:
         expected = logits(engine, batches)
     for band in (True, False):
         with Engine(path, options(StreamingOptions(band=band))) as engine:
@@ -165,7 +154,7 @@ def test_a_choice_that_is_no_expert_ends_the_decode_and_not_the_process(
         "chosen": StreamingOptions(),
         "chunks": tight(model),
         "split": StreamingOptions(hybrid=True, splitter=all_on_device),
-        "serial": StreamingOptions(overlap=False),
+        "serial": StreamingOptions(depth=0, prefetch=False),
     }[way]
     read = Stream.read
 

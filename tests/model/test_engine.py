@@ -240,7 +240,7 @@ def test_a_signal_is_looked_at_before_each_part_of_a_graph(
         asked += 1
         return asked == 3
 
-    serial = StreamingOptions(overlap=False)
+    serial = StreamingOptions(depth=0, prefetch=False)
     with Engine(tiny_moe, options("sim", min_batch=ALWAYS, streaming=serial)) as engine:
         expected = engine.sequences.extend(0, tokens)
         engine.sequences.rewind(0, 0)

@@ -27,7 +27,7 @@ from offload.streaming.prepared import PreparedGraphs
 SIZES = (1, 3, 5)
 WAYS = {
     "streamed": StreamingOptions(),
-    "one after the other": StreamingOptions(overlap=False),
+    "one after the other": StreamingOptions(depth=0, prefetch=False),
     "stay": StreamingOptions(hybrid=True, splitter=stay),
     "all on the device": StreamingOptions(hybrid=True, splitter=all_on_device),
 }

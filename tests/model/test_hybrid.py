@@ -29,23 +29,21 @@ from offload.ggml.tensor import Tensor, buffer_at
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
-from offload.schedule.cache_rules import Lrfu
+from offload.schedule.cache import Lrfu
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import Piece
-from offload.split import layers
-from offload.split.form import NoForm
-from offload.split.host_graph import HostGraph
-from offload.split.order import Orderer
-from offload.split.placing import RowPlacer
-from offload.split.split import HOST, SplitCosts
-from offload.split.split import expected as expected_of
+from offload.split import path as path_module
+from offload.split.ahead import Orderer
+from offload.split.cpu_side import HostGraph, NoForm, RowPlacer
+from offload.split.division import HOST, SplitCosts
+from offload.split.division import expected as expected_of
 from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
-from offload.streaming.copy import ThreadCopier, Transfer
+from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.counters import StreamCounters
+from offload.streaming.cuts import Step
 from offload.streaming.device import StreamingDevice
+from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
-from offload.streaming.scheduled import ScheduledExecutor
-from offload.streaming.steps import Step
 
 Rows = NDArray[np.float32]
 PRESETS = {
@@ -186,7 +184,7 @@ def test_no_token_is_shown_a_slot_twice(
 ) -> None:
     """CUDA's products of several tokens, or not quantised, find an expert once among a token's."""
     path = write_preset("qwen3-30b-a3b", models / f"twice-{quant}.gguf", quant=quant, seed=1)
-    upload, enter = Stream.upload, ScheduledExecutor._enter_split
+    upload, enter = Stream.upload, Executor._enter_split
     seen: list[int] = []
 
     def checked(stream: Stream, values: SlotIds | RouterIds) -> None:
@@ -196,17 +194,17 @@ def test_no_token_is_shown_a_slot_twice(
                 assert all(len(set(token)) == len(token) for token in values.values.tolist())
         upload(stream, values)
 
-    def entered(executor: ScheduledExecutor, running: Any, step: Step, layer: Any) -> int:
+    def entered(executor: Executor, running: Any, step: Step, layer: Any) -> int:
         status = enter(executor, running, step, layer)
         assert step.slot_ids is not None
         for reader in step.readers:
-            assert reader.slots is not None
+            assert reader.reads[0].slots is not None
             assert step.slot_ids.values.min() >= 0
-            assert step.slot_ids.values.max() < reader.slots.shape[2]
+            assert step.slot_ids.values.max() < reader.reads[0].slots.shape[2]
         return status
 
     monkeypatch.setattr(Stream, "upload", checked)
-    monkeypatch.setattr(ScheduledExecutor, "_enter_split", entered)
+    monkeypatch.setattr(Executor, "_enter_split", entered)
     for made in SPLITS.values():
         with Engine(path, split_by(made(), path, slots)) as engine:
             logits(engine)
@@ -368,7 +366,7 @@ def test_a_prompts_layers_lie_in_order_if_kernels_cannot_be_shown_all_slots(
     deeper_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU with room for more slots than the matrix kernel of CUDA can count."""
-    monkeypatch.setattr("offload.schedule.band._MOST_TILE_BLOCKS", 10)
+    monkeypatch.setattr("offload.schedule.batch._MOST_TILE_BLOCKS", 10)
     _, counters, _ = around_prompts(deeper_moe)
     assert counters.layers_out_of_order == 0
 
@@ -414,16 +412,16 @@ def assert_at_home(engine: Engine) -> None:
     assert engine.device is not None
     graphs = list(engine.device._prepared._current)
     assert graphs
-    scratches = {buffer.address for buffer in _scratch_of(engine)._scratch}
+    scratches = {buffer.address for buffer in _scratch_of(engine)._scratch._buffers}
     assert not any(buffer_at(address) in scratches for g in graphs for address in g.addresses())
 
 
 def _scratch_of(engine: Engine) -> Orderer:
     assert engine.device is not None
     (executor,) = engine.device.executors.values()
-    assert isinstance(executor, ScheduledExecutor)
-    assert executor.orderer is not None
-    return executor.orderer
+    assert isinstance(executor, Executor)
+    assert executor._orderer is not None
+    return executor._orderer
 
 
 @pytest.mark.parametrize("device", ["sim", "sim:expert=10us,host=10us"])
@@ -515,7 +513,7 @@ def test_an_unknown_form_runs_as_before_and_says_why(
     def refuse(*_: object) -> None:
         raise NoForm("its rows are folded")
 
-    monkeypatch.setattr(layers, "find_form", refuse)
+    monkeypatch.setattr(path_module, "find_form", refuse)
     with Engine(tiny_moe, split_by(stay, tiny_moe, "least")) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.hybrid is not None

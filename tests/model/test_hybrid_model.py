@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cache_play import Lru, simulated_hits
 from resolved import config_of
 
 from lab import hybrid_model as script
@@ -15,8 +16,7 @@ from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.machine import Machine, Sharing, best_s, streamed_s
 from offload.plan.sharing import DECODING, expected_s
-from offload.routing.hits import recorded_hits, simulated_hits
-from offload.schedule.cache_rules import Lru
+from offload.routing import recorded_hits
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import demo_file
 
@@ -74,7 +74,6 @@ def test_auto_leaves_to_counted_hits_what_on_is_certain_of() -> None:
     asked = {hybrid: config_of(hybrid=hybrid).streaming for hybrid in Toggle}
     expected = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: "auto"}
     assert {hybrid: its.plan_for_hybrid for hybrid, its in asked.items()} == expected
-    assert not config_of(hybrid=Toggle.ON, overlap=False).streaming.plan_for_hybrid
 
 
 def test_drawn_routing_hits_as_was_reported() -> None:

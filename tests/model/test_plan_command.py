@@ -21,8 +21,7 @@ from offload.model_file import read_facts
 from offload.plan.context import ContextSpec
 from offload.plan.placement import Plan, PlanForSplits, make_plan
 from offload.plan.room_for_splits import MeasuredDecode
-from offload.routing.counted import CountedHits, HitCurve
-from offload.routing.hits import SHARES
+from offload.routing import SHARES, CountedHits, HitCurve
 from offload.streaming.options import StreamingOptions
 from specoffload import report
 from specoffload.cli import app

@@ -39,8 +39,7 @@ from offload.plan.sharing import (
     ring_slots,
 )
 from offload.plan.slot_layout import slot_layout
-from offload.routing.counted import HitCurve
-from offload.routing.hits import SHARES
+from offload.routing import SHARES, HitCurve
 from specdec.costs.measure import measure
 from specoffload.speculation.profiling import quick_plan
 

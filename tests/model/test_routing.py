@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine, EngineOptions
 from offload.plan.min_batch import MinBatch
+from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
-from offload.streaming.scheduled import ScheduledExecutor
 from specoffload.config.resolution import demo_file
 
 TARGET = demo_file("target.gguf")
@@ -29,14 +29,14 @@ def opened(*, record: bool, hybrid: bool) -> Engine:
 def read(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[NDArray[np.int32]]]:
     """All ids that were read, by layer."""
     found: dict[int, list[NDArray[np.int32]]] = {}
-    read_ids = ScheduledExecutor._read_ids
+    read_ids = Executor._read_ids
 
-    def noted(executor: ScheduledExecutor, step: object, *rest: object) -> NDArray[np.int32]:
+    def noted(executor: Executor, step: object, *rest: object) -> NDArray[np.int32]:
         ids = read_ids(executor, step, *rest)  # type: ignore[arg-type]
         found.setdefault(step.layer, []).append(np.array(ids))  # type: ignore[attr-defined]
         return ids
 
-    monkeypatch.setattr(ScheduledExecutor, "_read_ids", noted)
+    monkeypatch.setattr(Executor, "_read_ids", noted)
     return found
 
 

@@ -140,7 +140,7 @@ def test_large_batches_are_timed_in_part(
             clocks.append(self)
 
     monkeypatch.setattr(specoffload.session.min_batch, "LayerClock", Noted)
-    streaming = replace(engine.options.streaming, overlap=overlap)
+    streaming = replace(engine.options.streaming, depth=8 if overlap else 0)
     options = replace(engine.options, streaming=streaming)
     with Engine(engine.facts.path, options) as other:
         found = measure_both_sides(other, real_text(other))["experts"]

@@ -17,10 +17,9 @@ from offload.ggml.graph import Graph, Product
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
-from offload.schedule.predict import Fetch, fetch_of
+from offload.schedule.batch import Fetch, fetch_of
+from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
-from offload.streaming.prepared import Run
-from offload.streaming.scheduled import ScheduledExecutor
 from offload.trace import COPY, Trace
 
 N_EXPERTS, N_USED = 16, 4
@@ -98,15 +97,6 @@ def test_streamed_is_resident_for_every_slot_count(
                 assert bool(engine.device.declined) == (n_slots == N_USED)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_serial_twin_is_resident_too(name: str, written: Callable[[str], Path]) -> None:
-    path = written(name)
-    with Engine(path, options(StreamingOptions(), stream_experts=False)) as engine:
-        resident = logits(engine)
-    with Engine(path, options(StreamingOptions(overlap=False))) as engine:
-        assert np.array_equal(logits(engine), resident)
-
-
 def test_layers_of_different_types_go_through_the_same_slots(
     written: Callable[[str], Path],
 ) -> None:
@@ -130,13 +120,13 @@ def test_a_layer_is_one_cut_whatever_it_is_made_of(
     name: str, written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[Product]] = []
-    prepare = ScheduledExecutor.prepare
+    prepare = Executor.prepare
 
-    def noting(self: ScheduledExecutor, graph: Graph, products: Any) -> Run:
+    def noting(self: Executor, graph: Graph, products: Any) -> Callable[[], int]:
         seen.append(list(products))
         return prepare(self, graph, products)
 
-    monkeypatch.setattr(ScheduledExecutor, "prepare", noting)
+    monkeypatch.setattr(Executor, "prepare", noting)
     path = written(name)
     with Engine(path, options(StreamingOptions())) as engine:
         engine.sequences.extend(0, [1, 2])
@@ -155,7 +145,7 @@ def test_all_experts_are_fetched_ahead_and_ids_are_read_back_only_if_out_of_orde
     n_slots: int, written: Callable[[str], Path]
 ) -> None:
     path = written("biased")
-    fetch, _ = fetch_of(40, N_USED, N_EXPERTS, n_slots)
+    fetch = fetch_of(40, N_USED, N_EXPERTS, n_slots)
     assert fetch is (Fetch.ALL if 16 < n_slots < 32 else Fetch.ALL_IN_ORDER)
     with Engine(path, options(with_slots(path, n_slots))) as engine:
         engine.sequences.extend(0, list(range(40)), n_logits=1)

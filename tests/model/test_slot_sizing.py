@@ -22,8 +22,7 @@ from offload.plan.min_batch import MinBatch
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, make_plan
 from offload.plan.sharing import ring_slots
 from offload.store.store import Store
-from offload.streaming.options import StreamingOptions
-from offload.streaming.sizing import fitted, for_warm_up, room_left
+from offload.streaming.options import StreamingOptions, fitted, for_warm_up, room_left
 
 MIB = 1 << 20
 

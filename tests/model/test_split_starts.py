@@ -13,12 +13,11 @@ from offload.engine import Engine
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
 from offload.split import layers
-from offload.split.form import NoForm
-from offload.split.host_graph import HostGraph
+from offload.split.cpu_side import HostGraph, NoForm
+from offload.split.sides import SplitSides
 from offload.split.switch import stay
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
-from offload.streaming.split_sides import SplitSides
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
@@ -210,7 +209,6 @@ def test_without_a_flag_nothing_is_measured_where_nothing_can_be_split_or_may_be
     [
         ({"device": "cpu", "vram_bytes": None, "n_cpu_moe": None}, "no experts stream"),
         ({"n_cpu_moe": 0, "vram_bytes": None}, "no experts stream"),
-        ({"overlap": False}, "--no-overlap computes and copies by turns"),
     ],
 )
 def test_who_asks_for_split_layers_in_vain_is_told_why(

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.split import choosing
-from offload.split.split import Split
+from offload.split.division import Split
 from offload.split.switch import ByCosts, HybridSwitch
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file

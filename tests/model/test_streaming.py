@@ -1,4 +1,4 @@
-"""The scheduled stream on `sim`: every switch gives the bits of its slow twin."""
+"""The scheduled stream on `sim`: every option gives the bits of the resident model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from offload.ggml.backend import Device
 from offload.ggml.tensor import Tensor
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
-from offload.schedule.predict import Routing
-from offload.streaming.copy import ThreadCopier, Transfer
+from offload.routing import RoutingGuess
+from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.device import StreamingDevice
+from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
-from offload.streaming.scheduled import ScheduledExecutor
 
 BATCHES = (1, 5, 40, 3, 12, 2, 70, 4)
-SERIAL = StreamingOptions(overlap=False)
 
 
 def options(streaming: StreamingOptions, device: str = "sim", min_batch: int = 1) -> EngineOptions:
@@ -52,33 +51,26 @@ def logits(engine: Engine, batches: Sequence[int] = BATCHES) -> NDArray[np.float
 
 @pytest.fixture(scope="module")
 def expected(tiny_moe: Path) -> NDArray[np.float32]:
-    with Engine(tiny_moe, options(SERIAL)) as engine:
+    """The logits of the resident model."""
+    with Engine(tiny_moe, replace(options(StreamingOptions()), stream_experts=False)) as engine:
         return logits(engine)
-
-
-def test_the_serial_twin_gives_the_bits_of_the_resident_model(
-    tiny_moe: Path, expected: NDArray[np.float32]
-) -> None:
-    with Engine(tiny_moe, replace(options(SERIAL), stream_experts=False)) as engine:
-        assert np.array_equal(logits(engine), expected)
 
 
 @pytest.mark.parametrize(
     "streaming",
     [
         StreamingOptions(),
-        StreamingOptions(depth=0),
+        StreamingOptions(depth=0, prefetch=False),
         StreamingOptions(depth=1),
         StreamingOptions(depth=1000),
         StreamingOptions(prefetch=False),
-        StreamingOptions(cache="lru"),
         StreamingOptions(n_gpu_layers=0),
         StreamingOptions(n_gpu_layers=2, depth=2),
     ],
-    ids=lambda s: f"depth{s.depth}-{s.cache}-ngl{s.n_gpu_layers}-prefetch{s.prefetch}",
+    ids=lambda s: f"depth{s.depth}-ngl{s.n_gpu_layers}-prefetch{s.prefetch}",
 )
 @pytest.mark.parametrize("slots", ["all", "half", "least"])
-def test_overlapped_is_serial_for_every_switch_and_slot_count(
+def test_streamed_is_resident_for_every_option_and_slot_count(
     tiny_moe: Path, expected: NDArray[np.float32], streaming: StreamingOptions, slots: str
 ) -> None:
     if slots != "all":
@@ -96,9 +88,9 @@ def test_overlapped_is_serial_for_every_switch_and_slot_count(
 def test_always_wrong_guesses_cost_bandwidth_and_nothing_else(
     tiny_moe: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = Routing.predict
+    right = RoutingGuess.predict
 
-    def wrong(self: Routing, layer: int, n_tokens: int) -> list[int]:
+    def wrong(self: RoutingGuess, layer: int, n_tokens: int) -> list[int]:
         guess = set(right(self, layer, n_tokens))
         return [expert for expert in range(16) if expert not in guess] if guess else []
 
@@ -106,14 +98,14 @@ def test_always_wrong_guesses_cost_bandwidth_and_nothing_else(
     with Engine(tiny_moe, options(half)) as engine:
         logits(engine)
         honest = engine.counters().streamed_bytes
-    monkeypatch.setattr(Routing, "predict", wrong)
+    monkeypatch.setattr(RoutingGuess, "predict", wrong)
     with Engine(tiny_moe, options(half)) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().streamed_bytes > honest
 
 
 def test_a_dense_model_of_which_few_layers_fit_streams_the_rest(tiny_dense: Path) -> None:
-    with Engine(tiny_dense, options(SERIAL, "cpu")) as engine:
+    with Engine(tiny_dense, options(StreamingOptions(), "cpu")) as engine:
         plain = logits(engine)
     for streaming in (StreamingOptions(n_gpu_layers=1), StreamingOptions(n_gpu_layers=1, depth=0)):
         with Engine(tiny_dense, options(streaming)) as engine:
@@ -131,7 +123,7 @@ def test_dense_weights_that_exceed_the_budget_stream_by_themselves(tiny_dense: P
         assert 0 < engine.plan.resident_bytes + engine.plan.slot_bytes <= budget_bytes
         assert any("exceed --vram" in reason for reason in engine.plan.reasons)
         streamed = logits(engine)
-    with Engine(tiny_dense, options(SERIAL, "cpu")) as engine:
+    with Engine(tiny_dense, options(StreamingOptions(), "cpu")) as engine:
         assert np.array_equal(logits(engine), streamed)
 
 
@@ -150,7 +142,7 @@ def test_what_is_cached_is_not_copied_again(tiny_moe: Path) -> None:
 
 
 def test_the_link_is_held_to_its_bandwidth(tiny_moe: Path) -> None:
-    with Engine(tiny_moe, options(SERIAL, "sim:bw=20MB/s")) as engine:
+    with Engine(tiny_moe, options(StreamingOptions(), "sim:bw=20MB/s")) as engine:
         engine.sequences.extend(0, [1, 2])
         before, start = engine.counters().streamed_bytes, time.perf_counter()
         engine.sequences.extend(0, [3, 4])
@@ -193,7 +185,7 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
 ) -> None:
     with Engine(tiny_moe, options(StreamingOptions())) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(ScheduledExecutor, "_submit", lambda *_: -1)
+            patch.setattr(Executor, "_submit", lambda *_: -1)
             with pytest.raises(DeviceFailed, match="failed with status"):
                 engine.sequences.extend(0, [1, 2, 3])
         assert np.array_equal(logits(engine), expected)

@@ -16,7 +16,7 @@ from lab.synth.shape import ImpossibleShape
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest
 from offload.plan.min_batch import MinBatch
-from offload.streaming.scheduled import ScheduledExecutor
+from offload.streaming.executor import Executor
 
 N_TOKENS, N_EXPERTS = 400, 64
 SMALL = {"n_layer": 4, "n_expert": N_EXPERTS, "n_expert_used": 4, "n_ff_exp": 32, "n_vocab": 4096}
@@ -24,15 +24,15 @@ SMALL = {"n_layer": 4, "n_expert": N_EXPERTS, "n_expert_used": 4, "n_ff_exp": 32
 
 def chosen(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[NDArray[np.int32]]:
     """The experts that each token of a drawn text uses [n_tokens, n_used], layer by layer."""
-    read_ids = ScheduledExecutor._read_ids
+    read_ids = Executor._read_ids
     found: dict[int, list[NDArray[np.int32]]] = {}
 
-    def noted(executor: ScheduledExecutor, step: object, *rest: object) -> NDArray[np.int32]:
+    def noted(executor: Executor, step: object, *rest: object) -> NDArray[np.int32]:
         ids = read_ids(executor, step, *rest)  # type: ignore[arg-type]
         found.setdefault(step.layer, []).append(np.array(ids))  # type: ignore[attr-defined]
         return ids
 
-    monkeypatch.setattr(ScheduledExecutor, "_read_ids", noted)
+    monkeypatch.setattr(Executor, "_read_ids", noted)
     options = EngineOptions(device="sim", min_batch=MinBatch(1, 1), n_ctx=512)
     with Engine(path, options) as engine:
         found.clear()

@@ -21,7 +21,7 @@ from offload.ggml.backend import Stream
 from offload.ggml.library import abi
 from offload.model_file import read_facts
 from offload.numa_plan import NumaPlan, PagePlacer, make_numa_plan, placed_weights
-from offload.split.split import HOST
+from offload.split.division import HOST
 from offload.store.layout import plan_layout
 from offload.streaming.options import StreamingOptions
 

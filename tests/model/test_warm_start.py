@@ -88,7 +88,7 @@ def test_those_that_were_used_most_are_there_and_a_request_ends_the_filling(fold
         (executor,) = device.executors.values()
         held = {
             (plan.layout.groups[group].layer, expert)
-            for group, expert in executor.schedule.table.pools[0].where  # type: ignore[attr-defined]
+            for group, expert in executor.schedule.pools[0].where  # type: ignore[attr-defined]
         }
         used = sorted((n for uses in kept.uses.values() for n in uses if n), reverse=True)[
             : pool.n_slots

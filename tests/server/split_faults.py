@@ -14,9 +14,9 @@ from offload.ggml.graph import Graph
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
-from offload.split.host_graph import HostGraph
-from offload.split.split import HIT, HOST, STREAMED
-from offload.streaming.copy import ThreadCopier, Transfer
+from offload.split.cpu_side import HostGraph
+from offload.split.division import HIT, HOST, STREAMED
+from offload.streaming.copying import ThreadCopier, Transfer
 from specoffload.config.environment import Environment
 from specoffload.config.host import read_host
 from specoffload.config.options import Options, Toggle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from numa.place import Strategy
-from offload.schedule.cache_rules import CACHE_RULES
 from specoffload.config.flags.flag import INT, OPENS, SWITCH, TEXT, Flag, Panel, choice
 from specoffload.config.flags.reading import (
     BYTES,
@@ -75,25 +74,9 @@ FLAGS = (
         more="For batches of 2 tokens and more.", off=("--no-slot-band",), rare=True,
     ),
     Flag(
-        Options, "vector_tokens", ("--vector-tokens",), INT,
-        "Compute batches of up to 100 tokens in chunks of so many.", _P, least=0,
-        more="CUDA's vector kernels take up to 8 tokens, and go by tokens, not by slots; but they "
-        "read an expert once per token. 0 does not.", rare=True,
-    ),
-    Flag(
-        Options, "expert_cache", ("--expert-cache",), choice(CACHE_RULES),
-        "Which cached slots are replaced.", _P,
-        more="lru: those used longest ago. lrfu: those used least, a use counting half after every "
-        "4 decodes, and a prompt's as little as a token's.", reads_as=(("lfu", "lrfu"),), rare=True,
-    ),
-    Flag(
         Options, "prefetch_depth", ("--prefetch-depth",), INT,
         "Weights that copies run ahead of the computation.", _P, least=0,
         more="0 copies when needed. A layer of experts has three weights.", rare=True,
-    ),
-    Flag(
-        Options, "overlap", (), SWITCH, "The serial twin: one copy at a time, nothing cached.", _P,
-        off=("--no-overlap",), rare=True,
     ),
     Flag(
         Options, "prefetch", (), SWITCH,

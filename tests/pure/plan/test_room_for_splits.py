@@ -19,7 +19,7 @@ from offload.plan.room_for_splits import (
     split_room,
 )
 from offload.plan.sharing import Workload, expected_s
-from offload.routing.counted import HitCurve
+from offload.routing import HitCurve
 
 DAY = date(2026, 3, 1)
 RESIDENT, SLOTS = Sharing(400, n_resident=12), Sharing(3472)

@@ -79,7 +79,6 @@ def test_a_flag_that_may_stand_bare_swallows_nothing(
         (("--spec", "ngram-mod,ngram-mod"), "names a drafter twice"),
         (("--spec", "none,suffix"), "none stands alone"),
         (("--spec", "draft-mtp"), "'draft-mtp' is unknown; there are none, draft, "),
-        (("--expert-cache", "fifo"), "--expert-cache fifo: must be one of lrfu, lru"),
         (("--vram", "much"), "--vram much: "),
         (("--seed", "-7"), "--seed -7: must lie between"),
         (("--repeat-penalty", "0"), "--repeat-penalty 0: must be over 0"),

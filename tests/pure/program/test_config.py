@@ -127,9 +127,9 @@ def test_what_was_said_needs_no_reason() -> None:
 
 
 def test_the_streaming_of_a_configuration_is_what_was_typed() -> None:
-    streaming = resolved("--vram", "1GiB", "-ncmoe", "3", "--no-overlap", "-ngl", "all").streaming
+    streaming = resolved("--vram", "1GiB", "-ncmoe", "3", "-ngl", "all").streaming
     assert streaming.device_bytes == 1 << 30
-    assert (streaming.n_cpu_moe, streaming.overlap) == (3, False)
+    assert streaming.n_cpu_moe == 3
     assert streaming.n_gpu_layers is not None
     assert streaming.n_gpu_layers > 1000
     assert resolved().streaming.n_cpu_moe == "fit"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cache_play import simulated_hits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from offload.routing.hits import SHARES, recorded_hits, simulated_hits
-from offload.schedule.cache_rules import HALF_LIFE_STEPS, Lrfu
+from offload.routing import HALF_LIFE_STEPS, SHARES, recorded_hits
+from offload.schedule.cache import Lrfu
 
 Recorded = tuple[NDArray[np.int64], int]
 

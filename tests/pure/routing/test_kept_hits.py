@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.plan.sharing import TokenMix
-from offload.routing.counted import CountedHits
-from offload.routing.hits import SHARES
-from offload.routing.recording import RoutingRecorder
+from offload.routing import SHARES, CountedHits, RoutingRecorder
 from specoffload.config.resolution import demo_file
 from specoffload.speculation.kept_hits import HitKeeper, Kept, hits_path, load_kept, store_kept
 from specoffload.speculation.profile_store import model_hash

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.split.ahead import Access, Chosen, Span, nodes_ahead
+from offload.split.ahead import Access, ByteSpan, Chosen, nodes_ahead
 
 _CELLS = 24  # of memory that is shared by chance
 _LATE = -1  # what is put in place between: the CPU's rows
 
 
-def span(first: int, n: int = 1, buffer: int = 0) -> Span:
-    return Span(buffer, first, first + n)
+def span(first: int, n: int = 1, buffer: int = 0) -> ByteSpan:
+    return ByteSpan(buffer, first, first + n)
 
 
 @dataclass
@@ -23,11 +23,11 @@ class Layer:
     """Nodes, and by number the tensors that they make and read."""
 
     nodes: list[Access]
-    spans: list[Span]
+    spans: list[ByteSpan]
     roots: list[int]
     kept: Sequence[int] = ()  # results that are read behind the list
 
-    def found(self, late: Span) -> Chosen:
+    def found(self, late: ByteSpan) -> Chosen:
         return nodes_ahead(late, self.nodes, self.roots, self.spans)
 
 
@@ -36,7 +36,7 @@ class Machine:
     """Memory in which results alias, and what each node wrote there. A value is who made it."""
 
     layer: Layer
-    late: Span
+    late: ByteSpan
     moved: Sequence[int] = ()  # results that lie in another buffer
     cells: dict[tuple[int, int], object] = field(default_factory=dict)
 
@@ -53,23 +53,23 @@ class Machine:
                 self._write(self._place(node.tensor), made[i])
         return made | {-1 - t: hash(self._read(self.layer.spans[t])) for t in self.layer.kept}
 
-    def _place(self, tensor: int) -> Span:
+    def _place(self, tensor: int) -> ByteSpan:
         where, root = self.layer.spans[tensor], self.layer.roots[tensor]
         if root not in self.moved:
             return where
         start = self.layer.spans[root].first
-        return Span(1 + root, where.first - start, where.end - start)
+        return ByteSpan(1 + root, where.first - start, where.end - start)
 
-    def _read(self, where: Span) -> object:
+    def _read(self, where: ByteSpan) -> object:
         cells = range(where.first, where.end)
         return tuple(self.cells.get((where.buffer, c), ("old", where.buffer, c)) for c in cells)
 
-    def _write(self, where: Span, value: object) -> None:
+    def _write(self, where: ByteSpan, value: object) -> None:
         for c in range(where.first, where.end):
             self.cells[where.buffer, c] = value, c - where.first
 
 
-def assert_same(late: Span, layer: Layer, found: Chosen) -> None:
+def assert_same(late: ByteSpan, layer: Layer, found: Chosen) -> None:
     n = len(layer.nodes)
     expected = Machine(layer, late).run([_LATE, *range(n)])
     moved = [layer.nodes[i].tensor for i in found.elsewhere]
@@ -86,10 +86,10 @@ spans = st.builds(
 
 
 @st.composite
-def any_memory(draw: st.DrawFn) -> tuple[Span, Layer]:
+def any_memory(draw: st.DrawFn) -> tuple[ByteSpan, Layer]:
     """Nodes that read and write anywhere, what others just wrote and what nobody did."""
     nodes: list[Access] = []
-    where: list[Span] = []
+    where: list[ByteSpan] = []
     for _ in range(draw(st.integers(0, 10))):
         reads = draw(st.lists(spans, max_size=3))
         numbers = tuple(range(len(where), len(where) + len(reads)))
@@ -100,7 +100,7 @@ def any_memory(draw: st.DrawFn) -> tuple[Span, Layer]:
 
 
 @given(any_memory())
-def test_whatever_aliases_the_order_changes_no_node_s_result(case: tuple[Span, Layer]) -> None:
+def test_whatever_aliases_the_order_changes_no_node_s_result(case: tuple[ByteSpan, Layer]) -> None:
     late, layer = case
     assert_same(late, layer, layer.found(late))
 
@@ -111,13 +111,13 @@ class _Allocator:
 
     owner: dict[int, int] = field(default_factory=dict)  # by cell: the result
 
-    def take(self, result: int, n: int) -> Span:
+    def take(self, result: int, n: int) -> ByteSpan:
         first = 0
         while any(first + k in self.owner for k in range(n)):
             first += 1
         return self.hand_over(result, span(first, n))
 
-    def hand_over(self, result: int, where: Span) -> Span:
+    def hand_over(self, result: int, where: ByteSpan) -> ByteSpan:
         for c in range(where.first, where.end):
             self.owner[c] = result
         return where
@@ -127,7 +127,7 @@ class _Allocator:
 
 
 @st.composite
-def allocated(draw: st.DrawFn) -> tuple[Span, Layer]:
+def allocated(draw: st.DrawFn) -> tuple[ByteSpan, Layer]:
     """A graph whose results share memory as an allocator lets them, some of them in place; the
     first is that into which the late rows go. Some are read behind the list, so may not move."""
     n = draw(st.integers(1, 12))
@@ -156,7 +156,7 @@ def allocated(draw: st.DrawFn) -> tuple[Span, Layer]:
 
 
 @given(allocated())
-def test_results_that_lie_elsewhere_are_what_they_were(case: tuple[Span, Layer]) -> None:
+def test_results_that_lie_elsewhere_are_what_they_were(case: tuple[ByteSpan, Layer]) -> None:
     late, layer = case
     found = layer.found(late)
     assert_same(late, layer, found)
@@ -174,7 +174,7 @@ DOWN, WEIGHTED, GATE, UP, GATE_VIEW, GLU, SHARED, SUM, WEIGHTS, ROW = range(10)
 ROWS = span(0, 8)
 
 
-def layer_of(gate: Span, up: Span, *, elsewhere: bool = False) -> Layer:
+def layer_of(gate: ByteSpan, up: ByteSpan, *, elsewhere: bool = False) -> Layer:
     """Nodes behind down: the rows weighted in place, the shared expert, the sum of both."""
     nodes = [
         Access(WEIGHTED, (DOWN, WEIGHTS)),

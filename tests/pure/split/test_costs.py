@@ -18,7 +18,7 @@ from offload.split.costs import (
     slowdown,
     to_json,
 )
-from offload.split.split import HOST, split_pairs
+from offload.split.division import HOST, split_pairs
 
 seconds = st.integers(1, 10**6).map(lambda n: n * 1e-6)
 sides = st.builds(

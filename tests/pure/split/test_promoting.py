@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.split.promoting import ANY_NUMBER, PromotionBudget
+from offload.split.path import PromotionBudget
 
 seconds = st.floats(0.0, 10.0)
 shares = st.floats(0.0, 0.2)
@@ -66,7 +66,7 @@ def test_what_was_not_copied_is_not_paid_for() -> None:
 
 @pytest.mark.parametrize("idle_s", [0.0, 1.0])
 def test_a_copy_that_takes_no_time_always_fits(idle_s: float) -> None:
-    assert PromotionBudget().most(1.0, idle_s, 0.0) == ANY_NUMBER
+    assert PromotionBudget().most(1.0, idle_s, 0.0) > 1000
 
 
 def test_a_link_that_is_idle_for_two_copies_has_two() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from offload.split.split import (
+from offload.split.division import (
     HIT,
     HOST,
     STREAMED,

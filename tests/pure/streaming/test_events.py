@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from offload.streaming.copy import Events
+from offload.streaming.copying import Events
 
 
 class CountedEvent:

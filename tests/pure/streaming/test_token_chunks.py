@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from offload.plan.placement import Plan
 from offload.plan.slot_layout import SlotKind, SlotLayout, SlotPool
-from offload.schedule.band import band, most_shown
-from offload.schedule.chunks import chunks_of, most_chunks
+from offload.schedule.batch import chunks_of, most_chunks, most_in_range, slot_range
 
 CHOSEN = st.lists(
     st.lists(st.integers(0, 15), min_size=3, max_size=3, unique=True), min_size=0, max_size=40
@@ -43,7 +42,7 @@ def test_a_chunk_ends_only_where_one_more_token_does_not_fit(
 @given(st.sets(st.integers(0, 299), min_size=1), st.integers(0, 500))
 def test_a_band_holds_the_slots_and_there_are_few_of_them(slots: set[int], n_more: int) -> None:
     n_slots = max(slots) + 1 + n_more
-    first, n = band(sorted(slots), n_slots)
+    first, n = slot_range(sorted(slots), n_slots)
     assert 0 <= first <= min(slots)
     assert max(slots) < first + n <= n_slots
     step = max(1, n_slots // 16)
@@ -52,10 +51,10 @@ def test_a_band_holds_the_slots_and_there_are_few_of_them(slots: set[int], n_mor
 
 
 def test_a_band_is_kept_while_it_holds_the_slots_and_is_not_much_too_wide() -> None:
-    assert band([20, 50], 160, (10, 60)) == (10, 60)
-    assert band([5, 50], 160, (10, 60)) == (0, 60), "slot 5 is outside"
-    assert band([20, 70], 160, (10, 60)) == (20, 60), "so is slot 70"
-    assert band([20, 25], 160, (10, 60)) == (20, 10), "a sixth is needed"
+    assert slot_range([20, 50], 160, (10, 60)) == (10, 60)
+    assert slot_range([5, 50], 160, (10, 60)) == (0, 60), "slot 5 is outside"
+    assert slot_range([20, 70], 160, (10, 60)) == (20, 60), "so is slot 70"
+    assert slot_range([20, 25], 160, (10, 60)) == (20, 10), "a sixth is needed"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_a_band_is_kept_while_it_holds_the_slots_and_is_not_much_too_wide() -> N
 def test_slots_that_the_matrix_kernel_can_be_shown(
     n_rows: int, row_blocks: int, n_tokens: int, most: int
 ) -> None:
-    assert most_shown(n_rows, row_blocks, n_tokens) == most
+    assert most_in_range(n_rows, row_blocks, n_tokens) == most
     tiles = math.ceil(n_rows / 128) * math.ceil(n_tokens / 64)  # GGML_ASSERT of mmq.cuh
     assert tiles * most * row_blocks < 2**30 <= tiles * (most + 1) * row_blocks
 

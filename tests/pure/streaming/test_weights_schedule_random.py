@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights_machine import Driver, Graph
 
-from offload.schedule.cache_rules import CACHE_RULES, make_cache_rule
+from offload.schedule.cache import Lrfu
 from offload.schedule.commands import Need
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import SlotTable
 
 N_POOLS = 2
 DENSE, WHOLE, EXPERTS = "dense", "whole", "experts"
@@ -94,7 +93,6 @@ def smallest(graphs: list[Graph], pool: int) -> int:
     spare=st.tuples(st.integers(0, 12), st.integers(0, 12)),
     depth=st.sampled_from((0, 1, 2, 3, 5, 1000)),
     guess_limit=st.sampled_from((0, 1, 4, 100)),
-    rule=st.sampled_from(sorted(CACHE_RULES)),
     guessing=st.sampled_from(("right", "partly", "wrong", "none")),
     repeat=st.booleans(),
     aborts=st.booleans(),
@@ -106,7 +104,6 @@ def test_every_cut_reads_the_pieces_it_asked_for(
     spare: tuple[int, int],
     depth: int,
     guess_limit: int,
-    rule: str,
     guessing: str,
     repeat: bool,
     aborts: bool,
@@ -114,8 +111,8 @@ def test_every_cut_reads_the_pieces_it_asked_for(
     rng = random.Random(seed)
     graphs = [random_graph(rng, n_experts, n_weights, guessing) for _ in range(1 if repeat else 3)]
     graphs = graphs * 3 if repeat else graphs
-    table = SlotTable({a: smallest(graphs, a) + spare[a] for a in range(N_POOLS)})
-    schedule = Schedule(table, make_cache_rule(rule), depth, guess_limit)
+    pools = {a: smallest(graphs, a) + spare[a] for a in range(N_POOLS)}
+    schedule = Schedule(pools, Lrfu(4.0), depth, guess_limit)
     driver = Driver(schedule, rng)
     expected: list[tuple[int, tuple[tuple[int, int], ...]]] = []
     for graph in graphs:
@@ -129,23 +126,21 @@ def test_every_cut_reads_the_pieces_it_asked_for(
     assert counters.hits == driver.hits
     assert counters.misses == driver.misses
     assert counters.prefetched_used + counters.prefetched_wasted <= copied
-    resident = sum(table.counts()[1:])
+    resident = sum(schedule.n_slots_by_state()[1:])
     assert copied - counters.evictions >= resident  # the rest was in doubt when a step failed
     assert aborts or copied - counters.evictions == resident
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    seed=st.integers(0, 2**32), depth=st.integers(0, 4), rule=st.sampled_from(sorted(CACHE_RULES))
-)
-def test_when_everything_fits_nothing_is_copied_twice(seed: int, depth: int, rule: str) -> None:
+@given(seed=st.integers(0, 2**32), depth=st.integers(0, 4))
+def test_when_everything_fits_nothing_is_copied_twice(seed: int, depth: int) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng, 4, 3, "partly")
     for i, need in enumerate(graph.needs):
         graph.needs[i] = need._replace(contiguous=False)
     graph.guesses.clear()
     pieces = {piece for need in graph.needs for piece in need.pieces}
-    schedule = Schedule(SlotTable({0: len(pieces), 1: len(pieces)}), make_cache_rule(rule), depth)
+    schedule = Schedule({0: len(pieces), 1: len(pieces)}, Lrfu(4.0), depth)
     driver = Driver(schedule, rng)
     for _ in range(3):
         driver.run(graph)
@@ -155,17 +150,14 @@ def test_when_everything_fits_nothing_is_copied_twice(seed: int, depth: int, rul
 
 
 @pytest.mark.parametrize("guessing", ["right", "partly", "wrong"])
-@pytest.mark.parametrize("rule", sorted(CACHE_RULES))
-def test_any_depth_guess_and_policy_computes_what_the_serial_twin_computes(
-    guessing: str, rule: str
-) -> None:
+def test_any_depth_and_guess_computes_what_the_serial_twin_computes(guessing: str) -> None:
     for seed in range(10):
         computed = []
         for depth in (0, 1, 4):
             rng = random.Random(seed)
             graphs = [random_graph(rng, 4, 3, guessing) for _ in range(3)]
-            table = SlotTable({a: smallest(graphs, a) + 2 for a in range(N_POOLS)})
-            driver = Driver(Schedule(table, make_cache_rule(rule), depth), random.Random(depth))
+            pools = {a: smallest(graphs, a) + 2 for a in range(N_POOLS)}
+            driver = Driver(Schedule(pools, Lrfu(4.0), depth), random.Random(depth))
             for graph in graphs:
                 driver.run(graph)
             driver.machine.finish()

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from offload.schedule.cache_rules import make_cache_rule
+from offload.schedule.cache import Lrfu
 from offload.schedule.commands import Need
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import SlotTable
 
 N_LAYERS = 4
 N_EXPERTS, N_CHOSEN = 256, 64
@@ -69,7 +68,7 @@ def routed(seed: int) -> Graph:
 
 
 def schedule_of(n_slots: int) -> Schedule:
-    return Schedule(SlotTable({0: n_slots}), make_cache_rule("lru"), depth=3)
+    return Schedule({0: n_slots}, Lrfu.for_model(3 * N_LAYERS), depth=3)
 
 
 def test_a_cut_costs_no_more_in_a_large_pool() -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from offload.errors import DoesNotFit
-from offload.schedule.coalesce import coalesce
-from offload.schedule.commands import Command, Copy, Entered, Evict, Need
+from offload.schedule.commands import Copy, Entered, Need, coalesce
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import Piece
+from offload.schedule.slots import FREE, IN_USE, LOADING, NOWHERE, STATES, Piece, PoolSlots
 
 Place = tuple[int, int]  # pool, slot
 
@@ -51,8 +50,7 @@ class Machine:
     last_finished: int = 0
     ticket_of: dict[Piece, int] = field(default_factory=dict)
 
-    def enqueue(self, commands: list[Command] | tuple[Command, ...]) -> None:
-        copies = [command for command in commands if isinstance(command, Copy)]
+    def enqueue(self, copies: Sequence[Copy]) -> None:
         places = [(copy.pool, copy.slot) for copy in copies]
         assert len(places) == len(set(places)), "two copies of one batch into the same slot"
         for span in coalesce(copies):
@@ -153,12 +151,11 @@ class Driver:
                 self._issue(graph, cut)
             self._enter(graph, cut)
         self._leave_all()
-        counts = schedule.table.counts()
-        assert counts[4] == counts[1] == 0, schedule.table  # nothing in use, nothing reserved
+        assert schedule.n_slots_by_state()[IN_USE] == 0
 
     def _arrive(self) -> None:
         """Notice some of the copies that are complete."""
-        for number, slots in self.schedule.table.pools.items():
+        for number, slots in self.schedule.pools.items():
             for group, experts in list(slots.loading.items()):
                 for expert in list(experts):
                     done = self.machine.ticket_of[group, expert] <= self.machine.n_landed
@@ -167,35 +164,29 @@ class Driver:
 
     def _issue(self, graph: Graph, cut: int) -> None:
         self._arrive()
-        commands = self.schedule.issue(cut)
+        before = {pool: set(slots.where) for pool, slots in self.schedule.pools.items()}
+        copies = self.schedule.issue(cut)
         if not self.schedule.depth:
-            assert commands == []
-        self._check_victims(graph, cut, commands)
-        self._after(commands)
+            assert copies == []
+        self._check_victims(graph, cut, copies, before)
+        self._after(copies)
 
-    def _check_victims(self, graph: Graph, at: int, commands: list[Command]) -> None:
-        """Ahead of time, nothing goes that a known cut needs before the one served."""
-        recopied = {c.piece for c in commands if isinstance(c, Copy)}
-        evicted: list[Piece] = []
+    def _check_victims(
+        self, graph: Graph, at: int, copies: list[Copy], before: dict[int, set[Piece]]
+    ) -> None:
+        """Ahead of time, nothing is evicted that a known cut needs before those that are copied."""
         known = self.schedule._needs
-        for command in commands:
-            if isinstance(command, Evict):
-                evicted.append(command.piece)
-                continue
-            if command.reason == "promoted":
+        assert all(c.cut <= at + self.schedule.depth for c in copies if c.reason != "promoted")
+        for pool, slots in self.schedule.pools.items():
+            evicted = before[pool] - slots.where.keys()
+            needed = [c.cut for c in copies if c.pool == pool and c.cut in known]
+            needed = [cut for cut in needed if cut not in self.open]
+            for cut in range(at, max(needed, default=at) + 1 if needed else at):
+                if cut in known and cut not in self.open and cut < min(needed):
+                    assert not evicted & set(known[cut].pieces), f"pieces of cut {cut} went"
+            if copies and all(c.reason in ("promoted", "predicted") for c in copies):
                 wanted = {p for n in known.values() if n.cut >= at for p in n.pieces}
-                assert not wanted & set(evicted), "something wanted went for a later graph's"
-                evicted.clear()
-                continue
-            assert command.cut <= at + self.schedule.depth
-            for cut in range(at, min(command.cut + 1, len(graph.needs))):
-                if cut in known and cut not in self.open:
-                    lost = set(known[cut].pieces) & set(evicted) - recopied
-                    assert not lost, f"{lost} of cut {cut} went for cut {command.cut}"
-            if command.reason == "predicted":
-                wanted = {p for n in known.values() if n.cut >= at for p in n.pieces}
-                assert not wanted & set(evicted) - recopied or command.cut in known
-            evicted.clear()
+                assert not wanted & evicted, "a wanted piece went for a guess or a later graph"
 
     def _read_router(self) -> None:
         """The host waits for everything submitted so far."""
@@ -211,7 +202,7 @@ class Driver:
         try:
             entered = schedule.enter(cut)
         except DoesNotFit:
-            schedule.check()
+            check(schedule)
             assert self.open, "the smallest legal pool has to do when nothing else is open"
             self._leave_all()
             entered = schedule.enter(cut)
@@ -231,9 +222,9 @@ class Driver:
         if len(self.open) > self.rng.randint(0, self.hold):
             self._leave_all()
 
-    def _after(self, commands: list[Command]) -> None:
-        self.schedule.check()
-        self.machine.enqueue(commands)
+    def _after(self, copies: Sequence[Copy]) -> None:
+        check(self.schedule)
+        self.machine.enqueue(copies)
         for _ in range(self.rng.randint(0, 6)):
             if self.rng.random() < 0.5:
                 self.machine.step_copy()
@@ -244,12 +235,46 @@ class Driver:
         for cut in self.open:
             self.schedule.leave(cut)
         self.open.clear()
-        self.schedule.check()
+        check(self.schedule)
 
     def _abort(self) -> None:
         self.open.clear()
         self.schedule.abort()
-        self.schedule.check()
-        counts = self.schedule.table.counts()
-        assert counts[1] == counts[2] == counts[4] == 0, self.schedule.table
+        check(self.schedule)
+        counts = self.schedule.n_slots_by_state()
+        assert counts[LOADING] == counts[IN_USE] == 0
         self.machine.finish()
+
+
+def check(schedule: Schedule) -> None:
+    """Raise AssertionError if slots and plan disagree."""
+    seen: set[Piece] = set()
+    for pool, slots in schedule.pools.items():
+        check_slots(slots)
+        assert not seen & slots.where.keys(), "a piece is in two pools"
+        seen |= slots.where.keys()
+        agenda = schedule._agendas[pool]
+        assert agenda.guessed_for.keys() <= slots.where.keys(), "a guess is not there"
+        assert agenda.pending == sorted(set(agenda.pending)), agenda.pending
+        in_use = {s for its, taken in schedule._open.values() if its is agenda for s in taken}
+        assert slots.counts[IN_USE] == len(in_use), "a slot is in use by no open cut"
+
+
+def check_slots(slots: PoolSlots) -> None:
+    """Raise AssertionError unless all fields agree."""
+    for slot, (state, piece) in enumerate(zip(slots.state, slots.piece, strict=True)):
+        at = f"slot {slot}, {STATES[state]} with {piece}"
+        assert (state == FREE) == (piece is None) == (slot in slots.free), at
+        assert piece is None or slots.where.get(piece) == slot, at
+        assert (state == IN_USE) == (slots.users[slot] > 0), at
+    assert len(slots.where) == slots.n_slots - len(slots.free), "a piece is in two slots"
+    placed = {
+        (group, expert): slot
+        for group, found in slots._of_group.items()
+        for expert, slot in enumerate(found.tolist())
+        if slot != NOWHERE
+    }
+    assert placed == slots.where, "a group's array is not what `where` says"
+    loading = {(group, e) for group, experts in slots.loading.items() for e in experts}
+    assert loading == {p for p, s in slots.where.items() if slots.state[s] == LOADING}, loading
+    assert slots.counts == [slots.state.count(s) for s in range(len(STATES))], slots.counts

@@ -1,74 +1,53 @@
-"""Cache rules: which pieces are worth keeping, and the queue of those that are not.
+"""The cache rule: which pieces are worth keeping, and a queue of those that are worth least. Pure.
 
-A rule gives each piece a rank; the lowest goes first. A rank may change only when the piece is
-touched, and only upwards, so that a queue can be kept sorted lazily: `VictimQueue` looks at a rank
-again only when its piece has come to the front.
+The rule gives each piece a rank, and the piece with the lowest rank is evicted first. A rank may
+change only when the piece is used, and only upwards. So `VictimQueue` can stay sorted lazily: it
+looks at a rank again only when its piece has come to the front.
 """
 
 from __future__ import annotations
 
-import difflib
 import heapq
 import math
 from collections.abc import Collection, Container
-from typing import Protocol
 
-from offload.errors import OffloadError
+from offload.routing import HALF_LIFE_STEPS
 from offload.schedule.slots import LOADING, READY, Piece, PoolSlots
 
 NEVER = -math.inf  # the rank of a piece that was copied but never used
-
-
-class CacheRule(Protocol):
-    """Ranks pieces, whatever pool they are in."""
-
-    def touched(self, pieces: Collection[Piece], now: int) -> None:
-        """A cut uses the pieces; `now` grows by one with each cut."""
-
-    def rank(self, piece: Piece) -> float:
-        """The piece with the lowest rank goes first."""
-
-
-class Lru:
-    """Keep what was used last."""
-
-    def __init__(self) -> None:
-        self._last: dict[Piece, int] = {}
-
-    def touched(self, pieces: Collection[Piece], now: int) -> None:
-        last = self._last
-        for piece in pieces:
-            last[piece] = now
-
-    def rank(self, piece: Piece) -> float:
-        return self._last.get(piece, NEVER)
+_SCAN_SHARE = 0.9  # of a layer's experts; batches that verify drafts use fewer
 
 
 class Lrfu:
-    """Keep what is used often, a use counting half after every `half_life` cuts.
+    """Keep what is used often; the weight of a use halves every `half_life` cuts.
 
     Recency first, frequency second (LRFU: Lee and others, IEEE Transactions on Computers 50, 2001):
-    what was used in this cut outranks any one use before, and what recurs stays for longer. A cut
-    of `n_scan` pieces and more counts as much as one of `n_used`, which its pieces share: a prompt,
-    which uses all experts of a layer, leaves those of a decode where they are.
+    a piece used in this cut outranks any piece with one earlier use, and pieces that recur stay
+    longer. A prompt uses all experts of a layer, and would evict those that decodes need. So a cut
+    of at least `n_scan` pieces counts as much as one of `n_used`, shared among its pieces.
 
-    All counts decay alike, so instead of shrinking the old ones each new use weighs more; the rank
-    is the base-2 logarithm of the weighted count, which cannot overflow.
+    All weights decay alike. So instead of shrinking old ones each new use weighs more. A rank is
+    the base-2 logarithm of the weighted count, which cannot overflow.
     """
 
     def __init__(self, half_life: float, n_used: int = 1, n_scan: int = 0) -> None:
-        if half_life <= 0:
-            raise OffloadError(f"the half-life of lrfu must be over 0 cuts, not {half_life}")
+        assert half_life > 0
         self._half_life, self._n_used = half_life, max(1, n_used)
         self._n_scan = max(n_scan, self._n_used + 1)
         self._rank: dict[Piece, float] = {}
 
+    @classmethod
+    def for_model(cls, n_cuts: int, n_used: int = 1, n_experts: int = 0) -> Lrfu:
+        """The rule for graphs of `n_cuts` cuts whose tokens use `n_used` of `n_experts` experts."""
+        return cls(HALF_LIFE_STEPS * max(1, n_cuts), n_used, math.ceil(_SCAN_SHARE * n_experts))
+
     def touched(self, pieces: Collection[Piece], now: int) -> None:
+        """A cut uses the pieces. `now` is the number of the use; it grows by one with each cut."""
         rank, new, log2 = self._rank, now / self._half_life, math.log2
         if len(pieces) >= self._n_scan:
             new -= log2(len(pieces) / self._n_used)
         get = rank.get
-        for piece in pieces:  # log2(2**old + 2**new), of any size
+        for piece in pieces:  # log2(2**old + 2**new) without overflow
             old = get(piece)
             if old is None:
                 rank[piece] = new
@@ -78,43 +57,24 @@ class Lrfu:
                 rank[piece] = new + log2(1.0 + 2.0 ** (old - new))
 
     def rank(self, piece: Piece) -> float:
+        """Return the piece's rank; the lowest is evicted first."""
         return self._rank.get(piece, NEVER)
 
 
-HALF_LIFE_STEPS = 4.0  # decodes (docs/log.md)
-_SCAN_SHARE = 0.9  # of a layer's experts, which verification batches do not reach
-CACHE_RULES = ("lrfu", "lru")
-
-
-def make_cache_rule(name: str, n_cuts: int = 1, n_used: int = 1, n_experts: int = 0) -> CacheRule:
-    """The rule of that name, for graphs of `n_cuts` cuts and tokens that use `n_used` of a layer's
-    `n_experts`.
-
-    Raises OffloadError for a name that is not in CACHE_RULES.
-    """
-    if name not in CACHE_RULES:
-        near = difflib.get_close_matches(name, CACHE_RULES, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(CACHE_RULES)}"
-        raise OffloadError(f"no cache rule is called {name!r}: {hint}")
-    if name == "lru":
-        return Lru()
-    return Lrfu(HALF_LIFE_STEPS * max(1, n_cuts), n_used, math.ceil(_SCAN_SHARE * n_experts))
-
-
 class VictimQueue:
-    """The plainly cached pieces of one pool, the one to lose first in front.
+    """The plainly cached pieces of one pool, the first to evict in front.
 
-    Plain means: nobody uses it, no known need wants it, no guess that still stands names it.
-    Entries that turn out not to be plain are dropped when they reach the front; whoever makes a
-    slot plain again offers it again. So a hit costs the queue nothing.
+    *Plainly cached* means: not in use, not wanted by a known need, not guessed for a later cut.
+    Entries that turn out not to be plain are dropped when they reach the front. Code that makes a
+    slot plain again has to offer it again. So a hit costs the queue nothing.
     """
 
     __slots__ = ("_heap", "_rule", "_slots", "_version", "dropped", "queued")
 
-    def __init__(self, slots: PoolSlots, rule: CacheRule) -> None:
+    def __init__(self, slots: PoolSlots, rule: Lrfu) -> None:
         self._slots, self._rule = slots, rule
         self._heap: list[tuple[float, int, int]] = []  # rank, slot, version
-        self._version = [0] * slots.n_slots  # counts the pieces a slot has held
+        self._version = [0] * slots.n_slots  # number of pieces that a slot has held
         self.queued = [False] * slots.n_slots
         self.dropped: list[int] = []  # slots to offer again when a new graph begins
 
@@ -132,7 +92,7 @@ class VictimQueue:
             heapq.heappush(self._heap, (self._rule.rank(piece), slot, self._version[slot]))
 
     def offer_dropped(self) -> None:
-        """Nothing is wanted any more: every slot may be plain."""
+        """Nothing is wanted any more, so that every slot may be plain."""
         dropped, self.dropped = self.dropped, []
         for slot in dropped:
             self.offer(slot)
@@ -144,9 +104,9 @@ class VictimQueue:
         self,
         wanted: Container[Piece],
         guessed: Container[Piece] = (),
-        pinned: Container[Piece] = (),
+        kept: Container[Piece] = (),
     ) -> int | None:
-        """Remove and return the first slot whose piece is in none of the three; None if none."""
+        """Remove and return the first slot whose piece is in none of the three, or None."""
         heap, slots = self._heap, self._slots
         while heap:
             rank, slot, version = heap[0]
@@ -160,7 +120,7 @@ class VictimQueue:
                 or (state != READY and state != LOADING)
                 or piece in wanted
                 or piece in guessed
-                or piece in pinned
+                or piece in kept
             ):
                 heapq.heappop(heap)
                 self.queued[slot] = False

@@ -1,4 +1,4 @@
-"""A split layer as it was computed last, to be computed again for measuring (offload/split)."""
+"""A split layer of the last decode, computed again to time both sides and the link."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from offload.ggml.backend import Stream
 from offload.ggml.graph import Graph
 from offload.ggml.threads import check
 from offload.schedule.slots import LOADING, READY, PoolSlots
-from offload.split.layers import HybridExecutor, HybridLayer
+from offload.split.cpu_side import SplitLayer
 from offload.split.measuring import Beside
-from offload.streaming.copy import Copier
-from offload.streaming.steps import Step
+from offload.split.path import SplitPath
+from offload.streaming.copying import Copier
+from offload.streaming.cuts import Step
 
 
 @dataclass(frozen=True)
 class SplitSides:
-    """Its two sides and the link, to be timed. Nothing may be under way.
+    """The two sides of a layer and the link, to be timed. Nothing may be under way.
 
-    What it computes lies in memory that the next graph writes before it reads it.
+    Its results go to memory that the next graph writes before it reads it.
     """
 
     stream: Stream
-    hybrid: HybridExecutor
+    split: SplitPath
     graph: Graph
     step: Step
-    layer: HybridLayer
+    layer: SplitLayer
     slots: PoolSlots
     copier: Copier
     settle: Callable[[], None]  # until no copy is under way
@@ -55,8 +56,11 @@ class SplitSides:
         return self.step.n_experts
 
     def device_s(self, n_experts: int) -> float:
-        """Other slots each time, as a decode finds them: not in a cache; at least as many as a
-        token uses, so that none has one twice (offload/split/spare.py). Raises DeviceFailed."""
+        """Return the device's seconds for all pairs, spread over so many experts in slots.
+
+        Takes other slots each time, so that they are in no cache; at least as many as a token uses,
+        so that no token names one twice (offload/split/spare.py). Raises DeviceFailed.
+        """
         step, stream = self.step, self.stream
         assert step.slot_ids is not None
         values = step.slot_ids.values
@@ -71,16 +75,16 @@ class SplitSides:
         part = self.graph.part(step.at, step.last + 1 + step.ahead.n_repeatable)
         pointed = []
         for reader in step.readers:
-            assert reader.reads_ids is not None
-            reader.reads_weight.to(reader.views.of(0, self.n_slots))
-            reader.reads_ids.to(step.slot_ids.tensor)
-            pointed += [reader.reads_weight, reader.reads_ids]
+            weight, ids = reader.reads[0], reader.ids[0]
+            weight.redirect.to(weight.views.of(0, self.n_slots))
+            ids.to(step.slot_ids.tensor)
+            pointed += [weight.redirect, ids]
         try:
             stream.synchronize()
             start_s = time.perf_counter()
             check(stream.compute(part), "timing experts on the device")
             stream.synchronize()
-            self.hybrid.wait_for_device(start_s, n_experts)
+            self.split.wait_for_device(start_s, n_experts)
             return time.perf_counter() - start_s
         finally:
             for redirect in pointed:
@@ -88,7 +92,7 @@ class SplitSides:
 
     def host_s(self, n_experts: int, n_rows: int) -> float:
         """Raises DeviceFailed."""
-        return self.hybrid.host_s(self.layer, self.n_experts, n_experts, n_rows)
+        return self.split.host_s(self.layer, self.n_experts, n_experts, n_rows)
 
     @property
     def can_copy(self) -> bool:

@@ -1,9 +1,9 @@
-"""Where a piece is copied to, and what has to go for it. Pure; used by the schedule alone.
+"""Gives slots to pieces, and decides what is evicted for them. Pure; used by the schedule alone.
 
-A slot is taken, in this order: free; plainly cached, as the cache rule says; guessed, the farthest
-first; needed at a cut farther than the one served, the farthest first; and, when the computation
-stands before the cut and cannot go on otherwise (`forced`), anything that is not in use. A guess
-may take the first two, and guesses farther than itself.
+A slot is taken in this order: free; plainly cached, as the cache rule ranks; guessed, the farthest
+cut first; needed at a cut farther than the one served, the farthest first. If the computation is at
+the cut and cannot go on otherwise (`forced`), anything that is not in use. A guess may take the
+first two, and guesses for cuts farther than its own.
 """
 
 from __future__ import annotations
@@ -13,55 +13,45 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 from offload.errors import DoesNotFit
-from offload.schedule.cache_rules import CacheRule, VictimQueue
-from offload.schedule.commands import (
-    FILLED,
-    NEEDED,
-    PREDICTED,
-    PROMOTED,
-    Command,
-    Copy,
-    Counters,
-    Evict,
-    Need,
-)
+from offload.schedule.cache import Lrfu, VictimQueue
+from offload.schedule.commands import FILLED, NEEDED, PREDICTED, Copy, Counters, Need
 from offload.schedule.slots import FREE, IN_USE, LOADING, READY, Piece, PoolSlots
 
 _FAR = 1 << 60
 
 
 class Agenda:
-    """Copies still to be made into one pool, and contents of it that must not go lightly."""
+    """Copies still to be made into one pool, and the contents that should stay in it."""
 
-    __slots__ = ("copy_reason", "guessed_for", "guesses", "guessing_stuck", "pending", "pinned",
+    __slots__ = ("copy_reason", "guessed_for", "guesses", "guessing_stuck", "kept", "pending",
                  "pool", "queue", "slots", "stuck")  # fmt: skip
 
-    def __init__(self, pool: int, slots: PoolSlots, rule: CacheRule) -> None:
+    def __init__(self, pool: int, slots: PoolSlots, rule: Lrfu) -> None:
         self.pool, self.slots = pool, slots
         self.queue = VictimQueue(slots, rule)
         self.copy_reason: list[str | None] = [None] * slots.n_slots  # why copied, until first used
         self.clear()
 
     def clear(self) -> None:
-        """A new graph: nothing is known, everything there is plainly cached."""
+        """A new graph: nothing is known, and all contents are plainly cached."""
         self.pending: list[int] = []  # cuts that need something not placed yet, in order
         self.guesses: list[int] = []  # cuts with a guess not placed yet, in order
-        self.guessed_for: dict[Piece, int] = {}  # guessed and there -> the cut it is guessed for
-        self.pinned: frozenset[Piece] = frozenset()
-        self.queue.offer_dropped()
-        self.changed()
+        self.guessed_for: dict[Piece, int] = {}  # guessed pieces that are there -> their cut
+        self.keep(frozenset())
+        self.retry()
 
-    def changed(self) -> None:
+    def retry(self) -> None:
         """Something may fit now that did not before."""
         self.stuck = self.guessing_stuck = False
 
-    def unpin(self) -> None:
-        self.pinned = frozenset()
+    def keep(self, pieces: frozenset[Piece]) -> None:
+        """Evict these pieces only if nothing else is left, instead of those kept before."""
+        self.kept = pieces
         self.queue.offer_dropped()
 
 
 class Placer:
-    """Gives slots to pieces. Shares what is wanted and guessed with the schedule."""
+    """Places pieces in slots. Shares `wanted` and `in_flight` with the schedule."""
 
     def __init__(self, counters: Counters) -> None:
         self.counters = counters
@@ -69,7 +59,7 @@ class Placer:
         self.in_flight: set[Piece] = set()  # guesses whose copy no computation has waited for
 
     def resident(self, agenda: Agenda, need: Need) -> list[int] | None:
-        """The need's slots in order, whatever their state; None if not all is in place."""
+        """Return the need's slots in order, whatever their state, or None if a piece has none."""
         slots, pieces = agenda.slots, need.pieces
         if need.contiguous:
             n = len(pieces)
@@ -83,67 +73,53 @@ class Placer:
             return None
 
     def place(
-        self, agenda: Agenda, need: Need, reason: str, out: list[Command], *, forced: bool = False
+        self, agenda: Agenda, need: Need, reason: str, out: list[Copy], *, forced: bool = False
     ) -> bool:
-        """Append the commands that bring the need's pieces in; whether all are there now."""
+        """Append the copies of the need's missing pieces. Returns whether all have slots now."""
         if need.contiguous:
             return self._place_region(agenda, need, reason, out, forced)
         where = agenda.slots.where
         missing = [piece for piece in dict.fromkeys(need.pieces) if piece not in where]
-        slots = self._make_room(agenda, len(missing), need, out, forced)
+        slots = self._make_room(agenda, len(missing), need, forced)
         self._copy_all(agenda, _pairs(missing[: len(slots)], slots), need.cut, reason, out)
         return len(slots) == len(missing)
 
-    def place_guess(self, agenda: Agenda, piece: Piece, cut: int, out: list[Command]) -> bool:
-        """Append the commands for one guessed piece; False if nothing may go for it."""
-        slot = self._plain(agenda)
-        if slot is None:
+    def place_for_later(
+        self, agenda: Agenda, piece: Piece, cut: int, reason: str, out: list[Copy]
+    ) -> bool:
+        """Append the copy of a PREDICTED or PROMOTED piece. Returns False if it gets no slot."""
+        slot = self._plain(agenda, self.wanted, agenda.guessed_for, agenda.kept)
+        if slot is None and reason == PREDICTED:
             slot = self._farther_guess(agenda, cut)
         if slot is None:
             return False
-        self._copy_guess(agenda, piece, slot, cut, PREDICTED, out)
-        self.in_flight.add(piece)
-        return True
-
-    def place_promoted(self, agenda: Agenda, piece: Piece, cut: int, out: list[Command]) -> bool:
-        """Append the commands for a piece of later graphs; False if nothing is plainly cached."""
-        slot = self._plain(agenda)
-        if slot is None:
-            return False
-        self._copy_guess(agenda, piece, slot, cut, PROMOTED, out)
+        if agenda.slots.state[slot] != FREE:
+            self._evict(agenda, slot)
+        agenda.guessed_for[piece] = cut
+        self._copy_all(agenda, [(piece, slot)], cut, reason, out)
+        if reason == PREDICTED:
+            self.in_flight.add(piece)
         return True
 
     def place_filled(
-        self, agenda: Agenda, piece: Piece, kept: Collection[Piece], out: list[Command]
+        self, agenda: Agenda, piece: Piece, kept: Collection[Piece], out: list[Copy]
     ) -> bool:
-        """Append the commands for a piece between two graphs; False if all slots hold pieces that
-        are to be kept."""
-        slot: int | None = next(reversed(agenda.slots.free), None)
+        """Append the copy of a piece between two graphs. Returns False if all slots are `kept`."""
+        slot = self._plain(agenda, kept)
         if slot is None:
-            slot = agenda.queue.take(kept)
-            if slot is None:
-                return False
-            self._evict(agenda, slot, out)
+            return False
+        if agenda.slots.state[slot] != FREE:
+            self._evict(agenda, slot)
         self._copy_all(agenda, [(piece, slot)], 0, FILLED, out)
         return True
 
-    def _plain(self, agenda: Agenda) -> int | None:
-        """A slot that is free, or whose piece is the first to go."""
+    def _plain(self, agenda: Agenda, *stay: Collection[Piece]) -> int | None:
+        """Return a slot that is free, or the first to evict whose piece is in none of `stay`."""
         slot: int | None = next(reversed(agenda.slots.free), None)
-        if slot is not None:
-            return slot
-        return agenda.queue.take(self.wanted, agenda.guessed_for, agenda.pinned)
-
-    def _copy_guess(
-        self, agenda: Agenda, piece: Piece, slot: int, cut: int, reason: str, out: list[Command]
-    ) -> None:
-        if agenda.slots.state[slot] != FREE:
-            self._evict(agenda, slot, out)
-        agenda.guessed_for[piece] = cut
-        self._copy_all(agenda, [(piece, slot)], cut, reason, out)
+        return agenda.queue.take(*stay) if slot is None else slot
 
     def require_room(self, agenda: Agenda, need: Need) -> None:
-        """Raise DoesNotFit if not even forcing could bring the need's pieces in."""
+        """Raise DoesNotFit if not even `forced` could place the need's pieces."""
         slots, pieces = agenda.slots, need.pieces
         busy = slots.counts[IN_USE]
         if need.contiguous:
@@ -154,8 +130,7 @@ class Placer:
                 )
             return
         own = set(pieces)
-        there = own & slots.where.keys()
-        shared = sum(1 for piece in there if slots.users[slots.where[piece]])
+        shared = sum(1 for p in own & slots.where.keys() if slots.users[slots.where[p]])
         if len(own) + busy - shared > slots.n_slots:
             raise DoesNotFit(
                 f"cut {need.cut} needs {len(own)} slots of pool {agenda.pool}, but it has "
@@ -164,39 +139,37 @@ class Placer:
 
     # -- victims ---------------------------------------------------------------------------------
 
-    def _make_room(
-        self, agenda: Agenda, n: int, need: Need, out: list[Command], forced: bool
-    ) -> list[int]:
-        """Up to `n` free slots, in order, after evicting what has to go for them."""
+    def _make_room(self, agenda: Agenda, n: int, need: Need, forced: bool) -> list[int]:
+        """Evict what has to go for `n` pieces. Returns up to `n` free slots, sorted."""
         got = list(islice(reversed(agenda.slots.free), n))
         take, wanted = agenda.queue.take, self.wanted
         while len(got) < n:
-            slot = take(wanted, agenda.guessed_for, agenda.pinned)
+            slot = take(wanted, agenda.guessed_for, agenda.kept)
             if slot is None:
                 break
-            self._evict(agenda, slot, out)
+            self._evict(agenda, slot)
             got.append(slot)
         if len(got) < n:
             for slot in self._costly_victims(agenda, n - len(got), need, forced):
-                self._evict(agenda, slot, out)
+                self._evict(agenda, slot)
                 got.append(slot)
         return sorted(got)
 
     def _farther_guess(self, agenda: Agenda, cut: int) -> int | None:
-        """The slot of what is guessed for the farthest cut beyond `cut`."""
+        """Return the slot of the piece that is guessed for the farthest cut beyond `cut`."""
         slots = agenda.slots
         farther = [
             (guessed_for, slots.where[piece])
             for piece, guessed_for in agenda.guessed_for.items()
             if guessed_for > cut
             and piece not in self.wanted
-            and piece not in agenda.pinned
+            and piece not in agenda.kept
             and slots.state[slots.where[piece]] != IN_USE
         ]
         return max(farther)[1] if farther else None
 
     def _costly_victims(self, agenda: Agenda, n: int, need: Need, forced: bool) -> list[int]:
-        """Up to `n` slots of pieces that are expected to be used, the least harmful first."""
+        """Return up to `n` slots of pieces that are expected to be used, least harm first."""
         slots, wanted, guessed_for = agenda.slots, self.wanted, agenda.guessed_for
         own = set(need.pieces)
         ranked: list[tuple[int, int, int]] = []
@@ -204,28 +177,26 @@ class Placer:
             if slots.state[slot] not in (LOADING, READY) or piece in own:
                 continue
             cuts = wanted.get(piece)
-            if cuts is None and piece in guessed_for and piece not in agenda.pinned:
+            if cuts is None and piece in guessed_for and piece not in agenda.kept:
                 ranked.append((0, -guessed_for[piece], slot))
-            elif cuts is not None and cuts[0] > need.cut and piece not in agenda.pinned:
+            elif cuts is not None and cuts[0] > need.cut and piece not in agenda.kept:
                 ranked.append((1, -cuts[0], slot))
             elif forced:
                 ranked.append((2, -cuts[0] if cuts else -_FAR, slot))
         ranked.sort()
         return [slot for _, _, slot in ranked[:n]]
 
-    def _evict(self, agenda: Agenda, slot: int, out: list[Command]) -> None:
+    def _evict(self, agenda: Agenda, slot: int) -> None:
         piece = agenda.slots.evict(slot)
         self.forget(agenda, slot, piece)
         self.counters.evictions += 1
         for cut in self.wanted.get(piece, ()):
             add(agenda.pending, cut)
-        out.append(Evict(agenda.pool, slot, piece))
 
     def forget(self, agenda: Agenda, slot: int, piece: Piece) -> None:
-        """The piece that was in the slot is there no more."""
+        """The piece is no longer in the slot."""
         if agenda.copy_reason[slot] is not None:
-            if agenda.copy_reason[slot] != NEEDED:
-                self.counters.prefetched_wasted += 1
+            self.counters.prefetched_wasted += agenda.copy_reason[slot] != NEEDED
             agenda.copy_reason[slot] = None
         agenda.guessed_for.pop(piece, None)
         self.in_flight.discard(piece)
@@ -233,7 +204,7 @@ class Placer:
     # -- whole layers ----------------------------------------------------------------------------
 
     def _place_region(
-        self, agenda: Agenda, need: Need, reason: str, out: list[Command], forced: bool
+        self, agenda: Agenda, need: Need, reason: str, out: list[Copy], forced: bool
     ) -> bool:
         if self.resident(agenda, need) is not None:
             return True  # looking for the cheapest region would find the one it has
@@ -244,34 +215,31 @@ class Placer:
         for slot, piece in enumerate(need.pieces, first):
             elsewhere = slots.where.get(piece)
             if elsewhere is not None and elsewhere != slot:
-                self._evict(agenda, elsewhere, out)
+                self._evict(agenda, elsewhere)
         missing: list[tuple[Piece, int]] = []
         for slot, piece in enumerate(need.pieces, first):
             there = slots.piece[slot]
             if there == piece:
                 continue
             if there is not None:
-                self._evict(agenda, slot, out)
+                self._evict(agenda, slot)
             missing.append((piece, slot))
         self._copy_all(agenda, missing, need.cut, reason, out)
         return True
 
     def _region(self, agenda: Agenda, need: Need, forced: bool) -> int | None:
-        """The first slot of the region that costs least; None if none can be had."""
+        """Return the first slot of the region that costs least, or None if there is none."""
         n = len(need.pieces)
         regions: Iterable[int] = range(0, agenda.slots.n_slots - n + 1, n)
         anchors = self._anchors(agenda, need, forced)
         if anchors:
             regions = anchors & set(regions) if len(anchors) == 1 else ()
-        best: tuple[int, ...] | None = None
-        for first in regions:
-            cost = self._region_cost(agenda, need, first, forced)
-            if cost is not None and (best is None or cost < best):
-                best = cost
-        return None if best is None else best[-1]
+        costs = [self._region_cost(agenda, need, first, forced) for first in regions]
+        possible = [cost for cost in costs if cost is not None]
+        return min(possible)[-1] if possible else None
 
     def _anchors(self, agenda: Agenda, need: Need, forced: bool) -> set[int]:
-        """Where the region has to begin for those of the need's pieces that may not move."""
+        """Return where the region has to begin for those of the need's pieces that cannot move."""
         slots, anchors = agenda.slots, set()
         for i, piece in enumerate(need.pieces):
             slot = slots.where.get(piece)
@@ -284,7 +252,7 @@ class Placer:
     def _region_cost(
         self, agenda: Agenda, need: Need, first: int, forced: bool
     ) -> tuple[int, ...] | None:
-        """Pieces lost that are wanted, that are guessed, copies, last use, and `first` itself."""
+        """Return (wanted pieces lost, guessed pieces lost, copies, last use, first)."""
         slots, wanted, own = agenda.slots, self.wanted, set(need.pieces)
         n_wanted = n_guessed = n_copies = last_use = 0
         for slot, piece in enumerate(need.pieces, first):
@@ -298,14 +266,12 @@ class Placer:
                 return None
             if there not in own:
                 cuts = wanted.get(there)
-                if not forced and (there in agenda.pinned or (cuts and cuts[0] <= need.cut)):
+                if not forced and (there in agenda.kept or (cuts and cuts[0] <= need.cut)):
                     return None
-                n_wanted += cuts is not None or there in agenda.pinned
+                n_wanted += cuts is not None or there in agenda.kept
                 n_guessed += there in agenda.guessed_for
             last_use = max(last_use, slots.last_use[slot])
         return n_wanted, n_guessed, n_copies, last_use, first
-
-    # -- copies ----------------------------------------------------------------------------------
 
     def _copy_all(
         self,
@@ -313,13 +279,11 @@ class Placer:
         pairs: Sequence[tuple[Piece, int]],
         cut: int,
         reason: str,
-        out: list[Command],
+        out: list[Copy],
     ) -> None:
         slots, copy_reason, renew = agenda.slots, agenda.copy_reason, agenda.queue.renew
         for piece, slot in pairs:
-            slots.reserve(slot, piece)
-        for piece, slot in pairs:
-            slots.load(slot)
+            slots.load(slot, piece)
             copy_reason[slot] = reason
             renew(slot)
             out.append(Copy(agenda.pool, slot, piece, cut, reason, slots.last_use[slot] or None))
@@ -341,7 +305,7 @@ def discard(cuts: list[int], cut: int) -> None:
 
 
 def _pairs(pieces: Sequence[Piece], slots: Sequence[int]) -> list[tuple[Piece, int]]:
-    """Give each piece a slot so that neighbouring experts get neighbouring slots where they can.
+    """Give each piece a slot, so that neighbouring experts get neighbouring slots if possible.
 
     The longest run of neighbouring experts goes to the shortest run of slots that holds it.
     """
@@ -373,7 +337,7 @@ def _length(run: tuple[int, int]) -> int:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, length) of each run of consecutive numbers; `numbers` ascend."""
+    """Return (first, length) of each run of consecutive numbers; `numbers` ascend."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][0] + runs[-1][1] == number:

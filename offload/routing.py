@@ -1,0 +1,299 @@
+"""The experts that routers choose: recorded, guessed, and the hits that slots may expect. Pure.
+
+Routing does not depend on machine, plan or threads. So hits that were counted in one run hold for
+all later runs of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+
+import numpy as np
+from numpy.typing import NDArray
+
+N_KEPT = 1024  # recorded tokens of each layer
+MOST_TOKENS = 64  # in a batch that is recorded; larger ones are prompts
+# Shares of all experts that have a slot, at which hits are counted.
+SHARES = (1/64, 1/32, 3/64, 1/16, 3/32, 1/8, 3/16, 1/4, 3/8, 1/2, 3/4)  # fmt: skip
+LEAST_TOKENS = 64  # to count hits of; the first half of them only fills the slots
+HALF_LIFE_STEPS = 4.0  # decodes after which a use counts half for the cache rule (docs/log.md)
+_HALF_LIFE_TOKENS = 2048.0  # counted tokens after which earlier counts weigh half
+_MOST_STEPS = 4000  # tokens; weights that are older are too small to be told apart
+_MOST_USES = 1 << 16  # counted uses: a second's work for the largest models
+
+
+def expected_union(n_tokens: float, n_used: int, n_experts: int) -> float:
+    """Return how many of a layer's experts `n_tokens` use if each picks `n_used` of them evenly.
+
+    Real routers are less even, so fewer are used.
+    """
+    if not n_experts:
+        return 0.0
+    return float(n_experts * (1.0 - (1.0 - n_used / n_experts) ** n_tokens))
+
+
+# -- recorded --------------------------------------------------------------------------------------
+
+
+class LayerRouting:
+    """The experts of one layer's last N_KEPT tokens."""
+
+    __slots__ = ("_at", "_rows", "n_tokens")
+
+    def __init__(self, n_used: int) -> None:
+        self._rows = np.zeros((N_KEPT, n_used), np.int16)
+        self._at = 0
+        self.n_tokens = 0  # added tokens, whether they are still kept or not
+
+    @property
+    def n_used(self) -> int:
+        return int(self._rows.shape[1])
+
+    def add(self, ids: NDArray[np.int32]) -> None:
+        """Add `ids` [n_tokens, n_used] of at most MOST_TOKENS tokens."""
+        n = len(ids)
+        end = self._at + n
+        if end <= N_KEPT:
+            self._rows[self._at : end] = ids
+            self._at = end
+        else:
+            n_left = N_KEPT - self._at
+            self._rows[self._at :] = ids[:n_left]
+            self._at = n - n_left
+            self._rows[: self._at] = ids[n_left:]
+        self.n_tokens += n
+
+    def last(self, n: int) -> NDArray[np.int16]:
+        """Return the last `n` tokens' experts [n, n_used], oldest first."""
+        order = np.arange(self._at - n, self._at) % N_KEPT
+        return self._rows.take(order, axis=0)
+
+
+class RoutingRecorder:
+    """Records the routing of all layers of a model while `is_on`."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._layers: dict[int, LayerRouting] = {}
+
+    def layer(self, layer: int, n_used: int) -> LayerRouting:
+        """Return the record of that layer, the same object every time."""
+        found = self._layers.get(layer)
+        if found is None or found.n_used != n_used:
+            found = self._layers[layer] = LayerRouting(n_used)
+        return found
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that were recorded of every layer, whether they are still kept or not."""
+        return min((r.n_tokens for r in self._layers.values() if r.n_tokens), default=0)
+
+    def recorded(self) -> Mapping[int, NDArray[np.int16]]:
+        """Return [n_tokens, n_used] of each recorded layer, with as many tokens for each."""
+        n = min(self.n_tokens, N_KEPT)
+        return {at: layer.last(n) for at, layer in sorted(self._layers.items()) if layer.n_tokens}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing in the block, for decodes that are not part of a text."""
+        was_on, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = was_on
+
+    def forget(self) -> None:
+        """Start again; objects returned by `layer` stay valid."""
+        for layer in self._layers.values():
+            layer.n_tokens = 0
+
+
+# -- guessed ---------------------------------------------------------------------------------------
+
+
+class RoutingGuess:
+    """Guesses the experts of each layer's next batch from its last batches.
+
+    The tokens of a verified draft continue those of the batch before, and neighbours choose alike.
+    So experts that more of the last batch's tokens chose come first. Each batch weighs `decay` of
+    the one after it.
+    """
+
+    def __init__(self, decay: float = 0.5) -> None:
+        self._decay = decay
+        self._scores: dict[int, NDArray[np.float32]] = {}  # a score for each expert, by layer
+        self._n_used: dict[int, int] = {}
+
+    def observe(self, layer: int, ids: NDArray[np.int32]) -> None:
+        """Learn from the experts `ids` [n_tokens, n_used] that a layer's router chose."""
+        if ids.size:
+            self.observe_rows(layer, np.bincount(ids.ravel()), *ids.shape)
+
+    def observe_rows(self, layer: int, rows: NDArray[np.intp], n_tokens: int, n_used: int) -> None:
+        """The same from `rows`: the number of tokens that chose expert 0, 1, ..."""
+        scores = self._scores.get(layer)
+        if scores is None or len(scores) < len(rows):
+            wider = np.zeros(len(rows), np.float32)
+            if scores is not None:
+                wider[: len(scores)] = scores
+            scores = self._scores[layer] = wider
+        scores *= self._decay
+        scores[: len(rows)] += rows * (1.0 / n_tokens)
+        self._n_used[layer] = n_used
+
+    def predict(self, layer: int, n_tokens: int, least: float = 1e-3) -> Sequence[int]:
+        """Return experts that the layer's next batch is likely to use, likeliest first.
+
+        At most as many as `n_tokens` would use with even routing, and only those with a score above
+        `least`; an expert that all tokens of the last batch chose scores at least 1.
+        """
+        scores = self._scores.get(layer)
+        if scores is None:
+            return ()
+        n_used = min(self._n_used[layer], len(scores))
+        order = np.argsort(-scores, kind="stable")
+        order = order[: round(expected_union(n_tokens, n_used, len(scores)))]
+        chosen: list[int] = order[scores[order] > least].tolist()
+        return chosen
+
+    def likeliest(self, layer: int, there: NDArray[np.bool_]) -> tuple[int, float]:
+        """Return (expert, score) of the likeliest expert that is not among `there`.
+
+        The score is 0 or less if there is none.
+        """
+        scores = self._scores.get(layer)
+        if scores is None:
+            return 0, 0.0
+        left = np.where(there[: len(scores)], np.float32(-1.0), scores[: len(there)])
+        expert = int(left.argmax())
+        return expert, float(left[expert])
+
+
+# -- hits ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HitCurve:
+    """Share of a decode's used experts that are in a slot, by the share of experts with a slot."""
+
+    points: tuple[tuple[float, float], ...]  # (share with a slot, hits), both rising from 0 to 1
+    n_tokens: int
+    counted_on: date
+
+    def at(self, share: float) -> float:
+        """Return the hits if `share` of all experts have a slot, interpolated linearly."""
+        shares, hits = zip((0.0, 0.0), *self.points, (1.0, 1.0), strict=True)
+        return float(np.interp(share, shares, hits))
+
+    @property
+    def source(self) -> str:
+        """Say in words where the numbers come from."""
+        return f"counted on {self.counted_on} over {self.n_tokens} tokens"
+
+
+@dataclass(frozen=True)
+class CountedHits:
+    """Hits of each layer whose routing was recorded."""
+
+    n_experts: int
+    n_used: int
+    layers: Mapping[int, tuple[float, ...]]  # hits at SHARES
+    n_tokens: float  # counted tokens; earlier runs count for less
+    counted_on: date  # day of the last count
+    uses: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens that used each expert at the end of the last run, by layer."""
+
+    @property
+    def curve(self) -> HitCurve:
+        """The mean over all layers, which share the slots."""
+        mean = np.mean([*self.layers.values()], axis=0)
+        rising = np.maximum.accumulate(np.clip(mean, 0.0, 1.0)).tolist()
+        points = tuple(zip(SHARES, rising, strict=True))
+        return HitCurve(points, round(self.n_tokens), self.counted_on)
+
+    def merged(self, newer: CountedHits) -> CountedHits:
+        """Return the average of both; the more tokens `newer` has, the less this one weighs."""
+        before = self.n_tokens * 0.5 ** (newer.n_tokens / _HALF_LIFE_TOKENS)
+        total = before + newer.n_tokens
+        layers = {**self.layers, **newer.layers}
+        for layer in self.layers.keys() & newer.layers.keys():
+            old, new = np.array(self.layers[layer]), np.array(newer.layers[layer])
+            mixed = (before * old + newer.n_tokens * new) / total
+            layers[layer] = tuple(mixed.tolist())
+        uses = {**self.uses, **newer.uses}
+        return CountedHits(self.n_experts, self.n_used, layers, total, newer.counted_on, uses)
+
+
+def counted_hits(
+    recorded: Mapping[int, NDArray[np.integer]], n_experts: int, today: date
+) -> CountedHits | None:
+    """Count the hits of recorded routing [n_tokens, n_used] by layer.
+
+    Returns None if there are too few tokens, or layers differ in how many experts they use.
+    """
+    rows = [*recorded.values()]
+    if not rows or len({layer.shape for layer in rows}) > 1 or len(rows[0]) < LEAST_TOKENS:
+        return None
+    n_tokens, n_used = rows[0].shape
+    found = recorded_hits(np.stack(rows, axis=1), n_experts)
+    layers = {layer: tuple(hits) for layer, hits in zip(recorded, found.tolist(), strict=True)}
+    uses = {
+        layer: tuple(np.bincount(ids.ravel(), minlength=n_experts).tolist())
+        for layer, ids in recorded.items()
+    }
+    return CountedHits(n_experts, n_used, layers, float(n_tokens), today, uses)
+
+
+def recorded_hits(
+    routing: NDArray[np.integer],
+    n_experts: int,
+    shares: Sequence[float] = SHARES,
+    half_life: float = HALF_LIFE_STEPS,
+    n_last: int | None = None,
+) -> NDArray[np.float64]:
+    """Return the share of each layer's uses that are hits [n_layers, len(shares)].
+
+    `routing` [n_tokens, n_layers, n_used]: experts of consecutive tokens, decoded one at a time.
+    `shares` of all experts have slots; all layers share them, and every miss is copied. Hits of the
+    last `n_last` tokens are counted; those before fill the slots.
+
+    With the rule `Lrfu` the slots hold the highest-ranked pieces of all, and pieces that are not
+    used keep their order. So one pass serves every number of slots: a use is a hit if fewer pieces
+    than slots rank above its own (Mattson and others, IBM Systems Journal 9, 1970: stack
+    algorithms). The first use of an expert has no rank: it counts as being anywhere among the
+    pieces that were never used.
+    """
+    routing = routing[-_MOST_STEPS:]
+    n_tokens, n_layers, n_used = routing.shape
+    if n_last is None:
+        n_last = max(1, min(n_tokens // 2, _MOST_USES // (n_layers * n_used)))
+    n_pieces = n_layers * n_experts
+    pieces = routing.astype(np.intp) + n_experts * np.arange(n_layers)[:, None]
+    # Equal histories have equal weights. Then the last piece by number is kept, as the queue does.
+    fresh = 1.0 + 1e-13 * np.arange(n_pieces)
+    fresh = fresh * np.repeat(2.0 ** (np.arange(n_layers) / (half_life * n_layers)), n_experts)
+    weight, decay = np.zeros(n_pieces), 2.0 ** (-1.0 / half_life)
+    for used in pieces[: n_tokens - n_last]:
+        weight *= decay
+        weight[used] += fresh[used]
+    above = np.zeros((n_last, n_layers, n_used))  # number of pieces that rank above a use's own
+    known = np.zeros(above.shape, np.bool_)
+    n_touched = np.count_nonzero(weight)
+    for token, of_token in enumerate(pieces[n_tokens - n_last :]):
+        weight *= decay
+        for layer, used in enumerate(of_token):
+            before = weight[used]
+            for nth, one in enumerate(before.tolist()):
+                is_known = one > 0.0
+                known[token, layer, nth] = is_known
+                above[token, layer, nth] = np.count_nonzero(weight > one) if is_known else n_touched
+            n_touched += n_used - np.count_nonzero(before)
+            weight[used] += fresh[used]
+    hits = []
+    for n_slots in np.floor(np.array(shares) * n_pieces + 1e-9).tolist():
+        unknown = np.clip((n_slots - above) / np.maximum(1.0, n_pieces - above), 0.0, 1.0)
+        hits.append(np.where(known, above < n_slots, unknown).mean(axis=(0, 2)))
+    return np.stack(hits, axis=1)

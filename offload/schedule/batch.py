@@ -1,0 +1,100 @@
+"""What a batch needs of a layer: its experts, its chunks, its range of slots. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from offload.routing import expected_union
+
+_WHOLE_SHARE = 0.8  # of a layer's experts: above it, copying the rest costs less than reading ids
+_RANGE_STEPS = 16  # borders between ranges of slots: few ranges, and so few tensors
+_MOST_WIDER = 2  # an earlier range is kept while it is at most this much wider than needed
+_TILE_ROWS = 128  # of the matrix kernel on NVIDIA; other GPUs' kernels have no such limit
+_TILE_TOKENS = 64  # where a GPU has little shared memory, else 128
+_MOST_TILE_BLOCKS = 2**30 - 1  # that kernel multiplies tiles by blocks of a row, and aborts beyond
+
+
+class Fetch(enum.Enum):
+    """Which of a layer's experts are copied, and when that is known."""
+
+    CHOSEN = "those that the router chose, when its ids have been read back"
+    ALL = "all of them before the router has run, into any slots"
+    ALL_IN_ORDER = "all of them before the router has run, so that its ids need not be read"
+
+
+def fetch_of(n_tokens: int, n_used: int, n_experts: int, n_slots: int) -> Fetch:
+    """Return which of a layer's experts to copy for a batch.
+
+    In order they take `n_experts` neighbouring slots. If there are slots for more than one layer
+    but less than two, the experts go anywhere: then the next layer can use the slots left over.
+    """
+    if (
+        n_slots < n_experts
+        or expected_union(n_tokens, n_used, n_experts) < _WHOLE_SHARE * n_experts
+    ):
+        return Fetch.CHOSEN
+    return Fetch.ALL if n_experts < n_slots < 2 * n_experts else Fetch.ALL_IN_ORDER
+
+
+def most_chunks(n_tokens: int, n_used: int, n_slots: int, most_tokens: int) -> int:
+    """Return the most chunks that `chunks_of` can make, whatever the router chooses."""
+    return -(-n_tokens // max(1, min(most_tokens, n_slots // n_used)))
+
+
+def chunks_of(
+    chosen: Sequence[Sequence[int]], n_slots: int, most_tokens: int
+) -> list[tuple[int, int, list[int]]]:
+    """Cut a batch into chunks of tokens whose experts fit: (first token, end, sorted experts) each.
+
+    `chosen`: each token's experts. A chunk takes tokens while all their experts fit `n_slots`, up
+    to `most_tokens`. Raises ValueError if one token's experts do not fit.
+    """
+    chunks: list[tuple[int, int, list[int]]] = []
+    first, experts = 0, set[int]()
+    for token, its in enumerate(chosen):
+        together = experts.union(its)
+        if len(together) > n_slots or token - first == most_tokens:
+            chunks.append((first, token, sorted(experts)))
+            first, together = token, set(its)
+        if len(together) > n_slots:
+            raise ValueError(
+                f"one token uses {len(together)} experts, and there are {n_slots} slots"
+            )
+        experts = together
+    if len(chosen):
+        chunks.append((first, len(chosen), sorted(experts)))
+    return chunks
+
+
+def slot_range(
+    slots: Sequence[int], n_slots: int, before: tuple[int, int] = (0, 0)
+) -> tuple[int, int]:
+    """Return (first, number) of neighbouring slots that include all of `slots`.
+
+    A kernel that multiplies several tokens with their experts' matrices has work for every slot in
+    the range, used or not: llama.cpp's CUDA backend (mmq.cuh) starts one block for each slot and
+    128 rows, from 5 to 9 tokens on, depending on the GPU and the weights' type (mmvq.cu).
+
+    `before` is the range of the same nodes in the last decode. It is kept while it includes the
+    slots and is not much too wide, because a backend that replays captured graphs has to capture a
+    graph again when its nodes read from elsewhere.
+    """
+    step = max(1, n_slots // _RANGE_STEPS)
+    low, high = min(slots), max(slots)
+    first = low // step * step
+    n = min(n_slots, (high // step + 1) * step) - first
+    kept, n_kept = before
+    if kept <= low and high < kept + n_kept and n_kept <= _MOST_WIDER * n:
+        return before
+    return first, n
+
+
+def most_in_range(n_rows: int, row_blocks: int, n_tokens: int) -> int:
+    """Return the most slots that CUDA's matrix kernel takes at once.
+
+    The matrices have `n_rows` rows of `row_blocks` blocks, and are multiplied with `n_tokens`
+    tokens.
+    """
+    tiles = -(-n_rows // _TILE_ROWS) * -(-n_tokens // _TILE_TOKENS)
+    return _MOST_TILE_BLOCKS // (tiles * row_blocks)

@@ -1,0 +1,332 @@
+"""The CPU's side of a split layer: its experts in place, by ggml's own kernels.
+
+What a pair (token, expert) computes depends only on its token's row and its expert's weights: gate
+and up, the nodes that join them, down. `find_form` finds these nodes by going back from down, so
+their order in the graph does not matter.
+
+ggml's product with experts cannot skip a pair. So the CPU's pairs are gathered: each is one token
+that uses one expert,
+
+    rows [n_in, 1, P], ids [1, P] -> gate, up, what joins them, down -> rows [n_out, 1, P]
+
+with nodes like the model's own. Layers of one form share a `HostGraph`; the weights and the number
+of pairs are written into it before it is computed. `RowPlacer` copies the rows to the device with
+their places, and one SET_ROWS writes them into the output of down before anything reads it. So it
+does not matter how a model weights and sums its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.ggml.backend import Device, Stream
+from offload.ggml.graph import Graph, Product
+from offload.ggml.memory import HostRange
+from offload.ggml.pairs import Count, HostRows, Place, Stamp, host_copy, of_array
+from offload.ggml.rewriting import aligned, is_any
+from offload.ggml.tensor import Buffer, Redirect, Tensor, new_tensor
+from offload.ggml.threads import check, cpu_device
+
+_JOINING = ("GLU", "UNARY", "SCALE", "CLAMP", "SQR", "MUL", "ADD")
+_SAME = ("RESHAPE", "REPEAT", "VIEW", "CONT")  # between a scale and its weight
+_MOST_SAME = 3  # longest chain of such nodes; Graph.state covers no longer one
+
+
+class NoForm(Exception):
+    """A layer cannot be split; the text says why."""
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """The nodes that compute a layer's rows, each after those it reads; down is the last."""
+
+    nodes: tuple[Tensor, ...]
+    products: tuple[Product, ...]  # in the graph's order; the last is down
+    inputs: Tensor  # rows that gate and up read: [n_in, 1 or n_used, n_tokens]
+    ids: Tensor
+    biases: tuple[Tensor, ...]  # biases that the ADD_ID among `nodes` add, in order
+    scales: tuple[tuple[Tensor, Tensor], ...]  # the factor that a MUL reads, and its weight
+
+    @property
+    def down(self) -> Product:
+        return self.products[-1]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for layers that differ only in their weights."""
+        return (
+            self.inputs.shape[:2],
+            tuple((node.operation, node.shape[0], node.parameters) for node in self.nodes),
+        )
+
+
+def find_form(graph: Graph, products: Sequence[Product]) -> ExpertForm:
+    """Return the form of a layer with these products, in the graph's order. Raises NoForm."""
+    finder = _Finder(products)
+    down = products[-1]
+    joined = down.node.source(1)
+    if len(products) < 2 or joined is None:
+        raise NoForm("it has one product with experts")
+    finder.visit(joined)
+    missing = [p.weight.name for p in products[:-1] if p.node not in finder.uses]
+    if missing:
+        raise NoForm(f"its last product does not read what {missing[0]} computes")
+    inputs = products[0].node.source(1)
+    assert inputs is not None
+    if any(p.node.source(1) != inputs for p in products[:-1]):
+        raise NoForm("its first products read different rows")
+    if inputs.type != "f32" or not inputs.is_contiguous or not down.node.is_contiguous:
+        raise NoForm("its rows are not contiguous f32 numbers")
+    for node, n_uses in finder.uses.items():
+        if node.is_output or graph.use_count(node) not in (n_uses, -1):
+            raise NoForm(f"others read {node.name or 'what is between its products'}")
+    return ExpertForm(
+        (*finder.nodes, down.node),
+        tuple(products),
+        inputs,
+        finder.ids,
+        tuple(node.sources[1] for node in finder.nodes if node.is_op("ADD_ID")),
+        tuple(finder.scales),
+    )
+
+
+class _Finder:
+    """Collects the nodes between a layer's products, going back from down."""
+
+    def __init__(self, products: Sequence[Product]) -> None:
+        self._products = {product.node for product in products[:-1]}
+        ids = products[0].ids
+        assert ids is not None
+        self.ids = ids
+        self.nodes: list[Tensor] = []
+        self.uses: dict[Tensor, int] = {}
+        self.scales: list[tuple[Tensor, Tensor]] = []
+
+    def visit(self, node: Tensor) -> None:
+        self.uses[node] = self.uses.get(node, 0) + 1
+        if self.uses[node] > 1:
+            return
+        if node not in self._products:
+            for source in self._sources_by_pair(node):
+                self.visit(source)
+        self.nodes.append(node)
+
+    def _sources_by_pair(self, node: Tensor) -> list[Tensor]:
+        """Return the sources that are computed for each pair, and note biases and scales."""
+        sources = node.sources
+        if node.is_op("ADD_ID"):
+            values, bias, ids = sources
+            if ids != self.ids or bias.type != "f32" or not bias.is_contiguous:
+                raise NoForm(f"{node.name} adds something else than a bias of each expert")
+            return [values]
+        if node.is_op("VIEW"):
+            if node.strides[1:3] != sources[0].strides[1:3]:
+                raise NoForm(f"{node.name} is a view across rows")
+            return sources
+        if node.is_op("MUL") and (weight := self._scale(sources[1])) is not None:
+            self.scales.append((sources[1], weight))
+            return [sources[0]]
+        if not is_any(node, _JOINING):
+            raise NoForm(f"{node.name or 'a node'} between its products does something unknown")
+        return sources
+
+    def _scale(self, factor: Tensor) -> Tensor | None:
+        """Return the weight [n_experts] that a factor is taken from, or None."""
+        if not factor.is_op("GET_ROWS") or factor.source(1) != self.ids or factor.shape[0] != 1:
+            return None
+        found = factor.source(0)
+        for _ in range(_MOST_SAME):
+            if found is not None and is_any(found, _SAME):
+                found = found.source(0)
+        if found is None or not found.is_op("NONE") or found.type != "f32":
+            return None
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """Weights and scales: all that differs between layers of one form."""
+
+    layer: int
+    sources: tuple[Tensor, ...]  # weights of the products, then biases
+    scales: tuple[NDArray[np.float32], ...]  # [n_experts] each
+    copies: tuple[NDArray[np.float32], ...]  # memory of sources that were read back
+
+
+def layer_weights(form: ExpertForm, layer: int) -> LayerWeights:
+    """Return the weights of a layer of this form. Reads back those that are on a device."""
+    copies: list[NDArray[np.float32]] = []
+    sources = [product.weight for product in form.products]
+    for bias in form.biases:
+        if bias.is_on_host:
+            sources.append(bias)
+            continue
+        copies.append(host_copy(bias))
+        sources.append(of_array(copies[-1], bias))
+    scales = tuple(host_copy(weight) for _, weight in form.scales)
+    return LayerWeights(layer, tuple(sources), scales, tuple(copies))
+
+
+class HostGraph:
+    """Computes up to `most` pairs of any layer of one form.
+
+    `results`: the places of the rows in the batch and, behind `header_bytes`, the rows themselves.
+    """
+
+    def __init__(self, form: ExpertForm, most: int, device: Device) -> None:
+        """Rows that `device` copies are in pinned memory, if there is any. Raises DoesNotFit."""
+        cpu = cpu_device()
+        self.most = most
+        self.n_out = form.down.node.shape[0]
+        n_in, self._rows_per_token, _, _ = form.inputs.shape
+        self._count = Count()
+        self.header_bytes = aligned(4 * most)
+        inputs_at = self.header_bytes + aligned(4 * self.n_out * most)
+        size_bytes = inputs_at + 4 * n_in * most
+        pinned = device.pinned_memory(size_bytes)
+        self.results = pinned or cpu.allocate(size_bytes, "rows of experts")
+        self._places = HostRows(self.results, 0, most, 0, "i32").array
+        self._inputs = HostRows(self.results, inputs_at, most, n_in, "f32")
+        sizes = [4 * n_in * most, 4 * most, *[4 * most for _ in form.scales]]
+        sizes += [4 * node.shape[0] * most for node in form.nodes]
+        offsets = np.cumsum([0, *map(aligned, sizes)]).tolist()
+        self._memory = cpu.allocate(offsets[-1], "rows of experts")
+        self._rows = HostRows(self._memory, offsets[0], most, n_in, "f32")
+        self._ids = HostRows(self._memory, offsets[1], most, 0, "i32")
+        n = 2 + len(form.scales)
+        self._scales = [HostRows(self._memory, at, most, 1, "f32") for at in offsets[2:n]]
+        self._build(form, offsets[n:])
+
+    def _build(self, form: ExpertForm, offsets: Sequence[int]) -> None:
+        """Make twins of the form's nodes, each at one of the offsets."""
+        count = self._count
+        count.follows(self._ids.tensor, 1)
+        made = {form.inputs: count.follows(self._rows.tensor, 2), form.ids: self._ids.tensor}
+        for (factor, _), scale in zip(form.scales, self._scales, strict=True):
+            made[factor] = count.follows(scale.tensor, 2)
+        for node, at in zip(form.nodes, offsets[:-1], strict=True):
+            if node.is_op("VIEW"):
+                twin = self._view(node, made[node.sources[0]])
+            elif node == form.down.node:
+                twin = self._twin(node, made, (self.results, self.header_bytes))
+            else:
+                twin = self._twin(node, made, (self._memory, at))
+            made[node] = count.follows(twin, 2)
+        self.graph = Graph.of([made[node] for node in form.nodes])
+        self._sources = [Redirect(made[product.node], 0) for product in form.products]
+        adds = [made[node] for node in form.nodes if node.is_op("ADD_ID")]
+        self._sources += [Redirect(add, 1) for add in adds]
+
+    def _twin(self, node: Tensor, made: dict[Tensor, Tensor], at: tuple[Buffer, int]) -> Tensor:
+        sources = [made.get(source, source) for source in node.sources]
+        row = 4 * node.shape[0]
+        shape, strides = (node.shape[0], 1, self.most, 1), (4, row, row, row * self.most)
+        return node.alike(shape, strides, at=at, sources=sources)
+
+    def _view(self, node: Tensor, whole: Tensor) -> Tensor:
+        """Return a view of a part of each row of `whole`, the twin of the node's source."""
+        offset = node.position - node.sources[0].position
+        at = self._memory, whole.position - self._memory.base + offset
+        shape = node.shape[0], 1, self.most, 1
+        return node.alike(shape, whole.strides, at=at, sources=[whole])
+
+    def inputs_of(self, n_tokens: int) -> HostRange:
+        """Return memory for the rows that the layer's products read."""
+        return self._inputs.first(n_tokens * self._rows_per_token)
+
+    def fill(self, weights: LayerWeights, ids: NDArray[np.int32], pairs: NDArray[np.intp]) -> None:
+        """Choose the pairs to compute next: indices into `ids` [n_tokens, n_used], flattened."""
+        n = len(pairs)
+        self._count.set(n)
+        experts = ids.ravel()[pairs]
+        self._ids.array[:n] = experts
+        self._places[:n] = pairs
+        rows = pairs if self._rows_per_token > 1 else pairs // ids.shape[1]
+        self._inputs.array.take(rows, axis=0, out=self._rows.array[:n], mode="clip")
+        for table, scale in zip(weights.scales, self._scales, strict=True):
+            scale.array[:n, 0] = table[experts]
+        for redirect, source in zip(self._sources, weights.sources, strict=True):
+            redirect.to(source)
+
+    def compute(self, stream: Stream, layer: int) -> int:
+        """Compute the chosen pairs; a ggml_status. Raises DeviceFailed."""
+        status = stream.compute(self.graph)  # the CPU's streams compute before they return
+        return check(status, f"computing experts of layer {layer} on the CPU")
+
+    def close(self) -> None:
+        self.results.close()
+        self._memory.close()
+
+
+class RowPlacer:
+    """Writes the rows of one host graph into the output of a layer's last product."""
+
+    def __init__(self, host: HostGraph, device: Device) -> None:
+        """Raises DoesNotFit, and NoForm if the device cannot set rows."""
+        most, n_out, header_bytes = host.most, host.n_out, host.header_bytes
+        self._row_bytes, self._header_bytes = 4 * n_out, header_bytes
+        size_bytes = header_bytes + self._row_bytes * most
+        self._staging = device.allocate(size_bytes, "rows of experts from the CPU")
+        self._source = new_tensor("i8", (size_bytes, 1, 1, 1), (host.results, 0))
+        self._target = new_tensor("i8", (size_bytes, 1, 1, 1), (self._staging, 0))
+        places = new_tensor("i32", (most, 1, 1, 1), (self._staging, 0))
+        rows = new_tensor("f32", (n_out, most, 1, 1), (self._staging, header_bytes))
+        into = new_tensor("f32", (n_out, most, 1, 1), (self._staging, header_bytes))
+        node = into.computing("SET_ROWS", [rows, places, into])
+        self._n, self._n_into = Count(), Count()
+        self._n.follows(places, 0)
+        self._n.follows(rows, 1)
+        self._n_into.follows(into, 1)
+        self._n_into.follows(node, 1)
+        self._where = Place(into), Place(node)
+        self._stamp = Stamp(node)
+        self._graph = Graph.of([node])
+        if not device.supports(node):
+            self.close()
+            raise NoForm(f"{device.name} cannot put rows into a product's output")
+
+    @property
+    def size_bytes(self) -> int:
+        return self._staging.size_bytes
+
+    def place(self, stream: Stream, n: int, output: Tensor, layer: int) -> int:
+        """Enqueue the first `n` rows for `output` [n_out, n_used, n_tokens]; a ggml_status.
+
+        Raises DeviceFailed.
+        """
+        size_bytes = self._header_bytes + n * self._row_bytes
+        stream.copy(self._target, 0, self._source, 0, size_bytes)
+        _, n_used, n_tokens, _ = output.shape
+        self._n.set(n)
+        self._n_into.set(n_used * n_tokens)
+        for place in self._where:
+            place.of(output)
+        self._stamp.change()
+        return check(stream.compute(self._graph), f"placing experts' rows of layer {layer}")
+
+    def close(self) -> None:
+        self._staging.close()
+
+
+@dataclass(slots=True)
+class SplitLayer:
+    """A layer of one graph that is split each time the graph is computed."""
+
+    weights: LayerWeights
+    host: HostGraph
+    placer: RowPlacer
+    inputs: Tensor
+    read_to: HostRange  # memory that the inputs are fetched to
+    output: Tensor
+    n_tokens: int
+    shares: tuple[float, ...]  # of an expert's bytes in each product
+    may_repeat: bool  # its tokens may name a slot twice (offload/split/spare.py)
+    # Set in each decode:
+    n_pairs: int = 0  # pairs that the CPU computes
+    n_on_device: int = 0  # experts that the device computes
+    split_at_s: float = 0.0
+    ends_s: float = 0.0  # when the device's products that began will end, if it has a pace

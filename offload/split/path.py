@@ -1,0 +1,413 @@
+"""The path of split layers: which are split, who computes each expert, and what is promoted.
+
+One synchronisation, needed for the router's ids anyway, also fetches the rows that the experts
+read. After the division the device gets all its work. If the device computes asynchronously, the
+caller computes the CPU's pairs before it submits what reads their rows. `sim` computes on the
+caller's thread, so there another thread computes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.ggml.backend import Stream
+from offload.ggml.graph import Graph, Product
+from offload.ggml.tensor import Tensor
+from offload.ggml.threads import CpuTeam
+from offload.plan.slot_layout import SlotLayout
+from offload.routing import RoutingGuess
+from offload.schedule.commands import Need
+from offload.schedule.schedule import Schedule
+from offload.schedule.slots import FREE, NOWHERE
+from offload.split.cpu_side import (
+    ExpertForm,
+    HostGraph,
+    LayerWeights,
+    NoForm,
+    RowPlacer,
+    SplitLayer,
+    find_form,
+    layer_weights,
+)
+from offload.split.division import HOST
+from offload.split.spare import may_repeat, other_slots
+from offload.split.switch import ByCosts, HybridSwitch
+from offload.streaming.copy_queue import CopyQueue
+from offload.streaming.counters import StreamCounters
+from offload.streaming.cuts import Step
+
+_LEAST_PAIRS = 64  # of a host graph
+_RECURS = 1.01  # recent uses above which a missing expert replaces a cached one
+_ANY_NUMBER = 1 << 30
+_WAITING_SHARE = 0.04  # of the decodes' time
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The least seconds that an expert of a split layer takes on either side, as `sim` asks."""
+
+    device_s: float = 0.0
+    host_s: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self.device_s > 0 or self.host_s > 0
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """All that an engine's executors need to split layers."""
+
+    switch: HybridSwitch
+    team: CpuTeam
+    pace: Pace = Pace()
+
+
+@dataclass(frozen=True, slots=True)
+class Sided:
+    """A layer's used experts, each on one side."""
+
+    rows: NDArray[np.intp]  # number of tokens that use each expert [n_experts]
+    on_device: NDArray[np.intp]
+    on_host: NDArray[np.intp]
+    missed: bool  # the CPU computes some, or some are copied
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was found of a layer, for all graphs with the same nodes."""
+
+    operations: tuple[int, ...]
+    host: HostGraph
+    placer: RowPlacer
+    weights: LayerWeights
+
+
+class PromotionBudget:
+    """How many copies fit in a decode's idle link time.
+
+    If not even one fits, a copy makes the decode wait. The waiting time, the copy's time less the
+    idle time, is paid from a share of the decodes' time; otherwise such a cache would never learn.
+    At most one copy's time is saved up, so that waits do not come in bursts.
+    """
+
+    def __init__(self, waiting_share: float = _WAITING_SHARE) -> None:
+        self._share = waiting_share
+        self._saved_s = 0.0
+        self._price_s = 0.0  # of each copy that `most` allowed last
+
+    def most(self, step_s: float, idle_s: float, copy_s: float) -> int:
+        """Return how many copies of `copy_s` seconds the next decode may have.
+
+        The last one took `step_s`, and its link was idle for `idle_s`.
+        """
+        self._price_s = 0.0
+        if copy_s <= 0.0:
+            return _ANY_NUMBER
+        self._saved_s = min(self._saved_s + self._share * step_s, copy_s)
+        if idle_s >= copy_s:
+            return min(int(idle_s / copy_s), _ANY_NUMBER)
+        price_s = copy_s - max(0.0, idle_s)
+        if self._saved_s < price_s:
+            return 0
+        self._price_s = price_s
+        return 1
+
+    def spend(self, n: int) -> None:
+        """Pay for `n` copies."""
+        self._saved_s -= n * self._price_s
+
+
+class SplitPath:
+    """Split layers of one executor."""
+
+    def __init__(
+        self,
+        hybrid: Hybrid,
+        stream: Stream,
+        schedule: Schedule,
+        copies: CopyQueue,
+        counters: StreamCounters,
+    ) -> None:
+        self.switch, self._team, self._pace = hybrid.switch, hybrid.team, hybrid.pace
+        self._stream, self._schedule, self._copies = stream, schedule, copies
+        self._counters = counters
+        self._graphs: dict[object, tuple[HostGraph, RowPlacer]] = {}  # the largest, by form
+        self._made: list[HostGraph | RowPlacer] = []  # prepared graphs refer to all
+        self._known: dict[int, _Known] = {}  # by group
+        self._thread: ThreadPoolExecutor | None = None
+        if self._pace:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts")
+        self._running: Future[int] | None = None
+        self._random = np.random.default_rng(0)  # for measuring
+        self._step_s = self._idle_s = 0.0  # expected of layers since the last `promote`
+        self._promotions = PromotionBudget()
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(made.size_bytes for made in self._made if isinstance(made, RowPlacer))
+
+    def close(self) -> None:
+        self.abandon()
+        if self._thread is not None:
+            self._thread.shutdown()
+        for made in self._made:
+            made.close()
+
+    # -- when a graph is first seen ----------------------------------------------------------------
+
+    def find(
+        self, graph: Graph, products: Sequence[Product], layout: SlotLayout
+    ) -> dict[Tensor, SplitLayer]:
+        """Return the layers to split, by the ids of their router.
+
+        If one has an unknown form, no layer of the model is ever split; the switch says why.
+        """
+        places = layout.places()
+        members: dict[Tensor, list[Product]] = {}
+        for product in products:
+            if product.ids is not None and self.switch.splits(product.n_tokens):
+                members.setdefault(product.ids, []).append(product)
+        if not members:
+            return {}
+        operations = graph.operations()
+        found: dict[Tensor, SplitLayer] = {}
+        for ids, of_layer in members.items():
+            number, _ = places[of_layer[0].weight.name]
+            group = layout.groups[number]
+            try:
+                if len(of_layer) != len(group.names):
+                    raise NoForm("some of its products are not computed on the device")
+                found[ids] = self._layer(graph, of_layer, operations, number, group.layer)
+            except NoForm as reason:
+                self.switch.declined = f"layer {group.layer} is not split: {reason}"
+                return {}
+        return found
+
+    def _layer(
+        self, graph: Graph, products: list[Product], operations: list[int], group: int, layer: int
+    ) -> SplitLayer:
+        first, down = products[0], products[-1]
+        between = tuple(operations[first.index : down.index + 1])
+        assert first.ids is not None
+        n_used, n_tokens, _, _ = first.ids.shape
+        known = self._known.get(group)
+        if known is None or known.operations != between or known.host.most < n_used * n_tokens:
+            form = find_form(graph, products)
+            host, placer = self._graph_of(form, n_used * n_tokens)
+            weights = known.weights if known is not None else layer_weights(form, layer)
+            known = self._known[group] = _Known(between, host, placer, weights)
+        inputs = first.node.source(1)
+        assert inputs is not None
+        n_bytes = [product.weight.size_bytes for product in products]
+        return SplitLayer(
+            known.weights, known.host, known.placer, inputs, known.host.inputs_of(n_tokens),
+            down.node, n_tokens, tuple(n / sum(n_bytes) for n in n_bytes),
+            may_repeat(n_tokens, [product.weight.type for product in products]),
+        )  # fmt: skip
+
+    def _graph_of(self, form: ExpertForm, n_pairs: int) -> tuple[HostGraph, RowPlacer]:
+        found = self._graphs.get(form.key)
+        if found is not None and found[0].most >= n_pairs:
+            return found
+        most = max(_LEAST_PAIRS, 1 << (n_pairs - 1).bit_length())
+        host = HostGraph(form, most, self._stream.device)
+        self._made.append(host)
+        placer = RowPlacer(host, self._stream.device)
+        self._made.append(placer)
+        self._graphs[form.key] = host, placer
+        return host, placer
+
+    # -- before a graph runs -----------------------------------------------------------------------
+
+    def choose_order(self, steps: Sequence[Step]) -> None:
+        """Read whole layers out of order if that saves copies.
+
+        In order they would take slots that hold experts of split layers.
+        """
+        by_pool: dict[int, list[Step]] = {}
+        for step in steps:
+            if step.either:
+                by_pool.setdefault(step.pool, []).append(step)
+        for pool, whole in by_pool.items():
+            groups = {step.group for step in whole}
+            in_order = not self._schedule.saves_out_of_order(pool, groups, whole[0].n_experts)
+            for step in whole:
+                assert step.need is not None
+                step.in_order = in_order
+                step.need = step.need._replace(contiguous=in_order)
+            self._counters.layers_out_of_order += 0 if in_order else len(whole)
+
+    def promote(self, steps: Sequence[Step], guess: RoutingGuess) -> None:
+        """Have experts copied for later graphs that the CPU would else compute again.
+
+        For each layer with missing experts, pick the missing expert most likely to be used again,
+        or any missing expert while slots are free. Copy the likeliest ones first, as many as the
+        link has time for; none if it copies for this graph already.
+        """
+        missed = [step for step in steps if step.split is not None and step.missed]
+        if not missed:
+            return
+        schedule, most = self._schedule, _ANY_NUMBER
+        if isinstance(self.switch.splitter, ByCosts):
+            copy_s = self.switch.splitter.costs.copy_s
+            most = self._promotions.most(self._step_s, self._idle_s, copy_s)
+        self._step_s = self._idle_s = 0.0
+        if not most or any(s.need is not None and not schedule.ready(s.cut) for s in steps):
+            return
+        found: list[tuple[float, int, Step]] = []
+        for step in missed:
+            slots = schedule.pools[step.pool]
+            there = slots.of_group(step.group, step.n_experts) != NOWHERE
+            expert, score = guess.likeliest(step.layer, there)
+            if score > (0.0 if slots.counts[FREE] else _RECURS / step.n_tokens):
+                found.append((score, expert, step))
+        found.sort(key=lambda one: -one[0])
+        promotions = [
+            Need(step.cut, step.pool, ((step.group, expert),)) for _, expert, step in found[:most]
+        ]
+        self._promotions.spend(len(promotions))
+        schedule.promote(promotions)
+
+    # -- one layer ---------------------------------------------------------------------------------
+
+    def divide(self, step: Step, layer: SplitLayer, ids: NDArray[np.int32]) -> Sided:
+        """Choose a side for each expert of `ids` [n_tokens, n_used], and start the CPU's.
+
+        The layer's inputs were fetched. The device gets no more experts than have slots.
+        """
+        rows = np.bincount(ids.ravel(), minlength=step.n_experts)
+        used = rows.nonzero()[0]
+        resident = self._resident(step)
+        kinds = self._kinds(step, ids, rows, resident)
+        there, host = resident.take(used), kinds.take(used) == HOST
+        on_host = used[host]
+        counters = self._counters
+        layer.n_on_device, layer.n_pairs = len(used) - len(on_host), 0
+        layer.split_at_s = time.perf_counter()
+        n_hit = int(rows.take(used[there > host]).sum())
+        if len(on_host):
+            pairs = (kinds.take(ids.ravel()) == HOST).nonzero()[0]
+            layer.n_pairs = len(pairs)
+            layer.host.fill(layer.weights, ids, pairs)
+            self._team.choose(layer.n_tokens)
+            if self._thread is not None:
+                self._running = self._thread.submit(self._compute, layer, len(on_host))
+        counters.split_layers += 1
+        counters.n_pairs_hit += n_hit
+        counters.n_pairs_host += layer.n_pairs
+        counters.n_pairs_streamed += ids.size - layer.n_pairs - n_hit
+        return Sided(rows, used[~host], on_host, bool(np.count_nonzero(host > there)))
+
+    def _kinds(
+        self, step: Step, ids: NDArray[np.int32], rows: NDArray[np.intp],
+        resident: NDArray[np.bool_],
+    ) -> NDArray[np.uint8]:  # fmt: skip
+        """Return HIT, STREAMED or HOST for each expert."""
+        splitter, n_slots = self.switch.splitter, self._schedule.pools[step.pool].n_slots
+        if isinstance(splitter, ByCosts):
+            found = splitter.split(ids, resident, rows)
+            kinds = found.kind
+            self._step_s += max(found.cpu_s, found.device_s)
+            self._idle_s += found.idle_s
+        else:
+            kinds = splitter(ids, resident)
+        if ids.size > n_slots:
+            chosen = np.flatnonzero((rows > 0) & (kinds != HOST))
+            if len(chosen) > n_slots:
+                hits_first = chosen[np.argsort(~resident[chosen], kind="stable")]
+                kinds = kinds.copy()
+                kinds[hits_first[n_slots:]] = HOST
+        return kinds
+
+    def _resident(self, step: Step) -> NDArray[np.bool_]:
+        """Return which experts are in their slots by now [n_experts]."""
+        slots, group = self._schedule.pools[step.pool], step.group
+        resident: NDArray[np.bool_] = slots.of_group(group, step.n_experts) != NOWHERE
+        for expert in tuple(slots.loading.get(group, ())):
+            if self._copies.has_arrived((group, expert)):
+                self._schedule.arrived(step.pool, (group, expert))
+            else:
+                resident[expert] = False
+        return resident
+
+    def spare_slots(
+        self, step: Step, layer: SplitLayer, slots: Sequence[int], n_host: int
+    ) -> list[int]:
+        """Return slots that the device reads for the CPU's pairs: it computes those too, with any
+        expert, and its results are overwritten."""
+        if layer.may_repeat:
+            return [slots[0] if slots else 0] * n_host
+        n_slots = self._schedule.pools[step.pool].n_slots
+        return other_slots(slots, min(n_host, step.n_used), n_slots) if n_host else []
+
+    def began(self, layer: SplitLayer, nth: int) -> None:
+        """The copies that a layer's `nth` product waits for have arrived."""
+        if self._pace:
+            took_s = layer.shares[nth] * layer.n_on_device * self._pace.device_s
+            layer.ends_s = max(layer.ends_s, time.perf_counter()) + took_s
+
+    def has_to_end(self, layer: SplitLayer) -> bool:
+        """True if `finish` has something to do."""
+        return layer.n_pairs > 0 or bool(self._pace)
+
+    def finish(self, layer: SplitLayer) -> int:
+        """Place the CPU's rows, after the device got its work. Returns a ggml_status.
+
+        Raises DeviceFailed.
+        """
+        if self._pace:
+            _wait_until(layer.ends_s)
+        if not layer.n_pairs:
+            return 0
+        running, self._running = self._running, None
+        status = running.result() if running is not None else self._compute(layer)
+        status = status or layer.placer.place(
+            self._stream, layer.n_pairs, layer.output, layer.weights.layer
+        )
+        self._counters.split_s += time.perf_counter() - layer.split_at_s
+        return status
+
+    def _compute(self, layer: SplitLayer, n_experts: int = 0) -> int:
+        start_s = time.perf_counter()
+        status = layer.host.compute(self._team.stream, layer.weights.layer)
+        _wait_until(start_s + n_experts * self._pace.host_s)
+        self._counters.host_s += time.perf_counter() - start_s
+        return status
+
+    def abandon(self) -> None:
+        """After a failure: return when nothing is under way."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.exception()
+
+    # -- for measuring -----------------------------------------------------------------------------
+
+    def host_s(self, layer: SplitLayer, n_all: int, n_experts: int, n_rows: int) -> float:
+        """Return the CPU's seconds for `n_experts` of the layer's `n_all`, of `n_rows` rows each.
+
+        Takes other experts each time, so that they are in no cache. Raises DeviceFailed.
+        """
+        experts = self._random.choice(n_all, n_experts, replace=False)
+        ids = np.repeat(experts.astype(np.int32), n_rows)[: layer.host.most, None]
+        layer.host.fill(layer.weights, ids, np.arange(len(ids)))
+        self._team.choose(n_rows)
+        start_s = time.perf_counter()
+        layer.host.compute(self._team.stream, layer.weights.layer)
+        _wait_until(start_s + n_experts * self._pace.host_s)
+        return time.perf_counter() - start_s
+
+    def wait_for_device(self, start_s: float, n_experts: int) -> None:
+        """Return no sooner than a device with a pace has computed so many experts."""
+        _wait_until(start_s + n_experts * self._pace.device_s)
+
+
+def _wait_until(moment_s: float) -> None:
+    left_s = moment_s - time.perf_counter()
+    if left_s > 0:
+        time.sleep(left_s)

@@ -1,0 +1,225 @@
+"""Puts the schedule's copies into the copy queue, and knows what to wait for."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.tensor import Tensor
+from offload.plan.slot_layout import SlotLayout, bias_of
+from offload.schedule.commands import NEEDED, PROMOTED, Copy, Span, coalesce
+from offload.schedule.schedule import Schedule
+from offload.schedule.slots import Piece
+from offload.streaming.copying import Copier, Transfer
+from offload.streaming.counters import StreamCounters
+from offload.streaming.cuts import Step, Tickets
+from offload.streaming.slot_memory import HostBias, SlotMemory
+from offload.trace import COMPUTE, Trace
+
+
+class CopyQueue:
+    """Copies pieces into the slots of one executor, and orders copies and computation."""
+
+    def __init__(
+        self,
+        memories: Sequence[SlotMemory],
+        host: HostBufferType,
+        layout: SlotLayout,
+        schedule: Schedule,
+        copier: Copier,
+        counters: StreamCounters,
+        trace: Trace,
+    ) -> None:
+        """`host` holds the weights that stream through the slots of `layout`."""
+        self.memories, self._host, self._layout = memories, host, layout
+        self._schedule, self.copier = schedule, copier
+        self._counters, self._trace = counters, trace
+        self.kinds = [  # kinds of weight of each group, in the order of copying
+            tuple(kind for kind, name in group.names.items() if name in host.weights)
+            for group in layout.groups
+        ]
+        self._biases: dict[tuple[int, str], HostBias] = {}  # by group and kind of weight
+        self._tickets: dict[Piece, Tickets] = {}
+        self._fences: list[Any] = []
+        self._fence_uses: list[int] = []  # each fence covers all uses up to this number
+        self.last_use = 0
+        self._first_use = 1  # of this graph; earlier graphs are complete
+
+    def close(self) -> None:
+        self.copier.close()
+        for bias in self._biases.values():
+            bias.close()
+
+    # -- when a graph is first seen ----------------------------------------------------------------
+
+    def prepare(self, steps: Iterable[Step], order: Iterable[tuple[int, tuple[str, ...]]]) -> None:
+        """Copy each group's kinds in the `order` (group, kinds) in which the graph uses them.
+
+        Biases that the graph reads from slots are fetched to host memory, and copied from there
+        into the slots of experts that are there already.
+        """
+        for group, kinds in order:
+            # Kinds that this graph does not read may be read by another one.
+            self.kinds[group] = tuple(dict.fromkeys([*kinds, *self.kinds[group]]))
+        for step in steps:
+            for kind, tensor in step.biases.items():
+                if (step.group, kind) in self._biases:
+                    continue
+                bias = HostBias(tensor, self.memories[step.pool].device)
+                self._biases[step.group, kind] = bias
+                for (group, expert), slot in self._schedule.pools[step.pool].where.items():
+                    if group == step.group:
+                        span = Span(step.pool, slot, group, expert, 1, None)
+                        self._copy_span(span, bias_of(kind), bias.tensor, bias.row_bytes,
+                                        step.layer, NEEDED)  # fmt: skip
+                self.settle()
+
+    # -- per decode --------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start a graph. Raises DeviceFailed if a copy failed that the last graph did not need."""
+        self.copier.begin()
+        if not self.copier.tickets_survive:
+            self._tickets.clear()
+        self._fences.clear()
+        self._fence_uses.clear()
+        self._first_use = self.last_use + 1
+
+    def enqueue(self, copies: Sequence[Copy]) -> None:
+        """Enqueue what the schedule issued."""
+        if not copies:
+            return
+        for (_, reason), of_cut in itertools.groupby(copies, lambda copy: (copy.cut, copy.reason)):
+            batch = list(of_cut)
+            tickets = self.copy(batch)
+            for copy in batch:
+                self._tickets[copy.piece] = tickets
+            if reason == PROMOTED:
+                self._counters.n_promoted += len(batch)
+
+    def copy(self, batch: Sequence[Copy]) -> Tickets:
+        """Enqueue the copies of one cut, one kind of weight after the other."""
+        number, _ = batch[0].piece
+        group = self._layout.groups[number]
+        spans, reason = coalesce(batch), batch[0].reason
+        tickets: Tickets = {}
+        for kind in self.kinds[number]:
+            weight, bias = self._host.weights[group.names[kind]], self._biases.get((number, kind))
+            for span in spans:
+                self._copy_span(span, kind, weight, group.matrix_bytes[kind], group.layer, reason)
+                if bias is not None:
+                    self._copy_span(
+                        span, bias_of(kind), bias.tensor, bias.row_bytes, group.layer, reason
+                    )
+            tickets[kind] = self.copier.mark()
+        self._counters.streamed_experts += len(batch)
+        return tickets
+
+    def _copy_span(
+        self, span: Span, kind: str, weight: Tensor, size_bytes: int, layer: int, reason: str
+    ) -> None:
+        """Enqueue copies of `size_bytes` of a weight in host memory for each expert of a span."""
+        memory, after = self.memories[span.pool], self._fence_after(span.after)
+        stride_bytes = memory.stride_bytes(kind)
+        # Padded slots are not contiguous on the device, so their matrices are copied one by one.
+        n = span.n if size_bytes == stride_bytes else 1
+        for i in range(0, span.n, n):
+            name, details = "", dict[str, int | str]()
+            if self._trace:
+                first = span.expert + i
+                piece = f"{first}" if n == 1 else f"{first}-{first + n - 1}"
+                name = f"{weight.name} {piece}"
+                details = {"layer": layer, "piece": piece, "reason": reason,
+                           "graph": self._counters.graphs}  # fmt: skip
+            transfer = Transfer(
+                memory.bytes(kind),
+                (span.slot + i) * stride_bytes,
+                weight,
+                (span.expert + i) * size_bytes,
+                n * size_bytes,
+                name,
+                details,
+            )
+            self.copier.copy(transfer, after)
+            self._counters.copies += 1
+            self._counters.streamed_bytes += transfer.size_bytes
+
+    def tickets_of(self, pieces: Sequence[Piece]) -> list[Tickets]:
+        """Return the tickets of the pieces' copies, each once."""
+        found = (self._tickets.get(piece) for piece in pieces)
+        return list({id(tickets): tickets for tickets in found if tickets is not None}.values())
+
+    def wait(self, waits: Sequence[Tickets], kinds: Sequence[str], layer: int) -> None:
+        """Order the computation after the copies of some kinds. Raises DeviceFailed."""
+        start_s = time.perf_counter()
+        self.copier.wait([tickets[kind] for tickets in waits for kind in kinds])
+        if self._trace:
+            self._trace.add(COMPUTE, "wait for copies", start_s, time.perf_counter(),
+                            layer=layer, kind=", ".join(kinds), cause="copy")  # fmt: skip
+
+    def has_arrived(self, piece: Piece) -> bool:
+        """True if a copy that no computation waits for is known to be complete."""
+        tickets = self._tickets.get(piece)
+        if tickets is None:
+            return True
+        for ticket in tickets.values():
+            if not self.copier.is_done(ticket):
+                return False
+        del self._tickets[piece]
+        return True
+
+    def fence(self, open_uses: Iterable[int]) -> None:
+        """Put a fence behind all uses submitted so far, except `open_uses` and later ones."""
+        self._fences.append(self.copier.fence())
+        self._fence_uses.append(min((use - 1 for use in open_uses), default=self.last_use))
+
+    def _fence_after(self, use: int | None) -> Any:
+        """Return a fence of this graph behind a use. Earlier graphs are complete."""
+        if use is None or use < self._first_use:
+            return None
+        # A slot is given away only after its use was submitted, so the last fence is behind it.
+        at = bisect.bisect_left(self._fence_uses, use)
+        return self._fences[min(at, len(self._fences) - 1)]
+
+    def settle(self) -> None:
+        """Return when no copy is under way. Raises DeviceFailed if one failed."""
+        try:
+            self.copier.drain()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Return when no copy is under way, and forget the slots of unfinished ones."""
+        self._schedule.abort()
+        self.copier.abandon()
+
+    # -- between two graphs ------------------------------------------------------------------------
+
+    def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
+        """Copy experts into slots, the most used first, one each time the iterator is advanced.
+
+        `uses`: number of tokens that used each expert, by layer. Raises DeviceFailed if a copy
+        failed. Drop the iterator before something is computed.
+        """
+        found: dict[int, list[tuple[int, Piece]]] = {}  # (uses, piece) by pool
+        for number, group in enumerate(self._layout.groups):
+            of_layer = uses.get(group.layer, ())
+            if self.kinds[number] and len(of_layer) == self._layout.pools[group.pool].n_experts:
+                used = [(n, (number, expert)) for expert, n in enumerate(of_layer) if n]
+                found.setdefault(group.pool, []).extend(used)
+        for pool, pieces in found.items():
+            pieces.sort(key=lambda one: (-one[0], one[1]))
+            for copies in self._schedule.fill(pool, [piece for _, piece in pieces]):
+                self.begin()
+                self.enqueue(copies)
+                self.settle()
+                for copy in copies:
+                    self._schedule.arrived(pool, copy.piece)
+                    del self._tickets[copy.piece]
+                self._counters.n_filled += len(copies)
+                yield

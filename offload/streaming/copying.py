@@ -1,0 +1,472 @@
+"""Copy engines: one in-order queue of copies from host memory into slots, beside the computation.
+
+- `DeviceCopier` uses a second stream of the device and events between the streams: the double
+  buffer on CUDA, Vulkan and every backend with `async` and `events`.
+- `BounceCopier` does the same for host memory that is not pinned. The driver would copy such memory
+  to its own pages first while the caller waits. Here a thread copies it into a small ring of pinned
+  memory, and the device copies from there while the next part of the ring is filled.
+- `ThreadCopier` copies on a thread, for backends without events. `sim` can limit its rate.
+
+A *ticket* is a point in the copy queue: waiting for it orders the computation after all copies up
+to it. A *fence* is a point in the computation: a copy with a fence starts after it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+from offload.errors import DeviceFailed
+from offload.ggml.backend import Device, Event, Stream, copy_now, fill_from
+from offload.ggml.memory import HostRange
+from offload.ggml.tensor import Buffer, Tensor, host_bytes
+from offload.trace import COPY, NO_TRACE, Trace
+
+PART_BYTES = 8 << 20
+RING_BYTES = 8 * PART_BYTES
+
+
+class Transfer(NamedTuple):
+    """A copy of `size_bytes` at `source_bytes` of a tensor in host memory to another tensor."""
+
+    target: Tensor  # must live until the copy is done
+    target_bytes: int
+    source: Tensor
+    source_bytes: int
+    size_bytes: int
+    name: str = ""
+    args: Mapping[str, int | str] = MappingProxyType({})  # for the trace
+
+
+class Copier(Protocol):
+    """A copy engine, as the executor uses it."""
+
+    stalled_s: float  # time that the host waited for copies
+    bounced_bytes: int  # bytes that went through the pinned ring
+    tickets_survive: bool  # True if tickets of earlier graphs may still be waited for
+
+    def begin(self) -> None:
+        """Start a new graph. Everything submitted for the graph before is complete."""
+
+    def copy(self, transfer: Transfer, after: Any) -> None:
+        """Enqueue a copy; `after` is a fence or None."""
+
+    def mark(self) -> Any:
+        """Return a ticket for everything enqueued so far."""
+
+    def is_done(self, ticket: Any) -> bool:
+        """True if everything up to a ticket is known to have succeeded. Does not wait."""
+
+    def wait(self, tickets: Collection[Any]) -> None:
+        """Order the computation after the tickets. Raises DeviceFailed if a copy failed."""
+
+    def fence(self) -> Any:
+        """Return the point at which the computation submitted so far ends."""
+
+    def drain(self) -> None:
+        """Return when every copy is done. Raises DeviceFailed if one failed."""
+
+    def abandon(self) -> None:
+        """After a failure: return when no copy is under way, and forget the failure."""
+
+    def close(self) -> None: ...
+
+
+class Events:
+    """Events of one device: recorded within a graph, and reused when the next one begins."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: list[Event] = []
+        self._taken: list[Event] = []
+        self._last: dict[int, Event] = {}  # the last event of each stream, by the stream's identity
+
+    def record(self, stream: Stream) -> Event:
+        """Return an event that passes when the stream has done all its work so far.
+
+        Raises DeviceFailed.
+        """
+        event = self._free.pop() if self._free else self._device.event()
+        self._taken.append(event)
+        stream.record(event)
+        self._last[id(stream)] = event
+        return event
+
+    def recycle(self) -> None:
+        """Return when all events have passed: when the last of each stream has."""
+        must_sync = self._taken if self._device.events_hold_parts else self._last.values()
+        for event in must_sync:
+            event.synchronize()
+        self._last.clear()
+        self._free += self._taken
+        self._taken.clear()
+
+    def close(self) -> None:
+        self.recycle()
+        for event in self._free:
+            event.close()
+        self._free.clear()
+
+
+class DeviceCopier:
+    """Copies on a second stream of the device. Nothing here blocks the host."""
+
+    tickets_survive = False  # their events are used again
+    bounced_bytes = 0
+    stalled_s = 0.0
+
+    def __init__(self, compute: Stream, trace: Trace = NO_TRACE) -> None:
+        """`compute` is the stream that computes."""
+        self._compute = compute
+        self._stream = compute.device.open()
+        self._is_open = True
+        self._events = Events(compute.device)
+        self._timer = _CopyTimer(trace) if trace else None
+        self._unmarked: list[tuple[Transfer, float]] = []
+        self._kept: list[Any] = []  # structures that enqueued copies refer to
+
+    def begin(self) -> None:
+        if self._timer is not None:
+            self._timer.drain()
+        self._events.recycle()
+        if self._compute.device.events_hold_parts:
+            # All is done, but only this call makes Vulkan's backend free 0.5 KB for each copy.
+            self._stream.synchronize()
+        self._kept.clear()
+
+    def copy(self, transfer: Transfer, after: Any) -> None:
+        if after is not None:
+            self._stream.wait(after)
+        self._kept.append(transfer.target)
+        if self._timer is not None:
+            self._unmarked.append((transfer, time.perf_counter()))
+        self._stream.copy(
+            transfer.target,
+            transfer.target_bytes,
+            transfer.source,
+            transfer.source_bytes,
+            transfer.size_bytes,
+        )
+
+    def mark(self) -> Event:
+        event = self._events.record(self._stream)
+        if self._timer is not None:
+            self._timer.watch(event, self._unmarked)
+            self._unmarked = []
+        return event
+
+    def is_done(self, ticket: Event) -> bool:
+        return False  # ggml cannot ask an event
+
+    def wait(self, tickets: Collection[Event]) -> None:
+        for ticket in tickets:
+            self._compute.wait(ticket)
+
+    def fence(self) -> Event:
+        return self._events.record(self._compute)
+
+    def drain(self) -> None:
+        if self._timer is not None and self._unmarked:
+            self.mark()
+        self._stream.synchronize()
+        if self._timer is not None:
+            self._timer.drain()
+
+    def abandon(self) -> None:
+        self.drain()
+
+    def close(self) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._timer is not None:
+            self._timer.close()
+        self._stream.synchronize()
+        self._events.close()
+        self._stream.close()
+
+
+class _CopyTimer:
+    """Waits for copies' events on its own thread, to note in the trace when they were done.
+
+    A device does not tell when a copy began. It is taken to begin when it was enqueued or when the
+    copy before it was done, whichever is later. Copies under one event share its time by bytes.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._queue: queue.Queue[tuple[Event, list[tuple[Transfer, float]]] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="copy trace", daemon=True)
+        self._thread.start()
+
+    def watch(self, event: Event, copies: list[tuple[Transfer, float]]) -> None:
+        self._queue.put((event, copies))
+
+    def drain(self) -> None:
+        self._queue.join()
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        free_s = 0.0
+        while (item := self._queue.get()) is not None:
+            event, copies = item
+            event.synchronize()
+            end_s = time.perf_counter()
+            start_s = max([free_s, *(asked_s for _, asked_s in copies[:1])])
+            per_byte_s = (end_s - start_s) / max(1, sum(t.size_bytes for t, _ in copies))
+            for transfer, _ in copies:
+                done_s = start_s + per_byte_s * transfer.size_bytes
+                self._trace.add(
+                    COPY, transfer.name, start_s, done_s, bytes=transfer.size_bytes,
+                    **transfer.args,
+                )  # fmt: skip
+                start_s = done_s
+            free_s = end_s
+            self._queue.task_done()
+
+
+class _Worker:
+    """A thread that does work in order, and keeps the first failure for the caller."""
+
+    def __init__(self, name: str) -> None:
+        self.stalled_s = 0.0
+        self.bounced_bytes = 0
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._n_enqueued = self._n_done = 0
+        self._progress = threading.Condition()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _enqueue(self, work: Callable[[], None]) -> None:
+        self._n_enqueued += 1
+        self._queue.put(work)
+
+    def _until(self, number: int) -> None:
+        """Return when that much work is done. Raises DeviceFailed if work failed."""
+        if self._n_done < number:
+            start_s = time.perf_counter()
+            with self._progress:
+                while self._n_done < number and self._failure is None:
+                    self._progress.wait()
+            self.stalled_s += time.perf_counter() - start_s
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise DeviceFailed(f"copying weights failed: {failure}") from failure
+
+    def abandon(self) -> None:
+        with self._progress:
+            while self._n_done < self._n_enqueued:
+                self._progress.wait()
+        self._failure = None
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except BaseException as e:
+                self._failure = self._failure or e
+            with self._progress:
+                self._n_done += 1
+                self._progress.notify_all()
+
+
+@dataclass(frozen=True)
+class Link:
+    """The rate of a simulated link, as `sim:bw=,latency=` sets it. None: as fast as memory."""
+
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+
+    def duration_s(self, size_bytes: int) -> float:
+        if self.bandwidth_bytes_per_s is None:
+            return self.latency_s
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+class ThreadCopier(_Worker):
+    """Copies on a thread, in order, no faster than `link` allows.
+
+    The computation is synchronous here: it has ended when the call returns. So fences are None,
+    and waiting blocks the host.
+    """
+
+    tickets_survive = True
+
+    def __init__(self, link: Link | None = None, trace: Trace = NO_TRACE) -> None:
+        self._link = link or Link()
+        self._trace = trace
+        self._link_free_s = 0.0
+        super().__init__("copy engine")
+
+    def begin(self) -> None:
+        self._until(0)
+
+    def copy(self, transfer: Transfer, after: Any) -> None:
+        enqueued_s = time.perf_counter()
+        self._enqueue(lambda: self._carry_out(transfer, enqueued_s))
+
+    def mark(self) -> int:
+        return self._n_enqueued
+
+    def is_done(self, ticket: int) -> bool:
+        return self._n_done >= ticket and self._failure is None  # in this order: see `_run`
+
+    def wait(self, tickets: Collection[int]) -> None:
+        self._until(max(tickets, default=0))
+
+    def fence(self) -> None:
+        return None
+
+    def drain(self) -> None:
+        self._until(self._n_enqueued)
+
+    def _carry_out(self, transfer: Transfer, enqueued_s: float) -> None:
+        began_s = time.perf_counter()  # later than the link's time where a sleep was too long
+        start_s = max(self._link_free_s, enqueued_s)
+        self._link_free_s = start_s + self._link.duration_s(transfer.size_bytes)
+        try:
+            self._copy(transfer)
+        finally:
+            if self._trace:
+                self._trace.add(
+                    COPY, transfer.name, began_s, time.perf_counter(),
+                    bytes=transfer.size_bytes, **transfer.args,
+                )  # fmt: skip
+
+    def _copy(self, transfer: Transfer) -> None:
+        copy_now(
+            transfer.target,
+            transfer.target_bytes,
+            transfer.source,
+            transfer.source_bytes,
+            transfer.size_bytes,
+        )
+        left_s = self._link_free_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+
+
+class NoCopier(ThreadCopier):
+    """Copies nothing: for computing once with whatever the slots hold."""
+
+    def copy(self, transfer: Transfer, after: Any) -> None: ...
+
+
+class _Part:
+    """One part of the ring, and the event behind the device's last copy from it."""
+
+    def __init__(self, memory: HostRange) -> None:
+        self.memory, self.tensor = memory, host_bytes(memory)
+        self.copied: Event | None = None
+
+
+class _Ticket:
+    """A point in the queue. When the thread has come to it, an event of the copy stream."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.event: Event | None = None
+
+
+class BounceCopier(_Worker):
+    """A `DeviceCopier` behind a thread that fills a pinned ring.
+
+    The host is blocked only by waiting for a ticket whose copies the thread has not yet handed to
+    the device.
+    """
+
+    tickets_survive = False  # their events are used again
+
+    def __init__(
+        self, compute: Stream, ring: Buffer, trace: Trace = NO_TRACE, part_bytes: int = PART_BYTES
+    ) -> None:
+        """`compute` is the stream that computes. `ring` is pinned memory, closed with this."""
+        self._compute, self._ring = compute, ring
+        self._inner = DeviceCopier(compute, trace)  # used by the thread alone within a graph
+        self._fences = Events(compute.device)
+        whole = ring.host_range
+        n_parts = max(1, whole.size_bytes // part_bytes)
+        size = min(part_bytes, whole.size_bytes)
+        self._parts = [_Part(whole.part(i * size, size)) for i in range(n_parts)]
+        self._next = 0
+        super().__init__("bounce ring")
+
+    def begin(self) -> None:
+        self._until(self._n_enqueued)
+        self._inner.begin()
+        self._fences.recycle()
+        for part in self._parts:
+            part.copied = None  # has passed, and may be reused for something else
+
+    def copy(self, transfer: Transfer, after: Event | None) -> None:
+        self._enqueue(lambda: self._bounce(transfer, after))
+
+    def mark(self) -> _Ticket:
+        ticket = _Ticket(self._n_enqueued + 1)
+
+        def mark() -> None:
+            ticket.event = self._inner.mark()
+
+        self._enqueue(mark)
+        return ticket
+
+    def is_done(self, ticket: _Ticket) -> bool:
+        return False  # the device does not tell about copies that it was handed
+
+    def wait(self, tickets: Collection[_Ticket]) -> None:
+        for ticket in tickets:
+            self._until(ticket.number)
+            assert ticket.event is not None
+            self._compute.wait(ticket.event)
+
+    def fence(self) -> Event:
+        return self._fences.record(self._compute)
+
+    def drain(self) -> None:
+        self._until(self._n_enqueued)
+        self._inner.drain()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._inner.abandon()
+
+    def close(self) -> None:
+        if not self._thread.is_alive():
+            return
+        super().close()
+        self._inner.close()
+        self._fences.close()
+        self._ring.close()
+
+    def _bounce(self, transfer: Transfer, after: Event | None) -> None:
+        step = self._parts[0].memory.size_bytes
+        for start in range(0, transfer.size_bytes, step):
+            n = min(step, transfer.size_bytes - start)
+            part = self._parts[self._next]
+            self._next = (self._next + 1) % len(self._parts)
+            if part.copied is not None:
+                part.copied.synchronize()
+            fill_from(part.memory, transfer.source, transfer.source_bytes + start, n)
+            copy = transfer._replace(
+                target_bytes=transfer.target_bytes + start,
+                source=part.tensor,
+                source_bytes=0,
+                size_bytes=n,
+            )
+            self._inner.copy(copy, after if start == 0 else None)
+            part.copied = self._inner.mark()
+            self.bounced_bytes += n

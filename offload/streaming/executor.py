@@ -1,0 +1,517 @@
+"""Runs graphs between their cuts while the next weights are being copied.
+
+The schedule decides what is copied (offload/schedule), the copy queue copies it, and the executor
+leads both through a graph.
+
+When a graph is first seen, `prepare` finds its cuts, its split layers and its layers in chunks,
+and the *stops*: the nodes before which something has to be done.
+
+In each decode, the computation goes from stop to stop:
+
+    first node of a cut    Enqueue the copies that may start now. If the router has yet to choose
+                           the experts: submit everything before, read its ids, tell the schedule
+                           what the layer needs. If not all of it is there: submit everything
+                           before, so that the device computes during the copies. Enter the cut,
+                           and upload ids that are slot numbers.
+    each node of a cut     Wait for the copies of its kind of weight, if there were any, and point
+                           it at its slots. Nothing is submitted until something has to be waited
+                           for.
+    behind a split layer   Submit it and the nodes that do not read its result, compute the CPU's
+                           experts meanwhile, and place their rows.
+
+Nodes are submitted in as few computations as that allows, so that the backend can fuse neighbours.
+A node gets its own sources back as soon as its part is submitted: backends read them at submission.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.ggml.backend import Stream
+from offload.ggml.graph import Graph, Product
+from offload.ggml.hostbuffer import HostBufferType
+from offload.ggml.rewriting import Scratch, aligned
+from offload.ggml.tensor import Redirect, Relocation
+from offload.plan.slot_layout import SlotLayout
+from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
+from offload.schedule.batch import chunks_of, slot_range
+from offload.schedule.commands import NEEDED, Copy, Need
+from offload.schedule.schedule import Schedule
+from offload.schedule.slots import FREE, IN_USE, Piece
+from offload.split.ahead import Orderer
+from offload.split.cpu_side import SplitLayer
+from offload.split.path import Hybrid, SplitPath
+from offload.split.sides import SplitSides
+from offload.split.spare import NO_SLOT
+from offload.streaming.chunks import ChunkedStep, find_chunked, without_chains
+from offload.streaming.copy_queue import CopyQueue
+from offload.streaming.copying import Copier
+from offload.streaming.counters import StreamCounters
+from offload.streaming.cuts import Step, Stop, behind_of, find_steps, number_cuts, stops_of
+from offload.streaming.layer_clock import LayerClock
+from offload.streaming.router_ids import IdExchange
+from offload.streaming.slot_memory import SlotMemory
+from offload.trace import COMPUTE, CPU, NO_TRACE, Trace
+
+_LEAST_BYTES = 1 << 20
+_WAIT_ONCE_TOKENS = 8  # the layers of batches up to this size wait once for all their copies
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What is known of a graph when it has been seen once."""
+
+    graph: Graph
+    steps: Sequence[Step]
+    stops: Sequence[Stop]
+    n_cuts: int
+    relocations: Sequence[Relocation]  # results that lie elsewhere while the graph runs
+
+
+@dataclass(slots=True)
+class _Running:
+    """Where the computation of one graph stands."""
+
+    graph: Graph
+    done: int = 0  # nodes submitted
+    open: list[Step] = field(default_factory=list)  # entered and not left
+    redirected: list[Redirect] = field(default_factory=list)
+    chunks: list[Any] = field(default_factory=list)  # structures that submitted chunks refer to
+
+
+class Executor:
+    """Runs graphs with cuts on one stream of a device."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        host: HostBufferType,
+        layout: SlotLayout,
+        schedule: Schedule,
+        copier: Copier,
+        trace: Trace = NO_TRACE,
+        *,
+        hybrid: Hybrid | None = None,
+        recorder: RoutingRecorder | None = None,
+        prefetch: bool = True,
+        band: bool = True,
+        ahead: bool = True,
+    ) -> None:
+        """`host` holds the weights that stream through the slots of `layout`.
+
+        With `hybrid` layers of the batches that it names are split between the CPU and the device.
+        `recorder` records what routers choose for small batches, while it is on. The last three:
+        as in StreamingOptions.
+        """
+        self._stream, self._host, self._layout = stream, host, layout
+        self.schedule, self._trace = schedule, trace
+        self._prefetch, self._band = prefetch, band
+        self.counters = StreamCounters()
+        self.clock: LayerClock | None = None  # is told which layers are reached
+        self.memories = [SlotMemory(stream.device, pool) for pool in layout.pools]
+        self.copies = CopyQueue(self.memories, host, layout, schedule, copier, self.counters, trace)
+        most = max((pool.n_experts for pool in layout.pools), default=0)
+        self.ids = IdExchange(stream, most, self.counters, trace)
+        self._scratch = Scratch(stream.device, "chunks of tokens", _LEAST_BYTES)
+        self._guess = RoutingGuess()
+        self._recorder = recorder
+        self._split: SplitPath | None = None
+        if hybrid is not None:
+            self._split = SplitPath(hybrid, stream, schedule, self.copies, self.counters)
+        self._last_split: tuple[Graph, Step, SplitLayer] | None = None
+        self._orderer = Orderer(stream.device) if ahead else None
+
+    def close(self) -> None:
+        for part in (self._split, self._orderer, self.copies, *self.memories, self._scratch,
+                     self.ids):  # fmt: skip
+            if part is not None:
+                part.close()
+
+    @property
+    def working_bytes(self) -> int:
+        """Device memory that graphs needed beside slots."""
+        parts = (self._split, self._orderer, self._scratch, self.ids)
+        return sum(part.device_bytes for part in parts if part is not None)
+
+    def allocate(self) -> None:
+        """Take all memory for slots now instead of at first use. Raises DoesNotFit."""
+        for memory in self.memories:
+            memory.allocate()
+
+    def settle(self) -> None:
+        """Return when no copy is under way. Raises DeviceFailed if one failed."""
+        self.copies.settle()
+
+    def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
+        """As CopyQueue.fill."""
+        self._stream.synchronize()
+        for _ in self.copies.fill(uses):
+            self._count()
+            yield
+
+    # -- when a graph is first seen ----------------------------------------------------------------
+
+    def prepare(self, graph: Graph, products: Sequence[Product]) -> Callable[[], int]:
+        """Find out what stays the same each time the graph is computed.
+
+        Returns a function that computes it: a ggml_status; raises DeviceFailed if a copy failed.
+        """
+        split = {} if self._split is None else self._split.find(graph, products, self._layout)
+        whole = [product for product in products if product.ids not in split]
+        chunked = find_chunked(graph, whole, self._layout, self.memories)
+        if chunked:
+            size_bytes = max(step.chain.scratch_bytes(step.most_tokens) for step in chunked)
+            graph = without_chains(graph, chunked, self._scratch.reserve(size_bytes))
+            products = tuple(graph.products(self._host))
+        steps = find_steps(
+            graph, products, self._layout, self.memories, split, either=self._split is not None
+        )
+        order = [(step.group, step.kinds) for step in steps]
+        order += [(step.group, step.kinds) for step in chunked]
+        self.copies.prepare(steps, order)
+        self.ids.prepare(steps, chunked)
+        n_cuts = number_cuts(steps, chunked)
+        self._record(steps)
+        relocations: Sequence[Relocation] = ()
+        if split and self._orderer is not None:
+            ordered = self._orderer.order(graph, behind_of(steps, chunked, graph.n_nodes))
+            graph, relocations = ordered.graph, ordered.relocations
+            for step, ahead in zip((s for s in steps if s.split), ordered.ahead, strict=True):
+                step.ahead = ahead
+        stops = stops_of(steps, chunked)
+        return partial(self._run, _Program(graph, steps, stops, n_cuts, relocations))
+
+    def _record(self, steps: Sequence[Step]) -> None:
+        """Have the routing of these layers recorded, if they compute the same small batch.
+
+        The last layer of a prompt computes fewer tokens, those whose logits are wanted.
+        """
+        routed = [step for step in steps if step.ids is not None]
+        sizes = {step.n_tokens for step in routed}
+        if self._recorder is not None and len(sizes) == 1 and 0 < min(sizes) <= MOST_TOKENS:
+            for step in routed:
+                step.routing = self._recorder.layer(step.layer, step.n_used)
+
+    # -- per decode --------------------------------------------------------------------------------
+
+    def _run(self, program: _Program) -> int:
+        self.counters.graphs += 1
+        running = _Running(program.graph)
+        try:
+            self.copies.begin()
+            for relocation in program.relocations:
+                relocation.there()
+            self._announce(program)
+            status = 0
+            for stop in program.stops:
+                status = self._stop(running, stop)
+                if status:
+                    break
+            else:
+                status = self._submit(running, program.graph.n_nodes)
+            if status:
+                self._recover(running)
+            self._count()
+            return status
+        except BaseException:
+            self._recover(running)
+            raise
+        finally:
+            for relocation in program.relocations:
+                relocation.back()
+
+    def _count(self) -> None:
+        decided = self.schedule.counters
+        for name in ("hits", "misses", "evictions", "prefetched_used", "prefetched_wasted"):
+            setattr(self.counters, name, getattr(decided, name))
+        self.counters.bounced_bytes = self.copies.copier.bounced_bytes
+
+    def _recover(self, running: _Running) -> None:
+        if self._split is not None:
+            self._split.abandon()
+        self._restore(running)
+        self._stream.synchronize()
+        self.copies.abandon()
+
+    def _announce(self, program: _Program) -> None:
+        """Tell the schedule what is known and what is guessed before anything runs."""
+        schedule = self.schedule
+        schedule.begin(program.n_cuts)
+        if self._split is not None:
+            self._split.choose_order(program.steps)
+        for step in program.steps:
+            if step.need is not None:
+                schedule.need(step.need)
+            elif self._prefetch and step.missed and step.split is None:
+                guess = self._guess.predict(step.layer, step.n_tokens)
+                if guess:
+                    pieces = tuple((step.group, expert) for expert in guess)
+                    schedule.predict(Need(step.cut, step.pool, pieces))
+        if self._prefetch and self._split is not None:
+            self._split.promote(program.steps, self._guess)
+
+    def _stop(self, running: _Running, stop: Stop) -> int:
+        step, status = stop.step, 0
+        if stop.nth == 0 and self.clock is not None and self.clock.wants(step.layer):
+            status = self._submit(running, stop.at)
+            if not status:
+                self._stream.synchronize()
+                self.clock.reached(step.layer)
+        if isinstance(step, ChunkedStep):
+            return status or self._compute_chunks(running, step)
+        if stop.nth == len(step.readers):
+            return self._end_split(running, step)
+        if stop.nth == 0:
+            if step.split is None:
+                status = status or self._enter(running, step)
+            else:
+                status = status or self._enter_split(running, step, step.split)
+        return status or self._arrive(running, step, stop)
+
+    def _enter(self, running: _Running, step: Step) -> int:
+        """Before a cut's first node: give its pieces slots. Returns a ggml_status."""
+        schedule, first = self.schedule, step.at
+        self.copies.enqueue(schedule.issue(step.cut))
+        ids: NDArray[np.int32] | None = None
+        experts: Sequence[int] = range(step.n_experts)
+        if step.reads_ids:
+            status = self._submit(running, first)
+            if status:
+                return status
+            ids = self._read_ids(step)
+            if step.need is None:
+                experts = sorted(set(ids.ravel().tolist()))
+                self._need(step, experts)
+        if not schedule.ready(step.cut):
+            self.copies.enqueue(schedule.issue(step.cut))
+            status = self._submit(running, first)
+            if status:
+                return status
+        step.missed = False
+        slots = self._take_slots(running, step)
+        first = self._point(step, slots)
+        if ids is not None:
+            if step.need is None and step.missed:
+                self._guess.observe(step.layer, ids)
+            assert step.slot_ids is not None
+            self.ids.send(step.slot_ids, ids, experts, [slot - first for slot in slots])
+        return 0
+
+    def _read_ids(self, step: Step) -> NDArray[np.int32]:
+        ids = self.ids.read(step, step.split)
+        if step.routing is not None and self._recorder is not None and self._recorder.is_on:
+            step.routing.add(ids)
+            self.counters.n_recorded += len(ids)
+        return ids
+
+    def _need(self, step: Step, experts: Sequence[int]) -> None:
+        pieces = tuple([(step.group, expert) for expert in experts])
+        self.schedule.need(Need(step.cut, step.pool, pieces))
+
+    def _take_slots(
+        self, running: _Running, step: Step, elsewhere: Collection[Piece] = ()
+    ) -> Sequence[int]:
+        """Enter the cut, which also uses pieces `elsewhere`. Returns its slots."""
+        entered = self.schedule.enter(step.cut, elsewhere)
+        self.copies.last_use = step.use = entered.use  # the schedule has counted it already
+        self.copies.enqueue(entered.issued)
+        step.waits = self.copies.tickets_of(entered.waits) if entered.waits else []
+        step.missed |= entered.misses > 0 or bool(entered.waits)
+        running.open.append(step)
+        self._trace_slots()
+        return entered.slots
+
+    def _point(self, step: Step, slots: Sequence[int]) -> int:
+        """Choose the range of slots that the cut's nodes see. Returns the first slot of it."""
+        if not step.reads_ids:
+            first, n = slots[0], max(1, step.n_experts)
+        else:
+            n_slots = self._layout.pools[step.pool].n_slots
+            first, n = 0, n_slots
+            if slots and self._band and step.n_tokens > 1:
+                first, n = step.slots_seen = slot_range(slots, n_slots, step.slots_seen)
+            self.counters.bands += n < n_slots
+        for reader in step.readers:
+            for read in reader.reads:
+                read.slots = read.views.of(first, n)
+        return first
+
+    def _arrive(self, running: _Running, step: Step, stop: Stop) -> int:
+        """Before a node that reads slots: wait for its copies, and point it at them."""
+        reader = step.readers[stop.nth]
+        # Small batches compute so briefly that gate need not start before up has arrived. Then the
+        # graph is not cut between them, and is the same whether or not an expert was missing.
+        at_once = step.n_tokens <= _WAIT_ONCE_TOKENS or not self.schedule.depth
+        if step.waits and (stop.nth == 0 or not at_once):
+            status = self._submit(running, stop.at)
+            if status:
+                return status
+            kinds = step.kinds if at_once else (reader.kind,)
+            self.copies.wait(step.waits, kinds, step.layer)
+        if step.split is not None and self._split is not None:
+            self._split.began(step.split, stop.nth)
+        self.counters.cuts += 1
+        redirected = running.redirected
+        for read in reader.reads:
+            assert read.slots is not None
+            read.redirect.to(read.slots)
+            redirected.append(read.redirect)
+        if step.reads_ids:
+            assert step.slot_ids is not None
+            for redirect in reader.ids:
+                redirect.to(step.slot_ids.tensor)
+                redirected.append(redirect)
+        return 0
+
+    def _trace_slots(self) -> None:
+        if self._trace:
+            counts = self.schedule.n_slots_by_state()
+            held = sum(counts) - counts[FREE]
+            now_s = time.perf_counter()
+            self._trace.sample("slots", now_s, **{"in use": counts[IN_USE], "held": held})
+
+    # -- submitting --------------------------------------------------------------------------------
+
+    def _submit(self, running: _Running, end: int) -> int:
+        """Submit the nodes up to `end`, then leave the cuts that none of the later ones reads."""
+        status = 0
+        if end > running.done:
+            start_s = time.perf_counter()
+            part = running.graph.part(running.done, end, running.redirected)
+            status = self._stream.compute(part)
+            if self._trace:
+                layer = running.open[-1].layer if running.open else -1
+                self._trace.add(COMPUTE, f"nodes {running.done}-{end}", start_s,
+                                time.perf_counter(), layer=layer)  # fmt: skip
+            running.done = end
+        self._restore(running)
+        if running.open:
+            still = [step for step in running.open if step.last >= end]
+            if len(still) < len(running.open):
+                left = [step for step in running.open if step.last < end]
+                running.open = still
+                self.copies.fence(step.use for step in still)
+                for step in left:
+                    self.schedule.leave(step.cut)
+                self._trace_slots()
+        return status
+
+    def _restore(self, running: _Running) -> None:
+        for redirect in running.redirected:
+            redirect.back()
+        running.redirected.clear()
+
+    # -- split layers ------------------------------------------------------------------------------
+
+    def _enter_split(self, running: _Running, step: Step, layer: SplitLayer) -> int:
+        """Before the first node of a split layer: choose a side for each expert."""
+        assert self._split is not None
+        assert step.slot_ids is not None
+        self.copies.enqueue(self.schedule.issue(step.cut))
+        status = self._submit(running, step.at)
+        if status:
+            return status
+        ids = np.ascontiguousarray(self._read_ids(step))  # everything below flattens them
+        sides = self._split.divide(step, layer, ids)
+        slots: Sequence[int] = ()
+        step.waits = []
+        elsewhere = [(step.group, expert) for expert in sides.on_host.tolist()]
+        if len(sides.on_device):
+            self._need(step, sides.on_device.tolist())
+            slots = self._take_slots(running, step, elsewhere)
+        elif elsewhere:
+            self.schedule.used_elsewhere(elsewhere)
+        step.missed = sides.missed
+        if step.missed:
+            self._guess.observe_rows(step.layer, sides.rows, *ids.shape)
+        n_host = len(elsewhere)
+        others = self._split.spare_slots(step, layer, slots, n_host)
+        first = self._point(step, [*slots, *others])
+        others = [slot - first for slot in others]
+        if n_host:
+            self.ids.slot_of[sides.on_host] = others if len(others) == n_host else NO_SLOT
+        to_fill = others if len(others) < n_host else None
+        own = [slot - first for slot in slots]
+        self.ids.send(step.slot_ids, ids, sides.on_device, own, to_fill)
+        self._last_split = running.graph, step, layer
+        return 0
+
+    def _end_split(self, running: _Running, step: Step) -> int:
+        """Behind a split layer and the nodes that go ahead there: place the CPU's rows."""
+        layer = step.split
+        assert self._split is not None
+        assert layer is not None
+        if not self._split.has_to_end(layer):
+            return 0
+        status = self._submit(running, step.end)
+        self.counters.n_nodes_ahead += step.ahead.n_computing
+        start_s = time.perf_counter()
+        status = status or self._split.finish(layer)
+        if self._trace:
+            self._trace.add(CPU, f"experts of {layer.n_pairs} pairs", start_s, time.perf_counter(),
+                            layer=step.layer)  # fmt: skip
+        return status
+
+    def take_split(self) -> SplitSides | None:
+        """Return the last split layer, to be timed before the next graph, and forget it."""
+        if self._last_split is None or self._split is None:
+            return None
+        (graph, step, layer), self._last_split = self._last_split, None
+
+        def copy(experts: Sequence[tuple[int, int]]) -> object:
+            pool, group = step.pool, step.group
+            found = [(slot, (group, expert)) for expert, slot in experts]
+            return self.copies.copy([Copy(pool, *one, step.cut, NEEDED, None) for one in found])
+
+        group = self._layout.groups[step.group]
+        n_bytes = [group.matrix_bytes[kind] for kind in self.copies.kinds[step.group]]
+        return SplitSides(
+            self._stream, self._split, graph, step, layer, self.schedule.pools[step.pool],
+            self.copies.copier, self.settle, copy, tuple(n / sum(n_bytes) for n in n_bytes),
+        )  # fmt: skip
+
+    # -- chunks of tokens --------------------------------------------------------------------------
+
+    def _compute_chunks(self, running: _Running, step: ChunkedStep) -> int:
+        """Compute a layer's experts for as many tokens at a time as have their experts in slots."""
+        schedule, copies = self.schedule, self.copies
+        copies.enqueue(schedule.issue(step.cut))
+        status = self._submit(running, step.at)
+        if status:
+            return status
+        ids = self.ids.read(step).copy()
+        offset = 0
+        chunks = chunks_of(ids.tolist(), step.n_slots, step.most_tokens)
+        for cut, (first, end, experts) in enumerate(chunks, step.cut):
+            pieces = tuple([(step.group, expert) for expert in experts])
+            schedule.need(Need(cut, step.pool, pieces))
+            copies.enqueue(schedule.issue(cut))
+            entered = schedule.enter(cut)
+            copies.last_use = entered.use
+            copies.enqueue(entered.issued)
+            copies.wait(copies.tickets_of(entered.waits), step.kinds, step.layer)
+            self._trace_slots()
+            self.counters.cuts += 1
+            self.counters.chunks += 1
+            slot_ids = self.ids.send_chunk(step, offset, ids[first:end], experts, entered.slots)
+            offset += aligned(slot_ids.size_bytes)
+            graph = Graph.of(step.twins(first, end - first, slot_ids.tensor))
+            running.chunks.append((graph, slot_ids))
+            start_s = time.perf_counter()
+            status = self._stream.compute(graph)
+            if self._trace:
+                self._trace.add(COMPUTE, f"tokens {first}-{end}", start_s, time.perf_counter(),
+                                layer=step.layer)  # fmt: skip
+            if status:
+                return status
+            copies.fence(open_step.use for open_step in running.open)
+            schedule.leave(cut)
+            self._trace_slots()
+        return 0

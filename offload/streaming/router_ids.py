@@ -1,0 +1,117 @@
+"""The router's ids on their way to the host, and slot ids on their way to the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.ggml.backend import SlotIds, Stream
+from offload.ggml.rewriting import Scratch, aligned
+from offload.ggml.tensor import Buffer
+from offload.split.cpu_side import SplitLayer
+from offload.split.spare import fill_in
+from offload.streaming.chunks import ChunkedStep
+from offload.streaming.counters import StreamCounters
+from offload.streaming.cuts import Step
+from offload.trace import COMPUTE, Trace
+
+_LEAST_BYTES = 1 << 20
+_PINNED_BYTES = 1 << 20  # for the ids of small batches; those of large ones are pageable
+
+
+class IdExchange:
+    """Reads what routers chose, and uploads ids that are slot numbers."""
+
+    def __init__(self, stream: Stream, most_experts: int, counters: StreamCounters,
+                 trace: Trace) -> None:  # fmt: skip
+        self._stream, self._counters, self._trace = stream, counters, trace
+        self._buffers = Scratch(stream.device, "expert ids", _LEAST_BYTES)
+        self._pinned: Buffer | None = None
+        self._may_pin = True
+        self.slot_of = np.zeros(most_experts, np.int32)  # by expert, for the cut being entered
+
+    @property
+    def device_bytes(self) -> int:
+        return self._buffers.device_bytes
+
+    def close(self) -> None:
+        self._buffers.close()
+        if self._pinned is not None:
+            self._pinned.close()
+
+    def prepare(self, steps: Sequence[Step], chunked: Sequence[ChunkedStep]) -> None:
+        """Give each step of a graph memory for its ids. Raises DoesNotFit.
+
+        Steps of different graphs share it: reading a layer's ids waits for all earlier copies.
+        """
+        both: list[Step | ChunkedStep] = [*steps, *chunked]
+        buffer = self._buffers.reserve(sum(aligned(step.ids_bytes) for step in both))
+        pinned, offset = self._pinned_memory(steps), 0
+        for step in both:
+            if isinstance(step, ChunkedStep):
+                step.ids_at = buffer, offset
+            elif step.ids is not None:
+                n_read, n_sent = step.ids.needed_bytes, step.ids_bytes
+                memory = None
+                if len(pinned) >= n_read + n_sent:
+                    step.ids.lie_in(pinned[:n_read])
+                    memory, pinned = pinned[n_read : n_read + n_sent], pinned[n_read + n_sent :]
+                step.slot_ids = SlotIds(step.ids.tensor, buffer, offset, memory)
+            offset += aligned(step.ids_bytes)
+
+    def _pinned_memory(self, steps: Sequence[Step]) -> NDArray[np.uint8]:
+        """Return pinned host memory, none where there is none. The host waits for other copies."""
+        if self._pinned is None and self._may_pin and any(step.ids is not None for step in steps):
+            self._pinned = self._stream.device.pinned_memory(_PINNED_BYTES)
+            self._may_pin = self._pinned is not None
+        if self._pinned is None:
+            return np.zeros(0, np.uint8)
+        return self._pinned.host_range.array()[:_PINNED_BYTES]
+
+    def read(self, step: Step | ChunkedStep, split: SplitLayer | None = None) -> NDArray[np.int32]:
+        """Wait for all submitted work and return the router's choice [n_tokens, n_used].
+
+        For a split layer, the rows that its experts read are fetched with it.
+        """
+        assert step.ids is not None
+        start_s = time.perf_counter()
+        if split is None:
+            ids = self._stream.read(step.ids)
+        else:
+            ids = self._stream.read(step.ids, split.inputs, split.read_to)
+        self._counters.router_reads += 1
+        if self._trace:
+            self._trace.add(COMPUTE, "read router ids", start_s, time.perf_counter(),
+                            layer=step.layer, cause="ids")  # fmt: skip
+        return ids
+
+    def send(
+        self, slot_ids: SlotIds, ids: NDArray[np.int32], experts: Sequence[int] | NDArray[np.intp],
+        slots: Sequence[int], others: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Upload `ids` with each of `experts` replaced by its slot.
+
+        `others`: slots for experts that have NO_SLOT in `slot_of` (offload/split/spare.py).
+        """
+        slot_of = self.slot_of
+        slot_of[experts] = slots
+        slot_of.take(ids, out=slot_ids.values, mode="clip")
+        if others is not None:
+            fill_in(slot_ids.values, slots, others)
+        self._stream.upload(slot_ids)
+
+    def send_chunk(
+        self, step: ChunkedStep, offset: int, ids: NDArray[np.int32], experts: Sequence[int],
+        slots: Sequence[int],
+    ) -> SlotIds:  # fmt: skip
+        """Upload the slot ids of one chunk to `offset` bytes of the step's memory."""
+        assert step.ids_at is not None
+        buffer, start = step.ids_at
+        like = step.ids.tensor.part(1, 0, len(ids))
+        # Pageable, so that the values may be changed as soon as the copy was enqueued.
+        slot_ids = SlotIds(like, buffer, start + offset, None)
+        self.send(slot_ids, ids, experts, slots)
+        return slot_ids
