@@ -1,23 +1,25 @@
-"""A chat request without its transport: messages, tools, and how the model is to reason."""
+"""A conversation with a model, without its transport: the request, and the parts of the answer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from offload.errors import BadRequest
 
 ReasoningFormat = Literal["auto", "none", "deepseek", "deepseek-legacy"]
-"""llama-server's: none leaves the reasoning in the content, deepseek-legacy gives it twice."""
+"""llama-server's: `none` leaves reasoning in the content, `deepseek-legacy` gives it twice."""
 
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
+
+# ---- requests
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+    """A function that the model may call. `parameters` is the JSON schema of its arguments."""
 
     name: str
     description: str | None = None
@@ -27,7 +29,7 @@ class Tool:
     def __post_init__(self) -> None:
         if not _TOOL_NAME.fullmatch(self.name):
             raise BadRequest(
-                f"tool name {self.name[:80]!r}: 1 to 128 letters, digits and _ . : / - make a name"
+                f"tool name {self.name[:80]!r}: use 1 to 128 letters, digits and _ . : / -"
             )
 
     def as_openai(self) -> dict[str, Any]:
@@ -41,7 +43,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Named:
-    """`tool_choice` of one tool by its name: the answer is a call of it."""
+    """A `tool_choice`: the answer has to call this tool."""
 
     name: str
 
@@ -51,10 +53,8 @@ ToolChoice = Literal["auto", "none", "required"] | Named
 
 @dataclass(frozen=True)
 class ReasoningOptions:
-    """`enabled` and `effort` reach the template as `enable_thinking` and `reasoning_effort`.
-
-    None leaves the template its own default.
-    """
+    """`enabled` and `effort` reach the template as `enable_thinking` and `reasoning_effort`. None
+    leaves the template's default."""
 
     format: ReasoningFormat = "auto"
     enabled: bool | None = None
@@ -63,11 +63,11 @@ class ReasoningOptions:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One answer's request.
+    """The request for one answer.
 
     A message is a mapping of OpenAI's shape: `role` (system, developer, user, assistant, tool),
-    `content` (text), and where they apply `reasoning_content`, `tool_calls` (with `arguments` as
-    JSON text or an object), `tool_call_id` and `name`.
+    `content` (text), and optionally `reasoning_content`, `tool_calls` (`arguments` is JSON text or
+    an object), `tool_call_id` and `name`.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -78,7 +78,7 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continues: bool = False  # the last message is the beginning of the answer
-    schema: str | None = None  # JSON schema of an answer in words, as JSON text
+    schema: str | None = None  # JSON schema of an answer that is no call, as JSON text
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -105,3 +105,102 @@ class Conversation:
     def must_call(self) -> bool:
         """True if the answer has to be a tool call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, Named)
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """The program's settings for conversations that do not say otherwise."""
+
+    template: str | None = None  # replaces the model file's
+    template_name: str = "of the model file"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    reasoning: ReasoningOptions = ReasoningOptions()
+    continues: bool = True  # continue an answer that a conversation ends with
+
+    def reasoning_with(
+        self,
+        kwargs: Mapping[str, Any],
+        *,
+        form: ReasoningFormat | None = None,
+        effort: str | None = None,
+    ) -> ReasoningOptions:
+        """The reasoning of a conversation with these template variables. The effort "none" turns
+        reasoning off."""
+        effort = effort or self.reasoning.effort
+        enabled = kwargs.get("enable_thinking", self.reasoning.enabled)
+        if effort == "none":
+            enabled, effort = False, None
+        return ReasoningOptions(
+            form or self.reasoning.format, enabled if isinstance(enabled, bool) else None, effort
+        )
+
+
+# ---- answers
+
+
+@dataclass(frozen=True)
+class Content:
+    """More of the answer's text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """More of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """More of tool call number `index`, counted from 0.
+
+    Only the first piece of a call has its `id` and `name`. The `arguments` of all pieces join to
+    JSON text as the model wrote it, which is incomplete if the generation ends within.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+Delta = Content | Reasoning | CallPiece
+
+
+@dataclass
+class Call:
+    """One tool call; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Message:
+    """An assistant's answer: all deltas joined."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        if isinstance(delta, Content):
+            self.content += delta.text
+        elif isinstance(delta, Reasoning):
+            self.reasoning += delta.text
+        elif delta.name is not None:
+            assert delta.id is not None
+            self.calls.append(Call(delta.id, delta.name, delta.arguments))
+        else:
+            self.calls[delta.index].arguments += delta.arguments
+
+
+def joined(deltas: Iterable[Delta]) -> Message:
+    """The message that `deltas` add up to."""
+    message = Message()
+    for delta in deltas:
+        message.add(delta)
+    return message

@@ -1,7 +1,8 @@
-"""Jinja as chat templates of model files expect it, which is as transformers has it.
+"""Jinja as chat templates of model files expect it, which is how transformers configures it.
 
-https://huggingface.co/docs/transformers/chat_templating_writing names what a template may use: loop
-controls, `{% generation %}`, `tojson` without HTML escaping, `raise_exception`, `strftime_now`.
+A template may use loop controls, `{% generation %}`, `tojson` without HTML escaping,
+`raise_exception` and `strftime_now`.
+https://huggingface.co/docs/transformers/chat_templating_writing
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ MOST_TEMPLATE_CHARS = 1 << 20  # the longest published template is under 20,000
 
 
 class _Refusal(Exception):
-    """A template's own `raise_exception`."""
+    """A template called `raise_exception`."""
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what a trainer learns from; its body is rendered as it is."""
+    """`{% generation %}` marks text for training; its body is rendered without change."""
 
     tags = {"generation"}
 
@@ -55,10 +56,10 @@ def _tojson(
 
 
 def _listed(value: object) -> list[Any]:
-    """The results of filters such as `map`: transformers cannot write them, llama.cpp can."""
+    """Results of filters such as `map`, which llama.cpp can write, but not transformers."""
     if isinstance(value, Iterator):
         return list(value)
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def _refuse(message: object = "") -> NoReturn:
@@ -67,7 +68,7 @@ def _refuse(message: object = "") -> NoReturn:
 
 @lru_cache(maxsize=16)
 def _compiled(source: str) -> jinja2.Template:
-    # Not transformers' immutable one: published templates append to lists of their own.
+    # transformers uses an immutable one, but published templates append to their lists.
     environment = SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
@@ -77,7 +78,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def check(name: str, source: str) -> None:
-    """Raises BadRequest where `source` is no Jinja template."""
+    """Raises BadRequest if `source` is not a Jinja template."""
     if len(source) > MOST_TEMPLATE_CHARS:
         raise BadRequest(
             f"chat template {name} has {len(source)} characters; at most {MOST_TEMPLATE_CHARS} "
@@ -86,7 +87,7 @@ def check(name: str, source: str) -> None:
     try:
         _compiled(source)
     except jinja2.TemplateError as e:
-        raise BadRequest(f"chat template {name} is no Jinja template: {e}") from e
+        raise BadRequest(f"chat template {name} is not a Jinja template: {e}") from e
     except RecursionError as e:
         raise BadRequest(f"chat template {name} is nested too deeply") from e
 
@@ -97,9 +98,9 @@ def render(
     variables: Mapping[str, Any],
     now: Callable[[], datetime] = datetime.now,
 ) -> str:
-    """The text that the template `name` makes of `variables`.
+    """The text that the template `name` makes from `variables`.
 
-    Raises BadRequest, whatever a template of anybody's does. Time and memory are not bounded here.
+    Raises BadRequest for any fault of a template. Time and memory are not limited.
     """
     check(name, source)
     try:

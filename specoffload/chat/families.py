@@ -1,36 +1,134 @@
 """The tool-call formats of model families, and which of them a chat template teaches its model.
 
-One row is one family; docs/chat-formats.md shows what each looks like. The rows are in the order in
-which a template is tried: the most telling marker first.
+docs/chat-formats.md shows what each format looks like.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from specoffload.chat.family import Family, HarmonyCalls, MistralCalls
-from specoffload.chat.layout import Layout
-from specoffload.chat.parsing import harmony
-from specoffload.chat.parsing.json_calls import JsonCalls, NamedCalls
-from specoffload.chat.parsing.tagged_calls import TaggedCalls
+from specoffload.chat.calls import (
+    Calls,
+    HarmonyCalls,
+    JsonCalls,
+    MistralCalls,
+    NamedCalls,
+    TaggedCalls,
+)
+
+
+@dataclass(frozen=True)
+class CallLayout:
+    """The texts around names, arguments and calls, for writing calls.
+
+    With `before_key`, arguments are written one by one, and strings as they are. Without it, they
+    are a JSON object. `{i}` in `after_name` is the call's number.
+    """
+
+    before_name: str
+    after_name: str
+    after_arguments: str
+    begin: str = ""
+    between: str = ""
+    end: str = ""
+    before_key: str = ""
+    after_key: str = ""
+    after_key_of_string: str | None = None  # if it differs
+    after_value: str = ""
+    one_only: bool = False  # an answer has one call
+
+    def key_end(self, *, is_string: bool) -> str:
+        if is_string and self.after_key_of_string is not None:
+            return self.after_key_of_string
+        return self.after_key
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that write tool calls in one format. Their templates contain all of `marks`. `markers`
+    may be special tokens of the vocabulary, which the engine has to show to the parser."""
+
+    name: str
+    marks: tuple[str, ...]
+    calls: Calls
+    layout: CallLayout
+    markers: tuple[str, ...] = ()
+    ends_reasoning: bool = False  # the marker of a call ends reasoning that is not closed
+    id_length: int | None = None  # of a call's id, if the template requires one
+
+
+def written(layout: CallLayout, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """`calls`, each a name and its arguments, as the model would write them."""
+    texts = [
+        layout.before_name
+        + name
+        + layout.after_name.replace("{i}", str(at))
+        + _written_arguments(layout, arguments)
+        + layout.after_arguments
+        for at, (name, arguments) in enumerate(calls)
+    ]
+    return layout.begin + layout.between.join(texts) + layout.end
+
+
+def _written_arguments(layout: CallLayout, arguments: Mapping[str, Any]) -> str:
+    if not layout.before_key:
+        return json.dumps(arguments, ensure_ascii=False)
+    found = ""
+    for key, value in arguments.items():
+        is_string = isinstance(value, str)
+        text = value if is_string else json.dumps(value, ensure_ascii=False)
+        found += layout.before_key + key + layout.key_end(is_string=is_string)
+        found += text + layout.after_value
+    return found
+
+
+HARMONY_STARTS = ("<|start|>", "<|channel|>")
+HARMONY_BODY = "<|message|>"
+# What opens the reasoning, what closes it, and what closes it and begins the answer.
+HARMONY_REASONING = (
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
+)
+
+
+def _sectioned(calls: NamedCalls | TaggedCalls, gap: str = "") -> CallLayout:
+    """The layout that writes the markers of `calls`, with `gap` after most of them."""
+    layout = CallLayout(
+        begin=calls.section + gap,
+        before_name=calls.opens,
+        after_name=calls.after_name + gap,
+        after_arguments=calls.closes + gap,
+        end=calls.section_end,
+    )
+    if isinstance(calls, NamedCalls):
+        return layout
+    return replace(
+        layout,
+        before_key=calls.key_opens,
+        after_key=calls.after_key,
+        after_value=calls.value_closes + gap,
+    )
+
+
+def _markers(calls: NamedCalls) -> tuple[str, ...]:
+    return calls.section, calls.section_end, calls.opens, calls.after_name, calls.closes
+
 
 _DEEPSEEK = NamedCalls(
     section="<｜tool▁calls▁begin｜>",
     section_end="<｜tool▁calls▁end｜>",
     opens="<｜tool▁call▁begin｜>",
-    prefix="",
     after_name="<｜tool▁sep｜>",
     closes="<｜tool▁call▁end｜>",
-)
-_DEEPSEEK_MARKERS = (
-    *(_DEEPSEEK.section, _DEEPSEEK.section_end, _DEEPSEEK.opens),
-    *(_DEEPSEEK.after_name, _DEEPSEEK.closes),
 )
 _KIMI = NamedCalls(
     section="<|tool_calls_section_begin|>",
     section_end="<|tool_calls_section_end|>",
     opens="<|tool_call_begin|>",
-    prefix="",
     after_name="<|tool_call_argument_begin|>",
     closes="<|tool_call_end|>",
     name_is_id=True,
@@ -42,7 +140,6 @@ _DSML = TaggedCalls(
     after_name='">',
     key_opens='<｜DSML｜parameter name="',
     after_key='">',
-    value_opens="",
     value_closes="</｜DSML｜parameter>",
     closes="</｜DSML｜invoke>",
     string_mark='" string="true',
@@ -55,15 +152,11 @@ _INVOKE = TaggedCalls(
     after_name='">',
     key_opens='<parameter name="',
     after_key='">',
-    value_opens="",
     value_closes="</parameter>",
     closes="</invoke>",
 )
 _GLM = TaggedCalls(
     section="<tool_call>",
-    section_end="",
-    opens="",
-    after_name="",
     key_opens="<arg_key>",
     after_key="</arg_key>",
     value_opens="<arg_value>",
@@ -77,11 +170,10 @@ _FUNCTION = TaggedCalls(
     after_name=">",
     key_opens="<parameter=",
     after_key=">",
-    value_opens="",
     value_closes="</parameter>",
     closes="</function>",
 )
-_FUNCTION_LAYOUT = Layout(
+_FUNCTION_LAYOUT = CallLayout(
     before_name="<tool_call>\n<function=",
     after_name=">\n",
     before_key="<parameter=",
@@ -92,55 +184,42 @@ _FUNCTION_LAYOUT = Layout(
 )
 _MISTRAL = MistralCalls(
     JsonCalls(("[TOOL_CALLS]",)),
-    NamedCalls(
-        section="",
-        section_end="",
-        opens="[TOOL_CALLS]",
-        prefix="",
-        after_name="[ARGS]",
-        closes="",
-        id_marker="[CALL_ID]",
-    ),
+    NamedCalls(opens="[TOOL_CALLS]", after_name="[ARGS]", id_marker="[CALL_ID]"),
 )
 _MISTRAL_MARKERS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-_OBJECT = Layout(  # {"name": "f", "arguments": {}}
+_OBJECT = CallLayout(  # {"name": "f", "arguments": {}}
     before_name='{"name": "', after_name='", "arguments": ', after_arguments="}", between=", "
 )
 
 GENERIC = Family(
     "generic",
     (),
-    JsonCalls((), wrapper="tool_calls"),
+    JsonCalls(wrapper="tool_calls"),
     replace(_OBJECT, begin='{"tool_calls": [', end="]}"),
 )
 
+# The first family whose marks a template contains is its family.
 FAMILIES = (
     Family(
         "gpt-oss",
         ("<|channel|>", "<|message|>"),
         HarmonyCalls(),
-        Layout(
+        CallLayout(
             before_name="<|channel|>commentary to=functions.",
             after_name=" <|constrain|>json<|message|>",
             after_arguments="",
             one_only=True,
         ),
-        harmony.MARKERS,
+        (*HARMONY_STARTS, HARMONY_BODY, "<|constrain|>", "<|end|>", "<|call|>"),
     ),
     Family(
         "deepseek-v3.2",
         ("｜DSML｜",),
         _DSML,
-        Layout(
-            begin=_DSML.section + "\n",
-            before_name=_DSML.opens,
-            after_name='">\n',
-            before_key=_DSML.key_opens,
+        replace(
+            _sectioned(_DSML, "\n"),
             after_key='" string="false">',
             after_key_of_string='" string="true">',
-            after_value=_DSML.value_closes + "\n",
-            after_arguments=_DSML.closes + "\n",
-            end=_DSML.section_end,
         ),
         ("｜DSML｜",),
         ends_reasoning=True,
@@ -154,66 +233,48 @@ FAMILIES = (
             after_name="```json",
             closes="```" + _DEEPSEEK.closes,
         ),
-        Layout(
-            begin=_DEEPSEEK.section,
+        replace(
+            _sectioned(_DEEPSEEK),
             before_name=_DEEPSEEK.opens + "function<｜tool▁sep｜>",
             after_name="\n```json\n",
             after_arguments="\n```" + _DEEPSEEK.closes,
             between="\n",
-            end=_DEEPSEEK.section_end,
         ),
-        _DEEPSEEK_MARKERS,
+        _markers(_DEEPSEEK),
         ends_reasoning=True,
     ),
     Family(
         "deepseek-v3.1",
         (_DEEPSEEK.section,),
         _DEEPSEEK,
-        Layout(
-            begin=_DEEPSEEK.section,
-            before_name=_DEEPSEEK.opens,
-            after_name=_DEEPSEEK.after_name,
-            after_arguments=_DEEPSEEK.closes,
-            end=_DEEPSEEK.section_end,
-        ),
-        _DEEPSEEK_MARKERS,
+        _sectioned(_DEEPSEEK),
+        _markers(_DEEPSEEK),
         ends_reasoning=True,
     ),
     Family(
         "kimi-k2",
         (_KIMI.section,),
         _KIMI,
-        Layout(
-            begin=_KIMI.section,
+        replace(
+            _sectioned(_KIMI),
             before_name=_KIMI.opens + "functions.",
             after_name=":{i}" + _KIMI.after_name,
-            after_arguments=_KIMI.closes,
-            end=_KIMI.section_end,
         ),
-        (_KIMI.section, _KIMI.section_end, _KIMI.opens, _KIMI.after_name, _KIMI.closes),
+        _markers(_KIMI),
         ends_reasoning=True,
     ),
     Family(
         "minimax-m2",
         (_INVOKE.section, "<invoke name="),
         _INVOKE,
-        Layout(
-            begin=_INVOKE.section + "\n",
-            before_name=_INVOKE.opens,
-            after_name='">\n',
-            before_key=_INVOKE.key_opens,
-            after_key='">',
-            after_value=_INVOKE.value_closes + "\n",
-            after_arguments=_INVOKE.closes + "\n",
-            end=_INVOKE.section_end,
-        ),
+        _sectioned(_INVOKE, "\n"),
         (_INVOKE.section, _INVOKE.section_end),
     ),
     Family(
         "glm-4.5",
         ("<arg_key>", "<tool_call>"),
         _GLM,
-        Layout(
+        CallLayout(
             before_name=_GLM.section,
             after_name="\n",
             before_key="<arg_key>",
@@ -246,7 +307,7 @@ FAMILIES = (
         "mistral-v11",  # of Mistral's tokenizers
         ("[TOOL_CALLS]", "[ARGS]"),
         _MISTRAL,
-        Layout(before_name="[TOOL_CALLS]", after_name="[ARGS]", after_arguments=""),
+        CallLayout(before_name="[TOOL_CALLS]", after_name="[ARGS]", after_arguments=""),
         _MISTRAL_MARKERS,
         id_length=9,
     ),
@@ -262,7 +323,7 @@ FAMILIES = (
         "hermes",
         ("<tool_call>",),
         JsonCalls(("<tool_call>",), closes="</tool_call>", between="\n"),
-        Layout(
+        CallLayout(
             before_name='<tool_call>\n{"name": "',
             after_name='", "arguments": ',
             after_arguments="}\n</tool_call>",
@@ -294,7 +355,7 @@ FAMILIES = (
     Family(
         "llama-3",
         ("<|start_header_id|>", '"parameters"'),
-        JsonCalls((), between=";", may_begin=("<|python_tag|>",)),
+        JsonCalls(between=";", may_begin=("<|python_tag|>",)),
         replace(_OBJECT, after_name='", "parameters": ', between="; "),
         ("<|python_tag|>",),
     ),
@@ -303,7 +364,7 @@ FAMILIES = (
 
 
 def family_of(template: str) -> Family:
-    """The first family whose marks the template has; GENERIC has none."""
+    """The family of a template. GENERIC, the last one, has no marks."""
     return next(f for f in FAMILIES if all(mark in template for mark in f.marks))
 
 
@@ -316,7 +377,7 @@ _REASONING = (
 
 
 def reasoning_of(template: str) -> tuple[str, str] | None:
-    """The markers around a model's reasoning; None where its template names none."""
+    """The markers around a model's reasoning; None if its template has none."""
     for opens, closes in _REASONING:
         if closes in template or opens in template:
             return opens, closes

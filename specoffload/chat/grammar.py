@@ -1,97 +1,86 @@
-"""Grammars that hold an answer to tool calls in the form of the model's family.
+"""Grammars that hold an answer to tool calls in the format of the model's family.
 
-GBNF, with `%json {...}` for text that follows a JSON schema.
+They are GBNF, with `%json {...}` for text that follows a JSON schema.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from specoffload.chat.conversation import Tool
-from specoffload.chat.families import GENERIC
-from specoffload.chat.family import Family, HarmonyCalls, openers
-from specoffload.chat.layout import Layout
-from specoffload.chat.parsing.tagged_calls import types_of
+from specoffload.chat.calls import HarmonyCalls, openers, types_of
+from specoffload.chat.conversation import Conversation, Tool
+from specoffload.chat.families import (
+    GENERIC,
+    HARMONY_REASONING,
+    HARMONY_STARTS,
+    CallLayout,
+    Family,
+)
 
 _SPACE = "[ \\t\\r\\n]{0,8}"
 _DEFINITIONS = ("$defs", "definitions")
+_HARMONY_FINAL = '"<|channel|>final<|message|>"'
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Calls that an answer may have, or must: one, or where `parallel` some.
+def answer_grammar(
+    conversation: Conversation,
+    family: Family,
+    reasoning: tuple[str, str] | None = None,
+    *,
+    thinking: bool = False,
+) -> str | None:
+    """GBNF for the answer to a conversation; None if the answer is free.
 
-    It may reason before, between the markers `reasoning`; where `thinking`, the first of them
-    stands in the prompt.
+    The answer may reason between the markers `reasoning`; `thinking`: the prompt ends with the
+    first of them. An answer that need not be a call is free, except in two cases. With a strict
+    tool, calls of every family follow the schemas. In the family without a format of its own, an
+    answer that begins with a brace is calls. If the answer has to follow a schema, and the family's
+    calls begin with a brace too, it is no call: the two could not be told apart.
     """
-
-    family: Family
-    tools: tuple[Tool, ...]
-    must_call: bool
-    parallel: bool = True
-    reasoning: tuple[str, str] | None = None
-    thinking: bool = False
-    schema: str | None = None  # of an answer that is no call, as JSON text
-
-
-def answer_grammar(asked: Asked) -> str | None:
-    """GBNF for the answer; None where it is free.
-
-    An answer that need not be a call is free, but for the family that has no format of its own: if
-    it begins with a brace, it is calls. With a strict tool, every family's calls are held to the
-    schemas, also where they are free to come. With a schema, an answer of a family whose calls
-    begin with a brace is none: one brace cannot be told from the other.
-    """
-    harmony = isinstance(asked.family.calls, HarmonyCalls)
-    if asked.schema is not None and not (asked.tools or asked.reasoning or harmony):
-        return None  # the schema alone says it
-    generic = asked.family.name == GENERIC.name
-    holds = asked.must_call or generic or any(tool.strict for tool in asked.tools)
-    if asked.schema is None and not (asked.tools and holds):
+    tools, schema, must_call = (
+        conversation.callable_tools, conversation.schema, conversation.must_call
+    )  # fmt: skip
+    harmony = isinstance(family.calls, HarmonyCalls)
+    if schema is not None and not (tools or reasoning or harmony):
+        return None  # the engine follows the schema without a grammar
+    holds = must_call or family.name == GENERIC.name or any(tool.strict for tool in tools)
+    if schema is None and not (tools and holds):
         return None
     rules = _Rules()
-    layout = asked.family.layout
+    layout = family.layout
     is_bare = (layout.begin + layout.before_name).startswith("{")
-    with_calls = asked.must_call or not (asked.schema is not None and is_bare)
-    forms = [_calls(rules, asked)] if asked.tools and with_calls else []
-    if asked.schema is not None and not asked.must_call:
-        final = '"<|channel|>final<|message|>" ' if harmony else ""
-        forms.append(f"{final}%json {asked.schema}")
-    elif not asked.must_call and harmony:
-        forms.append('"<|channel|>final<|message|>" [^\\x00]*')
-    elif not asked.must_call and (markers := openers(asked.family.calls)):
+    with_calls = must_call or not (schema is not None and is_bare)
+    forms = []
+    if tools and with_calls:
+        forms = [_calls(rules, layout, tools, parallel=conversation.parallel_tool_calls)]
+    if must_call:
+        pass
+    elif schema is not None:
+        forms.append(f"{_HARMONY_FINAL + ' ' if harmony else ''}%json {schema}")
+    elif harmony:
+        forms.append(f"{_HARMONY_FINAL} [^\\x00]*")
+    elif markers := openers(family.calls):
         forms = [f"{without(markers)} ({forms[0]})?"]
-    elif not asked.must_call:
+    else:
         forms.append("([^{ \\t\\r\\n] [^\\x00]*)?")
-    return rules.text(f"{_before(rules, asked)} ({' | '.join(forms)})")
-
-
-def _calls(rules: _Rules, asked: Asked) -> str:
-    layout = asked.family.layout
-    calls = [_call(rules, layout, tool, at) for at, tool in enumerate(asked.tools)]
-    rules.add("call", " | ".join(calls))
-    more = ""
-    if asked.parallel and not layout.one_only:
-        more = f" ({literal(layout.between)} call)*" if layout.between else " call*"
-    return f"{literal(layout.begin)} call{more} {literal(layout.end)}"
-
-
-def _before(rules: _Rules, asked: Asked) -> str:
-    if isinstance(asked.family.calls, HarmonyCalls):
-        opens, closes = "<|channel|>analysis<|message|>", "<|end|>"
-        return f'({literal(opens)} {rules.until(closes)} "<|start|>assistant")?'
-    if asked.reasoning is None:
-        return _SPACE
-    opens, closes = asked.reasoning
-    if asked.thinking:
-        return f"{rules.until(closes)} {_SPACE}"
-    return f"{_SPACE} ({literal(opens)} {rules.until(closes)} {_SPACE})?"
+    before = _SPACE
+    if harmony:
+        opens, closes, _ = HARMONY_REASONING
+        start = literal(f"{HARMONY_STARTS[0]}assistant")
+        before = f"({literal(opens)} {rules.until(closes)} {start})?"
+    elif reasoning is not None:
+        opens, closes = reasoning
+        before = f"{rules.until(closes)} {_SPACE}"
+        if not thinking:
+            before = f"{_SPACE} ({literal(opens)} {before})?"
+    return rules.text(f"{before} ({' | '.join(forms)})")
 
 
 class _Rules:
+    """The rules of a grammar so far."""
+
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._texts: dict[str, str] = {}
@@ -101,7 +90,7 @@ class _Rules:
         return name
 
     def until(self, marker: str) -> str:
-        """The rule of any text up to the first `marker`, and that."""
+        """The name of the rule for any text up to and including the first `marker`."""
         if marker not in self._texts:
             self._texts[marker] = self.add(f"text-{len(self._texts)}", until(marker))
         return self._texts[marker]
@@ -110,24 +99,30 @@ class _Rules:
         return "\n".join([f"root ::= {root}", *self._lines]) + "\n"
 
 
-def _call(rules: _Rules, layout: Layout, tool: Tool, at: int) -> str:
-    after_name = layout.after_name
-    if "{i}" in after_name:
-        left, right = after_name.split("{i}")
-        after = f"{literal(left)} [0-9]{{1,4}} {literal(right)}"
+def _calls(rules: _Rules, layout: CallLayout, tools: Sequence[Tool], *, parallel: bool) -> str:
+    calls = [_call(rules, layout, tool, at) for at, tool in enumerate(tools)]
+    rules.add("call", " | ".join(calls))
+    more = ""
+    if parallel and not layout.one_only:
+        more = f" ({literal(layout.between)} call)*" if layout.between else " call*"
+    return f"{literal(layout.begin)} call{more} {literal(layout.end)}"
+
+
+def _call(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:
+    after_name = " [0-9]{1,4} ".join(map(literal, layout.after_name.split("{i}")))
+    if layout.before_key:
+        arguments = _tagged(rules, layout, tool, at)
     else:
-        after = literal(after_name)
-    arguments = (
-        _tagged(rules, layout, tool, at)
-        if layout.before_key
-        else rules.add(f"arguments-{at}", _json(_object(tool.parameters)))
-    )
-    body = f"{literal(layout.before_name + tool.name)} {after} {arguments}"
+        schema: dict[str, Any] = {"type": "object", **tool.parameters}
+        if set(tool.parameters) <= {"type"}:  # a tool without arguments
+            schema = {"type": "object", "properties": {}, "additionalProperties": False}
+        arguments = rules.add(f"arguments-{at}", _json(schema))
+    body = f"{literal(layout.before_name + tool.name)} {after_name} {arguments}"
     return rules.add(f"call-{at}", f"{body} {literal(layout.after_arguments)}")
 
 
-def _tagged(rules: _Rules, layout: Layout, tool: Tool, at: int) -> str:
-    """The arguments in the schema's order, those not required as it likes."""
+def _tagged(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:
+    """The arguments in the schema's order; those that are not required may be left out."""
     properties = tool.parameters.get("properties")
     required = tool.parameters.get("required") or ()
     parts = []
@@ -140,7 +135,7 @@ def _tagged(rules: _Rules, layout: Layout, tool: Tool, at: int) -> str:
 
 
 def _value(
-    rules: _Rules, layout: Layout, schema: object, root: Mapping[str, Any]
+    rules: _Rules, layout: CallLayout, schema: object, root: Mapping[str, Any]
 ) -> tuple[str, bool]:
     """A value with what follows it, and True if it is written as a string."""
     after = literal(layout.after_value)
@@ -155,12 +150,6 @@ def _value(
     return f"{_json({**schema, **definitions})} {after}", False
 
 
-def _object(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    if set(parameters) <= {"type"}:  # nothing is said of its arguments: it has none
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **parameters}
-
-
 def _json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps(schema)}"
 
@@ -172,16 +161,17 @@ def literal(text: str) -> str:
 
 
 def until(marker: str) -> str:
-    """GBNF of any text up to the first `marker`, and that.
+    """GBNF of any text up to and including the first `marker`.
 
-    The automaton that looks for the marker (Knuth, Morris and Pratt 1977), written with loops and
-    no recursion: an Earley parser follows these at a constant cost per token. White space at the
-    marker's ends is left to the text. The marker's first character is not in it again.
+    This is the automaton that finds the marker (Knuth, Morris and Pratt 1977), written with loops
+    and without recursion, which an Earley parser follows at a constant cost per token. White space
+    at the marker's ends belongs to the text. The marker's first character must not occur in it
+    again.
     """
     word = marker.strip()
     first, rest = word[0], word[1:]
     assert first not in rest
-    begun = [literal(rest[:n]) for n in range(len(rest))]  # of the marker, past its first
+    begun = [literal(rest[:n]) for n in range(len(rest))]  # parts of the marker, without `first`
     again = [f"{b} {_one_of(first)}" for b in begun]
     failed = [f"{b} {_none_of(first + rest[n])}" for n, b in enumerate(begun)]
     start = f"{_one_of(first)} ({' | '.join(again)})*"
@@ -190,10 +180,10 @@ def until(marker: str) -> str:
 
 
 def without(markers: Sequence[str]) -> str:
-    """GBNF of any text in which none of `markers` is, which may end with a part of one.
+    """GBNF of any text that contains none of `markers`; it may end with a part of one.
 
-    They begin with the same character, which is not in them again. An automaton as in `until`, over
-    the tree of what may follow that character.
+    All markers begin with the same character, which must not occur in them again. This is an
+    automaton as in `until`, over the tree of what may follow that character.
     """
     stripped = sorted({marker.strip() for marker in markers})
     words = [
@@ -201,7 +191,7 @@ def without(markers: Sequence[str]) -> str:
     ]
     first = words[0][0]
     assert all(word[0] == first and first not in word[1:] for word in words)
-    follows: dict[str, set[str]] = {}  # a marker's part past its first -> what may come next
+    follows: dict[str, set[str]] = {}  # part of a marker without `first` -> possible next letters
     for word in words:
         for n in range(1, len(word)):
             follows.setdefault(word[1:n], set()).add(word[n])

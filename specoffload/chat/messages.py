@@ -1,4 +1,4 @@
-"""Messages in the shape that a template takes, found out by rendering it on small ones."""
+"""Messages in the shape that a template takes, which rendering small conversations finds out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from offload.errors import BadRequest
 from specoffload.chat.conversation import Conversation, Tool
 from specoffload.chat.environment import render
-from specoffload.chat.layout import Layout, written
+from specoffload.chat.families import CallLayout, written
 
 _NEEDLE = "needle-in-the-chat"
 _KEY = "needle_key"
@@ -19,19 +19,19 @@ _TOOL = Tool("needle_tool", "A probe.", {"type": "object", "properties": {}})
 
 
 @dataclass(frozen=True)
-class Needs:
-    """True where the template writes what it is given so."""
+class TemplateNeeds:
+    """The parts of a conversation that a template writes, and in which shape it takes them."""
 
-    takes_tools: bool  # writes the tools it is given
-    takes_calls: bool  # writes an assistant's tool_calls
-    takes_results: bool  # writes messages of the role tool
+    takes_tools: bool
+    takes_calls: bool  # an assistant's tool_calls
+    takes_results: bool  # messages of the role tool
     takes_system: bool
-    arguments_as_object: bool  # of tool_calls; else as JSON text
-    content_as_parts: bool  # [{"type": "text", "text": ...}]; else as text
+    arguments_as_object: bool  # arguments of tool_calls; otherwise as JSON text
+    content_as_parts: bool  # [{"type": "text", "text": ...}]; otherwise as text
 
 
-def needs_of(name: str, source: str, *, bos: str, eos: str) -> Needs:
-    """Renders small conversations and looks for their words. Never raises BadRequest."""
+def needs_of(name: str, source: str, *, bos: str, eos: str) -> TemplateNeeds:
+    """Render small conversations and look for their words. Never raises BadRequest."""
 
     def rendered(*messages: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         variables = {
@@ -68,7 +68,7 @@ def needs_of(name: str, source: str, *, bos: str, eos: str) -> Needs:
     as_object, as_json = with_call({_KEY: 1}), with_call(f'{{"{_KEY}": 1}}')
     with_object = _KEY in as_object and f"'{_KEY}'" not in as_object
     with_call_written = as_object if with_object else as_json
-    return Needs(
+    return TemplateNeeds(
         takes_tools=_TOOL.name in rendered(ask, tools=tools),
         takes_calls=_KEY in with_call_written,
         takes_results=_NEEDLE in with_call_written,
@@ -79,13 +79,13 @@ def needs_of(name: str, source: str, *, bos: str, eos: str) -> Needs:
 
 
 def template_messages(
-    conversation: Conversation, needs: Needs, layout: Layout
+    conversation: Conversation, needs: TemplateNeeds, layout: CallLayout
 ) -> list[dict[str, Any]]:
     """The conversation's messages as the template takes them.
 
-    Things that it has no words for are written as text: instructions into the first user message,
-    tools into a system message, calls in the family's `layout`. Raises BadRequest for arguments
-    that are no JSON where the template needs an object.
+    Parts that it does not take are written as text: instructions into the first user message, tools
+    into a system message, calls in the family's `layout`. Raises BadRequest for arguments that are
+    not JSON if the template needs an object.
     """
     messages = [_message(at, m, needs, layout) for at, m in enumerate(conversation.messages)]
     tools = conversation.tools if conversation.tool_choice != "none" else ()
@@ -99,7 +99,9 @@ def template_messages(
     return messages
 
 
-def _message(at: int, given: Mapping[str, Any], needs: Needs, layout: Layout) -> dict[str, Any]:
+def _message(
+    at: int, given: Mapping[str, Any], needs: TemplateNeeds, layout: CallLayout
+) -> dict[str, Any]:
     message = {key: value for key, value in given.items() if value is not None}
     message["content"] = message.get("content", "")
     if message["role"] == "developer":
@@ -121,14 +123,14 @@ def _message(at: int, given: Mapping[str, Any], needs: Needs, layout: Layout) ->
     return message
 
 
-def _call(where: str, call: Mapping[str, Any], needs: Needs) -> dict[str, Any]:
+def _call(where: str, call: Mapping[str, Any], needs: TemplateNeeds) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments", {})
     if needs.arguments_as_object and isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError) as e:
-            raise BadRequest(f"{where}: the arguments are no JSON: {e}") from e
+            raise BadRequest(f"{where}: the arguments are not JSON: {e}") from e
     elif not needs.arguments_as_object and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
@@ -140,11 +142,11 @@ def _plain(call: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments) if arguments.strip() else {}
     if not isinstance(arguments, Mapping):
-        arguments = {"arguments": arguments}  # no JSON object: as the client wrote it
+        arguments = {"arguments": arguments}  # no JSON object: kept as written
     return call["function"]["name"], arguments
 
 
-def _instructions(tools: Sequence[Tool], layout: Layout) -> str:
+def _instructions(tools: Sequence[Tool], layout: CallLayout) -> str:
     described = "\n".join(json.dumps(tool.as_openai(), ensure_ascii=False) for tool in tools)
     return (
         "You can call these tools:\n"
@@ -156,7 +158,7 @@ def _instructions(tools: Sequence[Tool], layout: Layout) -> str:
 
 
 def _put_first(messages: list[dict[str, Any]], text: str) -> None:
-    """`text` into the system message, or before all messages as one."""
+    """Add `text` to the system message, or insert it as one."""
     if messages[0]["role"] == "system":
         messages[0]["content"] = "\n\n".join(filter(None, (messages[0]["content"], text)))
     else:
@@ -164,7 +166,7 @@ def _put_first(messages: list[dict[str, Any]], text: str) -> None:
 
 
 def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """System messages become the beginning of the user message that follows."""
+    """Put system messages before the user message that follows them."""
     found: list[dict[str, Any]] = []
     waiting = ""
     for message in messages:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specdec.whole_file import read_text as read_regular
 from specoffload import report
-from specoffload.chat.deltas import Message
+from specoffload.chat.conversation import Message
 from specoffload.config.options import ChatOptions, RunOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError

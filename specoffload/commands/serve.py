@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specoffload import report
-from specoffload.chat.settings import ChatSettings
+from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import Config
 from specoffload.server.run import serve

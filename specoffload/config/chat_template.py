@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from specoffload.chat.built_in import BUILT_IN
-from specoffload.chat.conversation import ReasoningOptions
-from specoffload.chat.settings import ChatSettings
+from specoffload.chat.conversation import ChatSettings, ReasoningOptions
 from specoffload.config.options import ChatOptions
 from specoffload.errors import UsageError
 

@@ -18,22 +18,21 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from specoffload.chat.settings import ChatSettings
+from specoffload.chat.conversation import ChatSettings
 from specoffload.config.options import ServeOptions
 from specoffload.errors import UsageError
-from specoffload.server.access.browsers import read_origins
-from specoffload.server.access.gate import Access
-from specoffload.server.access.keys import read_keys
+from specoffload.server.access import AccessRules, read_keys, read_origins
 from specoffload.server.api.app import create_app
-from specoffload.server.chat.renderer import Renderer
 from specoffload.server.engine.client import EngineClient
-from specoffload.server.engine.engine_process import Factory
-from specoffload.server.engine.watchdog import Watchdog
-from specoffload.server.transport.connection import Connection, Waiting
-from specoffload.server.transport.limits import (
+from specoffload.server.engine.health import Watchdog
+from specoffload.server.engine.process import Factory
+from specoffload.server.renderer import Renderer
+from specoffload.server.sockets import (
     BACKLOG,
+    Connection,
     OncePerWhile,
     SocketLimits,
+    Waiting,
     raise_descriptor_limit,
 )
 from specoffload.session.generation import GenerateOptions
@@ -64,7 +63,7 @@ def serve(
     limits = SocketLimits(n_connections=raise_descriptor_limit())
     listener = listen(options.host, options.port)
     with contextlib.closing(listener):
-        access = Access(keys, origins, is_loopback(listener))
+        access = AccessRules(keys, origins, is_loopback(listener))
         if not keys and not access.on_loopback:
             say("warning: other machines can reach this server, and no --api-key is set")
         watchdog = Watchdog(options.watchdog_s)

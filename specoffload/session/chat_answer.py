@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from specoffload.chat.conversation import Conversation
-from specoffload.chat.deltas import Delta
+from specoffload.chat.conversation import Conversation, Delta
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.session.chat_options import answer_options, check_options
 from specoffload.session.generation import GenerateOptions, Piece

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from offload.errors import BadRequest
 from offload.sampling.reasoning_limit import ReasoningLimit
-from specoffload.chat.conversation import Conversation
-from specoffload.chat.family import HarmonyCalls
+from specoffload.chat.calls import HarmonyCalls
+from specoffload.chat.conversation import ChatSettings, Conversation
+from specoffload.chat.families import HARMONY_REASONING
 from specoffload.chat.format import ChatFormat, ChatPrompt
-from specoffload.chat.parsing import harmony
-from specoffload.chat.parsing.stream import AnswerForm
-from specoffload.chat.settings import ChatSettings
+from specoffload.chat.parser import AnswerForm
 from specoffload.session.generation import GenerateOptions, ModelCard
 
 
@@ -38,7 +37,7 @@ def _limit(form: AnswerForm, n_tokens: int | None, message: str) -> ReasoningLim
     if n_tokens is None:
         return None
     if isinstance(form.family.calls, HarmonyCalls):
-        opens, closes, ending = harmony.REASONING
+        opens, closes, ending = HARMONY_REASONING
         return ReasoningLimit(n_tokens, opens, closes, message + ending)
     if form.reasoning is None:
         return None

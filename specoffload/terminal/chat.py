@@ -10,7 +10,7 @@ from rich.console import Console
 
 from offload.errors import OffloadError
 from specoffload import report
-from specoffload.chat.deltas import Delta
+from specoffload.chat.conversation import Delta
 from specoffload.errors import UsageError
 from specoffload.session.generation import Piece
 from specoffload.terminal.orders import ORDERS, Order, message_of, read_order

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from specoffload import report
-from specoffload.chat.conversation import Conversation
-from specoffload.chat.deltas import Delta, Message
+from specoffload.chat.conversation import Conversation, Delta, Message
 from specoffload.chat.format import ChatFormat
 from specoffload.config.chat_template import chat_settings
 from specoffload.config.options import ChatOptions

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from specoffload import report
-from specoffload.chat.deltas import Message
+from specoffload.chat.conversation import Message
 from specoffload.config.resolution import Config
 from specoffload.session.generation import Piece
 from specoffload.session.session import Session

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.text import Text
 
-from specoffload.chat.deltas import Content, Delta, Reasoning
+from specoffload.chat.conversation import Content, Delta, Reasoning
 from specoffload.session.generation import Piece
 from specoffload.terminal.blocks import whole_blocks
 

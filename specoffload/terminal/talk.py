@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from specdec.whole_file import write_json
-from specoffload.chat.conversation import Conversation
-from specoffload.chat.deltas import CallPiece, Content, Delta, Message, Reasoning
+from specoffload.chat.conversation import (
+    CallPiece,
+    Content,
+    Conversation,
+    Delta,
+    Message,
+    Reasoning,
+)
 from specoffload.errors import UsageError
 from specoffload.session.generation import GenerationStats, Piece
 

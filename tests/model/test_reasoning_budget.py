@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from resolved import config_of
 
-from specoffload.chat.conversation import Conversation
-from specoffload.chat.deltas import Content, Reasoning
+from specoffload.chat.conversation import Content, Conversation, Reasoning
 from specoffload.chat.format import ChatFormat
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.chat_answer import answer

@@ -13,15 +13,14 @@ import httpx
 import openai
 from fake_generator import FakeFactory
 
-from specoffload.chat.settings import ChatSettings
-from specoffload.server.access.gate import Access
+from specoffload.chat.conversation import ChatSettings
+from specoffload.server.access import AccessRules
 from specoffload.server.api.app import create_app
-from specoffload.server.chat.renderer import Renderer
 from specoffload.server.engine.client import EngineClient
-from specoffload.server.engine.restart import RestartPolicy
-from specoffload.server.engine.watchdog import Watchdog
+from specoffload.server.engine.health import RestartPolicy, Watchdog
+from specoffload.server.renderer import Renderer
 from specoffload.server.run import listen, serve_until, url_of
-from specoffload.server.transport.limits import SocketLimits
+from specoffload.server.sockets import SocketLimits
 
 # One client, since each makes a TLS context; no connection outlives its request.
 http = httpx.Client(verify=False, timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
@@ -35,7 +34,7 @@ class Running:
     def __init__(
         self,
         factory: FakeFactory | None = None,
-        access: Access | None = None,
+        access: AccessRules | None = None,
         max_queue: int = 16,
         limits: SocketLimits | None = None,
         *,

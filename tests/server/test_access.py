@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from running import Running, StartServer, http
 
 from specoffload.errors import UsageError
-from specoffload.server.access.browsers import read_authority, read_origins, refusal
-from specoffload.server.access.gate import Access
-from specoffload.server.access.keys import held_key
+from specoffload.server.access import AccessRules, held_key, read_authority, read_origins, refusal
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 EVIL = "http://evil.example"
@@ -199,7 +197,7 @@ def test_a_body_must_be_called_json(server: Running, media: str) -> None:
 
 def test_a_named_origin_gets_the_headers_that_browsers_ask_for(start_server: StartServer) -> None:
     page = "http://page.example:3000"
-    server = start_server(access=Access(keys=("k",), origins=(page,)))
+    server = start_server(access=AccessRules(keys=("k",), origins=(page,)))
     url = server.url + "/v1/completions"
     ask = {
         "Origin": page,

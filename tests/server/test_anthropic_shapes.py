@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from pydantic import TypeAdapter, ValidationError
-from told_answers import STATS, answers
+from told_answers import answers, ended, no_parser
 
 from offload.errors import BadRequest
-from specoffload.chat.deltas import CallPiece, Content, Delta, joined
-from specoffload.server.anthropic.answer import MessageStory
-from specoffload.server.anthropic.request import MessagesRequest, as_chat
+from specoffload.chat.conversation import CallPiece, Content, Delta, joined
+from specoffload.server.api.anthropic import AnthropicWording, MessagesRequest, as_chat
+from specoffload.server.engine.messages import Started
 
 pytest.importorskip("anthropic", reason="see scripts/test-extras")
 from anthropic.lib.streaming._messages import accumulate_event  # noqa: E402
@@ -23,6 +23,10 @@ pytestmark = pytest.mark.extra("anthropic")
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
+def _told() -> AnthropicWording:
+    return AnthropicWording(no_parser(), "m")
+
+
 def _chat(**fields: Any) -> dict[str, Any]:
     given = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], **fields}
     return as_chat(MessagesRequest.model_validate(given))[0]
@@ -30,10 +34,10 @@ def _chat(**fields: Any) -> dict[str, Any]:
 
 @given(answers)
 def test_the_events_add_up_to_the_whole_message(deltas: list[Delta]) -> None:
-    told = MessageStory("m")
-    told.started(6)
+    told = _told()
+    told.started(0, Started(6))
     events = [event for delta in deltas for event in told.add(delta)]
-    events += told.end("stop", STATS)
+    events += told.finish(ended("stop"), 0)
     snapshot: Any = None
     buffers: dict[int, bytes] = {}
     for event in events:
@@ -57,9 +61,9 @@ def test_the_events_add_up_to_the_whole_message(deltas: list[Delta]) -> None:
 
 @given(answers)
 def test_blocks_are_opened_and_closed_one_after_another(deltas: list[Delta]) -> None:
-    told = MessageStory("m")
+    told = _told()
     events = [event for delta in deltas for event in told.add(delta)]
-    events += told.end("length", STATS)
+    events += told.finish(ended("length"), 0)
     kinds = [event["type"] for event in events]
     assert kinds[0] == "message_start"
     assert kinds[-2:] == ["message_delta", "message_stop"]
@@ -81,23 +85,23 @@ def test_the_reason_for_the_end_has_anthropics_name() -> None:
 
 
 def _ended(reason: Any, word: str | None = None) -> tuple[Any, Any]:
-    told = MessageStory("m")
+    told = _told()
     told.add(Content("a"))
-    told.end(reason, STATS, stopping_word=word)
+    told.finish(ended(reason, word), 0)
     return told.result["stop_reason"], told.result["stop_sequence"]
 
 
 def test_tokens_from_the_cache_are_counted_apart() -> None:
-    told = MessageStory("m")
-    told.end("stop", STATS)
+    told = _told()
+    told.finish(ended("stop"), 0)
     usage = told.result["usage"]
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (6, 4)
 
 
 def test_a_call_cut_short_has_no_made_up_input() -> None:
-    told = MessageStory("m")
+    told = _told()
     told.add(CallPiece(0, "c", "t", '{"a": "b'))
-    told.end("length", STATS)
+    told.finish(ended("length"), 0)
     assert told.result["content"][0]["input"] == {}
     assert told.result["stop_reason"] == "max_tokens"
 
@@ -164,7 +168,7 @@ def test_thinking_has_a_budget() -> None:
     asked = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     thinking = {"type": "enabled", "budget_tokens": 1024}
     body, ignored = as_chat(MessagesRequest.model_validate({**asked, "thinking": thinking}))
-    assert ignored == ()
+    assert ignored == []
     assert body["thinking_budget_tokens"] == 1024
     assert body["chat_template_kwargs"] == {"enable_thinking": True}
 
@@ -173,7 +177,7 @@ def test_tools_that_run_elsewhere_are_named_as_ignored() -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
     request = {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "tools": tools}
     body, ignored = as_chat(MessagesRequest.model_validate(request))
-    assert ignored == ("tools[0]",)
+    assert ignored == ["tools[0]"]
     assert "tools" not in body
 
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 from running import Running, StartServer, http
 
-from specoffload.server.access.gate import Access
+from specoffload.server.access import AccessRules
 
 JSON = {"Content-Type": "application/json"}
 
@@ -222,7 +222,7 @@ def test_the_openai_client_raises_its_own_exception_for_a_400(server: Running) -
 
 
 def test_with_an_api_key_all_but_health_wants_it(start_server: StartServer) -> None:
-    server = start_server(access=Access(keys=("sesame",)))
+    server = start_server(access=AccessRules(keys=("sesame",)))
     for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "Basic sesame"}):
         for path in ("/v1/models", "/props"):
             error = _check(http.get(server.url + path, headers=headers), 401, "API Key")
@@ -235,7 +235,7 @@ def test_with_an_api_key_all_but_health_wants_it(start_server: StartServer) -> N
 def test_each_of_several_keys_opens_and_all_of_them_together_do_not(
     start_server: StartServer,
 ) -> None:
-    server = start_server(access=Access(keys=("sesame", "poppy")))
+    server = start_server(access=AccessRules(keys=("sesame", "poppy")))
     for key, status in (("sesame", 200), ("poppy", 200), ("sesame,poppy", 401), ("x", 401)):
         headers = {"Authorization": f"Bearer {key}"}
         assert http.get(server.url + "/v1/models", headers=headers).status_code == status

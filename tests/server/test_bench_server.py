@@ -18,7 +18,7 @@ from lab.bench_server.delay import median
 from lab.bench_server.judge import MOST_GAP, Judge, unexplained
 from lab.bench_server.load import alone, load
 from specoffload import demo
-from specoffload.server.completions.native import NativeTeller
+from specoffload.server.api.native import NativeWording
 from specoffload.session.generation import Piece
 
 PROMPTS = ["hello", "there"]
@@ -38,15 +38,15 @@ def test_a_lost_and_a_doubled_token_are_noticed(
     assert well.n_tokens == 5 * well.n_answers
     assert not well.errors
     assert not well.differing
-    told, n_told = NativeTeller.piece, 0
+    told, n_told = NativeWording.piece, 0
 
-    def piece(teller: NativeTeller, index: int, piece: Piece) -> bytes:
+    def piece(wording: NativeWording, index: int, piece: Piece) -> bytes:
         nonlocal n_told
         n_told += 1
         times = mistake if piece.finish_reason is None and n_told % 7 == 0 else 1
-        return told(teller, index, piece) * times
+        return told(wording, index, piece) * times
 
-    monkeypatch.setattr(NativeTeller, "piece", piece)
+    monkeypatch.setattr(NativeWording, "piece", piece)
     badly = asyncio.run(load(port, known, 5, 3, 0.2))
     assert badly.errors.total() + badly.differing.total() > 0
 

@@ -7,19 +7,20 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from offload.errors import BadRequest
-from specoffload.chat.conversation import Conversation, ReasoningOptions, Tool
-from specoffload.chat.settings import ChatSettings
+from specoffload.chat.conversation import ChatSettings, Conversation, ReasoningOptions, Tool
 from specoffload.config.chat_template import chat_settings
 from specoffload.config.options import ChatOptions
+from specoffload.server.api.context import ServerContext
 from specoffload.server.api.parameters import generate_options
-from specoffload.server.api.wire import ChatRequest
-from specoffload.server.chat.asking import Asking
-from specoffload.server.chat.renderer import Renderer
+from specoffload.server.api.requests import ChatRequest
+from specoffload.server.renderer import Renderer
 from specoffload.session.chat_answer import answer
 from specoffload.session.chat_options import check_options, format_of
 from specoffload.session.generation import GenerateOptions, GenerationStats, ModelCard, Piece
@@ -59,8 +60,10 @@ def test_both_ask_the_engine_for_the_same(template: str | None, schema: str | No
     options = GenerateOptions(stop=("x",), json_schema=schema)
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
     with closing(Renderer()) as renderer:
-        asking = Asking(renderer, settings, options)
-        question = asyncio.run(asking.question(ChatRequest.model_validate(body), card))
+        engine: Any = SimpleNamespace(card=card)
+        context = ServerContext(engine, renderer, options, settings)
+        asking = context.question(Request({"type": "http"}), ChatRequest.model_validate(body))
+        question = asyncio.run(asking)
     asked = Conversation(
         tuple(body["messages"]),
         reasoning=settings.reasoning_with(settings.template_kwargs),

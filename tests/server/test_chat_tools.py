@@ -11,8 +11,7 @@ from fake_generator import FakeFactory
 from openai.types.chat import ChatCompletionToolParam
 from running import Running, StartServer, http
 
-from specoffload.chat.conversation import ReasoningOptions
-from specoffload.chat.settings import ChatSettings
+from specoffload.chat.conversation import ChatSettings, ReasoningOptions
 from specoffload.config.chat_template import chat_settings
 from specoffload.config.options import ChatOptions
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from running import Running, StartServer, eventually, http
 
 from offload.errors import BadRequest
-from specoffload.server.completions.prompts import MOST_ANSWERS, prompts_of
+from specoffload.server.api.parameters import MAX_ANSWERS, prompts_of
 
 
 def _post(server: Running, path: str, **body: Any) -> Any:
@@ -60,8 +60,8 @@ def test_what_is_no_prompt_is_refused(bad: object) -> None:
 
 
 def test_a_list_of_prompts_has_an_end() -> None:
-    with pytest.raises(BadRequest, match=f"at most {MOST_ANSWERS}"):
-        prompts_of(["a"] * (MOST_ANSWERS + 1))
+    with pytest.raises(BadRequest, match=f"at most {MAX_ANSWERS}"):
+        prompts_of(["a"] * (MAX_ANSWERS + 1))
 
 
 # -- OpenAI's

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from running import Running, StartServer, http
 
 from offload.errors import BadRequest
-from specoffload.server.api.wire import ChatRequest, CompletionRequest
-from specoffload.server.body.names import (
+from specoffload.server.api.body import (
     ALIASES,
     INERT,
     REFUSED,
@@ -26,7 +25,8 @@ from specoffload.server.body.names import (
     refuse_ignored,
     renamed,
 )
-from specoffload.server.responses.request import ResponsesRequest
+from specoffload.server.api.requests import ChatRequest, CompletionRequest
+from specoffload.server.api.responses import ResponsesRequest
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "requests"
 REQUESTS = sorted(FOLDER.glob("*.json"))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from specoffload.server.status.metrics import Now, metrics_page
-from specoffload.server.status.totals import Totals
+from specoffload.server.metrics import Metrics
 from specoffload.session.generation import GenerationStats
 
 STATS = GenerationStats(
@@ -27,7 +27,10 @@ STATS = GenerationStats(
 )
 
 
-def _samples(page: bytes) -> dict[tuple[str, str], float]:
+def _samples(metrics: Metrics, engine: Any = None) -> dict[tuple[str, str], float]:
+    page = metrics.page(
+        engine or {}, n_running=1, n_waiting=2, n_parallel=4, n_connections_closed=3
+    )
     return {
         (sample.name, next(iter(sample.labels.values()), "")): sample.value
         for family in text_string_to_metric_families(page.decode())
@@ -36,11 +39,11 @@ def _samples(page: bytes) -> dict[tuple[str, str], float]:
 
 
 def test_an_answer_is_counted_under_llama_servers_names() -> None:
-    totals = Totals()
-    totals.add(STATS)
-    totals.add(STATS)
-    engine = {"streamed_bytes": 1000, "hits": 3, "misses": 1}
-    samples = _samples(metrics_page(Now(totals, 1, 2, 4, 5, engine=engine)))
+    metrics = Metrics()
+    metrics.add(STATS)
+    metrics.add(STATS)
+    metrics.n_restarts = 5
+    samples = _samples(metrics, {"streamed_bytes": 1000, "hits": 3, "misses": 1})
     for name, value in {
         "llamacpp:prompt_tokens_total": 12,
         "llamacpp:prompt_tokens_cached_total": 8,
@@ -69,23 +72,27 @@ def test_an_answer_is_counted_under_llama_servers_names() -> None:
 
 
 def test_nothing_yet_is_zero_and_not_a_division() -> None:
-    samples = _samples(metrics_page(Now(Totals(), 0, 0, 1, 0)))
+    samples = _samples(Metrics())
     assert samples["llamacpp:predicted_tokens_seconds", ""] == 0
     assert samples["specoffload:hit_rate", ""] == 0
 
 
 @given(st.dictionaries(st.text(max_size=20), st.integers(1, 5), max_size=4))
 def test_any_reason_is_a_label(decisions: dict[str, int]) -> None:
-    totals = Totals()
-    totals.add(GenerationStats(decisions=tuple(decisions.items())))
-    samples = _samples(metrics_page(Now(totals, 0, 0, 1, 0)))
+    metrics = Metrics()
+    metrics.add(GenerationStats(decisions=tuple(decisions.items())))
+    samples = _samples(metrics)
     found = {key: v for (name, key), v in samples.items() if "policy_decisions" in name and key}
     assert found == {key: n for key, n in decisions.items() if key}
 
 
-def test_totals_count_every_time_and_number_of_an_answer() -> None:
-    totals = Totals()
-    totals.add(STATS)
-    empty = Totals()
-    same = {f.name for f in fields(Totals) if getattr(totals, f.name) == getattr(empty, f.name)}
-    assert same == {"n_draft_steps", "draft_s", "verify_s", "rollback_s"}  # not in STATS
+@given(st.lists(st.floats(min_value=0, max_value=2)))
+def test_delays_are_counted_up_to_each_bound(delays_s: list[float]) -> None:
+    metrics = Metrics()
+    for delay_s in delays_s:
+        metrics.add_delay(delay_s)
+    samples = _samples(metrics)
+    for (name, bound), n in samples.items():
+        if name == "specoffload:token_delay_seconds_bucket":
+            assert n == sum(delay_s <= float(bound) for delay_s in delays_s)
+    assert samples["specoffload:token_delay_seconds_sum", ""] == pytest.approx(sum(delays_s))

@@ -9,7 +9,7 @@ from fake_generator import FakeFactory
 from running import StartServer, http
 
 from lab.attack.overload import overload, text_of
-from specoffload.server.access.gate import Access
+from specoffload.server.access import AccessRules
 
 N_CLIENTS = 64
 PER_CLIENT = 4
@@ -41,7 +41,7 @@ def test_a_client_of_many_requests_does_not_keep_out_one_with_another_key(
     start_server: StartServer,
 ) -> None:
     """Six of one key wait before it came, and it is served after the first of them."""
-    server = start_server(access=Access(keys=("many", "one")))
+    server = start_server(access=AccessRules(keys=("many", "one")))
     done: list[str] = []
 
     async def ask(client: httpx.AsyncClient, key: str) -> None:

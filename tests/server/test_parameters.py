@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from offload.errors import BadRequest
 from specoffload.config.flags import sampling
 from specoffload.config.flags.flag import Flag
+from specoffload.server.api.body import renamed
 from specoffload.server.api.parameters import MAX_STOPS, generate_options
-from specoffload.server.api.wire import ChatRequest, CompletionRequest
-from specoffload.server.body.names import renamed
+from specoffload.server.api.requests import ChatRequest, CompletionRequest
 from specoffload.session.generation import GenerateOptions
 
 DEFAULTS = GenerateOptions(temperature=0.75, n_predict=9)

@@ -19,7 +19,7 @@ from running import http
 
 from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.server.completions.probabilities import TokenPlaces, openai_logprobs, placed_in
+from specoffload.server.api.probabilities import TokenPlaces, completion_logprobs, placed_in
 from specoffload.session.generation import GenerationStats, Piece
 from specoffload.session.session import Session
 
@@ -247,7 +247,7 @@ def test_every_token_is_told_once_and_where_it_begins(
     assert all(at < len(shown) for at, _ in found)
     found += places.take(Piece(text[len(shown) :], (), "stop", GenerationStats()))
     assert [token.chosen.piece for _, token in found] == pieces
-    told = openai_logprobs(found, 1)
+    told = completion_logprobs(found, 1)
     assert told["text_offset"] == [
         len(raw[:edge].decode(errors="ignore")) for edge in edges[: len(pieces)]
     ]

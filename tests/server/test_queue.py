@@ -129,8 +129,8 @@ def test_requests_are_served_in_the_order_of_their_arrival(start_server: StartSe
 def test_a_long_prefill_keeps_the_stream_alive_with_comments(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specoffload.server.telling.told._HEADER_PATIENCE_S", 0.1)
-    monkeypatch.setattr("specoffload.server.telling.told._KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr("specoffload.server.api.streaming._HEADER_PATIENCE_S", 0.1)
+    monkeypatch.setattr("specoffload.server.api.streaming._KEEP_ALIVE_S", 0.1)
     server = start_server()
     body = {"prompt": "[prefill]", "stream": True}
     with http.stream("POST", server.url + "/v1/completions", json=body) as response:

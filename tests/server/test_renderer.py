@@ -17,7 +17,7 @@ import pytest
 from offload.errors import BadRequest, DeviceFailed
 from specoffload.chat.conversation import Conversation
 from specoffload.chat.format import ChatFormat, ChatPrompt
-from specoffload.server.chat.renderer import Renderer
+from specoffload.server.renderer import Renderer
 
 HI = Conversation(({"role": "user", "content": "hi"},))
 ECHO = ChatFormat.of("{{ messages[0].content }}")

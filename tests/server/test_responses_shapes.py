@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -14,36 +15,38 @@ from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter, ValidationError
-from told_answers import STATS, answers
+from told_answers import answers, ended, no_parser
 
 from offload.errors import BadRequest
-from specoffload.chat.deltas import Content, Delta, joined
+from specoffload.chat.conversation import Content, Delta, joined
 from specoffload.chat.families import FAMILIES
-from specoffload.chat.parsing.stream import AnswerForm, StreamParser
+from specoffload.chat.parser import AnswerForm, StreamParser
+from specoffload.server.api import streaming
+from specoffload.server.api.responses import (
+    ResponsesRequest,
+    ResponsesWording,
+    as_chat,
+)
 from specoffload.server.engine.client import EngineClient, Ticket
 from specoffload.server.engine.messages import (
     ChatJob,
-    Event,
     Finished,
     GeneratingJob,
+    Job,
+    JobEvent,
     Problem,
     Started,
 )
-from specoffload.server.responses.answer import ResponseStory
-from specoffload.server.responses.request import ResponsesRequest, as_chat
-from specoffload.server.status.delays import Delays
-from specoffload.server.telling import told as telling
-from specoffload.server.telling.events import EventTeller
-from specoffload.server.telling.group import TicketGroup
-from specoffload.server.transport.connection import WRITE_PART
+from specoffload.server.metrics import Metrics
+from specoffload.server.sockets import WRITE_PART
 from specoffload.session.generation import GenerateOptions, Piece
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def _told(**fields: Any) -> ResponseStory:
-    request = ResponsesRequest.model_validate({"input": "hi", **fields})
-    return ResponseStory(request, "m", 5)
+def _told(parser: StreamParser | None = None) -> ResponsesWording:
+    request = ResponsesRequest.model_validate({"input": "hi"})
+    return ResponsesWording(parser or no_parser(), request, "m")
 
 
 def _chat(**fields: Any) -> dict[str, Any]:
@@ -98,26 +101,26 @@ ASKED: GeneratingJob = ChatJob("", GenerateOptions())
 
 
 class _Engine:
-    """The part of an EngineClient that a group needs: the ticket's events are the test's to put."""
+    """The part of an EngineClient that a group needs; the test puts the events of its one job."""
 
     n_parallel = 1
 
     def __init__(self) -> None:
-        self.delays = Delays()
-        self.ticket = Ticket(0, ASKED, "", lambda ticket: None)
+        self.metrics = Metrics()
 
-    def submit(self, job: object, client: str = "") -> Ticket:
+    def submit(self, job: Job, hear: Callable[[JobEvent, float], None], client: str) -> Ticket:
+        self.ticket = Ticket(0, job, client, hear, lambda ticket: None)
         return self.ticket
 
 
 async def _streamed(
-    parser: StreamParser, steps: list[tuple[Event, int]], n_early: int, write: list[bool]
+    parser: StreamParser, steps: list[tuple[JobEvent, int]], n_early: int, write: list[bool]
 ) -> list[dict[str, Any]]:
     """The events of a streamed response. `steps` are the engine's events and how often the loop
     turns after each; `n_early` of them come before the stream is asked for. `write` says whether
     writing at once works, in turn."""
     engine, data, writes = _Engine(), bytearray(), list(write)
-    group = TicketGroup(cast(EngineClient, engine), [ASKED], "")
+    group = streaming.TicketGroup(cast(EngineClient, engine), [ASKED], "")
     for event, _ in steps[:n_early]:
         engine.ticket.put(event)
 
@@ -134,8 +137,7 @@ async def _streamed(
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    teller = EventTeller(_told(), parser)
-    response = telling.Told(group, teller, stream=True)
+    response = streaming.GenerationResponse(group, _told(parser), stream=True)
     scope = {
         "type": "http",
         "path": "/v1/responses",
@@ -167,17 +169,17 @@ def test_no_schedule_changes_the_order_of_the_events(data: st.DataObject) -> Non
     cut = [text[a:b] for a, b in zip([0, *cuts], ends, strict=True)]
     parts = [Piece("")] * data.draw(st.integers(0, 2))  # of the prompt
     reason = data.draw(st.sampled_from(["stop", "length", None]))
-    last: list[Event] = [Problem("E", "it died", 500, "server_error")]
+    last: list[JobEvent] = [Problem("E", "it died", 500, "server_error")]
     if reason is not None:
-        last = [Piece("", (), reason, STATS), Finished()]
+        last = [ended(reason), Finished()]
     events = [Started(6), *parts, *(Piece(part, (1,)) for part in cut if part), *last]
     turns = data.draw(st.lists(st.integers(0, 4), min_size=len(events), max_size=len(events)))
     n_early = data.draw(st.integers(0, len(events)))
     write = data.draw(st.lists(st.booleans(), max_size=5))
     form = AnswerForm(HERMES, {"f": {}}, ("<think>", "</think>"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(telling, "_HEADER_PATIENCE_S", data.draw(st.sampled_from([0.0, 10.0])))
-        patch.setattr(telling, "_KEEP_ALIVE_S", data.draw(st.sampled_from([0.0, 10.0])))
+        patch.setattr(streaming, "_HEADER_PATIENCE_S", data.draw(st.sampled_from([0.0, 10.0])))
+        patch.setattr(streaming, "_KEEP_ALIVE_S", data.draw(st.sampled_from([0.0, 10.0])))
         steps = list(zip(events, turns, strict=True))
         found = asyncio.run(_streamed(StreamParser(form), steps, n_early, write))
     if reason is None and not found:
@@ -205,7 +207,7 @@ def test_no_schedule_changes_the_order_of_the_events(data: st.DataObject) -> Non
 def test_the_events_add_up_to_the_whole_response(deltas: list[Delta]) -> None:
     told = _told()
     events = [event for delta in deltas for event in told.add(delta)]
-    events += told.end("stop", STATS)
+    events += told.finish(ended("stop"), 0)
     assert _check_order(events) == told.result["output"]
     state: ResponseStreamState[Any] = ResponseStreamState(input_tools=omit, text_format=omit)
     for event in events:
@@ -230,7 +232,7 @@ def test_the_events_add_up_to_the_whole_response(deltas: list[Delta]) -> None:
 def test_what_the_deltas_say_is_said_again_when_an_item_is_done(deltas: list[Delta]) -> None:
     told = _told()
     events = [event for delta in deltas for event in told.add(delta)]
-    events += told.end("stop", STATS)
+    events += told.finish(ended("stop"), 0)
     heard: dict[str, str] = {}
     for event in events:
         if event["type"].endswith(".delta"):
@@ -245,7 +247,7 @@ def test_what_the_deltas_say_is_said_again_when_an_item_is_done(deltas: list[Del
 def test_an_answer_at_its_limit_is_incomplete() -> None:
     told = _told()
     told.add(Content("a"))
-    events = told.end("length", STATS)
+    events = told.finish(ended("length"), 0)
     assert events[-1]["type"] == "response.incomplete"
     whole = Response.model_validate(told.result)
     assert whole.incomplete_details is not None
@@ -257,7 +259,7 @@ def test_an_answer_at_its_limit_is_incomplete() -> None:
 def test_an_answer_that_breaks_off_says_so(deltas: list[Delta]) -> None:
     told = _told()
     events = [event for delta in deltas for event in told.add(delta)]
-    events += told.fail(Problem("E", "it died", 500, "server_error"))
+    events += told.break_off(Problem("E", "it died", 500, "server_error"))
     _check_order(events)
     assert events[-1]["type"] == "response.failed"
     assert Response.model_validate(events[-1]["response"]).error is not None
@@ -298,7 +300,7 @@ def test_fields_are_those_of_a_chat() -> None:
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "temperature": 0.5,
     }
-    assert ignored == ("include", "tools[1]")
+    assert ignored == ["include", "tools[1]"]
 
 
 def test_the_items_of_one_turn_become_one_message() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specoffload.server.engine.restart import RestartPolicy, describe_exit
+from specoffload.server.engine.health import RestartPolicy, describe_exit
 
 POLICY = RestartPolicy(limit=4, first_delay_s=0.5, max_delay_s=3.0, healthy_after_s=60.0)
 

@@ -7,8 +7,8 @@ from fake_generator import FakeFactory
 from specoffload.server.engine.messages import (
     Cancel,
     CompletionJob,
-    Event,
     Finished,
+    JobEvent,
     Outputs,
     Problem,
     Shutdown,
@@ -16,7 +16,7 @@ from specoffload.server.engine.messages import (
     Submit,
     ToEngine,
 )
-from specoffload.server.engine.service import Service
+from specoffload.server.engine.process import Service
 from specoffload.session.generation import GenerateOptions, Piece
 
 
@@ -24,7 +24,7 @@ class Told:
     """A service on a fake generator: messages by the step before which they come."""
 
     def __init__(self, n_parallel: int, messages: dict[int, list[ToEngine]]) -> None:
-        self.events: dict[int, list[Event]] = {}
+        self.events: dict[int, list[JobEvent]] = {}
         self._messages, self._n = dict(messages), -1
         Service(FakeFactory(n_parallel=n_parallel)(), self._send).run(self._take)
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 import pytest
 from running import Running, StartServer, eventually, http
 
-from specoffload.server.transport.limits import BACKLOG, OncePerWhile, SocketLimits
+from specoffload.server.sockets import BACKLOG, OncePerWhile, SocketLimits
 
 IMPATIENT = SocketLimits(
     n_connections=8, header_s=0.3, body_s=0.3, body_bytes_per_s=10_000, keep_alive_s=1, write_s=0.5

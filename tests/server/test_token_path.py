@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from running import StartServer, http
 
 from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
-from specoffload.server.api.wire import TextChoice, TextCompletion, server_sent
-from specoffload.server.completions.routes import CompletionTeller
+from specoffload.server.api.answers import MARK, TextLine, server_sent
+from specoffload.server.api.completions import CompletionWording
 from specoffload.server.engine.channel import Frames, channels, packed
-from specoffload.server.engine.messages import Finished, Output, Outputs
-from specoffload.server.status.delays import Delays
-from specoffload.server.telling.text_line import MARK, TextLine
+from specoffload.server.engine.messages import Finished, JobOutput, Outputs
 from specoffload.session.generation import GenerationStats, Piece
 
 MESSAGES = st.lists(st.one_of(st.binary(max_size=50), st.text(max_size=50), st.integers()))
@@ -60,17 +58,12 @@ def test_bytes_that_are_no_message_are_told() -> None:
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 
-def chunk(text: str, model: str) -> str:
-    """The JSON of a part of a text, by pydantic."""
-    choice = TextChoice(index=0, text=text, logprobs=None, finish_reason=None)
-    return TextCompletion(
-        id="x", object="text_completion", created=1, model=model, choices=[choice]
-    ).to_json()
-
-
 @given(TEXTS, st.one_of(st.sampled_from([MARK, f'"{MARK}"', 'a "model"']), TEXTS))
-def test_a_line_is_the_json_that_pydantic_makes(text: str, model: str) -> None:
-    assert TextLine(chunk(MARK, model)).sent(text) == server_sent(chunk(text, model))
+def test_a_prepared_line_is_the_event_with_its_text(text: str, model: str) -> None:
+    def chunk(text: str) -> dict[str, object]:
+        return {"model": model, "choices": [{"index": 0, "text": text, "logprobs": None}]}
+
+    assert TextLine(chunk(MARK)).sent(text) == server_sent(chunk(text))
 
 
 LOGPROBS = (ChosenLogprob(TokenLogprob(1, b"a", -0.5), ()),)
@@ -90,12 +83,12 @@ PIECES = st.builds(
 )
 
 
-@given(st.lists(st.builds(Output, st.integers(), PIECES | st.just(Finished()))))
-def test_what_a_step_made_arrives_as_it_was(outputs: list[Output]) -> None:
+@given(st.lists(st.builds(JobOutput, st.integers(), PIECES | st.just(Finished()))))
+def test_what_a_step_made_arrives_as_it_was(outputs: list[JobOutput]) -> None:
     sent = Outputs(tuple(outputs), 1.5)
     assert pickle.loads(pickle.dumps(sent)) == sent
     assert [type(output) for output in pickle.loads(pickle.dumps(sent)).outputs] == [
-        Output for _ in outputs
+        JobOutput for _ in outputs
     ]
 
 
@@ -112,19 +105,19 @@ def test_an_answer_that_cannot_be_told_fails_alone(
     """Both are in the same messages of the engine."""
     server = start_server(FakeFactory(n_parallel=2))
     server.wait_until_healthy()
-    told = CompletionTeller.piece
+    told = CompletionWording.piece
 
-    def piece(teller: CompletionTeller, job: int, piece: Piece) -> bytes:
-        data = told(teller, job, piece)
+    def piece(wording: CompletionWording, job: int, piece: Piece) -> bytes:
+        data = told(wording, job, piece)
         if b"!" in data:
-            raise ValueError("a teller's mistake")
+            raise ValueError("a wording's mistake")
         return data
 
-    monkeypatch.setattr(CompletionTeller, "piece", piece)
+    monkeypatch.setattr(CompletionWording, "piece", piece)
     prompts = ["[slow] aaa ! bbb", "[slow] a good text, a good text"]
     with ThreadPoolExecutor() as threads:
         bad, good = threads.map(lambda p: stream(server.url, p), prompts)
-    assert "a teller's mistake" in bad
+    assert "a wording's mistake" in bad
     assert "[DONE]" not in bad
     assert "bbb" not in text_of(bad.partition('data: {"error"')[0])
     assert text_of(good).startswith(prompts[1])
@@ -151,16 +144,6 @@ def test_the_way_of_each_token_to_its_socket_is_timed(start_server: StartServer)
     assert 100 <= n <= len(text) + 1
     assert found['specoffload:token_delay_seconds_bucket{le="+Inf"}'] == n
     assert 0 < found["specoffload:token_delay_seconds_sum"] < 20 * n
-
-
-@given(st.lists(st.floats(min_value=0, max_value=2)))
-def test_delays_are_counted_up_to_each_bound(delays_s: list[float]) -> None:
-    delays = Delays()
-    for delay_s in delays_s:
-        delays.add(delay_s)
-    for bound, n in delays.buckets():
-        assert n == sum(delay_s <= float(bound) for delay_s in delays_s)
-    assert delays.sum_s == pytest.approx(sum(delays_s))
 
 
 def ask(url: str, version: str) -> tuple[bytes, bytes]:

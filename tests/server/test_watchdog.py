@@ -13,7 +13,7 @@ import pytest
 from fake_generator import TAIL, FakeFactory
 from running import Running, StartServer, eventually, http
 
-from specoffload.server.engine.watchdog import Watchdog
+from specoffload.server.engine.health import Watchdog
 
 SOON = Watchdog(0.5)
 

@@ -6,10 +6,22 @@ from itertools import chain
 
 from hypothesis import strategies as st
 
-from specoffload.chat.deltas import CallPiece, Content, Delta, Reasoning
-from specoffload.session.generation import GenerationStats
+from specoffload.chat.conversation import CallPiece, Content, Delta, Reasoning
+from specoffload.chat.families import GENERIC
+from specoffload.chat.parser import AnswerForm, StreamParser
+from specoffload.session.generation import FinishReason, GenerationStats, Piece
 
 STATS = GenerationStats(n_prompt_tokens=10, n_tokens=7, n_cached_tokens=4)
+
+
+def ended(reason: FinishReason, word: str | None = None) -> Piece:
+    """The last piece of an answer."""
+    return Piece("", (), reason, STATS, stopping_word=word)
+
+
+def no_parser() -> StreamParser:
+    """The parser of an answer that is given as deltas."""
+    return StreamParser(AnswerForm(GENERIC))
 
 
 def _calls(pieces: list[list[str]]) -> list[Delta]:

@@ -1,41 +1,33 @@
-"""The HTTP API: OpenAI's completions and chat, llama-server's status, over an EngineClient."""
+"""The HTTP application: its middleware, routes and error handlers, over an EngineClient."""
 
 from __future__ import annotations
 
+import functools
 import logging
-import time
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from specoffload.chat.settings import ChatSettings
+from specoffload.chat.conversation import ChatSettings
 from specoffload.errors import KNOWN
-from specoffload.server.access.clients import client_of
-from specoffload.server.access.gate import Access, Gate
-from specoffload.server.anthropic.routes import AnthropicRoutes
-from specoffload.server.api.answer import SingleAnswer, problem_response
-from specoffload.server.api.context import Context
-from specoffload.server.api.embeddings import EmbeddingRoutes
-from specoffload.server.api.openapi import openapi_router
-from specoffload.server.api.slots import slot_body, slot_job, slots_body
-from specoffload.server.api.status import Status
-from specoffload.server.api.text import TextRoutes
-from specoffload.server.api.wire import ChatRequest, SlotRequest
-from specoffload.server.body.reading import BodyReader, has_body, ignore
-from specoffload.server.chat.answer import ChatTeller
-from specoffload.server.chat.asking import Asking
-from specoffload.server.chat.renderer import Renderer
-from specoffload.server.completions.native import NativeRoutes
-from specoffload.server.completions.routes import completions_router
-from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
-from specoffload.server.engine.messages import Problem, SlotsJob, problem_of
-from specoffload.server.page.files import page_router
-from specoffload.server.responses.routes import responses_router
-from specoffload.server.telling.group import TicketGroup
-from specoffload.server.telling.told import Told
+from specoffload.server.access import AccessRules, Gate
+from specoffload.server.api.answers import problem_response
+from specoffload.server.api.anthropic import anthropic_router
+from specoffload.server.api.brief import embeddings_router, slots_router, text_router
+from specoffload.server.api.chat import chat_router
+from specoffload.server.api.completions import completions_router
+from specoffload.server.api.context import ServerContext
+from specoffload.server.api.native import native_router
+from specoffload.server.api.openapi import describe
+from specoffload.server.api.responses import responses_router
+from specoffload.server.api.status import status_router
+from specoffload.server.engine.client import EngineClient, RequestFailed
+from specoffload.server.engine.messages import Problem, problem_of
+from specoffload.server.page import page_router
+from specoffload.server.renderer import Renderer
 from specoffload.session.generation import AskedOptions, GenerateOptions
 
 log = logging.getLogger("specoffload.server")
@@ -46,7 +38,7 @@ _TYPES = {404: "not_found_error", 500: "server_error"}
 def create_app(
     engine: EngineClient,
     *,
-    access: Access | None = None,
+    access: AccessRules | None = None,
     defaults: GenerateOptions | None = None,
     has_page: bool = True,
     strict_params: bool = False,
@@ -54,24 +46,17 @@ def create_app(
     chat: ChatSettings | None = None,
     renderer: Renderer | None = None,
 ) -> FastAPI:
-    """The application; starting and closing `engine` and `renderer` is the caller's business.
+    """The application. The caller starts and closes `engine` and `renderer`.
 
-    `defaults` is what a request that names no sampling parameter gets; `has_page` puts the chat
-    page at `/`. With `strict_params`, a parameter without effect is a 400. `has_metrics` opens
-    /metrics.
+    `defaults` and `chat` apply where a request says nothing. `has_page` puts the chat page at `/`.
+    With `strict_params`, a parameter without effect is a 400. `has_metrics` opens /metrics.
     """
-    access = access or Access()
-    # No /docs: its page loads scripts from a foreign server. No redirects: they would go to
-    # whatever name the client has put into its Host header.
-    app = FastAPI(
-        title="specoffload",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=None,
-        redirect_slashes=False,
-    )
-    app.add_middleware(Gate, access=access)
-    if access.origins:  # the last added is the first passed
+    access = access or AccessRules()
+    # No /docs, because its page loads scripts from another host. No redirects, because they would
+    # go to the name in the client's Host header.
+    app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(Gate, rules=access)
+    if access.origins:  # the middleware that is added last sees a request first
         app.add_middleware(
             CORSMiddleware,
             allow_origins=access.origins,
@@ -79,73 +64,27 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    defaults = defaults or AskedOptions()
-    asking = Asking(renderer or Renderer(), chat or ChatSettings(), defaults)
-    context = Context(engine, BodyReader(strict=strict_params), defaults, asking)
-    app.include_router(Status(context, has_metrics=has_metrics).router())
-    app.include_router(TextRoutes(context).router())
-    app.include_router(completions_router(context))
-    app.include_router(NativeRoutes(context).router())
-    app.include_router(AnthropicRoutes(context).router())
-    app.include_router(responses_router(context))
-    app.include_router(EmbeddingRoutes(context).router())
-    app.include_router(openapi_router(app))
-    api = _Api(context)
-    router = APIRouter()
-    for path in ("/v1/chat/completions", "/chat/completions"):
-        router.add_api_route(path, api.chat, methods=["POST"], response_model=None)
-    router.add_api_route("/slots", api.slots, methods=["GET"], response_model=None)
-    router.add_api_route(
-        "/slots/{number:int}", api.change_slot, methods=["POST"], response_model=None
+    context = ServerContext(
+        engine,
+        renderer or Renderer(),
+        defaults or AskedOptions(),
+        chat or ChatSettings(),
+        strict=strict_params,
     )
-    app.include_router(router)
+    app.include_router(status_router(context, has_metrics=has_metrics))
+    for make_router in (
+        *(text_router, chat_router, completions_router, native_router, anthropic_router),
+        *(responses_router, embeddings_router, slots_router),
+    ):
+        app.include_router(make_router(context))
     if has_page:
         app.include_router(page_router())
-    _install_error_handlers(app)
+    app.openapi = functools.cache(lambda: describe(app, context.bodies))  # type: ignore[method-assign]
+    _add_error_handlers(app)
     return app
 
 
-class _Api:
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._engine = context.engine
-
-    # ---- generation
-
-    async def chat(self, request: Request) -> Response:
-        body = await self._context.read(request, ChatRequest)
-        card = self._context.card()
-        question = await self._context.asking.question(body, card)
-        ignore(request, question.idle)
-        # Before the teller is made, so that the engine begins meanwhile.
-        group = TicketGroup(self._engine, [question.job], client_of(request))
-        teller = ChatTeller(
-            question.prompt,
-            card.name,
-            int(time.time()),
-            n=question.job.options.n,
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
-            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        )
-        return Told(group, teller, stream=bool(body.stream))
-
-    # ---- slots
-
-    async def slots(self, request: Request) -> Response:
-        engine, n_ctx = self._engine, self._context.card().n_ctx
-        if request.query_params.get("fail_on_no_slot") and engine.n_running >= engine.n_parallel:
-            raise RequestFailed(unavailable("no slot available"))
-        return SingleAnswer(engine.submit(SlotsJob()), lambda event: slots_body(event, n_ctx))
-
-    async def change_slot(self, request: Request, number: int) -> Response:
-        body = SlotRequest()
-        if has_body(request.headers):
-            body = await self._context.read(request, SlotRequest)
-        job = slot_job(number, request.query_params.get("action"), body)
-        return SingleAnswer(self._engine.submit(job), slot_body)
-
-
-def _install_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     async def failed(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestFailed)
         return problem_response(error.problem)
@@ -163,7 +102,7 @@ def _install_error_handlers(app: FastAPI) -> None:
         return response
 
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=400)  # nobody reads it: the client hung up in its body
+        return Response(status_code=400)  # nobody reads it: the client left while sending its body
 
     async def unforeseen(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)

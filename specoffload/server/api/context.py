@@ -1,62 +1,164 @@
-"""The parts of a server that its routes share."""
+"""The parts of a server that its routes share: reading bodies, rendering chats, generating."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from fastapi import Request
-from pydantic import BaseModel
+from fastapi import APIRouter, Request
+from starlette.responses import Response
 
-from specoffload.server.api.wire import ChatRequest
-from specoffload.server.body.reading import BodyReader, body_limit_bytes, checked, ignore
-from specoffload.server.chat.asking import Asking, Question
+from specoffload.chat.conversation import ChatSettings
+from specoffload.chat.format import ChatFormat, ChatPrompt
+from specoffload.server.access import client_of
+from specoffload.server.api.body import BodyReader, checked, has_body, ignore
+from specoffload.server.api.conversations import conversation_of
+from specoffload.server.api.parameters import generate_options
+from specoffload.server.api.requests import (
+    ChatRequest,
+    ConversationRequest,
+    GenerationRequest,
+    RequestModel,
+)
+from specoffload.server.api.streaming import GenerationResponse, TicketGroup, Wording
 from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
+from specoffload.server.engine.messages import ChatJob, GeneratingJob
+from specoffload.server.renderer import Renderer
+from specoffload.session.chat_options import answer_options, check_options, format_of
 from specoffload.session.generation import GenerateOptions, ModelCard
 
-_Body = TypeVar("_Body", bound=BaseModel)
+_Body = TypeVar("_Body", bound=RequestModel)
+Endpoint = Callable[[Request, _Body], Awaitable[Response]]
 
 
-class Context:
-    """`defaults` is what a request gets that does not say; `created` the server's start, Unix
-    seconds."""
+@dataclass(frozen=True)
+class Question:
+    """A chat request for the engine. `prompt` reads the answers."""
+
+    job: ChatJob
+    prompt: ChatPrompt
+
+
+class ServerContext:
+    """`defaults` and `chat` apply where a request says nothing. With `strict`, a parameter without
+    effect is a 400."""
 
     def __init__(
-        self, engine: EngineClient, bodies: BodyReader, defaults: GenerateOptions, asking: Asking
+        self,
+        engine: EngineClient,
+        renderer: Renderer,
+        defaults: GenerateOptions,
+        chat: ChatSettings,
+        *,
+        strict: bool = False,
     ) -> None:
         self.engine = engine
-        self.asking = asking
         self.defaults = defaults
-        self.created = int(time.time())
-        self._bodies = bodies
+        self.created = int(time.time())  # Unix seconds
+        self.bodies: set[type[RequestModel]] = set()  # of all routes, for /openapi.json
+        self._renderer = renderer
+        self._chat = chat
+        self._reader = BodyReader(strict=strict)
+        self._format: tuple[ModelCard, ChatFormat] | None = None
 
-    async def read(self, request: Request, kind: type[_Body]) -> _Body:
-        """The request's body. Raises RequestFailed and BadRequest for what cannot be."""
-        return await self._bodies.read(request, kind, body_limit_bytes(self.card()))
-
-    async def read_unjudged(self, request: Request, kind: type[_Body]) -> _Body:
-        """The same, but names that no field has are left to `judged`."""
-        return await self._bodies.read_unjudged(request, kind, body_limit_bytes(self.card()))
-
-    def judged(self, request: Request, body: dict[str, Any], kind: type[_Body]) -> _Body:
-        """A request that was made of another API's. Raises RequestFailed and BadRequest."""
-        found = checked(body, kind)
-        self._bodies.judge(request, found)
-        return found
-
-    async def question(
-        self, request: Request, chat: dict[str, Any], ignored: tuple[str, ...]
-    ) -> Question:
-        """A request that was made of another API's, of which `ignored` has no effect. Raises
-        RequestFailed and BadRequest."""
-        ignore(request, ignored)
-        card = self.card()
-        question = await self.asking.question(self.judged(request, chat, ChatRequest), card)
-        ignore(request, question.idle)
-        return question
-
+    @property
     def card(self) -> ModelCard:
-        """Raises RequestFailed (503) before the first load."""
+        """Raises RequestFailed (503) until the model is loaded for the first time."""
         if self.engine.card is None:
             raise RequestFailed(self.engine.unavailable() or unavailable("Loading model"))
         return self.engine.card
+
+    # ---- requests
+
+    def post(
+        self, router: APIRouter, *paths: str, body: type[_Body]
+    ) -> Callable[[Endpoint[_Body]], Endpoint[_Body]]:
+        """Decorates an endpoint of POST requests with a body."""
+
+        def register(endpoint: Endpoint[_Body]) -> Endpoint[_Body]:
+            async def route(request: Request) -> Response:
+                return await endpoint(request, await self.read(request, body))
+
+            route.__name__, route.__doc__ = endpoint.__name__, endpoint.__doc__  # type: ignore[attr-defined]
+            extra = self.described(body)
+            for path in paths:
+                router.add_api_route(
+                    path, route, methods=["POST"], response_model=None, openapi_extra=extra
+                )
+            return endpoint
+
+        return register
+
+    def described(self, body: type[RequestModel]) -> dict[str, Any]:
+        """A route's `openapi_extra` for its body."""
+        self.bodies.add(body)
+        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+        content = {"application/json": {"schema": schema}}
+        return {"requestBody": {"required": _needs_body(body), "content": content}}
+
+    async def read(self, request: Request, kind: type[_Body]) -> _Body:
+        """The request's body. Raises RequestFailed and BadRequest."""
+        if not has_body(request.headers) and not _needs_body(kind):
+            return kind()
+        body = await self._reader.read(request, kind, self.card)
+        if not kind.is_translated:
+            self._reader.judge(request, body)
+        return body
+
+    def translated(
+        self, request: Request, chat: dict[str, Any], ignored: Sequence[str], kind: type[_Body]
+    ) -> _Body:
+        """Another API's request, translated to the body of a chat; `ignored` are its parameters
+        without effect. Raises RequestFailed and BadRequest."""
+        ignore(request, ignored)
+        body = checked(chat, kind)
+        self._reader.judge(request, body)
+        return body
+
+    def options(self, request: Request, body: GenerationRequest) -> GenerateOptions:
+        """Raises BadRequest."""
+        options, idle = generate_options(body, self.defaults)
+        ignore(request, idle)
+        return options
+
+    # ---- chats
+
+    async def question(self, request: Request, body: ChatRequest) -> Question:
+        """Raises BadRequest."""
+        options = self.options(request, body)
+        conversation = conversation_of(body, self._chat, options.json_schema)
+        check_options(conversation, options)
+        prompt = await self._renderer.prepare(self._chat_format(), conversation)
+        return Question(ChatJob(prompt.text, answer_options(prompt, options)), prompt)
+
+    async def rendered(self, body: ConversationRequest) -> str:
+        """The prompt that a conversation becomes. Raises BadRequest."""
+        conversation = conversation_of(body, self._chat)
+        return (await self._renderer.prepare(self._chat_format(), conversation)).text
+
+    def _chat_format(self) -> ChatFormat:
+        card = self.card
+        if self._format is None or self._format[0] is not card:
+            self._format = card, format_of(card, self._chat)
+        return self._format[1]
+
+    # ---- answers
+
+    def generate(
+        self,
+        request: Request,
+        jobs: Sequence[GeneratingJob],
+        wording: Callable[[], Wording],
+        *,
+        stream: bool | None,
+    ) -> Response:
+        """Submits `jobs`. Raises RequestFailed if not even the first is accepted."""
+        group = TicketGroup(self.engine, jobs, client_of(request))
+        # The engine begins while the wording is made.
+        return GenerationResponse(group, wording(), stream=bool(stream))
+
+
+def _needs_body(kind: type[RequestModel]) -> bool:
+    return any(field.is_required() for field in kind.model_fields.values())

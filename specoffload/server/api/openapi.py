@@ -1,42 +1,18 @@
-"""/openapi.json: the routes as they are, with the bodies that they check."""
+"""/openapi.json: the routes with the bodies that they check, and their errors."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.responses import JSONResponse, Response
 
 from specoffload import __version__
-from specoffload.server.anthropic.request import CountRequest, MessagesRequest
-from specoffload.server.api import wire
-from specoffload.server.api.embeddings import EmbeddingsRequest, NativeEmbeddingRequest
-from specoffload.server.responses.request import ResponsesRequest
+from specoffload.server.api.requests import RequestModel
 
-BODIES: dict[str, type[BaseModel]] = {
-    "/apply-template": wire.TemplateRequest,
-    "/chat/completions": wire.ChatRequest,
-    "/embedding": NativeEmbeddingRequest,
-    "/embeddings": NativeEmbeddingRequest,
-    "/v1/embeddings": EmbeddingsRequest,
-    "/completion": wire.NativeRequest,
-    "/completions": wire.NativeRequest,
-    "/detokenize": wire.DetokenizeRequest,
-    "/infill": wire.InfillRequest,
-    "/slots/{number}": wire.SlotRequest,
-    "/tokenize": wire.TokenizeRequest,
-    "/v1/chat/completions": wire.ChatRequest,
-    "/v1/completions": wire.CompletionRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountRequest,
-    "/v1/responses": ResponsesRequest,
-    "/responses": ResponsesRequest,
-}
-_MAY_BE_EMPTY = {"/slots/{number}"}
-_REF = "#/components/schemas/{model}"
+_SCHEMAS = "#/components/schemas/"
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -56,9 +32,9 @@ _ERROR = {
 }
 _REFUSALS = {
     "400": "The request cannot be served as it is.",
-    "401": "There is no key, or a wrong one.",
-    "403": "The page or the host is none that may use the server.",
-    "404": "There is no such thing.",
+    "401": "The key is missing or wrong.",
+    "403": "The page or the host may not use this server.",
+    "404": "It does not exist.",
     "405": "The path has other methods.",
     "408": "The request took too long to arrive.",
     "413": "The body is longer than any prompt that fits.",
@@ -69,23 +45,9 @@ _REFUSALS = {
 }
 
 
-def openapi_router(app: FastAPI) -> APIRouter:
-    """The route of /openapi.json; the page is made at the first request."""
-    made: list[dict[str, Any]] = []
-
-    async def openapi() -> Response:
-        """This description."""
-        if not made:
-            made.append(describe(app))
-        return JSONResponse(made[0])
-
-    router = APIRouter(tags=["status"])
-    router.add_api_route("/openapi.json", openapi, methods=["GET"])
-    return router
-
-
-def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of all routes but the chat page's."""
+def describe(app: FastAPI, bodies: Collection[type[RequestModel]]) -> dict[str, Any]:
+    """The OpenAPI document of all routes but the chat page's. `bodies` are those that routes
+    refer to."""
     document = get_openapi(
         title="specoffload",
         version=__version__,
@@ -93,8 +55,10 @@ def describe(app: FastAPI) -> dict[str, Any]:
         "header X-Ignored-Parameters.",
         routes=app.routes,
     )
-    kinds = sorted(set(BODIES.values()), key=lambda kind: kind.__name__)
-    _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+    kinds = {kind.__name__: kind for kind in bodies}
+    _, schemas = models_json_schema(
+        [(kinds[name], "validation") for name in sorted(kinds)], ref_template=_SCHEMAS + "{model}"
+    )
     components = document.setdefault("components", {})
     components["schemas"] = {**schemas.get("$defs", {}), "Error": _ERROR}
     components["securitySchemes"] = {
@@ -102,26 +66,17 @@ def describe(app: FastAPI) -> dict[str, Any]:
         "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
     }
     document["security"] = [{}, {"bearer": []}, {"key": []}]
+    error = {"application/json": {"schema": {"$ref": _SCHEMAS + "Error"}}}
+    refusals = {code: {"description": text, "content": error} for code, text in _REFUSALS.items()}
     for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            _complete(operation, BODIES.get(path) if method == "post" else None, path)
+        for operation in operations.values():
+            content: dict[str, Any] = {"application/json": {"schema": {}}}
+            if path == "/metrics":
+                content = {"text/plain": {"schema": {"type": "string"}}}
+            body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+            name = body.get("schema", {}).get("$ref", "").removeprefix(_SCHEMAS)
+            if name in kinds and "stream" in kinds[name].model_fields:
+                content["text/event-stream"] = {"schema": {"type": "string"}}
+            ok = {"200": {"description": "The answer.", "content": content}}
+            operation["responses"] = ok | refusals
     return document
-
-
-def _complete(operation: dict[str, Any], body: type[BaseModel] | None, path: str) -> None:
-    """Adds the body and the answers, which the routes' signatures do not tell."""
-    if body is not None:
-        schema = {"$ref": _REF.format(model=body.__name__)}
-        operation["requestBody"] = {
-            "required": path not in _MAY_BE_EMPTY,
-            "content": {"application/json": {"schema": schema}},
-        }
-    error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
-    kinds: dict[str, Any] = {"application/json": {"schema": {}}}
-    if body is not None and "stream" in body.model_fields:
-        kinds["text/event-stream"] = {"schema": {"type": "string"}}
-    if path == "/metrics":
-        kinds = {"text/plain": {"schema": {"type": "string"}}}
-    operation["responses"] = {"200": {"description": "The answer.", "content": kinds}} | {
-        status: {"description": words, "content": error} for status, words in _REFUSALS.items()
-    }

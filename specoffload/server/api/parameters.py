@@ -1,62 +1,55 @@
-"""From a request to GenerateOptions. Pure.
+"""From a request to GenerateOptions and to the prompts of a completion. Pure.
 
-Nothing is ignored silently: names that no field has are for `body.names` to judge.
+Nothing is ignored silently: `body.py` decides about names that no field has.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from offload.errors import BadRequest
 from offload.sampling.options import sampler_letters, sampler_names
-from specoffload.config.flags import sampling
-from specoffload.config.flags.flag import FLOAT, INT, SWITCH
-from specoffload.server.api.wire import (
+from specoffload.server.api.requests import (
+    PLAIN_FLAGS,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     InfillRequest,
     NativeRequest,
 )
+from specoffload.server.engine.messages import Prompt
 from specoffload.session.generation import N_SEEDS, GenerateOptions
 from specoffload.session.sampling import read_logit_bias
 
-# Fields that go as they are into the GenerateOptions of the same meaning, by its name.
-_PASSED_ON = {
-    flag.request: flag.field
-    for flag in sampling.FLAGS
-    if flag.request and flag.kind in (INT, FLOAT, SWITCH)
-}
-MAX_STOPS = 256  # each is looked for at every piece of the answer
+MAX_STOPS = 256  # each is searched for in every piece of the answer
 MAX_STOP_LETTERS = 1024
 MAX_SAMPLERS = 64
-# Parameters that are fields of the options under the same name.
-_ALIKE = (
-    *("cache_prompt", "id_slot", "timings_per_token"),
-    *("draft_max", "draft_min", "draft_p_min"),
-)
+MAX_ANSWERS = 1024  # of one request: each takes its turn, and memory until the last is finished
+# Fields whose values go into the options as they are.
+_PLAIN = {name: flag.field for name, flag in PLAIN_FLAGS.items()} | {
+    name: name
+    for name in (
+        *("cache_prompt", "id_slot", "timings_per_token", "time_limit_s"),
+        *("draft_max", "draft_min", "draft_p_min"),
+    )
+}
 
 
 def generate_options(
     request: GenerationRequest, defaults: GenerateOptions
 ) -> tuple[GenerateOptions, tuple[str, ...]]:
-    """`defaults` where the request says nothing; and parameters that have no effect beside others.
-
-    Raises BadRequest.
-    """
+    """Returns the options, `defaults` where the request says nothing, and the names of parameters
+    that others make ineffective. Raises BadRequest."""
     idle = []
     if request.stream_options is not None and not request.stream:
         idle.append("stream_options")
     changes: dict[str, Any] = {
         field: value
-        for name, field in _PASSED_ON.items()
+        for name, field in _PLAIN.items()
         if (value := getattr(request, name)) is not None
     }
-    for name in _ALIKE:
-        if (value := getattr(request, name)) is not None:
-            changes[name] = value
     if request.samplers is not None:
         changes["samplers"], unknown = _samplers(request.samplers)
         idle += unknown
@@ -65,54 +58,51 @@ def generate_options(
     if request.logit_bias is not None:
         changes["logit_bias"] = read_logit_bias(request.logit_bias)
     structure = _structure(request)
-    if structure:  # instead of the default's, whichever form that has
+    if structure:  # replaces the default's, whichever form that has
         changes |= {"grammar": None, "json_schema": None, **structure}
     if request.stop is not None:
         changes["stop"] = _stops(request.stop)
     if request.seed is not None and request.seed != -1:
         changes["seed"] = request.seed % N_SEEDS
     limit = request.max_tokens
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        if limit not in (None, request.max_completion_tokens):
-            idle.append("max_tokens")  # OpenAI's older name for it
-        limit = request.max_completion_tokens
-    if limit is not None:
-        changes["n_predict"] = None if limit == -1 else limit
     if isinstance(request, ChatRequest):
-        if request.n is not None:
-            changes["n"] = request.n
+        if request.max_completion_tokens is not None:
+            if limit not in (None, request.max_completion_tokens):
+                idle.append("max_tokens")  # OpenAI's older name for it
+            limit = request.max_completion_tokens
         if (budget := request.thinking_budget_tokens) is not None:
             changes["reasoning_budget"] = None if budget < 0 else budget
-    wished, vain = _probabilities(request)
-    return replace(defaults, **changes, **wished), (*idle, *vain)
+        if request.n is not None:
+            changes["n"] = request.n
+    if limit is not None:
+        changes["n_predict"] = None if limit == -1 else limit
+    changes |= _probabilities(request, idle)
+    return replace(defaults, **changes), tuple(idle)
 
 
-def _probabilities(request: GenerationRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The options of probabilities that are told beside tokens, and names without effect."""
+def _probabilities(request: GenerationRequest, idle: list[str]) -> dict[str, Any]:
+    """The options of probabilities beside tokens, in the terms of each API."""
     if isinstance(request, ChatRequest):
         if request.logprobs:
-            return {"n_probs": max(1, request.top_logprobs or 0)}, ()
-        return {}, ("top_logprobs",) if request.top_logprobs else ()
-    if isinstance(request, CompletionRequest):
-        if request.logprobs is None or request.logprobs is False:
-            return {}, ()
-        n = max(1, request.logprobs)
-        return {"n_probs": n, **({"prompt_logprobs": n} if request.echo else {})}, ()
-    if not isinstance(request, NativeRequest | InfillRequest):
-        return {}, ()
-    if not request.n_probs:
-        return {}, ("post_sampling_probs",) if request.post_sampling_probs else ()
-    return {
-        "n_probs": request.n_probs,
-        "post_sampling_probs": bool(request.post_sampling_probs),
-    }, ()
+            return {"n_probs": max(1, request.top_logprobs or 0)}
+        if request.top_logprobs:
+            idle.append("top_logprobs")
+    elif isinstance(request, CompletionRequest):
+        if request.logprobs is not None and request.logprobs is not False:
+            n = max(1, request.logprobs)
+            return {"n_probs": n, **({"prompt_logprobs": n} if request.echo else {})}
+    elif isinstance(request, NativeRequest | InfillRequest):
+        after = bool(request.post_sampling_probs)
+        if request.n_probs:
+            return {"n_probs": request.n_probs, "post_sampling_probs": after}
+        if after:
+            idle.append("post_sampling_probs")
+    return {}
 
 
 def _samplers(given: str | list[str]) -> tuple[tuple[str, ...], list[str]]:
-    """The samplers of names or llama.cpp's letters; others are passed over, as there, and named.
-
-    Raises BadRequest for more than any chain has.
-    """
+    """Samplers by names or llama.cpp's letters, and the places of unknown ones, which are skipped
+    as in llama.cpp. Raises BadRequest for too many."""
     if len(given) > MAX_SAMPLERS:
         raise BadRequest(f"samplers has {len(given)} names: at most {MAX_SAMPLERS}")
     read = sampler_letters if isinstance(given, str) else lambda name: sampler_names([name])
@@ -127,7 +117,6 @@ def _samplers(given: str | list[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _breakers(given: str | list[str]) -> tuple[str, ...]:
-    """Texts that end a repetition. Raises BadRequest for what is no list of texts."""
     if isinstance(given, str):
         try:
             texts = json.loads(given)
@@ -140,19 +129,20 @@ def _breakers(given: str | list[str]) -> tuple[str, ...]:
 
 
 def _stops(given: str | list[str]) -> tuple[str, ...]:
-    """The texts that end the answer; empty ones end nothing. Raises BadRequest for too many."""
+    """Stop sequences without empty ones. Raises BadRequest for too many or too long ones."""
     stops = tuple(filter(None, [given] if isinstance(given, str) else given))
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LETTERS for stop in stops):
         longest = max(len(stop) for stop in stops)
         raise BadRequest(
             f"stop has {len(stops)} texts, the longest of {longest} letters: at most {MAX_STOPS} "
-            f"of {MAX_STOP_LETTERS} letters are looked for"
+            f"of {MAX_STOP_LETTERS} letters are searched for"
         )
     return stops
 
 
 def _structure(request: GenerationRequest) -> dict[str, Any]:
-    """The form that the answer must have: one at most of grammar, json_schema, response_format."""
+    """The form of the answer. Raises BadRequest for more than one of grammar, json_schema and
+    response_format."""
     found: dict[str, Any] = {}
     if request.grammar:
         found["grammar"] = ("grammar", request.grammar)
@@ -167,7 +157,7 @@ def _structure(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
-    """OpenAI's response_format, and llama-server's `schema` beside json_object."""
+    """The schema in OpenAI's response_format, or in llama-server's `schema` beside json_object."""
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -183,3 +173,50 @@ def _schema_of(response_format: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(schema, dict):
         raise BadRequest("response_format: it needs json_schema.schema, a JSON object")
     return schema
+
+
+def settings_of(options: GenerateOptions) -> dict[str, Any]:
+    """The options under llama-server's names, which write None as -1 or ""."""
+    values = asdict(options)
+    for name in ("grammar", "json_schema"):
+        values[name] = values[name] or ""
+    for name in ("n_predict", "seed", "reasoning_budget"):
+        values[name] = -1 if values[name] is None else values[name]
+    for name in ("reasoning_limit", "prompt_logprobs", "spm_infill"):  # not a request's to set
+        del values[name]
+    values["max_tokens"] = values["n_predict"]
+    return values
+
+
+def prompts_of(given: object, name: str = "prompt") -> list[Prompt]:
+    """The prompts in field `name`: a text, token ids, both in turn, or a list of these. Raises
+    BadRequest."""
+    if isinstance(given, str):
+        return [_prompt(name, given)]
+    if not isinstance(given, list):
+        raise BadRequest(f"{name} must be text, token ids, or a list of such")
+    if given and (
+        any(isinstance(part, list) for part in given) or all(isinstance(p, str) for p in given)
+    ):
+        if len(given) > MAX_ANSWERS:
+            raise BadRequest(f"{name}: {len(given)} texts; at most {MAX_ANSWERS} in a request")
+        return [_prompt(f"{name}[{at}]", part) for at, part in enumerate(given)]
+    return [_prompt(name, given)]
+
+
+def _prompt(where: str, given: object) -> Prompt:
+    if not isinstance(given, str | list):
+        raise BadRequest(f"{where} must be text or a list of token ids")
+    if not given:
+        raise BadRequest("the prompt is empty: at least one token is needed")
+    if isinstance(given, str):
+        return given
+    return tuple(_part(f"{where}[{at}]", part) for at, part in enumerate(given))
+
+
+def _part(where: str, part: object) -> int | str:
+    if isinstance(part, float) and part.is_integer():
+        return int(part)
+    if isinstance(part, bool) or not isinstance(part, int | str):
+        raise BadRequest(f"{where} must be text or a token id")
+    return part

@@ -1,8 +1,8 @@
-"""Messages between the two processes: pickled, each behind its length, over a pair of sockets.
+"""Messages between the two processes: pickled, each after its length, over a pair of sockets.
 
-multiprocessing's own pipe would do, but the API process reads and writes it on its event loop, and
-the engine process between two steps, without threads: waking one costs as much as all else that is
-done for a token.
+multiprocessing's pipe needs threads on both sides. Here the API process reads and writes on its
+event loop, and the engine process between two steps: waking a thread costs as much as everything
+else that is done for a token.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def packed(message: object) -> bytes:
 
 
 class Frames:
-    """Takes bytes as they come, and gives the messages that are whole."""
+    """Takes bytes as they arrive, and returns the messages that are whole."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Raises whatever pickle does with bytes that are no message."""
+        """Raises what pickle raises for bytes that are no message."""
         self._rest += data
         found: list[Any] = []
         at = 0
@@ -45,48 +45,44 @@ class Frames:
 
 
 class Channel(Generic[_Sent, _Received]):
-    """One end. One thread may send, one may receive."""
+    """One end. One thread may send, and one may receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._frames = Frames()
+        self.fileno = end.fileno
+        self.close = end.close
 
     def send(self, message: _Sent) -> None:
         """Blocks while the other end is slow. Raises OSError when it is gone."""
         self._socket.sendall(packed(message))
 
     def send_some(self, data: bytearray) -> int:
-        """The number of bytes of packed messages that were taken, without waiting. Raises OSError
-        when the other end is gone."""
+        """Send packed messages without waiting; returns the number of bytes that were taken. Raises
+        OSError when the other end is gone."""
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
     def receive(self) -> list[_Received]:
-        """All that are here; waits for one. Raises EOFError at the end, OSError."""
-        while not (found := self._frames.feed(self._read(0))):
+        """All messages that have arrived; waits for one. Raises EOFError at the end, OSError."""
+        while not (found := self._read(0)):
             pass
         return found
 
     def received(self) -> list[_Received]:
-        """All that are here, without waiting. Raises EOFError at the end, OSError."""
+        """All messages that have arrived, without waiting. Raises EOFError at the end, OSError."""
         try:
-            return self._frames.feed(self._read(socket.MSG_DONTWAIT))
+            return self._read(socket.MSG_DONTWAIT)
         except BlockingIOError:
             return []
 
-    def _read(self, flags: int) -> bytes:
+    def _read(self, flags: int) -> list[_Received]:
         data = self._socket.recv(_READ_BYTES, flags)
         if not data:
             raise EOFError
-        return data
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def close(self) -> None:
-        self._socket.close()
+        return self._frames.feed(data)
 
 
 def channels() -> tuple[Channel[Any, Any], Channel[Any, Any]]:

@@ -5,7 +5,7 @@
         └── load failed, or too many deaths in a row ┴──> FAILED        close() ──> CLOSED
 
 Jobs wait here and not in the engine process, so a crash loses only those that run. Everything runs
-on the event loop's thread; `Child` brings what its threads hear there.
+on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -17,45 +17,40 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
+from typing import Any
 
 from offload.errors import DeviceFailed
 from specoffload.errors import UsageError
 from specoffload.server.engine.child import Child
-from specoffload.server.engine.engine_process import Factory
+from specoffload.server.engine.health import RestartPolicy, Watchdog, describe_exit
 from specoffload.server.engine.messages import (
     Alive,
     Cancel,
-    Event,
+    EngineCall,
     Finished,
     FromEngine,
-    GeneratingJob,
     Job,
+    JobEvent,
     LoadFailed,
     Loading,
-    Output,
     Problem,
     Ready,
+    Result,
     Shutdown,
     Started,
     Submit,
 )
-from specoffload.server.engine.restart import RestartPolicy, describe_exit
+from specoffload.server.engine.process import Factory
 from specoffload.server.engine.turns import FairQueue, spread_s, whole_s
-from specoffload.server.engine.watchdog import Watchdog
-from specoffload.server.status.delays import Delays
-from specoffload.server.status.lines import (
-    abandoned_line,
-    plan_of,
-    prompt_line,
-    request_line,
-)
-from specoffload.server.status.totals import Totals
-from specoffload.session.generation import ModelCard, Piece
+from specoffload.server.metrics import Metrics
+from specoffload.session.generation import GenerationStats, ModelCard, Piece
 
 _CLOSE_PATIENCE_S = 5.0
-_SAY_AGAIN_S = 3.0
+_SAY_LOADING_S = 3.0
 _SAY_PROMPT_S = 10.0
 _LOADING_RETRY_AFTER_S = 5
+_START_UP_NOTES = ("device ", "streamed: ", "experts: ", "draft: ")  # what lies where
+_NOT_KEPT_NOTES = ("not stored", "not kept:")  # measurements that each start makes again
 
 
 class State(Enum):
@@ -67,71 +62,65 @@ class State(Enum):
 
 
 class RequestFailed(Exception):
-    """A job that yields no (further) answer; `problem` is what the client is told."""
+    """A job has no (further) answer; `problem` is what the client is told."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
         self.problem = problem
 
 
+def unavailable(message: str, retry_after_s: int | None = None) -> Problem:
+    return Problem("Unavailable", message, 503, "unavailable_error", retry_after_s=retry_after_s)
+
+
+_SHUTTING_DOWN = unavailable("the server is shutting down")
+
+
 class Ticket:
-    """One job on its way; one reader."""
+    """One submitted job. `hear` gets each event with its `made_at_s`."""
 
     def __init__(
-        self, job_id: int, job: Job, client: str, give_up: Callable[[Ticket], None]
+        self,
+        job_id: int,
+        job: Job,
+        client: str,
+        hear: Callable[[JobEvent, float], None],
+        give_up: Callable[[Ticket], None],
     ) -> None:
         self.job_id = job_id
         self.job = job
+        self.generates = not isinstance(job, EngineCall)
         self.client = client
-        self.started_at: float | None = None  # time.monotonic() when handed to the engine
-        self.n_prompt_tokens = 0  # known when the engine has begun
-        self.n_tokens = 0  # of its answers so far
-        self.said_at: float | None = None  # time.monotonic() of the last line on its prompt
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self.hear: Callable[[Event, float], None] = self._keep
-        """Is given each event and its `made_at_s`; by itself keeps it for `next`."""
+        self.started_at: float | None = None  # time.monotonic() when the engine got it
+        self.n_prompt_tokens = 0  # known once the engine has begun
+        self.n_tokens = 0  # of all answers so far
+        self.said_at: float | None = None  # time.monotonic() of the last line about its prompt
+        self._hear = hear
         self._give_up = give_up
         self._over = False
 
-    def put(self, event: Event, made_at_s: float = 0.0) -> None:
-        """For EngineClient: deliver an event; after the last one, none is taken."""
+    def put(self, event: JobEvent, made_at_s: float = 0.0) -> None:
+        """Deliver an event; none is delivered after the last one."""
         if self._over:
             return
         if isinstance(event, Piece):
             self.n_tokens += len(event.tokens)
         else:
             self._over = isinstance(event, Finished | Problem)
-        self.hear(event, made_at_s)
-
-    def _keep(self, event: Event, made_at_s: float) -> None:
-        self._events.put_nowait(event)
-
-    async def next(self, timeout_s: float | None = None) -> Event:
-        """The next event; Finished is the last. Raises RequestFailed, and TimeoutError, after
-        which nothing is lost and it can be called again."""
-        async with asyncio.timeout(timeout_s):
-            event = await self._events.get()
-        if isinstance(event, Problem):
-            raise RequestFailed(event)
-        return event
+        self._hear(event, made_at_s)
 
     def cancel(self) -> None:
-        """The client has gone; free the job's place. May be called at any time, repeatedly."""
+        """The client has left: free the job's place. May be called repeatedly."""
         if not self._over:
             self._over = True
             self._give_up(self)
 
 
-def unavailable(message: str, retry_after_s: int | None = None) -> Problem:
-    return Problem("Unavailable", message, 503, "unavailable_error", retry_after_s=retry_after_s)
-
-
 class EngineClient:
     """Starts, feeds, restarts and ends the engine process.
 
-    `max_queue` jobs may wait besides those that run; clients are served by turns. `say` gets one
-    line for each change that an operator should see. The caller awaits `start`, and `close`
-    whatever happens.
+    Up to `max_queue` jobs wait besides those that run; clients are served by turns. `say` gets
+    lines for the operator. The caller awaits `start`, and `close` in every case.
     """
 
     def __init__(
@@ -144,43 +133,42 @@ class EngineClient:
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         if max_queue < 0:
-            raise UsageError(f"max_queue {max_queue}: must be 0 or more")
-        self.n_parallel = 1  # jobs in the engine process at once; known when it is ready
+            raise UsageError(f"--max-queue {max_queue}: must be 0 or more")
         self._factory = factory
         self._policy = policy or RestartPolicy()
         self._watchdog = watchdog or Watchdog()
-        self._alive_at = 0.0  # time.monotonic() of the last sign of life
-        self._heard_at = 0.0  # and of the last news, or of the first job after it
-        self._look: asyncio.TimerHandle | None = None  # while jobs run
-        self._hung_s: float | None = None  # how long the process was silent that we have ended
         self._say = say
+        # State of the process. Times are of time.monotonic().
         self.state = State.STARTING
         self.card: ModelCard | None = None
-        self.totals = Totals()
-        self.delays = Delays()  # of tokens, from the engine to their clients' sockets
-        self.n_restarts = 0
-        self.n_refused = 0  # for want of a place in the queue
-        self.loading: Loading | None = None  # how far it is, while it is
-        self._said_at = 0.0
+        self.n_parallel = 1  # jobs in the engine process at once; known when it is ready
+        self.loading: Loading | None = None  # progress while it loads
         self.failure: Exception | None = None  # why FAILED
         self.failed = asyncio.Event()
+        self.metrics = Metrics()
         self._child: Child | None = None
         self._child_gone = asyncio.Event()
+        self._alive_at = 0.0  # last sign of life
+        self._heard_at = 0.0  # last step, or the first job after a pause
         self._ready_at: float | None = None
-        self._load_problem: Problem | None = None
-        self._n_failures = 0
+        self._said_loading_at = 0.0
+        self._hung_s: float | None = None  # silence after which the watchdog ended the process
+        self._look: asyncio.TimerHandle | None = None  # the watchdog's, while jobs run
         self._restart_timer: asyncio.TimerHandle | None = None
+        self._load_problem: Problem | None = None
+        self._n_failures = 0  # in a row
+        # The queue.
         self._next_id = 0
         self._waiting: FairQueue[Ticket] = FairQueue(max_queue)
-        self._random = random.Random()
         self._running: dict[int, Ticket] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._random = random.Random()
         self._job_s = 0.25  # running mean of recent jobs, seconds; a guess before the first
         self._n_ended = 0
 
-    # ---- what the API asks
+    # ---- requests of the API
 
     @property
     def n_waiting(self) -> int:
@@ -189,12 +177,12 @@ class EngineClient:
     @property
     def n_running(self) -> int:
         """Jobs that generate in the engine process."""
-        return sum([isinstance(ticket.job, GeneratingJob) for ticket in self._running.values()])
+        return sum([ticket.generates for ticket in self._running.values()])
 
     def unavailable(self) -> Problem | None:
-        """Why no job is taken now; None when one is."""
+        """Why no job is taken now; None if jobs are taken."""
         if self._draining or self.state is State.CLOSED:
-            return unavailable("the server is shutting down")
+            return _SHUTTING_DOWN
         if self.state is State.FAILED:
             return unavailable(f"the engine has failed: {self.failure}")
         if self.state is State.STARTING:
@@ -207,7 +195,7 @@ class EngineClient:
         return None
 
     def unwell(self) -> Problem | None:
-        """Why jobs that are taken may not be answered now; None while nothing speaks for it."""
+        """Why jobs that are taken may not be answered now; None if nothing is wrong."""
         if self.state is not State.READY:
             return None
         now = time.monotonic()
@@ -220,25 +208,48 @@ class EngineClient:
     @property
     def _reads_prompts(self) -> bool:
         """True while an answer has no token yet."""
-        generating = [t for t in self._running.values() if isinstance(t.job, GeneratingJob)]
-        return not all(ticket.n_tokens for ticket in generating)
+        return any(t.generates and not t.n_tokens for t in self._running.values())
 
-    def submit(self, job: Job, client: str = "") -> Ticket:
-        """Queue a job of a client; one that generates nothing goes at once.
+    def submit(self, job: Job, hear: Callable[[JobEvent, float], None], client: str = "") -> Ticket:
+        """Queue a job that generates; hand over any other at once.
 
-        Raises RequestFailed (503) when loading, draining or the queue is full.
+        Raises RequestFailed (503) while loading or shutting down, and if the queue is full.
         """
         problem = self.unavailable()
         if problem is not None:
             raise RequestFailed(problem)
-        ticket = Ticket(self._next_id, job, client, self._give_up)
+        ticket = Ticket(self._next_id, job, client, hear, self._give_up)
         self._next_id += 1
-        if isinstance(job, GeneratingJob):
+        if ticket.generates:
             self._enqueue(ticket)
             self._dispatch()
         else:  # answered between two steps, without a slot
             self._hand_over(ticket)
         return ticket
+
+    async def call(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None
+    ) -> Any:
+        """What a function of `engine/calls.py` returns in the engine process.
+
+        Raises RequestFailed, and TimeoutError.
+        """
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def hear(event: JobEvent, made_at_s: float) -> None:
+            if answer.done():
+                return
+            if isinstance(event, Problem):
+                answer.set_exception(RequestFailed(event))
+            elif isinstance(event, Result):
+                answer.set_result(event.value)
+
+        ticket = self.submit(EngineCall(function, arguments), hear)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            ticket.cancel()
 
     # ---- life
 
@@ -249,25 +260,24 @@ class EngineClient:
     async def drain(self, grace_s: float) -> None:
         """Take no more jobs, drop the waiting ones, give the running ones `grace_s` seconds."""
         self._draining = True
-        shutting_down = unavailable("the server is shutting down")
         for ticket in self._waiting.clear():
-            ticket.put(shutting_down)
+            ticket.put(_SHUTTING_DOWN)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
         for ticket in self._running.values():
-            ticket.put(shutting_down)
+            ticket.put(_SHUTTING_DOWN)
             if self._child is not None:
                 self._child.send(Cancel(ticket.job_id))
 
     async def close(self) -> None:
-        """End the engine process and wait for its end; a busy or loading one is killed."""
+        """End the engine process and wait for its end. It is killed if it loads or has jobs."""
         polite = self.state is State.READY and not self._running
         self.state = State.CLOSED
         for timer in (self._restart_timer, self._look):
             if timer is not None:
                 timer.cancel()
-        self._fail_all(unavailable("the server is shutting down"))
+        self._fail_all(_SHUTTING_DOWN)
         child = self._child
         if child is None:
             return
@@ -279,7 +289,7 @@ class EngineClient:
         child.kill()
         await self._child_gone.wait()
 
-    # ---- what happens to the process
+    # ---- news of the process
 
     def _spawn(self) -> None:
         self._restart_timer = None
@@ -301,44 +311,46 @@ class EngineClient:
         if isinstance(message, Loading):
             self._on_loading(message)
         elif isinstance(message, Ready):
-            self.loading = None
-            self.card = message.card
-            self.n_parallel = message.card.n_parallel
-            self._ready_at = time.monotonic()
-            self.state = State.READY
-            self._say(f"model loaded: {message.card.name}, context {message.card.n_ctx} tokens")
-            for note in plan_of(message.card.notes):
-                self._say(note)
-            self._dispatch()
+            self._on_ready(message.card)
         elif isinstance(message, LoadFailed):
             self._load_problem = message.problem
         else:
-            for output in message.outputs:
-                self._on_output(output, message.made_at_s)
+            for job_id, event in message.outputs:
+                self._on_event(job_id, event, message.made_at_s)
             self._dispatch()
 
     def _on_loading(self, loading: Loading) -> None:
-        """One line each time a step begins or some seconds have passed."""
-        before, self.loading = self.loading, loading
+        is_first, self.loading = self.loading is None, loading
         now = time.monotonic()
-        if before is None:
-            self._said_at = now  # a small model is loaded by then
-        elif now - self._said_at > _SAY_AGAIN_S:
-            self._said_at = now
+        if is_first:
+            self._said_loading_at = now  # a small model is loaded before the first line
+        elif now - self._said_loading_at > _SAY_LOADING_S:
+            self._said_loading_at = now
             self._say(f"loading: {loading.step} {loading.done:.0%}")
 
-    def _on_output(self, output: Output, made_at_s: float) -> None:
-        job_id, event = output
+    def _on_ready(self, card: ModelCard) -> None:
+        self.loading = None
+        self.card = card
+        self.n_parallel = card.n_parallel
+        self._ready_at = time.monotonic()
+        self.state = State.READY
+        self._say(f"model loaded: {card.name}, context {card.n_ctx} tokens")
+        for note in card.notes:
+            if note.startswith(_START_UP_NOTES) or any(words in note for words in _NOT_KEPT_NOTES):
+                self._say(note)
+        self._dispatch()
+
+    def _on_event(self, job_id: int, event: JobEvent, made_at_s: float) -> None:
         ticket = self._running.get(job_id)
         if ticket is None:
-            return  # failed by drain or close; the engine did not know yet
+            return  # `drain` or `close` has failed it, and the engine did not know yet
         if isinstance(event, Finished | Problem):
-            self._release(ticket)  # before it is told, since another may ask for the place then
+            self._release(ticket)  # first, because the listener may submit another job
         ticket.put(event, made_at_s)
         if isinstance(event, Piece):
             if event.stats is not None:
-                self.totals.add(event.stats)
-                self._say(request_line(job_id, event.stats))
+                self.metrics.add(event.stats)
+                self._say(_answer_line(job_id, event.stats))
             elif event.n_prompt_read is not None:
                 self._on_part_of_prompt(ticket, event.n_prompt_read)
         elif isinstance(event, Started):
@@ -347,13 +359,12 @@ class EngineClient:
             self._say(f"#{job_id}: {event.message}")
 
     def _on_part_of_prompt(self, ticket: Ticket, n_read: int) -> None:
-        """One line each time some seconds have passed."""
         began, now = ticket.started_at, time.monotonic()
         assert began is not None  # it runs
         if now - (ticket.said_at or began) > _SAY_PROMPT_S:
             ticket.said_at = now
-            line = prompt_line(ticket.job_id, n_read, ticket.n_prompt_tokens, now - began)
-            self._say(line)
+            part = f"prompt {n_read} of {ticket.n_prompt_tokens} tokens"
+            self._say(f"#{ticket.job_id}: {part} in {now - began:.0f} s")
 
     def _on_exit(self, exit_code: int | None) -> None:
         self._child = None
@@ -369,7 +380,7 @@ class EngineClient:
             f"the engine process {end} while it served this request; the request is lost",
             500,
             "server_error",
-            can_retry=False,  # the request may be what kills it
+            can_retry=False,  # the request may be the cause
         )
         served = list(self._running.values())
         for ticket in served:
@@ -377,20 +388,20 @@ class EngineClient:
             self._release(ticket)
         first_load = self.card is None
         ready_for_s = None if self._ready_at is None else time.monotonic() - self._ready_at
-        if not served:  # else one of these is to blame, and not the server
+        if not served:  # otherwise a request is to blame
             self._n_failures = self._policy.count(self._n_failures, ready_for_s)
         delay_s = self._policy.delay_s(max(1, self._n_failures))
         if first_load or delay_s is None:
             self._fail(self._why(end, first_load))
             return
         self.state = State.RESTARTING
-        self.n_restarts += 1
+        self.metrics.n_restarts += 1
         self._say(f"the engine process {end}; restarting it in {delay_s:g} s")
         loop = asyncio.get_running_loop()
         self._restart_timer = loop.call_later(delay_s, self._spawn)
 
     def _why(self, end: str, first_load: bool) -> Exception:
-        """A refused load keeps its own exit code: bad input is 2, a failure of ours 1."""
+        """A refused model keeps its exit code: 2 for bad input, 1 for a failure."""
         if self._load_problem is not None:
             usage = self._load_problem.exit_code == 2
             return (UsageError if usage else DeviceFailed)(self._load_problem.message)
@@ -409,14 +420,14 @@ class EngineClient:
     # ---- the queue
 
     def _enqueue(self, ticket: Ticket) -> None:
-        """Raises RequestFailed (503), which says when there is a place."""
+        """Raises RequestFailed (503), which says when there will be a place."""
         now = time.monotonic()
         running_s = [
             now - other.started_at
             for other in self._running.values()
-            if other.started_at is not None and isinstance(other.job, GeneratingJob)
+            if other.started_at is not None and other.generates
         ]
-        # Those at work may take longer than those that have ended, and count while they do.
+        # Running jobs may take longer than those that have ended.
         job_s = max(self._job_s, sum(running_s) / max(1, len(running_s)))
         wait_s = self._waiting.enter(
             ticket.client,
@@ -428,18 +439,15 @@ class EngineClient:
         )
         if wait_s is None:
             return
-        self.n_refused += 1
+        self.metrics.n_refused += 1
         problem = unavailable(
             f"the queue is full: {self.n_waiting} requests are waiting, the limit is "
             f"{self._waiting.limit} (--max-queue)"
         )
         after_s = spread_s(wait_s, self._random.random())
+        whole = whole_s(after_s, self._random.random())
         raise RequestFailed(
-            replace(
-                problem,
-                retry_after_s=whole_s(after_s, self._random.random()),
-                retry_after_ms=round(1000 * after_s),
-            )
+            replace(problem, retry_after_s=whole, retry_after_ms=round(1000 * after_s))
         )
 
     def _dispatch(self) -> None:
@@ -453,16 +461,16 @@ class EngineClient:
             self._heard_at = ticket.started_at
         self._running[ticket.job_id] = ticket
         if self._look is None and self._watchdog.limit_s > 0:
-            self._look_again()
+            self._look_later()
         self._idle.clear()
         self._child.send(Submit(ticket.job_id, ticket.job))
 
-    def _look_again(self) -> None:
+    def _look_later(self) -> None:
         loop = asyncio.get_running_loop()
         self._look = loop.call_later(self._watchdog.look_s, self._look_after_the_process)
 
     def _look_after_the_process(self) -> None:
-        """End a process that hangs; `_on_exit` tells those who wait for it, and starts another."""
+        """End a process that hangs; `_on_exit` tells its clients and starts another."""
         self._look = None
         if not self._running or self.state is not State.READY or self._child is None:
             return
@@ -470,24 +478,21 @@ class EngineClient:
         if self._watchdog.is_hung(silent_s, reads_prompts=self._reads_prompts):
             self._hung_s = silent_s
             self._child.kill()
-            return
-        self._look_again()
+        else:
+            self._look_later()
 
     def _give_up(self, ticket: Ticket) -> None:
-        """A running job keeps its place until the engine says that it has let go."""
-        if isinstance(ticket.job, GeneratingJob):
-            began = ticket.started_at
-            for_s = None if began is None else time.monotonic() - began
-            self._say(abandoned_line(ticket.job_id, ticket.n_tokens, for_s))
-        if ticket.job_id in self._running:
-            if self._child is not None:
-                self._child.send(Cancel(ticket.job_id))
-        else:
+        """A running job keeps its place until the engine has ended it."""
+        if ticket.generates:
+            self._say(_abandoned_line(ticket))
+        if ticket.job_id not in self._running:
             self._waiting.remove(ticket.client, ticket)
+        elif self._child is not None:
+            self._child.send(Cancel(ticket.job_id))
 
     def _release(self, ticket: Ticket) -> None:
         del self._running[ticket.job_id]
-        if ticket.started_at is not None and isinstance(ticket.job, GeneratingJob):
+        if ticket.started_at is not None and ticket.generates:
             self._n_ended += 1
             took_s = time.monotonic() - ticket.started_at
             self._job_s += max(0.2, 1 / self._n_ended) * (took_s - self._job_s)
@@ -500,3 +505,26 @@ class EngineClient:
             ticket.put(problem)
         self._running.clear()
         self._idle.set()
+
+
+def _abandoned_line(ticket: Ticket) -> str:
+    done = "while it waited in the queue"
+    if ticket.started_at is not None:
+        for_s = time.monotonic() - ticket.started_at
+        done = f"before its first token, after {for_s:.1f} s"
+        if ticket.n_tokens:
+            done = f"after {ticket.n_tokens} tokens in {for_s:.1f} s"
+    return f"#{ticket.job_id}: cancelled, since the client has gone, {done}"
+
+
+def _answer_line(job_id: int, stats: GenerationStats) -> str:
+    parts = [
+        f"#{job_id}: {stats.n_tokens} tokens, {stats.tokens_per_s:.1f} t/s",
+        f"prompt {stats.n_prompt_tokens} ({stats.n_cached_tokens} cached) in "
+        f"{stats.prefill_s:.2f} s",
+    ]
+    if stats.acceptance_rate is not None:
+        parts.append(f"acceptance {stats.acceptance_rate:.0%}")
+    if stats.streamed_bytes:
+        parts.append(f"streamed {stats.streamed_bytes / 2**20:.0f} MiB")
+    return " · ".join(parts)

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from specoffload.errors import meaning_of
-from specoffload.session.generation import (
-    GenerateOptions,
-    ModelCard,
-    Piece,
-    SlotAction,
-    SlotInfo,
-    SlotResult,
-)
+from specoffload.session.generation import GenerateOptions, ModelCard, Piece
 from specoffload.session.infill import Fill
+
+Prompt = str | tuple[int | str, ...]
+"""Text, token ids of the model's own vocabulary, or both in turn."""
 
 # ---- API process -> engine process
 
 
 @dataclass(frozen=True)
 class CompletionJob:
-    """Continue a text, token ids of the model's own vocabulary, or both in turn."""
+    """Continue a prompt. With `with_text`, `Started` has the prompt's text."""
 
-    prompt: str | tuple[int | str, ...]
+    prompt: Prompt
     options: GenerateOptions
-    with_text: bool = False  # `Started` has the prompt's text
+    with_text: bool = False
 
 
 @dataclass(frozen=True)
 class InfillJob:
-    """Write what stands between two texts."""
+    """Write the text between two others."""
 
     fill: Fill
     options: GenerateOptions
@@ -41,63 +35,28 @@ class InfillJob:
 
 @dataclass(frozen=True)
 class ChatJob:
-    """Answer a conversation, of which a chat template made `text`, special tokens and all."""
+    """Answer a conversation. `text` is rendered, its special tokens written out."""
 
     text: str
     options: GenerateOptions
 
 
 @dataclass(frozen=True)
-class TokenizeJob:
-    """Token ids of a text; nothing is generated."""
+class EngineCall:
+    """Call `function(generator, *arguments)` between two steps; nothing is generated. The answer is
+    one `Result`. The function belongs to a module, so that it can be pickled."""
 
-    text: str
-    add_special: bool
-    parse_special: bool
-    with_pieces: bool = False
-
-
-@dataclass(frozen=True)
-class DetokenizeJob:
-    """The text of token ids; nothing is generated."""
-
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class EmbedJob:
-    """The embedding of a text or of token ids; nothing is generated."""
-
-    prompt: str | tuple[int | str, ...]
-
-
-@dataclass(frozen=True)
-class CountersJob:
-    """Counters of the copy path since the engine was opened; nothing is generated."""
-
-
-@dataclass(frozen=True)
-class SlotsJob:
-    """The state of every slot; nothing is generated."""
-
-
-@dataclass(frozen=True)
-class SlotJob:
-    """Save a slot to a file, restore it from one, or erase it; nothing is generated."""
-
-    number: int
-    action: SlotAction
-    filename: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...] = ()
 
 
 GeneratingJob = CompletionJob | ChatJob | InfillJob
-BriefJob = TokenizeJob | DetokenizeJob | EmbedJob | SlotsJob | SlotJob | CountersJob
-Job = GeneratingJob | BriefJob
+Job = GeneratingJob | EngineCall
 
 
 @dataclass(frozen=True)
 class Submit:
-    """`job_id` rises by one with every job, so it also tells their order."""
+    """Job ids rise by one with every job."""
 
     job_id: int
     job: Job
@@ -105,14 +64,14 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
-    """The client has gone: end this job at the next piece, or never start it."""
+    """The client has left: end this job at the next piece, or never start it."""
 
     job_id: int
 
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Close the generator and leave."""
+    """Close the generator and exit."""
 
 
 ToEngine = Submit | Cancel | Shutdown
@@ -122,10 +81,8 @@ ToEngine = Submit | Cancel | Shutdown
 
 @dataclass(frozen=True)
 class Problem:
-    """An error as every border of the program needs it.
-
-    `type` is llama-server's error type; `can_retry` false tells clients not to send it again.
-    """
+    """An error as the command line and HTTP clients need it. `type` is llama-server's error type.
+    With `can_retry` false, clients are told not to send the request again."""
 
     name: str
     message: str
@@ -135,18 +92,18 @@ class Problem:
     n_prompt_tokens: int | None = None
     n_ctx: int | None = None
     retry_after_s: int | None = None
-    retry_after_ms: int | None = None  # the same, not in whole seconds
+    retry_after_ms: int | None = None  # the same time, more exactly
     can_retry: bool = True
 
 
 @dataclass(frozen=True)
 class Alive:
-    """The engine process runs, whatever its main thread is at. Sent every second."""
+    """The engine process runs, whatever its main thread does. Sent every second."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """The model is being opened: which step, and the fraction of it that is done."""
+    """The model is being opened: the step, and the fraction of it that is done."""
 
     step: str
     done: float
@@ -161,103 +118,62 @@ class Ready:
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """The generator could not be made; the process exits after saying so."""
+    """The model could not be opened; the process exits after this message."""
 
     problem: Problem
 
 
 @dataclass(frozen=True)
 class Started:
-    """The prompt is accepted; prefill begins."""
+    """The prompt is accepted and will be evaluated. `text` is the prompt's, if asked for."""
 
     n_prompt_tokens: int
-    text: str | None = None  # of the prompt, if asked for
+    text: str | None = None
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Answer to a TokenizeJob."""
+class Result:
+    """The return value of an `EngineCall`."""
 
-    ids: tuple[int, ...]
-    pieces: tuple[bytes, ...] | None = None  # of each, if asked for
-
-
-@dataclass(frozen=True)
-class Text:
-    """Answer to a DetokenizeJob."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Embedded:
-    """Answer to an EmbedJob: [1, width] if it is pooled, else a row for each token."""
-
-    rows: NDArray[np.float32]
-    n_tokens: int
-    is_pooled: bool
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Answer to a CountersJob: names and counts."""
-
-    values: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Answer to a SlotsJob."""
-
-    slots: tuple[SlotInfo, ...]
-
-
-@dataclass(frozen=True)
-class SlotChanged:
-    """Answer to a SlotJob."""
-
-    job: SlotJob
-    result: SlotResult
+    value: Any
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The job's slot is free again, whether it ended by itself or was cancelled."""
+    """The job's slot is free again, whether the job ended or was cancelled."""
 
 
-Event = (
-    Started | Piece | Tokens | Text | Embedded | Slots | SlotChanged | Counters | Problem | Finished
-)
-"""One of the things that a job yields. Problem and Finished are the last."""
+JobEvent = Started | Piece | Result | Problem | Finished
+"""One thing that a job yields. Problem and Finished are the last."""
 
 
-class Output(NamedTuple):
+class JobOutput(NamedTuple):
     """One event of one job."""
 
     job_id: int
-    event: Event
+    event: JobEvent
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """The events of one step of the engine, in one message for all of its jobs.
+    """The events of one step of the engine, of all jobs, in one message.
 
-    `made_at_s` is when they were known, by time.monotonic(), which on Linux is one clock for all
-    processes (CLOCK_MONOTONIC).
+    `made_at_s` is the time.monotonic() at which they were known. On Linux, that clock is the same
+    in all processes (CLOCK_MONOTONIC).
     """
 
-    outputs: tuple[Output, ...]
+    outputs: tuple[JobOutput, ...]
     made_at_s: float
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nearly all outputs are a text and its tokens, and are pickled as no more than that."""
+        """Most events are a text and its tokens, and are pickled as no more than that."""
         return _outputs, (self.made_at_s, *map(_packed, self.outputs))
 
 
-_Packed = Output | tuple[int, str, tuple[int, ...], int, int]
+_Packed = JobOutput | tuple[int, str, tuple[int, ...], int, int]
 
 
-def _packed(output: Output) -> _Packed:
+def _packed(output: JobOutput) -> _Packed:
     job_id, event = output
     if not isinstance(event, Piece) or event.logprobs or event.so_far is not None:
         return output
@@ -272,11 +188,11 @@ def _outputs(made_at_s: float, *packed: _Packed) -> Outputs:
     return Outputs(tuple(map(_unpacked, packed)), made_at_s)
 
 
-def _unpacked(packed: _Packed) -> Output:
-    if isinstance(packed, Output):
+def _unpacked(packed: _Packed) -> JobOutput:
+    if isinstance(packed, JobOutput):
         return packed
     job_id, text, tokens, index, id_slot = packed
-    return Output(job_id, Piece(text, tokens, index=index, id_slot=id_slot))
+    return JobOutput(job_id, Piece(text, tokens, index=index, id_slot=id_slot))
 
 
 FromEngine = Alive | Loading | Ready | LoadFailed | Outputs
@@ -285,7 +201,7 @@ FromEngine = Alive | Loading | Ready | LoadFailed | Outputs
 def problem_of(
     error: BaseException, *, n_prompt_tokens: int | None = None, n_ctx: int | None = None
 ) -> Problem:
-    """The error's name, sentence and meaning; unknown classes are named in the sentence."""
+    """The error's class, sentence and meaning. The sentence names the class if it is a failure."""
     meaning = meaning_of(error)
     name = type(error).__name__
     text = str(error) or name

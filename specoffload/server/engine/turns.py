@@ -1,8 +1,8 @@
-"""Whose request is next, and who gets a place in a full queue: pure decisions over plain numbers.
+"""Whose request is next, and who gets a place in a full queue: decisions over plain numbers.
 
 Clients are served by turns (round robin, as in J. Nagle, "On packet switches with infinite
-storage", RFC 970). A place that becomes free is kept for those who were told to come back: without
-that it goes to whoever has just been served, since nobody asks sooner.
+storage", RFC 970). Free places are kept for clients that were refused and told when to come back.
+Otherwise a client that was just served would get them, because it asks first.
 """
 
 from __future__ import annotations
@@ -14,76 +14,27 @@ from typing import Generic, TypeVar
 
 MOST_RETRY_AFTER_S = 60
 _LEAST_RETRY_AFTER_S = 0.1
-_GRACE_S = 2.0  # a client may come so much later than it was told, and half as much again
+_GRACE_S = 2.0  # a client may be this much later than told, and half as much again
 _MOST_PROMISES = 1024
 _T = TypeVar("_T")
 
 
-class Turns(Generic[_T]):
-    """Requests that wait. Next is the first of the client with the fewest at work, and among those
-    of the one that has waited longest since its last turn."""
-
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[_T]] = OrderedDict()  # in the order of their turns
-        self._n_running: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
-    def add(self, client: str, item: _T) -> None:
-        self._waiting.setdefault(client, deque()).append(item)
-
-    def next(self) -> _T:
-        """Takes what is next; it is at work until `ended`. Raises IndexError when nothing waits."""
-        if not self._waiting:
-            raise IndexError("nothing waits")
-        client = min(self._waiting, key=lambda name: self._n_running[name])  # the first of equals
-        item = self._waiting[client].popleft()
-        if self._waiting[client]:
-            self._waiting.move_to_end(client)
-        else:
-            del self._waiting[client]
-        self._n_running[client] += 1
-        return item
-
-    def ended(self, client: str) -> None:
-        """One that was at work is so no more."""
-        self._n_running[client] -= 1
-        if self._n_running[client] <= 0:
-            del self._n_running[client]
-
-    def remove(self, client: str, item: _T) -> None:
-        """Forget one that waits, if it does."""
-        mine = self._waiting.get(client)
-        if mine is None or item not in mine:
-            return
-        mine.remove(item)
-        if not mine:
-            del self._waiting[client]
-
-    def clear(self) -> list[_T]:
-        """All that waited."""
-        waited = [item for mine in self._waiting.values() for item in mine]
-        self._waiting.clear()
-        return waited
-
-
 @dataclass
 class _Promise:
-    """Of a client that was refused. `due_s` are the times at which it was told to come back."""
+    """A client's promised place, until `until_s`. It was told to come back at each of `due_s`."""
 
     due_s: list[float] = field(default_factory=list)
-    until_s: float = 0.0  # is kept so long
+    until_s: float = 0.0
 
 
 class Promises:
-    """Who was told to come back, in the order in which they were first refused."""
+    """Clients that were told to come back, in the order in which they were first refused."""
 
     def __init__(self) -> None:
         self._promises: dict[str, _Promise] = {}
 
     def n_before(self, client: str, now_s: float) -> int:
-        """Clients that were refused before this one was, and may still come back."""
+        """Number of clients that were refused before this one and may still come back."""
         late = [name for name, promise in self._promises.items() if promise.until_s < now_s]
         for name in late:
             del self._promises[name]
@@ -91,12 +42,12 @@ class Promises:
         return names.index(client) if client in self._promises else len(names)
 
     def keep(self, client: str) -> None:
-        """It has come back and was let in."""
+        """The client has got its place."""
         self._promises.pop(client, None)
 
     def give(self, client: str, place_s: float, now_s: float) -> float:
-        """The seconds after which the client finds a place, where one becomes free each `place_s`:
-        after those before it, and its own that were refused before."""
+        """Returns the seconds until the client finds a place, if one becomes free every `place_s`:
+        after the clients before it, and after its own earlier requests."""
         n_before = self.n_before(client, now_s)
         promise = self._promises.setdefault(client, _Promise())
         promise.due_s = [s for s in promise.due_s if s > now_s][-_MOST_PROMISES:]
@@ -109,55 +60,75 @@ class Promises:
 
 
 class FairQueue(Generic[_T]):
-    """At most `limit` requests that wait, by turns."""
+    """At most `limit` waiting requests. Next is the first request of the client with the fewest
+    running ones; among equals, of the client whose last turn is longest ago."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._turns: Turns[_T] = Turns()
+        self._waiting: OrderedDict[str, deque[_T]] = OrderedDict()  # clients in order of turns
+        self._n_running: Counter[str] = Counter()
         self._promises = Promises()
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return sum(map(len, self._waiting.values()))
 
     def enter(
         self, client: str, item: _T, *, n_slots: int, n_idle: int, place_s: float, now_s: float
     ) -> float | None:
-        """None when the request waits now, for one of the `n_idle` of `n_slots` slots too.
+        """Returns None if the request has a place, in the queue or in one of `n_idle` of `n_slots`.
 
-        Else there is no place for it: the seconds after which there is, one becoming free each
-        `place_s`. An empty place that is promised stays empty only while enough others wait to keep
-        the slots at work.
+        Otherwise returns the seconds until there is a place, if one becomes free every `place_s`.
+        A promised place stays empty only while enough others wait to keep the slots busy.
         """
-        n_waiting = len(self._turns)
+        n_waiting = len(self)
         n_free = self.limit + n_idle - n_waiting
         is_low = n_waiting < n_idle + min(n_slots, self.limit // 2)
         n_before = 0 if is_low else self._promises.n_before(client, now_s)
         if n_before >= n_free:
             return self._promises.give(client, place_s, now_s)
         self._promises.keep(client)
-        self._turns.add(client, item)
+        self._waiting.setdefault(client, deque()).append(item)
         return None
 
     def next(self) -> _T:
-        """As `Turns.next`."""
-        return self._turns.next()
+        """Takes the next request; it runs until `ended`. The queue must not be empty."""
+        client = min(self._waiting, key=lambda name: self._n_running[name])  # the first of equals
+        item = self._waiting[client].popleft()
+        if self._waiting[client]:
+            self._waiting.move_to_end(client)
+        else:
+            del self._waiting[client]
+        self._n_running[client] += 1
+        return item
 
     def ended(self, client: str) -> None:
-        self._turns.ended(client)
+        """One of the client's running requests has ended."""
+        self._n_running[client] -= 1
+        if self._n_running[client] <= 0:
+            del self._n_running[client]
 
     def remove(self, client: str, item: _T) -> None:
-        self._turns.remove(client, item)
+        """Forget a waiting request, if it waits."""
+        mine = self._waiting.get(client)
+        if mine is None or item not in mine:
+            return
+        mine.remove(item)
+        if not mine:
+            del self._waiting[client]
 
     def clear(self) -> list[_T]:
-        return self._turns.clear()
+        """Removes and returns all waiting requests."""
+        waited = [item for mine in self._waiting.values() for item in mine]
+        self._waiting.clear()
+        return waited
 
 
 def spread_s(wait_s: float, chance: float) -> float:
-    """`wait_s`, by a number between 0 and 1 up to 10 % less or more."""
+    """`wait_s` changed by up to 10 %, by a random number between 0 and 1."""
     return min(max(wait_s, _LEAST_RETRY_AFTER_S) * (0.9 + chance / 5), MOST_RETRY_AFTER_S)
 
 
 def whole_s(wait_s: float, chance: float) -> int:
-    """One of the whole seconds around it, 1 at least; by a number between 0 and 1, right on
+    """`wait_s` rounded up or down to at least 1, by a random number between 0 and 1; exact on
     average."""
     return max(1, min(MOST_RETRY_AFTER_S, math.floor(wait_s + chance)))

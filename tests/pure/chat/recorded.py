@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from specoffload.chat.deltas import Message, joined
+from specoffload.chat.conversation import Message, joined
 from specoffload.chat.families import FAMILIES
-from specoffload.chat.parsing.stream import AnswerForm, StreamParser
+from specoffload.chat.parser import AnswerForm, StreamParser
 
 WEATHER = {
     "type": "object",
@@ -38,9 +40,14 @@ class Recorded:
         )
 
 
+def counted() -> Callable[[], str]:
+    """Ids of calls by their number."""
+    return map("id{}".format, itertools.count()).__next__
+
+
 def parsed(form: AnswerForm, pieces: list[str]) -> Message:
     """The message of a text that came in `pieces`; ids are counted."""
-    parser = StreamParser(form, lambda: f"id{parser.n_calls}")
+    parser = StreamParser(form, counted())
     deltas = [delta for piece in pieces for delta in parser.feed(piece)]
     return joined(deltas + parser.finish())
 

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from recorded import BY_NAME, RECORDED, SCHEMAS, THINK, Recorded, parsed
+from recorded import BY_NAME, RECORDED, SCHEMAS, THINK, Recorded, counted, parsed
 
-from specoffload.chat.deltas import CallPiece, joined
-from specoffload.chat.families import FAMILIES
-from specoffload.chat.family import Family
-from specoffload.chat.layout import written
-from specoffload.chat.parsing.stream import AnswerForm, StreamParser
+from specoffload.chat.conversation import CallPiece, joined
+from specoffload.chat.families import FAMILIES, Family, written
+from specoffload.chat.parser import AnswerForm, StreamParser
 
 
 def cut(text: str, places: set[int]) -> list[str]:
@@ -93,7 +91,7 @@ def test_text_without_a_call_is_content_to_the_last_character(family: Family, te
 
 @given(st.sampled_from(RECORDED), st.integers(0, 500))
 def test_what_is_given_out_early_is_never_taken_back(answer: Recorded, n: int) -> None:
-    parser = StreamParser(answer.form, lambda: f"id{parser.n_calls}")
+    parser = StreamParser(answer.form, counted())
     message = joined(parser.feed(answer.text[:n]))
     whole = parsed(answer.form, [answer.text])
     assert whole.reasoning.startswith(message.reasoning)
@@ -108,7 +106,7 @@ def test_a_limit_within_a_call_or_a_marker_shows_no_part_of_it(
     answer: Recorded, n: int, places: set[int]
 ) -> None:
     """`', {"name": "get_'` of a second call is no text of the answer."""
-    parser = StreamParser(answer.form, lambda: f"id{parser.n_calls}")
+    parser = StreamParser(answer.form, counted())
     pieces = cut(answer.text[:n], places)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)]
     message, whole = joined(deltas + parser.finish(cut=True)), parsed(answer.form, [answer.text])

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from published import WEATHER
+from published import ASK, WEATHER
 from recorded import THINK
 
 from offload.errors import BadRequest
 from offload.sampling.grammar import Grammar, GrammarTokens, grammar_of
-from specoffload.chat.conversation import Tool
-from specoffload.chat.families import FAMILIES, GENERIC
-from specoffload.chat.family import Family, HarmonyCalls, openers
-from specoffload.chat.grammar import Asked, answer_grammar, literal, until, without
-from specoffload.chat.layout import written
+from specoffload.chat.calls import HarmonyCalls, openers
+from specoffload.chat.conversation import Conversation, Tool
+from specoffload.chat.families import FAMILIES, GENERIC, Family, written
+from specoffload.chat.grammar import answer_grammar, literal, until, without
 
 END = 256
 NOW = Tool("now")
@@ -56,8 +56,22 @@ def passes(gbnf: str, text: str, *, to_the_end: bool = True) -> bool:
         return False
 
 
-def forced(family: Family, **changes: object) -> str:
-    gbnf = answer_grammar(Asked(family, (WEATHER, NOW), True, **changes))  # type: ignore[arg-type]
+def grammar_for(
+    family: Family,
+    tools: tuple[Tool, ...],
+    *,
+    choice: Literal["auto", "required"] = "auto",
+    parallel: bool = True,
+    schema: str | None = None,
+    reasoning: tuple[str, str] | None = None,
+    thinking: bool = False,
+) -> str | None:
+    asked = Conversation((ASK,), tools, choice, parallel_tool_calls=parallel, schema=schema)
+    return answer_grammar(asked, family, reasoning, thinking=thinking)
+
+
+def forced(family: Family, tools: tuple[Tool, ...] = (WEATHER, NOW), **options: Any) -> str:
+    gbnf = grammar_for(family, tools, choice="required", **options)
     assert gbnf is not None
     return gbnf
 
@@ -95,10 +109,10 @@ def test_a_forced_call_may_be_thought_about_before(family: Family) -> None:
 
 def test_an_answer_is_free_unless_a_call_is_forced_or_the_family_has_no_format() -> None:
     for family in FAMILIES:
-        gbnf = answer_grammar(Asked(family, (WEATHER,), False))
+        gbnf = grammar_for(family, (WEATHER,))
         assert (gbnf is None) == (family.name != GENERIC.name)
-        assert answer_grammar(Asked(family, (), False)) is None
-    gbnf = answer_grammar(Asked(GENERIC, (WEATHER, NOW), False))
+        assert grammar_for(family, ()) is None
+    gbnf = grammar_for(GENERIC, (WEATHER, NOW))
     assert gbnf is not None
     assert passes(gbnf, "It is fine: {}.")
     assert passes(gbnf, written(GENERIC.layout, TWO))
@@ -108,7 +122,7 @@ def test_an_answer_is_free_unless_a_call_is_forced_or_the_family_has_no_format()
 def test_an_answer_by_a_schema_may_be_a_call_instead_and_may_be_thought_about() -> None:
     schema = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}})
     for family in FAMILIES:
-        gbnf = answer_grammar(Asked(family, (WEATHER,), False, reasoning=THINK, schema=schema))
+        gbnf = grammar_for(family, (WEATHER,), reasoning=THINK, schema=schema)
         assert gbnf is not None
         harmony = isinstance(family.calls, HarmonyCalls)
         final = "<|channel|>final<|message|>" if harmony else "<think>Hm.</think>\n"
@@ -117,7 +131,7 @@ def test_an_answer_by_a_schema_may_be_a_call_instead_and_may_be_thought_about() 
         call = written(family.layout, ONE)
         assert passes(gbnf, call) != call.startswith("{")
         if not harmony:
-            alone = answer_grammar(Asked(family, (), False, schema=schema))
+            alone = grammar_for(family, (), schema=schema)
             assert alone is None  # the schema is enough
 
 
@@ -134,8 +148,7 @@ def test_text_arguments_are_any_text_and_choices_are_theirs() -> None:
     tagged = [family for family in FAMILIES if family.layout.before_key]
     assert len(tagged) >= 4
     for family in tagged:
-        gbnf = answer_grammar(Asked(family, (tool,), True))
-        assert gbnf is not None
+        gbnf = forced(family, (tool,))
         for text in ("", "a\n\n<b>\"'", "</parameter", "</｜DSML", "</arg_valu"):
             assert passes(gbnf, written(family.layout, [("f", {"text": text, "unit": "°C"})]))
         assert not passes(gbnf, written(family.layout, [("f", {"text": "x", "unit": "F"})]))
@@ -152,7 +165,7 @@ STRICT = Tool("get_weather", None, WEATHER.parameters, strict=True)
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_strict_tool_that_may_be_called_is_called_by_its_schema(family: Family) -> None:
-    gbnf = answer_grammar(Asked(family, (STRICT, NOW), False))
+    gbnf = grammar_for(family, (STRICT, NOW))
     assert gbnf is not None
     final = "<|channel|>final<|message|>" if isinstance(family.calls, HarmonyCalls) else ""
     assert passes(gbnf, final + "It is fine, as 1 < 2 [1].")
@@ -166,7 +179,7 @@ def test_a_strict_tool_that_may_be_called_is_called_by_its_schema(family: Family
         for marker in openers(family.calls):
             assert not passes(gbnf, f"I look. {marker} nothing")
     loose = Tool("get_weather", None, WEATHER.parameters)
-    free = answer_grammar(Asked(family, (loose, NOW), False))
+    free = grammar_for(family, (loose, NOW))
     assert (free is None) == (family is not GENERIC)
 
 

@@ -156,10 +156,10 @@ def test_jinja_as_templates_expect_it() -> None:
         ("{{ raise_exception('no tools here') }}", "refuses the messages: no tools here"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
-        ("{% if %}", "no Jinja template"),
+        ("{% if %}", "not a Jinja template"),
         ("{{ messages[0].content.foo.bar }}", "no attribute"),
         ("{{ 'x' + 1 }}", "TypeError"),
-        ("{{ {1: messages}.keys() | tojson }}", "no JSON"),
+        ("{{ {1: messages}.keys() | tojson }}", "written as JSON"),
     ],
 )
 def test_a_failing_template_is_one_sentence_that_names_it(source: str, words: str) -> None:
@@ -195,7 +195,7 @@ def test_conversations_that_cannot_be_are_refused() -> None:
     with pytest.raises(BadRequest, match="tool name"):
         Tool('a"b')
     bad = {**CALL, "function": {"name": "f", "arguments": "{"}}
-    with pytest.raises(BadRequest, match=r"messages\[1\].tool_calls\[0\]: the arguments are no"):
+    with pytest.raises(BadRequest, match=r"messages\[1\].tool_calls\[0\]: the arguments are not"):
         chat_format("Qwen3-Coder").prepare(
             Conversation((ASK, {"role": "assistant", "tool_calls": [bad]}))
         )

@@ -19,7 +19,7 @@ from specoffload.config.host import read_host
 from specoffload.config.options import DraftOptions, RunOptions, ServeOptions, Toggle
 from specoffload.config.resolution import resolve
 from specoffload.errors import UsageError
-from specoffload.server.access.keys import read_keys
+from specoffload.server.access import read_keys
 from specoffload.session.generation import AskedOptions
 
 # -- reading words

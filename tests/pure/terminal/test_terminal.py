@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from offload.errors import BadRequest
-from specoffload.chat.conversation import Conversation
-from specoffload.chat.deltas import Content, Delta, Reasoning
+from specoffload.chat.conversation import Content, Conversation, Delta, Reasoning
 from specoffload.errors import UsageError
 from specoffload.session.generation import GenerationStats, Piece
 from specoffload.terminal.blocks import whole_blocks

@@ -9,14 +9,14 @@ import pytest
 from running import Running, StartServer, http
 
 import specoffload.server.page
-from specoffload.server.access.gate import Access
+from specoffload.server.access import AccessRules
 
 STATIC = Path(specoffload.server.page.__file__).parent / "static"
 NAMES = sorted(p.relative_to(STATIC).as_posix() for p in STATIC.rglob("*") if p.is_file())
 
 
 def test_the_page_is_served_without_a_key_and_the_api_is_not(start_server: StartServer) -> None:
-    server = start_server(access=Access(keys=("secret",)))
+    server = start_server(access=AccessRules(keys=("secret",)))
     assert http.get(server.url + "/").status_code == 200
     assert http.get(server.url + "/page/main.js").status_code == 200
     assert http.get(server.url + "/props").status_code == 401

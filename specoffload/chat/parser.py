@@ -1,0 +1,223 @@
+"""The parser of one answer: its reasoning, text and tool calls, in its model family's form."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specoffload.chat.calls import (
+    HarmonyCalls,
+    JsonCalls,
+    MistralCalls,
+    openers,
+    read_json_calls,
+    read_marked_calls,
+    read_wrapped_calls,
+)
+from specoffload.chat.conversation import Delta, ReasoningFormat
+from specoffload.chat.families import HARMONY_BODY, HARMONY_STARTS, Family
+from specoffload.chat.reader import DeltaCollector, Reading, TextReader
+
+_ALPHABET = string.ascii_letters + string.digits
+_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", *HARMONY_STARTS)
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """The form of an answer. `schemas`, by tool name, is empty if no call may be made; text that
+    looks like a call is content then.
+
+    `reasoning` has the markers around the reasoning. `thinking`: the prompt ends with the first.
+    """
+
+    family: Family
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reasoning: tuple[str, str] | None = None
+    reasoning_format: ReasoningFormat = "auto"
+    thinking: bool = False
+    most_calls: int | None = None
+
+
+class StreamParser:
+    """Reads an answer's text in pieces of any size; the deltas join to the same message.
+
+    The possible beginning of a marker is held back until it is known. Text that only looks like a
+    tool call is content, so nothing is lost of an answer that ended by itself. An answer that a
+    limit cut inside a call or a marker ends before that.
+    """
+
+    def __init__(self, form: AnswerForm, new_id: Callable[[], str] | None = None) -> None:
+        self._form = form
+        self._reader = TextReader()
+        self._output = DeltaCollector(new_id or self._new_id, form.most_calls)
+        self._run: Reading[None] | None = self._read()
+        self._step()
+
+    @property
+    def is_reasoning(self) -> bool:
+        """True while the text so far ends inside the reasoning."""
+        return self._output.is_reasoning
+
+    def feed(self, text: str) -> list[Delta]:
+        """The deltas that `text` adds."""
+        self._reader.feed(text)
+        self._step()
+        return self._output.take()
+
+    def finish(self, *, cut: bool = False) -> list[Delta]:
+        """The deltas of the text held back, at the end. `cut`: a limit ended the text."""
+        self._reader.end(cut=cut)
+        self._step()
+        assert self._run is None
+        self._output.end()
+        return self._output.take()
+
+    def _new_id(self) -> str:
+        length = self._form.family.id_length
+        if length is not None:
+            return "".join(secrets.choice(_ALPHABET) for _ in range(length))
+        return "call_" + secrets.token_hex(12)
+
+    def _step(self) -> None:
+        if self._run is not None:
+            try:
+                next(self._run)
+            except StopIteration:
+                self._run = None
+
+    def _read(self) -> Reading[None]:
+        form = self._form
+        with_reasoning = form.reasoning_format != "none"
+        if isinstance(form.family.calls, HarmonyCalls):
+            yield from self._harmony(with_reasoning=with_reasoning)
+            return
+        if form.reasoning is not None and with_reasoning:
+            yield from self._reasoning(*form.reasoning)
+        yield from self._answer()
+
+    def _reasoning(self, opens: str, closes: str) -> Reading[None]:
+        reader, output, form = self._reader, self._output, self._form
+        if not form.thinking:
+            reader.mark()
+            yield from reader.space()
+            if not (yield from reader.takes(opens)):
+                reader.back()
+                return
+            reader.release()
+        ends = (closes, *(self._openers() if form.family.ends_reasoning else ()))
+        legacy = form.reasoning_format == "deepseek-legacy"
+
+        def show(text: str) -> None:
+            output.reasoning(text)
+            if legacy:
+                output.content(text)
+
+        if legacy:
+            output.content(opens)
+        marker = yield from reader.until(ends, show)
+        output.end_reasoning()
+        if legacy and marker == closes:
+            output.content(closes)
+        if marker is not None and marker != closes:
+            reader.put_back(marker)
+
+    def _openers(self) -> tuple[str, ...]:
+        """The markers that begin a tool call."""
+        return openers(self._form.family.calls) if self._form.schemas else ()
+
+    def _answer(self) -> Reading[None]:
+        reader, output = self._reader, self._output
+        calls = self._form.family.calls
+        if self._form.schemas and isinstance(calls, JsonCalls) and not calls.opens:
+            yield from self._bare_calls(calls)
+        openers = self._openers()
+        while True:
+            marker = yield from reader.until(openers, output.content)
+            if marker is None:
+                return
+            reader.mark()
+            if (yield from self._calls(marker)) or reader.is_cut:
+                reader.release()
+            else:
+                reader.back()
+                output.content(marker)
+
+    def _bare_calls(self, calls: JsonCalls) -> Reading[None]:
+        """Calls without a marker, which only the beginning of an answer can have."""
+        reader, output, known = self._reader, self._output, self._form.schemas
+        for read in (read_wrapped_calls, read_json_calls) if calls.wrapper else (read_json_calls,):
+            reader.mark()
+            yield from reader.space()
+            for literal in calls.may_begin:
+                if (yield from reader.takes(literal)):
+                    break
+            if (yield from read(reader, output, calls, known)) or reader.is_cut:
+                reader.release()
+                return
+            reader.back()
+
+    def _calls(self, opened: str) -> Reading[bool]:
+        reader, output, form = self._reader, self._output, self._form
+        calls = form.family.calls
+        if isinstance(calls, MistralCalls):
+            yield from reader.space()
+            listed = (yield from reader.peek()) in ("[", "{")
+            calls = calls.listed if listed else calls.named
+        if isinstance(calls, JsonCalls):
+            return (yield from read_json_calls(reader, output, calls, None))
+        assert not isinstance(calls, HarmonyCalls)
+        return (yield from read_marked_calls(reader, output, calls, form.schemas, opened))
+
+    # ---- gpt-oss: messages on channels, one of which is the answer
+
+    def _harmony(self, *, with_reasoning: bool) -> Reading[None]:
+        """https://cookbook.openai.com/articles/openai-harmony
+
+        The library openai-harmony reads token ids of its own vocabulary, which it downloads. Here
+        the markers are read as text.
+        """
+        reader, output = self._reader, self._output
+        first = yield from reader.takes(" to=")  # the prompt has the role, but not the recipient
+        opened: str | None = " to=" if first else None
+        while True:
+            if opened is None:
+                opened = yield from reader.until(HARMONY_STARTS, output.content)
+            if opened is None:
+                return
+            header, marker = yield from reader.within((HARMONY_BODY,))
+            header = opened + header
+            if marker is None:
+                if not reader.is_cut:
+                    output.content(header)
+                return
+            opened = yield from self._harmony_body(header, with_reasoning=with_reasoning)
+
+    def _harmony_body(self, header: str, *, with_reasoning: bool) -> Reading[str | None]:
+        """Read the text of one message. Returns the marker of the next header if that ended it."""
+        reader, output = self._reader, self._output
+        found = _CHANNEL.search(header)
+        channel = found[1] if found else "final"
+        to = _RECIPIENT.search(header)
+        kind = "raw" if to is not None or channel == "analysis" else "content"
+        if to is not None and self._form.schemas:
+            kind = "call"
+            output.begin_call(to[1].removeprefix("functions."))
+        elif to is None and channel == "analysis" and with_reasoning:
+            kind = "reasoning"
+        elif kind == "raw":
+            output.content(header + HARMONY_BODY)
+        shows = {"call": output.arguments, "reasoning": output.reasoning}
+        end = yield from reader.until(_HARMONY_ENDS, shows.get(kind, output.content))
+        if kind == "call" and not reader.is_cut:
+            output.end_call()
+        elif kind == "reasoning":
+            output.end_reasoning()
+        elif kind == "raw" and end is not None and end not in HARMONY_STARTS:
+            output.content(end)
+        return end if end in HARMONY_STARTS else None

@@ -1,0 +1,305 @@
+"""Who may use the server: keys, pages in browsers, and the checks that every request passes.
+
+A page from anywhere can make its visitor's browser send requests to this machine: across origins (a
+POST of text/plain needs no permission), or under a name of its own that it points at 127.0.0.1 (DNS
+rebinding). Both show in the Host and Origin headers, which a page cannot set.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specoffload.errors import UsageError
+from specoffload.server.api.answers import problem_response
+from specoffload.server.api.body import has_body, ignored_header
+from specoffload.server.engine.messages import Problem
+
+ANY_ORIGIN = "*"
+_PUBLIC = frozenset({"/health", "/v1/health", "/"})
+_PUBLIC_FOLDER = "/page/"  # the page itself asks for the key
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_AUTHORITY = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]]*)(?::(?P<port>[0-9]{0,5}))?")
+# Names as browsers send them: the part of RFC 3986's reg-name that DNS and hosts files use.
+_NAME = re.compile(r"[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
+_NUMERIC = re.compile(r"[0-9]+|0x[0-9a-f]*")
+_OPEN_TO_OTHERS = stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP
+_MOST_NAME_CHARS = 64
+_CLIENT = "specoffload.client"
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+# ---- keys
+
+
+def read_keys(typed: str | None, file: Path | None, warn: Callable[[str], None]) -> tuple[str, ...]:
+    """The keys of --api-key, separated by commas, then those of --api-key-file, one a line.
+
+    Empty lines and lines that begin with `#` are skipped. `warn` gets a sentence if other users may
+    read or change the file. Raises UsageError for a file that cannot be read, an empty key, and a
+    key that no HTTP header can carry.
+    """
+    keys = _checked("--api-key", typed.split(",")) if typed is not None else ()
+    if file is None:
+        return keys
+    try:
+        with file.open(encoding="utf-8") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            lines = opened.read().splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"{file}: cannot be read as UTF-8 text ({e})") from e
+    if stat.S_ISREG(mode) and mode & _OPEN_TO_OTHERS:
+        verb = "read" if mode & stat.S_IROTH else "change"
+        warn(f"warning: other users may {verb} {file}, which has keys: chmod 600 {file}")
+    filled = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not filled:
+        raise UsageError(f"{file} has no key: write one key a line")
+    return (*keys, *_checked(f"--api-key-file {file}", filled))
+
+
+def _checked(source: str, keys: Iterable[str]) -> tuple[str, ...]:
+    """The keys without the blanks around them. Messages never show a key."""
+    stripped = tuple(key.strip() for key in keys)
+    for at, key in enumerate(stripped, 1):
+        if not key:
+            raise UsageError(f"{source}: key {at} is empty, and would let everybody in")
+        if not all(" " < symbol < "\x7f" or "\xa0" <= symbol <= "\xff" for symbol in key):
+            raise UsageError(
+                f"{source}: key {at} has blanks or letters outside Latin-1, which no HTTP header "
+                "carries: choose another"
+            )
+    return stripped
+
+
+def held_key(keys: tuple[str, ...], authorization: str | None, x_api_key: str | None) -> int | None:
+    """The index in `keys` of the key that a request's headers carry; None if they carry none.
+
+    OpenAI's clients send `Authorization: Bearer KEY`, Anthropic's `X-Api-Key: KEY`. All keys are
+    compared in constant time, so that the time of an answer reveals nothing about them.
+    """
+    scheme, _, token = (authorization or "").partition(" ")
+    held = [token.strip()] if scheme.lower() == "bearer" else []
+    held += [x_api_key.strip()] if x_api_key else []
+    right = [
+        index
+        for one in held
+        for index, key in enumerate(keys)
+        if hmac.compare_digest(one.encode("latin-1"), key.encode("latin-1"))
+    ]
+    return right[0] if right else None
+
+
+# ---- pages in browsers
+
+
+class Authority(NamedTuple):
+    """A host and a port as in the Host header (RFC 9110). `host` is an address or a lower-case
+    name; `port` is None if it is not given."""
+
+    host: _Address | str
+    port: int | None
+
+
+Origin = tuple[str, Authority]
+"""Scheme and authority, its port always given."""
+
+
+def read_authority(text: str) -> Authority | None:
+    """None for anything but an address or a name, with or without a port."""
+    found = _AUTHORITY.fullmatch(text)
+    if found is None or not text.isascii():
+        return None
+    host, port = _read_host(found["host"].lower()), int(found["port"] or 0)
+    if host is None or port > 65535:
+        return None
+    return Authority(host, port if found["port"] else None)
+
+
+def _read_host(text: str) -> _Address | str | None:
+    try:
+        if text.startswith("["):  # Python would accept zones, which are no part of a URL
+            return None if "%" in text else ipaddress.IPv6Address(text[1:-1])
+        return ipaddress.IPv4Address(text)
+    except ValueError:
+        # Browsers take a name that ends in a number for an address, or refuse it.
+        last = text.rstrip(".").rpartition(".")[2]
+        return text if _NAME.fullmatch(text) and not _NUMERIC.fullmatch(last) else None
+
+
+def _with_port(scheme: str, authority: Authority) -> Origin:
+    port = _DEFAULT_PORTS.get(scheme, 0) if authority.port is None else authority.port
+    return scheme, Authority(authority.host, port)
+
+
+def _read_origin(text: str) -> Origin | None:
+    """An origin as RFC 6454 writes it. None for `null`, which is a page of unknown origin, and for
+    other schemes."""
+    scheme, separator, rest = text.partition("://")
+    authority = read_authority(rest)
+    if not separator or scheme.lower() not in _DEFAULT_PORTS or authority is None:
+        return None
+    return _with_port(scheme.lower(), authority)
+
+
+def read_origins(text: str | None) -> tuple[str, ...]:
+    """The origins of --cors-origins as browsers send them: lower case, without the default port.
+
+    They are separated by commas; `*` is any origin. Raises UsageError for one that is invalid.
+    """
+    found = []
+    for part in filter(None, (part.strip() for part in (text or "").split(","))):
+        origin = None if part == ANY_ORIGIN else _read_origin(part.removesuffix("/"))
+        if part != ANY_ORIGIN and (origin is None or origin[1].port == 0):
+            raise UsageError(
+                f"--cors-origins {part}: an origin looks like https://chat.example.org"
+            )
+        if origin is not None:
+            scheme, (host, port) = origin
+            name = f"[{host}]" if isinstance(host, ipaddress.IPv6Address) else str(host)
+            part = f"{scheme}://{name}" + ("" if port == _DEFAULT_PORTS[scheme] else f":{port}")
+        found.append(part)
+    return tuple(found)
+
+
+def refusal(
+    hosts: Sequence[str],
+    page_origins: Sequence[str],
+    *,
+    scheme: str = "http",
+    on_loopback: bool,
+    origins: Collection[str],
+) -> str | None:
+    """Why a request is refused; None if it may be served.
+
+    `hosts` and `page_origins` are the values of all its Host and Origin headers. On loopback, Host
+    must name this machine or one of `origins` (a proxy's). Origin must be the server's own or one
+    of `origins`.
+    """
+    if ANY_ORIGIN in origins:
+        return None
+    if len(hosts) > 1 or len(page_origins) > 1:
+        return "a request has one Host header, and one Origin header at most"
+    allowed = [found for found in map(_read_origin, origins) if found is not None]
+    host = read_authority(hosts[0]) if hosts else None
+    if on_loopback and hosts:
+        is_named = host is not None and any(_with_port(s, host) == (s, a) for s, a in allowed)
+        if host is None or not (is_named or _is_loopback(host.host)):
+            return (
+                "this server listens on loopback and is asked under another name: use 127.0.0.1 "
+                "or localhost, or name the page's origin with --cors-origins"
+            )
+    if not page_origins:
+        return None
+    page = _read_origin(page_origins[0])
+    is_own = page is not None and host is not None and page == _with_port(scheme, host)
+    if is_own or page in allowed:
+        return None
+    return "pages of another origin may not use this server: name theirs with --cors-origins"
+
+
+def _is_loopback(host: _Address | str) -> bool:
+    """True for 127.0.0.0/8, also in IPv6's form, ::1 and localhost."""
+    if isinstance(host, str):
+        name = host.removesuffix(".")
+        return name == "localhost" or name.endswith(".localhost")
+    mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
+    return (mapped or host).is_loopback
+
+
+# ---- every request
+
+
+@dataclass(frozen=True)
+class AccessRules:
+    """`keys`: a request needs one of them, if there are any. `origins`: pages that may use the
+    server besides its own. `on_loopback`: only this machine can reach the server."""
+
+    keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    on_loopback: bool = True
+
+
+class Gate:
+    """ASGI middleware: 403 for pages of other origins, 401 without a key, 415 for a body that is
+    not called JSON. Adds the header that names parameters without effect."""
+
+    def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
+        self._app = app
+        self._rules = rules
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start" and (added := ignored_header(scope)):
+                message = {**message, "headers": [*message.get("headers", []), *added]}
+            await send(message)
+
+        problem = self._problem(scope) if scope["type"] == "http" else None
+        if problem is not None:
+            await problem_response(problem)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send_named)
+
+    def _problem(self, scope: Scope) -> Problem | None:
+        headers, rules = Headers(scope=scope), self._rules
+        why = refusal(
+            headers.getlist("host"),
+            headers.getlist("origin"),
+            scheme=scope["scheme"],
+            on_loopback=rules.on_loopback,
+            origins=rules.origins,
+        )
+        if why is not None:
+            return Problem("Forbidden", why, 403, "permission_error", can_retry=False)
+        is_public = scope["path"] in _PUBLIC or scope["path"].startswith(_PUBLIC_FOLDER)
+        key = held_key(rules.keys, headers.get("authorization"), headers.get("x-api-key"))
+        if not is_public and rules.keys and key is None:
+            message = "Invalid API Key: send `Authorization: Bearer KEY`"
+            return Problem("Unauthorized", message, 401, "authentication_error")
+        address = scope["client"][0] if scope.get("client") else None
+        name = client_name(key if len(rules.keys) > 1 else None, address)
+        scope.setdefault("state", {})[_CLIENT] = name
+        return _media_problem(headers)
+
+
+def _media_problem(headers: Headers) -> Problem | None:
+    """Any page may send other media types to other origins without permission."""
+    media = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not has_body(headers) or media == "application/json":
+        return None
+    said = f"Content-Type is {media}" if media else "Content-Type is missing"
+    message = f"{said}: send application/json"
+    return Problem("UnsupportedMediaType", message, 415, "invalid_request_error", can_retry=False)
+
+
+def client_name(key: int | None, address: str | None) -> str:
+    """The client that takes turns: its key if the server has several, otherwise its address.
+
+    Of an IPv6 address the first 64 bits count, which belong to one site (RFC 6177).
+    """
+    if key is not None:
+        return f"key {key}"
+    try:
+        found = ipaddress.ip_address((address or "").partition("%")[0])
+    except ValueError:
+        return (address or "")[:_MOST_NAME_CHARS]
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return str(found.ipv4_mapped)
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return str(found)
+
+
+def client_of(scope: Mapping[str, Any]) -> str:
+    """The name that the gate has noted for a request."""
+    return str(scope.get("state", {}).get(_CLIENT, ""))

@@ -1,1 +1,0 @@
-"""Who may use the server: keys, and pages in browsers."""

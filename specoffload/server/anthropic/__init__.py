@@ -1,1 +1,0 @@
-"""Anthropic's Messages API, in terms of a chat request and of the parts of its answer."""

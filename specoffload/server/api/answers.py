@@ -1,0 +1,192 @@
+"""What answers of all APIs share: errors, token counts, timings, server-sent events. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from specoffload.chat.conversation import Delta, Message
+from specoffload.chat.parser import StreamParser
+from specoffload.server.engine.messages import Problem
+from specoffload.session.generation import GenerationStats, Piece
+
+Json = dict[str, Any]
+
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": the model is working\n\n"
+MARK = "‡"  # the place of a text in the JSON of a `TextLine`
+
+ANTHROPIC_PATH = "/v1/messages"  # errors below it have Anthropic's shape
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+# ---- errors
+
+
+def error_body(problem: Problem) -> Json:
+    """`{"error": {"code", "message", "type"}}`, and the token counts if they overflowed."""
+    error: Json = {"code": problem.http_status, "message": problem.message, "type": problem.type}
+    if problem.n_prompt_tokens is not None:
+        error["n_prompt_tokens"] = problem.n_prompt_tokens
+    if problem.n_ctx is not None:
+        error["n_ctx"] = problem.n_ctx
+    return {"error": error}
+
+
+def anthropic_error(problem: Problem) -> Json:
+    """https://docs.anthropic.com/en/api/errors"""
+    other = "api_error" if problem.http_status >= 500 else "invalid_request_error"
+    kind = _ANTHROPIC_TYPES.get(problem.http_status, other)
+    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+
+
+class _ProblemResponse(JSONResponse):
+    """An error in the shape of the API whose path was asked."""
+
+    def __init__(self, problem: Problem, headers: Mapping[str, str]) -> None:
+        super().__init__(error_body(problem), problem.http_status, headers)
+        self._problem = problem
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(ANTHROPIC_PATH):
+            self.body = self.render(anthropic_error(self._problem))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def problem_response(problem: Problem) -> Response:
+    """The error as JSON, with headers that tell clients whether and when to try again."""
+    headers = {}
+    if problem.retry_after_s is not None:
+        headers["Retry-After"] = str(problem.retry_after_s)
+    if problem.retry_after_ms is not None:
+        headers["Retry-After-Ms"] = str(problem.retry_after_ms)  # OpenAI's clients read it
+    if not problem.can_retry:
+        headers["X-Should-Retry"] = "false"  # OpenAI's clients read it
+    if problem.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return _ProblemResponse(problem, headers)
+
+
+# ---- events of a stream
+
+
+def server_sent(body: Json) -> bytes:
+    """One event without a name. JSON has no raw line feed, so one data line is enough."""
+    return b"data: " + to_json(body).encode() + b"\n\n"
+
+
+def named_events(events: Iterable[Json]) -> bytes:
+    """Events named by their type, as Anthropic's and the Responses API have them."""
+    return b"".join(
+        b"event: %b\ndata: %b\n\n" % (event["type"].encode(), to_json(event).encode())
+        for event in events
+    )
+
+
+class TextLine:
+    """An event that is made once, and then sent with other texts: most of a stream's events."""
+
+    def __init__(self, body: Json) -> None:
+        """`body` has MARK in place of the text, once, and after all other texts of the client."""
+        head, tail = to_json(body).rsplit(f'"{MARK}"', 1)
+        self._head, self._tail = b"data: " + head.encode(), tail.encode() + b"\n\n"
+
+    def sent(self, text: str) -> bytes:
+        return self._head + to_json(text).encode() + self._tail
+
+
+# ---- counts and times of an answer
+
+
+def usage_of(answers: Sequence[GenerationStats], n_per_prompt: int = 1) -> Json:
+    """OpenAI's `usage` of several answers. Each `n_per_prompt` of them share a prompt, which counts
+    once."""
+    prompts = answers[::n_per_prompt]
+    n_prompt = sum(stats.n_prompt_tokens for stats in prompts)
+    n_answers = sum(stats.n_tokens for stats in answers)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_answers,
+        "total_tokens": n_prompt + n_answers,
+        "prompt_tokens_details": {"cached_tokens": sum(s.n_cached_tokens for s in prompts)},
+    }
+
+
+def timings_of(stats: GenerationStats) -> Json:
+    """llama-server's `timings`, in milliseconds and tokens per second, with details of drafts."""
+
+    def ratio(a: float, b: float) -> float:
+        return a / b if b > 0 else 0.0
+
+    timings: Json = {
+        "cache_n": stats.n_cached_tokens,
+        "prompt_n": stats.n_prompt_tokens - stats.n_cached_tokens,
+        "prompt_ms": 1e3 * stats.prefill_s,
+        "prompt_per_token_ms": ratio(1e3 * stats.prefill_s, stats.n_prefilled),
+        "prompt_per_second": ratio(stats.n_prefilled, stats.prefill_s),
+        "predicted_n": stats.n_tokens,
+        "predicted_ms": 1e3 * stats.decode_s,
+        "predicted_per_token_ms": ratio(1e3 * stats.decode_s, stats.n_tokens),
+        "predicted_per_second": stats.tokens_per_s,
+    }
+    if stats.n_drafted:
+        timings |= {
+            "draft_n": stats.n_drafted,
+            "draft_n_accepted": stats.n_accepted,
+            "speculation": {
+                "rounds": stats.n_rounds,
+                "tokens_per_round": stats.tokens_per_round,
+                "acceptance_rate": stats.acceptance_rate,
+                "acceptance_per_position": list(stats.acceptance_per_position),
+                "draft_steps": stats.n_draft_steps,
+                "draft_ms": 1e3 * stats.draft_s,
+                "verify_ms": 1e3 * stats.verify_s,
+                "rollback_ms": 1e3 * stats.rollback_s,
+                "checkpoints": stats.n_checkpoints,
+                "restores": stats.n_restores,
+                "rounds_per_draft_length": {str(n): r for n, r in stats.draft_lengths},
+                "accepted_per_drafter": dict(stats.accepted_by_source),
+                "decisions": dict(stats.decisions),
+            },
+        }
+    if stats.streamed_bytes:
+        timings["streamed_bytes"] = stats.streamed_bytes
+    return timings
+
+
+# ---- the parts of a chat's answer
+
+
+class ParsedAnswer:
+    """One answer to a chat so far: its text read into content, reasoning and tool calls."""
+
+    def __init__(self, parser: StreamParser) -> None:
+        self.message = Message()
+        self.last: Piece | None = None  # the last piece of a finished answer
+        self.n_reasoning = 0  # tokens; the round that ends the reasoning counts as the answer's
+        self._parser = parser
+
+    def add(self, piece: Piece) -> list[Delta]:
+        """The parts that a piece adds."""
+        deltas = self._parser.feed(piece.text)
+        if self._parser.is_reasoning:
+            self.n_reasoning += len(piece.tokens)
+        if piece.finish_reason is not None:
+            deltas += self._parser.finish(cut=piece.finish_reason == "length")
+            self.last = piece
+        for delta in deltas:
+            self.message.add(delta)
+        return deltas

@@ -1,0 +1,344 @@
+"""Anthropic's Messages API: its requests as chat requests, its answers as blocks and events.
+
+https://docs.anthropic.com/en/api/messages
+https://docs.anthropic.com/en/docs/build-with-claude/streaming
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import JSONResponse, Response
+
+from offload.errors import BadRequest
+from specoffload.chat.conversation import CallPiece, Content, Delta
+from specoffload.chat.parser import StreamParser
+from specoffload.server.api.answers import Json, anthropic_error
+from specoffload.server.api.context import ServerContext
+from specoffload.server.api.requests import (
+    ChatRequest,
+    ConversationRequest,
+    RequestModel,
+    Whole,
+)
+from specoffload.server.api.streaming import EventWording, Wording
+from specoffload.server.engine import calls
+from specoffload.server.engine.messages import Problem, Started
+from specoffload.session.generation import Piece
+
+# ---- requests
+
+
+class ContentBlock(RequestModel):
+    """A part of a message: text, tool_use, tool_result or thinking; other types are refused."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+    is_error: bool | None = None
+
+
+class AnthropicMessage(RequestModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+class AnthropicTool(RequestModel):
+    """A tool of the client. Tools of other types run at Anthropic."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class AnthropicToolChoice(RequestModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(RequestModel):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Whole | None = Field(None, ge=0)
+
+
+class CountRequest(RequestModel):
+    """/v1/messages/count_tokens."""
+
+    is_translated = True
+    model: str | None = None
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    system: str | list[ContentBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountRequest):
+    """/v1/messages. Other fields go into the chat request as they are."""
+
+    max_tokens: Whole = Field(ge=1)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+
+_TRANSLATED = {"messages", "system", "tools", "tool_choice", "thinking", "stop_sequences"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def as_chat(request: CountRequest) -> tuple[Json, list[str]]:
+    """The body of the chat request that means the same, and the names of fields without effect.
+
+    Raises BadRequest for content that a text model cannot read.
+    """
+    given = request.model_dump(exclude_unset=True)
+    body = {name: value for name, value in given.items() if name not in _TRANSLATED}
+    body["messages"] = _messages(request)
+    if given.get("stop_sequences") is not None:
+        body["stop"] = given["stop_sequences"]
+    given_tools = list(enumerate(request.tools or ()))
+    elsewhere = [f"tools[{at}]" for at, tool in given_tools if tool.type not in (None, "custom")]
+    tools = [_tool(tool) for _, tool in given_tools if tool.type in (None, "custom")]
+    if tools:
+        body["tools"] = tools
+        choice = request.tool_choice
+        if choice is not None:
+            body["tool_choice"] = _choice(choice)
+            if choice.disable_parallel_tool_use is not None:
+                body["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if request.thinking is not None:
+        thinks = request.thinking.type != "disabled"
+        known = body.get("chat_template_kwargs") or {}
+        body["chat_template_kwargs"] = {"enable_thinking": thinks, **known}
+        if thinks and request.thinking.budget_tokens is not None:
+            body["thinking_budget_tokens"] = request.thinking.budget_tokens
+    return body, elsewhere
+
+
+def _choice(choice: AnthropicToolChoice) -> str | Json:
+    if choice.type != "tool":
+        return _CHOICES[choice.type]
+    if not choice.name:
+        raise BadRequest("tool_choice: type tool needs a name")
+    return {"type": "function", "function": {"name": choice.name}}
+
+
+def _tool(tool: AnthropicTool) -> Json:
+    function: Json = {"name": tool.name, "parameters": tool.input_schema or {}}
+    others = {"description": tool.description, "strict": tool.strict}
+    function |= {name: value for name, value in others.items() if value is not None}
+    return {"type": "function", "function": function}
+
+
+def _messages(request: CountRequest) -> list[Json]:
+    messages: list[Json] = []
+    if request.system:
+        messages.append({"role": "system", "content": _text("system", request.system)})
+    for at, message in enumerate(request.messages):
+        where = f"messages[{at}]"
+        if isinstance(message.content, str):
+            messages.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            messages.append(_assistant(where, message.content))
+        else:
+            messages += _user(where, message.role, message.content)
+    return messages
+
+
+def _assistant(where: str, blocks: Sequence[ContentBlock]) -> Json:
+    calls, thoughts, texts = [], "", []
+    for at, block in enumerate(blocks):
+        if block.type == "tool_use":
+            if not block.id or not block.name:
+                raise BadRequest(f"{where}.content[{at}]: tool_use needs an id and a name")
+            arguments = json.dumps(block.input or {}, ensure_ascii=False)
+            function = {"name": block.name, "arguments": arguments}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif block.type == "thinking":
+            thoughts += block.thinking or ""
+        elif block.type != "redacted_thinking":
+            texts.append(block)
+    message: Json = {"role": "assistant", "content": _text(where, texts)}
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user(where: str, role: str, blocks: Sequence[ContentBlock]) -> Iterator[Json]:
+    """Results of tools become messages of their own, before the text of the same message."""
+    texts = []
+    for at, block in enumerate(blocks):
+        if block.type != "tool_result":
+            texts.append(block)
+            continue
+        if not block.tool_use_id:
+            raise BadRequest(f"{where}.content[{at}]: tool_result needs a tool_use_id")
+        text = _text(f"{where}.content[{at}]", block.content or "")
+        if block.is_error:
+            text = f"error: {text}"
+        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+    if texts:
+        yield {"role": role, "content": _text(where, texts)}
+
+
+def _text(where: str, content: str | Sequence[ContentBlock]) -> str:
+    if isinstance(content, str):
+        return content
+    for at, block in enumerate(content):
+        if block.type != "text" or block.text is None:
+            raise BadRequest(f"{where}[{at}]: a block of type {block.type[:80]!r} is not text")
+    return "\n".join(block.text or "" for block in content)
+
+
+# ---- answers
+
+
+class AnthropicWording(EventWording):
+    """A message of content blocks, each started, extended by deltas, and stopped in turn."""
+
+    def __init__(self, parser: StreamParser, model: str) -> None:
+        self._blocks: list[Json] = []
+        result = {
+            "id": "msg_" + secrets.token_hex(12),
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": self._blocks,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": 0, "output_tokens": 0},
+        }
+        super().__init__(parser, result)
+        self._arguments = ""  # of the open call, as JSON text
+        self._is_open = False  # the last block is not stopped yet
+        self._has_started = False
+
+    def started(self, job: int, started: Started) -> None:
+        self.result["usage"]["input_tokens"] = started.n_prompt_tokens
+
+    def add(self, delta: Delta) -> list[Json]:
+        events = self._opening()
+        if isinstance(delta, CallPiece):
+            if delta.name is not None:
+                call: Json = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+                events += self._open(call)
+            self._arguments += delta.arguments
+            if delta.arguments:
+                events.append(self._delta("input_json_delta", "partial_json", delta.arguments))
+            return events
+        if isinstance(delta, Content):
+            kind, name, empty = "text", "text", {"type": "text", "text": ""}
+        else:
+            kind, name = "thinking", "thinking"
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+        if not self._is_open or self._blocks[-1]["type"] != kind:
+            events += self._open(empty)
+        self._blocks[-1][name] += delta.text
+        return [*events, self._delta(f"{kind}_delta", name, delta.text)]
+
+    def finish(self, last: Piece, n_reasoning: int) -> list[Json]:
+        events = [*self._opening(), *self._close()]
+        assert last.stats is not None
+        reason = "end_turn" if last.stopping_word is None else "stop_sequence"
+        if last.finish_reason == "length":
+            reason = "max_tokens"
+        elif any(block["type"] == "tool_use" for block in self._blocks):
+            reason = "tool_use"
+        ending = {"stop_reason": reason, "stop_sequence": last.stopping_word}
+        usage = {
+            "input_tokens": last.stats.n_prompt_tokens - last.stats.n_cached_tokens,
+            "cache_read_input_tokens": last.stats.n_cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": last.stats.n_tokens,
+        }
+        self.result |= {**ending, "usage": usage}
+        return [
+            *events,
+            {"type": "message_delta", "delta": ending, "usage": usage},
+            {"type": "message_stop"},
+        ]
+
+    def break_off(self, problem: Problem) -> list[Json]:
+        return [anthropic_error(problem)]
+
+    def _opening(self) -> list[Json]:
+        """The event that opens the stream, once."""
+        if self._has_started:
+            return []
+        self._has_started = True
+        return [{"type": "message_start", "message": {**self.result, "content": []}}]
+
+    def _open(self, block: Json) -> list[Json]:
+        events = self._close()
+        self._is_open = True
+        self._blocks.append(block)
+        index = len(self._blocks) - 1
+        return [
+            *events,
+            {"type": "content_block_start", "index": index, "content_block": dict(block)},
+        ]
+
+    def _close(self) -> list[Json]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        block = self._blocks[-1]
+        if block["type"] == "tool_use":
+            block["input"] = _object(self._arguments)
+            self._arguments = ""
+        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+
+    def _delta(self, kind: str, name: str, text: str) -> Json:
+        delta = {"type": kind, name: text}
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+
+def _object(arguments: str) -> Json:
+    """An empty object for a call that the token limit cut short."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# ---- routes
+
+
+def anthropic_router(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["Anthropic"])
+
+    @context.post(router, "/v1/messages", body=MessagesRequest)
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        """The model's next turn."""
+        chat = context.translated(request, *as_chat(body), ChatRequest)
+        question = await context.question(request, chat)
+
+        def wording() -> Wording:
+            return AnthropicWording(question.prompt.parser(), context.card.name)
+
+        return context.generate(request, [question.job], wording, stream=body.stream)
+
+    @context.post(router, "/v1/messages/count_tokens", body=CountRequest)
+    async def count_tokens(request: Request, body: CountRequest) -> Response:
+        """The number of tokens that a conversation takes as a prompt."""
+        chat = context.translated(request, *as_chat(body), ConversationRequest)
+        text = await context.rendered(chat)
+        tokens = await context.engine.call(calls.tokenize, text, False, True)
+        return JSONResponse({"input_tokens": len(tokens)})
+
+    return router

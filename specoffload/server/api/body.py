@@ -1,0 +1,218 @@
+"""A request's body: read within limits, renamed to the names used here, and checked.
+
+Programs that talk to several servers send every parameter that one of them has. As those servers
+do, this one ignores parameters without effect, and names them in the answer's header
+`X-Ignored-Parameters`; with --strict-params they are a 400. Parameters that would change the kind
+of the answer are always refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from offload.errors import BadRequest
+from specoffload.server.engine.client import RequestFailed, unavailable
+from specoffload.server.engine.messages import Problem
+from specoffload.session.generation import ModelCard
+
+HEADER = b"x-ignored-parameters"
+_OVERHEAD_BYTES = 2**20  # tools, schemas, and the JSON around a prompt
+_MOST_BYTES = 64 * 2**20
+_MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # of all bodies that are being read
+_RETRY_AFTER_S = 2
+_STATE = "ignored"  # in the scope of a request: names without effect
+
+# Names of llama-server, vLLM, text-generation-webui and KoboldCpp -> the names used here.
+ALIASES: Mapping[str, str] = {
+    "guided_grammar": "grammar",
+    "guided_json": "json_schema",
+    "max_new_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "reasoning_budget_tokens": "thinking_budget_tokens",
+    "rep_pen": "repeat_penalty",
+    "repetition_penalty": "repeat_penalty",
+    "repetition_penalty_range": "repeat_last_n",
+    "rep_pen_range": "repeat_last_n",
+    "speculative.n_max": "draft_max",
+    "speculative.n_min": "draft_min",
+    "speculative.p_min": "draft_p_min",
+    "stopping_strings": "stop",
+    "stop_sequence": "stop",
+    "typ_p": "typical_p",
+    "typical": "typical_p",
+}
+
+# Bookkeeping of OpenAI's platform, and hints about speed. They do not change the answer.
+INERT = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+# Parameters that would change the kind of the answer, with the values (besides null) that do not.
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1, 0),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+
+_OFF: tuple[object, ...] = (False, 0, 0.0, -1, "", [], {})  # an unknown parameter's "off"
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+class BodyReader:
+    """Reads the bodies of one server. `strict`: a parameter without effect is refused."""
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+        self._n_bytes = 0  # of all bodies that are being read
+
+    async def read(self, request: Request, kind: type[_Body], card: ModelCard) -> _Body:
+        """The body as `kind`. Names that no field has are left to `judge`.
+
+        Raises RequestFailed: 413 over the limit, 503 if too much is being read, 400 for anything
+        that is no JSON object or does not fit `kind`.
+        """
+        # Text may double when JSON escapes it.
+        longest_bytes = _OVERHEAD_BYTES + 2 * card.n_ctx * card.longest_token_bytes
+        data = await self._bytes(request, min(longest_bytes, _MOST_BYTES))
+        try:
+            found = from_json(data, allow_inf_nan=False)
+        except ValueError as e:
+            raise _invalid(f"the body is not JSON: {e}") from e
+        if not isinstance(found, dict):
+            raise _invalid("the body must be a JSON object")
+        return checked(found, kind)
+
+    def judge(self, request: Request, body: BaseModel) -> None:
+        """Note the parameters of `body` without effect, for the header. Raises BadRequest for one
+        that is refused."""
+        names = ignored_names(body)
+        if self._strict:
+            refuse_ignored(type(body), names)
+        ignore(request, names)
+
+    async def _bytes(self, request: Request, limit_bytes: int) -> bytes:
+        chunks: list[bytes] = []
+        n_bytes = 0
+        try:
+            async for chunk in request.stream():
+                n_bytes += len(chunk)
+                self._n_bytes += len(chunk)
+                if n_bytes > limit_bytes:
+                    raise _invalid(
+                        f"the body is over {limit_bytes} bytes, which is more than a prompt that "
+                        "fits the context can take: shorten it or raise --ctx-size",
+                        413,
+                    )
+                if self._n_bytes > _MOST_BYTES_AT_ONCE:
+                    message = f"bodies of over {_MOST_BYTES_AT_ONCE} bytes are being read"
+                    raise RequestFailed(unavailable(message, _RETRY_AFTER_S))
+                chunks.append(chunk)
+        finally:
+            self._n_bytes -= n_bytes
+        return b"".join(chunks)
+
+
+def checked(found: dict[str, Any], kind: type[_Body]) -> _Body:
+    """A JSON object as `kind`. Raises RequestFailed (400) with the first fault and its place."""
+    try:
+        return kind.model_validate(renamed(found, kind.model_fields))
+    except ValidationError as e:
+        first = e.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the body"
+        raise _invalid(f"{where}: {first['msg']}") from e
+
+
+def _invalid(message: str, http_status: int = 400) -> RequestFailed:
+    problem = Problem("BadRequest", message, http_status, "invalid_request_error", exit_code=2)
+    return RequestFailed(problem)
+
+
+def has_body(headers: Headers) -> bool:
+    """True if the request announces a body, of a known length or in chunks (RFC 9112)."""
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+def renamed(body: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """`body` under the names used here. If two names for one thing are given, ours counts."""
+    result = dict(body)
+    for other, name in ALIASES.items():
+        if other in known or name not in known or other not in body:
+            continue
+        if result.get(name) is None:
+            result[name] = result.pop(other)
+        elif result[other] == result[name]:
+            del result[other]
+    return result
+
+
+def _is_one_of(value: object, offs: tuple[object, ...]) -> bool:
+    return any(type(value) is type(off) and value == off for off in offs)
+
+
+def ignored_names(request: BaseModel) -> tuple[str, ...]:
+    """The parameters that are set and have no effect. Raises BadRequest for one that would change
+    the kind of the answer."""
+    names = []
+    for name, value in (request.model_extra or {}).items():
+        if value is None or name in INERT:
+            continue
+        if name in REFUSED:
+            if not _is_one_of(value, REFUSED[name]):
+                raise BadRequest(f"{name} is not supported by this server: leave it out")
+        elif not _is_one_of(value, _OFF):
+            names.append(name)
+    return tuple(names)
+
+
+def refuse_ignored(kind: type[BaseModel], names: Collection[str]) -> None:
+    """Raises BadRequest for the first of `names`, with a guess of what was meant."""
+    for name in names:
+        close = difflib.get_close_matches(name[:80], [*kind.model_fields, *REFUSED, *INERT], n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise BadRequest(f"parameter {name} has no effect here (--strict-params){hint}")
+
+
+def ignore(request: Request, names: Collection[str]) -> None:
+    """Note parameters without effect for `ignored_header`."""
+    noted: list[str] = request.scope.setdefault("state", {}).setdefault(_STATE, [])
+    noted += names
+
+
+def ignored_header(scope: Any) -> list[tuple[bytes, bytes]]:
+    """The header that names the noted parameters; empty if there are none."""
+    names = scope.get("state", {}).get(_STATE, ())
+    return [(HEADER, header_value(names))] if names else []
+
+
+def header_value(names: Collection[str]) -> bytes:
+    """As many of `names` as fit a header, in printable ASCII, and the number of the others."""
+    # h11 rejects header values with leading or trailing blanks, so padded names are not shown.
+    shown = [n for n in names if n.isascii() and n.isprintable() and n and n.strip() == n][:50]
+    shown = [name for name in shown if len(name) < 100]
+    n_more = len(names) - len(shown)
+    return ", ".join([*shown, *([f"{n_more} more"] if n_more else [])]).encode()

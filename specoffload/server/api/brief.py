@@ -1,0 +1,211 @@
+"""Routes that generate nothing: tokens of texts, embeddings, and llama-server's slots.
+
+llama.cpp tools/server/README.md, "POST /tokenize", "/detokenize", "/embedding", "/slots".
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+from fastapi import APIRouter, Request
+from numpy.typing import NDArray
+from starlette.responses import JSONResponse, Response
+
+from offload.errors import BadRequest
+from specoffload.server.api.answers import Json
+from specoffload.server.api.context import ServerContext
+from specoffload.server.api.parameters import prompts_of
+from specoffload.server.api.requests import (
+    DetokenizeRequest,
+    EmbeddingsRequest,
+    NativeEmbeddingRequest,
+    SlotRequest,
+    TokenizeRequest,
+)
+from specoffload.server.engine import calls
+from specoffload.server.engine.client import RequestFailed, unavailable
+from specoffload.server.engine.messages import Prompt
+from specoffload.session.generation import SlotAction, SlotResult
+
+Row = NDArray[np.float32]
+
+_COUNTS = {"save": ("n_saved", "n_written"), "restore": ("n_restored", "n_read")}
+
+
+def text_router(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["text"])
+
+    @context.post(router, "/tokenize", body=TokenizeRequest)
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+        """Token ids of a text, with their pieces if asked for."""
+        function = calls.tokenize_in_pieces if body.with_pieces else calls.tokenize
+        arguments = body.content, body.add_special, body.parse_special
+        tokens = await context.engine.call(function, *arguments)
+        if body.with_pieces:
+            tokens = [{"id": id_, "piece": _piece(piece)} for id_, piece in tokens]
+        return JSONResponse({"tokens": tokens})
+
+    @context.post(router, "/detokenize", body=DetokenizeRequest)
+    async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+        """The text of token ids; special tokens are written out."""
+        content = await context.engine.call(calls.detokenize, body.tokens)
+        return JSONResponse({"content": content})
+
+    return router
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """Text, or for a part of a character its bytes."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+# ---- embeddings
+
+
+def embeddings_router(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["embeddings"])
+
+    @context.post(router, "/v1/embeddings", body=EmbeddingsRequest)
+    async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
+        """One vector of length 1 for each input; 501 if the model makes none."""
+        found = await _embedded(context, request, prompts_of(body.input, "input"))
+        n_tokens = sum(one.n_tokens for one in found)
+        data = [
+            {"object": "embedding", "index": at, "embedding": _openai_vector(one, body)}
+            for at, one in enumerate(found)
+        ]
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        answer = {"object": "list", "data": data, "model": context.card.name, "usage": usage}
+        return JSONResponse(answer)
+
+    @context.post(router, "/embeddings", "/embedding", body=NativeEmbeddingRequest)
+    async def embedding(request: Request, body: NativeEmbeddingRequest) -> Response:
+        """The vector of each text, or without pooling one of each token; 501 if the model makes
+        none."""
+        given = body.content if body.content is not None else body.input
+        found = await _embedded(context, request, prompts_of(given, "content"))
+        # As in llama-server, vectors of texts have length 1, and those of tokens any length.
+        vectors = [[unit_length(r) if one.is_pooled else r for r in one.rows] for one in found]
+        return JSONResponse(
+            [
+                {"index": at, "embedding": [row.tolist() for row in rows]}
+                for at, rows in enumerate(vectors)
+            ]
+        )
+
+    return router
+
+
+async def _embedded(
+    context: ServerContext, request: Request, prompts: Sequence[Prompt]
+) -> list[calls.Embedded]:
+    """Embeds one text after the other, so that running requests go on in between. Stops when the
+    client leaves."""
+    found: list[calls.Embedded] = []
+    for prompt in prompts:
+        found.append(await context.engine.call(calls.embed, prompt))
+        if await request.is_disconnected():
+            break
+    return found
+
+
+def _openai_vector(found: calls.Embedded, body: EmbeddingsRequest) -> str | list[float]:
+    if not found.is_pooled:
+        raise BadRequest(
+            "without pooling there is a vector for each token, which this API has no place for: "
+            "start the server with --pooling mean or last, or use /embedding"
+        )
+    row = found.rows[0]
+    if body.dimensions is not None and body.dimensions > len(row):
+        raise BadRequest(f"dimensions {body.dimensions}: this model's vectors have {len(row)}")
+    row = unit_length(row[: body.dimensions])
+    if body.encoding_format == "base64":
+        return base64.b64encode(row.astype("<f4").tobytes()).decode()
+    numbers: list[float] = row.tolist()
+    return numbers
+
+
+def unit_length(row: Row) -> Row:
+    """The vector scaled to length 1; a null vector stays as it is."""
+    length = float(np.linalg.norm(row.astype(np.float64)))
+    return row / np.float32(length) if length else row
+
+
+# ---- slots
+
+
+def slots_router(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["slots"])
+
+    async def slots(request: Request) -> Response:
+        """What each slot holds, and the progress of its request."""
+        engine, n_ctx = context.engine, context.card.n_ctx
+        if request.query_params.get("fail_on_no_slot") and engine.n_running >= engine.n_parallel:
+            raise RequestFailed(unavailable("no slot available"))
+        return JSONResponse(
+            [
+                {
+                    "id": slot.id,
+                    "n_ctx": n_ctx,
+                    "is_processing": slot.is_processing,
+                    "n_tokens": slot.n_tokens,
+                    "n_prompt_tokens": slot.n_prompt_tokens,
+                    "next_token": [
+                        {
+                            "has_next_token": slot.is_processing,
+                            "n_remain": slot.n_remain,
+                            "n_decoded": slot.n_decoded,
+                        }
+                    ],
+                }
+                for slot in await engine.call(calls.slots)
+            ]
+        )
+
+    async def change_slot(request: Request, number: int) -> Response:
+        """Saves, restores or erases what an idle slot holds."""
+        body = await context.read(request, SlotRequest)
+        action = _action(request.query_params.get("action"))
+        if action != "erase" and not body.filename:
+            raise BadRequest(f"{action} needs a filename in the body")
+        arguments = number, action, body.filename or ""
+        result = await context.engine.call(calls.change_slot, *arguments)
+        return JSONResponse(_changed(*arguments, result))
+
+    router.add_api_route("/slots", slots, methods=["GET"], response_model=None)
+    router.add_api_route(
+        "/slots/{number:int}",
+        change_slot,
+        methods=["POST"],
+        response_model=None,
+        openapi_extra=context.described(SlotRequest),
+    )
+    return router
+
+
+def _action(name: str | None) -> SlotAction:
+    known: tuple[SlotAction, ...] = get_args(SlotAction)
+    for action in known:
+        if name == action:
+            return action
+    raise BadRequest(f"action {name!r} is not one of {', '.join(known)}")
+
+
+def _changed(number: int, action: SlotAction, filename: str, result: SlotResult) -> Json:
+    if action == "erase":
+        return {"id_slot": number, "n_erased": result.n_tokens}
+    tokens, size = _COUNTS[action]
+    timings: dict[str, Any] = {f"{action}_ms": 1e3 * result.took_s}
+    return {
+        "id_slot": number,
+        "filename": filename,
+        tokens: result.n_tokens,
+        size: result.n_bytes,
+        "timings": timings,
+    }

@@ -1,0 +1,172 @@
+"""llama-server's own /completion and /infill, as its page and editors' plug-ins use them.
+
+llama.cpp tools/server/README.md, "POST /completion".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from specoffload.server.api.answers import Json, server_sent, timings_of, to_json
+from specoffload.server.api.context import ServerContext
+from specoffload.server.api.parameters import prompts_of, settings_of
+from specoffload.server.api.probabilities import Placed, TokenPlaces, native_probabilities
+from specoffload.server.api.requests import InfillRequest, NativeRequest
+from specoffload.server.api.streaming import Wording
+from specoffload.server.engine.messages import CompletionJob, InfillJob, Prompt, Started
+from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.session.infill import Fill
+
+_STOP_TYPES = {"length": "limit", "stop": "eos"}
+
+
+def native_router(context: ServerContext) -> APIRouter:
+    router = APIRouter(tags=["llama-server"])
+
+    @context.post(router, "/completion", "/completions", body=NativeRequest)
+    async def completion(request: Request, body: NativeRequest) -> Response:
+        """Continues each prompt; several prompts are answered with a list."""
+        options = context.options(request, body)
+        prompts = prompts_of(body.prompt)
+        jobs = [CompletionJob(prompt, options) for prompt in prompts]
+
+        def wording() -> Wording:
+            return NativeWording(context.card.name, options, prompts, body)
+
+        return context.generate(request, jobs, wording, stream=body.stream)
+
+    @context.post(router, "/infill", body=InfillRequest)
+    async def infill(request: Request, body: InfillRequest) -> Response:
+        """Writes the text between two others; 501 for a model that was not trained to."""
+        options = context.options(request, body)
+        extra = tuple((part.filename, part.text) for part in body.input_extra or ())
+        fill = Fill(body.input_prefix, body.input_suffix, body.prompt, extra)
+
+        def wording() -> Wording:
+            return NativeWording(context.card.name, options, [body.prompt], body)
+
+        return context.generate(request, [InfillJob(fill, options)], wording, stream=body.stream)
+
+    return router
+
+
+class _Answer:
+    """One answer so far."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.tokens: list[int] = []
+        self.n_prompt = 0
+        self.last: Piece | None = None
+        self.probabilities: list[Placed] = []
+        self.places = TokenPlaces()
+
+
+class NativeWording(Wording):
+    """llama-server's form of an answer, whole and in chunks."""
+
+    def __init__(
+        self,
+        model: str,
+        options: GenerateOptions,
+        prompts: Sequence[Prompt],
+        body: NativeRequest | InfillRequest,
+    ) -> None:
+        self._model = model
+        self._settings = settings_of(options)
+        self._post_sampling = options.post_sampling_probs
+        self._prompts = prompts
+        self._with_tokens = bool(body.return_tokens)
+        self._fields = body.response_fields
+        self._answers = [_Answer() for _ in prompts]
+
+    def started(self, job: int, started: Started) -> None:
+        self._answers[job].n_prompt = started.n_prompt_tokens
+
+    def piece(self, job: int, piece: Piece) -> bytes:
+        answer = self._answers[job]
+        answer.texts.append(piece.text)
+        answer.tokens += piece.tokens
+        found = answer.places.take(piece)
+        answer.probabilities += found
+        if piece.finish_reason is not None:
+            answer.last = piece
+            chunk = self._final(job, "", piece.tokens)
+        elif not piece.text and not piece.tokens:
+            return b""
+        else:
+            chunk = {
+                "index": job,
+                "content": piece.text,
+                "tokens": list(piece.tokens),
+                "stop": False,
+                "id_slot": piece.id_slot,
+                "tokens_predicted": len(answer.tokens),
+                "tokens_evaluated": answer.n_prompt,
+            }
+            if piece.so_far is not None:
+                chunk["timings"] = timings_of(piece.so_far)
+        if found:
+            chunk["completion_probabilities"] = self._probabilities(found)
+        return server_sent(chunk)
+
+    def whole(self) -> bytes:
+        answers = []
+        for job, answer in enumerate(self._answers):
+            tokens = answer.tokens if self._with_tokens else ()
+            found = answer.probabilities if self._settings["n_probs"] else None
+            answers.append(self._final(job, "".join(answer.texts), tokens, found))
+        return to_json(answers[0] if len(answers) == 1 else answers).encode()
+
+    def _probabilities(self, tokens: Sequence[Placed]) -> list[Json]:
+        return native_probabilities(tokens, post_sampling=self._post_sampling)
+
+    def _final(
+        self,
+        job: int,
+        content: str,
+        tokens: Sequence[int],
+        probabilities: Sequence[Placed] | None = None,
+    ) -> Json:
+        """The whole answer, or a stream's last chunk, whose text is the rest."""
+        answer, prompt = self._answers[job], self._prompts[job]
+        last = answer.last
+        assert last is not None
+        assert last.finish_reason is not None
+        assert last.stats is not None
+        word = last.stopping_word
+        final: Json = {
+            "index": job,
+            "content": content if content else last.text,
+            "tokens": list(tokens),
+            "id_slot": last.id_slot,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": last.stats.n_tokens,
+            "tokens_evaluated": last.stats.n_prompt_tokens,
+            "generation_settings": self._settings,
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "has_new_line": any("\n" in text for text in answer.texts),
+            "truncated": False,
+            "stop_type": "word" if word is not None else _STOP_TYPES[last.finish_reason],
+            "stopping_word": word or "",
+            "tokens_cached": last.stats.n_cached_tokens,
+            "timings": timings_of(last.stats),
+        }
+        if probabilities is not None:
+            final["completion_probabilities"] = self._probabilities(probabilities)
+        if not self._fields:
+            return final
+        return {name: found for name in self._fields if (found := _at(final, name)) is not None}
+
+
+def _at(answer: Json, path: str) -> Any:
+    """The value at a path such as `generation_settings/n_predict`; None if there is none."""
+    found: Any = answer
+    for name in path.split("/"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found

@@ -1,0 +1,245 @@
+"""The JSON bodies of requests: OpenAI's and llama-server's.
+
+They are strict: a wrong type is refused, not converted. Keys that no model declares are kept in
+`model_extra`, and `body.py` decides about them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    create_model,
+)
+
+from specoffload.config.flags import sampling
+from specoffload.config.flags.flag import FLOAT, INT, SWITCH
+
+MOST_CHOICES = 64  # answers of one chat request
+
+
+class RequestModel(BaseModel):
+    """`is_translated`: the body becomes that of a chat, which is then checked for unknown names."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    is_translated: ClassVar[bool] = False
+
+
+def _whole(value: object) -> object:
+    """4.0 is an integer in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+
+# A union tries each type in turn. `fail_fast` leaves a list at its first wrong element.
+_Texts = Annotated[list[str], Field(fail_fast=True)]
+_Tokens = Annotated[list[Whole], Field(fail_fast=True)]
+
+# `prompts_of` checks these in one pass; a union would try each type on all of it.
+Prompts = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": ["string", "integer", "array"]}},
+            ]
+        }
+    ),
+]
+
+# Fields with the name, type and range of a sampling flag; their values go into GenerateOptions as
+# they are.
+_TYPES: dict[Any, Any] = {INT: Whole | None, FLOAT: float | None, SWITCH: bool | None}
+PLAIN_FLAGS = {
+    flag.request: flag for flag in sampling.FLAGS if flag.request and flag.kind in _TYPES
+}
+
+if TYPE_CHECKING:
+    _SamplingFields = RequestModel
+else:
+    _SamplingFields = create_model(
+        "_SamplingFields",
+        __base__=RequestModel,
+        **{
+            name: (_TYPES[flag.kind], Field(None, ge=flag.least, gt=flag.above, le=flag.most))
+            for name, flag in PLAIN_FLAGS.items()
+        },
+    )
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # OpenAI's padding against traffic analysis
+
+
+class GenerationRequest(_SamplingFields):
+    """The fields common to all requests that generate. `model` may be any name: one model is
+    served, and its name is in the answer."""
+
+    model: str | None = None
+    max_tokens: Whole | None = Field(None, ge=-1)  # -1, as in llama-server: the rest of the context
+    dry_sequence_breakers: str | _Texts | None = None  # a text is JSON of the list
+    samplers: str | _Texts | None = None  # names, or llama.cpp's letters
+    logit_bias: dict[str, Any] | list[Any] | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    seed: Whole | None = None
+    stop: str | _Texts | None = None
+    cache_prompt: bool | None = None
+    id_slot: Whole | None = Field(None, ge=-1)
+    draft_max: Whole | None = Field(None, ge=0)
+    draft_min: Whole | None = Field(None, ge=0)
+    draft_p_min: float | None = Field(None, ge=0, le=1)
+    time_limit_s: float | None = Field(None, gt=0)
+    stream: bool | None = None
+    timings_per_token: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """/v1/completions."""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | Literal[False] | None = None
+    n: Whole | None = Field(None, ge=1)
+    suffix: str | None = None
+
+
+class _NativeFields(GenerationRequest):
+    n_probs: Whole | None = Field(None, ge=0, le=1000)
+    post_sampling_probs: bool | None = None
+    return_tokens: bool | None = None
+    response_fields: _Texts | None = None
+
+
+class NativeRequest(_NativeFields):
+    """/completion."""
+
+    prompt: Prompts
+
+
+class ExtraFile(RequestModel):
+    filename: str = ""
+    text: str
+
+
+class InfillRequest(_NativeFields):
+    """/infill."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[ExtraFile] | None = None
+    prompt: str = ""
+
+
+class TextPart(RequestModel):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(RequestModel):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(RequestModel):
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall
+
+
+class ChatMessage(RequestModel):
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's and OpenRouter's name for it
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(RequestModel):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolParameter(RequestModel):
+    type: str
+    function: Function | None = None
+
+
+class FunctionName(RequestModel):
+    name: str
+
+
+class ChatToolChoice(RequestModel):
+    type: str
+    function: FunctionName | None = None
+
+
+class ConversationRequest(RequestModel):
+    """The fields that a chat template is rendered with; the body of /apply-template."""
+
+    messages: list[ChatMessage]
+    tools: list[ToolParameter] | None = None
+    tool_choice: str | ChatToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    reasoning_format: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ChatRequest(ConversationRequest, GenerationRequest):
+    """/v1/chat/completions."""
+
+    max_completion_tokens: Whole | None = Field(None, ge=-1)
+    n: Whole | None = Field(None, ge=1, le=MOST_CHOICES)
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = Field(None, ge=0, le=20)
+    thinking_budget_tokens: Whole | None = Field(None, ge=-1)
+
+
+class TokenizeRequest(RequestModel):
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeRequest(RequestModel):
+    tokens: _Tokens
+
+
+class SlotRequest(RequestModel):
+    """/slots/ID?action=..."""
+
+    filename: str | None = None
+
+
+class EmbeddingsRequest(RequestModel):
+    """/v1/embeddings. `dimensions` cuts each vector and scales it to length 1 again."""
+
+    model: str | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Whole | None = Field(None, ge=1)
+
+
+class NativeEmbeddingRequest(RequestModel):
+    """/embedding. `input` is another name for `content`."""
+
+    content: Prompts = None
+    input: Prompts = None

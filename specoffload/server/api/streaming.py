@@ -1,0 +1,318 @@
+"""The jobs of one HTTP request, followed as one, and the response that tells of them.
+
+Each API has a `Wording`. It turns events of jobs into the bytes that the client gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from time import monotonic
+from typing import NamedTuple
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specoffload.chat.conversation import Delta
+from specoffload.chat.parser import StreamParser
+from specoffload.server.api.answers import (
+    KEEP_ALIVE,
+    Json,
+    ParsedAnswer,
+    error_body,
+    named_events,
+    problem_response,
+    server_sent,
+    to_json,
+)
+from specoffload.server.engine.client import EngineClient, RequestFailed, Ticket
+from specoffload.server.engine.messages import (
+    Finished,
+    GeneratingJob,
+    JobEvent,
+    Problem,
+    Started,
+    problem_of,
+)
+from specoffload.server.sockets import WRITE_PART
+from specoffload.session.generation import Piece
+
+_AGAIN_S = 0.2
+
+# The header of a stream waits for the first piece, because a refused prompt or a failed prefill
+# should get its HTTP status. But proxies and clients must not time out in a prefill of minutes.
+_HEADER_PATIENCE_S = 10.0
+_KEEP_ALIVE_S = 10.0
+_NEWS_S = 1.0  # least time between comments about parts of a prompt
+
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # keeps nginx from holding events back
+]
+
+log = logging.getLogger("specoffload.server")
+
+
+class Wording:
+    """One request's answers in the terms of one API. Bytes go to the client in the order of the
+    calls. `job` counts the jobs of the request; a piece has the number of its answer."""
+
+    def started(self, job: int, started: Started) -> None:
+        """The prompt was accepted."""
+
+    def piece(self, job: int, piece: Piece) -> bytes:
+        """The events of a piece, after those that open the stream. The last piece has a finish
+        reason and statistics."""
+        raise NotImplementedError
+
+    def end(self) -> bytes:
+        """The last events of a stream."""
+        return b""
+
+    def failed(self, problem: Problem) -> bytes:
+        """The events of a stream that breaks off."""
+        return server_sent(error_body(problem))
+
+    def whole(self) -> bytes:
+        """JSON of everything that `piece` got."""
+        raise NotImplementedError
+
+
+class EventWording(Wording):
+    """An API whose streams are named events that add up to `result`. Its subclasses say which."""
+
+    def __init__(self, parser: StreamParser, result: Json) -> None:
+        self.result = result
+        self._answer = ParsedAnswer(parser)
+
+    def add(self, delta: Delta) -> list[Json]:
+        raise NotImplementedError
+
+    def finish(self, last: Piece, n_reasoning: int) -> list[Json]:
+        raise NotImplementedError
+
+    def break_off(self, problem: Problem) -> list[Json]:
+        raise NotImplementedError
+
+    def piece(self, job: int, piece: Piece) -> bytes:
+        told = b"".join(named_events(self.add(delta)) for delta in self._answer.add(piece))
+        if piece.finish_reason is None:
+            return told
+        return told + named_events(self.finish(piece, self._answer.n_reasoning))
+
+    def failed(self, problem: Problem) -> bytes:
+        return named_events(self.break_off(problem))
+
+    def whole(self) -> bytes:
+        return to_json(self.result).encode()
+
+
+class Heard(NamedTuple):
+    """An event, the number of its job, and when the engine made it (time.monotonic())."""
+
+    job: int
+    event: JobEvent
+    made_at_s: float
+
+
+class TicketGroup:
+    """Submits the jobs of a request in order, as many at once as the engine has slots. The others
+    wait here, so that a list of prompts takes no more places in the queue than that."""
+
+    def __init__(self, engine: EngineClient, jobs: Sequence[GeneratingJob], client: str) -> None:
+        """Raises RequestFailed if not even the first job is accepted."""
+        self._engine, self._client = engine, client
+        self._jobs = deque(enumerate(jobs))  # not submitted yet
+        self._n_left = len(jobs)
+        self._n_at_once = max(1, engine.n_parallel)
+        self._events: asyncio.Queue[Heard] = asyncio.Queue()
+        self._tickets: dict[int, Ticket] = {}
+        self._again: asyncio.TimerHandle | None = None
+        self.at_once: Callable[[Heard], bool] | None = None
+        """Is offered each event that arrives while none waits; returns True if it took it."""
+        self._submit()
+        self._go_on()
+
+    async def next(self, timeout_s: float | None = None) -> Heard | None:
+        """The next event; None when all jobs have ended.
+
+        Raises RequestFailed with the first problem of any job, and TimeoutError, after which it can
+        be called again.
+        """
+        while self._n_left:
+            async with asyncio.timeout(timeout_s):
+                heard = await self._events.get()
+            if isinstance(heard.event, Problem):
+                raise RequestFailed(heard.event)
+            if not isinstance(heard.event, Finished):
+                return heard
+            self._n_left -= 1
+        return None
+
+    def written(self, made_at_s: float) -> None:
+        """A token that the engine made at that time has been written to the client's socket."""
+        self._engine.metrics.add_delay(monotonic() - made_at_s)
+
+    def cancel(self) -> None:
+        """The client has left, or has everything. May be called repeatedly."""
+        self._jobs.clear()
+        if self._again is not None:
+            self._again.cancel()
+        for ticket in self._tickets.values():
+            ticket.cancel()
+        self._tickets.clear()
+
+    def _go_on(self) -> None:
+        """Submit as many jobs as there is room for. The request was accepted, so if the queue is
+        full, its other jobs wait and try again."""
+        self._again = None
+        while self._jobs and len(self._tickets) < self._n_at_once:
+            try:
+                self._submit()
+            except RequestFailed as e:
+                if e.problem.retry_after_s is None:
+                    self._events.put_nowait(Heard(self._jobs[0][0], e.problem, 0.0))
+                else:
+                    after_ms = e.problem.retry_after_ms
+                    after_s = _AGAIN_S if after_ms is None else after_ms / 1000
+                    loop = asyncio.get_running_loop()
+                    self._again = loop.call_later(after_s, self._go_on)
+                return
+
+    def _submit(self) -> None:
+        index, job = self._jobs[0]
+        hear = functools.partial(self._hear, index)
+        self._tickets[index] = self._engine.submit(job, hear, self._client)
+        self._jobs.popleft()
+
+    def _hear(self, index: int, event: JobEvent, made_at_s: float) -> None:
+        heard = Heard(index, event, made_at_s)
+        if self.at_once is not None and self._events.empty():
+            try:
+                if self.at_once(heard):
+                    return
+            except Exception as e:  # other requests' events are in the same message
+                log.exception("telling of an answer failed")
+                self.at_once = None
+                heard = Heard(index, problem_of(e), made_at_s)
+        self._events.put_nowait(heard)
+        if isinstance(event, Finished):
+            del self._tickets[index]
+            if self._again is None:
+                self._go_on()
+
+
+class GenerationResponse(Response):
+    """An answer in one piece, or as server-sent events. Jobs are cancelled if the client leaves,
+    also while they are queued or in prefill, where Starlette would not notice."""
+
+    def __init__(self, group: TicketGroup, wording: Wording, *, stream: bool) -> None:
+        super().__init__()
+        self._group = group
+        self._wording = wording
+        self._stream = stream
+        self._has_header = False
+        self._is_writing = False  # new events have to wait
+        self._has_spoken = False  # since the last timeout
+        self._wrote_at_s = monotonic()  # the last write that was not at once
+        self._write_part: Callable[[bytes], bool] | None = None
+        self._unwritten = b""  # could not be written at once, because the client reads slowly
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def leave() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        work = asyncio.ensure_future(self._produce(scope, receive, send))
+        left = asyncio.ensure_future(leave())
+        try:
+            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._group.cancel()
+            for task in (work, left):
+                task.cancel()
+            await asyncio.gather(work, left, return_exceptions=True)
+        if not work.cancelled():
+            work.result()
+
+    async def _produce(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["http_version"] == "1.1":
+            self._write_part = scope.get("extensions", {}).get(WRITE_PART)
+        try:
+            if self._stream:
+                await self._tell(lambda data: self._write(send, data))
+            else:
+                while (heard := await self._group.next()) is not None:
+                    self._take(heard.job, heard.event)
+        except RequestFailed as e:
+            if not self._has_header:
+                await problem_response(e.problem)(scope, receive, send)
+                return
+            await self._write(send, self._wording.failed(e.problem))
+        if self._stream:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            response = Response(self._wording.whole(), media_type="application/json")
+            await response(scope, receive, send)
+
+    async def _tell(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        while True:
+            try:
+                patience_s = _KEEP_ALIVE_S if self._has_header else _HEADER_PATIENCE_S
+                self._is_writing = False
+                heard = await self._group.next(patience_s)
+                self._is_writing = True
+            except TimeoutError:
+                self._is_writing = True
+                if not self._has_spoken:
+                    await write(KEEP_ALIVE)
+                self._has_spoken = False
+                continue
+            if heard is None:
+                break
+            data = self._take(heard.job, heard.event)
+            if data:
+                await write(data)
+                self._group.written(heard.made_at_s)
+            elif _is_part_of_prompt(heard.event) and monotonic() - self._wrote_at_s > _NEWS_S:
+                await write(KEEP_ALIVE)
+        await write(self._wording.end())
+
+    def _write_at_once(self, heard: Heard) -> bool:
+        """Write a piece that only adds text as soon as it arrives. Most tokens go this way."""
+        job, event, made_at_s = heard
+        if self._write_part is None or self._is_writing or not isinstance(event, Piece):
+            return False
+        if not event.text or event.finish_reason is not None:
+            return False
+        self._has_spoken = True
+        self._unwritten += self._wording.piece(job, event)
+        if self._unwritten and self._write_part(self._unwritten):
+            self._unwritten = b""
+            self._group.written(made_at_s)
+        return True
+
+    def _take(self, job: int, event: JobEvent) -> bytes:
+        if isinstance(event, Started):
+            self._wording.started(job, event)
+        elif isinstance(event, Piece):
+            return self._wording.piece(job, event)
+        return b""
+
+    async def _write(self, send: Send, data: bytes) -> None:
+        if not self._has_header:
+            self._has_header = True
+            start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
+            await send(start)
+            self._group.at_once = self._write_at_once  # pieces need not wake this task from now on
+        data, self._unwritten = self._unwritten + data, b""
+        self._wrote_at_s = monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+def _is_part_of_prompt(event: JobEvent) -> bool:
+    return isinstance(event, Piece) and event.finish_reason is None and not event.tokens

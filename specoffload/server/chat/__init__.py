@@ -1,1 +1,0 @@
-"""Chat over HTTP: requests become conversations, prompts and worded answers."""

@@ -1,1 +1,0 @@
-"""Completions of prompts: OpenAI's, and llama-server's own."""

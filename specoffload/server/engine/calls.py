@@ -1,0 +1,122 @@
+"""Functions that the engine process calls between two steps (`EngineCall`), and the tokens of
+prompts, which are refused before much is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import BadRequest, DoesNotFit
+from specoffload.server.engine.messages import ChatJob, GeneratingJob, InfillJob, Prompt
+from specoffload.session.generation import Generator, ModelCard, SlotAction, SlotInfo, SlotResult
+
+
+class PromptTooLong(DoesNotFit):
+    """Has the number of tokens for llama-server's shape of this error."""
+
+    def __init__(self, n_prompt_tokens: int, n_ctx: int, *, at_least: bool = False) -> None:
+        """`at_least`: the text was not tokenised, and has at least this many tokens."""
+        super().__init__(
+            f"the prompt has {'at least ' * at_least}{n_prompt_tokens} tokens, the context {n_ctx},"
+            " and the answer needs at least one: shorten the prompt or raise --ctx-size"
+        )
+        self.n_prompt_tokens = n_prompt_tokens
+
+
+class Embedded(NamedTuple):
+    """The embedding of one text: float32 [1, width] if pooled, else [n_tokens, width]."""
+
+    rows: NDArray[np.float32]
+    n_tokens: int
+    is_pooled: bool
+
+
+def tokenize(generator: Generator, text: str, add_special: bool, parse_special: bool) -> list[int]:
+    check_text(text, generator.card)
+    return generator.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+
+def tokenize_in_pieces(
+    generator: Generator, text: str, add_special: bool, parse_special: bool
+) -> list[tuple[int, bytes]]:
+    """Token ids, each with the bytes of its text."""
+    ids = tokenize(generator, text, add_special, parse_special)
+    return [(id_, generator.piece(id_)) for id_ in ids]
+
+
+def detokenize(generator: Generator, tokens: Sequence[int]) -> str:
+    check_ids(tokens, generator.card.n_vocab)
+    return generator.detokenize(tokens)
+
+
+def embed(generator: Generator, prompt: Prompt) -> Embedded:
+    """Raises BadRequest, DoesNotFit or NotSupported."""
+    tokens = _tokens(generator, prompt)
+    if not tokens:
+        raise BadRequest("the input is empty: at least one token is needed")
+    check_ids(tokens, generator.card.n_vocab)
+    rows, is_pooled = generator.embed(tokens)
+    return Embedded(rows, len(tokens), is_pooled)
+
+
+def counters(generator: Generator) -> dict[str, float]:
+    return dict(generator.counters())
+
+
+def slots(generator: Generator) -> tuple[SlotInfo, ...]:
+    return generator.slots()
+
+
+def change_slot(generator: Generator, number: int, action: SlotAction, filename: str) -> SlotResult:
+    return generator.change_slot(number, action, filename)
+
+
+def prompt_tokens(generator: Generator, job: GeneratingJob) -> list[int]:
+    """Raises BadRequest, DoesNotFit or NotSupported."""
+    card = generator.card
+    if isinstance(job, ChatJob):  # a template writes its own special tokens
+        tokens = tokenize(generator, job.text, add_special=False, parse_special=True)
+    elif isinstance(job, InfillJob):
+        fill = job.fill
+        for text in (fill.prefix, fill.suffix, fill.prompt, *(text for _, text in fill.extra)):
+            check_text(text, card)
+        tokens = generator.fill_tokens(fill, job.options)
+    else:
+        tokens = _tokens(generator, job.prompt)
+    if not tokens:
+        raise BadRequest("the prompt is empty: at least one token is needed")
+    check_ids(tokens, card.n_vocab)
+    if len(tokens) >= card.n_ctx:
+        raise PromptTooLong(len(tokens), card.n_ctx)
+    return tokens
+
+
+def _tokens(generator: Generator, prompt: Prompt) -> list[int]:
+    tokens: list[int] = []
+    for at, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
+        if isinstance(part, str):
+            tokens += tokenize(generator, part, add_special=at == 0, parse_special=True)
+        else:
+            tokens.append(part)
+    return tokens
+
+
+def check_text(text: str, card: ModelCard) -> None:
+    """Raises PromptTooLong for a text that exceeds the context even if all its tokens are the
+    longest ones: libllama takes quadratic time to find special tokens in long texts."""
+    n_bytes = len(text.encode())
+    if n_bytes > card.n_ctx * card.longest_token_bytes:
+        n_tokens = -(-n_bytes // card.longest_token_bytes)
+        raise PromptTooLong(n_tokens, card.n_ctx, at_least=True)
+
+
+def check_ids(tokens: Sequence[int], n_vocab: int) -> None:
+    """Raises BadRequest for an id outside the vocabulary."""
+    for at, token in enumerate(tokens):
+        if not 0 <= token < n_vocab:
+            raise BadRequest(
+                f"prompt[{at}] is token {token}: the vocabulary has tokens 0 to {n_vocab - 1}"
+            )

@@ -1,0 +1,254 @@
+"""The engine process: opens the model and works on jobs that come over the channel.
+
+It holds libllama, so a failed assertion or a device error ends this process and not the API
+process. The main thread computes, and reads the channel between two steps. A second thread reports
+every second that this process runs, also during a step of minutes, and ends this process when the
+API process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from time import monotonic
+from typing import Protocol
+
+from specoffload.server.engine.calls import PromptTooLong, prompt_tokens
+from specoffload.server.engine.channel import Channel
+from specoffload.server.engine.health import HEARTBEAT_S
+from specoffload.server.engine.messages import (
+    Alive,
+    Cancel,
+    CompletionJob,
+    EngineCall,
+    Finished,
+    FromEngine,
+    GeneratingJob,
+    JobEvent,
+    JobOutput,
+    LoadFailed,
+    Loading,
+    Outputs,
+    Ready,
+    Result,
+    Shutdown,
+    Started,
+    Submit,
+    ToEngine,
+    problem_of,
+)
+from specoffload.session.generation import N_SEEDS, GenerateOptions, Generator, Piece, Running
+from specoffload.session.progress import OnProgress
+
+Factory = Callable[[OnProgress], Generator]
+"""Opens the model and reports progress. Must be picklable, because the process is spawned."""
+
+IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+
+log = logging.getLogger("specoffload.engine")
+
+
+class _Line:
+    """The channel to the API process, for two threads."""
+
+    def __init__(self, channel: Channel[FromEngine, ToEngine]) -> None:
+        self._channel = channel
+        self._sending = threading.Lock()
+        threading.Thread(target=self._watch, name="channel watch", daemon=True).start()
+
+    def send(self, message: FromEngine) -> None:
+        """Raises OSError when the API process is gone."""
+        with self._sending:
+            self._channel.send(message)
+
+    def take(self, *, wait: bool) -> list[ToEngine]:
+        """All messages that have arrived; with `wait` at least one."""
+        try:
+            return self._channel.receive() if wait else self._channel.received()
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def _watch(self) -> None:
+        """Send a heartbeat until the other end closes, then exit: the main thread may be inside
+        libllama, where no exception reaches it, and the kernel frees the memory."""
+        end = select.poll()
+        end.register(self._channel.fileno(), 0)  # hang-ups are always reported; nothing else is
+        with contextlib.suppress(OSError):
+            while not end.poll(1000 * HEARTBEAT_S):
+                self.send(Alive())
+        os._exit(0)
+
+
+def engine_main(channel: Channel[FromEngine, ToEngine], factory: Factory) -> None:
+    """Entry point of the spawned process; returns after Shutdown or a failed load.
+
+    SIGINT and SIGTERM are ignored. Ctrl-C goes to the whole process group, and a service manager's
+    SIGTERM to the whole service. The API process decides what happens then: it lets requests end,
+    and ends this process by Shutdown, SIGKILL or closing the channel.
+    """
+    for sig in IGNORED_SIGNALS:
+        signal.signal(sig, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    line = _Line(channel)
+    try:
+        generator = factory(_in_percent(line.send))
+    except Exception as error:
+        problem = problem_of(error)
+        if problem.http_status >= 500:
+            log.exception("the model could not be loaded")
+        line.send(LoadFailed(problem))
+        return
+    gc.freeze()  # later collections skip what exists now
+    line.send(Ready(generator.card))
+    generator.prepare()
+    try:
+        Service(generator, line.send).run(line.take)
+    except OSError:
+        os._exit(0)  # the API process is gone
+    finally:
+        generator.close()
+
+
+def _in_percent(send: Callable[[FromEngine], None]) -> OnProgress:
+    """Reports each per cent of each step once."""
+    told: set[tuple[str, int]] = set()
+
+    def tell(step: str, done: float) -> None:
+        percent = (step, int(100 * done))
+        if percent not in told:
+            told.add(percent)
+            send(Loading(step, done))
+
+    return tell
+
+
+class TakeMessages(Protocol):
+    def __call__(self, *, wait: bool) -> list[ToEngine]:
+        """All messages that have arrived; with `wait` at least one."""
+        ...
+
+
+class Service:
+    """Runs jobs on the generator and reports their events."""
+
+    def __init__(self, generator: Generator, send: Callable[[Outputs], None]) -> None:
+        self._generator, self._send = generator, send
+        self._running: dict[int, list[Running]] = {}  # unfinished answers by job id
+        self._answers: dict[int, tuple[int, int]] = {}  # job id and answer's number, by id(Running)
+        self._n_prompts: dict[int, int] = {}  # prompt tokens by job id
+        self._outputs: list[JobOutput] = []
+
+    def run(self, take: TakeMessages) -> None:
+        """Work until Shutdown. Messages are read before each step, so a cancelled job ends within
+        one step."""
+        while True:
+            has_work = bool(self._running) or self._generator.use_idle_time()
+            for message in take(wait=not has_work):
+                if isinstance(message, Shutdown):
+                    return
+                if isinstance(message, Cancel):
+                    self._cancel(message.job_id)
+                else:
+                    self._submit(message)
+            if self._running:
+                self._step()
+            if self._outputs:
+                self._send(Outputs(tuple(self._outputs), monotonic()))
+                self._outputs.clear()
+
+    def _submit(self, submit: Submit) -> None:
+        job_id, job = submit.job_id, submit.job
+        try:
+            if isinstance(job, EngineCall):
+                self._tell(job_id, Result(job.function(self._generator, *job.arguments)))
+                self._tell(job_id, Finished())
+            else:
+                self._begin(job_id, job)
+        except Exception as error:
+            self._fail(job_id, error)
+
+    def _begin(self, job_id: int, job: GeneratingJob) -> None:
+        tokens = prompt_tokens(self._generator, job)
+        self._n_prompts[job_id] = len(tokens)
+        answers: list[Running] = []
+        self._running[job_id] = answers
+        for index in range(job.options.n):
+            options = _options_of_answer(job.options, index)
+            answer = self._generator.start(tokens, options, answers[0] if answers else None)
+            answers.append(answer)
+            self._answers[id(answer)] = job_id, index
+        text: str | None = None
+        if isinstance(job, CompletionJob) and job.with_text:
+            is_text = isinstance(job.prompt, str)
+            text = str(job.prompt) if is_text else self._generator.detokenize(tokens)
+        self._tell(job_id, Started(len(tokens), text))
+
+    def _step(self) -> None:
+        try:
+            news = self._generator.step()
+        except Exception as error:  # every job fails; the next one may work
+            for job_id in list(self._running):
+                self._fail(job_id, error)
+            return
+        for running in news:
+            known = self._answers.get(id(running))
+            if known is not None:
+                self._report(*known, running)
+
+    def _report(self, job_id: int, index: int, running: Running) -> None:
+        last: Piece | None = None
+        while running.pieces:
+            last = running.pieces.popleft()
+            self._tell(job_id, replace(last, index=index) if index else last)
+        if not running.is_over:
+            return
+        if running.error is not None:
+            self._fail(job_id, running.error)
+        elif last is None or last.finish_reason is None or last.stats is None:
+            ended = RuntimeError("the generation ended without a finish reason and statistics")
+            self._fail(job_id, ended)
+        else:
+            del self._answers[id(running)]
+            self._running[job_id].remove(running)
+            if not self._running[job_id]:
+                self._cancel(job_id)
+
+    def _cancel(self, job_id: int) -> None:
+        if job_id in self._running:
+            self._forget(job_id)
+            self._tell(job_id, Finished())
+
+    def _fail(self, job_id: int, error: Exception) -> None:
+        n_prompt_tokens = self._n_prompts.get(job_id)
+        if isinstance(error, PromptTooLong):
+            n_prompt_tokens = error.n_prompt_tokens
+        n_ctx = self._generator.card.n_ctx
+        problem = problem_of(error, n_prompt_tokens=n_prompt_tokens, n_ctx=n_ctx)
+        if problem.http_status == 500:
+            log.error("job %d failed", job_id, exc_info=error)
+        self._forget(job_id)
+        self._tell(job_id, problem)
+
+    def _forget(self, job_id: int) -> None:
+        self._n_prompts.pop(job_id, None)
+        for answer in self._running.pop(job_id, ()):
+            self._generator.cancel(answer)  # no effect on an answer that has failed
+            del self._answers[id(answer)]
+
+    def _tell(self, job_id: int, event: JobEvent) -> None:
+        self._outputs.append(JobOutput(job_id, event))
+
+
+def _options_of_answer(options: GenerateOptions, index: int) -> GenerateOptions:
+    """Options of answer number `index` to one prompt. Equal seeds would give equal answers. Only
+    the first answer reports probabilities of the prompt."""
+    seed = options.seed if options.seed is None else (options.seed + index) % N_SEEDS
+    n_top = None if index else options.prompt_logprobs
+    return replace(options, n=1, seed=seed, prompt_logprobs=n_top)

@@ -1,0 +1,192 @@
+"""Counts of a server, and the page at /metrics that shows them in Prometheus' text format.
+
+Names are llama-server's where they mean the same (llama.cpp tools/server/README.md), so that its
+dashboards show this server too. Others begin with `specoffload:`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from specoffload.session.generation import GenerationStats
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+N_DRAFTED = "llamacpp:spec_decode_num_draft_tokens"
+
+_BOUNDS_S = (
+    *(50e-6, 100e-6, 200e-6, 300e-6, 500e-6, 700e-6),
+    *(1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7e-3, 10e-3, 20e-3, 50e-3, 0.1, 1.0),
+)
+
+# Sums over finished answers: name, help, and the value of one answer.
+_SUMS: tuple[tuple[str, str, Callable[[GenerationStats], float]], ...] = (
+    ("llamacpp:prompt_tokens", "Prompt tokens that were evaluated.",
+     lambda s: s.n_prompt_tokens - s.n_cached_tokens),
+    ("llamacpp:prompt_tokens_cached", "Prompt tokens that were kept.",
+     lambda s: s.n_cached_tokens),
+    ("llamacpp:prompt_seconds", "Time of evaluating prompts.", lambda s: s.prefill_s),
+    ("llamacpp:tokens_predicted", "Tokens generated.", lambda s: s.n_tokens),
+    ("llamacpp:tokens_predicted_seconds", "Time of generating.", lambda s: s.decode_s),
+    ("llamacpp:n_decode", "Rounds of decoding, each of one answer.", lambda s: s.n_rounds),
+    ("llamacpp:spec_decode_num_drafts", "Rounds that drafted.",
+     lambda s: sum(rounds for length, rounds in s.draft_lengths if length > 0)),
+    (N_DRAFTED, "Tokens drafted.", lambda s: s.n_drafted),
+    ("llamacpp:spec_decode_num_accepted_tokens", "Tokens drafted and accepted.",
+     lambda s: s.n_accepted),
+    ("specoffload:answers", "Answers that came to their end.", lambda s: 1),
+    ("specoffload:draft_steps", "Decodes of the draft model.", lambda s: s.n_draft_steps),
+    ("specoffload:draft_seconds", "Time of drafting.", lambda s: s.draft_s),
+    ("specoffload:verify_seconds", "Time of verifying drafts.", lambda s: s.verify_s),
+    ("specoffload:rollback_seconds", "Time of rewinding rejected tokens.",
+     lambda s: s.rollback_s),
+)  # fmt: skip
+
+# Sums by a label: name, help, label, and the (value of the label, count) of one answer.
+_BY_LABEL: tuple[tuple[str, str, str, Callable[[GenerationStats], Any]], ...] = (
+    ("specoffload:policy_decisions", "Rounds by the reason of their draft length.", "reason",
+     lambda s: s.decisions),
+    ("specoffload:draft_length", "Rounds by the length of their draft.", "length",
+     lambda s: s.draft_lengths),
+    ("specoffload:accepted_tokens", "Accepted tokens by drafter.", "drafter",
+     lambda s: s.accepted_by_source),
+)  # fmt: skip
+
+# Counters of streaming and drafting in the engine process, by the names of their fields.
+_OF_ENGINE: Mapping[str, str] = {
+    "streamed_bytes": "Bytes of weights copied to the device.",
+    "copies": "Copies of weights to the device.",
+    "streamed_experts": "Experts copied to the device.",
+    "hits": "Uses of a streamed piece that was on the device already.",
+    "misses": "Uses of a streamed piece that had to be copied first.",
+    "evictions": "Streamed pieces that were evicted from their slot.",
+    "prefetched_used": "Pieces copied ahead of their use, and used.",
+    "prefetched_wasted": "Pieces copied ahead of their use, and evicted unused.",
+    "split_layers": "Layers of experts that were split between the CPU and the device.",
+    "n_pairs_hit": "Uses of an expert by a token in split layers, on the device without a copy.",
+    "n_pairs_streamed": "Uses of an expert by a token in split layers, on the device after a copy.",
+    "n_pairs_host": "Uses of an expert by a token in split layers, on the CPU.",
+    "n_nodes_ahead": "Nodes computed while the CPU had experts of their layer under way.",
+    "n_promoted": "Experts of split layers that were copied for later, while the link was idle.",
+    "n_filled": "Experts that were copied before the first request.",
+    "layers_out_of_order": "Layers of prompts whose experts were read where they lay.",
+    "split_trials": "Times that batches of a size were tried the other way (--hybrid auto).",
+    "split_changes": "Times that batches of a size changed to the other way.",
+    "n_recorded": "Tokens of a layer whose experts were recorded, for expected hits.",
+    "size_retries": "Decodes of a batch size whose measured time contradicted others.",
+    "draft_batches": "Drafts of several answers in one batch.",
+    "joint_steps": "Batches whose draft lengths were chosen together.",
+    "joint_changed": "Draft lengths in them that differ from the answer's own choice.",
+}
+
+
+class Metrics:
+    """Counted since the server was started, restarts of its engine included."""
+
+    def __init__(self) -> None:
+        self.sums = {name: 0.0 for name, _, _ in _SUMS}  # over finished answers
+        self._by_label: dict[str, Counter[object]] = {row[0]: Counter() for row in _BY_LABEL}
+        self._n_prefilled = 0
+        self._n_tokens_max = 0  # longest prompt with its answer
+        self._delays = [0] * (len(_BOUNDS_S) + 1)
+        self._delays_s = 0.0
+        self.n_restarts = 0  # of the engine process
+        self.n_refused = 0  # requests that found the queue full
+
+    def add(self, stats: GenerationStats) -> None:
+        """Count a finished answer."""
+        for name, _, value in _SUMS:
+            self.sums[name] += value(stats)
+        for name, _, _, values in _BY_LABEL:
+            self._by_label[name].update(dict(values(stats)))
+        self._n_prefilled += stats.n_prefilled
+        self._n_tokens_max = max(self._n_tokens_max, stats.n_prompt_tokens + stats.n_tokens)
+
+    def add_delay(self, delay_s: float) -> None:
+        """Count the time of a token from the engine to its client's socket."""
+        self._delays[bisect_left(_BOUNDS_S, delay_s)] += 1
+        self._delays_s += delay_s
+
+    def page(
+        self,
+        engine: Mapping[str, float],
+        *,
+        n_running: int,
+        n_waiting: int,
+        n_parallel: int,
+        n_connections_closed: int,
+    ) -> bytes:
+        """The text of /metrics. `engine` are the counters of the engine process."""
+        sums = self.sums
+        counters = [(name, text, sums[name]) for name, text, _ in _SUMS] + [
+            ("specoffload:engine_restarts", "Restarts of the engine process.", self.n_restarts),
+            ("specoffload:requests_refused", "Requests that found the queue full.", self.n_refused),
+            ("specoffload:connections_closed", "Connections closed to make room.",
+             n_connections_closed),
+            *((f"specoffload:{name}", text, engine[name])
+              for name, text in _OF_ENGINE.items() if name in engine),
+        ]  # fmt: skip
+        n_hits, n_misses = engine.get("hits", 0), engine.get("misses", 0)
+        n_tokens, decode_s = sums["llamacpp:tokens_predicted"], "llamacpp:tokens_predicted_seconds"
+        accepted = sums["llamacpp:spec_decode_num_accepted_tokens"]
+        gauges = (
+            ("llamacpp:n_tokens_max", "Longest prompt with its answer.", self._n_tokens_max),
+            ("llamacpp:prompt_tokens_seconds", "Mean prompt tokens per second.",
+             _ratio(self._n_prefilled, sums["llamacpp:prompt_seconds"])),
+            ("llamacpp:predicted_tokens_seconds", "Mean tokens per second of an answer.",
+             _ratio(n_tokens, sums[decode_s])),
+            ("llamacpp:requests_processing", "Requests that are being answered.", n_running),
+            ("llamacpp:requests_deferred", "Requests that wait.", n_waiting),
+            ("specoffload:acceptance_rate", "Share of drafted tokens that were accepted.",
+             _ratio(accepted, sums[N_DRAFTED])),
+            ("specoffload:hit_rate", "Share of uses that found their piece on the device.",
+             _ratio(n_hits, n_hits + n_misses)),
+            ("specoffload:slots", "Requests that may run at once.", n_parallel),
+        )  # fmt: skip
+        families: list[Metric] = [CounterMetricFamily(n, t, value=v) for n, t, v in counters]
+        families += [GaugeMetricFamily(name, text, value=value) for name, text, value in gauges]
+        families.append(self._delay_histogram())
+        for name, text, label, _ in _BY_LABEL:
+            family = CounterMetricFamily(name, text, labels=[label])
+            for key, count in sorted(self._by_label[name].items()):  # type: ignore[type-var]
+                family.add_metric([str(key)], count)
+            families.append(family)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families(families))
+        page: bytes = generate_latest(registry)
+        return page
+
+    def _delay_histogram(self) -> Metric:
+        buckets, n = [], 0
+        for bound, count in zip([*map(str, _BOUNDS_S), "+Inf"], self._delays, strict=True):
+            n += count
+            buckets.append((bound, n))
+        return HistogramMetricFamily(
+            "specoffload:token_delay_seconds",
+            "Time from the engine's token to its client's socket.",
+            buckets=buckets,
+            sum_value=self._delays_s,
+        )
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b > 0 else 0.0

@@ -1,1 +1,0 @@
-"""OpenAI's Responses API, in terms of a chat request and of the parts of its answer."""

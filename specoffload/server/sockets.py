@@ -1,0 +1,319 @@
+"""Connections with limits on their number and time; uvicorn's own in all else.
+
+    waiting ──header complete──> body ──complete──> answering ──sent──> waiting
+       │ header_s, keep_alive_s     │ body_s + rate     │ the client reads nothing: write_s
+       └────────────────────────────┴───────────────────┴──> closed
+
+A request that is refused before all of it has arrived is still read up to a limit, and discarded.
+Closing at once would reset the connection, and the client would see that instead of the answer
+(nginx's `lingering_close`; RFC 9112, 9.6).
+
+At the limit of connections, the one that has been silent longest is closed for a new one. A client
+that has closed only its sending side gets its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+WRITE_PART = "specoffload.write_part"
+"""An extension of the ASGI scope: `write(data) -> bool` writes a part of a streamed body at once.
+It returns False if that is not possible now, and `send`, which takes much longer, has to."""
+
+BACKLOG = 128  # connections that the kernel holds until they are accepted
+_MOST_CONNECTIONS = 1024
+_SPARE_DESCRIPTORS = 64  # pipes, files, the listening socket
+_PROBE_S = (0.1, 1.0)  # first and longest pause between two probes of a half-closed connection
+
+log = logging.getLogger("specoffload.server")
+
+
+@dataclass(frozen=True)
+class SocketLimits:
+    """Times in seconds. A body may take `body_s`, and a second more for each `body_bytes_per_s`
+    that arrived. A client that reads nothing of its answer for `write_s` is disconnected. Up to
+    `linger_bytes` of a request that was answered early are read, for up to `linger_s`."""
+
+    n_connections: int = _MOST_CONNECTIONS
+    header_s: float = 10.0
+    body_s: float = 30.0
+    body_bytes_per_s: int = 64 * 2**10
+    keep_alive_s: int = 30
+    write_s: float = 60.0
+    linger_s: float = 30.0
+    linger_bytes: int = 128 * 2**20
+
+    @property
+    def n_at_once(self) -> int:
+        """Connections that are accepted at once, before any of them is closed for another. They
+        must not take the last descriptors."""
+        return max(1, min(BACKLOG, self.n_connections // 4))
+
+
+def raise_descriptor_limit() -> int:
+    """Raises this process's limit of open files; returns how many connections that allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * _MOST_CONNECTIONS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    n_open = _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft - _SPARE_DESCRIPTORS
+    return max(1, min(_MOST_CONNECTIONS, n_open))
+
+
+class OncePerWhile(logging.Filter):
+    """Lets a message through once in `every_s` seconds, with the number of those held back.
+    Messages with the same format string are the same message."""
+
+    def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._clock = clock
+        self._said: dict[str, tuple[float, int]] = {}  # when, and how many since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now_s, text = self._clock(), str(record.msg)
+        at_s, n_held = self._said.get(text, (-self._every_s, 0))
+        if now_s - at_s < self._every_s:
+            self._said[text] = (at_s, n_held + 1)
+            return False
+        if len(self._said) > 1000:
+            self._said.clear()
+        self._said[text] = (now_s, 0)
+        if n_held:
+            record.msg = f"{text} ({n_held} more since this was last said)"
+        return True
+
+
+class Waiting:
+    """Connections without a whole request, the longest waiting first. `n_closed` counts those that
+    were closed to make room."""
+
+    def __init__(self, limits: SocketLimits) -> None:
+        self.limits = limits
+        self.n_closed = 0
+        self._waiting: dict[Connection, None] = {}  # ordered
+
+    def begin(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+        self._waiting[connection] = None
+
+    def end(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+
+    def make_room(self, n_open: int) -> bool:
+        """Close a waiting connection if there are too many. Returns False if none waits, so that
+        the new one has to go."""
+        if n_open <= self.limits.n_connections:
+            return True
+        oldest = next(iter(self._waiting), None)
+        log.warning(
+            "%d connections are open, which is the limit; the longest silent one is closed for "
+            "each that comes, and if none is silent, the new one",
+            n_open - 1,
+        )
+        self.n_closed += 1
+        if oldest is None:
+            return False
+        self.end(oldest)
+        oldest.transport.abort()
+        return True
+
+
+class _Lingering:
+    """The part of a transport that uvicorn uses for one request, with another way to close."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class Connection(H11Protocol):
+    """One connection. Everything runs on the event loop's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        waiting: Waiting,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._waiting = waiting
+        self._limits = waiting.limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._is_lingering = False
+        self._n_after_answer = 0  # bytes of a request that arrived after its answer
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._waiting.make_room(len(self.connections)):
+            self._refuse(503, "too many connections are open: try again later")
+            return
+        self._waiting.begin(self)
+        self._limit(self._limits.header_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.end(self)
+        for timer in (self._timer, self._write_timer, self._probe_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.conn.their_state is h11.SEND_BODY and self.cycle.response_complete:
+            self._n_after_answer += len(data)
+            if self._n_after_answer > self._limits.linger_bytes:
+                self.transport.abort()
+                return
+        if self._is_lingering:
+            return
+        was_idle = self.conn.their_state is h11.IDLE
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        state = self.conn.their_state
+        if state is h11.SEND_BODY:
+            self._waiting.end(self)
+            if was_idle:
+                self._limit(self._limits.body_s)
+            elif self._timer is not None:
+                later_s = len(data) / self._limits.body_bytes_per_s
+                self._limit(self._timer.when() - self.loop.time() + later_s)
+        elif state is not h11.IDLE:
+            self._waiting.end(self)
+            self._unlimit()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.scope is not None and self.cycle is not None:
+            # The application's task exists, but has not run yet.
+            extensions: dict[str, Any] = self.scope.setdefault("extensions", {})  # type: ignore[assignment]
+            extensions.setdefault(WRITE_PART, functools.partial(self._write_part, self.cycle))
+            if self.cycle.transport is self.transport:
+                self.cycle.transport = _Lingering(self.transport, self._linger)  # type: ignore[assignment]
+
+    def _linger(self) -> None:
+        """Close once the client has had time to send the rest and to read the answer."""
+        if self.conn.their_state is not h11.SEND_BODY:
+            self.transport.close()
+            return
+        self._is_lingering = True
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._waiting.begin(self)
+        self._limit(self._limits.linger_s)
+
+    def _write_part(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        can = (
+            cycle.response_started
+            and not cycle.response_complete
+            and not cycle.disconnected
+            and not self.flow.write_paused
+            and cycle.scope["http_version"] == "1.1"  # streams are chunked
+            and cycle.scope["method"] != "HEAD"
+        )
+        if can:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return can
+
+    def on_response_complete(self) -> None:
+        self._n_after_answer = 0
+        super().on_response_complete()
+        if not self.transport.is_closing() and self.conn.their_state is h11.IDLE:
+            self._waiting.begin(self)
+            self._limit(self._limits.keep_alive_s + self._limits.header_s)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """True keeps the sending side open, for the answer to a whole request."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        # HTTP/1.0 has no interim answers: such a client would take one for the answer itself.
+        if not answering or self.cycle.more_body or self.scope["http_version"] != "1.1":
+            return False
+        self.cycle.keep_alive = False
+        self._probe(_PROBE_S[0])
+        return True
+
+    def _probe(self, next_s: float) -> None:
+        """Send interim answers, which clients must skip (RFC 9110, 15.2), to a half-closed
+        connection: a client that has left altogether then resets it."""
+        if self.transport.is_closing() or self.cycle.response_started:
+            return
+        interim = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+        self.transport.write(self.conn.send(interim))
+        longer_s = min(2 * next_s, _PROBE_S[1])
+        self._probe_timer = self.loop.call_later(next_s, self._probe, longer_s)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self._limits.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _limit(self, seconds: float) -> None:
+        self._unlimit()
+        self._timer = self.loop.call_later(seconds, self._too_late)
+
+    def _unlimit(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_late(self) -> None:
+        """The request did not arrive in time; a client that sent a part of it is told so."""
+        if self.transport.is_closing():
+            return
+        started = self.cycle is not None and self.cycle.response_started
+        began = self.conn.trailing_data[0] or self.conn.their_state is h11.SEND_BODY
+        if began and not started:
+            self._refuse(408, "the request took too long to arrive")
+        else:
+            self.transport.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer before or instead of the application, and close."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()  # in the middle of an answer
+            return
+        kind = "unavailable_error" if status == 503 else "invalid_request_error"
+        body = json.dumps({"error": {"code": status, "message": message, "type": kind}}).encode()
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        if status == 503:
+            headers.append(("retry-after", "5"))
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body)):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

@@ -1,1 +1,0 @@
-"""The server's own state, for people and programs that watch it."""

@@ -1,1 +1,0 @@
-"""Sockets: how many, for how long, and what is logged of them."""
