@@ -76,6 +76,6 @@ def diagnose(
                 "warn",
                 f"the GPU {gpu.address} hangs on node {gpu.node} and all threads run on"
                 f" {format_list(tuple(nodes))}: each copy crosses the link between nodes",
-                f"use --numa-node {gpu.node}",
+                "use --numa single, which takes the GPU's node",
             )
     return found

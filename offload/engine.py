@@ -350,7 +350,7 @@ class Engine(ModelText):
         wanted, most = self.options.n_rs_seq, max(0, n_ubatch - 2)
         if wanted > most and self._model.is_recurrent:
             self.notes.append(
-                f"--spec-rs-snapshots {wanted}: with --ubatch-size {n_ubatch} there is room for "
+                f"{wanted} snapshots: with --ubatch-size {n_ubatch} there is room for "
                 f"{most}, which are taken"
             )
         return min(wanted, most)

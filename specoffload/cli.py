@@ -28,7 +28,7 @@ from specoffload.config.options import (
     TraceOptions,
     TuneOptions,
 )
-from specoffload.config.speculation import measuring_only, remark
+from specoffload.config.speculation import ignored, measuring_only, remark
 from specoffload.config.typer_commands import HELP_ALL, add_command, show_all_flags
 from specoffload.errors import KNOWN, UsageError, meaning_of
 from specoffload.session.generation import AskedOptions, GenerateOptions
@@ -49,7 +49,7 @@ tune_app = typer.Typer(help="Measure this machine and keep what is best.", no_ar
 
 def config_of(line: CommandLine, options: Options | None = None) -> Config:
     """The configuration of what was said, on this machine. Raises UsageError."""
-    from specoffload.config.host import read_host
+    from specoffload.config.environment import read_host
     from specoffload.config.resolution import resolve
     from specoffload.models.locate import located
 
@@ -142,15 +142,14 @@ def _chat_options(line: CommandLine) -> ChatOptions:
 
 
 def remarks_of(options: Options) -> tuple[str, ...]:
-    """Sentences on the command line itself, which are said without --verbose too."""
-    return (*options.remarks, *(f"{name} has no effect: {why}" for name, why in options.idle))
+    """Sentences on the command line itself, which are shown without --verbose too."""
+    return (*options.remarks, *(ignored(name, why) for name, why in options.ignored))
 
 
 def serve(line: CommandLine) -> None:
     """Serve the OpenAI API on a socket."""
     from specoffload.commands.serve import serve_config
-    from specoffload.config.chat_template import chat_settings
-    from specoffload.config.serving import for_serving
+    from specoffload.config.resolution import chat_settings, for_serving
 
     own = line.of(ServeOptions)
     chat = chat_settings(line.of(ChatOptions))

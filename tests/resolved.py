@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
-from specdec.options import SpecOptions
+from specdec.options import AcceptRule, CheckpointPlace, SpecOptions
 from specoffload.config.command_line import CommandLine, read_command_line
-from specoffload.config.environment import Environment
-from specoffload.config.flags.reading import min_batch
-from specoffload.config.host import read_host
+from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
+from specoffload.config.values import min_batch
+
+_ENUMS = {"accept": AcceptRule, "checkpoints": CheckpointPlace}
 
 
 def line_of(*words: str, command: str = "run", **variables: str) -> CommandLine:
@@ -21,18 +22,25 @@ def line_of(*words: str, command: str = "run", **variables: str) -> CommandLine:
 
 
 def spec_of(given: Mapping[str, object]) -> SpecOptions:
-    """Options of speculation by their flags; True is a switch."""
+    """Options of speculation by flag (True is a switch), or by field if no flag sets it."""
     words: list[str] = []
-    for flag, value in given.items():
-        words += [flag] if value is True else [flag, str(value)]
-    return line_of(*words).options.spec
+    own: dict[str, Any] = {}
+    for name, value in given.items():
+        if not name.startswith("-"):
+            own[name] = _ENUMS[name](value) if name in _ENUMS else value
+        else:
+            words += [name] if value is True else [name, str(value)]
+    return replace(line_of(*words).options.spec, **own)
 
 
-def config_of(options: Options | None = None, **fields: Any) -> Config:
-    """Resolved on this machine; `spec_given` are flags of speculation by name,
-    and `min_batch` may be text."""
-    if "spec_given" in fields:
-        fields["spec"] = spec_of(fields.pop("spec_given"))
-    if isinstance(fields.get("min_batch"), str):
-        fields["min_batch"] = min_batch(fields["min_batch"])
-    return resolve(replace(options or Options(), **fields), read_host())
+def config_of(options: Options | None = None, **given: Any) -> Config:
+    """Resolved on this machine. `spec_given` is for `spec_of`, `min_batch` may be text, and fields
+    of StreamingOptions that no flag sets are accepted too."""
+    if "spec_given" in given:
+        given["spec"] = spec_of(given.pop("spec_given"))
+    if isinstance(given.get("min_batch"), str):
+        given["min_batch"] = min_batch(given["min_batch"])
+    known = {field.name for field in fields(Options)}
+    streaming = {name: given.pop(name) for name in list(given) if name not in known}
+    config = resolve(replace(options or Options(), **given), read_host())
+    return replace(config, streaming=replace(config.streaming, **streaming))

@@ -43,7 +43,7 @@ class ChosenCrossover:
 def chosen_crossover(
     wanted: Crossover | None, facts: ModelFacts, device: Device, *, token_major: bool
 ) -> ChosenCrossover:
-    """The crossover that `--mla-crossover` means for a model on a device. Raises DeviceFailed.
+    """The crossover that `mla_crossover` means for a model on a device. Raises DeviceFailed.
 
     None is measured on a GPU, where what cannot be measured is taken for one token alone: above it
     CUDA's kernels read the weight once per token. On the CPU it is as many tokens as heads.
@@ -67,7 +67,7 @@ def chosen_crossover(
         )
     except DoesNotFit as e:
         n, why = (1, "one token, not measured") if on_gpu else (n_head, "one per head")
-        return ChosenCrossover(n, note=f"--mla-crossover auto: {e}; taking {n}, {why}")
+        return ChosenCrossover(n, note=f"MLA crossover not measured ({e}): taking {n}, {why}")
     return ChosenCrossover(choose_crossover(table), table)
 
 

@@ -37,8 +37,7 @@ from offload.native_build import may_repack
 from offload.plan.sharing import device_bytes
 from offload.streaming.device import StreamingDevice
 from specoffload.config.command_line import read_command_line
-from specoffload.config.environment import Environment
-from specoffload.config.host import read_host
+from specoffload.config.environment import Environment, read_host
 from specoffload.config.resolution import resolve
 from specoffload.peers.llama_server import followed_s, ways_of
 from specoffload.peers.process import Llama

@@ -30,7 +30,7 @@ from offload.trace_report import report
 from specdec.costs.measure import MeasureOptions, measure
 from specoffload.commands.bench import machine
 from specoffload.commands.demo import ways
-from specoffload.config.host import read_host
+from specoffload.config.environment import read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import resolve
 from specoffload.config.speculation import NO_DRAFTS

@@ -103,7 +103,7 @@ def hand_tuned() -> dict[str, MakePolicy]:
 def bench_policies(config: Config, *, n_predict: int) -> None:
     """Measure and print. Raises UsageError without a draft."""
     if not config.spec.use_profile:
-        raise UsageError("this measures T(n) itself: leave --no-profile out")
+        raise UsageError("this measures T(n) itself: set no SPECOFFLOAD_WITHOUT=profile")
     if config.draft is None or config.spec.options.policy != DEFAULT:
         raise UsageError("this needs a draft model and the default policy")
     warn_of_load()

@@ -1,4 +1,4 @@
-"""Counts a draft's tokens over a corpus and writes the ids worth drafting, for --draft-vocab.
+"""Counts a draft's tokens over a corpus and writes the ids worth drafting.
 
     scripts/lab/run prune-vocab DRAFT.gguf src/ docs/ --keep 32768 -o kept.txt
 

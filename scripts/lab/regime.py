@@ -17,8 +17,7 @@ from offload.streaming.options import StreamingOptions
 from offload.timing import median_decode_s
 from specdec.costs.measure import TextWalk
 from specoffload import report
-from specoffload.config.hybrid_choice import HybridChoice
-from specoffload.config.resolution import Config
+from specoffload.config.resolution import Config, HybridChoice
 from specoffload.errors import UsageError
 from specoffload.speculation.profiling import SEQUENCE, real_text
 

@@ -31,7 +31,7 @@ from specdec.drafters.model import ModelDrafter
 from specdec.options import DrafterName, SpecOptions
 from specdec.policies.throughput import Throughput
 from specdec.types import Drafter, Round
-from specoffload.config.host import read_host
+from specoffload.config.environment import read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import demo_file, resolve
 from specoffload.config.speculation import NO_DRAFTS

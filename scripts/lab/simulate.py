@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/lab/run simulate", description=__doc__)
     flag = parser.add_argument
     flag("--profile", type=Path, help="costs; default: the published curves")
-    flag("--trace", type=Path, help="replay what --record-trace wrote")
+    flag("--trace", type=Path, help="replay recorded rounds")
     flag("--tokens", type=int, default=2000, help="length of synthetic texts")
     flag("--draft-share", type=float, default=0.05, help="a draft step in units of T(1)")
     flag("--seed", type=int, default=1, help="seed of the synthetic texts")

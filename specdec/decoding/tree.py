@@ -1,4 +1,4 @@
-"""Tree drafts: several continuations verified in one decode (`--spec-tree`).
+"""Tree drafts: several continuations verified in one decode.
 
 The draft model offers its likeliest tokens at the nodes most likely to be reached. The rule for
 several sequences picks the nodes that are worth their rows. Verification walks down from the root
@@ -51,7 +51,7 @@ class DraftTree:
 class TreeDrafter:
     """Grows trees with a draft model that can evaluate them.
 
-    `p_split` is the least probability of a second branch (llama.cpp's --spec-draft-p-split);
+    `p_split` is the least probability of a second branch (llama.cpp's p_split);
     `n_vocab` cuts off padding that the target's vocabulary does not have.
     """
 

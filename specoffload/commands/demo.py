@@ -21,8 +21,7 @@ from offload.trace import Trace
 from offload.trace_report import report as trace_report
 from specoffload import report
 from specoffload.commands.demo_screen import Column, screen
-from specoffload.config.environment import Environment
-from specoffload.config.host import read_host
+from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
 from specoffload.config.speculation import NO_DRAFTS

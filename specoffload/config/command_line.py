@@ -1,23 +1,24 @@
 """A command's words and its environment, read by the table of flags: values with the names that
-were used for them. Pure.
+set them. Pure.
 
 The words are read here, not by click: llama.cpp's short flags have several letters (`-np`, `-ctk`),
-which click would read as clusters of one-letter ones.
+which click would read as clusters of one-letter flags.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from specdec.options import SpecOptions
+from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.environment import Environment
-from specoffload.config.flags.flag import FALSE, OPENS, TRUE, Flag
-from specoffload.config.flags.foreign import Answer, Becomes, Foreign, NoEffect, Refused
-from specoffload.config.flags.table import FOREIGN, POSITIONALS, TABLE
+from specoffload.config.flag import FALSE, OPENS, TRUE, Flag
+from specoffload.config.foreign import FOREIGN, Answer, Becomes, Foreign, NoEffect, Refused
 from specoffload.config.options import DraftOptions, Options, of_draft
+from specoffload.config.table import TABLE
 from specoffload.errors import UsageError
 
 _SIMILAR = 0.8  # difflib's share of common letters from which a name is taken for another misspelt
@@ -36,16 +37,17 @@ class Given:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line's words, by place in the sections of `options`, typed before variables."""
+    """The values of a command line by section and field of `options`; what was typed wins over
+    variables."""
 
     command: str
     given: Mapping[_Place, Given]
     remarks: tuple[str, ...] = ()
-    idle: tuple[tuple[str, str], ...] = ()  # flags that change nothing here, and why
+    ignored: tuple[tuple[str, str], ...] = ()  # flags that change nothing, and why
     environment: Environment = field(default_factory=Environment)
 
     def of(self, section: type[_T]) -> _T:
-        """That class of `options`, its own default where nothing was said."""
+        """That class of `options`, with its defaults for what was not said."""
         return section(**self._values(section))
 
     def _values(self, section: type) -> dict[str, Any]:
@@ -55,7 +57,7 @@ class CommandLine:
         return {name: g.name for (owner, name), g in self.given.items() if owner is section}
 
     def names(self, section: type, *names: str) -> list[str]:
-        """Of those fields, the ones that were set, by the names that were used."""
+        """The flags or variables that set any of those fields."""
         return [g.name for (owner, name), g in self.given.items()
                 if owner is section and name in names]  # fmt: skip
 
@@ -69,7 +71,7 @@ class CommandLine:
             given=self._names(Options)
             | {of_draft(name): used for name, used in self._names(DraftOptions).items()},
             remarks=self.remarks,
-            idle=self.idle,
+            ignored=self.ignored,
         )
 
 
@@ -85,17 +87,17 @@ def read_command_line(
     if (Options, "draft_params") in reader.given:
         reader.read_draft_params(reader.given[Options, "draft_params"])
     return CommandLine(
-        command, reader.given, tuple(reader.remarks), tuple(reader.idle), environment
+        command, reader.given, tuple(reader.remarks), tuple(reader.ignored), environment
     )
 
 
 def flags_of(command: str) -> list[Flag]:
-    """The table's flags that a command has."""
+    """The flags of a command."""
     return [flag for flag in TABLE if command in flag.commands]
 
 
 def names_of(flags: Sequence[Flag]) -> dict[str, Flag]:
-    """Flags by every name they have."""
+    """Flags by each of their names."""
     return {name: flag for flag in flags for name in (*flag.names, *flag.off)}
 
 
@@ -106,17 +108,17 @@ class _Reader:
         self.given: dict[_Place, Given] = {}
         self.words: list[str] = []
         self.remarks: list[str] = []
-        self.idle: list[tuple[str, str]] = []
+        self.ignored: list[tuple[str, str]] = []
         self._command = command
         self._flags = flags_of(command)
         self._by_name = names_of(self._flags)
         self._foreign = _foreign_names() if command in OPENS else {}
         others = [f for f in TABLE if f.elsewhere and command in OPENS - f.commands]
         self._elsewhere = names_of(others)
-        self._weak = False  # what was given stays
+        self._weak = False  # what was given before wins
 
     def read(self, words: Sequence[str], used: str = "") -> None:
-        """`used` is the name that stands for all of the words."""
+        """Read flags and positional words; `used` is the flag that was replaced by them, if any."""
         rest = list(words)
         while rest:
             word = rest.pop(0)
@@ -138,7 +140,7 @@ class _Reader:
             other = self._elsewhere[name]
             takes_next = not other.is_switch and inline is None
             value = self._next(name, rest, other.help) if takes_next else inline or ""
-            self.idle.append((f"{name} {value}".strip(), other.elsewhere))
+            self.ignored.append((f"{name} {value}".strip(), other.elsewhere))
         elif flag is None:
             self._read_foreign(name, inline, rest)
         elif name in flag.off or flag.is_switch:
@@ -150,7 +152,7 @@ class _Reader:
             self._read_value(flag, used or name, text)
 
     def _value_of(self, flag: Flag, name: str, rest: list[str]) -> str:
-        """The word behind a flag, unless it is the next flag."""
+        """The word after a flag, or the flag's bare value if that word is none of its values."""
         if flag.bare is not None and not (rest and _is_read(flag, rest[0])):
             return flag.bare
         return self._next(name, rest, flag.help)
@@ -176,10 +178,10 @@ class _Reader:
             raise UsageError(f"{name} {text}: {e}") from None
 
     def _capped(self, flag: Flag, text: str, said: str) -> str:
-        """The text of `most` instead of a greater number, where llama.cpp knows no limit."""
+        """The text, or the flag's largest value for a greater number that llama.cpp accepts."""
         if not (flag.capped and text.isdecimal() and int(text) > (flag.most or 0)):
             return text
-        self.remarks.append(f"{said} is read as {flag.most:g}, the most there is room for")
+        self.remarks.append(f"{said} is read as {flag.most:g}, the largest possible")
         return f"{flag.most:g}"
 
     def _set(self, flag: Flag, value: object, name: str) -> None:
@@ -193,7 +195,7 @@ class _Reader:
             value = (*kept, value)
         self.given[place] = Given(value, name)
 
-    # -- flags of llama.cpp that are none of ours
+    # -- flags of other programs
 
     def _read_foreign(self, name: str, inline: str | None, rest: list[str]) -> None:
         foreign = self._foreign.get(name)
@@ -221,7 +223,7 @@ class _Reader:
         typed = f"{name} {value}".strip()
         match answer:
             case NoEffect(why):
-                self.idle.append((typed, why))
+                self.ignored.append((typed, why))
             case Refused(why):
                 raise UsageError(f"{typed}: {why}")
             case Becomes(words):
@@ -231,25 +233,28 @@ class _Reader:
     # -- positional words
 
     def place_words(self) -> None:
-        """The words without a flag, of which a command takes one at most."""
+        """The words without a flag; a command takes at most one."""
         if not self.words:
             return
         taken = next((p for p in POSITIONALS if self._command in p.commands), None)
         if taken is None or len(self.words) > 1:
             word = self.words[0 if taken is None else 1]
-            raise UsageError(f"{word!r} is one word too many: specoffload {self._command} --help")
+            hint = f"specoffload {self._command} --help lists the flags"
+            if self._command == "run":
+                hint = "with a model the prompt needs -p"
+            raise UsageError(f"Unexpected {word!r}; {hint}")
         place = (taken.section, taken.field)
         if place in self.given:
             other = self.given[place]
             raise UsageError(
-                f"{self.words[0]!r} and {other.name} {other.value} name two: give one of them"
+                f"{self.words[0]!r} and {other.name} {other.value} name two models: give one"
             )
         self.given[place] = Given(taken.kind.read(self.words[0]), self.words[0])
 
     # -- variables
 
     def read_variables(self, variables: Mapping[str, str]) -> None:
-        """Those that stand for flags; what was typed wins, then the first in the table."""
+        """Variables that stand for flags; what was typed wins, then the first in the table."""
         self._weak = True
         for flag in self._flags:
             for name in flag.variables:
@@ -261,7 +266,7 @@ class _Reader:
         known = {*_FOREIGN_VARIABLES, *(name for flag in TABLE for name in flag.variables)}
         unread = [n for n in sorted(variables) if n.startswith("LLAMA_ARG_") and n not in known]
         if unread:
-            self.remarks.append(f"set in the environment and not read here: {', '.join(unread)}")
+            self.remarks.append(f"environment variables ignored: {', '.join(unread)}")
 
     def _read_variable(self, flag: Flag, name: str, text: str) -> None:
         if not flag.is_switch:
@@ -274,7 +279,7 @@ class _Reader:
             self._set(flag, _truth(name, text), name)
 
     def _read_foreign_variable(self, foreign: Foreign, name: str, text: str) -> None:
-        """A variable may be meant for other programs, so what is refused is only noted."""
+        """A variable may be meant for other programs, so a refusal is only a remark."""
         if self._command not in OPENS:
             return
         is_switch = foreign.n_values == 0 and not foreign.optional
@@ -287,7 +292,7 @@ class _Reader:
         if isinstance(answer, Refused):
             answer = NoEffect(answer.why)
         if isinstance(answer, NoEffect):
-            self.idle.append((name, answer.why))
+            self.ignored.append((name, answer.why))
         elif isinstance(answer, Becomes):
             self.read(answer.words, name)
             self.remarks.append(f"{name}={text} is read as {' '.join(answer.words)}")
@@ -295,8 +300,7 @@ class _Reader:
     # -- the draft's own command line
 
     def read_draft_params(self, given: Given) -> None:
-        """`--draft-params "..."`: a command line of the draft's own; flags of its own typed
-        beside it win."""
+        """`--draft-params "..."`: the draft model's command line; flags of its own outside win."""
         inner = _Reader(self._command)
         own = names_of(_draft_flags(self._flags))
         inner._by_name = {name: own.get(name, flag) for name, flag in self._by_name.items()}
@@ -305,23 +309,23 @@ class _Reader:
         except UsageError as e:
             raise UsageError(f"{given.name}: {e}") from None
         if inner.words:
-            raise UsageError(f"{given.name}: {inner.words[0]!r} is no flag")
+            raise UsageError(f"{given.name}: {inner.words[0]!r} is not a flag")
         for place, found in inner.given.items():
             name = f"{given.name}: {found.name}"
             if place[0] is DraftOptions:
                 self.given.setdefault(place, Given(found.value, name))
             else:
                 whole = place == (Options, "n_gpu_layers")
-                why = "it lies on its device whole" if whole else "a draft has no such choice here"
-                self.idle.append((name, why))
-        self.idle += [(f"{given.name}: {name}", why) for name, why in inner.idle]
+                why = "the whole draft model stays on its device" if whole else "not for drafts"
+                self.ignored.append((name, why))
+        self.ignored += [(f"{given.name}: {name}", why) for name, why in inner.ignored]
 
     def _unknown(self, name: str) -> str:
         elsewhere = sorted(
             {c for flag in TABLE if name in (*flag.names, *flag.off) for c in flag.commands}
         )
         if elsewhere:
-            return f"{name} is no flag of {self._command}, but of {', '.join(elsewhere)}"
+            return f"{name} is not a flag of {self._command}, only of {', '.join(elsewhere)}"
         known = [*self._by_name, *self._foreign, *HELP]
         near = difflib.get_close_matches(name, known, 1, cutoff=_SIMILAR)
         hint = f"; did you mean {near[0]}?" if near else f"; specoffload {self._command} --help"
@@ -350,10 +354,10 @@ def _is_read(flag: Flag, text: str) -> bool:
 
 
 def _draft_flags(flags: Sequence[Flag]) -> list[Flag]:
-    """The target's flags that a draft has too, filling the draft's field instead."""
-    own = {flag.field: flag for flag in flags if flag.section is DraftOptions}
+    """The target's flags that a draft model has too, filling the draft's field instead."""
+    own = {f.name for f in fields(DraftOptions)}
     return [
-        replace(flag, section=DraftOptions, needs=own[flag.field].needs)
+        replace(flag, section=DraftOptions)
         for flag in flags
         if flag.section is Options and flag.field in own
     ]

@@ -1,4 +1,7 @@
-"""The only reader of environment variables, once, where the program is entered."""
+"""What is read once, when a command starts: environment variables and the machine.
+
+No other module reads environment variables.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
+from numa.machine import read_topology
+from numa.topology import Topology
+from specoffload.config.tuned import Tuned, load_tuned
 from specoffload.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Environment:
-    """The program's environment variables; docs/flags.md lists it.
+    """The program's environment variables; docs/flags.md lists them.
 
-    `variables` are those that stand for flags, by name, as llama.cpp's do: the table of flags
-    knows which.
+    `variables` are those with llama.cpp's prefixes; the table of flags knows which stand for flags.
     """
 
     batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for throughput
@@ -24,6 +31,7 @@ class Environment:
     chat_history: Path = Path(".local/state/specoffload/chat-history")  # what was typed
     llama_cache: Path = Path(".cache/llama.cpp")  # where llama.cpp put what it fetched
     ollama_folders: tuple[Path, ...] = ()  # may not exist either
+    without: frozenset[str] = frozenset()  # SPECOFFLOAD_WITHOUT: parts to leave out
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -36,6 +44,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         chat_history=_state(environ) / "specoffload" / "chat-history",
         llama_cache=Path(environ.get("LLAMA_CACHE") or _caches(environ) / "llama.cpp"),
         ollama_folders=_ollama_folders(environ),
+        without=frozenset(filter(None, environ.get("SPECOFFLOAD_WITHOUT", "").split(","))),
         variables={
             name: text
             for name, text in environ.items()
@@ -62,26 +71,26 @@ def _state(environ: Mapping[str, str]) -> Path:
 
 
 def _home() -> Path:
-    """Raises UsageError where there is none: a container's user may have no entry and no HOME."""
+    """Raises UsageError if there is none: a container's user may have no entry and no HOME."""
     try:
         return Path.home()
     except RuntimeError:
         raise UsageError(
-            "this user has no home folder, where profiles and models are kept: set HOME"
+            "this user has no home folder to keep models and measurements in: set HOME"
         ) from None
 
 
 def _usable(variable: str, folder: Path) -> Path:
-    """Raises UsageError for a name that no file system takes."""
+    """Raises UsageError for a name that the file system rejects."""
     try:
         folder.exists()
     except (OSError, ValueError) as e:
-        raise UsageError(f"{variable}={str(folder):.60}...: is no folder's name ({e})") from None
+        raise UsageError(f"{variable}={str(folder):.60}...: not a folder name ({e})") from None
     return folder
 
 
 def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """The one that is named, else those of a user and of the system's service."""
+    """The named folder, else those of the user and of the system's service."""
     named = environ.get("OLLAMA_MODELS")
     if named:
         return (Path(named),)
@@ -95,3 +104,29 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
     if not text.isdecimal():
         raise UsageError(f"{name}={text}: must be a whole number, 0 or more")
     return int(text)
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine that a command line is resolved on: this process may use `n_allowed` processors
+    of a machine with `n_physical` cores."""
+
+    environment: Environment
+    topology: Topology
+    tuned: Tuned
+    n_physical: int
+    n_allowed: int
+
+
+def read_host(environment: Environment | None = None) -> Host:
+    """This machine. Raises UsageError for a variable that cannot be understood."""
+    environment = environment or read_environment()
+    topology = read_topology()
+    n_allowed = len(os.sched_getaffinity(0))
+    return Host(
+        environment,
+        topology,
+        load_tuned(environment.profile_folder, topology),
+        psutil.cpu_count(logical=False) or n_allowed,
+        n_allowed,
+    )

@@ -11,11 +11,9 @@ from numa.place import Candidate, Strategy
 from numa.threads import plan_threads
 from numa.topology import ONE_NODE, Topology
 from offload.numa_plan import NumaPlan, make_numa_plan
-from specoffload.config.host import Host
+from specoffload.config.environment import Host
 from specoffload.config.options import Options
-from specoffload.config.remarks import Remarks
 from specoffload.config.tuned import TUNE, Tuned, tuned_sentence
-from specoffload.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -27,43 +25,36 @@ class Threads:
     plan: NumaPlan | None = None
 
 
-def choose_threads(options: Options, host: Host, remarks: Remarks) -> Threads:
-    """Raises UsageError, and NoSuchNode for a `--numa-node` that does not exist."""
-    if options.numa_node is not None:
-        if options.numa not in ("auto", Strategy.SINGLE):
-            raise UsageError(
-                f"{options.name('numa_node')} {options.numa_node} keeps everything on one node and "
-                f"excludes {options.name('numa')} {options.numa}"
-            )
-        host.topology.node(options.numa_node)
+def choose_threads(options: Options, host: Host, reasons: list[str]) -> Threads:
+    """The threads and, on several memory nodes, the placement; `reasons` gets a line for each."""
     if not host.topology.is_numa:
-        return _on_one_node(options, host, remarks)
+        return _on_one_node(options, host, reasons)
     if options.numa == "none":
-        threads = _unbound(options, options.threads, host, remarks)
-        remarks.reason(
+        threads = _unbound(options, options.threads, host, reasons)
+        reasons.append(
             f"{options.name('numa')} none: threads and pages are left to the kernel and ggml"
         )
         return threads
-    return _on_several_nodes(options, host, remarks)
+    return _on_several_nodes(options, host, reasons)
 
 
-def _unbound(options: Options, n_threads: int | None, host: Host, remarks: Remarks) -> Threads:
+def _unbound(options: Options, n_threads: int | None, host: Host, reasons: list[str]) -> Threads:
     if n_threads is None:
         n_threads = max(1, min(host.n_physical, host.n_allowed))
-        remarks.reason(
+        reasons.append(
             f"{n_threads} thread{'s' * (n_threads != 1)}: {host.n_physical} physical cores, "
             f"{host.n_allowed} allowed to this process"
         )
     return Threads(n_threads, options.threads_batch or n_threads)
 
 
-def _on_one_node(options: Options, host: Host, remarks: Remarks) -> Threads:
+def _on_one_node(options: Options, host: Host, reasons: list[str]) -> Threads:
     """Only the number of threads may change: to the tuned one, and to the processors there are."""
     n_most = len(host.topology.allowed_cpus)
     wanted = {"threads": options.threads, "threads_batch": options.threads_batch}
     for field, n in wanted.items():
         if n is not None and n > n_most:
-            remarks.reason(
+            reasons.append(
                 f"{options.name(field)} {n}: this process may use {n_most} processors, so {n_most} "
                 "threads run"
             )
@@ -71,44 +62,42 @@ def _on_one_node(options: Options, host: Host, remarks: Remarks) -> Threads:
     n_threads = wanted["threads"]
     if n_threads is None and host.tuned.result is not None:
         n_threads = min(host.tuned.result.best.n_threads, n_most)
-        remarks.reason(f"{n_threads} threads, {tuned_sentence(host.tuned.result)}")
+        reasons.append(f"{n_threads} threads, {tuned_sentence(host.tuned.result)}")
     elif host.tuned.why_not:
-        remarks.reason(host.tuned.why_not)
+        reasons.append(host.tuned.why_not)
     options = replace(options, threads_batch=wanted["threads_batch"])
-    threads = _unbound(options, n_threads, host, remarks)
-    remarks.reason(ONE_NODE)
+    threads = _unbound(options, n_threads, host, reasons)
+    reasons.append(ONE_NODE)
     return threads
 
 
-def _on_several_nodes(options: Options, host: Host, remarks: Remarks) -> Threads:
-    candidate = _candidate(options, host.topology, host.tuned, remarks)
+def _on_several_nodes(options: Options, host: Host, reasons: list[str]) -> Threads:
+    candidate = _candidate(options, host.topology, host.tuned, reasons)
     plan = make_numa_plan(host.topology, candidate, options.threads_batch)
     for reason in plan.reasons:
-        remarks.reason(reason)
+        reasons.append(reason)
     return Threads(plan.decode.n_threads, plan.batch.n_threads, plan)
 
 
-def _candidate(options: Options, topology: Topology, tuned: Tuned, remarks: Remarks) -> Candidate:
+def _candidate(options: Options, topology: Topology, tuned: Tuned, reasons: list[str]) -> Candidate:
     """The placement to run with; says why."""
-    if options.numa == "auto" and options.numa_node is None and tuned.result is not None:
+    if options.numa == "auto" and tuned.result is not None:
         best = tuned.result.best
-        remarks.reason(f"numa {best}, {tuned_sentence(tuned.result)}")
+        reasons.append(f"numa {best}, {tuned_sentence(tuned.result)}")
         return best if options.threads is None else replace(best, n_threads=options.threads)
     if tuned.why_not:
-        remarks.reason(tuned.why_not)
-    node = options.numa_node
-    if node is not None:
-        strategy, why = Strategy.SINGLE, f"numa single: node {node}, as asked"
-    elif options.numa in ("auto", "none"):
+        reasons.append(tuned.why_not)
+    if options.numa in ("auto", "none"):
         strategy = Strategy.ROWS if topology.ggml_is_numa else Strategy.INTERLEAVE
         why = f"numa {strategy}: nothing was measured on this machine yet, {TUNE} does"
     else:
         strategy, why = Strategy(options.numa), f"numa {options.numa}: as asked"
-    if strategy is Strategy.SINGLE and node is None:
+    node = None
+    if strategy is Strategy.SINGLE:
         node = _home(topology)
         why += f", on node {node}"
-    remarks.reason(why)
-    _say_if_blind(strategy, topology, remarks)
+    reasons.append(why)
+    _say_if_blind(strategy, topology, reasons)
     return Candidate(strategy, options.threads or _full_width(topology, node), node)
 
 
@@ -124,10 +113,10 @@ def _full_width(topology: Topology, node: int | None) -> int:
     return plan_threads(topology, node=node).decode.n_threads
 
 
-def _say_if_blind(strategy: Strategy, topology: Topology, remarks: Remarks) -> None:
+def _say_if_blind(strategy: Strategy, topology: Topology, reasons: list[str]) -> None:
     if topology.ggml_is_numa or strategy not in (Strategy.ROWS, Strategy.DISTRIBUTE):
         return
-    remarks.reason(
+    reasons.append(
         f"numa {strategy}: node numbers have a gap, so ggml counts one node and lets threads steal"
         " rows from each other: reads are local by chance only (interleave does not mind)"
     )

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from numa.place import Strategy
-from offload.mla.decision import Crossover
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import Chunks
 from offload.plan.sharing import TokenMix
 from specdec.options import SpecOptions
 from specoffload.chat.conversation import ReasoningFormat
@@ -29,7 +27,7 @@ class Toggle(StrEnum):
 
 
 class DraftEngine(StrEnum):
-    """The library that computes the draft model. `auto` measures both once where a GPU has both."""
+    """The library that computes the draft model. `auto` measures both once on a CUDA device."""
 
     AUTO = "auto"
     TORCH = "torch"
@@ -37,7 +35,7 @@ class DraftEngine(StrEnum):
 
 
 class DraftType(StrEnum):
-    """Type of the torch draft's matrices; int8 has a scale for each row."""
+    """Type of the matrices of a draft model in torch; int8 has a scale for each row."""
 
     BF16 = "bf16"
     F32 = "f32"
@@ -49,8 +47,8 @@ NumaChoice = Strategy | Literal["auto", "none"]
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """The draft's own settings; None: as the target's. The last four are of its engine, and all
-    but the first of these of torch's alone."""
+    """The draft model's own settings; None: the target's. Only torch reads the last three, which no
+    flag sets."""
 
     batch_size: int | None = None
     ubatch_size: int | None = None
@@ -64,7 +62,7 @@ class DraftOptions:
     engine: DraftEngine = DraftEngine.AUTO
     matrices: DraftType = DraftType.BF16
     vocab: Path | None = None  # token ids that may be drafted; None: all
-    graphs: bool = True
+    graphs: bool = True  # steps replay CUDA graphs
 
 
 def of_draft(field: str) -> str:
@@ -74,8 +72,11 @@ def of_draft(field: str) -> str:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of opening a model. `given` are the fields somebody set, each under the name it
-    was set by; `remarks` are what the command line's reader has to say of it."""
+    """The options of opening a model.
+
+    `given` has the fields that were set, each with the flag or variable that set it. `remarks` are
+    sentences of the command line's reader. `without` names parts to leave out, for debugging.
+    """
 
     model: Path | None = None
     alias: str | None = None
@@ -100,41 +101,31 @@ class Options:
     n_gpu_layers: int | None = None
     n_cpu_moe: int | None = None
     plan_for: TokenMix | None = None  # None: what earlier runs evaluated
-    prefetch_depth: int = 8
-    prefetch: bool = True
-    hybrid: Toggle | None = None  # None: auto, where it may be measured
-    hybrid_ahead: bool = True
-    expert_chunks: Chunks = "auto"
-    slot_band: bool = True
-    bounce: bool = True
-    native_placement: bool = True
+    hybrid: Toggle | None = None  # None: auto, unless --min-batch is a number
     warmup: bool = True
     mmap: bool = False
-    mla_crossover: Crossover | None = None
     ctx_checkpoints: int = 32
     numa: NumaChoice = "auto"
-    numa_node: int | None = None
     trace: Path | None = None
-    use_profile: bool = True
-    record_trace: Path | None = None
+    use_profile: bool = True  # read and keep what was measured
+    without: frozenset[str] = frozenset()
     verbose: bool = False
     library_log: bool = False
-    strict: bool = False
     spec: SpecOptions = SpecOptions()
     of_draft: DraftOptions = DraftOptions()
     draft_params: tuple[str, ...] = ()  # a command line that fills `of_draft` too
     given: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
-    idle: tuple[tuple[str, str], ...] = ()  # flags that change nothing here, each with the reason
+    ignored: tuple[tuple[str, str], ...] = ()  # flags that change nothing, each with the reason
 
     def name(self, option: str) -> str:
-        """The name by which this field was set, for messages; else the field's own name."""
+        """The flag or variable that set this field, for messages; else the field's own name."""
         return self.given.get(option, option)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Of `run`."""
+    """Options of `run`."""
 
     words: str | None = None  # the positional argument: a model, or a prompt
     prompt: str | None = None
@@ -149,7 +140,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Of `chat`, of `run` where it converses, and in part of `serve`."""
+    """Options of `chat`, of `run` if it converses, and in part of `serve`."""
 
     system: str | None = None
     system_file: Path | None = None
@@ -176,17 +167,16 @@ class AnswerFiles:
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Of `serve`."""
+    """Options of `serve`."""
 
     host: str = "127.0.0.1"
     port: int = 8080
     api_key: str | None = None
     api_key_file: Path | None = None
     max_queue: int = 16
-    watchdog_s: float = 120.0  # 0: never
+    watchdog_s: float = 120.0  # silence after which the engine process is restarted; 0: never
     cors_origins: str | None = None
     ui: str = "auto"
-    strict_params: bool = False
     metrics: bool = False
     parallel: int | None = None
     cache_ram_mib: int = 8192  # -1: no limit
@@ -198,7 +188,7 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Of `bench`."""
+    """Options of `bench`."""
 
     n_predict: int = 64
     repetitions: int = 5
@@ -213,7 +203,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Of `profile`; None is the measurement's own choice."""
+    """Options of `profile`; None: the measurement chooses."""
 
     text: Path | None = None
     n_max: int | None = None
@@ -236,7 +226,7 @@ class Ram:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Of `plan`; None is a typical machine's."""
+    """Options of `plan`; None: those of a typical machine."""
 
     link_bytes_per_s: float | None = None
     ram: Ram = Ram()
@@ -244,27 +234,27 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Of every command with results."""
+    """Options of every command with results."""
 
     as_json: bool = False
 
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Of `trace`."""
+    """Options of `trace`."""
 
     file: Path | None = None
 
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Of `doctor`."""
+    """Options of `doctor`."""
 
     numa: bool = False
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Of `tune numa`."""
+    """Options of `tune numa`."""
 
     time_limit_s: float = 600.0

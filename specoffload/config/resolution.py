@@ -1,39 +1,65 @@
-"""Command line, environment, stored tuning and machine resolved into one Config, in one pass.
+"""Command line, environment, stored tuning and machine resolved into one frozen Config.
 
-Frozen, with the reason of everything chosen automatically. Pure.
+Every automatic choice adds its reason.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from offload.mla.decision import Crossover
 from offload.numa_plan import NumaPlan
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanForSplits
+from offload.plan.pooling import OWN, OWN_OR_NONE
 from offload.plan.sharing import UBATCHES
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE, Trace
-from specdec.options import DrafterName
-from specoffload.config.host import Host
-from specoffload.config.hybrid_choice import HybridChoice, choose_hybrid
+from specdec.options import DrafterName, SpecOptions
+from specoffload.chat.built_in import BUILT_IN
+from specoffload.chat.conversation import ChatSettings, ReasoningOptions
+from specoffload.config.environment import Host
 from specoffload.config.numa_choice import choose_threads
-from specoffload.config.options import Options, ServeOptions, Toggle
-from specoffload.config.remarks import Remarks
-from specoffload.config.speculation import SpecConfig, resolve_speculation, uses_draft_model
+from specoffload.config.options import ChatOptions, DraftOptions, Options, ServeOptions, Toggle
+from specoffload.config.speculation import (
+    SpecConfig,
+    ignored,
+    resolve_speculation,
+    uses_draft_model,
+)
+from specoffload.errors import UsageError
+
+_USUAL_PARALLEL = 4
+_LEAST_TOKENS = 512  # of the context for each request, unless more requests were asked for
+
+
+@dataclass(frozen=True)
+class HybridChoice:
+    """Whether layers are split between CPU and GPU: always (on), for the batch sizes at which that
+    was measured to be faster (auto), or never (off).
+
+    `asked`: the user said so, and is told if nothing comes of it. `why`: the reason if it is off
+    and the user did not say so.
+    """
+
+    toggle: Toggle = Toggle.OFF
+    asked: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a session needs to open; nobody changes it later."""
+    """Everything that opening a session needs."""
 
     model: Path
     alias: str | None
     draft: Path | None
     device: str
-    min_batch: MinBatch | None  # None: measured when it is opened
+    min_batch: MinBatch | None  # None: measured when the model is opened
     ctx_size: int
     batch_size: int
     ubatch_size: int | None  # None: what the plan chooses, up to most_ubatch
@@ -47,15 +73,15 @@ class Config:
     spec: SpecConfig
     streaming: StreamingOptions
     trace: Path | None
-    mla_crossover: Crossover | None
     mmap: bool
-    stream_experts: bool
     ctx_checkpoints: int
     reasons: tuple[str, ...]
+    mla_crossover: Crossover | None = None  # None: chosen when the model is opened
+    stream_experts: bool = True
     hybrid: HybridChoice = HybridChoice()
-    numa: NumaPlan | None = None  # None: nothing is pinned
+    numa: NumaPlan | None = None  # None: no thread is bound to a node
     parallel: int = 1  # requests that run at once
-    cache_ram_bytes: int | None = 0  # host memory for prompts whose slots others needed
+    cache_ram_bytes: int | None = 0  # RAM for prompts of earlier requests; None: no limit
     slot_save_path: Path | None = None
     slot_similarity: float = ServeOptions.slot_similarity
     pooling: str | None = None  # of embeddings; None: there are none
@@ -69,15 +95,14 @@ def demo_file(name: str) -> Path:
 def resolve(options: Options, host: Host) -> Config:
     """Fill in what was not said, each choice with its reason.
 
-    Raises UsageError, BadOption, and NoSuchNode for a memory node that does not exist.
+    Raises UsageError or BadOption.
     """
-    remarks = Remarks(options.strict)
-    for remark in options.remarks:
-        remarks.reason(remark)
-    for name, why in options.idle:
-        remarks.no_effect(name, why)
-    model, draft = _models(options, remarks)
-    threads = choose_threads(options, host, remarks)
+    reasons = [*options.remarks, *(ignored(name, why) for name, why in options.ignored)]
+    options = _without(options, options.without | host.environment.without, reasons)
+    model, draft = _models(options, reasons)
+    threads = choose_threads(options, host, reasons)
+    hybrid = _choose_hybrid(options)
+    spec = resolve_speculation(options, has_draft=draft is not None, environment=host.environment)
     return Config(
         model=model,
         alias=options.alias,
@@ -94,29 +119,22 @@ def resolve(options: Options, host: Host) -> Config:
         type_k=options.type_k,
         type_v=options.type_v,
         swa_full=options.swa_full,
-        spec=resolve_speculation(
-            options,
-            has_draft=draft is not None,
-            environment=host.environment,
-            strict=options.strict,
-        ),
-        streaming=_streaming(options),
-        hybrid=choose_hybrid(options),
+        spec=spec,
+        streaming=_streaming(options, hybrid, host.environment.without | options.without),
+        hybrid=hybrid,
         trace=options.trace,
-        mla_crossover=options.mla_crossover,
         mmap=options.mmap,
-        stream_experts=True,
         ctx_checkpoints=options.ctx_checkpoints,
-        reasons=remarks.lines,
+        reasons=tuple(dict.fromkeys(reasons)),
         numa=threads.plan,
     )
 
 
-def _models(options: Options, remarks: Remarks) -> tuple[Path, Path | None]:
-    """The target, and the draft model where one is used."""
+def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
+    """The target, and the draft model if one is used."""
     model, draft = options.model, options.draft
     if model is None:
-        remarks.reason("no model was given: using the embedded demo pair")
+        reasons.append("no model was given: using the embedded demo pair")
         model = demo_file("target.gguf")
         if draft is None and uses_draft_model(options.spec):
             draft = demo_file("draft.gguf")
@@ -124,34 +142,124 @@ def _models(options: Options, remarks: Remarks) -> tuple[Path, Path | None]:
         by = options.spec.name("drafters")
         nothing = options.spec.drafters == (DrafterName.NONE,)
         why = f"nothing drafts with {by}" if nothing else f"{by} does not name draft"
-        remarks.no_effect(options.name("draft"), why)
+        reasons.append(ignored(options.name("draft"), why))
         draft = None
     return model, draft
 
 
-def _plan_for_hybrid(options: Options) -> PlanForSplits:
-    """A plan is made before anything is measured: auto may yet find that nothing is split."""
-    toggle = choose_hybrid(options).toggle
-    if toggle is Toggle.OFF:
-        return False
-    return True if toggle is Toggle.ON else "auto"
+def _choose_hybrid(options: Options) -> HybridChoice:
+    """What --hybrid says, else auto; a --min-batch N decides alone."""
+    if options.hybrid is not None:
+        return HybridChoice(options.hybrid, asked=True)
+    if isinstance(options.min_batch, MinBatch):
+        flag = options.given.get("min_batch", "--min-batch")
+        return HybridChoice(why=f"{flag} decides alone (--hybrid auto measures what is faster)")
+    return HybridChoice(Toggle.AUTO)
 
 
-def _streaming(options: Options) -> StreamingOptions:
-    return StreamingOptions(
+def _streaming(options: Options, hybrid: HybridChoice, without: frozenset[str]) -> StreamingOptions:
+    # A plan is made before anything is measured: auto may yet find that no layer is split.
+    plans: dict[Toggle, PlanForSplits] = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: "auto"}
+    chosen = StreamingOptions(
         device_bytes=options.vram_bytes,
         n_cpu_moe="fit" if options.n_cpu_moe is None else options.n_cpu_moe,
         n_gpu_layers=options.n_gpu_layers,
         mix=options.plan_for,
-        depth=options.prefetch_depth,
-        prefetch=options.prefetch,
-        chunks=options.expert_chunks,
-        band=options.slot_band,
-        bounce=options.bounce,
-        native=options.native_placement,
         warmup=options.warmup,
-        hybrid=choose_hybrid(options).toggle is not Toggle.OFF,
-        ahead=options.hybrid_ahead,
-        plan_for_hybrid=_plan_for_hybrid(options),
+        hybrid=hybrid.toggle is not Toggle.OFF,
+        plan_for_hybrid=plans[hybrid.toggle],
         trace=Trace() if options.trace is not None else NO_TRACE,
     )
+    return replace(chosen, **_switched_off(StreamingOptions, without))
+
+
+# -- SPECOFFLOAD_WITHOUT: parts to leave out, for bisecting on a user's machine
+
+
+def _parts(section: type) -> set[str]:
+    """The switches of a class of options that are on by default."""
+    return {f.name for f in fields(section) if f.default is True}
+
+
+def _switched_off(section: type, without: Iterable[str]) -> dict[str, Any]:
+    return {name: False for name in _parts(section) & {w.replace("-", "_") for w in without}}
+
+
+def _without(options: Options, without: frozenset[str], reasons: list[str]) -> Options:
+    """`options` without those parts. Raises UsageError for a part that does not exist."""
+    if not without:
+        return options
+    sections = (StreamingOptions, SpecOptions, DraftOptions)
+    known = {"profile"}.union(*map(_parts, sections))
+    known = {name.replace("_", "-") for name in known}
+    if unknown := sorted(without - known):
+        raise UsageError(
+            f"SPECOFFLOAD_WITHOUT={unknown[0]}: must be some of {', '.join(sorted(known))}"
+        )
+    reasons.append(f"left out, as SPECOFFLOAD_WITHOUT asks: {', '.join(sorted(without))}")
+    return replace(
+        options,
+        use_profile=options.use_profile and "profile" not in without,
+        spec=replace(options.spec, **_switched_off(SpecOptions, without)),
+        of_draft=replace(options.of_draft, **_switched_off(DraftOptions, without)),
+    )
+
+
+# -- serve and chat
+
+
+def for_serving(config: Config, serve: ServeOptions) -> Config:
+    """`config` with room for several requests, and the reason for their number."""
+    reasons = config.reasons
+    parallel = serve.parallel
+    if parallel is None:
+        n_ctx = config.ctx_size
+        parallel = _USUAL_PARALLEL
+        if n_ctx:
+            parallel = max(1, min(_USUAL_PARALLEL, n_ctx // _LEAST_TOKENS))
+        requests = "request runs" if parallel == 1 else "requests run"
+        reasons = (*reasons, f"up to {parallel} {requests} at once and share the context (-np)")
+    mib = serve.cache_ram_mib
+    # A model file that names a pooling makes embeddings without a flag.
+    pooling = serve.pooling or (OWN_OR_NONE if serve.embeddings else OWN)
+    return replace(
+        config,
+        parallel=parallel,
+        cache_ram_bytes=None if mib < 0 else mib << 20,
+        slot_save_path=serve.slot_save_path,
+        slot_similarity=serve.slot_similarity,
+        pooling=pooling,
+        reasons=reasons,
+    )
+
+
+def chat_settings(own: ChatOptions) -> ChatSettings:
+    """Raises UsageError for a template that is neither built in nor a file."""
+    name = own.template
+    if name is None:
+        name = "of the model file"
+    elif "{" in name:
+        name = "of --chat-template"
+    return ChatSettings(
+        _read_template(own.template),
+        name,
+        own.template_kwargs or {},
+        ReasoningOptions(own.reasoning_format, own.reasons, own.reasoning_effort),
+        own.prefill,
+    )
+
+
+def _read_template(named: str | None) -> str | None:
+    """A built-in template, one that is typed, or a file's text. Raises UsageError for none."""
+    if named is None or "{{" in named or "{%" in named:
+        return named
+    if named in BUILT_IN:
+        return BUILT_IN[named]
+    try:
+        return Path(named).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(
+            f"--chat-template {named}: neither a readable file "
+            f"({e.strerror if isinstance(e, OSError) else e}), nor Jinja, nor one of llama.cpp's "
+            f"templates: {', '.join(BUILT_IN)}"
+        ) from e

@@ -1,4 +1,4 @@
-"""Speculation resolved: drafters, policy, where the profile lies, and which flags take effect."""
+"""Speculation resolved: drafters, policy, the folder of profiles, and which flags take effect."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from specdec.options import (
     SpecOptions,
 )
 from specoffload.config.environment import Environment
-from specoffload.config.flags.flag import Flag, Need, need_words
-from specoffload.config.flags.table import TABLE
+from specoffload.config.flag import Flag, Need, need_words
 from specoffload.config.options import DraftEngine, DraftOptions, Options, of_draft
-from specoffload.config.remarks import Remarks
+from specoffload.config.table import TABLE
 from specoffload.errors import UsageError
 
 NO_DRAFTS = SpecOptions(drafters=(DrafterName.NONE,))
@@ -39,8 +38,7 @@ _ENGINE_NAMES = {
     "type_v": "type_v",
 }
 
-# Settings of a draft that one engine reads and the other does not.
-_TORCH_ALONE = frozenset({"matrices", "vocab", "graphs"})
+# Settings of a draft model that only libllama reads.
 _LLAMA_ALONE = frozenset(
     {"batch_size", "ubatch_size", "threads_batch", "flash_attn", "type_k", "type_v"}
 )
@@ -89,48 +87,50 @@ def uses_draft_model(spec: SpecOptions) -> bool:
     return spec.drafters == () or DrafterName.DRAFT in spec.drafters
 
 
+def ignored(name: str, why: str) -> str:
+    """The sentence on a flag or variable that changes nothing."""
+    return f"{name} ignored: {why}"
+
+
 def measuring_only(options: Options) -> Options:
-    """`options` for a command that measures T(n) and drafts nothing of its own."""
+    """`options` for a command that measures and drafts nothing."""
     spec = options.spec
     kept = ("drafters", "replacements")
-    idle = [name for field, name in spec.given.items() if field not in kept]
-    idle += [options.given[f] for f in ("use_profile", "record_trace") if f in options.given]
     quiet = SpecOptions(
         drafters=spec.drafters,
         replacements=spec.replacements,
         given={field: name for field, name in spec.given.items() if field in kept},
     )
-    options = replace(options, spec=quiet, use_profile=True, record_trace=None)
-    return remark(options, idle, "profile only measures")
+    idle = [name for field, name in spec.given.items() if field not in kept]
+    return remark(replace(options, spec=quiet), idle, "profile only measures")
 
 
-def remark(options: Options, idle: Iterable[str], why: str) -> Options:
-    """`options` with it noted that those flags change nothing."""
-    return replace(options, idle=(*options.idle, *((name, why) for name in idle)))
+def remark(options: Options, names: Iterable[str], why: str) -> Options:
+    """`options` with the remark that these flags change nothing."""
+    return replace(options, ignored=(*options.ignored, *((name, why) for name in names)))
 
 
 def resolve_speculation(
-    options: Options, *, has_draft: bool, environment: Environment, strict: bool = False
+    options: Options, *, has_draft: bool, environment: Environment
 ) -> SpecConfig:
-    """Check what was said against what there is. Without a draft model and drafters named nothing
-    drafts. A flag that changes nothing is dropped with a remark, an error if `strict`.
+    """Check what was said against what there is. Without a draft model and named drafters nothing
+    drafts. A flag that changes nothing is dropped with a remark.
 
-    Raises BadOption or UsageError for what cannot be taken together.
+    Raises BadOption or UsageError for what excludes each other.
     """
-    remarks = Remarks(strict)
+    reasons: list[str] = []
     spec = _with_drafters(options.spec, has_draft)
-    costs = _costs_given(spec, environment, remarks)
-    spec = _without_profile(spec, options, costs, remarks)
-    spec, said = _effective(options, spec, has_draft, remarks)
-    _check_lengths(spec)
+    costs = _costs_given(spec, environment, reasons)
+    spec = _without_profile(spec, options, costs, reasons)
+    spec, of_draft = _effective(options, spec, has_draft, reasons)
+    _check(spec)
     return SpecConfig(
         options=spec,
-        use_profile=said.use_profile,
+        use_profile=options.use_profile,
         profile_dir=environment.profile_folder,
         batch_costs=costs,
-        of_draft=said.of_draft,
-        record_trace=said.record_trace,
-        reasons=remarks.lines,
+        of_draft=of_draft,
+        reasons=tuple(dict.fromkeys(reasons)),
     )
 
 
@@ -144,21 +144,22 @@ def _with_drafters(spec: SpecOptions, has_draft: bool) -> SpecOptions:
     return replace(spec, drafters=(DrafterName.DRAFT,))
 
 
-def _costs_given(spec: SpecOptions, environment: Environment, remarks: Remarks) -> str | None:
-    """GGML_BATCH_COSTS, unless nothing reads it. GGML_MAX_LOOK_AHEAD has no effect here."""
+def _costs_given(spec: SpecOptions, environment: Environment, reasons: list[str]) -> str | None:
+    """GGML_BATCH_COSTS, unless nothing reads it."""
     if environment.max_look_ahead is not None:
-        why = "throughput looks ahead over all batch sizes by itself"
-        remarks.no_effect("GGML_MAX_LOOK_AHEAD", why)
+        why = "throughput compares all batch sizes anyway"
+        reasons.append(ignored("GGML_MAX_LOOK_AHEAD", why))
     if environment.batch_costs is None:
         return None
+    why = ""
     if not spec.is_on:
-        remarks.no_effect("GGML_BATCH_COSTS", "nothing drafts")
+        why = "nothing drafts"
     elif spec.policy is not PolicyName.THROUGHPUT:
-        why = f"{spec.name('policy')} {spec.policy} does not read costs"
-        remarks.no_effect("GGML_BATCH_COSTS", why)
-    else:
-        return environment.batch_costs
-    return None
+        why = f"{spec.name('policy')} {spec.policy} does not read it"
+    if why:
+        reasons.append(ignored("GGML_BATCH_COSTS", why))
+        return None
+    return environment.batch_costs
 
 
 def _names_policy(spec: SpecOptions) -> bool:
@@ -166,20 +167,19 @@ def _names_policy(spec: SpecOptions) -> bool:
 
 
 def _without_profile(
-    spec: SpecOptions, options: Options, costs: str | None, remarks: Remarks
+    spec: SpecOptions, options: Options, costs: str | None, reasons: list[str]
 ) -> SpecOptions:
-    """Blocks of 4 where nothing may be measured, unless another policy was asked for that needs
-    nothing measured."""
+    """Drafts of 4 tokens if nothing may be measured, unless the policy that was asked for needs no
+    measurements. Raises UsageError if it needs them."""
     if options.use_profile or not spec.is_on or costs is not None:
         return spec
-    name = options.name("use_profile")
     if not _names_policy(spec):
-        remarks.reason(f"{name}: nothing is measured, so drafts are fixed blocks of 4")
+        reasons.append("nothing is measured, so drafts have 4 tokens")
         return replace(spec, policy=PolicyName.FIXED)
     if spec.policy is PolicyName.THROUGHPUT:
         raise UsageError(
-            f"{spec.name('policy')} throughput needs a profile: drop {name}, or choose fixed or "
-            "p-min"
+            f"{spec.name('policy')} {spec.policy} needs measurements, which "
+            f"SPECOFFLOAD_WITHOUT=profile leaves out; fixed and p-min do not"
         )
     return spec
 
@@ -188,36 +188,28 @@ def _without_profile(
 
 
 def _effective(
-    options: Options, spec: SpecOptions, has_draft: bool, remarks: Remarks
-) -> tuple[SpecOptions, Options]:
+    options: Options, spec: SpecOptions, has_draft: bool, reasons: list[str]
+) -> tuple[SpecOptions, DraftOptions]:
     """Both without what changes nothing; each such flag is remarked on."""
     active = _active(spec, has_draft)
-    idle: dict[type, dict[str, Any]] = {SpecOptions: {}, Options: {}, DraftOptions: {}}
-    working: set[str] = set()  # names of flags that do something, perhaps in one of several fields
-    why_not: list[tuple[str, str]] = []
+    idle: dict[type, dict[str, Any]] = {SpecOptions: {}, DraftOptions: {}}
     for flag in TABLE:
         name = _used_name(flag, options, spec)
         if not flag.needs or name is None:
             continue
-        why = _excluded(flag, spec) or _other_engines(flag, options)
-        if not why and not active & set(flag.needs):
-            why = _why_idle(flag, spec)
-        if not why:
-            working.add(name)
-            continue
-        why_not.append((name, why))
-        idle[flag.section][flag.field] = flag.default
-    for name, why in dict(why_not).items():
-        if name not in working:
-            remarks.no_effect(name, why)
-    if idle[DraftOptions]:
-        idle[Options]["of_draft"] = replace(options.of_draft, **idle[DraftOptions])
+        why = _why_idle(flag, spec, active) or _why_not_in_torch(flag, options)
+        if why:
+            reasons.append(ignored(name, why))
+            idle[flag.section][flag.field] = flag.default
     left = {name: used for name, used in spec.given.items() if name not in idle[SpecOptions]}
-    return replace(spec, **idle[SpecOptions], given=left), replace(options, **idle[Options])
+    return (
+        replace(spec, **idle[SpecOptions], given=left),
+        replace(options.of_draft, **idle[DraftOptions]),
+    )
 
 
 def _used_name(flag: Flag, options: Options, spec: SpecOptions) -> str | None:
-    """The name by which the flag's field was set, if it was."""
+    """The name that set the flag's field, if one did."""
     if flag.section is SpecOptions:
         return spec.given.get(flag.field)
     field = of_draft(flag.field) if flag.section is DraftOptions else flag.field
@@ -230,47 +222,15 @@ def _active(spec: SpecOptions, has_draft: bool) -> set[Enum]:
         active.add(Need.DRAFT_MODEL)
     if spec.is_on:
         active |= {Need.DRAFTS, spec.policy}
-    if spec.tree and _tree_fits(spec):
-        active.add(Need.TREE)
     return active
 
 
-def _tree_fits(spec: SpecOptions) -> bool:
-    return spec.policy is PolicyName.THROUGHPUT and spec.drafters == (DrafterName.DRAFT,)
-
-
-def _excluded(flag: Flag, spec: SpecOptions) -> str:
-    """Why another flag leaves this one nothing to do, "" if none does."""
-    tree = spec.tree and _tree_fits(spec)
-    rejects = spec.accept is AcceptRule.REJECT and not tree
-    match flag.field:
-        case "tree" if spec.is_on and not _tree_fits(spec):
-            return "it needs the draft model alone and the policy throughput"
-        case "accept" | "replacements" | "record_trace" if tree:
-            return f"{spec.name('tree')} excludes it"
-        case "accept" if rejects and DrafterName.SYNTHETIC in spec.drafters:
-            return "synthetic drafts are judged by the rates that were given"
-        case "n_min" if rejects:
-            return (
-                "a token that was drawn has to be verified, or the answer's distribution would "
-                f"change ({spec.name('accept')} reject)"
-            )
-    return ""
-
-
-def _other_engines(flag: Flag, options: Options) -> str:
-    """Why the engine that was named for the draft does not read this flag, "" if it does."""
-    if flag.section is not DraftOptions:
+def _why_idle(flag: Flag, spec: SpecOptions, active: set[Enum]) -> str:
+    """Why nothing that the flag needs is there; "" if something is."""
+    if active & set(flag.needs):
+        if flag.field == "n_min" and spec.accept is AcceptRule.REJECT:
+            return "rejection sampling has to verify every drafted token"
         return ""
-    engine, name = options.of_draft.engine, options.name(of_draft("engine"))
-    if engine is DraftEngine.LLAMA and flag.field in _TORCH_ALONE:
-        return f"libllama computes the draft ({name} {engine})"
-    if engine is DraftEngine.TORCH and flag.field in _LLAMA_ALONE:
-        return f"torch computes the draft ({name} {engine})"
-    return ""
-
-
-def _why_idle(flag: Flag, spec: SpecOptions) -> str:
     if spec.drafters == (DrafterName.NONE,):
         return f"nothing drafts with {spec.name('drafters')}"
     if not spec.is_on:
@@ -278,8 +238,21 @@ def _why_idle(flag: Flag, spec: SpecOptions) -> str:
     return f"it needs {' or '.join(map(need_words, flag.needs))}"
 
 
-def _check_lengths(spec: SpecOptions) -> None:
-    """Raises BadOption where no draft is long enough and short enough at once."""
+def _why_not_in_torch(flag: Flag, options: Options) -> str:
+    """Why torch, if it was named for the draft model, does not read this flag; "" if it does."""
+    is_torch = options.of_draft.engine is DraftEngine.TORCH
+    if flag.section is DraftOptions and is_torch and flag.field in _LLAMA_ALONE:
+        return f"torch computes the draft ({options.name(of_draft('engine'))} torch)"
+    return ""
+
+
+def _check(spec: SpecOptions) -> None:
+    """Raises BadOption for options that exclude each other."""
+    if spec.tree and spec.is_on:
+        if spec.policy is not PolicyName.THROUGHPUT or spec.drafters != (DrafterName.DRAFT,):
+            raise BadOption("draft trees need the draft model alone and the policy throughput")
+        if spec.accept is AcceptRule.REJECT or spec.replacements is not None:
+            raise BadOption("draft trees exclude rejection sampling and --spec-replace")
     pairs: list[tuple[str, int, str, int]] = []
     if spec.policy is PolicyName.P_MIN and spec.is_on:
         pairs.append(("n_min", spec.n_min, "n_max", LONGEST if spec.n_max is None else spec.n_max))

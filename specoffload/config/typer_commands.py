@@ -11,12 +11,13 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from specoffload import __version__, report
+from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.command_line import HELP, CommandLine, flags_of, read_command_line
 from specoffload.config.environment import read_environment
-from specoffload.config.flags.flag import OPENS, Flag, Panel
-from specoffload.config.flags.page import TITLES, full_meaning
-from specoffload.config.flags.table import POSITIONALS, TABLE
+from specoffload.config.flag import OPENS, Flag, Panel
 from specoffload.config.options import OutputOptions
+from specoffload.config.pages import TITLES, full_meaning
+from specoffload.config.table import TABLE
 from specoffload.ctrl_c import EXIT_CODE
 
 _FIRST = "to begin with"

@@ -76,7 +76,6 @@ def serve(
             access=access,
             defaults=defaults,
             has_page=options.ui != "none",
-            strict_params=options.strict_params,
             has_metrics=options.metrics,
         )
         stop = asyncio.Event()

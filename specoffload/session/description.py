@@ -15,8 +15,6 @@ from specoffload.session.startup_lines import (
 from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation
 
-_ROLLBACK_OPTIONS = ("rs_snapshots", "checkpoints")
-
 
 def describe(
     config: Config,
@@ -27,7 +25,6 @@ def describe(
 ) -> StartUp:
     """`chosen` are the lines of what was measured while opening."""
     spec, device = config.spec, target.device
-    given = spec.options.given
     notes = (*spec.reasons, "every token is decoded alone")
     return StartUp(
         device=target.choice.name,
@@ -46,7 +43,6 @@ def describe(
             n_rs_seq=target.sequences.n_rs_seq,
             device_checkpoints=spec.device_checkpoints,
             speculates=speculation is not None,
-            typed=tuple(given[name] for name in _ROLLBACK_OPTIONS if name in given),
         ),
         declined=() if device is None else tuple(device.declined),
         others=(

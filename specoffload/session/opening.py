@@ -199,7 +199,7 @@ def set_hybrid(
         return (f"{flag}: {switch.declined}",)
     notes = [f"{flag}: {note}; {why}"]
     if chosen.asked and not config.streaming.prefetch:
-        notes.append(f"{flag}: with --no-prefetch no expert is copied for later")
+        notes.append(f"{flag}: without prefetch no expert is copied for later")
     costs = "no layer could be timed: hits are the device's, others the CPU's"
     notes.append(f"split layers: {costs if split.costs is None else split.costs.words}")
     return tuple(notes)

@@ -37,7 +37,6 @@ class MemoryFacts:
     n_rs_seq: int  # tokens that snapshots take back
     device_checkpoints: bool
     speculates: bool
-    typed: tuple[str, ...]  # flags about it that were given
 
 
 @dataclass(frozen=True)
@@ -113,15 +112,13 @@ def draft_lines(draft: DraftFacts | None) -> Sequence[str]:
 
 
 def memory_lines(memory: MemoryFacts) -> Sequence[str]:
-    if memory.can_rewind:
-        return [f"{flag} has no effect: this model's memory can be cut" for flag in memory.typed]
-    if not memory.speculates:
+    if memory.can_rewind or not memory.speculates:
         return []
     where = "on the device" if memory.device_checkpoints else "in host memory"
     if memory.n_rs_seq:
         return [
             f"recurrent memory: drafts of up to {memory.n_rs_seq} tokens are taken back by "
-            f"snapshots (--spec-rs-snapshots), longer ones by checkpoints {where}"
+            f"snapshots, longer ones by checkpoints {where}"
         ]
     return [
         f"recurrent memory: rejected drafts are taken back by checkpoints {where}; the library "

@@ -58,7 +58,7 @@ def open_costs(
         return RunCosts(costs, stored.calibration, path, (f"profile: {why}", *_warned(costs)))
     costs, how = measure_quickly(target, draft, key, on_progress)
     failed = fuller(path, costs) or store(path, costs, None)
-    notes = (f"profile: {why}; {how} (--no-profile to skip)", *_warned(costs))
+    notes = (f"profile: {why}; {how}", *_warned(costs))
     if failed is not None:
         notes = (*notes, failed)
     return RunCosts(costs, Calibration(), path if failed is None else None, notes)

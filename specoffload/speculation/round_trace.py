@@ -39,4 +39,4 @@ class RoundTrace:
         try:
             write_text(self._path, "".join(f"{line}\n" for line in lines))
         except OSError as e:
-            raise UsageError(f"--record-trace {self._path}: {e}") from e
+            raise UsageError(f"{self._path}: {e}") from e

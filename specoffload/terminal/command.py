@@ -9,9 +9,8 @@ from pathlib import Path
 from specoffload import report
 from specoffload.chat.conversation import Conversation, Delta, Message
 from specoffload.chat.format import ChatFormat
-from specoffload.config.chat_template import chat_settings
 from specoffload.config.options import ChatOptions
-from specoffload.config.resolution import Config
+from specoffload.config.resolution import Config, chat_settings
 from specoffload.session.chat_answer import answer
 from specoffload.session.chat_options import format_of
 from specoffload.session.generation import GenerateOptions, Piece

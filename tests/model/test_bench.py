@@ -31,8 +31,7 @@ from specoffload.bench.equal_texts import (
     split_text,
 )
 from specoffload.commands.bench import _beside_llama_server, _rows
-from specoffload.config.environment import Environment
-from specoffload.config.host import read_host
+from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import demo_file, resolve
 from specoffload.peers.llama_server import followed_s, measure_server, ways_of

@@ -30,6 +30,7 @@ def environment(home: Path) -> dict[str, str]:
         "XDG_STATE_HOME": str(home),
         "TERM": "xterm",
         "PROMPT_TOOLKIT_NO_CPR": "1",
+        "SPECOFFLOAD_WITHOUT": "profile",
     }
 
 
@@ -69,7 +70,7 @@ def test_a_prompt_is_not_echoed_into_a_pipe(tiny_dense: Path, tmp_path: Path) ->
 
 
 def n_prompt_tokens(home: Path, text: str, *words: str | Path) -> int:
-    done = piped(home, text, "run", *words, "--json", "-n", "2", "--no-profile")
+    done = piped(home, text, "run", *words, "--json", "-n", "2")
     assert done.returncode == 0, done.stderr
     n_tokens: int = json.loads(done.stdout)["stats"]["n_prompt_tokens"]
     return n_tokens
@@ -96,7 +97,7 @@ def test_text_for_a_model_without_a_template_is_continued_to_a_limit(
     plain = tmp_path / "without-template.gguf"
     named = tiny_dense.read_bytes()
     plain.write_bytes(named.replace(b"tokenizer.chat_template", b"tokenizer.none_template"))
-    words = ("run", plain, "--ignore-eos", "-c", "512", "--no-profile")
+    words = ("run", plain, "--ignore-eos", "-c", "512")
     limit = "stopped after 128 tokens: -n N takes more, -n -1 all"
     for done in (
         piped(tmp_path, "hi\n", *words, "--json"),

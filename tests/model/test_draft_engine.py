@@ -22,9 +22,11 @@ from offload.torch_draft.layout import Sizes, lay_out  # noqa: E402
 from offload.torch_draft.load import allocate  # noqa: E402
 from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
 from offload.torch_draft.shape import read_shape  # noqa: E402
+from specdec.options import AcceptRule  # noqa: E402
 from specoffload.bench.workloads import prompts  # noqa: E402
 from specoffload.config.command_line import read_command_line  # noqa: E402
-from specoffload.config.host import read_host  # noqa: E402
+from specoffload.config.environment import read_host  # noqa: E402
+from specoffload.config.options import DraftType  # noqa: E402
 from specoffload.config.resolution import Config, demo_file, resolve  # noqa: E402
 from specoffload.errors import UsageError  # noqa: E402
 from specoffload.session.draft_opening import draft_bytes, faster_engine, open_draft  # noqa: E402
@@ -40,8 +42,24 @@ EXACT_WORDS = "--flash-attn off --cache-type-k f32 --cache-type-v f32"  # as EXA
 
 
 def config_of(words: str) -> Config:
-    line = read_command_line("run", ["--device", "cpu", "-t", "1", "-c", "512", *words.split()])
-    return resolve(line.options, read_host())
+    """`words` are flags, and FIELD=VALUE for options that no flag sets."""
+    flags = [word for word in words.split() if "=" not in word or word.startswith("<")]
+    own = dict(word.split("=") for word in words.split() if word not in flags)
+    line = read_command_line("run", ["--device", "cpu", "-t", "1", "-c", "512", *flags])
+    options = line.options
+    draft = options.of_draft
+    if "matrices" in own:
+        draft = replace(draft, matrices=DraftType(own["matrices"]))
+    if "vocab" in own:
+        draft = replace(draft, vocab=Path(own["vocab"]))
+    spec = replace(
+        options.spec,
+        accept=AcceptRule(own.get("accept", "match")),
+        tree="tree" in own,
+    )
+    use_profile = "use_profile" not in own
+    options = replace(options, of_draft=draft, spec=spec, use_profile=use_profile)
+    return resolve(options, read_host())
 
 
 def text_of(session: Session, options: GenerateOptions) -> str:
@@ -57,13 +75,13 @@ def plain() -> str:
 @pytest.mark.parametrize(
     "words",
     [
-        "--policy fixed --draft-max 6",
-        "--policy p-min",
-        "--spec ngram-mod,draft --policy fixed",
-        "--policy fixed --draft-type f32",
-        "--policy fixed --draft-type int8",
-        "--spec-accept reject --policy fixed",
-        "--policy fixed --ctx-size-draft 40",
+        "--spec-policy fixed --draft-max 6",
+        "--spec-policy p-min",
+        "--spec ngram-mod,draft --spec-policy fixed",
+        "--spec-policy fixed matrices=f32",
+        "--spec-policy fixed matrices=int8",
+        "accept=reject --spec-policy fixed",
+        "--spec-policy fixed --ctx-size-draft 40",
     ],
 )
 def test_the_text_is_plain_decodings(words: str, plain: str) -> None:
@@ -74,7 +92,7 @@ def test_the_text_is_plain_decodings(words: str, plain: str) -> None:
         assert any("draft engine: torch on cpu" in note for note in session.notes)
 
 
-@pytest.mark.parametrize("spec", ["", "--spec-accept reject", "--spec ngram-mod,draft"])
+@pytest.mark.parametrize("spec", ["", "accept=reject", "--spec ngram-mod,draft"])
 def test_it_drafts_for_several_requests_at_once_and_changes_no_answer(
     spec: str, exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +122,7 @@ def test_it_drafts_for_several_requests_at_once_and_changes_no_answer(
 def test_both_engines_draft_the_same_but_for_rounding() -> None:
     lengths = []
     for engine in ("llama", "torch"):
-        words = f"--draft-engine {engine} --policy fixed --draft-max 5"
+        words = f"--draft-engine {engine} --spec-policy fixed --draft-max 5"
         with Session(config_of(words)) as session:
             pieces = list(session.generate(PROMPT, GREEDY))
             stats = pieces[-1].stats
@@ -117,7 +135,7 @@ def test_both_engines_draft_the_same_but_for_rounding() -> None:
 
 def test_a_seed_repeats_a_sampled_text_where_lengths_are_fixed() -> None:
     options = GenerateOptions(n_predict=30, ignore_eos=True, temperature=0.9, seed=7)
-    words = "--draft-engine torch --spec-accept reject --policy fixed --draft-max 4"
+    words = "--draft-engine torch accept=reject --spec-policy fixed --draft-max 4"
     with Session(config_of(words)) as session:
         first = text_of(session, options)
         session.forget()
@@ -125,7 +143,7 @@ def test_a_seed_repeats_a_sampled_text_where_lengths_are_fixed() -> None:
 
 
 def test_translated_drafts_come_from_torch_too(plain: str) -> None:
-    words = "--draft-engine torch --policy fixed --spec-replace <a>=<b>"
+    words = "--draft-engine torch --spec-policy fixed --spec-replace <a>=<b>"
     with Session(config_of(words)) as session:
         assert text_of(session, GREEDY) == plain
 
@@ -144,7 +162,7 @@ def test_a_profile_measures_torchs_own_step(
 def test_pruned_drafts_leave_the_text_as_it_is(plain: str, tmp_path: Path) -> None:
     kept = tmp_path / "kept.txt"
     kept.write_text("# a third\n" + "".join(f"{token}\n" for token in range(0, 4096, 3)))
-    words = f"--draft-engine torch --policy fixed --draft-vocab {kept}"
+    words = f"--draft-engine torch --spec-policy fixed vocab={kept}"
     with Session(config_of(words)) as session:
         assert text_of(session, GREEDY) == plain
         assert session.draft is not None
@@ -209,7 +227,7 @@ def test_a_bad_file_is_measured_anew(folder: Path, damage: object, words: str) -
 
 
 def test_without_a_profile_nothing_is_measured(folder: Path) -> None:
-    kind, line = chosen(config_of("--draft-engine auto --no-profile"))
+    kind, line = chosen(config_of("--draft-engine auto use_profile=off"))
     assert kind == "Engine"
     assert "--draft-engine torch takes torch unmeasured" in line
     assert not list(folder.glob("*-engines.json"))
@@ -224,7 +242,7 @@ def notes_of(words: str) -> str:
 
 
 def test_without_a_gpu_auto_is_libllama_with_the_reason() -> None:
-    assert "draft engine: libllama (the draft is on no GPU)" in notes_of("--policy fixed")
+    assert "draft engine: libllama (the draft is on no GPU)" in notes_of("--spec-policy fixed")
 
 
 @pytest.fixture
@@ -236,9 +254,9 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_on_cuda")
 def test_a_torch_without_cuda_is_the_reason(folder: Path) -> None:
-    assert "libllama (torch 2" in notes_of("--policy fixed")
+    assert "libllama (torch 2" in notes_of("--spec-policy fixed")
     with pytest.raises(DeviceUnavailable, match="finds no CUDA device; install its CUDA build"):
-        Session(config_of("--draft-engine torch --policy fixed"))
+        Session(config_of("--draft-engine torch --spec-policy fixed"))
 
 
 @pytest.mark.usefixtures("as_on_cuda")
@@ -246,20 +264,20 @@ def test_without_torch_auto_says_so_and_torch_by_name_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("offload.torch_draft.devices.importlib.util.find_spec", lambda _: None)
-    assert "libllama (the torch draft needs torch, which is not" in notes_of("--policy fixed")
+    assert "libllama (the torch draft needs torch, which is not" in notes_of("--spec-policy fixed")
     with pytest.raises(DeviceUnavailable, match="not installed"):
-        Session(config_of("--draft-engine torch --policy fixed"))
+        Session(config_of("--draft-engine torch --spec-policy fixed"))
 
 
 def test_trees_are_libllamas() -> None:
-    assert "libllama (--spec-tree needs libllama's sequences)" in notes_of("--spec-tree")
+    assert "libllama (tree needs libllama's sequences)" in notes_of("tree")
     with pytest.raises(UsageError, match="drafts no trees"):
-        Session(config_of("--spec-tree --draft-engine torch"))
+        Session(config_of("tree=on --draft-engine torch"))
 
 
 @pytest.mark.usefixtures("as_on_cuda")
 def test_a_draft_that_torch_cannot_compute_is_libllamas(tiny_moe: Path) -> None:
-    words = f"-m {tiny_moe} --draft {tiny_moe} --policy fixed"
+    words = f"-m {tiny_moe} --draft {tiny_moe} --spec-policy fixed"
     with pytest.raises(BadModel, match="not deepseek2"):
         Session(config_of(f"{words} --draft-engine torch"))
     assert "draft engine: libllama (tiny_moe.gguf: the torch draft knows" in notes_of(words)
@@ -305,7 +323,7 @@ def test_the_target_leaves_room_for_the_engine_that_needs_more() -> None:
 def test_a_bad_list_of_kept_tokens_is_one_sentence(text: str, words: str, tmp_path: Path) -> None:
     kept = tmp_path / "kept.txt"
     kept.write_text(text)
-    config = config_of(f"--draft-engine torch --policy fixed --draft-vocab {kept}")
+    config = config_of(f"--draft-engine torch --spec-policy fixed vocab={kept}")
     with open_target(config) as target, pytest.raises(Exception, match=words) as raised:
         open_draft(config, target)
     assert "\n" not in str(raised.value)

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
     "spec",
     [
         FIXED,
-        {**FIXED, "--spec-accept": "reject"},
-        {"--spec-tree": True, "--spec-draft-p-split": 0.05},
+        {**FIXED, "accept": "reject"},
+        {"tree": True, "p_split": 0.05},
     ],
     ids=["chain", "rejection", "tree"],
 )
@@ -50,7 +50,7 @@ def test_drafts_verified_by_split_layers_write_the_targets_own_text(
             for text in (prompts("code")[1], prompts("prose")[0]):
                 opened.forget()
                 runs.append(run := generate(opened, text, request))
-                if request is SAMPLED and "--spec-accept" in spec:
+                if request is SAMPLED and "accept" in spec:
                     judge.check_support(run, request)
                 else:
                     judge.check(run, request)
@@ -59,7 +59,7 @@ def test_drafts_verified_by_split_layers_write_the_targets_own_text(
     assert all(len(run.tokens) == N_PREDICT for run in runs)
     assert sum(run.n_rejected for run in runs) > 0
     assert sum(run.stats.n_accepted for run in runs) > 0
-    assert ("--spec-tree" in spec) == (sum(run.n_branching for run in runs) > 0)
+    assert ("tree" in spec) == (sum(run.n_branching for run in runs) > 0)
     n_rounds = sum(run.stats.n_rounds for run in runs)
     assert opened.target.plan is not None
     n_layers = len({layer_of(entry.name) for entry in opened.target.plan.streamed})

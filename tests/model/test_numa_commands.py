@@ -107,9 +107,7 @@ def test_a_limit_of_nothing_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--numa-node", "77"), "node 77 does not exist here"),
         (("--numa", "mirror"), "--numa mirror: must be one of"),
-        (("--numa", "rows", "--numa-node", "0"), "excludes --numa rows"),
     ],
 )
 def test_bad_flags_are_one_sentence_and_exit_2(

@@ -220,7 +220,7 @@ def counted(r1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 
 
 def test_a_plan_for_splits_says_where_its_hits_come_from(
-    r1: Path, counted: Callable[[float], Path]
+    r1: Path, counted: Callable[[float], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = (str(r1), "--vram", "80GiB", "--hybrid", "on")
     off = planned(*asked[:3], "--hybrid", "off")
@@ -234,7 +234,8 @@ def test_a_plan_for_splits_says_where_its_hits_come_from(
     assert few["hits"]["source"] == "counted"
     assert (few["hits"]["n_tokens"], few["hits"]["counted_on"]) == (700, "2026-03-01")
     assert any("counted on 2026-03-01 over 700 tokens" in reason for reason in few["reasons"])
-    assert planned(*asked, "--no-profile")["hits"]["source"] == "guess"
+    monkeypatch.setenv("SPECOFFLOAD_WITHOUT", "profile")
+    assert planned(*asked)["hits"]["source"] == "guess"
 
 
 def test_the_expected_decode_of_a_split_rises_with_the_hits_that_were_counted(

@@ -203,7 +203,7 @@ def test_a_session_says_how_drafts_are_taken_back(hybrid: Path) -> None:
     spec: dict[str, object] = {"--spec-type": "suffix", "--spec-policy": "fixed"}
     for more, words in (
         ({}, "snapshots" if WITH_SNAPSHOTS in hybrid.name else "has no snapshots"),
-        ({"--spec-rs-snapshots": 0, "--spec-checkpoints": "host"}, "checkpoints in host memory"),
+        ({"rs_snapshots": 0, "checkpoints": "host"}, "checkpoints in host memory"),
     ):
         given = {**spec, **more}
         opened = config_of(model=hybrid, device="cpu", ctx_size=256, threads=1, spec_given=given)
@@ -218,9 +218,9 @@ def test_trees_on_a_recurrent_model_are_refused_when_it_is_opened(hybrid: Path) 
         device="cpu",
         ctx_size=256,
         threads=1,
-        spec_given={"--spec-tree": True},
+        spec_given={"tree": True},
     )
-    with pytest.raises(BadOption, match=r"--spec-tree needs memory that can be cut.*recurrent"):
+    with pytest.raises(BadOption, match=r"tree needs memory that can be cut.*recurrent"):
         Session(opened)
 
 
@@ -234,7 +234,7 @@ def test_a_small_ubatch_has_room_for_fewer_snapshots_and_it_is_said(
     asked = EngineOptions(device="cpu", n_ctx=256, n_ubatch=n_ubatch, n_rs_seq=wanted)
     with Engine(path, asked) as engine:
         assert engine.sequences.n_rs_seq == taken
-        notes = [note for note in engine.notes if "--spec-rs-snapshots" in note]
+        notes = [note for note in engine.notes if "snapshots" in note]
         assert len(notes) == (wanted > taken)
         for n in (1, n_ubatch, n_ubatch + 1, 3 * n_ubatch + 1):
             engine.sequences.extend(0, [1] * n, 0)

@@ -15,7 +15,7 @@ from sampler_parts import FIXED, PROMPT, row_of
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import SamplingOptions
-from specoffload.errors import UsageError
+from specdec.errors import BadOption
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.session import Session
 
@@ -232,24 +232,20 @@ def test_a_seed_repeats_rejection_sampling_with_a_draft_model(rejecting: Session
     ("spec", "words"),
     [
         (
-            {"--spec-accept": "reject", "--spec-draft-n-min": 2, "--spec-policy": "p-min"},
+            {"accept": "reject", "--spec-draft-n-min": 2, "--spec-policy": "p-min"},
             "--spec-draft-n-min",
-        ),
-        (
-            {"--spec-tree": True, "--spec-accept": "reject", "--spec-policy": "throughput"},
-            "--spec-accept",
-        ),
-        (
-            {"--spec-tree": True, "--spec-replace": "a=b", "--spec-policy": "throughput"},
-            "--spec-replace",
         ),
     ],
 )
 def test_of_flags_that_exclude_each_other_one_is_said_to_have_no_effect(
     spec: dict[str, object], words: str
 ) -> None:
-    given = {**({} if "--spec-tree" in spec else FIXED), **spec}
+    given = {**FIXED, **spec}
     config = config_of(device="cpu", threads=1, ctx_size=512, spec_given=given)
-    assert any(f"{words} has no effect" in reason for reason in config.spec.reasons)
-    with pytest.raises(UsageError, match=f"{words} has no effect"):
-        config_of(strict=True, spec_given=given)
+    assert any(f"{words} ignored" in reason for reason in config.spec.reasons)
+
+
+@pytest.mark.parametrize("more", [{"accept": "reject"}, {"--spec-replace": "a=b"}])
+def test_options_that_draft_trees_exclude_are_errors(more: dict[str, object]) -> None:
+    with pytest.raises(BadOption, match="draft trees exclude"):
+        config_of(device="cpu", spec_given={"tree": True, **more})

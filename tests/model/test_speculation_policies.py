@@ -89,7 +89,7 @@ def test_match_writes_the_targets_own_text_greedy_and_sampled(
 def test_rejection_sampling_writes_what_the_target_could_and_greedy_what_it_would(
     exact: Path, judge: Judge, name: str, streamed: bool
 ) -> None:
-    spec = {**DRAFTERS[name], "--spec-accept": "reject"}
+    spec = {**DRAFTERS[name], "accept": "reject"}
     with open_session(exact, spec, streamed=streamed) as opened:
         runs = []
         for text in texts()[int(streamed) :]:
@@ -111,7 +111,7 @@ def test_branching_trees_write_the_targets_own_text(
     exact: Path, judge: Judge, request_name: str, streamed: bool
 ) -> None:
     request = {"greedy": GREEDY, "sampled": SAMPLED}[request_name]
-    spec: dict[str, object] = {"--spec-tree": True, "--spec-draft-p-split": 0.05}
+    spec: dict[str, object] = {"tree": True, "p_split": 0.05}
     with open_session(exact, spec, streamed=streamed) as opened:
         runs = []
         for text in texts():
@@ -175,7 +175,7 @@ def test_the_judge_refuses_a_token_that_is_not_the_targets(exact: Path, judge: J
 def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
     exact: Path, judge: Judge, tree: bool, streamed: bool
 ) -> None:
-    spec = {"--spec-tree": True} if tree else FIXED
+    spec = {"tree": True} if tree else FIXED
     with open_session(exact, spec, streamed=streamed) as opened:
         history: list[int] = []
         rejected = 0
@@ -208,7 +208,7 @@ def test_statistics_add_up(exact: Path) -> None:
 
 @pytest.mark.parametrize("drafter", ["suffix", "draft"])
 def test_the_same_seed_repeats_rejection_sampling(exact: Path, drafter: str) -> None:
-    spec = {**FIXED, "--spec-type": drafter, "--spec-accept": "reject"}
+    spec = {**FIXED, "--spec-type": drafter, "accept": "reject"}
     with open_session(exact, spec) as opened:
         runs = []
         for seed in (1, 1, 2):

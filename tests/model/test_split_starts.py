@@ -231,7 +231,7 @@ def test_experts_without_slots_go_by_the_old_rule(
 
 def test_without_prefetch_nothing_is_copied_for_later(folder: Path) -> None:
     with Session(config_of(Toggle.ON, prefetch=False)) as session:
-        assert "--hybrid on: with --no-prefetch no expert is copied for later" in session.notes
+        assert "--hybrid on: without prefetch no expert is copied for later" in session.notes
         [*session.generate("def f(", GenerateOptions(n_predict=6, ignore_eos=True))]
         counters = session.target.counters()
     assert counters.split_layers > 0

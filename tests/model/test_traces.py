@@ -133,8 +133,9 @@ def test_a_trace_without_copies_says_why_and_what_to_try(
     device: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    monkeypatch.setenv("SPECOFFLOAD_WITHOUT", "profile")
     words = ["-n", "4", "-t", "1", "-c", "256", "--trace", str(tmp_path / "t.json")]
-    asked = ["run", "import os", "--device", device, "--no-profile", *words]
+    asked = ["run", "import os", "--device", device, *words]
     done = CliRunner().invoke(app, asked, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     shown = CliRunner().invoke(app, ["trace", str(tmp_path / "t.json")], catch_exceptions=False)

@@ -82,7 +82,7 @@ def test_the_installed_program_decodes_with_the_embedded_pair(
     program: Path, tmp_path: Path
 ) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["SPECOFFLOAD_PROFILE_DIR"] = str(tmp_path)
+    environment |= {"SPECOFFLOAD_PROFILE_DIR": str(tmp_path), "SPECOFFLOAD_WITHOUT": "profile"}
 
     def told(*words: str) -> str:
         done = subprocess.run(
@@ -98,7 +98,7 @@ def test_the_installed_program_decodes_with_the_embedded_pair(
     )
     assert str(program.parents[1]) in found.stdout  # not the repository's
     assert told("--version").startswith("specoffload ")
-    assert told("run", "import os", "-n", "8", "--no-profile").strip()
+    assert told("run", "import os", "-n", "8").strip()
     assert "ready" in told("doctor") or "next:" in told("doctor")
 
 

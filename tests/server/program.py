@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ SERVE = [
     "specoffload",
     "serve",
     *("--temp", "0"),
-    "--no-profile",  # fixed blocks: what the default policy drafts depends on what it measures
     "--port",
     "0",
     "--ctx-size",
@@ -24,6 +24,8 @@ SERVE = [
     "--threads",
     "1",
 ]
+# Drafts of 4 tokens: what the default policy drafts depends on what it measures.
+ENVIRONMENT = {**os.environ, "SPECOFFLOAD_WITHOUT": "profile"}
 
 
 class Program:
@@ -52,7 +54,11 @@ class Program:
 def serving(*flags: str) -> Iterator[Program]:
     """SERVE with more flags; of two that say the same, the later counts."""
     with subprocess.Popen(
-        [*SERVE, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*SERVE, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=ENVIRONMENT,
     ) as process:
         try:
             yield Program(process)

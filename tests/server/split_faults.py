@@ -17,8 +17,7 @@ from offload.plan.placement import make_plan
 from offload.split.cpu_side import HostGraph
 from offload.split.division import HIT, HOST, STREAMED
 from offload.streaming.copying import ThreadCopier, Transfer
-from specoffload.config.environment import Environment
-from specoffload.config.host import read_host
+from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options, Toggle
 from specoffload.config.resolution import demo_file, resolve
 from specoffload.config.speculation import NO_DRAFTS

@@ -15,8 +15,8 @@ from starlette.requests import Request
 
 from offload.errors import BadRequest
 from specoffload.chat.conversation import ChatSettings, Conversation, ReasoningOptions, Tool
-from specoffload.config.chat_template import chat_settings
 from specoffload.config.options import ChatOptions
+from specoffload.config.resolution import chat_settings
 from specoffload.server.api.context import ServerContext
 from specoffload.server.api.parameters import generate_options
 from specoffload.server.api.requests import ChatRequest

@@ -12,8 +12,8 @@ from openai.types.chat import ChatCompletionToolParam
 from running import Running, StartServer, http
 
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
-from specoffload.config.chat_template import chat_settings
 from specoffload.config.options import ChatOptions
+from specoffload.config.resolution import chat_settings
 
 # Hermes' format and reasoning, by the marks that a template is known by.
 TEMPLATE = (

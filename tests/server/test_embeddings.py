@@ -20,7 +20,7 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, DoesNotFit, NotSupported
 from offload.plan.pooling import OWN, OWN_OR_NONE, POOLINGS, pooling_of
 from specoffload.config.options import ServeOptions
-from specoffload.config.serving import for_serving
+from specoffload.config.resolution import for_serving
 from specoffload.session.session import Session
 
 TEXTS = ["def fibonacci(n):", "import os", "naïve 日本語"]

@@ -14,7 +14,7 @@ from lab.attack.overload import text_of
 from lab.attack.program import Program, bad_lines, serving
 from lab.attack.witness import N_TOKENS, decided_texts
 
-FLAGS = ("--device", "cpu", "-t", "1", "-np", "2", "-c", "1024", "--temp", "0", "--no-profile")
+FLAGS = ("--device", "cpu", "-t", "1", "-np", "2", "-c", "1024", "--temp", "0")
 _MOST_GROWTH = 1.2
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from offload.errors import BadRequest
-from specoffload.config.flags import sampling
-from specoffload.config.flags.flag import Flag
+from specoffload.config.command_flags import SAMPLING
+from specoffload.config.flag import Flag
 from specoffload.server.api.body import renamed
 from specoffload.server.api.parameters import MAX_STOPS, generate_options
 from specoffload.server.api.requests import ChatRequest, CompletionRequest
@@ -93,7 +93,7 @@ def test_an_empty_grammar_and_a_text_format_ask_for_nothing() -> None:
     assert _options(grammar="", json_schema={}, response_format={"type": "text"}) == DEFAULTS
 
 
-@pytest.mark.parametrize("flag", [f for f in sampling.FLAGS if f.request], ids=lambda f: f.request)
+@pytest.mark.parametrize("flag", [f for f in SAMPLING if f.request], ids=lambda f: f.request)
 def test_a_request_has_every_sampling_flag_with_its_range(flag: Flag) -> None:
     assert flag.request in CompletionRequest.model_fields
     if flag.least is not None and flag.most is not None:

@@ -32,7 +32,6 @@ def test_a_request_that_hangs_gets_one_clear_error_and_the_next_is_served(
     assert status == 500
     message = str(body["error"]["message"])  # type: ignore[index]
     assert "gave no sign of life for" in message
-    assert "--watchdog" in message
     server.wait_until_healthy()
     assert post(server, "after")[1]["choices"][0]["text"] == "after" + TAIL  # type: ignore[index]
     assert any("gave no sign of life" in line and "restarting" in line for line in server.lines)

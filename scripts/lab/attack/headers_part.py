@@ -25,7 +25,7 @@ from lab.synth import write_preset
 ARCHITECTURES = ("deepseek-v3", "qwen3-30b-a3b", "mistral-large", "qwen3-next-80b-a3b")
 _LIMIT_S = 30.0
 _ADDRESSES = 8 << 30  # a file may ask for more; the machine has others to serve
-_WORDS = ("run", "-p", "a b", "-n", "2", "-c", "128", "--no-profile", "-m")
+_WORDS = ("run", "-p", "a b", "-n", "2", "-c", "128", "-m")
 _MOST_LETTERS = 1500  # of all that is said
 
 
@@ -63,7 +63,7 @@ def _import_all() -> None:
     """What every process needs, once."""
     import specoffload.cli
     import specoffload.commands.run
-    import specoffload.config.host
+    import specoffload.config.environment
     import specoffload.config.resolution
     import specoffload.session.opening
     import specoffload.session.session
@@ -104,6 +104,7 @@ def _become_the_program(words: Sequence[str], said: Path) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (_ADDRESSES, _ADDRESSES))
         sys.argv = ["specoffload", *words]
+        os.environ["SPECOFFLOAD_WITHOUT"] = "profile"
         from specoffload.cli import main
 
         main()

@@ -15,7 +15,7 @@ from lab.attack.requests import Attack, attack
 from lab.attack.witness import Witness, witness_of
 
 SERVE = (
-    *("--device", "cpu", "-t", "1", "-np", "4", "-c", "2048", "--temp", "0", "--no-profile"),
+    *("--device", "cpu", "-t", "1", "-np", "4", "-c", "2048", "--temp", "0"),
     *("-n", "8", "--time-limit", "10", "--metrics", "--max-queue", "16"),
 )
 _N_AT_ONCE = 6

@@ -19,7 +19,7 @@ from lab.attack.outcome import Breach, Outcome
 from lab.attack.overload import completion, text_of
 from lab.attack.program import Limits, bad_lines, environment, serving, with_limits
 
-_RUN = ("run", "-p", "import os", "-n", "4", "-c", "256", "-t", "1", "--no-profile")
+_RUN = ("run", "-p", "import os", "-n", "4", "-c", "256", "-t", "1")
 _MB = 1 << 20
 _LIMIT_S = 60.0
 

@@ -27,7 +27,12 @@ Limits = Mapping[int, tuple[int, int]]
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "200",
+        "SPECOFFLOAD_WITHOUT": "profile",
+    }
 
 
 def with_limits(limits: Limits) -> Callable[[], None]:

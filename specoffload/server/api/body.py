@@ -2,7 +2,7 @@
 
 Programs that talk to several servers send every parameter that one of them has. As those servers
 do, this one ignores parameters without effect, and names them in the answer's header
-`X-Ignored-Parameters`; with --strict-params they are a 400. Parameters that would change the kind
+`X-Ignored-Parameters`; with `strict` they are a 400. Parameters that would change the kind
 of the answer are always refused.
 """
 
@@ -194,7 +194,7 @@ def refuse_ignored(kind: type[BaseModel], names: Collection[str]) -> None:
     for name in names:
         close = difflib.get_close_matches(name[:80], [*kind.model_fields, *REFUSED, *INERT], n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise BadRequest(f"parameter {name} has no effect here (--strict-params){hint}")
+        raise BadRequest(f"parameter {name} has no effect here{hint}")
 
 
 def ignore(request: Request, names: Collection[str]) -> None:

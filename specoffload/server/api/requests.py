@@ -17,8 +17,8 @@ from pydantic import (
     create_model,
 )
 
-from specoffload.config.flags import sampling
-from specoffload.config.flags.flag import FLOAT, INT, SWITCH
+from specoffload.config.command_flags import SAMPLING
+from specoffload.config.flag import FLOAT, INT, SWITCH
 
 MOST_CHOICES = 64  # answers of one chat request
 
@@ -57,9 +57,7 @@ Prompts = Annotated[
 # Fields with the name, type and range of a sampling flag; their values go into GenerateOptions as
 # they are.
 _TYPES: dict[Any, Any] = {INT: Whole | None, FLOAT: float | None, SWITCH: bool | None}
-PLAIN_FLAGS = {
-    flag.request: flag for flag in sampling.FLAGS if flag.request and flag.kind in _TYPES
-}
+PLAIN_FLAGS = {flag.request: flag for flag in SAMPLING if flag.request and flag.kind in _TYPES}
 
 if TYPE_CHECKING:
     _SamplingFields = RequestModel

@@ -373,7 +373,7 @@ class EngineClient:
             return
         end, hung_s = describe_exit(exit_code), self._hung_s
         if hung_s is not None:
-            end = f"gave no sign of life for {hung_s:.0f} s and was ended (--watchdog)"
+            end = f"gave no sign of life for {hung_s:.0f} s and was ended"
             self._hung_s = None
         lost = Problem(
             "EngineDied",

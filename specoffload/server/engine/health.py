@@ -45,7 +45,7 @@ class Watchdog:
             return None
         return (
             f"the engine has been at one step for {silent_s:.0f} s; at {allowed_s:g} s its process "
-            "is started again (--watchdog)"
+            "is started again"
         )
 
     @property

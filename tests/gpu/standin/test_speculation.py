@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+ENVIRONMENT = {**os.environ, "SPECOFFLOAD_WITHOUT": "profile"}
 STREAMED = ("--n-cpu-moe", "99", "--min-batch", "1", "--ubatch-size", "64")
 
 
 def text(*flags: str) -> str:
     command = [sys.executable, "-m", "specoffload", "run", "import os", "-n", "24", "--temp", "0"]
-    command += ["--ctx-size", "512", "--threads", "1", "--no-profile", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    command += ["--ctx-size", "512", "--threads", "1", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specoffload.cli import commands
-from specoffload.config.flags.table import TABLE
+from specoffload.config.table import TABLE
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "scripts" / "deploy"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specoffload.config.command_line import HELP
-from specoffload.config.flags.table import TABLE
+from specoffload.config.table import TABLE
 from specoffload.config.typer_commands import HELP_ALL
 
 ROOT = Path(__file__).parents[3]
@@ -18,6 +18,9 @@ OURS = {name for flag in TABLE for name in (*flag.names, *flag.off)}
 OTHERS = {
     "--short",  # git's
     "--gpu",  # of scripts/setup
+    "--cpunodebind",  # numactl's
+    "--name",  # an example
+    "--off-name",
     "--profile",  # of scripts/lab/run simulate
     "--ulimit",  # docker's
     "--fit-target",  # llama.cpp's
@@ -25,7 +28,7 @@ OTHERS = {
     HELP_ALL,
     *HELP,
 }
-THEIRS = ("foreign", "llama", "llama_server", "llama_tools", "tuned", "ik_llama")  # files of flags
+THEIRS = ("foreign", "tuned", "llama_server")  # files of flags
 
 
 def test_a_flag_that_a_text_names_is_one_of_ours() -> None:

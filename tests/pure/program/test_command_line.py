@@ -12,12 +12,11 @@ from resolved import line_of
 from offload.plan.min_batch import MinBatch
 from specdec.options import PolicyName
 from specoffload.commands.run import read_prompt, split_model_and_prompt
-from specoffload.config.environment import Environment, read_environment
-from specoffload.config.flags.reading import NEVER
-from specoffload.config.flags.table import TABLE
-from specoffload.config.host import read_host
+from specoffload.config.environment import Environment, read_environment, read_host
 from specoffload.config.options import DraftOptions, RunOptions, ServeOptions, Toggle
 from specoffload.config.resolution import resolve
+from specoffload.config.table import TABLE
+from specoffload.config.values import NEVER
 from specoffload.errors import UsageError
 from specoffload.server.access import read_keys
 from specoffload.session.generation import AskedOptions
@@ -26,14 +25,14 @@ from specoffload.session.generation import AskedOptions
 
 
 def test_words_become_typed_values_under_the_names_that_were_typed() -> None:
-    line = line_of("-m", "m.gguf", "-t", "3", "--draft-max=5", "--policy", "p-min", "-fa")
+    line = line_of("-m", "m.gguf", "-t", "3", "--draft-max=5", "--spec-policy", "p-min", "-fa")
     options = line.options
     assert (options.model, options.threads) == (Path("m.gguf"), 3)
     assert options.flash_attn is Toggle.ON
     assert options.spec.policy is PolicyName.P_MIN
     assert options.spec.n_max == 5
     assert options.given == {"model": "-m", "threads": "-t", "flash_attn": "-fa"}
-    assert options.spec.given == {"n_max": "--draft-max", "policy": "--policy"}
+    assert options.spec.given == {"n_max": "--draft-max", "policy": "--spec-policy"}
 
 
 def test_the_last_of_several_wins_and_underscores_are_hyphens() -> None:
@@ -65,7 +64,7 @@ def test_a_flag_that_may_stand_bare_swallows_nothing(
         (("--draft-mx", "2"), "did you mean --draft-max?"),
         (("--thread", "2"), "did you mean --threads?"),
         (("--nosuchflag",), "there is no flag --nosuchflag; specoffload run --help"),
-        (("--port", "80"), "--port is no flag of run, but of serve"),
+        (("--port", "80"), "--port is not a flag of run, only of serve"),
         (("-t",), "-t needs a value"),
         (("-t", "-c", "3"), "-t needs a value"),
         (("-t", "x"), "-t x: must be a whole number"),
@@ -75,7 +74,7 @@ def test_a_flag_that_may_stand_bare_swallows_nothing(
         (("--draft-max", "-1"), "--draft-max -1: must be between 0 and 63"),
         (("--spec-draft-n-max", "x"), "--spec-draft-n-max x: must be"),
         (("--draft-p-min", "nan"), "--draft-p-min nan: must be a number"),
-        (("--policy", "p_min"), "--policy p_min: must be one of throughput, "),
+        (("--spec-policy", "p_min"), "--spec-policy p_min: must be one of throughput, "),
         (("--spec", "ngram-mod,ngram-mod"), "names a drafter twice"),
         (("--spec", "none,suffix"), "none stands alone"),
         (("--spec", "draft-mtp"), "'draft-mtp' is unknown; there are none, draft, "),
@@ -83,7 +82,7 @@ def test_a_flag_that_may_stand_bare_swallows_nothing(
         (("--seed", "-7"), "--seed -7: must lie between"),
         (("--repeat-penalty", "0"), "--repeat-penalty 0: must be over 0"),
         (("--spec-synth-rates", "0.5,x"), "must be numbers, comma separated"),
-        (("a", "b"), "'b' is one word too many"),
+        (("a", "b"), "Unexpected 'b'; with a model the prompt needs -p"),
     ],
 )
 def test_bad_words_are_answered_under_the_name_that_was_typed(
@@ -161,7 +160,7 @@ def test_a_number_for_the_draft_is_read_as_its_longest_length() -> None:
 def test_a_longest_draft_without_room_is_the_longest_with_room() -> None:
     line = line_of("--draft-max", "64")
     assert line.options.spec.n_max == 63
-    assert line.remarks == ("--draft-max 64 is read as 63, the most there is room for",)
+    assert line.remarks == ("--draft-max 64 is read as 63, the largest possible",)
     line = line_of(LLAMA_ARG_SPEC_DRAFT_N_MAX="100")
     assert line.options.spec.n_max == 63
     assert line.remarks[0].startswith("LLAMA_ARG_SPEC_DRAFT_N_MAX=100 is read as 63")
@@ -191,7 +190,7 @@ def test_llama_cpps_variables_stand_for_their_flags_and_others_are_named() -> No
     assert options.mmap
     assert options.min_batch == MinBatch(3, 3)
     assert options.given["ctx_size"] == "LLAMA_ARG_CTX_SIZE"
-    assert any("not read here: LLAMA_ARG_NOT_KNOWN" in remark for remark in options.remarks)
+    assert any("ignored: LLAMA_ARG_NOT_KNOWN" in remark for remark in options.remarks)
     assert line_of("-c", "400", **variables).options.ctx_size == 400
 
 
@@ -259,7 +258,7 @@ def test_the_draft_s_options_have_the_engine_s_names() -> None:
     [
         ("--bogus 3", "--draft-params: there is no flag --bogus"),
         ("-c many", "--draft-params: -c many: must be a whole number"),
-        ("word", "--draft-params: 'word' is no flag"),
+        ("word", "--draft-params: 'word' is not a flag"),
         ('--device "x', '--draft-params --device "x: cannot be split into words'),
     ],
 )
@@ -270,8 +269,8 @@ def test_a_bad_command_line_of_the_draft_is_answered(text: str, message: str) ->
 
 
 def test_what_a_draft_does_not_have_is_said() -> None:
-    (idle,) = line_of("--draft-params", "--top-k 3").idle
-    assert idle == ("--draft-params: --top-k", "a draft has no such choice here")
+    (idle,) = line_of("--draft-params", "--top-k 3").ignored
+    assert idle == ("--draft-params: --top-k", "not for drafts")
 
 
 # -- models and prompts

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from resolved import config_of, line_of
+from resolved import line_of
 from typer.testing import CliRunner
 
 from numa.place import Strategy
@@ -14,16 +14,16 @@ from offload.plan.min_batch import MinBatch
 from specdec.errors import BadOption
 from specdec.options import DrafterName, PolicyName, SpecOptions
 from specoffload.cli import app
+from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.command_line import flags_of, names_of
-from specoffload.config.environment import Environment, read_environment
-from specoffload.config.flags.flag import Flag
-from specoffload.config.flags.table import POSITIONALS, TABLE
-from specoffload.config.host import read_host
+from specoffload.config.environment import Environment, read_environment, read_host
+from specoffload.config.flag import Flag
 from specoffload.config.options import Options, ServeOptions, Toggle
-from specoffload.config.resolution import Config, resolve
-from specoffload.config.serving import for_serving
+from specoffload.config.resolution import Config, for_serving, resolve
+from specoffload.config.table import TABLE
 from specoffload.errors import UsageError
 
+NO_PROFILE = {"SPECOFFLOAD_WITHOUT": "profile"}
 COMMANDS = sorted({command for flag in TABLE for command in flag.commands})
 
 
@@ -173,11 +173,7 @@ def test_every_numa_strategy_can_be_named(strategy: Strategy) -> None:
     ("words", "message"),
     [
         (("--spec", "draft", "-m", "m.gguf"), "--spec draft needs a draft model"),
-        (
-            ("--policy", "throughput", "--no-profile"),
-            "throughput needs a profile: drop --no-profile",
-        ),
-        (("--numa-node", "0", "--numa", "rows"), "--numa-node 0 keeps .* excludes --numa rows"),
+        (("first", "second"), "Unexpected 'second'; with a model the prompt needs -p"),
     ],
 )
 def test_what_cannot_be_taken_together_is_refused(words: tuple[str, ...], message: str) -> None:
@@ -188,8 +184,8 @@ def test_what_cannot_be_taken_together_is_refused(words: tuple[str, ...], messag
 @pytest.mark.parametrize(
     "words",
     [
-        ("--policy", "p-min", "--draft-min", "20"),
-        ("--policy", "p-min", "--draft-min", "20", "--draft-max", "4"),
+        ("--spec-policy", "p-min", "--draft-min", "20"),
+        ("--spec-policy", "p-min", "--draft-min", "20", "--draft-max", "4"),
         ("--spec", "ngram-mod", "--spec-ngram-mod-n-min", "100", "--spec-ngram-mod-n-max", "10"),
     ],
 )
@@ -204,42 +200,33 @@ MODEL = ("-m", "m.gguf")
 @pytest.mark.parametrize(
     ("words", "remark"),
     [
-        (("--draft-p-min", "0.5"), "--draft-p-min has no effect: it needs --spec-policy p-min"),
+        (("--draft-p-min", "0.5"), "--draft-p-min ignored: it needs --spec-policy p-min"),
         (
             ("--spec-ngram-mod-n-max", "8"),
-            "--spec-ngram-mod-n-max has no effect: it needs --spec-type ngram-mod",
+            "--spec-ngram-mod-n-max ignored: it needs --spec-type ngram-mod",
         ),
-        (("--draft-p-split", "0.2"), "--draft-p-split has no effect: it needs --spec-tree"),
-        (("-lcs", "x", "--spec", "draft"), "-lcs has no effect: it needs --spec-type ngram-cache"),
-        ((*MODEL, "--draft-max", "4"), "--draft-max has no effect: nothing drafts: add --draft"),
-        ((*MODEL, "--record-trace", "x"), "--record-trace has no effect: nothing drafts"),
-        ((*MODEL, "-td", "3"), "-td has no effect: nothing drafts"),
-        ((*MODEL, "--draft-params", "-t 3"), "--draft-params: -t has no effect: nothing dr"),
-        (("--no-spec", "--policy", "fixed"), "--policy has no effect: nothing drafts with --no-sp"),
-        (("--no-spec", "-md", "d.gguf"), "-md has no effect: nothing drafts with --no-spec"),
-        (("--spec", "suffix", "--draft", "d"), "--draft has no effect: --spec does not name draft"),
+        (("--draft-p-split", "0.2"), "--draft-p-split 0.2 ignored: drafts are single sequences"),
+        (("-lcs", "x", "--spec", "draft"), "-lcs ignored: it needs --spec-type ngram-cache"),
+        ((*MODEL, "--draft-max", "4"), "--draft-max ignored: nothing drafts: add --draft"),
+        ((*MODEL, "-td", "3"), "-td ignored: nothing drafts"),
+        ((*MODEL, "--draft-params", "-t 3"), "--draft-params: -t ignored: nothing dr"),
         (
-            ("--spec-tree", "--spec", "suffix,draft"),
-            "--spec-tree has no effect: it needs the dr",
+            ("--no-spec", "--spec-policy", "fixed"),
+            "--spec-policy ignored: nothing dr",
         ),
-        (("--spec-tree", "--spec-accept", "reject"), "--spec-accept has no effect: --spec-tree ex"),
+        (("--no-spec", "-md", "d.gguf"), "-md ignored: nothing drafts with --no-spec"),
+        (("--spec", "suffix", "--draft", "d"), "--draft ignored: --spec does not name draft"),
     ],
 )
-def test_a_flag_that_changes_nothing_is_a_remark_and_an_error_when_strict(
-    words: tuple[str, ...], remark: str
-) -> None:
+def test_a_flag_that_changes_nothing_is_a_remark(words: tuple[str, ...], remark: str) -> None:
     config = resolved(*words)
     said = [r for r in (*config.reasons, *config.spec.reasons) if r.startswith(remark)]
     assert len(said) == 1, (config.reasons, config.spec.reasons)
-    with pytest.raises(UsageError) as caught:
-        resolved(*words, "--strict-flags")
-    assert str(caught.value).startswith(remark)
 
 
 def test_what_has_no_effect_is_not_in_the_configuration() -> None:
-    spec = resolved(*MODEL, "--spec-tree", "--record-trace", "x", "--draft-max", "3").spec
+    spec = resolved(*MODEL, "--spec-policy", "p-min", "--draft-max", "3").spec
     assert spec.options == SpecOptions()
-    assert spec.record_trace is None
 
 
 def test_no_spec_drafts_nothing_even_with_the_embedded_pair() -> None:
@@ -250,22 +237,30 @@ def test_no_spec_drafts_nothing_even_with_the_embedded_pair() -> None:
 
 
 def test_without_a_profile_drafts_are_fixed_blocks_unless_a_policy_was_named() -> None:
-    assert resolved("--no-profile").spec.options.policy is PolicyName.FIXED
-    config = resolved("--no-profile", "--policy", "p-min")
-    assert config.spec.options.policy is PolicyName.P_MIN
-    assert config_of(use_profile=False).spec.options.policy is PolicyName.FIXED
-    named = SpecOptions(policy=PolicyName.P_MIN)
-    assert config_of(use_profile=False, spec=named).spec.options.policy is PolicyName.P_MIN
+    assert with_variables(**NO_PROFILE).spec.options.policy is PolicyName.FIXED
+    named = with_variables("--spec-policy", "p-min", **NO_PROFILE).spec
+    assert (named.options.policy, named.use_profile) == (PolicyName.P_MIN, False)
+    with pytest.raises(UsageError, match="--spec-policy throughput needs measurements"):
+        with_variables("--spec-policy", "throughput", **NO_PROFILE)
 
 
-def test_a_variable_of_speculation_without_effect_is_no_error_even_when_strict() -> None:
-    config = resolved("--strict-flags", LLAMA_ARG_SPEC_DRAFT_P_MIN="0.5")
+def test_parts_are_left_out_by_name() -> None:
+    config = with_variables(SPECOFFLOAD_WITHOUT="prefetch,graphs")
+    assert (config.streaming.prefetch, config.streaming.bounce) == (False, True)
+    assert not config.spec.of_draft.graphs
+    assert "left out, as SPECOFFLOAD_WITHOUT asks: graphs, prefetch" in config.reasons
+    with pytest.raises(UsageError, match="SPECOFFLOAD_WITHOUT=speed: must be some of .*profile"):
+        with_variables(SPECOFFLOAD_WITHOUT="speed")
+
+
+def test_a_variable_of_speculation_needs_what_its_flag_needs() -> None:
+    config = resolved(LLAMA_ARG_SPEC_DRAFT_P_MIN="0.5")
     assert config.spec.options.p_min == 0.75
-    assert any("LLAMA_ARG_SPEC_DRAFT_P_MIN has no effect" in r for r in config.spec.reasons)
-    used = resolved("--policy", "p-min", LLAMA_ARG_SPEC_DRAFT_P_MIN="0.5")
+    assert any("LLAMA_ARG_SPEC_DRAFT_P_MIN ignored" in r for r in config.spec.reasons)
+    used = resolved("--spec-policy", "p-min", LLAMA_ARG_SPEC_DRAFT_P_MIN="0.5")
     assert used.spec.options.p_min == 0.5
     assert not used.spec.reasons
-    typed = ("--policy", "p-min", "--draft-p-min", "0.25")
+    typed = ("--spec-policy", "p-min", "--draft-p-min", "0.25")
     assert resolved(*typed, LLAMA_ARG_SPEC_DRAFT_P_MIN="0.5").spec.options.p_min == 0.25
 
 
@@ -275,21 +270,22 @@ def test_the_draft_model_of_the_environment() -> None:
     assert resolved("--no-spec", **variable).draft is None
     other = resolved("--spec", "ngram-mod", **variable)
     assert other.draft is None
-    assert any("LLAMA_ARG_SPEC_DRAFT_MODEL has no effect" in r for r in other.reasons)
+    assert any("LLAMA_ARG_SPEC_DRAFT_MODEL ignored" in r for r in other.reasons)
 
 
 def test_batch_costs_of_the_environment_are_read_by_throughput_alone() -> None:
     costs = {"GGML_BATCH_COSTS": "1,0.6,0.5"}
-    for words in ((), ("--no-profile",), ("--policy", "throughput")):
+    for words in ((), ("--spec-policy", "throughput")):
         spec = with_variables(*words, **costs).spec
         assert (spec.options.policy, spec.batch_costs) == (PolicyName.THROUGHPUT, "1,0.6,0.5")
-    fixed = with_variables("--policy", "fixed", **costs).spec
+    assert with_variables(**costs, **NO_PROFILE).spec.batch_costs == "1,0.6,0.5"
+    fixed = with_variables("--spec-policy", "fixed", **costs).spec
     assert fixed.batch_costs is None
-    assert "GGML_BATCH_COSTS has no effect: --policy fixed does not read costs" in fixed.reasons
+    assert "GGML_BATCH_COSTS ignored: --spec-policy fixed does not read it" in fixed.reasons
     nothing = with_variables("--no-spec", **costs).spec
-    assert "GGML_BATCH_COSTS has no effect: nothing drafts" in nothing.reasons
+    assert "GGML_BATCH_COSTS ignored: nothing drafts" in nothing.reasons
     ahead = with_variables(GGML_MAX_LOOK_AHEAD="4").spec
-    assert any(r.startswith("GGML_MAX_LOOK_AHEAD has no effect: thr") for r in ahead.reasons)
+    assert any(r.startswith("GGML_MAX_LOOK_AHEAD ignored: thr") for r in ahead.reasons)
 
 
 def test_nothing_resolved_depends_on_when_it_is_resolved() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from resolved import config_of, line_of
 
-from specoffload.config.environment import Environment
-from specoffload.config.host import read_host
-from specoffload.config.options import DraftEngine, DraftOptions, DraftType
+from specoffload.config.environment import Environment, read_host
+from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, resolve
 from specoffload.errors import UsageError
 from specoffload.speculation.kept_tokens import read_kept
@@ -22,39 +21,18 @@ def resolved(*words: str) -> Config:
 def test_the_engine_is_chosen_unless_it_is_named() -> None:
     assert config_of().spec.of_draft == DraftOptions()
     assert DraftOptions().engine is DraftEngine.AUTO
-    words = ("--draft-engine", "torch", "--draft-type", "int8", "--no-draft-graphs")
-    of_draft = resolved(*words, "--draft-vocab", "kept.txt").spec.of_draft
-    assert of_draft == DraftOptions(
-        engine=DraftEngine.TORCH, matrices=DraftType.INT8, vocab=Path("kept.txt"), graphs=False
-    )
+    of_draft = resolved("--draft-engine", "torch").spec.of_draft
+    assert of_draft == DraftOptions(engine=DraftEngine.TORCH)
 
 
-@pytest.mark.parametrize(
-    ("engine", "words", "kept"),
-    [
-        ("llama", ("--draft-type", "f32"), DraftOptions(engine=DraftEngine.LLAMA)),
-        ("llama", ("--draft-vocab", "x"), DraftOptions(engine=DraftEngine.LLAMA)),
-        ("llama", ("--no-draft-graphs",), DraftOptions(engine=DraftEngine.LLAMA)),
-        ("torch", ("--ubatch-size-draft", "8"), DraftOptions(engine=DraftEngine.TORCH)),
-        ("torch", ("--cache-type-k-draft", "q8_0"), DraftOptions(engine=DraftEngine.TORCH)),
-    ],
-)
-def test_a_flag_that_the_named_engine_does_not_read_is_said(
-    engine: str, words: tuple[str, ...], kept: DraftOptions
-) -> None:
-    config = resolved("--draft-engine", engine, *words)
-    names = {"llama": "libllama", "torch": "torch"}
-    line = f"{words[0]} has no effect: {names[engine]} computes the draft (--draft-engine {engine})"
+def test_a_flag_that_torch_does_not_read_is_said() -> None:
+    config = resolved("--draft-engine", "torch", "--cache-type-k-draft", "q8_0")
+    line = "--cache-type-k-draft ignored: torch computes the draft (--draft-engine torch)"
     assert line in config.spec.reasons
-    assert config.spec.of_draft == kept
-    with pytest.raises(UsageError, match="has no effect"):
-        resolved("--draft-engine", engine, *words, "--strict-flags")
-
-
-def test_with_auto_both_engines_flags_are_kept() -> None:
-    config = resolved("--draft-type", "f32", "--ubatch-size-draft", "8")
-    assert not [line for line in config.spec.reasons if "no effect" in line]
-    assert config.spec.draft_options == {"n_ubatch": 8}
+    assert config.spec.of_draft == DraftOptions(engine=DraftEngine.TORCH)
+    both = resolved("--draft-params", "-ub 8 -ctk q8_0").spec
+    assert not [line for line in both.reasons if "ignored" in line]
+    assert both.draft_options == {"n_ubatch": 8, "type_k": "q8_0"}
 
 
 def test_kept_tokens_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from offload.plan.min_batch import MinBatch
 from offload.sampling.options import SAMPLERS
 from specdec.options import DrafterName
 from specoffload.config.command_line import HELP, flags_of, names_of
-from specoffload.config.flags.flag import FALSE, OPENS, TRUE, Flag
-from specoffload.config.flags.foreign import Already, Becomes, Foreign, NoEffect, Refused
-from specoffload.config.flags.reading import ALL_LAYERS, NEVER
-from specoffload.config.flags.table import FOREIGN, TABLE
+from specoffload.config.flag import FALSE, OPENS, TRUE, Flag
+from specoffload.config.foreign import FOREIGN, Becomes, Foreign, NoEffect, Refused
 from specoffload.config.options import DraftOptions, ServeOptions
+from specoffload.config.table import TABLE
+from specoffload.config.values import ALL_LAYERS, NEVER
 from specoffload.errors import UsageError
 from specoffload.session.generation import AskedOptions
 
@@ -39,14 +39,8 @@ def class_of(name: str) -> str:
     theirs = THEIRS.get(name)
     if theirs is None:
         return "unknown"
-    answer = theirs.off_answer if name in theirs.off else theirs.answer
-    match answer:
-        case Already():
-            return "already"
-        case Refused():
-            return "refused"
-        case _:
-            return "translated"
+    kind = theirs.words.partition(":")[0].split()[0]
+    return kind if kind in ("already", "refused") else "translated"
 
 
 def ik_flags() -> list[tuple[list[str], int]]:
@@ -142,7 +136,7 @@ def test_an_answer_names_flags_of_ours_alone() -> None:
 
 def test_a_flag_that_is_so_already_is_taken_without_a_word() -> None:
     line = line_of("--jinja", "-cb", "--no-context-shift", "--op-offload")
-    assert (line.given, line.remarks, line.idle) == ({}, (), ())
+    assert (line.given, line.remarks, line.ignored) == ({}, (), ())
 
 
 @pytest.mark.parametrize(
@@ -156,7 +150,6 @@ def test_a_flag_that_is_so_already_is_taken_without_a_word() -> None:
         (("--no-flash-attn",), "flash_attn", "off"),
         (("-lm", "mmap"), "mmap", True),
         (("-lm", "none"), "mmap", False),
-        (("-lv", "4"), "library_log", True),
         (("--numa", "isolate"), "numa", "single"),
         (("--numa", "numactl"), "numa", "none"),
         (("-dev", "none"), "device", "cpu"),
@@ -170,34 +163,34 @@ def test_a_flag_that_is_translated_says_so_in_one_line(
     assert options.given[field] == words[0]
     (remark,) = options.remarks
     assert remark.startswith(f"{' '.join(words)} is read as ")
-    assert options.idle == ()
+    assert options.ignored == ()
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("-ot", r"blk\.(3|4|5)\.ffn_.*=CUDA0,exps=CPU"), "what fits"),
+        (("-ot", r"blk\.(3|4|5)\.ffn_.*=CUDA0,exps=CPU"), "chosen to fit"),
         (("-ot", r"attn=CPU"), "it names no experts"),
-        (("--mlock",), "memory of our own"),
+        (("--mlock",), "page-locked for the GPU"),
         (("-ts", "1,1,1"), "one GPU"),
         (("-amb", "512"), "--ubatch-size"),
         (("-mla", "3"), None),
         (("-mla", "0"), "MLA is always used"),
-        (("-ngld", "99"), "the draft lies on its device whole"),
+        (("-ngld", "99"), "the whole draft model stays"),
         (("-fit", "on"), None),
-        (("-fit", "off"), "chosen to fit"),
+        (("-fit", "off"), "always fitted"),
         (("-fit",), None),
-        (("--keep", "4"), "an answer ends there"),
+        (("--keep", "4"), "the answer ends there"),
         (("--parallel-tool-calls",), None),
         (("--infill",), None),
         (("--show-timings",), None),
-        (("--no-perf",), "two lines under an answer"),
-        (("-to", "600"), "the limits of connections are fixed"),
+        (("--no-perf",), "two lines of statistics"),
+        (("-to", "600"), "timeouts are fixed"),
         (("-crs", "0.5"), "--cache-ram"),
         (("--no-cache-idle-slots",), "--cache-ram"),
         (("-wb",), "--warmup"),
         (("-ooae",), None),
-        (("--reasoning-tokens", "auto"), "slots are compared by all of their tokens"),
+        (("--reasoning-tokens", "auto"), "prompts are compared by all of their tokens"),
     ],
 )
 def test_a_flag_that_changes_nothing_is_said_once_or_is_so_already(
@@ -205,8 +198,8 @@ def test_a_flag_that_changes_nothing_is_said_once_or_is_so_already(
 ) -> None:
     line = line_of(*words, command="serve")
     assert line.given == {}
-    assert [name for name, _ in line.idle] == ([] if why is None else [" ".join(words)])
-    assert all(why is not None and why in said for _, said in line.idle)
+    assert [name for name, _ in line.ignored] == ([] if why is None else [" ".join(words)])
+    assert all(why is not None and why in said for _, said in line.ignored)
 
 
 @pytest.mark.parametrize("command", sorted(OPENS - {"run"}))
@@ -216,27 +209,30 @@ def test_a_flag_of_run_that_published_lines_give_to_others_changes_nothing_there
     line = line_of("--prompt-cache", "x.bin", "--prompt-cache-all", "-no-cnv", command=command)
     assert line.given == {}
     said = ["--prompt-cache x.bin", "--prompt-cache-all", "-no-cnv"]
-    assert [name for name, _ in line.idle] == said
+    assert [name for name, _ in line.ignored] == said
     if command != "serve":
-        assert [name for name, _ in line_of("-sps", "0.5", command=command).idle] == ["-sps 0.5"]
+        assert [name for name, _ in line_of("-sps", "0.5", command=command).ignored] == ["-sps 0.5"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--rpc", "h:1"), "--rpc h:1: other machines' GPUs are not used: leave it out"),
-        (("-mu", "http://x"), "-mu http://x: only the Hugging Face hub is fetched from (-hf)"),
+        (("--rpc", "h:1"), "--rpc h:1: GPUs of other machines are not supported; leave it out"),
+        (
+            ("-mu", "http://x"),
+            "-mu http://x: models are fetched from the Hugging Face hub only (-hf)",
+        ),
         (("--mirostat", "3"), "--mirostat 3: must be between 0 and 2"),
         (("--sampling-seq", "kz"), "--sampling-seq kz: 'z' is no sampler's letter"),
         (("-l", "5*3"), "-l 5*3: must be a token's id and its bias"),
-        (("--ssl-key-file", "k"), "--ssl-key-file k: this server speaks plain HTTP: put a proxy"),
+        (("--ssl-key-file", "k"), "--ssl-key-file k: only plain HTTP is served; put a TLS proxy"),
         (("--hellaswag",), "--hellaswag: it is a flag of llama.cpp's llama-perplexity"),
         (("-ot", "exps"), "-ot exps: 'exps' is not PATTERN=BUFFER"),
         (("-ot", "(=CPU"), "is no regular expression"),
         (("--samplers", "magic"), "--samplers magic: 'magic' is no sampler"),
         (("--top-nsigma", "much"), "--top-nsigma much: must be a number"),
         (("-ts",), "-ts needs a value"),
-        (("--dry-run",), "--dry-run: `specoffload plan` says what a model needs"),
+        (("--dry-run",), "--dry-run: use `specoffload plan`"),
         (("-spf", "x"), "run and chat have --system-prompt-file"),
         (("--control-vector-layer-range", "1"), "--control-vector-layer-range needs a value"),
     ],
@@ -245,6 +241,11 @@ def test_a_flag_that_is_refused_says_what_to_do(words: tuple[str, ...], message:
     with pytest.raises(UsageError) as caught:
         line_of(*words, command="serve")
     assert message in str(caught.value)
+
+
+def test_the_librarys_whole_log_is_for_its_debug_level() -> None:
+    assert line_of("-lv", "4").options.library_log
+    assert not line_of("--verbosity", "3").options.library_log
 
 
 def test_the_last_of_several_wins_among_theirs_and_ours() -> None:
@@ -296,7 +297,7 @@ def test_the_draft_s_command_line_knows_them_too() -> None:
     text = "--seed 3 -sm layer -ngl 99 -ctk q4_0 -ctv q4_0 -khad -cuda fusion=1 --no-flash-attn"
     line = line_of("--draft-params", text)
     assert line.options.of_draft == DraftOptions(type_k="q4_0", type_v="q4_0", flash_attn="off")  # type: ignore[arg-type]
-    assert [name for name, _ in line.idle] == [
+    assert [name for name, _ in line.ignored] == [
         "--draft-params: --seed",
         "--draft-params: -ngl",
         "--draft-params: -sm layer",
@@ -317,7 +318,7 @@ def test_their_variables_are_answered_as_their_flags_and_refuse_nothing() -> Non
         LLAMA_ARG_N_PARALLEL="4",
     )
     assert line.options.n_cpu_moe == ALL_LAYERS
-    assert [name for name, _ in line.idle] == [
+    assert [name for name, _ in line.ignored] == [
         "LLAMA_ARG_RPC",
     ]
     assert line.of(ServeOptions).parallel == 4
@@ -326,7 +327,7 @@ def test_their_variables_are_answered_as_their_flags_and_refuse_nothing() -> Non
 
 def test_a_switch_of_theirs_that_a_variable_sets_off_is_off() -> None:
     for text in (*TRUE, *FALSE):
-        idle = line_of(command="serve", LLAMA_ARG_CACHE_PROMPT=text).idle
+        idle = line_of(command="serve", LLAMA_ARG_CACHE_PROMPT=text).ignored
         assert bool(idle) == (text in FALSE)
     with pytest.raises(UsageError, match="LLAMA_ARG_JINJA=maybe: must be one of"):
         line_of(command="serve", LLAMA_ARG_JINJA="maybe")

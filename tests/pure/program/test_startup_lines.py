@@ -17,7 +17,7 @@ from specoffload.session.startup_lines import (
 )
 from specoffload.session.statistics import EngineCounts, Tally
 
-MEMORY = MemoryFacts("llama", True, 0, True, True, ())
+MEMORY = MemoryFacts("llama", True, 0, True, True)
 PLAIN = StartUp(
     device="cpu",
     device_description="a processor",
@@ -33,7 +33,7 @@ PLAIN = StartUp(
     declined=(),
     others=("2 threads",),
 )
-RECURRENT = MemoryFacts("mamba", False, 0, True, True, ())
+RECURRENT = MemoryFacts("mamba", False, 0, True, True)
 
 
 def text(**changes: object) -> str:
@@ -93,7 +93,6 @@ def test_a_draft_larger_than_its_target_is_suspected() -> None:
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
-        (replace(MEMORY, typed=("--spec-checkpoints",)), "--spec-checkpoints has no effect"),
         (RECURRENT, "checkpoints on the device; the library has no snapshots for mamba"),
         (replace(RECURRENT, device_checkpoints=False), "checkpoints in host memory"),
         (replace(RECURRENT, n_rs_seq=4), "drafts of up to 4 tokens are taken back by snapshots"),

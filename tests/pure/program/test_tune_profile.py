@@ -8,12 +8,10 @@ import pytest
 from numa_trees import topology_of
 from resolved import line_of
 
-from numa.errors import NoSuchNode
 from numa.place import Candidate, Strategy
 from numa.topology import ONE_NODE, Topology
 from numa.tune import Trial, TuneResult, fingerprint
-from specoffload.config.environment import Environment
-from specoffload.config.host import Host
+from specoffload.config.environment import Environment, Host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
 from specoffload.config.tuned import FILE_NAME, Tuned, load_tuned, save_tuned, tuned_sentence
@@ -137,8 +135,8 @@ def test_what_is_typed_beats_what_was_tuned(two: Topology, strategy: str) -> Non
     assert not any("measured by" in reason for reason in config.reasons)
 
 
-def test_a_node_that_was_typed_keeps_every_thread_there(two: Topology) -> None:
-    config = resolve_on(Options(model=MODEL, numa_node=1), two, Tuned())
+def test_single_keeps_every_thread_on_the_gpus_node(two: Topology) -> None:
+    config = resolve_on(Options(model=MODEL, numa=Strategy.SINGLE), two, Tuned())
     plan = config.numa
     assert plan is not None
     assert plan.candidate.strategy is Strategy.SINGLE
@@ -159,19 +157,11 @@ def test_none_leaves_everything_to_the_kernel_and_says_so(two: Topology) -> None
     assert any("numa none" in reason for reason in config.reasons)
 
 
-@pytest.mark.parametrize("tree", ["one_node", "two_sockets"])
-def test_an_unknown_node_is_refused_with_the_nodes_there_are(tree: str, tmp_path: Path) -> None:
-    topology = topology_of(tree, tmp_path / tree)
-    with pytest.raises(NoSuchNode, match="node 9 does not exist"):
-        resolve_on(Options(model=MODEL, numa_node=9), topology, Tuned())
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("--numa", "everywhere"), "--numa everywhere"),
         (("--numa", "mirror"), "--numa mirror"),
-        (("--numa", "rows", "--numa-node", "0"), "--numa-node 0 .* excludes --numa rows"),
     ],
 )
 def test_flags_that_make_no_sense_are_named(

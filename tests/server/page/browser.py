@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from running import eventually, http
 
 SERVE = [
-    *(sys.executable, "-m", "specoffload", "serve", "--port", "0", "--no-profile"),
+    *(sys.executable, "-m", "specoffload", "serve", "--port", "0"),
     *("--device", "sim", "--min-batch", "3", "--ctx-size", "512", "--threads", "1"),
 ]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
@@ -27,7 +28,11 @@ DESKTOP = {"width": 1280, "height": 820}
 def served(*flags: str) -> Iterator[str]:
     """A server with the embedded pair; its address, without a slash, once it is ready."""
     with subprocess.Popen(
-        [*SERVE, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*SERVE, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "SPECOFFLOAD_WITHOUT": "profile"},
     ) as process:
         try:
             assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""One flag as plain data, and how its text is read.
+"""The form of a flag: plain data, and how the text of its value is read.
 
 A flag fills one field of one class of `specoffload.config.options`, whose default is the flag's.
 """
@@ -19,7 +19,7 @@ OPENS = frozenset({"run", "chat", "serve", "bench", "profile", "plan"})
 
 
 class Panel(StrEnum):
-    """Where a flag stands in --help and in docs/flags.md, in this order."""
+    """The heading of a flag in --help and in docs/flags.md, in this order."""
 
     MODEL = "model"
     OFFLOAD = "offload"
@@ -81,7 +81,7 @@ def choice(values: Collection[object], aliases: dict[str, object] | None = None)
 
 @dataclass(frozen=True)
 class Positional:
-    """The one word without a flag that some commands take."""
+    """The one word without a flag that some commands accept."""
 
     section: type
     field: str
@@ -92,11 +92,10 @@ class Positional:
 
 
 class Need(Enum):
-    """A condition, besides drafters and policies, under which a flag changes anything."""
+    """A condition for a flag to take effect, besides drafters and policies."""
 
     DRAFT_MODEL = "a draft model"
     DRAFTS = "drafts"
-    TREE = "draft trees"
 
 
 def need_words(need: Enum) -> str:
@@ -106,49 +105,39 @@ def need_words(need: Enum) -> str:
             return f"--spec-policy {need}"
         case DrafterName():
             return f"--spec-type {need}"
-        case Need.TREE:
-            return "--spec-tree"
         case _:
             return str(need.value)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """`names` begin with the one that documents use; `off` are those that set `off_value`. `more`
-    follows `help` in docs/flags.md.
+    """A flag of ours: its spelling, the option it fills, the values it takes, and its help."""
 
-    `needs` are alternatives: drafters, policies or `Need`s; none: it always takes effect. `request`
-    is the field of an HTTP request with the same meaning. `bare` is the value where none follows.
-    `reads_as` are llama.cpp's words for values that have another name here. `digits_mean` is the
-    flag that a value of digits alone is for. `elsewhere` says why the other commands that open a
-    model take it without effect, as llama.cpp's programs share flags; without it they refuse it.
-    """
-
-    section: type
+    section: type  # class of `options` with the field
     field: str
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the first is the one that documents use
     kind: Kind
-    help: str
+    help: str  # one line for --help
     panel: Panel
-    more: str = ""
-    off: tuple[str, ...] = ()
+    more: str = ""  # follows `help` in docs/flags.md
+    off: tuple[str, ...] = ()  # names that set `off_value`
     off_value: object = False
     variables: tuple[str, ...] = ()
     least: float | None = None
     above: float | None = None
     most: float | None = None
     default_words: str = ""
-    needs: tuple[Enum, ...] = ()
+    needs: tuple[Enum, ...] = ()  # alternatives, one of which makes it take effect; none: always
     commands: frozenset[str] = OPENS
-    request: str = ""
-    bare: str | None = None
-    reads_as: tuple[tuple[str, str], ...] = ()
-    digits_mean: str = ""
+    request: str = ""  # field of an HTTP request with the same meaning
+    bare: str | None = None  # value where none follows
+    reads_as: tuple[tuple[str, str], ...] = ()  # llama.cpp's words for values named otherwise here
+    digits_mean: str = ""  # flag that a value of digits alone is for
     repeats: bool = False  # each value is added to those before
     capped: bool = False  # a number over `most` is lowered to it, which is said
-    first: bool = False  # one of those that people need first
-    rare: bool = False  # left out of a first help
-    elsewhere: str = ""
+    first: bool = False  # among the flags that people need first
+    rare: bool = False  # left out of the first help
+    elsewhere: str = ""  # why other commands that open a model ignore it; "": they refuse it
 
     @property
     def default(self) -> Any:
@@ -173,7 +162,7 @@ class Flag:
 
     @property
     def shown_default(self) -> str:
-        """For people; "" where a default would say nothing."""
+        """The default for people; "" where it would say nothing."""
         value = self.default
         if self.default_words or value is None or isinstance(value, bool) or value == ():
             return self.default_words
@@ -181,7 +170,7 @@ class Flag:
 
     @property
     def range_words(self) -> str:
-        """The words for a number's limits; "" without any."""
+        """The words for a number's limits; "" if it has none."""
         low = f"over {_number(self.above)}" if self.above is not None else None
         if self.least is not None:
             low = f"at least {_number(self.least)}"
@@ -207,3 +196,21 @@ class Flag:
 
 def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:g}"
+
+
+def flag(
+    section: type, field: str, spelling: str, kind: Kind, about: str, panel: Panel, **more: Any
+) -> Flag:
+    """A flag from its names, blank-separated: `--name -n !--off-name LLAMA_VARIABLE`."""
+    words = spelling.split()
+    return Flag(
+        section,
+        field,
+        tuple(word for word in words if word.startswith("-")),
+        kind,
+        about,
+        panel,
+        off=tuple(word[1:] for word in words if word.startswith("!")),
+        variables=tuple(word for word in words if word[0].isalpha()),
+        **more,
+    )

@@ -1,24 +1,25 @@
-"""Values that are more than a number or a name. ValueError says what is wrong with a text."""
+"""Reading of values that are more than a number or a name. ValueError says what is wrong."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from typing import Literal
 
 from offload.errors import BadRequest
-from offload.mla.decision import Crossover
 from offload.plan.min_batch import MinBatch
 from offload.plan.sharing import DECODING, TokenMix
 from offload.sampling.options import sampler_names
 from offload.units import parse_bytes, parse_rate
 from specdec.options import DRAFTER_ALIASES, DrafterName
-from specoffload.config.flags.flag import FALSE, TRUE, Kind, choice
+from specoffload.config.flag import FALSE, TRUE, Kind, choice
 from specoffload.config.options import Ram, Toggle
 
 NEVER = 1 << 30  # tokens: no batch has as many
 ALL_LAYERS = 9999
 _ALONE = (DrafterName.NONE, DrafterName.SYNTHETIC)
+_DEBUG_LEVEL = 4  # of llama.cpp's 5
 _MOST_SEED = 2**32 - 2  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "random"
 
 
@@ -41,17 +42,6 @@ def min_batch(text: str) -> MinBatch | Literal["auto"]:
         else:
             raise ValueError(f"kinds are dense and experts, not {kind.strip()}")
     return MinBatch(**values)
-
-
-def crossover(text: str) -> Crossover:
-    """`heads`, `auto`, or a number of tokens; 0 switches it off."""
-    if text == "heads":
-        return "heads"
-    if text == "auto":
-        return "auto"
-    if not text.isdecimal():
-        raise ValueError("must be heads, auto or a whole number, 0 for off")
-    return int(text)
 
 
 def token_mix(text: str) -> TokenMix | None:
@@ -225,9 +215,23 @@ def logit_bias(text: str) -> tuple[int, float]:
     return int(found[1]), float(found[2])
 
 
+def json_object(text: str) -> object:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("must be a JSON object") from None
+    if not isinstance(found, dict):
+        raise ValueError("must be a JSON object")
+    return found
+
+
+def verbosity(text: str) -> bool:
+    """True for llama.cpp's debug level and above, which show the library's log."""
+    return _whole(text) >= _DEBUG_LEVEL
+
+
 MIN_BATCH = Kind("N", min_batch)
 TOKEN_MIX = Kind("auto|decode|P:G", token_mix)
-CROSSOVER = Kind("N", crossover)
 AUTO_INT = Kind("N", auto_or_whole)
 RATE = Kind("SIZE/s", parse_rate)
 BYTES = Kind("SIZE", parse_bytes)
@@ -247,6 +251,8 @@ PARALLEL = Kind("N", parallel)
 THREADS = Kind("N", threads)
 LAYERS = Kind("N", layers)
 WORDS = Kind("WORDS", words)
+JSON_OBJECT = Kind("JSON", json_object)
+VERBOSITY = Kind("N", verbosity)
 TOGGLE = choice(
     tuple(Toggle),
     {

@@ -1,0 +1,517 @@
+"""Flags of sampling, of single commands, and of what is shown; `table` has all flags."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import get_args
+
+from offload.plan.pooling import POOLINGS
+from offload.sampling.options import SAMPLERS
+from specoffload.bench.llama_bench import FORMATS
+from specoffload.chat.conversation import ReasoningFormat
+from specoffload.config.flag import (
+    FALSE,
+    FLOAT,
+    INT,
+    OPENS,
+    PATH,
+    SWITCH,
+    TEXT,
+    TRUE,
+    Flag,
+    Kind,
+    Panel,
+    Positional,
+    choice,
+    flag,
+)
+from specoffload.config.options import (
+    AnswerFiles,
+    BenchOptions,
+    ChatOptions,
+    DoctorOptions,
+    Options,
+    OutputOptions,
+    PlanOptions,
+    ProfileOptions,
+    RunOptions,
+    ServeOptions,
+    Toggle,
+    TraceOptions,
+    TuneOptions,
+)
+from specoffload.config.values import (
+    BREAKER,
+    COUNTS,
+    JSON_OBJECT,
+    KEYS,
+    LOGIT_BIAS,
+    N_PREDICT,
+    PARALLEL,
+    RAM,
+    RATE,
+    REASONING_BUDGET,
+    SAMPLER_NAMES,
+    SEED,
+    VERBOSITY,
+)
+from specoffload.session.generation import AskedOptions
+
+
+def _only(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+_RUN, _SERVE, _PLAN = _only("run"), _only("serve"), _only("plan")
+_BENCH, _PROFILE = _only("bench"), _only("profile")
+_CHATS, _ANSWERS = _only("run", "chat"), _only("run", "chat", "serve")
+_RESULTS = _only("run", "bench", "profile", "plan", "models", "trace", "doctor")
+
+
+def _sampling(field: str, spelling: str, kind: Kind, about: str, **more: object) -> Flag:
+    """A flag of sampling: of `run` and `chat`, and of `serve` where a request does not say."""
+    more = {"commands": _ANSWERS, "request": field, "rare": True} | more
+    return flag(AskedOptions, field, spelling, kind, about, Panel.SAMPLING, **more)
+
+
+_file = partial(flag, AnswerFiles, kind=PATH, panel=Panel.SAMPLING, commands=_ANSWERS)
+
+SAMPLING = (
+    _sampling(
+        "temperature", "--temp --temperature LLAMA_ARG_TEMPERATURE", FLOAT,
+        "Temperature; 0 always takes the likeliest token.", least=0, most=1000, rare=False,
+    ),
+    _sampling(
+        "top_k", "--top-k LLAMA_ARG_TOP_K", INT, "Keep the k likeliest tokens; 0 and -1: all.",
+        least=-1, rare=False,
+    ),
+    _sampling(
+        "top_p", "--top-p LLAMA_ARG_TOP_P", FLOAT,
+        "Keep the likeliest tokens up to this joint probability; 1: all.", least=0, most=1,
+        rare=False,
+    ),
+    _sampling(
+        "min_p", "--min-p LLAMA_ARG_MIN_P", FLOAT,
+        "Keep tokens with at least this share of the likeliest one's probability; 0: all.",
+        least=0, most=1, rare=False,
+    ),
+    _sampling(
+        "repeat_penalty", "--repeat-penalty LLAMA_ARG_REPEAT_PENALTY", FLOAT,
+        "Penalty of tokens seen lately; 1: off.", above=0, most=1000, rare=False,
+    ),
+    _sampling(
+        "repeat_last_n", "--repeat-last-n", INT, "Last tokens that penalties look at; -1: all.",
+        least=-1,
+    ),
+    _sampling(
+        "frequency_penalty", "--frequency-penalty LLAMA_ARG_FREQUENCY_PENALTY", FLOAT,
+        "Penalty of a token for each time it was seen.", least=-2, most=2,
+    ),
+    _sampling(
+        "presence_penalty", "--presence-penalty LLAMA_ARG_PRESENCE_PENALTY", FLOAT,
+        "Penalty of a token that was seen at all.", least=-2, most=2,
+    ),
+    _sampling(
+        "typical_p", "--typical --typical-p", FLOAT,
+        "Keep the tokens of most typical surprise up to this joint probability; 1: all.",
+        least=0, most=1,
+    ),
+    _sampling(
+        "top_n_sigma", "--top-nsigma --top-n-sigma", FLOAT,
+        "Keep tokens whose logit is within this many standard deviations of the greatest; 0 or "
+        "less: all.",
+    ),
+    _sampling(
+        "xtc_probability", "--xtc-probability", FLOAT,
+        "How often XTC leaves the likeliest tokens out; 0: never.", least=0, most=1,
+    ),
+    _sampling(
+        "xtc_threshold", "--xtc-threshold", FLOAT,
+        "Least probability of the tokens XTC leaves out, all but the last; over 0.5: none.",
+        least=0, most=1,
+    ),
+    _sampling(
+        "dynatemp_range", "--dynatemp-range", FLOAT,
+        "How far the temperature follows the entropy; 0: it stays.", least=0, most=1000,
+    ),
+    _sampling(
+        "dynatemp_exponent", "--dynatemp-exp", FLOAT,
+        "Exponent by which the temperature follows the entropy.", least=0, most=1000,
+    ),
+    _sampling(
+        "dry_multiplier", "--dry-multiplier", FLOAT,
+        "Penalty of a token that would lengthen a repetition (DRY); 0: off.", least=0, most=1000,
+    ),
+    _sampling(
+        "dry_base", "--dry-base", FLOAT, "Factor of that penalty for each further repeated token.",
+        least=1, most=1000,
+    ),
+    _sampling(
+        "dry_allowed_length", "--dry-allowed-length", INT,
+        "Tokens that may repeat without that penalty.", least=0,
+    ),
+    _sampling(
+        "dry_penalty_last_n", "--dry-penalty-last-n", INT,
+        "Last tokens that DRY looks at; -1: all.", least=-1,
+    ),
+    _sampling(
+        "dry_sequence_breakers", "--dry-sequence-breaker", BREAKER,
+        "Text that ends a repetition; may be given several times; none: nothing does.",
+        default_words='"\\n", ":", "\"", "*"', repeats=True,
+    ),
+    _sampling(
+        "mirostat", "--mirostat", INT,
+        "1 or 2: keep the text's surprise at a constant level; 0: off.", least=0, most=2,
+        more="Other samplers than the temperature then have no effect, penalties included.",
+    ),
+    _sampling(
+        "mirostat_eta", "--mirostat-lr", FLOAT, "Mirostat's learning rate.", least=0, most=1000,
+    ),
+    _sampling(
+        "mirostat_tau", "--mirostat-ent", FLOAT, "Surprise that Mirostat aims at, in bits.",
+        least=0, most=1000,
+    ),
+    _sampling(
+        "adaptive_target", "--adaptive-target", FLOAT,
+        "Mean probability of chosen tokens, if --samplers names adaptive_p; below 0: any.",
+        most=1,
+    ),
+    _sampling(
+        "adaptive_decay", "--adaptive-decay", FLOAT, "How slowly adaptive_p forgets.", least=0,
+        most=0.99,
+    ),
+    _sampling(
+        "min_keep", "--min-keep", INT,
+        "Tokens that top-p, min-p, typical and XTC keep at least.", least=0,
+    ),
+    _sampling(
+        "samplers", "--samplers", SAMPLER_NAMES,
+        "Samplers in their order, separated by ; one that is not named is off.",
+        more="[sampling.md](sampling.md) says what each does.", default_words="; ".join(SAMPLERS),
+    ),
+    _sampling(
+        "logit_bias", "--logit-bias -l", LOGIT_BIAS,
+        "Number added to a token's logit, as in 15043+1 or 15043-inf; may be given several times.",
+        repeats=True,
+    ),
+    _sampling(
+        "seed", "--seed -s", SEED, "Seed of the random numbers; -1: random.",
+        default_words="random", rare=False,
+    ),
+    _sampling("ignore_eos", "--ignore-eos", SWITCH, "Go on after an end token."),
+    _sampling(
+        "reasoning_budget", "--reasoning-budget LLAMA_ARG_THINK_BUDGET", REASONING_BUDGET,
+        "Tokens after which a chat's reasoning is ended; -1: none.", default_words="-1", request="",
+    ),
+    _sampling(
+        "reasoning_budget_message",
+        "--reasoning-budget-message LLAMA_ARG_THINK_BUDGET_MESSAGE", TEXT,
+        "Text written before reasoning is ended by its budget.", request="",
+    ),
+    _sampling(
+        "spm_infill", "--spm-infill", SWITCH,
+        "In /infill, put the suffix before the prefix, as some models were trained.",
+        commands=_SERVE, request="",
+    ),
+    _sampling(
+        "grammar", "--grammar", TEXT, "GBNF grammar that the answer must follow.", rare=False,
+    ),
+    _file("grammar", "--grammar-file", about="File with that grammar."),
+    _sampling(
+        "json_schema", "--json-schema -j", TEXT, "JSON schema that the answer must follow.",
+        rare=False,
+    ),
+    _file("json_schema", "--json-schema-file -jf", about="File with that schema."),
+    _sampling(
+        "stop", "--reverse-prompt -r", TEXT,
+        "Text at which the answer ends; may be given several times.", repeats=True,
+    ),
+)  # fmt: skip
+
+_run = partial(flag, RunOptions, panel=Panel.COMMAND, commands=_RUN)
+_PROMPT_FILE = "only run keeps prompts in files; serve has --slot-save-path"
+
+_RUN_FLAGS = (
+    _run("prompt", "--prompt -p", TEXT, "Text to answer, or to continue.", first=True),
+    _run("file", "--file -f", PATH, "File with that text."),
+    _run(
+        "conversation", "--conversation -cnv !-no-cnv !--no-conversation", SWITCH,
+        "Answer by the chat template; off: continue the text as it is.",
+        default_words="on for a model with a template, off for the embedded pair",
+        more="With -cnv a model without a template gets ChatML's.",
+        elsewhere="only run distinguishes answers from text that is continued",
+    ),
+    _run(
+        "escape", "--escape -e !--no-escape", SWITCH,
+        "Read \\n, \\t, \\\\ and the like in the prompt as escapes.", rare=True,
+    ),
+    _run(
+        "n_predict", "--n-predict -n --predict LLAMA_ARG_N_PREDICT", N_PREDICT,
+        "Most tokens to write; -1: to the end of the context.", first=True,
+        default_words="an answer's own end; 128 of a text that is continued",
+    ),
+    _run(
+        "prompt_cache", "--prompt-cache", PATH,
+        "File that keeps the evaluated prompt for the next run.", rare=True,
+        more="The next prompt is evaluated from where it differs.", elsewhere=_PROMPT_FILE,
+    ),
+    _run(
+        "prompt_cache_all", "--prompt-cache-all", SWITCH,
+        "Keep what was written after the prompt too.", rare=True, elsewhere=_PROMPT_FILE,
+    ),
+    _run(
+        "prompt_cache_ro", "--prompt-cache-ro", SWITCH, "Use the file and do not write it.",
+        rare=True, elsewhere=_PROMPT_FILE,
+    ),
+)  # fmt: skip
+
+_chat = partial(flag, ChatOptions, panel=Panel.COMMAND, commands=_ANSWERS)
+
+_CHAT_FLAGS = (
+    flag(
+        AskedOptions, "n_predict", "--n-predict -n --predict LLAMA_ARG_N_PREDICT", N_PREDICT,
+        "Most tokens of an answer; -1: to the end of the context.", Panel.COMMAND,
+        commands=_only("chat"), default_words="-1",
+    ),
+    _chat(
+        "system", "--system-prompt -sys", TEXT, "Instructions before the conversation.",
+        commands=_CHATS,
+    ),
+    _chat(
+        "system_file", "--system-prompt-file -sysf", PATH, "File with those instructions.",
+        commands=_CHATS, rare=True,
+    ),
+    _chat(
+        "template",
+        "--chat-template --chat-template-file LLAMA_ARG_CHAT_TEMPLATE "
+        "LLAMA_ARG_CHAT_TEMPLATE_FILE", TEXT,
+        "Chat template: llama.cpp's name for it, a file, or Jinja.", rare=True,
+        default_words="the model's, else chatml", more="docs/chat-formats.md lists the names.",
+    ),
+    _chat(
+        "template_kwargs", "--chat-template-kwargs LLAMA_ARG_CHAT_TEMPLATE_KWARGS", JSON_OBJECT,
+        "Variables for the template, as a JSON object.", rare=True,
+    ),
+    _chat(
+        "reasoning_format", "--reasoning-format LLAMA_ARG_THINK",
+        choice(get_args(ReasoningFormat)),
+        "Where reasoning goes: auto and deepseek apart from the answer, none within it.",
+        rare=True,
+    ),
+    _chat(
+        "reasoning", "--reasoning -rea LLAMA_ARG_REASONING", choice(Toggle),
+        "Whether the model reasons; auto: the template decides.",
+    ),
+    _chat(
+        "reasoning_effort", "--reasoning-effort LLAMA_ARG_REASONING_EFFORT", TEXT,
+        "How much it reasons, in the template's words: low, medium, high.", rare=True,
+    ),
+    _chat(
+        "prefill",
+        "--prefill-assistant !--no-prefill-assistant LLAMA_ARG_PREFILL_ASSISTANT", SWITCH,
+        "Continue an answer that a conversation ends with.", commands=_SERVE, rare=True,
+    ),
+)  # fmt: skip
+
+_serve = partial(flag, ServeOptions, panel=Panel.SERVER, commands=_SERVE)
+# ik_llama.cpp's values, and those of llama.cpp's variable.
+_UI = choice(
+    ("auto", "none"),
+    {"llamacpp": "auto", **dict.fromkeys(TRUE, "auto"), **dict.fromkeys(FALSE, "none")},
+)
+
+_SERVE_FLAGS = (
+    _serve("host", "--host LLAMA_ARG_HOST", TEXT, "Address to listen on.", first=True),
+    _serve(
+        "port", "--port LLAMA_ARG_PORT", INT, "Port; 0 takes a free one.", least=0, most=65535,
+        first=True,
+    ),
+    _serve(
+        "api_key", "--api-key LLAMA_API_KEY", KEYS,
+        "Bearer token that requests need; commas separate several.",
+    ),
+    _serve(
+        "api_key_file", "--api-key-file LLAMA_ARG_API_KEY_FILE", PATH,
+        "File of such tokens, one a line.", rare=True,
+        more="Lines that begin with # are comments.",
+    ),
+    _serve(
+        "cors_origins", "--cors-origins LLAMA_ARG_CORS_ORIGINS", TEXT,
+        "Origins of web pages that may use the server, separated by commas.", rare=True,
+        more="`*` is any. A proxy's public origin goes here too: without it, a server on loopback "
+        "answers only requests to 127.0.0.1, ::1 and localhost.",
+    ),
+    _serve(
+        "metrics", "--metrics LLAMA_ARG_ENDPOINT_METRICS", SWITCH,
+        "Serve counters at /metrics, for Prometheus.",
+    ),
+    _serve(
+        "max_queue", "--max-queue", INT, "Requests that may wait; further ones get a 503.",
+        least=0,
+    ),
+    _serve(
+        "ui", "--ui --webui !--no-ui !--no-webui LLAMA_ARG_UI", _UI, "Page to chat with, at /.",
+        off_value="none", bare="auto", rare=True,
+    ),
+    _serve(
+        "parallel", "--parallel -np LLAMA_ARG_N_PARALLEL", PARALLEL,
+        "Requests that run at once; -1: chosen.", least=1, most=64,
+        default_words="4, fewer in a small context",
+        more="They share the context: each may use all that the others leave. When it is full, the "
+        "latest one waits until there is room again.",
+    ),
+    _serve(
+        "cache_ram_mib", "--cache-ram -cram LLAMA_ARG_CACHE_RAM", INT,
+        "MiB of RAM for prompts of earlier requests; -1: no limit, 0: none.", least=-1,
+    ),
+    _serve(
+        "embeddings", "--embeddings --embedding LLAMA_ARG_EMBEDDINGS", SWITCH,
+        "Make embeddings, also with a model whose file names no pooling.", rare=True,
+        more="They take a second context of --ubatch-size tokens, the longest text that can be "
+        "embedded.",
+    ),
+    _serve(
+        "pooling", "--pooling LLAMA_ARG_POOLING", choice(POOLINGS),
+        "How the vectors of a text's tokens are combined.", default_words="the model file's",
+        rare=True, more="It implies --embeddings.",
+    ),
+    _serve(
+        "slot_save_path", "--slot-save-path", PATH, "Folder for POST /slots/ID?action=save.",
+        rare=True,
+    ),
+    _serve(
+        "slot_similarity", "--slot-prompt-similarity -sps", FLOAT,
+        "Share of a prompt that an idle slot must hold to be chosen for it; 0: none is.",
+        least=0, most=1, rare=True, elsewhere="there is one slot",
+    ),
+    flag(
+        AskedOptions, "time_limit_s", "--time-limit", FLOAT,
+        "Seconds after which an answer ends as it is.", Panel.SERVER, above=0, commands=_SERVE,
+        default_words="none", request="time_limit_s", rare=True,
+    ),
+    flag(
+        AskedOptions, "n_predict", "--n-predict -n --predict LLAMA_ARG_N_PREDICT", N_PREDICT,
+        "Most tokens of an answer whose request does not say; -1: to the end of the context.",
+        Panel.SERVER, commands=_SERVE, default_words="-1", request="max_tokens",
+    ),
+)  # fmt: skip
+
+_bench = partial(flag, BenchOptions, panel=Panel.COMMAND, commands=_BENCH)
+
+_BENCH_FLAGS = (
+    _bench("n_predict", "--n-predict -n", INT, "Tokens to write after each prompt.", least=1),
+    _bench("repetitions", "--repetitions -r", INT, "Timed repetitions.", least=1),
+    _bench(
+        "vs", "--vs", TEXT,
+        "llama-server=PATH: compare with this program too, trying several of its draft flags.",
+    ),
+    _bench("n_prompt", "--n-prompt -p", INT, "Tokens of the long prompt.", least=1),
+    _bench(
+        "output", "--output -o --output-format --output-file", choice(FORMATS),
+        "Write what llama-bench writes, under its names, and nothing else.",
+        more="With -npl what llama-batched-bench writes: md or jsonl.",
+    ),
+    _bench(
+        "n_pl", "-npl", COUNTS,
+        "Measure this many sequences at once instead, like llama-batched-bench.", rare=True,
+        default_words="1",
+    ),
+    _bench(
+        "n_pp", "-npp", COUNTS, "Prompt tokens of each sequence.", rare=True, default_words="512",
+    ),
+    _bench(
+        "n_tg", "-ntg", COUNTS, "Tokens that each sequence writes.", rare=True,
+        default_words="128",
+    ),
+    _bench("is_pp_shared", "-pps", SWITCH, "All sequences share one prompt.", rare=True),
+)  # fmt: skip
+
+_profile = partial(flag, ProfileOptions, panel=Panel.COMMAND, commands=_PROFILE)
+
+_PROFILE_FLAGS = (
+    _profile("text", "--text", PATH, "Text to measure on.", default_words="the demo's"),
+    _profile("n_max", "--n-max", INT, "Largest batch.", least=1, most=64, default_words="64"),
+    _profile(
+        "repetitions", "--repetitions -r", INT, "Timed repetitions.", least=1, default_words="4",
+    ),
+    _profile("plot", "--plot", PATH, "Write a plot (.png, .svg, .pdf)."),
+    _profile("export_to", "--export", PATH, "Write .json, .jsonl (llama-batched-bench) or costs."),
+    _profile("import_from", "--import", PATH, "Read one of those instead of measuring."),
+    _profile(
+        "plot_with", "--plot-with", PATH,
+        "Profile of another run, drawn beside this one; may be repeated.", repeats=True,
+        more="In the formats of --import. With a profile (.json) in place of the model nothing is "
+        "opened or measured.",
+    ),
+    _profile(
+        "labels", "--label", TEXT, "Name of a run in the plot, this one's first; may be repeated.",
+        repeats=True, default_words="the files'",
+    ),
+    _profile(
+        "force", "--force", SWITCH,
+        "Store it even if the stored profile has larger batches or more repetitions.",
+    ),
+)  # fmt: skip
+
+_plan = partial(flag, PlanOptions, panel=Panel.COMMAND, commands=_PLAN)
+_shown = partial(flag, Options, panel=Panel.DEBUGGING)
+
+_OTHER_FLAGS = (
+    _plan(
+        "link_bytes_per_s", "--link", RATE, "Speed from RAM to the GPU, e.g. 12GB/s.",
+        default_words="25GB/s",
+    ),
+    _plan(
+        "ram", "--ram", RAM,
+        "Free RAM and how fast all cores read it, e.g. 512GiB,200GB/s; or one of both.",
+        default_words="what is free here,70GB/s",
+    ),
+    flag(
+        OutputOptions, "as_json", "--json", SWITCH,
+        "Print results as one line of JSON, and nothing else on standard output.", Panel.COMMAND,
+        commands=_RESULTS,
+    ),
+    flag(
+        DoctorOptions, "numa", "--numa", SWITCH,
+        "Prove on which node pages are placed, strategy by strategy.", Panel.COMMAND,
+        commands=_only("doctor"),
+    ),
+    flag(
+        TuneOptions, "time_limit_s", "--time-limit", FLOAT,
+        "Seconds to spend; what is left out is named.", Panel.COMMAND, above=0,
+        commands=_only("tune numa"),
+    ),
+    _shown(
+        "trace", "--trace", PATH,
+        "Write what ran when, in Chrome's trace format (docs/trace.md).",
+    ),
+    _shown(
+        "verbose", "--verbose -v --log-verbose", SWITCH,
+        "Show what was chosen and why, the time of each answer, and llama.cpp's warnings.",
+    ),
+    _shown(
+        "library_log", "--verbosity -lv --log-verbosity LLAMA_ARG_LOG_VERBOSITY", VERBOSITY,
+        "From 4: --verbose and llama.cpp's whole log, its lines marked 'llama.cpp:'.", rare=True,
+    ),
+)  # fmt: skip
+
+COMMANDS = (
+    *_RUN_FLAGS,
+    *_CHAT_FLAGS,
+    *_SERVE_FLAGS,
+    *_BENCH_FLAGS,
+    *_PROFILE_FLAGS,
+    *_OTHER_FLAGS,
+)
+
+POSITIONALS = (
+    Positional(
+        RunOptions, "words", TEXT, "MODEL.gguf|PROMPT",
+        "A model, or a prompt for the embedded pair.", _RUN,
+    ),
+    Positional(
+        Options, "model", PATH, "MODEL.gguf", "GGUF file of the model, as with --model.",
+        (OPENS - _RUN) | {"tune numa"},
+    ),
+    Positional(TraceOptions, "file", PATH, "FILE", "What --trace wrote.", _only("trace")),
+)  # fmt: skip

@@ -1,1 +1,0 @@
-"""The flags of the program, declared once; `table` has all of them."""

@@ -1,0 +1,208 @@
+"""Flags of llama.cpp and ik_llama.cpp that specoffload does not have, and its answer to each.
+
+A command line that runs there starts here. foreign_flags.txt lists the flags and explains its
+format; this module reads it.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+
+from offload.errors import BadRequest
+from offload.sampling.options import sampler_letters
+from specoffload.config.flag import FALSE, TRUE
+from specoffload.config.values import ALL_LAYERS
+
+
+@dataclass(frozen=True)
+class Already:
+    """What the flag asks for is always so: accepted without a word."""
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Accepted; `why` it changes nothing is said at start."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Becomes:
+    """Replaced by these words, which is said at start."""
+
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An error, as something else would be done without the flag. `why` ends with what to do."""
+
+    why: str
+
+
+Answer = Already | NoEffect | Becomes | Refused
+ALREADY = Already()
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A flag of another program. `off` are the names that negate it and take no value; `optional`
+    are the values that may follow where the flag may also stand bare. `words` is the answer as
+    foreign_flags.txt has it."""
+
+    names: tuple[str, ...]
+    off: tuple[str, ...]
+    variables: tuple[str, ...]
+    n_values: int
+    optional: tuple[str, ...]
+    words: str
+    off_answer: Answer
+
+    def answered(self, value: str) -> Answer:
+        """The answer to a value. Raises ValueError saying what the value must be."""
+        return _answer(self.words, value)
+
+
+def _read_table() -> tuple[Foreign, ...]:
+    text = resources.files("specoffload.config").joinpath("foreign_flags.txt").read_text("utf-8")
+    found: list[Foreign] = []
+    words, off_answer, flags = "", None, ""
+    for line in [*text.splitlines(), "end"]:
+        if line.startswith("#") or not line:
+            continue
+        if line.startswith(" "):
+            flags += line
+            continue
+        if line.startswith("off "):
+            off_answer = _answer(line.removeprefix("off "), "")
+            continue
+        found += [_foreign(flag, words, off_answer) for flag in flags.split(",") if flag.strip()]
+        words, off_answer, flags = line, None, ""
+    return tuple(found)
+
+
+def _foreign(flag: str, words: str, off_answer: Answer | None) -> Foreign:
+    parts = flag.split()
+    values = next((part[1:] for part in parts if part.startswith("=")), "0")
+    if off_answer is None:
+        constant = words.startswith(("no effect:", "refused:"))
+        off_answer = _answer(words, "") if constant else ALREADY
+    return Foreign(
+        names=tuple(part for part in parts if part.startswith("-")),
+        off=tuple(part[1:] for part in parts if part.startswith("!")),
+        variables=tuple(part for part in parts if part[0].isalpha()),
+        n_values=1 if values == "BOOL" else int(values),
+        optional=(*TRUE, *FALSE, "auto") if values == "BOOL" else (),
+        words=words,
+        off_answer=off_answer,
+    )
+
+
+_COMPARISONS = {"<": operator.lt, "<=": operator.le, "=": operator.eq, ">=": operator.ge,
+                ">": operator.gt}  # fmt: skip
+
+
+def _answer(words: str, value: str) -> Answer:
+    """The answer that `words` of the table give to a flag's value."""
+    if words == "already":
+        return ALREADY
+    kind, _, rest = words.partition(": ")
+    if kind == "by value":
+        return _BY_VALUE[rest](value)
+    if kind == "read as":
+        return Becomes(tuple(value if word == "VALUE" else word for word in rest.split()))
+    kind, _, condition = re.sub(r" (if|unless) ", r"|\1 ", kind).partition("|")
+    if condition and not _holds(condition, value):
+        return ALREADY
+    return Refused(rest) if kind == "refused" else NoEffect(rest)
+
+
+def _holds(condition: str, value: str) -> bool:
+    match condition.split():
+        case ["if", "false"]:
+            return value in FALSE
+        case ["if", "true"]:
+            return value not in FALSE
+        case ["unless", comparison, limit]:
+            try:
+                number = float(value)
+            except ValueError:
+                raise ValueError("must be a number") from None
+            return not _COMPARISONS[comparison](number, float(limit))
+    raise AssertionError(condition)
+
+
+# -- answers that depend on more than a comparison
+
+_MOST_LAYERS = 512  # layers that the patterns of an override are tried on
+_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+
+
+def _override_tensor(value: str) -> Answer:
+    """`-ot REGEX=BUFFER,...`: where each weight goes, by the first pattern that matches.
+
+    Only overrides that put all experts on the CPU have a counterpart here.
+    """
+    patterns = []
+    for part in filter(None, value.split(",")):
+        pattern, equals, buffer = part.rpartition("=")
+        if not equals:
+            raise ValueError(f"{part!r} is not PATTERN=BUFFER")
+        try:
+            patterns.append((re.compile(pattern), buffer.upper()))
+        except re.error as e:
+            raise ValueError(f"{pattern!r} is no regular expression: {e}") from None
+    places = {
+        next((b for p, b in patterns if p.search(f"blk.{layer}.{part}.weight")), "")
+        for layer in range(_MOST_LAYERS)
+        for part in _EXPERTS
+    }
+    if places == {"CPU"}:
+        return Becomes(("--n-cpu-moe", str(ALL_LAYERS)))
+    if places == {""}:
+        return NoEffect(
+            "it names no experts, and --n-gpu-layers decides which layers' dense weights stay on "
+            "the GPU"
+        )
+    return NoEffect("the layers whose experts stay on the GPU are chosen to fit, or by --n-cpu-moe")
+
+
+def _load_mode(value: str) -> Answer:
+    modes: dict[str, Answer] = {
+        "auto": ALREADY,
+        "none": Becomes(("--no-mmap",)),
+        "dio": Becomes(("--no-mmap",)),
+        "mmap": Becomes(("--mmap",)),
+        "mmap+mlock": Becomes(("--mmap",)),
+        "mlock": Becomes(("--no-mmap",)),
+    }
+    if value not in modes:
+        raise ValueError(f"must be one of {', '.join(modes)}")
+    return modes[value]
+
+
+def _draft_layers(value: str) -> Answer:
+    if value == "0":
+        return Becomes(("--device-draft", "cpu"))
+    return NoEffect("the whole draft model stays on its device")
+
+
+def _sampler_letters(value: str) -> Answer:
+    try:
+        return Becomes(("--samplers", ";".join(sampler_letters(value))))
+    except BadRequest as e:
+        raise ValueError(str(e)) from None
+
+
+_BY_VALUE: dict[str, Callable[[str], Answer]] = {
+    "override_tensor": _override_tensor,
+    "load_mode": _load_mode,
+    "draft_layers": _draft_layers,
+    "sampler_letters": _sampler_letters,
+}
+
+FOREIGN = _read_table()

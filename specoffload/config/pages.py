@@ -1,0 +1,180 @@
+"""docs/flags.md and the manual page specoffload(1), made from the table of flags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specoffload.config.flag import OPENS, Flag, Panel, need_words
+from specoffload.config.foreign import FOREIGN, Foreign
+from specoffload.config.table import TABLE
+
+_HEAD = """# Flags
+
+`scripts/gen-flags` makes this page from the table of flags. Names are llama.cpp's where the meaning
+is the same. `specoffload COMMAND --help` shows the flags of one command, `specoffload --help-all`
+all flags. A note in brackets names the commands that have a flag; flags without one belong to
+`run`, `chat`, `serve`, `bench`, `profile` and `plan`. If a flag is repeated, the last one wins;
+what is typed wins over a variable. A flag that changes nothing in a run is named at start.
+"""
+
+_TAIL = """## Environment
+
+The variables above stand for their flags, as in llama.cpp. A `LLAMA_ARG_` variable that has no
+meaning here is named at start.
+
+| variable | meaning |
+|---|---|
+| `GGML_BATCH_COSTS`, `GGML_MAX_LOOK_AHEAD` | select the policy `costs` |
+| `SPECOFFLOAD_PROFILE_DIR` | folder of measurements |
+| `XDG_CACHE_HOME` | folder of caches, in which it is `specoffload/profiles`; else `~/.cache` |
+| `SPECOFFLOAD_WITHOUT` | parts to leave out, for debugging ([development.md](development.md)) |
+
+Variables are read once, when a command starts. A value that cannot be understood is an error.
+
+Exit codes: 0 done, 1 something failed, 2 the input was bad, 130 interrupted.
+"""
+
+_THEIRS = """## Other flags of llama.cpp and ik_llama.cpp
+
+A command line that runs there starts here too. Flags that are "already so" are accepted without a
+word. Flags that are read as something else, or have no effect, are named in one line at start.
+Flags without which the program would do something else are refused, with what to do instead.
+"""
+
+TITLES = {
+    Panel.MODEL: "Model and context",
+    Panel.OFFLOAD: "Device, memory and threads",
+    Panel.SPECULATION: "Speculation",
+    Panel.SAMPLING: "Sampling",
+    Panel.SERVER: "Server",
+    Panel.COMMAND: "Single commands",
+    Panel.DEBUGGING: "Debugging",
+}
+
+
+def flags_page() -> str:
+    """docs/flags.md, in Markdown."""
+    parts = [_HEAD]
+    for panel, title in TITLES.items():
+        rows = [_row(flag) for flag in TABLE if flag.panel is panel]
+        table = ["| flag | default | variable | meaning |", "|---|---|---|---|", *rows]
+        parts.append("\n".join((f"## {title}\n", *table)) + "\n")
+    return "\n".join((*parts, _foreign_flags(), _TAIL))
+
+
+def _foreign_flags() -> str:
+    """A table of foreign flags, grouped by their answers."""
+    groups: dict[str, list[str]] = {}
+    for flag in FOREIGN:
+        groups.setdefault(_answer_words(flag), []).append(_foreign_names(flag))
+    rows = [f"| {answer} | {', '.join(names)} |" for answer, names in sorted(groups.items())]
+    return "\n".join((_THEIRS, "| answer | flags |", "|---|---|", *rows)) + "\n"
+
+
+def _foreign_names(flag: Foreign) -> str:
+    short = [name for name in flag.names if not name.startswith("--")][:1]
+    long = [name for name in flag.names if name.startswith("--")][:1]
+    names = (*short, *long, *flag.off[-1:]) or flag.variables
+    return " ".join(f"`{name}`" for name in names)
+
+
+def _answer_words(flag: Foreign) -> str:
+    kind, _, rest = flag.words.partition(": ")
+    match kind:
+        case "already":
+            return "already so"
+        case "by value":
+            return "by its value"
+        case "read as":
+            return f"read as `{rest}`"
+    return _cell(flag.words)
+
+
+def _row(flag: Flag) -> str:
+    names = ", ".join(f"`{name}`" for name in flag.names)
+    off = ", ".join(f"`{name}`" for name in flag.off)
+    both = f"{names}; off: {off}" if names and off else names or off
+    if flag.kind.metavar:
+        both += f" {_cell(flag.kind.metavar)}"
+    variables = ", ".join(f"`{name}`" for name in flag.variables)
+    state = "on" if flag.default is True else "off"
+    default = flag.shown_default or (state if flag.is_switch and flag.names else "")
+    return f"| {both} | {default} | {variables} | {_cell(meaning(flag))} |"
+
+
+def meaning(flag: Flag) -> str:
+    """A flag's help, its range, what it needs, and its commands if not all have it."""
+    words = [flag.help, flag.more]
+    if flag.range_words:
+        words.append(f"{flag.range_words[0].upper()}{flag.range_words[1:]}.")
+    if flag.needs:
+        words.append(f"Needs {' or '.join(map(need_words, flag.needs))}.")
+    if flag.commands != OPENS:
+        words.append(f"[{', '.join(sorted(flag.commands))}]")
+    return " ".join(filter(None, words))
+
+
+def full_meaning(flag: Flag) -> str:
+    """`meaning`, with the default and the variables."""
+    words = [meaning(flag)]
+    if flag.shown_default:
+        words.append(f"Default: {flag.shown_default}.")
+    if flag.variables:
+        words.append(f"Variable: {', '.join(flag.variables)}.")
+    return " ".join(words)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+# -- the manual page
+
+Commands = Sequence[tuple[str, str]]
+"""(name, one line of help) of each command."""
+
+_MAN_HEAD = """.\\" Made from the table of flags by scripts/gen-flags.
+.TH SPECOFFLOAD 1
+.SH NAME
+specoffload \\- run big mixture-of-experts GGUF models on one GPU and a lot of RAM
+.SH SYNOPSIS
+.B specoffload
+.I COMMAND
+.RI [ FLAGS ]
+.RI [ MODEL ]
+.SH DESCRIPTION
+Weights that do not fit the GPU stay in RAM. They are copied to the GPU while it computes, or the
+processor computes with them where that is faster. The library is llama.cpp, whose flags are
+understood: a command line that runs there starts here.
+"""
+
+_MAN_TAIL = """.SH ENVIRONMENT
+The variables named with the flags stand for them; what is typed wins.
+.TP
+.B SPECOFFLOAD_PROFILE_DIR
+Folder of measurements; else a folder in XDG_CACHE_HOME or ~/.cache.
+.SH EXIT STATUS
+0 done, 1 something failed, 2 the input was bad, 130 interrupted.
+"""
+
+
+def man_page(commands: Commands) -> str:
+    """specoffload(1), in roff with the man macros."""
+    parts = [_MAN_HEAD, ".SH COMMANDS\n"]
+    parts += [f".TP\n.B {_roff(name)}\n{_roff(words)}\n" for name, words in commands]
+    for panel, title in TITLES.items():
+        parts.append(f".SH {_roff(title.upper())}\n")
+        parts += [_man_entry(flag) for flag in TABLE if flag.panel is panel]
+    return "".join((*parts, _MAN_TAIL))
+
+
+def _man_entry(flag: Flag) -> str:
+    names = ", ".join(f"\\fB{_roff(name)}\\fR" for name in (*flag.names, *flag.off))
+    metavar = f" \\fI{_roff(flag.kind.metavar)}\\fR" if flag.kind.metavar.strip() else ""
+    return f".TP\n{names}{metavar}\n{_roff(full_meaning(flag))}\n"
+
+
+def _roff(text: str) -> str:
+    """Words as roff has them: nothing is a command or an escape."""
+    escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("\n", " ")
+    return f"\\&{escaped}" if escaped[:1] in (".", "'") else escaped

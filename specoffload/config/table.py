@@ -1,0 +1,367 @@
+"""Every flag of the program, declared once.
+
+From this table come the commands (`typer_commands`), the reading of the command line and of
+llama.cpp's variables (`command_line`), the names and ranges of a request's fields
+(`specoffload.server`), the check of what takes effect (`speculation`), docs/flags.md and the
+manual page (`pages`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from numa.place import Strategy
+from offload.plan.cache_types import CACHE_TYPES
+from specdec.options import MOST_DRAFTED, DrafterName, PolicyName, SpecOptions
+from specoffload.config.command_flags import COMMANDS, SAMPLING
+from specoffload.config.flag import (
+    FLOAT,
+    INT,
+    OPENS,
+    PATH,
+    SWITCH,
+    TEXT,
+    Flag,
+    Need,
+    Panel,
+    choice,
+    flag,
+)
+from specoffload.config.options import (
+    DraftEngine,
+    DraftOptions,
+    Options,
+    Toggle,
+)
+from specoffload.config.values import (
+    AUTO_INT,
+    BYTES,
+    DRAFTERS,
+    LAYERS,
+    MIN_BATCH,
+    RATES,
+    REPLACEMENTS,
+    THREADS,
+    TOGGLE,
+    TOKEN_MIX,
+    WORDS,
+)
+
+_AND_TUNE = OPENS | {"tune numa"}
+
+_model = partial(flag, Options, panel=Panel.MODEL)
+
+_MODEL = (
+    _model(
+        "alias", "--alias -a LLAMA_ARG_ALIAS", TEXT, "Name of the model in answers.",
+        default_words="the file's",
+    ),
+    _model(
+        "model", "--model -m LLAMA_ARG_MODEL", PATH,
+        "Model: a .gguf file or its folder, user/repo[:quant], or ollama:name.",
+        default_words="the embedded pair", first=True,
+    ),
+    _model(
+        "hf_repo", "--hf-repo -hf -hfr LLAMA_ARG_HF_REPO", TEXT,
+        "Repository user/repo[:quant] of the Hugging Face hub, fetched if it is not here yet.",
+        more="Without a quantisation: Q4_K_M, else Q8_0, else the first (docs/models.md).",
+    ),
+    _model(
+        "hf_file", "--hf-file -hff LLAMA_ARG_HF_FILE", TEXT, "File of that repository.", rare=True,
+    ),
+    _model(
+        "hf_token", "--hf-token -hft", TEXT,
+        "Token for private and gated repositories, like HF_TOKEN.", rare=True,
+    ),
+    _model(
+        "offline", "--offline LLAMA_ARG_OFFLINE", SWITCH,
+        "Fetch nothing; use what was fetched before.", rare=True,
+    ),
+    _model(
+        "ctx_size", "--ctx-size -c LLAMA_ARG_CTX_SIZE", INT,
+        "Context in tokens; 0: the model's own.", least=0, first=True,
+    ),
+    _model(
+        "batch_size", "--batch-size -b LLAMA_ARG_BATCH", INT, "Most tokens in one decode.", least=1,
+    ),
+    _model(
+        "ubatch_size", "--ubatch-size -ub LLAMA_ARG_UBATCH", AUTO_INT,
+        "Prompt tokens computed at once: N or auto.", least=1, default_words="auto",
+        more="Streamed weights are copied once for each such batch, so auto takes as many tokens "
+        "as prompts need and GPU memory allows, 512 to 8192; 512 if nothing streams.",
+    ),
+    _model(
+        "flash_attn", "--flash-attn -fa LLAMA_ARG_FLASH_ATTN", TOGGLE, "Flash attention.",
+        bare="on",
+    ),
+    _model(
+        "type_k", "--cache-type-k -ctk LLAMA_ARG_CACHE_TYPE_K", choice(CACHE_TYPES),
+        "Type of the keys in the KV cache.",
+        more=f"{', '.join(CACHE_TYPES)}. Quantised types need flash attention.",
+    ),
+    _model(
+        "type_v", "--cache-type-v -ctv LLAMA_ARG_CACHE_TYPE_V", choice(CACHE_TYPES),
+        "Type of the values in the KV cache.", default_words="f16, with MLA the keys'", rare=True,
+    ),
+    _model(
+        "swa_full", "--swa-full LLAMA_ARG_SWA_FULL", SWITCH,
+        "Keep the whole text for sliding-window layers, so that it can be cut anywhere.",
+        rare=True,
+    ),
+    _model(
+        "ctx_checkpoints", "--ctx-checkpoints -ctxcp --swa-checkpoints LLAMA_ARG_CTX_CHECKPOINTS",
+        INT, "Earlier states of a conversation that a recurrent model can return to.", least=0,
+        more="They are kept in RAM, so that an edited prompt is evaluated from the last state it "
+        "shares.", rare=True,
+    ),
+)  # fmt: skip
+
+_offload = partial(flag, Options, panel=Panel.OFFLOAD)
+
+_OFFLOAD = (
+    _offload(
+        "device", "--device -dev LLAMA_ARG_DEVICE", TEXT,
+        "auto, cpu, sim, or a name that ggml gives, such as CUDA0.", commands=_AND_TUNE, first=True,
+        more="auto is the first GPU, else the plain CPU. cpu is libllama untouched. sim is the CPU "
+        "in the place of a GPU, with limits sim:vram=64MiB,bw=2GB/s,latency=20us.",
+        reads_as=(("none", "cpu"),),
+    ),
+    _offload(
+        "vram_bytes", "--vram", BYTES, "GPU memory to use, e.g. 12GiB.", commands=_AND_TUNE,
+        more="It holds weights, cached experts, the context with its buffers, and a draft model; "
+        "on sim only weights and cached experts. Weights that do not fit are streamed. Less than "
+        "the least possible is an error. At least 512 MiB of a GPU stay free for its driver.",
+        default_words="what is free, less 1 GiB", first=True,
+    ),
+    _offload(
+        "min_batch", "--min-batch GGML_OP_OFFLOAD_MIN_BATCH GGML_OFFLOAD_OP_MIN_BATCH_SIZE",
+        MIN_BATCH, "Tokens from which streamed weights are computed on the GPU.",
+        more="The CPU computes smaller batches in place. N, per kind dense=N,experts=N, off, or "
+        "auto: both are timed once per machine and model.",
+        default_words="auto", commands=_AND_TUNE, first=True,
+    ),
+    _offload(
+        "n_cpu_moe", "--n-cpu-moe -ncmoe LLAMA_ARG_N_CPU_MOE", INT,
+        "Layers whose experts stay in RAM and are streamed.", least=0,
+        more="The experts of the other layers stay on the GPU. Without a limit on GPU memory all "
+        "are streamed.", default_words="what must", first=True,
+    ),
+    _offload(
+        "plan_for", "--plan-for", TOKEN_MIX,
+        "Prompt and generated tokens to share GPU memory out for, e.g. 4000:500.",
+        more="decode is 0:1, with which prompts may become slow. auto takes what earlier runs of "
+        "the model evaluated and generated ([plans.md](plans.md)).", default_words="auto",
+        rare=True,
+    ),
+    _offload(
+        "n_gpu_layers", "--n-gpu-layers -ngl --gpu-layers LLAMA_ARG_N_GPU_LAYERS", LAYERS,
+        "Layers whose dense weights stay on the GPU; the others are streamed.",
+        default_words="what fits",
+    ),
+    _offload(
+        "hybrid", "--hybrid", choice(Toggle),
+        "Split a layer's experts between GPU and CPU: on, off or auto.",
+        more="For batches of up to 64 tokens, whatever --min-batch says: the GPU computes the "
+        "experts it has, the CPU the others meanwhile. auto: for the batch sizes at which it was "
+        "measured to be faster ([hybrid.md](hybrid.md)).",
+        default_words="auto; off with --min-batch N", commands=OPENS - {"bench"}, rare=True,
+    ),
+    _offload(
+        "warmup", "--warmup !--no-warmup", SWITCH,
+        "Try the model with a token, and use the GPU memory that is left after a whole batch.",
+        more="Otherwise the memory for buffers is estimated from the file's header, and a broken "
+        "file fails at the first request.", rare=True,
+    ),
+    _offload(
+        "mmap", "--mmap !--no-mmap LLAMA_ARG_MMAP", SWITCH,
+        "Leave streamed weights in the page cache: for models larger than RAM.",
+        more="They are then neither page-locked nor placed by NUMA node.",
+    ),
+    _offload(
+        "threads", "--threads -t LLAMA_ARG_THREADS", THREADS, "CPU threads of a decode.",
+        default_words="physical cores", first=True,
+    ),
+    _offload(
+        "threads_batch", "--threads-batch -tb LLAMA_ARG_THREADS_BATCH", THREADS,
+        "CPU threads for prompts.", default_words="as --threads", rare=True,
+    ),
+    _offload(
+        "numa", "--numa LLAMA_ARG_NUMA", choice(("auto", "none", *Strategy)),
+        "Where threads and weights go on a machine with several NUMA nodes.",
+        more="auto takes what `specoffload tune numa` measured, else rows; none leaves both to the "
+        "kernel; single keeps both on the GPU's node (numactl --cpunodebind=N chooses another); "
+        "with one node nothing changes ([numa.md](numa.md)).",
+        reads_as=(("isolate", "single"), ("numactl", "none")),
+    ),
+)  # fmt: skip
+
+_opens = partial(flag, Options, panel=Panel.SPECULATION)
+_draft = partial(flag, DraftOptions, panel=Panel.SPECULATION, needs=(Need.DRAFT_MODEL,))
+_spec = partial(flag, SpecOptions, panel=Panel.SPECULATION)
+_DRAFTS = (Need.DRAFTS,)
+_BY_P_MIN = (PolicyName.P_MIN,)
+
+
+def _of_drafter(
+    field: str, spelling: str, about: str, drafter: DrafterName, least: int = 1
+) -> Flag:
+    return _spec(field, spelling, INT, about, needs=(drafter,), least=least)
+
+
+_SPECULATION = (
+    _opens(
+        "draft",
+        "--draft -md --model-draft --spec-draft-model LLAMA_ARG_SPEC_DRAFT_MODEL", PATH,
+        "Draft model, kept on the GPU.", digits_mean="--draft-max", first=True,
+    ),
+    _opens(
+        "hf_repo_draft",
+        "--spec-draft-hf -hfd -hfrd --hf-repo-draft LLAMA_ARG_SPEC_DRAFT_HF_REPO", TEXT,
+        "Repository user/repo[:quant] of the draft model.",
+    ),
+    _draft(
+        "threads", "--threads-draft -td --spec-draft-threads", THREADS,
+        "CPU threads of the draft model.", default_words="the target's",
+    ),
+    _draft(
+        "threads_batch", "--threads-batch-draft -tbd --spec-draft-threads-batch", THREADS,
+        "CPU threads of the draft model for prompts.", default_words="the target's",
+    ),
+    _draft(
+        "ctx_size", "--ctx-size-draft -cd", INT, "Context of the draft model; 0: its own.",
+        least=0, default_words="the target's",
+    ),
+    _draft(
+        "device", "--device-draft -devd --spec-draft-device", TEXT, "Device of the draft model.",
+        default_words="the target's",
+    ),
+    _draft(
+        "type_k",
+        "--cache-type-k-draft -ctkd --spec-draft-type-k LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K",
+        choice(CACHE_TYPES), "Type of the draft model's keys.", default_words="f16",
+    ),
+    _draft(
+        "type_v",
+        "--cache-type-v-draft -ctvd --spec-draft-type-v LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V",
+        choice(CACHE_TYPES), "Type of the draft model's values.", default_words="f16",
+    ),
+    _draft(
+        "engine", "--draft-engine", choice(tuple(DraftEngine)),
+        "Library that computes the draft model: torch, libllama, or the faster one.",
+        more="auto measures both once on a CUDA device and keeps the result; elsewhere it takes "
+        "libllama ([draft.md](draft.md)).",
+    ),
+    _opens(
+        "draft_params", "--draft-params", WORDS,
+        'The draft model\'s own command line, e.g. "-t 2 -c 2048 -dev cpu".',
+    ),
+    _spec(
+        "drafters", "--spec-type --spec !--no-spec LLAMA_ARG_SPEC_TYPE", DRAFTERS,
+        "Drafters, separated by commas.",
+        more=f"{', '.join(DrafterName)} ([speculation.md](speculation.md)).",
+        default_words="draft with a draft model, else none", off_value=(DrafterName.NONE,),
+    ),
+    _spec(
+        "policy", "--spec-policy", choice(tuple(PolicyName)), "Rule for the length of drafts.",
+        needs=_DRAFTS, more=f"{', '.join(PolicyName)} ([speculation.md](speculation.md)).",
+        rare=True,
+    ),
+    _spec(
+        "n_max",
+        "--draft-max --spec-draft-n-max --draft-n LLAMA_ARG_SPEC_DRAFT_N_MAX LLAMA_ARG_DRAFT_MAX",
+        INT, "Most tokens drafted per round.", needs=_DRAFTS, default_words="by policy", least=0,
+        most=MOST_DRAFTED, capped=True,
+    ),
+    _spec(
+        "n_min",
+        "--draft-min --spec-draft-n-min --draft-n-min LLAMA_ARG_SPEC_DRAFT_N_MIN "
+        "LLAMA_ARG_DRAFT_MIN", INT, "Shorter drafts are dropped.", needs=_BY_P_MIN, least=0,
+        rare=True,
+    ),
+    _spec(
+        "p_min", "--draft-p-min --spec-draft-p-min LLAMA_ARG_SPEC_DRAFT_P_MIN", FLOAT,
+        "Least probability of a drafted token.", needs=_BY_P_MIN, least=0, most=1, rare=True,
+    ),
+    _spec(
+        "replacements", "--spec-replace", REPLACEMENTS,
+        "Translate drafts of a model with another vocabulary.", needs=(DrafterName.DRAFT,),
+        more="With these replacements of text, which may be empty.", rare=True,
+    ),
+    _of_drafter(
+        "ngram_simple_size_n", "--spec-ngram-simple-size-n", "Tokens looked up.",
+        DrafterName.NGRAM_SIMPLE,
+    ),
+    _of_drafter(
+        "ngram_simple_size_m", "--spec-ngram-simple-size-m", "Tokens drafted.",
+        DrafterName.NGRAM_SIMPLE,
+    ),
+    _of_drafter(
+        "ngram_map_k_size_n", "--spec-ngram-map-k-size-n", "Tokens looked up.",
+        DrafterName.NGRAM_MAP_K,
+    ),
+    _of_drafter(
+        "ngram_map_k_size_m", "--spec-ngram-map-k-size-m", "Tokens drafted.",
+        DrafterName.NGRAM_MAP_K,
+    ),
+    _of_drafter(
+        "ngram_map_k_min_hits", "--spec-ngram-map-k-min-hits", "Occurrences before a key drafts.",
+        DrafterName.NGRAM_MAP_K,
+    ),
+    _of_drafter(
+        "ngram_map_k4v_size_n", "--spec-ngram-map-k4v-size-n", "Tokens looked up.",
+        DrafterName.NGRAM_MAP_K4V,
+    ),
+    _of_drafter(
+        "ngram_map_k4v_size_m", "--spec-ngram-map-k4v-size-m", "Tokens drafted.",
+        DrafterName.NGRAM_MAP_K4V,
+    ),
+    _of_drafter(
+        "ngram_map_k4v_min_hits", "--spec-ngram-map-k4v-min-hits",
+        "Occurrences before a key drafts.", DrafterName.NGRAM_MAP_K4V,
+    ),
+    _of_drafter(
+        "ngram_mod_n_match", "--spec-ngram-mod-n-match", "Tokens hashed.", DrafterName.NGRAM_MOD,
+    ),
+    _of_drafter(
+        "ngram_mod_n_min", "--spec-ngram-mod-n-min", "Shorter drafts are dropped.",
+        DrafterName.NGRAM_MOD, least=0,
+    ),
+    _of_drafter(
+        "ngram_mod_n_max", "--spec-ngram-mod-n-max", "Longest draft.", DrafterName.NGRAM_MOD,
+    ),
+    _spec(
+        "lookup_static", "--lookup-cache-static -lcs", PATH,
+        "llama.cpp's lookup cache, read only.", needs=(DrafterName.NGRAM_CACHE,),
+    ),
+    _spec(
+        "lookup_dynamic", "--lookup-cache-dynamic -lcd", PATH,
+        "llama.cpp's lookup cache, updated at the end.", needs=(DrafterName.NGRAM_CACHE,),
+        more="It keeps at most a million contexts and drops rare and old ones. Without it only the "
+        "conversation is looked up.",
+    ),
+    _spec(
+        "suffix_corpus", "--spec-suffix-corpus", PATH,
+        "Text file to draft from, besides the conversation.", needs=(DrafterName.SUFFIX,),
+    ),
+    _of_drafter(
+        "suffix_min_match", "--spec-suffix-min-match", "Shortest match.", DrafterName.SUFFIX,
+    ),
+    _spec(
+        "synth_rates", "--spec-synth-rates LLAMA_ARG_SPEC_SYNTH_RATES", RATES,
+        "Rates at which the first 1, 2, ... tokens are accepted. The text is nonsense.",
+        needs=(DrafterName.SYNTHETIC,),
+    ),
+    _spec(
+        "synth_len", "--spec-synth-len LLAMA_ARG_SPEC_SYNTH_LEN", FLOAT,
+        "Mean accepted length, the target's own token included. The text is nonsense.",
+        needs=(DrafterName.SYNTHETIC,), least=1, most=MOST_DRAFTED + 1,
+    ),
+)  # fmt: skip
+
+TABLE: tuple[Flag, ...] = (
+    *_MODEL,
+    *_OFFLOAD,
+    *_SPECULATION,
+    *SAMPLING,
+    *COMMANDS,
+)
