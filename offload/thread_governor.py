@@ -30,7 +30,8 @@ _LEAST_KEPT = 5
 class WantedThreads:
     """Threads to compute with. `polls` is False while idle threads should sleep instead of spin.
 
-    `sentence` tells the user about a change, "" if there is nothing to tell.
+    `sentence` tells the user about a change, "" if there is nothing to tell. Each change makes a
+    new object.
     """
 
     n_threads: int

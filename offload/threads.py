@@ -73,9 +73,9 @@ class EngineThreads:
         governor = self._governor
         if governor is None:
             return
-        n_before = governor.wanted.n_threads
+        before = governor.wanted
         wanted = governor.observe(n_tokens, seconds, self.expected_s(n_tokens))
-        if wanted.n_threads == n_before:
+        if wanted is before:
             return
         n = wanted.n_threads
         self._use(min(self._n_decode, n), min(self._n_batch, n), polls=wanted.polls)

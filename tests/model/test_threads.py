@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes as C
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +27,8 @@ from offload.numa_plan import NumaPlan, PagePlacer, make_numa_plan, placed_weigh
 from offload.split.division import HOST
 from offload.store.layout import plan_layout
 from offload.streaming.options import StreamingOptions
+from specoffload.bench.load import Watch
+from specoffload.config.resolution import demo_file
 
 CPUS = tuple(sorted(os.sched_getaffinity(0)))
 PLACING = [Strategy.SINGLE, Strategy.INTERLEAVE, Strategy.ROWS, Strategy.DISTRIBUTE]
@@ -195,6 +200,48 @@ def test_weights_are_told_by_their_rows(tiny_moe: Path) -> None:
         assert weight.size_bytes == entry.size_bytes
         assert weight.routed == (entry in facts.expert_weights)
         assert (weight.n_rows, weight.n_matrices) == (*entry.shape, 1)[1:3]
+
+
+@needs_two
+def test_throughput_is_back_soon_after_another_program_takes_a_processor() -> None:
+    """Two engines on two processors: one may use both, the other is fixed to one thread."""
+    watch = Watch()
+    time.sleep(0.5)
+    if watch.others().is_busy:
+        pytest.skip("other programs use the processors already")
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, CPUS[:2])  # inherited by the threads that the engines start
+    options = EngineOptions(device="cpu", n_ctx=1024, n_threads=2, n_threads_batch=2)
+    one_thread = replace(options, n_threads=1, n_threads_batch=1)
+    model = demo_file("target.gguf")
+    spin = f"import os; os.sched_setaffinity(0, {{{CPUS[1]}}})\nwhile True: pass"
+    try:
+        with Engine(model, options) as engine, Engine(model, one_thread) as fixed:
+            decodes_per_s(engine, 3.0)
+            spinner = subprocess.Popen([sys.executable, "-c", spin])
+            try:
+                decodes_per_s(engine, 10.0)
+                pairs = [(decodes_per_s(engine, 1.0), decodes_per_s(fixed, 1.0)) for _ in range(3)]
+            finally:
+                spinner.kill()
+                spinner.wait()
+            assert max(governed / best for governed, best in pairs) >= 0.8
+            deadline = time.monotonic() + 30
+            while engine.threads.n_threads < 2 and time.monotonic() < deadline:
+                decodes_per_s(engine, 0.5)
+            assert engine.threads.n_threads == 2
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def decodes_per_s(engine: Engine, seconds: float) -> float:
+    n_decodes, start = 0, time.perf_counter()
+    while time.perf_counter() < start + seconds:
+        engine.sequences.extend(0, [n_decodes % 50])
+        n_decodes += 1
+        if engine.sequences.length(0) > 500:
+            engine.sequences.rewind(0, 0)
+    return n_decodes / (time.perf_counter() - start)
 
 
 def test_without_a_plan_there_is_nothing(tiny_dense: Path) -> None:

@@ -1,0 +1,115 @@
+"""Fewer threads while other programs take processors, on a simulated machine."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.thread_governor import ThreadGovernor
+
+
+class Machine:
+    """`n_cores` processors, of which spinning processes take `n_taken`.
+
+    A decode with more threads than free processors takes `penalty` times as long.
+    """
+
+    def __init__(self, n_cores: int, decode_s: float, penalty: float, seed: int = 0) -> None:
+        self.n_cores, self.decode_s, self.penalty = n_cores, decode_s, penalty
+        self.n_taken, self.noise = 0, 0.1
+        self.random = random.Random(seed)
+        self.governor = ThreadGovernor(n_cores)
+        self.sentences: list[str] = []
+
+    def seconds(self, n_threads: int) -> float:
+        alone = self.decode_s * self.n_cores / n_threads
+        return alone * (self.penalty if n_threads > self.n_cores - self.n_taken else 1.0)
+
+    def run(self, seconds: float) -> float:
+        """Decodes per second under the governor."""
+        passed, n_decodes = 0.0, 0
+        while passed < seconds:
+            before = self.governor.wanted
+            taken = self.seconds(before.n_threads) * self.random.uniform(
+                1 - self.noise, 1 + self.noise
+            )
+            wanted = self.governor.observe(1, taken)
+            if wanted is not before and wanted.sentence:
+                self.sentences.append(wanted.sentence)
+            passed += taken
+            n_decodes += 1
+        return n_decodes / passed
+
+    @property
+    def best(self) -> float:
+        """Decodes per second with the best fixed number of threads."""
+        return 1 / min(self.seconds(n) for n in range(1, self.n_cores + 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n_cores=st.sampled_from([2, 3, 4, 8, 16]),
+    share_taken=st.floats(0.01, 0.6),
+    decode_s=st.floats(0.002, 0.015),
+    penalty=st.floats(3.5, 30),
+    seed=st.integers(0, 99),
+)
+def test_most_of_the_best_fixed_throughput_is_back_within_ten_seconds(
+    n_cores: int, share_taken: float, decode_s: float, penalty: float, seed: int
+) -> None:
+    machine = Machine(n_cores, decode_s, penalty, seed)
+    assert machine.run(3) > 0.9 * machine.best
+    machine.n_taken = min(max(1, round(share_taken * n_cores)), n_cores - 1)
+    machine.run(10)
+    assert machine.run(10) >= 0.8 * machine.best
+    machine.n_taken = 0
+    machine.run(20)
+    assert machine.run(5) >= 0.9 * machine.best
+    assert machine.governor.wanted.n_threads == n_cores
+    assert machine.governor.wanted.polls
+
+
+def test_each_change_is_told_in_one_line() -> None:
+    machine = Machine(2, 0.005, 30)
+    machine.run(2)
+    machine.n_taken = 1
+    machine.run(20)
+    assert not machine.governor.wanted.polls
+    machine.n_taken = 0
+    machine.run(20)
+    fewer, again = machine.sentences
+    assert "other programs use the processors: computing with 1 of 2 threads" in fewer
+    assert again == "computing with 2 threads again"
+
+
+def test_an_undisturbed_machine_keeps_all_threads() -> None:
+    machine = Machine(4, 0.01, 1)
+    machine.noise = 0.5
+    machine.run(60)
+    assert (machine.sentences, machine.governor.wanted.n_threads) == ([], 4)
+
+
+def test_decodes_that_became_slower_by_themselves_keep_all_threads() -> None:
+    """A longer context, or more misses: fewer threads do not help, and the new time is learnt."""
+    machine = Machine(4, 0.01, 1)
+    machine.run(2)
+    machine.decode_s = 0.03
+    machine.run(5)
+    assert machine.run(60) > 0.97 * machine.best
+    assert machine.sentences == []
+
+
+def test_expected_seconds_may_come_from_elsewhere() -> None:
+    """A table knows what a decode takes even if the engine has opened on a busy machine."""
+    governor = ThreadGovernor(2)
+    for _ in range(20):
+        slow = 0.1 if governor.wanted.n_threads == 2 else 0.01
+        governor.observe(1, slow, expected_s=0.005)
+    assert governor.wanted.n_threads == 1
+
+
+def test_one_thread_stays_one() -> None:
+    governor = ThreadGovernor(1)
+    assert {governor.observe(1, s, 0.001).n_threads for s in (0.001, 1.0, 9.0)} == {1}
