@@ -1,7 +1,7 @@
-"""Reads a trace file back: how much of the copying was hidden, and why the computation stood still.
+"""What Perfetto does not show of a trace: how much copying was hidden, and causes of waits.
 
-Pure. `docs/trace.md` lists the events it understands. Times are what was recorded: an event of a
-device that computes asynchronously covers no more than its submission.
+Pure but for `read_events`. `docs/trace.md` lists the events it understands. Times are what was
+recorded: an event of a device that computes asynchronously covers no more than its submission.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -29,27 +28,6 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Stall:
-    """The computation stood still."""
-
-    start_s: float
-    duration_s: float
-    cause: str  # one of CAUSES
-    waiting_for: str
-    layer: int  # -1: unknown
-
-
-@dataclass
-class LayerTimes:
-    """One layer's cost over the whole trace."""
-
-    compute_s: float = 0.0
-    copy_s: float = 0.0
-    stalled_s: float = 0.0
-    copied_bytes: int = 0
-
-
-@dataclass(frozen=True)
 class TraceReport:
     """Times of a trace; shares are 0..1, and 0 where there was nothing to share."""
 
@@ -57,10 +35,10 @@ class TraceReport:
     copy_s: float  # some copy was under way
     compute_s: float  # the device or the CPU computed
     hidden_s: float  # both at once
-    stalled_s: float
+    stalled_s: float  # the computation waited
+    stalled_by_cause_s: dict[str, float]  # of CAUSES, those that did not occur included
+    n_stalls: int
     copied_bytes: int
-    stalls: tuple[Stall, ...]
-    layers: dict[int, LayerTimes] = field(default_factory=dict)
     n_dropped: int = 0  # events that the ring had no room for
     n_clipped: int = 0  # slices that overlapped others of their track, and begin later
     n_rounds: int = 0
@@ -80,29 +58,12 @@ class TraceReport:
         """While a copy was under way."""
         return self.copied_bytes / self.copy_s if self.copy_s else 0.0
 
-    def stalled_by_cause(self) -> dict[str, float]:
-        """Seconds for every cause, those that did not occur included."""
-        by_cause = dict.fromkeys(CAUSES, 0.0)
-        for stall in self.stalls:
-            by_cause[stall.cause] += stall.duration_s
-        return by_cause
-
     def as_json(self) -> dict[str, Any]:
         """Plain data with units in the names, for the last line of a program's output."""
-        return {
-            "span_s": self.span_s,
-            "copy_s": self.copy_s,
-            "compute_s": self.compute_s,
-            "hidden_s": self.hidden_s,
+        return asdict(self) | {
             "overlap": self.overlap,
             "link_utilisation": self.link_utilisation,
             "link_bytes_per_s": self.link_bytes_per_s,
-            "copied_bytes": self.copied_bytes,
-            "stalled_s": self.stalled_s,
-            "stalled_by_cause_s": self.stalled_by_cause(),
-            "n_stalls": len(self.stalls),
-            "n_rounds": self.n_rounds,
-            "n_tokens": self.n_tokens,
             "dropped_events": self.n_dropped,
             "clipped_events": self.n_clipped,
         }
@@ -150,7 +111,11 @@ def report(events: Iterable[Event], n_dropped: int = 0, n_clipped: int = 0) -> T
     work = [e for e in ordered if e.lane in (COMPUTE, CPU) and "cause" not in e.args]
     copying, computing = union(_intervals(copies)), union(_intervals(work))
     known = _Copies(copies)
-    stalls = tuple(stall for wait in waits if (stall := _stall(wait, known)) is not None)
+    stalls = [(_cause(wait, known), wait.end_s - wait.start_s) for wait in waits]
+    stalls = [(cause, seconds) for cause, seconds in stalls if seconds > 0]
+    by_cause = dict.fromkeys(CAUSES, 0.0)
+    for cause, seconds in stalls:
+        by_cause[cause] += seconds
     return TraceReport(
         span_s=max((e.end_s for e in ordered), default=0.0) - ordered[0].start_s
         if ordered
@@ -159,33 +124,14 @@ def report(events: Iterable[Event], n_dropped: int = 0, n_clipped: int = 0) -> T
         compute_s=length(computing),
         hidden_s=length(intersection(copying, computing)),
         stalled_s=length(union(_intervals(waits))),
+        stalled_by_cause_s=by_cause,
+        n_stalls=len(stalls),
         copied_bytes=sum(int(e.args.get("bytes", 0)) for e in copies),
-        stalls=stalls,
-        layers=_layers(copies, work, waits),
         n_dropped=n_dropped,
         n_clipped=n_clipped,
         n_rounds=sum(e.lane == ROUND and "n_tokens" in e.args for e in ordered),
         n_tokens=sum(e.lane == TOKEN for e in ordered),
     )
-
-
-def _layers(
-    copies: Sequence[Event], work: Sequence[Event], waits: Sequence[Event]
-) -> dict[int, LayerTimes]:
-    layers: defaultdict[int, LayerTimes] = defaultdict(LayerTimes)
-    for event in copies:
-        times = layers[_layer(event)]
-        times.copy_s += event.end_s - event.start_s
-        times.copied_bytes += int(event.args.get("bytes", 0))
-    for event in work:
-        layers[_layer(event)].compute_s += event.end_s - event.start_s
-    for event in waits:
-        layers[_layer(event)].stalled_s += event.end_s - event.start_s
-    return dict(sorted(layers.items()))
-
-
-def _layer(event: Event) -> int:
-    return int(event.args.get("layer", -1))
 
 
 class _Copies:
@@ -214,24 +160,14 @@ class _Copies:
         return self._first_guess.get(key, math.inf) <= end_s
 
 
-def _stall(wait: Event, copies: _Copies) -> Stall | None:
-    """Why the computation waited; None for a wait that took no time."""
-    duration_s = wait.end_s - wait.start_s
-    if duration_s <= 0:
-        return None
+def _cause(wait: Event, copies: _Copies) -> str:
+    """What the computation waited for, of CAUSES."""
     if wait.args["cause"] == "ids":
-        return Stall(wait.start_s, duration_s, IDS_READBACK, "router ids", _layer(wait))
+        return IDS_READBACK
     during = copies.during(wait.start_s, wait.end_s)
     # Copies land in order: what is waited for is the last that ended by the end of the wait.
     ended = [c for c in during if c.end_s <= wait.end_s + 1e-9]
     awaited = max(ended or during, key=lambda c: c.end_s, default=None)
-    name = awaited.name if awaited else "a copy"
-    return Stall(
-        wait.start_s, duration_s, _cause(wait, during, awaited, copies), name, _layer(wait)
-    )
-
-
-def _cause(wait: Event, during: Sequence[Event], awaited: Event | None, copies: _Copies) -> str:
     busy_s = length(intersection(union(_intervals(during)), [(wait.start_s, wait.end_s)]))
     if awaited is None or busy_s < 0.5 * (wait.end_s - wait.start_s):
         return SLOT_NOT_FREE  # the link could have copied, but was not allowed to yet

@@ -7,8 +7,6 @@ from pathlib import Path
 from offload.trace_report import TraceReport, read_report
 from specoffload import report
 
-_SHOWN_LAYERS = 80
-
 
 def _nothing_copied(found: TraceReport) -> str:
     """The reason why there is nothing to see, and what to try."""
@@ -40,31 +38,16 @@ def show_trace(path: Path) -> None:
             ("copied", report.bytes_text(found.copied_bytes)),
             ("copying", f"{found.copy_s:.3f} s"),
             ("computing", f"{found.compute_s:.3f} s"),
-            ("standing still", f"{found.stalled_s:.3f} s in {len(found.stalls)} waits"),
+            ("standing still", f"{found.stalled_s:.3f} s in {found.n_stalls} waits"),
         ],
     )
     report.table(
         "why the computation stood still",
         ("cause", "seconds"),
-        [(cause, f"{seconds:.4f}") for cause, seconds in found.stalled_by_cause().items()],
+        [(cause, f"{seconds:.4f}") for cause, seconds in found.stalled_by_cause_s.items()],
     )
     if not found.copied_bytes:
         report.paragraph(_nothing_copied(found))
-    layers = [(layer, times) for layer, times in found.layers.items() if layer >= 0]
-    if layers:
-        report.table(
-            "per layer",
-            ("layer", "copied", "copy ms", "waited ms"),
-            [
-                (
-                    str(layer),
-                    report.bytes_text(times.copied_bytes),
-                    f"{times.copy_s * 1e3:.2f}",
-                    f"{times.stalled_s * 1e3:.2f}",
-                )
-                for layer, times in layers[:_SHOWN_LAYERS]
-            ],
-        )
     if found.n_dropped:
         report.note(f"{found.n_dropped} older events were dropped; the trace keeps the last ones")
     if found.n_clipped:

@@ -28,11 +28,11 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from lab import ROOT
+from lab.synth.library import quantize
 from lab.synth.shape import ImpossibleShape, Shape, Value, resolve
 from lab.synth.tensors import Fill, Tensor, tensors_of
 from lab.synth.vocabulary import Entry, byte_level, copied, no_tokenizer, size_of
 from offload.errors import BadRequest
-from offload.ggml.quantize import quantize
 
 ALIGNMENT = 32  # bytes; GGUF's default, to which every tensor is padded
 _DIRECT_VALUES = 1 << 20  # tensors up to this many values are drawn whole
@@ -90,7 +90,10 @@ def plan_shape(shape: Shape, vocab: str | Path = "bytes", n_vocab: int | None = 
 
 def _survives(header: Path) -> None:
     """Ask for the tensors in another process: the library aborts on some metadata."""
-    code = "import sys; from offload.ggml.wanted_tensors import *; wanted_tensors(sys.argv[1])"
+    code = (
+        "import sys; sys.path.insert(0, 'scripts');"
+        "from lab.synth.library import *; wanted_tensors(sys.argv[1])"
+    )
     command = [sys.executable, "-c", code, str(header)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType as Type
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.synth.library import WantedTensor
 from lab.synth.shape import (
     PRESETS,
     SIZES,
@@ -24,7 +25,6 @@ from lab.synth.shape import (
 from lab.synth.tensors import MIXTURES, fill_of, types_of
 from lab.synth.vocabulary import byte_level, size_of
 from offload.errors import BadRequest
-from offload.ggml.wanted_tensors import WantedTensor
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -241,11 +241,7 @@ def test_overlap_bandwidth_and_utilisation_of_a_known_trace() -> None:
     assert seen.link_utilisation == 0.6
     assert seen.link_bytes_per_s == 1000
     assert seen.copied_bytes == 6000
-    assert seen.stalls == ()
-    assert seen.layers[0].copy_s == 4
-    assert seen.layers[0].compute_s == 5
-    assert seen.layers[1].copied_bytes == 2000
-    assert seen.layers[1].compute_s == 1
+    assert seen.n_stalls == 0
 
 
 def test_copies_at_the_same_time_are_not_counted_twice() -> None:
@@ -256,17 +252,16 @@ def test_copies_at_the_same_time_are_not_counted_twice() -> None:
 def test_a_wait_is_not_computation() -> None:
     seen = report([copy(0, 4), wait(1, 4), compute(4, 6)])
     assert (seen.compute_s, seen.hidden_s, seen.stalled_s) == (2, 0, 3)
-    assert seen.layers[0].stalled_s == 3
 
 
 @pytest.mark.parametrize(
-    ("events", "cause", "waiting_for"),
+    ("events", "cause"),
     [
-        ([copy(0, 5), wait(1, 5)], LINK_BUSY, "copy at 0"),
-        ([copy(0, 2), copy(2, 5), copy(5, 9), wait(1, 5)], LINK_BUSY, "copy at 2"),
-        ([copy(4, 5), wait(1, 5)], SLOT_NOT_FREE, "copy at 4"),
-        ([wait(1, 5)], SLOT_NOT_FREE, "a copy"),
-        ([wait(1, 5, "ids")], IDS_READBACK, "router ids"),
+        ([copy(0, 5), wait(1, 5)], LINK_BUSY),
+        ([copy(0, 2), copy(2, 5), copy(5, 9), wait(1, 5)], LINK_BUSY),
+        ([copy(4, 5), wait(1, 5)], SLOT_NOT_FREE),
+        ([wait(1, 5)], SLOT_NOT_FREE),
+        ([wait(1, 5, "ids")], IDS_READBACK),
         (
             [
                 copy(0, 2, reason="predicted", layer=7),
@@ -274,7 +269,6 @@ def test_a_wait_is_not_computation() -> None:
                 wait(1, 5, layer=7),
             ],
             PREDICTED_WRONG,
-            "copy at 2",
         ),
         (
             [
@@ -283,7 +277,6 @@ def test_a_wait_is_not_computation() -> None:
                 wait(1, 5, layer=7),
             ],
             LINK_BUSY,
-            "copy at 2",
         ),
         (
             [
@@ -292,17 +285,15 @@ def test_a_wait_is_not_computation() -> None:
                 wait(2, 5, layer=7),
             ],
             LINK_BUSY,
-            "copy at 2",
         ),
     ],
 )
-def test_each_stall_has_its_cause(events: list[Event], cause: str, waiting_for: str) -> None:
+def test_each_stall_has_its_cause(events: list[Event], cause: str) -> None:
     seen = report(events)
-    (stall,) = seen.stalls
-    assert (stall.cause, stall.waiting_for) == (cause, waiting_for)
-    by_cause = seen.stalled_by_cause()
+    by_cause = seen.stalled_by_cause_s
+    assert seen.n_stalls == 1
     assert tuple(by_cause) == CAUSES
-    assert by_cause[cause] == stall.duration_s == sum(by_cause.values())
+    assert by_cause[cause] == sum(by_cause.values()) > 0
 
 
 def test_an_empty_trace_has_no_overlap_and_no_division_by_zero() -> None:
@@ -316,21 +307,22 @@ def test_intervals_unite_and_intersect() -> None:
     assert intersection([(0, 2), (3, 6)], [(1, 4), (5, 7)]) == [(1, 2), (3, 4), (5, 6)]
 
 
-def awaited_by_looking_at_all(wait_: Event, events: list[Event]) -> tuple[str, bool]:
-    """(name of the copy waited for, whether its layer had been guessed), the slow way."""
+def guessed_by_looking_at_all(wait_: Event, events: list[Event]) -> bool:
+    """True if the layer of the copy waited for had been guessed, found the slow way."""
     copies = sorted((e for e in events if e.lane == "copy"), key=lambda e: e.start_s)
     during = [c for c in copies if c.end_s > wait_.start_s and c.start_s < wait_.end_s]
     ended = [c for c in during if c.end_s <= wait_.end_s + 1e-9]
     awaited = max(ended or during, key=lambda c: c.end_s, default=None)
-    if awaited is None:
-        return "a copy", False
-    same = [
-        c
-        for c in copies
-        if c.args["reason"] == "predicted" and c.args["layer"] == awaited.args["layer"]
-    ]
-    guessed = any(c.start_s <= wait_.end_s for c in same)
-    return awaited.name, awaited.args["reason"] == "needed" and guessed
+    return (
+        awaited is not None
+        and awaited.args["reason"] == "needed"
+        and any(
+            c.args["reason"] == "predicted"
+            and c.args["layer"] == awaited.args["layer"]
+            and c.start_s <= wait_.end_s
+            for c in copies
+        )
+    )
 
 
 MOMENTS = st.integers(0, 40)
@@ -344,12 +336,10 @@ COPIES = st.builds(
 WAITS = st.builds(lambda start, length: wait(start, start + length), MOMENTS, st.integers(1, 9))
 
 
-@given(st.lists(COPIES, max_size=12), st.lists(WAITS, min_size=1, max_size=4))
+@given(st.lists(COPIES, max_size=12), WAITS)
 def test_what_a_wait_waited_for_is_found_without_looking_at_every_copy(
-    copies: list[Event], waits: list[Event]
+    copies: list[Event], wait_: Event
 ) -> None:
-    stalls = report([*copies, *waits]).stalls
-    for found, one in zip(stalls, sorted(waits, key=lambda e: e.start_s), strict=True):
-        name, guessed = awaited_by_looking_at_all(one, copies)
-        assert found.waiting_for == name
-        assert (found.cause == PREDICTED_WRONG) == (guessed and found.cause != SLOT_NOT_FREE)
+    by_cause = report([*copies, wait_]).stalled_by_cause_s
+    if not by_cause[SLOT_NOT_FREE]:
+        assert bool(by_cause[PREDICTED_WRONG]) == guessed_by_looking_at_all(wait_, copies)

@@ -1,4 +1,4 @@
-"""The tensors that an architecture wants, asked of the library itself.
+"""What random models need of the library: the tensors an architecture has, and quantising.
 
 `llama_model_init_from_user` builds a model from metadata alone and hands each tensor to a callback.
 The weights get addresses in a range that is reserved but mapped to nothing, so a model of any size
@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from offload.errors import BadModel
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.errors import BadModel, DeviceFailed
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi, log
 from offload.ggml.library.callback import Pending, guard
@@ -90,3 +93,24 @@ def _init_model(lib: Any, metadata: int, callback: int, buffer_type: HostBufferT
     init = prototype(("llama_model_init_from_user", lib._handle))
     handle: int | None = init(metadata, callback, None, params)
     return handle
+
+
+def quantize(values: NDArray[np.float32], type_number: int, row_bytes: int) -> NDArray[np.uint8]:
+    """Quantise f32 values [n rows, row length] to a ggml type; returns [n rows, row_bytes].
+
+    The row length is a multiple of the type's block. Raises DeviceFailed if the library writes
+    another number of bytes than expected.
+    """
+    n_rows, n_per_row = values.shape
+    source = np.ascontiguousarray(values, np.float32)
+    out = np.empty((n_rows, row_bytes), np.uint8)
+    prototype = C.CFUNCTYPE(
+        C.c_size_t, C.c_int, C.c_void_p, C.c_void_p, C.c_int64, C.c_int64, C.c_int64, C.c_void_p
+    )
+    function = prototype(("ggml_quantize_chunk", library()._handle))
+    written = function(type_number, source.ctypes.data, out.ctypes.data, 0, n_rows, n_per_row, None)
+    if written != out.nbytes:
+        raise DeviceFailed(
+            f"ggml_quantize_chunk wrote {written} bytes of type {type_number}, not {out.nbytes}"
+        )
+    return out
