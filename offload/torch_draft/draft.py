@@ -1,4 +1,7 @@
-"""The draft as its user sees it: sequences that are fed, drafted from, and cut back by length."""
+"""The draft as its user sees it: sequences that are fed, drafted from, and cut back by length.
+
+`TorchEngine` adds the vocabulary of the file, and takes the place of an Engine in a session.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,25 @@ import torch
 from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit
+from offload.ggml.library.callback import Pending
+from offload.ggml.library.log import opening
+from offload.ggml.llama import Model, ModelPlacement
 from offload.model import ModelFacts
 from offload.model_file import read_facts
-from offload.torch_draft.capture import Capturer, CudaGraphs, Eager
+from offload.text import ModelText
 from offload.torch_draft.layout import (
     MAX_FED,
     Layout,
-    Sizes,
+    TorchDraftOptions,
     bucket,
     chunk_length,
     lay_out,
 )
 from offload.torch_draft.load import allocate, fill
 from offload.torch_draft.network import Network
-from offload.torch_draft.options import TorchDraftOptions
 from offload.torch_draft.shape import DraftShape, read_shape
-from offload.torch_draft.steps import Drawing, StepCounters, Steps
+from offload.torch_draft.steps import Capturer, CudaGraphs, Drawing, Eager, StepCounters, Steps
 from offload.torch_draft.weights import check_weights
-
-_N_STEPS = 64  # most drafted at once
-_N_STEPS_DRAWN = 16  # with a distribution of the whole vocabulary kept for each
 
 
 @dataclass(frozen=True)
@@ -84,24 +86,21 @@ class TorchDraft:
         check_kept(o.kept, o.n_vocab or self.shape.n_vocab)
         self.n_ctx = self.n_batch = self.n_outputs = o.n_ctx  # any length goes, in chunks
         self.n_vocab = min(o.n_vocab or self.shape.n_vocab, self.shape.n_vocab)
-        self.n_steps_max = _N_STEPS_DRAWN if o.samples else _N_STEPS
-        self._sizes = Sizes(
-            o.n_ctx, o.n_sequences, o.dtype, self.n_vocab, len(o.kept), self.n_steps_max, o.samples
-        )
-        self.layout: Layout = lay_out(self.shape, self._sizes)
+        self.n_steps_max = o.n_steps
+        self.layout: Layout = lay_out(self.shape, o)
         self._device = torch.device(o.device)
         if self._device.type == "cpu":
             torch.set_num_threads(o.n_threads)
         with torch.inference_mode():
             tensors = allocate(self.layout, self._device, self.facts.path.name)
-            fill(tensors, self.facts, self.shape, self._sizes, o.kept)
+            fill(tensors, self.facts, self.shape, o)
             if capturer is None:
                 graphs = o.graphs and self._device.type == "cuda"
                 capturer = CudaGraphs(self._device) if graphs else Eager(self._device)
             self._capturer: Capturer | None = capturer
-            self._network: Network | None = Network(self.shape, tensors, o.dtype, packed=o.packed)
-            n_out = self._sizes.n_out(self.shape)
-            self._steps: Steps | None = Steps(self._network, tensors, self._sizes, n_out, capturer)
+            self._network: Network | None = Network(self.shape, tensors, o.dtype)
+            self._n_out = o.n_out(self.shape)
+            self._steps: Steps | None = Steps(self._network, tensors, o, self._n_out, capturer)
         self.counters: StepCounters = self._steps.counters
         self._kept = np.asarray(o.kept, np.int64) if o.kept else None
         self._lengths = [0] * o.n_sequences
@@ -204,9 +203,7 @@ class TorchDraft:
             tokens = torch.tensor([[token]], device=self._device)
             positions = torch.tensor([[at]], device=self._device)
             x = network.hidden(tokens, positions, bucket(at + 1, self.n_ctx), lane=sequence)
-            row: NDArray[np.float32] = (
-                network.logits(x[0], self._sizes.n_out(self.shape))[0].cpu().numpy()
-            )
+            row: NDArray[np.float32] = network.logits(x[0], self._n_out)[0].cpu().numpy()
         self._lengths[sequence] += 1
         self.counters.n_fed += 1
         self.counters.n_host_copies += 1
@@ -351,6 +348,44 @@ class TorchDraft:
             raise DoesNotFit(f"the torch draft ran out of memory on {self._device}: {e}") from e
         except RuntimeError as e:
             raise DeviceFailed(f"the torch draft failed on {self._device}: {e}") from e
+
+
+class TorchEngine(ModelText):
+    """Tokens are libllama's, which reads the file without its weights. Close it, or use `with`."""
+
+    def __init__(self, path: str | Path, options: TorchDraftOptions | None = None) -> None:
+        """Raises what TorchDraft raises, and BadModel for a file that libllama refuses."""
+        self.options = options = options or TorchDraftOptions()
+        self.sequences = TorchDraft(path, options)
+        self.facts: ModelFacts = self.sequences.facts
+        try:
+            with opening(self.facts.path):
+                counted = ModelPlacement(no_alloc=True, load_mode="none")
+                self._model = Model(self.facts.path, counted, Pending())
+        except BaseException:
+            self.sequences.close()
+            raise
+
+    @property
+    def n_vocab(self) -> int:
+        """Of the file: drafts may be of fewer tokens."""
+        return self._model.n_vocab
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that one sequence can hold."""
+        return self.sequences.n_ctx
+
+    def close(self) -> None:
+        """Give all of it back; safe to call twice."""
+        self.sequences.close()
+        self._model.close()
+
+    def __enter__(self) -> TorchEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def check_kept(kept: Sequence[int], n_vocab: int) -> None:

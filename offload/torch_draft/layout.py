@@ -41,21 +41,27 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes asked of the draft beyond its file. `n_vocab` cuts padding off, `n_kept` is the
-    length of a pruned vocabulary (0: all); `n_steps` most drafted between two copies."""
+class TorchDraftOptions:
+    """The options of opening a draft. `device` is torch's name of one."""
 
-    n_ctx: int
+    device: str = "cpu"
+    n_ctx: int = 4096
     n_sequences: int = 1
+    n_vocab: int = 0  # tokens that may be drafted; 0: all of the file
     dtype: DType = "bf16"
-    n_vocab: int = 0
-    n_kept: int = 0
-    n_steps: int = 64
-    samples: bool = False  # draws tokens and keeps their distributions, for rejection sampling
+    kept: tuple[int, ...] = ()  # a pruned vocabulary: ids that may be drafted, rising
+    samples: bool = False  # drafts may be drawn, with their distributions
+    graphs: bool = True  # off: steps on CUDA run kernel by kernel
+    n_threads: int = 1  # on the CPU
+
+    @property
+    def n_steps(self) -> int:
+        """Most steps at once; draws keep a distribution of the whole vocabulary for each."""
+        return 16 if self.samples else 64
 
     def n_out(self, shape: DraftShape) -> int:
         """Rows of the output matrix."""
-        return self.n_kept or min(self.n_vocab or shape.n_vocab, shape.n_vocab)
+        return len(self.kept) or min(self.n_vocab or shape.n_vocab, shape.n_vocab)
 
 
 @dataclass(frozen=True)
@@ -77,23 +83,30 @@ class Layout:
         return self.block_bytes + self.scratch_bytes
 
 
-def lay_out(shape: DraftShape, sizes: Sizes) -> Layout:
+def lay_out(shape: DraftShape, options: TorchDraftOptions) -> Layout:
     """One block for weights, KV cache and all that a replayed graph reads and writes."""
     block = _Block()
-    _weights(block, shape, sizes)
+    _weights(block, shape, options)
     weights = block.end
-    kv = (shape.n_layers, 2, sizes.n_sequences, shape.n_head_kv, sizes.n_ctx + 1, shape.head_size)
-    block.add("kv", kv, cache_dtype(sizes.dtype))
+    kv = (
+        shape.n_layers,
+        2,
+        options.n_sequences,
+        shape.n_head_kv,
+        options.n_ctx + 1,
+        shape.head_size,
+    )
+    block.add("kv", kv, cache_dtype(options.dtype))
     kv_bytes = block.end - weights
-    n_out, n_seq = sizes.n_out(shape), sizes.n_sequences
-    block.add("turns", (sizes.n_ctx + 1, shape.head_size // 2), "c64")
+    n_out, n_seq = options.n_out(shape), options.n_sequences
+    block.add("turns", (options.n_ctx + 1, shape.head_size // 2), "c64")
     block.add("inputs", (1 + n_seq * (MAX_FED + 2),), "i64")
-    block.add("out", (sizes.n_steps, n_seq, 3), "f32")
-    if sizes.samples:
-        block.add("draws", (n_seq * (1 + sizes.n_steps),), "f64")
-        block.add("rows", (sizes.n_steps, n_seq, n_out), "f32")
+    block.add("out", (options.n_steps, n_seq, 3), "f32")
+    if options.samples:
+        block.add("draws", (n_seq * (1 + options.n_steps),), "f64")
+        block.add("rows", (options.n_steps, n_seq, n_out), "f32")
     scratch = max(_LEAST_SCRATCH, int(_SCRATCH_SHARE * block.end))
-    chunk = chunk_length(shape, sizes.n_ctx, scratch)
+    chunk = chunk_length(shape, options.n_ctx, scratch)
     return Layout(
         block.pieces,
         weights,
@@ -131,28 +144,28 @@ def fed_length(n_new: int) -> int:
     return n
 
 
-def _weights(block: _Block, shape: DraftShape, sizes: Sizes) -> None:
-    plain, e = "f32" if sizes.dtype == "f32" else "bf16", shape.n_embd
-    n_out = sizes.n_out(shape)
+def _weights(block: _Block, shape: DraftShape, options: TorchDraftOptions) -> None:
+    plain, e = "f32" if options.dtype == "f32" else "bf16", shape.n_embd
+    n_out = options.n_out(shape)
     block.add("token_embd", (shape.n_vocab, e), plain)
     # A tied output matrix is the embedding's first rows, unless it needs rows or a type of its own.
-    if not shape.tied or sizes.n_kept or sizes.dtype == "int8":
-        block.matrix("output", (n_out, e), sizes.dtype)
-    if sizes.n_kept:
+    if not shape.tied or options.kept or options.dtype == "int8":
+        block.matrix("output", (n_out, e), options.dtype)
+    if options.kept:
         block.add("kept", (n_out,), "i64")
     block.add("output_norm", (e,), "f32")
     n_heads = shape.n_head + shape.n_head_kv
     for i in range(shape.n_layers):
         block.add(f"{i}.attn_norm", (e,), "f32")
-        block.matrix(f"{i}.qkv", (shape.n_qkv, e), sizes.dtype)
+        block.matrix(f"{i}.qkv", (shape.n_qkv, e), options.dtype)
         if shape.qkv_bias:
             block.add(f"{i}.qkv_bias", (shape.n_qkv,), "f32")
         if shape.qk_norm:
             block.add(f"{i}.qk_norm", (n_heads, shape.head_size), "f32")
-        block.matrix(f"{i}.attn_output", (e, shape.n_head * shape.head_size), sizes.dtype)
+        block.matrix(f"{i}.attn_output", (e, shape.n_head * shape.head_size), options.dtype)
         block.add(f"{i}.ffn_norm", (e,), "f32")
-        block.matrix(f"{i}.gate_up", (2 * shape.n_ff, e), sizes.dtype)
-        block.matrix(f"{i}.ffn_down", (e, shape.n_ff), sizes.dtype)
+        block.matrix(f"{i}.gate_up", (2 * shape.n_ff, e), options.dtype)
+        block.matrix(f"{i}.ffn_down", (e, shape.n_ff), options.dtype)
 
 
 def _head_scratch(n_out: int, n_sequences: int) -> int:

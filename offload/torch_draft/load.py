@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
-from offload.torch_draft.layout import Layout, Sizes
+from offload.torch_draft.layout import Layout, TorchDraftOptions
 from offload.torch_draft.shape import DraftShape
 from offload.torch_draft.weights import Rows, WeightReader
 
@@ -54,13 +54,12 @@ def fill(
     tensors: Mapping[str, Tensor],
     facts: ModelFacts,
     shape: DraftShape,
-    sizes: Sizes,
-    kept: Sequence[int] = (),
+    options: TorchDraftOptions,
 ) -> None:
-    """Read every weight. `kept` are the token ids of a pruned output matrix."""
+    """Read every weight."""
     reader = WeightReader(facts)
     target = _Target(tensors)
-    _fill_ends(target, reader, shape, sizes, kept)
+    _fill_ends(target, reader, shape, options)
     order = shape.rope.order()
     for i in range(shape.n_layers):
         file, at = f"blk.{i}.", f"{i}."
@@ -87,23 +86,23 @@ def fill(
 
 
 def _fill_ends(
-    target: _Target, reader: WeightReader, shape: DraftShape, sizes: Sizes, kept: Sequence[int]
+    target: _Target, reader: WeightReader, shape: DraftShape, options: TorchDraftOptions
 ) -> None:
     for first, rows in reader.chunks("token_embd.weight"):
-        target.rows("token_embd", first, rows)
+        target.matrix("token_embd", rows, first)
     target.vector("output_norm", reader.vector("output_norm.weight"))
     divisors = reader.vector("rope_freqs.weight") if reader.has("rope_freqs.weight") else None
-    target.vector("turns", shape.rope.turns(sizes.n_ctx + 1, divisors))
+    target.vector("turns", shape.rope.turns(options.n_ctx + 1, divisors))
     if "output" not in target.tensors:
         return
     source = "token_embd.weight" if shape.tied else "output.weight"
-    ids = np.asarray(kept, np.int64) if sizes.n_kept else np.arange(sizes.n_out(shape))
-    if sizes.n_kept:
+    ids = np.asarray(options.kept or range(options.n_out(shape)), np.int64)
+    if options.kept:
         target.vector("kept", ids)
     at = 0
     for first, rows in reader.chunks(source):
         chosen = ids[(ids >= first) & (ids < first + len(rows))] - first
-        target.rows("output", at, rows[chosen])
+        target.matrix("output", rows[chosen], at)
         at += len(chosen)
 
 
@@ -122,10 +121,7 @@ class _Target:
     def vector(self, name: str, values: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> None:
         self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
-    def matrix(self, name: str, rows: Rows) -> None:
-        self.rows(name, 0, rows)
-
-    def rows(self, name: str, first: int, rows: Rows) -> None:
+    def matrix(self, name: str, rows: Rows, first: int = 0) -> None:
         """Rows from `first` on; into int8 with a scale per row, by its greatest value."""
         values = torch.from_numpy(np.ascontiguousarray(rows))
         part = slice(first, first + len(rows))

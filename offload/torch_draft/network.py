@@ -27,7 +27,6 @@ class Matrix:
 
     data: Tensor
     scale: Tensor | None = None
-    packed: bool = True  # off: int8 rows are unpacked first, the slow twin
 
 
 def product(x: Tensor, w: Matrix) -> Tensor:
@@ -36,9 +35,7 @@ def product(x: Tensor, w: Matrix) -> Tensor:
         return _mm(x, w.data.t())
     if x.shape[0] > _FEW_ROWS:
         return _mm(x.bfloat16(), w.data.bfloat16().t()) * w.scale
-    if w.packed:
-        return torch._weight_int8pack_mm(x.float(), w.data, w.scale)
-    return _mm(x.float(), w.data.float().t()) * w.scale
+    return torch._weight_int8pack_mm(x.float(), w.data, w.scale)
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
@@ -60,14 +57,11 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
 class Network:
     """The weights of a block and the layers over them; holds no memory of its own."""
 
-    def __init__(
-        self, shape: DraftShape, tensors: Mapping[str, Tensor], dtype: DType, *, packed: bool = True
-    ) -> None:
-        """`tensors` are the block's pieces by name; `packed` off unpacks int8 matrices."""
+    def __init__(self, shape: DraftShape, tensors: Mapping[str, Tensor], dtype: DType) -> None:
+        """`tensors` are the block's pieces by name."""
         self.shape = shape
         self._t = tensors
         self._dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-        self._packed = packed
         cache = tensors["kv"]
         n_lanes, self._n_slots = cache.shape[2], cache.shape[4]
         device = cache.device
@@ -83,7 +77,7 @@ class Network:
         self._columns = torch.arange(self._n_slots, device=device)
 
     def matrix(self, name: str) -> Matrix:
-        return Matrix(self._t[name], self._t.get(f"{name}.scale"), self._packed)
+        return Matrix(self._t[name], self._t.get(f"{name}.scale"))
 
     def output(self, n_out: int) -> Matrix:
         """The output matrix; of a tied one the embedding's first rows."""

@@ -1,23 +1,117 @@
 """Steps of a draft: one token each, fed to the next on the device, one copy to the host at the end.
 
-The step reads and writes tensors of the block only, at fixed addresses, so that it can be captured
-once per (lanes, tokens fed, positions seen) and replayed. A lane is the place of a sequence; lanes
-that take no part are fed nothing, and what they compute goes to the position behind the context.
+A step is captured once per (lanes, tokens fed, positions seen) as a CUDA graph, and replayed. A
+graph replays kernels on the addresses it was captured with, so a step touches only tensors that
+outlive it, asks the device for no number, and has the same shapes each time
+(docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs"). A lane is the place of a sequence;
+lanes that take no part are fed nothing, and compute into the position behind the context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offload.torch_draft.capture import Capturer, Step
-from offload.torch_draft.layout import MAX_FED, Sizes, fed_length
+from offload.torch_draft.layout import MAX_FED, TorchDraftOptions, fed_length
 from offload.torch_draft.network import Network
+
+Step = Callable[[], None]
+_N_WARM_UP = 3  # the library chooses kernels and makes its workspaces in the first runs
+
+
+class Capturer(Protocol):
+    """A way to run steps. All of a draft's work is done within `working`."""
+
+    captures: bool
+
+    def working(self) -> AbstractContextManager[object]:
+        """The stream that everything is submitted to."""
+        ...
+
+    def capture(self, step: Step) -> Step:
+        """A function that runs `step` from now on. May run it first: state that it changes is the
+        caller's to put back."""
+        ...
+
+    def wait(self) -> None:
+        """Until all that was submitted is done."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Eager:
+    """Runs each step anew, kernel by kernel: on the CPU, and on CUDA with graphs switched off."""
+
+    captures = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def working(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def capture(self, step: Step) -> Step:
+        return step
+
+    def wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def close(self) -> None:
+        pass
+
+
+class CudaGraphs:
+    """One side stream for warm-up, capture and replay, and one pool of memory for all graphs.
+
+    The pool may be shared because nothing a graph leaves behind lies in it: what comes out of a
+    step is written to tensors of the block.
+    """
+
+    captures = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def working(self) -> AbstractContextManager[object]:
+        stream: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return stream
+
+    def capture(self, step: Step) -> Step:
+        with torch.cuda.stream(self._stream):
+            for _ in range(_N_WARM_UP):
+                step()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of this process may copy weights meanwhile: their calls are none of ours.
+        capturing = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        with torch.cuda.device(self._device), capturing:
+            step()
+        self._graphs.append(graph)
+        replay: Step = graph.replay
+        return replay
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
 
 
 @dataclass
@@ -56,15 +150,15 @@ class Steps:
         self,
         network: Network,
         tensors: Mapping[str, Tensor],
-        sizes: Sizes,
+        options: TorchDraftOptions,
         n_out: int,
         capturer: Capturer,
     ) -> None:
         self._network, self._capturer = network, capturer
-        self._sizes, self._n_out = sizes, n_out
+        self._options, self._n_out = options, n_out
         self._replays: dict[_Key, Step] = {}
         self.counters = StepCounters()
-        n_seq = sizes.n_sequences
+        n_seq = options.n_sequences
         self._inputs = tensors["inputs"]
         self._at = self._inputs[:1]  # row of `out` that the next step writes
         self._n_fed = self._inputs[1 : 1 + n_seq]
@@ -87,7 +181,7 @@ class Steps:
     def begin(self, fed: Mapping[int, tuple[int, Sequence[int]]]) -> int:
         """Put tokens in: lane -> (position of the first, tokens). Returns the width of the first
         step. Uploaded with `run`."""
-        n_seq = self._sizes.n_sequences
+        n_seq = self._options.n_sequences
         self._staged.zero_()
         for lane, (first, tokens) in fed.items():
             self._staged[1 + lane] = len(tokens)
@@ -98,7 +192,7 @@ class Steps:
 
     def go_on(self, lanes: Sequence[int]) -> None:
         """The next `run` continues on these lanes, from the tokens the last one drafted."""
-        self._staged[: 1 + self._sizes.n_sequences] = 0
+        self._staged[: 1 + self._options.n_sequences] = 0
         for lane in lanes:
             self._staged[1 + lane] = 1
 
@@ -118,7 +212,7 @@ class Steps:
         rest = _Key(n_lanes, 1, n_kv, draws, top_k)
         steps = [self._replay_of(first), *[self._replay_of(rest)] * (n_steps - 1)]
         with self._capturer.working():
-            n_uploaded = len(self._staged) if width else 1 + self._sizes.n_sequences
+            n_uploaded = len(self._staged) if width else 1 + self._options.n_sequences
             staged = self._staged[:n_uploaded]
             self._inputs[:n_uploaded].copy_(staged, non_blocking=True)
             if drawing is not None:
@@ -152,7 +246,7 @@ class Steps:
     def _upload_draws(self, drawing: Drawing) -> None:
         assert self._draws is not None
         assert self._staged_draws is not None
-        n_seq = self._sizes.n_sequences
+        n_seq = self._options.n_sequences
         self._staged_draws[:n_seq] = torch.as_tensor(drawing.temperature)
         n_steps, n_parts = drawing.uniforms.shape
         table = self._staged_draws[n_seq:].view(-1, n_seq)
@@ -184,7 +278,7 @@ class Steps:
         n_fed, first = self._n_fed[:n], self._first[:n]
         order = self._order[:width]
         positions = first[:, None] + order
-        positions.masked_fill_(order >= n_fed[:, None], self._sizes.n_ctx)
+        positions.masked_fill_(order >= n_fed[:, None], self._options.n_ctx)
         x = self._network.hidden(self._feed[:n, :width], positions, key.n_kv)
         last = x[self._lane[:n], (n_fed - 1).clamp_(min=0)]
         logits = self._network.logits(last, self._n_out)
@@ -203,7 +297,7 @@ class Steps:
         """A token of each row by its uniform number; p and gap are of the greatest two."""
         assert self._draws is not None
         assert self._rows is not None
-        n, n_seq = logits.shape[0], self._sizes.n_sequences
+        n, n_seq = logits.shape[0], self._options.n_sequences
         q = torch.softmax(logits / self._draws[:n, None].float(), -1)
         self._rows[:, :n].index_copy_(0, self._at, q[None])
         # In f64, so that what is drawn is distributed as the row says to the last token.

@@ -199,7 +199,7 @@ class Check:
             return args.part is None
         import draft  # needs torch
 
-        from offload.torch_draft.options import TorchDraftOptions
+        from offload.torch_draft.layout import TorchDraftOptions
 
         equality = found["equality"] = list(draft.equality_of(where, self.folder))
         show(

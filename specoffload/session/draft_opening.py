@@ -18,8 +18,7 @@ from offload.model_file import read_facts
 from offload.plan.context import context_memory
 from offload.plan.sharing import device_bytes
 from offload.torch_draft.devices import check_device, torch_name
-from offload.torch_draft.layout import Sizes, lay_out
-from offload.torch_draft.options import TorchDraftOptions
+from offload.torch_draft.layout import TorchDraftOptions, lay_out
 from offload.torch_draft.shape import read_shape
 from offload.torch_draft.weights import check_weights
 from specdec.costs.measure import measure_step
@@ -78,13 +77,13 @@ def draft_bytes(config: Config) -> int:
 def _torch_bytes(config: Config, facts: ModelFacts, n_ctx: int) -> int:
     shape = read_shape(facts)
     samples = config.spec.options.accept is AcceptRule.REJECT
-    sizes = Sizes(
-        n_ctx or shape.n_ctx_train,
-        config.parallel,
-        config.spec.of_draft.matrices.value,
+    options = TorchDraftOptions(
+        n_ctx=n_ctx or shape.n_ctx_train,
+        n_sequences=config.parallel,
+        dtype=config.spec.of_draft.matrices.value,
         samples=samples,
     )
-    return lay_out(shape, sizes).total_bytes
+    return lay_out(shape, options).total_bytes
 
 
 def _llama_ctx(config: Config, n_ctx: int) -> int:
@@ -203,7 +202,7 @@ def _torch_options(
 
 def _open_torch(path: Path, options: TorchDraftOptions) -> DraftModel:
     check_device(options.device)
-    from offload.torch_draft.engine import TorchEngine
+    from offload.torch_draft.draft import TorchEngine
 
     return TorchEngine(path, options)
 

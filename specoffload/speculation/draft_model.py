@@ -7,6 +7,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from offload.engine import Engine
 
 if TYPE_CHECKING:
-    from offload.torch_draft.engine import TorchEngine
+    from offload.torch_draft.draft import TorchEngine
 
 DraftModel: TypeAlias = "Engine | TorchEngine"

@@ -18,9 +18,11 @@ from test_slots import Plain, in_turn, together  # noqa: E402
 
 from offload.device import choose_device  # noqa: E402
 from offload.errors import BadModel, DeviceUnavailable, DoesNotFit  # noqa: E402
-from offload.torch_draft.layout import Sizes, lay_out  # noqa: E402
+from offload.torch_draft.layout import (  # noqa: E402
+    TorchDraftOptions,  # noqa: E402
+    lay_out,
+)
 from offload.torch_draft.load import allocate  # noqa: E402
-from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
 from offload.torch_draft.shape import read_shape  # noqa: E402
 from specdec.options import AcceptRule  # noqa: E402
 from specoffload.bench.workloads import prompts  # noqa: E402
@@ -288,7 +290,7 @@ def test_memory_that_is_not_there_is_said_before_it_is_taken(
 ) -> None:
     from offload.model_file import read_facts
 
-    layout = lay_out(read_shape(read_facts(demo_file("draft.gguf"))), Sizes(512))
+    layout = lay_out(read_shape(read_facts(demo_file("draft.gguf"))), TorchDraftOptions(n_ctx=512))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 30))
     device = SimpleNamespace(type="cuda")
     with pytest.raises(DoesNotFit, match=r"needs 5\d MiB .* and 1 MiB are free; lower --vram"):
@@ -301,7 +303,7 @@ def test_a_device_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     def full(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
-    layout = lay_out(read_shape(read_facts(demo_file("draft.gguf"))), Sizes(512))
+    layout = lay_out(read_shape(read_facts(demo_file("draft.gguf"))), TorchDraftOptions(n_ctx=512))
     monkeypatch.setattr(torch, "zeros", full)
     with pytest.raises(DoesNotFit, match="cannot be had on cpu"):
         allocate(layout, torch.device("cpu"), "draft.gguf")

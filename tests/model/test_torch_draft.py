@@ -32,7 +32,7 @@ from lab.synth import write_preset  # noqa: E402
 from offload.engine import Engine, EngineOptions  # noqa: E402
 from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit  # noqa: E402
 from offload.torch_draft.draft import Drafted, TorchDraft  # noqa: E402
-from offload.torch_draft.options import TorchDraftOptions  # noqa: E402
+from offload.torch_draft.layout import TorchDraftOptions  # noqa: E402
 from offload.torch_draft.steps import Drawing, greedy  # noqa: E402
 from specdec.drafters.model import ModelDrafter  # noqa: E402
 from specdec.policies.rules import PMin  # noqa: E402
@@ -430,10 +430,10 @@ def test_padding_that_the_target_does_not_have_is_never_drafted(tiny: Path) -> N
 # -- int8 -----------------------------------------------------------------------------------------
 
 
-def test_int8_is_its_unpacked_twin_and_near_the_whole(files: Files) -> None:
+def test_int8_is_near_the_whole(files: Files) -> None:
     outs = []
-    for dtype, packed in (("int8", True), ("int8", False), ("f32", True)):
-        options = TorchDraftOptions(n_ctx=N_CTX, dtype=dtype, packed=packed)  # type: ignore[arg-type]
+    for dtype in ("int8", "f32"):
+        options = TorchDraftOptions(n_ctx=N_CTX, dtype=dtype)  # type: ignore[arg-type]
         with TorchDraft(files.path, options) as draft:
             found = []
             for prompt in files.prompts[:30]:
@@ -441,9 +441,7 @@ def test_int8_is_its_unpacked_twin_and_near_the_whole(files: Files) -> None:
                 found.append(draft.draft([(0, prompt)], 1))
             outs.append((np.array([f.tokens[0, 0] for f in found]),
                          np.array([f.p[0, 0] for f in found])))  # fmt: skip
-    (tokens, p), (twin_tokens, twin_p), (exact_tokens, exact_p) = outs
-    assert (tokens == twin_tokens).all()
-    assert p == pytest.approx(twin_p, abs=1e-3)
+    (tokens, p), (exact_tokens, exact_p) = outs
     assert (tokens == exact_tokens).mean() >= 0.8
     assert np.abs(p - exact_p)[tokens == exact_tokens].max() < 0.1
 

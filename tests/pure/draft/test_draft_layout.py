@@ -19,14 +19,13 @@ from offload.torch_draft.devices import check_device, torch_name
 from offload.torch_draft.layout import (
     ALIGNMENT,
     DTYPES,
-    Sizes,
+    TorchDraftOptions,
     bucket,
     chunk_length,
     fed_length,
     lay_out,
 )
-from offload.torch_draft.rope import Rope, Scaling
-from offload.torch_draft.shape import DraftShape, read_shape
+from offload.torch_draft.shape import DraftShape, Rope, Scaling, read_shape
 
 
 def shape_of(**changes: object) -> DraftShape:
@@ -70,12 +69,12 @@ REAL = {
 def test_all_of_it_is_at_most_15_percent_above_weights_and_cache(
     name: str, n_ctx: int, samples: bool
 ) -> None:
-    layout = lay_out(REAL[name], Sizes(n_ctx, n_steps=16 if samples else 64, samples=samples))
+    layout = lay_out(REAL[name], TorchDraftOptions(n_ctx=n_ctx, samples=samples))
     assert layout.total_bytes <= 1.15 * (layout.weight_bytes + layout.kv_bytes)
 
 
 def test_the_weights_of_half_a_billion_parameters_take_two_bytes_each() -> None:
-    layout = lay_out(REAL["qwen2.5-0.5b"], Sizes(4096))
+    layout = lay_out(REAL["qwen2.5-0.5b"], TorchDraftOptions(n_ctx=4096))
     assert layout.weight_bytes == pytest.approx(2 * 494.0e6, rel=0.01)
     assert layout.kv_bytes == 4097 * 24 * 2 * 2 * 64 * 2
 
@@ -90,7 +89,13 @@ def test_the_weights_of_half_a_billion_parameters_take_two_bytes_each() -> None:
 def test_pieces_lie_behind_each_other_aligned(
     name: str, dtype: str, n_sequences: int, n_kept: int, samples: bool
 ) -> None:
-    sizes = Sizes(512, n_sequences, dtype, n_kept=n_kept, samples=samples)  # type: ignore[arg-type]
+    sizes = TorchDraftOptions(
+        n_ctx=512,
+        n_sequences=n_sequences,
+        dtype=dtype,  # type: ignore[arg-type]
+        kept=tuple(range(n_kept)),
+        samples=samples,
+    )
     layout = lay_out(REAL[name], sizes)
     end = 0
     for piece in layout.pieces.values():

@@ -36,7 +36,6 @@ PURE = (
     "offload.thread_governor",
     "offload.store.layout",
     "offload.torch_draft.layout",
-    "offload.torch_draft.rope",
     "offload.torch_draft.shape",
     "specdec.policies",
     "specoffload.chat",
