@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from on_gpu import Logits, assert_same, half, logits, options
+from on_gpu import Logits, assert_same, logits, options, slots_for
 
 from offload.device import DeviceChoice
 from offload.engine import Engine
@@ -46,7 +46,7 @@ def test_a_failing_copier_ends_the_request_and_the_next_one_is_served(
             raise Broken(entry)
         return right(self, *arguments)
 
-    with Engine(moe, options(async_gpu, half(moe))) as engine:
+    with Engine(moe, options(async_gpu, slots_for(moe, "half"))) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(DeviceCopier, entry, fail)
             with pytest.raises(Broken, match=entry):
@@ -71,7 +71,7 @@ def test_a_failing_computation_ends_the_request_and_the_next_one_is_served(
         left -= 1
         return right(self, *arguments) if left >= 0 else -1
 
-    with Engine(moe, options(async_gpu, half(moe))) as engine:
+    with Engine(moe, options(async_gpu, slots_for(moe, "half"))) as engine:
         first = engine.sequences.extend(0, [1, 2, 3])
         with monkeypatch.context() as patch:
             patch.setattr(Executor, "_submit", fail)
@@ -106,7 +106,7 @@ def test_what_is_taken_from_the_device_is_given_back_when_closed(
     count("ggml_backend_buft_alloc_buffer", 1, "buffers")
     count("ggml_backend_buffer_free", -1, "buffers")
     for _ in range(5):
-        with Engine(moe, options(async_gpu, half(moe))) as engine:
+        with Engine(moe, options(async_gpu, slots_for(moe, "half"))) as engine:
             engine.sequences.extend(0, [1, 2, 3, 4])
             assert held["events"] > 0
             assert held["backends"] >= 2, "one computes, one copies"

@@ -14,7 +14,7 @@ import neighbour
 import pytest
 import standin_calls
 from neighbour import GLOBAL, RELAXED, THREAD_LOCAL, CudaError, beside
-from on_gpu import half, options
+from on_gpu import options, slots_for
 
 from offload.device import DeviceChoice
 from offload.engine import Engine
@@ -85,7 +85,7 @@ def discard_capture(stream: C.c_void_p) -> None:
 
 def greedy(gpu: DeviceChoice, path: Path, *, split: bool) -> list[int]:
     """The likeliest tokens behind a prompt, decoded one at a time."""
-    streaming = half(path, hybrid=split, splitter=stay if split else None)
+    streaming = slots_for(path, "half", hybrid=split, splitter=stay if split else None)
     least = NEVER if split else 1
     with Engine(path, options(gpu, streaming, min_batch=MinBatch(least, least))) as engine:
         tokens = [7, 8, 9]

@@ -10,15 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import standin_calls
 
 from lab.synth import write_preset
+from offload.device import devices
 
 
 def run(n_devices: int, model: Path, target: Path) -> dict[str, Any]:
-    script = Path(__file__).with_name("two_devices_run.py")
+    """Logits of `main` on so many devices go to `target`; returns what it prints."""
     done = subprocess.run(
-        [sys.executable, script, model, target],
-        env={**os.environ, "STANDIN_DEVICES": str(n_devices), "STANDIN_JITTER": "500"},
+        [sys.executable, __file__, model, target],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "STANDIN_DEVICES": str(n_devices),
+            "STANDIN_JITTER": "500",
+        },
         capture_output=True,
         text=True,
         timeout=200,
@@ -37,3 +44,26 @@ def test_plain_libllama_computes_the_same_on_two_devices(models: Path, tmp_path:
     assert alone["peer_copies"] == 0
     assert both["peer_copies"] > 0
     assert min(both["taken"]) > 0, "each device holds some of the model"
+
+
+def main(model: str, target: str) -> None:
+    """Decode with plain libllama on all devices, and print the counters."""
+    import llama_cpp
+
+    gpus = [found for found in devices() if found.on_gpu]
+    free_before = [gpu.device.memory_bytes()[0] for gpu in gpus]
+    llama = llama_cpp.Llama(
+        model, n_gpu_layers=99, n_ctx=128, n_threads=1, n_threads_batch=1, flash_attn=False,
+        logits_all=True, verbose=False,
+    )  # fmt: skip
+    taken = [
+        before - gpu.device.memory_bytes()[0] for before, gpu in zip(free_before, gpus, strict=True)
+    ]
+    for n in (5, 1, 1, 1):
+        llama.eval([(11 * llama.n_tokens + i) % llama.n_vocab() for i in range(n)])
+    np.save(target, np.array(llama.scores[: llama.n_tokens]))
+    print(json.dumps({"taken": taken, **standin_calls.counters()}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
