@@ -2,17 +2,18 @@
 
 Usage: scripts/lab/run policies [--json] [other flags of specoffload bench]
 
-Without a GPU the regime that speculation is for, a decode bound by transfers, is made on `sim`
-(`lab.regime`). Then the same pair is run on the plain CPU, where T(n) is nearly
-linear, so that nothing can be gained and nothing must be lost.
-
-All policies are judged alike: by prompts that none of them has met, by the median of several
+Without a GPU the regime that speculation is for, a decode bound by transfers, is made on `sim`. All
+policies are judged alike: by prompts that none of them has met, by the median of several
 repetitions, each of which begins with the policy as tuning left it, and in an order in which each
-comes first, second, ... equally often.
+comes first, second, ... equally often. The prompts are held-out code and prose of the embedded
+pair, and `data/workloads.json`: the log of a coding agent's tool calls up to each time that it
+writes a file again, and functions to be rewritten with one change.
 """
 
 from __future__ import annotations
 
+import json
+import random
 import statistics
 import sys
 import tempfile
@@ -20,33 +21,33 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lab.regime import transfer_bound, ways
-from lab.workloads import (
-    Kinds,
-    adversarial_prompts,
-    in_turns,
-    judged_prompts,
-    tuning_prompts,
-)
 from offload.device import has_gpu
+from offload.engine import Engine, EngineOptions
+from offload.errors import DoesNotFit
+from offload.plan.min_batch import MinBatch
+from offload.plan.placement import make_plan
 from offload.streaming.options import StreamingOptions
+from offload.timing import median_decode_s
 from specdec.policies.rules import Fixed, PMin
 from specdec.types import Policy
 from specoffload import report
 from specoffload.bench.load import warn_of_load
+from specoffload.bench.workloads import prompts
 from specoffload.cli import config_of
 from specoffload.commands.bench import commit, machine
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import read_environment
+from specoffload.config.hybrid_choice import HybridChoice
 from specoffload.config.options import BenchOptions, OutputOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import KNOWN, UsageError
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.session import Session
+from specoffload.speculation.profiling import SEQUENCE, real_text
 from specoffload.speculation.speculation import Speculation
 
 DEFAULT = "throughput"
@@ -58,6 +59,12 @@ _N_FINALISTS = 3
 _TUNED, _JUDGED = 0.5, 2
 _REPETITIONS = 3
 
+_COPY_SHARE = 16.0  # the time a single token's copies take, in units of its computation
+_SLOT_SHARES = (0.35, 0.5, 0.75)  # of what streams
+_WORKLOADS = Path(__file__).parent / "data" / "workloads.json"
+_N_TUNED_ON = 2  # prompts of each kind
+_N_JUDGED_BY = 4
+Kinds = Mapping[str, Sequence[str]]  # prompts by kind
 MakePolicy = Callable[[], Policy]
 
 
@@ -123,9 +130,6 @@ def bench_policies(config: Config, *, n_predict: int) -> None:
             Session(opened, keeps_hits=False) as session,
         ):
             result |= compare(session, n_predict, bar)
-        cpu = replace(config, device="cpu", streaming=StreamingOptions(), spec=spec)
-        with Session(cpu, keeps_hits=False) as session:
-            result["cpu"] = cpu_regime(session, n_predict)
     result["took_s"] = time.perf_counter() - began
     _show(result)
     report.data(result)
@@ -136,7 +140,6 @@ def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> d
     and plain decoding write after prompts that none of them has met."""
     speculation = speculation_of(session)
     learning = deepcopy(speculation.policy)  # it learns from the tuning prompts, and is kept
-    sizes = ways(session.target)
     tried: dict[str, MakePolicy] = hand_tuned() | {DEFAULT: lambda: learning}
     tuned = run(
         session,
@@ -166,9 +169,7 @@ def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> d
     best = max(best_tuned, key=lambda name: rates[name])
     return {
         "policies": sweep | rates,
-        "sizes": [asdict(way) for way in sizes],
         "sweep": sweep,
-        "blocks": _blocks(tuned),
         "final": rates,
         "profile": list(speculation.costs.step_s),
         "draft_step_s": speculation.costs.draft_step_s,
@@ -180,40 +181,6 @@ def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> d
             kind: {name: tally.rate(kind) for name, tally in final.items()}
             for kind in judged_prompts()
         },
-    }
-
-
-def _blocks(tuned: Mapping[str, Tally]) -> list[dict[str, float]]:
-    """Drafted and accepted tokens for each token of the text, and tokens/s, by block length."""
-    return [
-        {
-            "length": n,
-            "drafted": tally.n_drafted / tally.n_written,
-            "accepted": tally.n_accepted / tally.n_written,
-            "tps": tally.rate(),
-        }
-        for n in BLOCKS
-        for tally in (tuned[f"fixed {n}"],)
-    ]
-
-
-def cpu_regime(session: Session, n_predict: int) -> dict[str, Any]:
-    """Plain CPU: the default beside plain decoding, and how many tokens it drafted."""
-    speculation = speculation_of(session)
-    learning = deepcopy(speculation.policy)
-    run(session, {DEFAULT: lambda: learning}, tuning_prompts(), round(_TUNED * n_predict), 1)
-    makes: dict[str, MakePolicy] = {
-        PLAIN: lambda: Fixed(0),
-        DEFAULT: lambda: deepcopy(learning),
-    }
-    tallies = run(session, makes, judged_prompts(), n_predict, _REPETITIONS)
-    default, plain = tallies[DEFAULT], tallies[PLAIN]
-    return {
-        "plain_tps": plain.rate(),
-        "default_tps": default.rate(),
-        "default_vs_plain": default.rate() / plain.rate(),
-        "drafted_per_token": default.n_drafted / default.n_written,
-        "profile": list(speculation.costs.step_s),
     }
 
 
@@ -262,25 +229,6 @@ def _show(result: dict[str, Any]) -> None:
         (str(n), f"{profile[n - 1] * 1e3:.2f}", f"{profile[n - 1] / profile[0]:.2f}") for n in sizes
     ]
     report.table("T(n) as the default reads it", ("n", "ms", "T(n)/T(1)"), rows)
-    report.table(
-        "what a batch of each size did, by the counters of one decode",
-        ("n", "ms", "way"),
-        [(str(s["n"]), f"{s['decode_s'] * 1e3:.2f}", s["words"]) for s in result["sizes"]],
-    )
-    report.table(
-        "blocks: drafted and accepted for each token of the text",
-        ("length", "drafted", "accepted", "accepted/drafted", "tokens/s"),
-        [
-            (
-                str(b["length"]),
-                f"{b['drafted']:.2f}",
-                f"{b['accepted']:.2f}",
-                f"{b['accepted'] / b['drafted']:.2f}" if b["drafted"] else "-",
-                f"{b['tps']:.1f}",
-            )
-            for b in result["blocks"]
-        ],
-    )
     plain = result["sweep"][PLAIN]
     swept = sorted(result["sweep"].items(), key=lambda item: -item[1])
     report.table(
@@ -307,12 +255,116 @@ def _show(result: dict[str, Any]) -> None:
         f"({result['best_tuned']}; wanted 1.05), {result['default_vs_plain']:.3f} x plain, "
         f"{result['adversarial_vs_plain']:.3f} x plain on random bytes (wanted 0.98)"
     )
-    cpu = result["cpu"]
-    report.line(
-        f"on the plain CPU, where T(2) is {cpu['profile'][1] / cpu['profile'][0]:.2f} T(1): "
-        f"default {cpu['default_vs_plain']:.3f} x plain, "
-        f"{cpu['drafted_per_token']:.2f} drafted per token"
+
+
+# -- the regime that speculation is for: a decode bound by transfers -------------------------------
+
+
+def transfer_bound(config: Config) -> tuple[Config, str]:
+    """The same run on a device whose link takes most of the time, and what was done to it.
+
+    All sizes of batches stream, through the least of `_SLOT_SHARES` at which a layer's experts
+    have slots all at once; where none has enough, larger batches go in chunks of tokens.
+    Raises UsageError where no budget fits.
+    """
+    with Engine(config.model, EngineOptions(device="sim", stream_experts=False)) as engine:
+        compute_s = _token_s(engine)[0]
+        facts = engine.facts
+    whole = make_plan(facts, budget_bytes=None, n_gpu_layers=0)
+    found: tuple[float, StreamingOptions, float] | None = None
+    for share in _SLOT_SHARES:
+        vram = whole.resident_bytes + int(whole.slot_bytes * share)
+        streaming = StreamingOptions(vram_bytes=vram, n_gpu_layers=0, chunks="on")
+        options = EngineOptions(device="sim", streaming=streaming, min_batch=MinBatch(1, 1))
+        try:
+            with Engine(config.model, options) as engine:
+                found = share, streaming, _token_s(engine)[1]
+                assert engine.plan is not None
+                if not engine.plan.chunk_tokens:
+                    break
+        except DoesNotFit:
+            continue
+    if found is None:
+        raise UsageError("no budget of slots fits this model on sim; name a device with --device")
+    share, streaming, copied = found
+    bandwidth = copied / (_COPY_SHARE * compute_s)
+    words = (
+        f"no GPU here: sim with a link of {bandwidth / 1e6:.0f} MB/s, at which one token's copies "
+        f"({report.bytes_text(copied)}) take {_COPY_SHARE:.0f} times its computation; batches of "
+        f"every size stream all layers through slots for {share:.0%} of them"
     )
+    changed = replace(
+        config,
+        device=f"sim:bw={bandwidth:.0f}B/s",
+        streaming=streaming,
+        min_batch=MinBatch(1, 1),
+        hybrid=HybridChoice(),  # a split layer does not stream
+    )
+    return changed, words
+
+
+def _token_s(engine: Engine, n: int = 24) -> tuple[float, float]:
+    """Seconds (the median) and bytes copied (the mean) of one token behind real text."""
+    text = real_text(engine)
+    engine.sequences.extend(SEQUENCE, text[:32], n_logits=0)
+    before = engine.counters().streamed_bytes
+    batches = [[token] for token in text[32 : 32 + n]]
+    one_s = median_decode_s(engine.sequences, SEQUENCE, batches, grow=True)
+    return one_s, (engine.counters().streamed_bytes - before) / n
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+def tuning_prompts() -> Kinds:
+    """Prompts that settings are chosen on, and that an adaptive policy may learn from."""
+    code, prose = prompts("code"), prompts("prose")
+    return _kinds(0, _N_TUNED_ON, code, prose, list(zip(code[2:], prose, strict=False)))
+
+
+def judged_prompts() -> Kinds:
+    """Prompts that no policy has met before it is judged by them."""
+    code, prose = prompts("code")[2 * _N_TUNED_ON :], prompts("prose")[_N_TUNED_ON:]
+    pairs = list(zip(code[_N_JUDGED_BY:], prose[_N_JUDGED_BY:], strict=False))
+    return _kinds(_N_TUNED_ON, _N_JUDGED_BY, code, prose, pairs)
+
+
+def _kinds(
+    first: int,
+    n: int,
+    code: Sequence[str],
+    prose: Sequence[str],
+    pairs: Sequence[tuple[str, str]],
+) -> Kinds:
+    """`n` prompts of each kind; those of workloads.json from the one numbered `first` on."""
+    return {
+        "code": code[:n],
+        "prose": prose[:n],
+        "switching": ["\n\n".join(pair[:: -1 if i % 2 else 1]) for i, pair in enumerate(pairs[:n])],
+        "agent": _workload("agent")[first : first + n],
+        "rewrite": _workload("rewrite")[first : first + n],
+    }
+
+
+def adversarial_prompts(n_prompts: int = 3, n_bytes: int = 120) -> Kinds:
+    """Random bytes: nothing in them can be foreseen."""
+    draw = random.Random(7)
+    return {
+        "adversarial": [draw.randbytes(n_bytes).decode("latin-1") for _ in range(n_prompts)],
+    }
+
+
+def in_turns(kinds: Kinds) -> list[tuple[str, str]]:
+    """(kind, prompt) of all kinds in turns: code is followed by prose."""
+    longest = max(map(len, kinds.values()))
+    return [
+        (kind, texts[i]) for i in range(longest) for kind, texts in kinds.items() if i < len(texts)
+    ]
+
+
+def _workload(kind: str) -> list[str]:
+    rows = json.loads(_WORKLOADS.read_text(encoding="utf-8"))
+    return [row["text"] for row in rows if row["kind"] == kind]
 
 
 def main() -> None:

@@ -1,18 +1,14 @@
-"""`bench --policies`: its regime is what it says, and all policies are judged alike."""
+"""`policies` judges all policies alike."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import pytest
 from resolved import config_of
 
-from lab import regime
-from lab.policies import Tally, run
-from lab.regime import SIZES, SizeWay, ways
-from lab.workloads import judged_prompts, tuning_prompts
+from lab.policies import Tally, judged_prompts, run, tuning_prompts
 from specdec.policies.rules import Fixed, FixedWalk
 from specdec.types import Round
 from specoffload.config.resolution import Config, demo_file
@@ -23,42 +19,6 @@ from specoffload.session.session import Session
 def pair(device: str) -> Config:
     target, draft = demo_file("target.gguf"), demo_file("draft.gguf")
     return config_of(device=device, model=target, draft=draft, threads=1, use_profile=False)
-
-
-def ways_of(config: Config) -> tuple[list[SizeWay], str]:
-    """The ways of all sizes in the regime that is made, and the words for it."""
-    made, words = regime.transfer_bound(config)
-    # Counters are what is tested here: the link need not be slow.
-    made = replace(made, device="sim", draft=None)
-    with Session(made, keeps_hits=False) as session:
-        return ways(session.target), words
-
-
-def test_every_size_streams_as_the_regime_says() -> None:
-    found, words = ways_of(pair("auto"))
-    assert "batches of every size stream" in words
-    assert [way.n for way in found] == list(SIZES)
-    assert [way.words for way in found if not way.streams] == []
-
-
-def test_with_few_slots_larger_batches_stream_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regime, "_SLOT_SHARES", (0.35,))
-    found, _ = ways_of(pair("auto"))
-    assert [way.words for way in found if not way.streams] == []
-    assert {way.n for way in found if "chunks" in way.words} == {n for n in SIZES if n > 3}
-
-
-def test_what_the_cpu_computes_is_not_said_to_stream() -> None:
-    made, _ = regime.transfer_bound(pair("auto"))
-    few = replace(made.streaming, vram_bytes=int(0.8 * (made.streaming.vram_bytes or 0)))
-    made = replace(made, device="sim", draft=None)
-    with Session(replace(made, streaming=replace(few, chunks="off"))) as session:
-        found = {way.n: way for way in ways(session.target, (1, 8))}
-        assert session.target.device is not None
-        assert session.target.device.declined
-    assert found[1].streams
-    assert not found[8].streams
-    assert found[8].words.startswith("the CPU computes 9 of 45 matrices")
 
 
 class Noting(Fixed):
