@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from lab.attack.exchange import Answer, ask_for, send
+from lab.attack.client import N_TOKENS, Answer, ask_for, decided_texts, send, text_of
 from lab.attack.grammars import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS
-from lab.attack.overload import text_of
 from lab.attack.program import Program, bad_lines, serving
-from lab.attack.witness import N_TOKENS, decided_texts
 
 FLAGS = ("--device", "cpu", "-t", "1", "-np", "2", "-c", "1024", "--temp", "0")
 _MOST_GROWTH = 1.2

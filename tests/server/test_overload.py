@@ -8,7 +8,7 @@ import httpx
 from fake_generator import FakeFactory
 from running import StartServer, http
 
-from lab.attack.overload import overload, text_of
+from lab.attack.client import overload, text_of
 from specoffload.server.access import AccessRules
 
 N_CLIENTS = 64

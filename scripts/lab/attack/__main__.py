@@ -19,14 +19,60 @@ back to within 20 % afterwards. The exit status is 1 where something of this was
 from __future__ import annotations
 
 import argparse
+import asyncio
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from lab.attack.outcome import show
-from lab.attack.parts import PARTS, Scale
+from lab.attack import ATTACK
+from lab.attack.client import N_TOKENS, decided_texts, overload
+from lab.attack.headers import headers_part
+from lab.attack.http_part import SERVE, http_part
+from lab.attack.kills_part import kills_part
+from lab.attack.limits_part import CASES, limits_part
+from lab.attack.outcome import Breach, Outcome, show
+from lab.attack.program import bad_lines, serving
+
+
+@dataclass(frozen=True)
+class Part:
+    """`run` gets a seed, the numbers of the tries and an empty folder."""
+
+    run: Callable[[int, range, Path], Outcome]
+    n_tries: Mapping[str, int]
+
+
+def overload_part(seed: int, numbers: range, folder: Path) -> Outcome:
+    """64 clients, `numbers` seconds."""
+    outcome = Outcome("overload", 1)
+    command = f"{ATTACK} --part overload --only 0-{numbers.stop}"
+    with serving(folder / "overload.log", SERVE) as server:
+        texts = asyncio.run(decided_texts(server.port))
+        load = overload(server.port, texts, N_TOKENS, n_clients=64, duration_s=float(len(numbers)))
+        found = asyncio.run(load)
+        server.end()
+        wrong = [*found.wrong, *bad_lines(server.said())]
+    outcome.figures |= found.said()
+    outcome.tally["answered"] += sum(found.answers.values())
+    outcome.tally["told when to come back"] += found.n_refused
+    least, most = found.spread
+    if most > 4 * max(1, least):
+        wrong.append(f"clients got between {least} and {most} answers")
+    outcome.breaches += [Breach(what, command) for what in wrong]
+    return outcome
+
+
+PARTS = {
+    "http": Part(http_part, {"small": 300, "large": 10_000}),
+    "headers": Part(headers_part, {"small": 60, "large": 1000}),
+    "limits": Part(limits_part, {"small": len(CASES), "large": len(CASES)}),
+    "kills": Part(kills_part, {"small": 5, "large": 30}),
+    "overload": Part(overload_part, {"small": 10, "large": 60}),
+}
 
 
 def numbers_of(text: str | None, n: int) -> range:
@@ -38,19 +84,18 @@ def numbers_of(text: str | None, n: int) -> range:
 
 
 def main() -> int:
-    lines = (__doc__ or "").splitlines()
     parser = argparse.ArgumentParser(
-        description="\n".join(lines), formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", action="append", choices=list(PARTS), help="default: all")
-    parser.add_argument("--scale", choices=[scale.value for scale in Scale], default="small")
+    parser.add_argument("--scale", choices=("small", "large"), default="small")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", metavar="N or N-M", help="these tries of each part")
     options = parser.parse_args()
     outcomes = []
     for name in options.part or PARTS:
         part = PARTS[name]
-        numbers = numbers_of(options.only, part.n_tries[Scale(options.scale)])
+        numbers = numbers_of(options.only, part.n_tries[options.scale])
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="attack-") as folder:
             outcome = part.run(options.seed, numbers, Path(folder))

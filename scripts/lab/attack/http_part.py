@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from lab.attack import ATTACK
-from lab.attack.exchange import LOOPBACK, PATIENCE_S, Answer, NoAnswer, read, read_all
+from lab.attack.client import PATIENCE_S, Answer, NoAnswer, Witness, decided_texts, read, send_raw
+from lab.attack.malformed import Attack, attack
 from lab.attack.outcome import Breach, Outcome
 from lab.attack.program import Program, bad_lines, serving
-from lab.attack.requests import Attack, attack
-from lab.attack.witness import Witness, witness_of
 
 SERVE = (
     *("--device", "cpu", "-t", "1", "-np", "4", "-c", "2048", "--temp", "0"),
@@ -42,7 +40,7 @@ def http_part(seed: int, numbers: range, folder: Path) -> Outcome:
 
 
 async def _attack(program: Program, seed: int, numbers: range, outcome: Outcome) -> None:
-    witness = await witness_of(program.port)
+    witness = Witness(program.port, await decided_texts(program.port))
     warm = range(numbers.start, min(numbers.start + _WARM, numbers.stop))
     rest = range(warm.stop, numbers.stop)
     over = asyncio.Event()
@@ -99,8 +97,7 @@ async def _send_all(port: int, seed: int, numbers: range, outcome: Outcome) -> N
 async def send_one(port: int, sent: Attack) -> str:
     """How it ended, in a word. Raises NoAnswer where it must not end so."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
-            data = await _exchange(port, sent)
+        data = await send_raw(port, sent.data, ends=sent.ends, leaves=sent.leaves)
     except TimeoutError as e:
         raise NoAnswer(f"no answer in {PATIENCE_S:g} s") from e
     except OSError as e:
@@ -128,18 +125,3 @@ def _judged(answer: Answer) -> str:
     if not can_be or failed:
         raise NoAnswer(f"{answer.status}: {answer.body[-300:]!r}")
     return str(answer.status)
-
-
-async def _exchange(port: int, sent: Attack) -> bytes:
-    reader, writer = await asyncio.open_connection(LOOPBACK, port)
-    try:
-        with suppress(OSError):  # refused before all was sent: what was said can still be read
-            writer.write(sent.data)
-            await writer.drain()
-            if sent.ends:
-                writer.write_eof()
-        if sent.leaves:
-            return await reader.read(1)
-        return await read_all(reader)
-    finally:
-        writer.close()

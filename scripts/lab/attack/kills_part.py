@@ -13,11 +13,10 @@ from random import Random
 import psutil
 
 from lab.attack import ATTACK
-from lab.attack.exchange import NoAnswer, ask_for, send
+from lab.attack.client import NoAnswer, Witness, ask_for, decided_texts, send
 from lab.attack.http_part import SERVE, figures_of
 from lab.attack.outcome import Breach, Outcome
 from lab.attack.program import Program, bad_lines, serving
-from lab.attack.witness import witness_of
 
 _N_CLIENTS = 8
 _BACK_S = 30.0
@@ -42,7 +41,7 @@ def kills_part(seed: int, numbers: range, folder: Path) -> Outcome:
 async def _kill_engines(rng: Random, folder: Path, outcome: Outcome, n_kills: int = 3) -> list[str]:
     """Under load; every client is told, and the witness is served as before when it is over."""
     with serving(folder / "kills.log", SERVE) as server:
-        witness = await witness_of(server.port, bears_deaths=True)
+        witness = Witness(server.port, await decided_texts(server.port), bears_deaths=True)
         over = asyncio.Event()
         watching = asyncio.ensure_future(witness.watch(over))
         clients = [asyncio.ensure_future(_load(server.port, over)) for _ in range(_N_CLIENTS)]
@@ -64,7 +63,7 @@ async def _kill_engines(rng: Random, folder: Path, outcome: Outcome, n_kills: in
     return found + ([f"the server ended with {code}"] if code else [])
 
 
-async def witness_again(witness) -> None:  # type: ignore[no-untyped-def]
+async def witness_again(witness: Witness) -> None:
     """Once more for each prompt, now that nothing may go wrong."""
     witness.bears_deaths = False
     over = asyncio.Event()

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 from lab.attack import ATTACK
-from lab.attack.exchange import LOOPBACK, NoAnswer, send
+from lab.attack.client import LOOPBACK, NoAnswer, completion, send, text_of
 from lab.attack.http_part import SERVE
 from lab.attack.outcome import Breach, Outcome
-from lab.attack.overload import completion, text_of
 from lab.attack.program import Limits, bad_lines, environment, serving, with_limits
 
 _RUN = ("run", "-p", "import os", "-n", "4", "-c", "256", "-t", "1")
 _MB = 1 << 20
 _LIMIT_S = 60.0
+
+Case = Callable[[Path], tuple[str, str]]  # how it ended, and what was wrong with that
 
 
 def limits_part(seed: int, numbers: range, folder: Path) -> Outcome:
@@ -39,38 +41,39 @@ def limits_part(seed: int, numbers: range, folder: Path) -> Outcome:
     return outcome
 
 
-def program(
-    words: list[str], limits: Limits, folder: Path, out: str | None = None
-) -> tuple[int, str]:
-    """Exit code, and all that was said."""
-    with (folder / "said.txt").open("w+") as said:
-        stdout = said if out is None else open(out, "w")  # noqa: SIM115
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "specoffload", *words],
-                stdout=stdout,
-                stderr=said,
-                stdin=subprocess.DEVNULL,
-                env={**environment(), "SPECOFFLOAD_PROFILE_DIR": str(folder / "profiles")},
-                preexec_fn=with_limits(limits),
-                timeout=_LIMIT_S,
-                start_new_session=True,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return -signal.SIGALRM, f"it takes over {_LIMIT_S:g} s"
-        finally:
-            if stdout is not said:
-                with suppress(OSError):  # what it holds has nowhere to go
-                    stdout.close()
-        said.seek(0)
-        return done.returncode, said.read()
-
-
-def _judged(code: int, text: str, allowed: tuple[int, ...]) -> tuple[str, str]:
-    if code not in allowed or bad_lines(text):
-        return f"code {code}", f"exit code {code}: {text[-500:]!r}"
-    return f"code {code}", ""
+def _run(
+    folder: Path,
+    words: Sequence[str] = _RUN,
+    *,
+    limits: Limits | None = None,
+    allowed: Sequence[int] = (0, 1, 2),
+    stdout: int | IO[bytes] = subprocess.PIPE,
+) -> tuple[str, str]:
+    """How the program ended under these limits, and what was wrong with that."""
+    # A disk that is full gives an error and no signal.
+    code = (
+        "import runpy, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "runpy.run_module('specoffload', run_name='__main__')"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            env={**environment(), "SPECOFFLOAD_PROFILE_DIR": str(folder / "profiles")},
+            preexec_fn=with_limits(limits or {}),
+            timeout=_LIMIT_S,
+            start_new_session=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "hung", f"it takes over {_LIMIT_S:g} s"
+    text = ((done.stdout or b"") + done.stderr).decode(errors="replace")
+    ended = f"code {done.returncode}"
+    if done.returncode not in allowed or bad_lines(text):
+        return ended, f"exit {ended}: {text[-500:]!r}"
+    return ended, ""
 
 
 def _few_descriptors(folder: Path) -> tuple[str, str]:
@@ -105,56 +108,24 @@ def _server_with_little_memory(folder: Path) -> tuple[str, str]:
     return "told" if statuses != {200} else "served", "; ".join(lines)
 
 
-def _full_disk(words: list[str], allowed: tuple[int, ...], n_bytes: int = 4096):  # type: ignore[no-untyped-def]
-    def case(folder: Path) -> tuple[str, str]:
-        target = str(folder / "written")
-        limits = {resource.RLIMIT_FSIZE: (n_bytes, n_bytes)}
-        words_ = [word.replace("TARGET", target) for word in words]
-        # What is said goes through a pipe, which has no size.
-        done = subprocess.run(
-            [sys.executable, "-c", _IGNORE_SIGXFSZ, *words_],
-            capture_output=True,
-            text=True,
-            env={**environment(), "SPECOFFLOAD_PROFILE_DIR": str(folder / "profiles")},
-            preexec_fn=with_limits(limits),
-            timeout=_LIMIT_S,
-            start_new_session=True,
-            check=False,
-        )
-        ended, breach = _judged(done.returncode, done.stdout + done.stderr, allowed)
-        left = Path(target)
-        if not breach and left.exists() and left.stat().st_size == n_bytes:
-            breach = "half a file is left"
-        return ended, breach
-
-    return case
+def _full_disk(folder: Path, n_bytes: int = 4096) -> tuple[str, str]:
+    target = folder / "written"
+    words = [*_RUN, "-n", "200", "--trace", str(target)]
+    limits = {resource.RLIMIT_FSIZE: (n_bytes, n_bytes)}
+    ended, breach = _run(folder, words, limits=limits, allowed=(1,))
+    if not breach and target.exists() and target.stat().st_size == n_bytes:
+        breach = "half a file is left"
+    return ended, breach
 
 
-# A disk that is full gives an error and no signal.
-_IGNORE_SIGXFSZ = (
-    "import runpy, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-    "runpy.run_module('specoffload', run_name='__main__')"
-)
-
-
-def _memory(n_mb: int):  # type: ignore[no-untyped-def]
-    def case(folder: Path) -> tuple[str, str]:
-        limits = {resource.RLIMIT_AS: (n_mb * _MB, n_mb * _MB)}
-        return _judged(*program([*_RUN], limits, folder), (0, 1, 2))
-
-    return case
-
-
-def _descriptors(n: int):  # type: ignore[no-untyped-def]
-    def case(folder: Path) -> tuple[str, str]:
-        limits = {resource.RLIMIT_NOFILE: (n, n)}
-        return _judged(*program([*_RUN], limits, folder), (0, 1, 2))
-
-    return case
+def _limited(which: int, n: int) -> Case:
+    return lambda folder: _run(folder, limits={which: (n, n)})
 
 
 def _nowhere_to_write(folder: Path) -> tuple[str, str]:
-    return _judged(*program([*_RUN], {}, folder, out="/dev/full"), (1,))
+    out = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+    with out:
+        return _run(folder, allowed=(1,), stdout=out)
 
 
 def _nobody_reads(folder: Path) -> tuple[str, str]:
@@ -162,28 +133,18 @@ def _nobody_reads(folder: Path) -> tuple[str, str]:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as out:
-        done = subprocess.run(
-            [sys.executable, "-m", "specoffload", *_RUN],
-            stdout=out,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            env=environment(),
-            timeout=_LIMIT_S,
-            text=True,
-            check=False,
-        )
-    return _judged(done.returncode, done.stderr, (1,))
+        return _run(folder, allowed=(1,), stdout=out)
 
 
-CASES = (
+CASES: tuple[tuple[str, Case], ...] = (
     ("200 connections over 110 descriptors", _few_descriptors),
-    ("a trace on a full disk", _full_disk([*_RUN, "-n", "200", "--trace", "TARGET"], (1,))),
+    ("a trace on a full disk", _full_disk),
     ("output to a full disk", _nowhere_to_write),
     ("output that nobody reads", _nobody_reads),
-    ("40 descriptors", _descriptors(40)),
-    ("16 descriptors", _descriptors(16)),
-    ("2000 MB of addresses", _memory(2000)),
-    ("1000 MB of addresses", _memory(1000)),
-    ("700 MB of addresses", _memory(700)),
+    ("40 descriptors", _limited(resource.RLIMIT_NOFILE, 40)),
+    ("16 descriptors", _limited(resource.RLIMIT_NOFILE, 16)),
+    ("2000 MB of addresses", _limited(resource.RLIMIT_AS, 2000 * _MB)),
+    ("1000 MB of addresses", _limited(resource.RLIMIT_AS, 1000 * _MB)),
+    ("700 MB of addresses", _limited(resource.RLIMIT_AS, 700 * _MB)),
     ("a server with 1500 MB of addresses", _server_with_little_memory),
 )

@@ -1,11 +1,13 @@
-"""Bodies that no honest client sends: valid ones of each endpoint, and something wrong in them."""
+"""Malformed requests of a seeded generator: number `i` of a seed is always the same bytes."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from lab.attack.client import Request, ask_for
 from lab.attack.grammars import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS
 
 _SAYS = [{"role": "user", "content": "Write a line."}]
@@ -37,33 +39,20 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
 }
 _GENERATING = [path for path, body in ENDPOINTS.items() if any("max" in name for name in body)]
 
+_FIELD_NAMES = """
+temperature top_k top_p min_p seed stop stream n logprobs top_logprobs logit_bias grammar
+json_schema response_format tools model tool_choice repeat_penalty repeat_last_n presence_penalty
+frequency_penalty samplers mirostat dry_multiplier dry_sequence_breakers typical_p id_slot
+cache_prompt time_limit_s draft_max speculative.n_max ignore_eos echo suffix best_of
+stream_options chat_template_kwargs reasoning_effort system reasoning_format add_generation_prompt
+continue_final_message thinking input instructions previous_response_id stop_sequences text
+response_fields user min_keep xtc_probability top_n_sigma dynatemp_range adaptive_target metadata
+timings_per_token return_tokens parallel_tool_calls max_tokens prompt max_completion_tokens
+messages content tokens filename n_predict __class__
+"""
 _FIELDS = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "stream", "n", "logprobs"),
-    *("top_logprobs", "logit_bias", "grammar", "json_schema", "response_format", "tools", "model"),
-    *("tool_choice", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty"),
-    *("samplers", "mirostat", "dry_multiplier", "dry_sequence_breakers", "typical_p", "id_slot"),
-    *("cache_prompt", "time_limit_s", "draft_max", "speculative.n_max", "ignore_eos", "echo"),
-    *("suffix", "best_of", "stream_options", "chat_template_kwargs", "reasoning_effort", "system"),
-    *("reasoning_format", "add_generation_prompt", "continue_final_message", "thinking", "input"),
-    *("instructions", "previous_response_id", "stop_sequences", "text", "response_fields", "user"),
-    *(
-        "min_keep",
-        "xtc_probability",
-        "top_n_sigma",
-        "dynatemp_range",
-        "adaptive_target",
-        "metadata",
-    ),
-    *("timings_per_token", "return_tokens", "parallel_tool_calls", "max_tokens", "prompt", "\0"),
-    *(
-        "max_completion_tokens",
-        "messages",
-        "content",
-        "tokens",
-        "filename",
-        "n_predict",
-        "__class__",
-    ),
+    *_FIELD_NAMES.split(),
+    "\0",
 )
 
 _SPECIAL = "<|im_start|><|endoftext|><s></s><|eot_id|><start_of_turn>[INST]"
@@ -236,3 +225,105 @@ def _bytes_of(rng: Random, body: dict[str, Any], *, damage: bool) -> bytes:
     if kind == 10:
         return b"{" + b",".join(b'"k%d": 0' % i for i in range(rng.choice((5, 50_000)))) + b"}"
     return data + data
+
+
+_OTHER_PATHS = """
+/ /health /v1/models /v1/models/x /props /metrics /slots /openapi.json /page/main.js
+/page/../../etc/passwd /page/%2e%2e/%2e%2e/etc/passwd /slots/-1 // /v1/nothing /docs
+/slots/99999999999999999999?action=save /v1/models/%00 /slots?fail_on_no_slot=1 /v1/embeddings
+/health/ /%ff%fe
+"""
+_PATHS = (
+    *ENDPOINTS,
+    *_OTHER_PATHS.split(),
+    "/" + "x" * 5000,
+)
+_METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW")
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What is sent. `may_hang_up`: it is no request of HTTP's, so the server may close without a
+    word. `ends`: nothing more is sent after it, so that the server need not wait for it. `leaves`:
+    the client does not wait for its answer."""
+
+    data: bytes
+    may_hang_up: bool = False
+    ends: bool = False
+    leaves: bool = False
+
+
+def attack(seed: int, number: int, port: int) -> Attack:
+    """Request `number` of the seed."""
+    rng = Random(f"{seed}/{number}")
+    kind = rng.random()
+    if kind < 0.80:
+        return Attack(Request(*hostile_body(rng)).raw(port))
+    if kind < 0.88:
+        return Attack(_headers(rng).raw(port))
+    if kind < 0.92:
+        method = rng.choice(_METHODS)
+        return Attack(Request(rng.choice(_PATHS), b"", method).raw(port))
+    if kind < 0.96:
+        return _framing(rng, port)
+    body = {"prompt": "import os\n", "max_tokens": 40, "stream": rng.random() < 0.5}
+    return Attack(ask_for("/v1/completions", body).raw(port), leaves=True)
+
+
+def _headers(rng: Random) -> Request:
+    path, body = hostile_body(rng) if rng.random() < 0.3 else ("/v1/completions", b'{"prompt": ""}')
+    name, value = rng.choice(
+        (
+            ("Host", "evil.example"),
+            ("Host", ""),
+            ("Host", "127.0.0.1:1@evil.example"),
+            ("Origin", "http://evil.example"),
+            ("Origin", "null"),
+            ("Content-Type", "text/plain"),
+            ("Content-Type", ""),
+            ("Content-Type", "application/json; charset=utf-7"),
+            ("Authorization", "Bearer " + "x" * 8000),
+            ("X-Api-Key", "\x80\xff"),
+            ("X-Forwarded-For", "1.2.3.4, " * 500),
+            ("X-Forwarded-For", "nonsense"),
+            ("X-Forwarded-Proto", "gopher"),
+            ("Accept-Encoding", "gzip;q=nan"),
+            ("Expect", "100-continue"),
+            ("Cookie", "a=b; " * 1000),
+            ("Upgrade", "websocket"),
+            ("Connection", "Upgrade, close"),
+            ("X-Long", "x" * 60_000),
+            ("Range", "bytes=0-"),
+        )
+    )
+    return Request(path, body, headers={name: value})
+
+
+def _framing(rng: Random, port: int) -> Attack:
+    """Requests whose lines or lengths are wrong."""
+    host = f"Host: 127.0.0.1:{port}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    start = f"POST /v1/completions HTTP/1.1\r\n{host}"
+    body = '{"prompt": "x", "max_tokens": 1}'
+    texts = (
+        f"{start}Content-Length: {len(body) + 50}\r\n\r\n{body}",
+        f"{start}Content-Length: 5\r\n\r\n{body}",
+        f"{start}Content-Length: -1\r\n\r\n{body}",
+        f"{start}Content-Length: 9999999999999999999999\r\n\r\n{body}",
+        f"{start}Content-Length: 3\r\nContent-Length: 4\r\n\r\n{body}",
+        f"{start}Transfer-Encoding: chunked\r\n\r\nzz\r\n{body}\r\n0\r\n\r\n",
+        f"{start}Transfer-Encoding: chunked\r\n\r\n{len(body):x}\r\n{body}\r\n",
+        f"{start}Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n0\r\n\r\n",
+        f"{start}Transfer-Encoding: gzip\r\n\r\n{body}",
+        f"GET /health HTTP/1.1\r\n{host}" + "X: y\r\n" * 5000 + "\r\n",
+        f"GET /health HTTP/1.1\r\n{host}\0: y\r\n\r\n",
+        f"GET /he alth HTTP/1.1\r\n{host}\r\n",
+        f"GET /health HTTP/9.9\r\n{host}\r\n",
+        f"GET /health HTTP/1.0\r\n{host}\r\n",
+        f"GET /health\r\n{host}\r\n",
+        "\r\n" * 500,
+        "\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        "GET /" + "a" * 100_000,
+        f"POST /tokenize HTTP/1.1\r\n{host}",
+        "",
+    )
+    return Attack(rng.choice(texts).encode("latin-1"), may_hang_up=True, ends=True)

@@ -12,11 +12,15 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader
 
 from lab.attack import ATTACK
-from lab.attack.header_fields import fields_of, mutated
 from lab.attack.outcome import Breach, Outcome
 from lab.attack.program import bad_lines
 from lab.synth import write_preset
@@ -35,7 +39,7 @@ def headers_part(seed: int, numbers: range, folder: Path) -> Outcome:
         write_preset(name, folder / f"{name}.gguf", size="tiny", seed=1).read_bytes()
         for name in ARCHITECTURES
     ]
-    fields = [fields_of(whole) for whole in wholes]
+    fields = [fields_of(folder / f"{name}.gguf") for name in ARCHITECTURES]
     outcome.figures["fields"] = sum(map(len, fields))
     _import_all()
     for name in ARCHITECTURES:  # else every file might be refused for another reason
@@ -134,3 +138,66 @@ def _waited(child: int) -> int | None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
+
+
+@dataclass(frozen=True)
+class Field:
+    """Bytes `at` to `at + size` of a file: numbers of dtype `kind`, or text (uint8)."""
+
+    name: str  # the key or tensor that it belongs to
+    at: int
+    size: int
+    kind: np.dtype[Any]
+
+
+def fields_of(path: Path) -> list[Field]:
+    """Every field of a header; of an array its type, its length, and its first and last element."""
+    reader = GGUFReader(path)
+    begin = reader.data.ctypes.data
+    found = [Field("magic", 0, 4, np.dtype(np.uint32))]
+    for field in (*reader.fields.values(), *(tensor.field for tensor in reader.tensors)):
+        parts = field.parts if len(field.parts) < 12 else [*field.parts[:7], *field.parts[-2:]]
+        found += [
+            Field(field.name, part.ctypes.data - begin, part.nbytes, part.dtype)
+            for part in parts
+            if part.nbytes
+        ]
+    return found
+
+
+def mutated(rng: Random, data: bytes, field: Field) -> bytes:
+    """The file with another value in that field, or cut there."""
+    if rng.random() < 0.05:
+        return data[: field.at + rng.randrange(field.size + 1)]
+    before, after = data[: field.at], data[field.at + field.size :]
+    if field.kind == np.uint8 and field.size > 1:
+        return before + _text(rng, data[field.at : field.at + field.size]) + after
+    return before + _number(rng, data[field.at : field.at + field.size], field.kind) + after
+
+
+def _text(rng: Random, old: bytes) -> bytes:
+    """Of the same length, which stands before it."""
+    if not old:
+        return old
+    at = rng.randrange(len(old))
+    changed = (
+        old[:at] + bytes([rng.choice((0, 0x80, 0xFF, 0x41, rng.randrange(256)))]) + old[at + 1 :]
+    )
+    words = rng.choice((b"\0", b"\xff", b"x", b"%s", b"gpt2", b"bert", b"{{ 1/0 }}")) * len(old)
+    return rng.choice((changed, words[: len(old)]))
+
+
+def _number(rng: Random, old: bytes, kind: np.dtype[Any]) -> bytes:
+    size = len(old)
+    if np.issubdtype(kind, np.floating):
+        value = rng.choice(
+            (0.0, -1.0, 1e30, -1e30, 1e-30, float("nan"), float("inf"), rng.uniform(-9, 9))
+        )
+        return np.array(value, kind).tobytes()
+    was = int.from_bytes(old, "little")
+    most = (1 << (8 * size)) - 1
+    value = rng.choice(
+        (0, 1, 2, 3, 5, was + 1, was - 1, 2 * was, was // 2, most, most // 2, most // 2 + 1, 1000)
+        + (rng.randrange(most + 1), was ^ (1 << rng.randrange(8 * size)), was * 1000, 17, 255)
+    )
+    return (value & most).to_bytes(size, "little")
