@@ -116,7 +116,7 @@ def test_bits_per_byte_are_those_on_the_card(
     target: LlamaModel, draft: LlamaModel, card: dict[str, Any]
 ) -> None:
     n_measured = 0
-    for entry in card["check_files"]:
+    for entry in card["check_files"][:2]:
         path = stdlib_root() / entry["path"]
         if not path.exists():
             continue
@@ -135,7 +135,7 @@ def test_bits_per_byte_are_those_on_the_card(
 def test_the_target_predicts_held_out_prompts_better_than_its_draft(
     target: LlamaModel, draft: LlamaModel, card: dict[str, Any]
 ) -> None:
-    texts = [prompt.text for prompt in read_prompts(DEMO / "prompts.json")[::3]]
+    texts = [prompt.text for prompt in read_prompts(DEMO / "prompts.json")[::6]]
     nats = [sum(likelihood(model, text).nats for text in texts) for model in (target, draft)]
     assert nats[0] < 0.97 * nats[1]
     assert card["bits_per_byte"]["target"] < card["bits_per_byte"]["draft"]

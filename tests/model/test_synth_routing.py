@@ -18,7 +18,7 @@ from offload.errors import BadRequest
 from offload.plan.min_batch import MinBatch
 from offload.streaming.executor import Executor
 
-N_TOKENS, N_EXPERTS = 400, 64
+N_TOKENS, N_EXPERTS = 300, 64
 SMALL = {"n_layer": 4, "n_expert": N_EXPERTS, "n_expert_used": 4, "n_ff_exp": 32, "n_vocab": 4096}
 
 
@@ -68,7 +68,7 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-@pytest.mark.parametrize("preset", ["qwen3moe", "gpt-oss", "glm4moe"])
+@pytest.mark.parametrize("preset", ["qwen3moe", "gpt-oss"])
 def test_experts_are_used_again_as_published(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

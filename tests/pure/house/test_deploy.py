@@ -34,9 +34,6 @@ def test_an_image_copies_what_the_wheel_is_made_of_and_its_context_has_it(image:
     assert packages is not None
     assert {name.strip('"* ') for name in packages[1].split(",")} <= kept
 
-
-@pytest.mark.parametrize("image", IMAGES, ids=lambda p: p.name)
-def test_what_an_image_starts_is_a_command_with_flags_of_the_table(image: Path) -> None:
     said = re.search(r"^CMD \[(.+)\]$", image.read_text(encoding="utf-8"), re.M)
     assert said is not None
     command, *words = [word.strip(' "') for word in said[1].split(",")]

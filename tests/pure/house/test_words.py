@@ -6,8 +6,6 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[3]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 # Notes that are in no file of this repository, by title and by entry. (A10 is a GPU as well.)
@@ -41,29 +39,14 @@ def anchors(page: Path) -> set[str]:
     return {anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
 
 
-def cited(text: str) -> list[str]:
-    """What in `text` stands for a note that a reader does not have."""
-    return TITLES.findall(text) + ENTRIES.findall(text)
-
-
 def test_sources_are_ones_that_a_reader_can_open() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{n}: {words}"
         for path in tracked()
         for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if (words := cited(line))
+        if (words := TITLES.findall(line) + ENTRIES.findall(line))
     ]
     assert found == []
-
-
-@pytest.mark.parametrize("text", ["(PEERS 7.3)", "as in E05, it", "MECHANISMS", "(A17)"])
-def test_a_note_is_recognised(text: str) -> None:
-    assert cited(text)
-
-
-@pytest.mark.parametrize("text", ["H100", "Q4_K", "A100", "A10", "F16", "I64", "E2E", "B200"])
-def test_names_of_other_things_are_not_taken_for_notes(text: str) -> None:
-    assert cited(text) == []
 
 
 def test_the_pages_and_sections_that_are_cited_exist() -> None:

@@ -53,13 +53,6 @@ def test_the_rule_is_the_path_hash_modulo_twenty(path: str) -> None:
     assert is_held_out(path) == (int(digest, 16) % HELD_OUT_EVERY == 0)
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"), [("chunk.py", True), ("traceback.py", True), ("os.py", False)]
-)
-def test_known_files_stay_on_their_side(path: str, expected: bool) -> None:
-    assert is_held_out(path) is expected
-
-
 def test_about_one_path_in_twenty_is_held_out() -> None:
     held = sum(is_held_out(f"package/module_{i}.py") for i in range(20_000))
     assert 850 <= held <= 1150
@@ -86,15 +79,10 @@ def test_a_held_out_text_never_occurs_on_the_training_side(tmp_path: Path) -> No
     write(tmp_path, held_out_name(), source("shared"))
     write(tmp_path, trained_name(), source("shared"))
     write(tmp_path, trained_name("other"), source("own"))
+    write(tmp_path, trained_name("same"), source("own"))
     split = load_split(tmp_path)
     assert [s.path for s in split.held_out] == [held_out_name()]
     assert [s.path for s in split.train] == [trained_name("other")]
-
-
-def test_each_content_is_trained_on_once(tmp_path: Path) -> None:
-    write(tmp_path, trained_name("a"), source("same"))
-    write(tmp_path, trained_name("b"), source("same"))
-    assert len(load_split(tmp_path).train) == 1
 
 
 def test_prompts_are_picked_from_given_files_within_the_token_limits(tmp_path: Path) -> None:
