@@ -41,9 +41,8 @@ from specoffload.cli import config_of
 from specoffload.commands.bench import commit, machine
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import read_environment
-from specoffload.config.hybrid_choice import HybridChoice
 from specoffload.config.options import BenchOptions, OutputOptions
-from specoffload.config.resolution import Config
+from specoffload.config.resolution import Config, HybridChoice
 from specoffload.errors import KNOWN, UsageError
 from specoffload.session.generation import GenerateOptions, GenerationStats
 from specoffload.session.session import Session
