@@ -53,8 +53,7 @@ from offload.split.measuring import (
 )
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, all_on_device, stay
-from offload.store.room import room_now
-from offload.store.store import READING, OnProgress, Store, StoreOptions
+from offload.store.store import READING, OnProgress, Store, StoreOptions, room_now
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import MakeExecutor, StreamingDevice
 from offload.streaming.options import (
@@ -292,7 +291,6 @@ class Engine(ModelText):
         options = replace(
             o.store,
             pin_for=self.choice.device if self.choice.on_gpu else None,
-            drop_resident=self.choice.on_gpu,
         )
         self.store = Store(self.facts, self.plan.streamed, options, place_pages=self.placer)
         self._closing.callback(self.store.close)

@@ -59,10 +59,6 @@ class Layout:
         """The memory that the runs take."""
         return self.runs[-1].at_bytes + self.runs[-1].size_bytes if self.runs else 0
 
-    @property
-    def weight_bytes(self) -> int:
-        return sum(spot.size_bytes for spot in self.spots.values())
-
 
 @dataclass(frozen=True)
 class Chunk:

@@ -1,8 +1,8 @@
-"""Parallel reads of file chunks into memory of ours, past the page cache where that is possible.
+"""Parallel reads of file chunks into our memory, past the page cache if possible.
 
-Chunks that the page cache holds already are copied from there; the others are read directly
-(O_DIRECT). Where the file system refuses that, reads go through the cache. What is left in the
-cache is dropped. Reader threads share one list of work; the first failure stops them all.
+Chunks that are in the page cache already are copied from there; the others are read directly
+(O_DIRECT), or through the cache if the file system refuses that. Afterwards the cache's copies are
+dropped. Reader threads share one list of work, and the first failure stops them all.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import contextlib
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from offload.errors import BadModel
 from offload.ggml.memory import HostRange
@@ -25,21 +23,15 @@ _POLL_S = 0.05
 _READAHEAD_BYTES = 128 << 10  # the kernel brings no more per call than a device's read-ahead size
 
 
-class Target(Protocol):
-    """Memory to read into: `target[a:b]` is a writable view of it."""
-
-    def __getitem__(self, key: slice, /) -> memoryview: ...
-
-
 @dataclass
 class ReadCounters:
-    """Counts of the readers' work. `peak_readers` is how many were reading at the same time."""
+    """Counts of the readers' work."""
 
     direct_bytes: int = 0
     cached_bytes: int = 0  # were in the page cache already
-    buffered_bytes: int = 0  # through the page cache, for want of direct reads
+    buffered_bytes: int = 0  # read through the page cache, because direct reads are refused
     reads: int = 0
-    peak_readers: int = 0
+    peak_readers: int = 0  # threads that were reading at the same time
 
     @property
     def read_bytes(self) -> int:
@@ -49,10 +41,10 @@ class ReadCounters:
 class OpenFile:
     """A model file opened twice: through the page cache, and past it where that works."""
 
-    def __init__(self, path: Path, *, direct: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         """Raises BadModel."""
         self.path = path
-        self.why_not_direct = "" if direct else "switched off"
+        self.why_not_direct = ""
         self.direct = -1
         try:
             self.buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -60,16 +52,15 @@ class OpenFile:
         except (OSError, ValueError) as e:
             raise BadModel(f"{path}: cannot be read ({e})") from e
         self._mapped = HostRange.of_mapping(self._mapping)
-        # Of other people's files the kernel does not tell what is cached.
+        # The kernel does not tell what is cached of files that this user may not write.
         self._tells = os.access(path, os.W_OK)
-        if direct:
-            try:
-                self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-            except OSError as e:
-                self.give_up_direct(e)
+        try:
+            self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as e:
+            self.read_buffered(e)
 
-    def give_up_direct(self, error: OSError) -> None:
-        """Read through the page cache from here on. The descriptor stays: others may be in it."""
+    def read_buffered(self, error: OSError) -> None:
+        """Read through the page cache from now on. Other threads may still use the descriptor."""
         self.why_not_direct = f"the file system of {self.path} refuses O_DIRECT ({error.strerror})"
 
     @property
@@ -104,10 +95,10 @@ class OpenFile:
 
 
 class Readers:
-    """Threads that carry out chunks in order. Use: start, wait, close; or stop, close."""
+    """Threads that read chunks in order. Call start, then wait or stop."""
 
     def __init__(
-        self, files: Iterable[OpenFile], chunks: Sequence[Chunk], target: Target, n_threads: int
+        self, files: Iterable[OpenFile], chunks: Sequence[Chunk], target: memoryview, n_threads: int
     ) -> None:
         self.counters = ReadCounters()
         self._files = {file.path: file for file in files}
@@ -117,7 +108,6 @@ class Readers:
         self._stopping = False
         self._n_reading = 0
         self._error: BaseException | None = None
-        self._finished_s = 0.0
         self._threads = [
             threading.Thread(target=self._work, name=f"weights-{i}", daemon=True)
             for i in range(min(n_threads, max(1, len(chunks))))
@@ -134,11 +124,11 @@ class Readers:
             if thread.ident is not None:
                 thread.join()
 
-    def wait(self, on_poll: Callable[[], object] = lambda: None) -> float:
-        """Until everything is read; the moment (time.perf_counter) of the last byte.
+    def wait(self, on_poll: Callable[[], object] = lambda: None) -> None:
+        """Return when everything is read. Raises what a reader raised.
 
-        Raises what a reader raised. `on_poll` is called on this thread about 20 times a second;
-        whatever it raises, Ctrl-C among it, stops the readers first.
+        `on_poll` is called on this thread about 20 times a second. If it raises, or on Ctrl-C, the
+        readers stop first.
         """
         try:
             for thread in self._threads:
@@ -150,7 +140,6 @@ class Readers:
             raise
         if self._error is not None:
             raise self._error
-        return self._finished_s
 
     # -- on the reader threads -------------------------------------------------------------------
 
@@ -164,7 +153,6 @@ class Readers:
                 self._stopping = True
             with self._lock:
                 self._n_reading -= 1
-                self._finished_s = time.perf_counter()
 
     def _next(self) -> Chunk | None:
         with self._lock:
@@ -202,7 +190,7 @@ class Readers:
             try:
                 n = os.preadv(file.direct, [view], start_bytes)
             except OSError as e:
-                file.give_up_direct(e)
+                file.read_buffered(e)
             else:
                 self._count("direct_bytes", n)
                 return n
@@ -225,7 +213,6 @@ class ReadAhead:
         """`ranges` are (file, start, stop) in bytes, in the order in which they are wanted."""
         self._ranges = ranges
         self._stopping = False
-        self.asked_bytes = 0
         self._thread = threading.Thread(target=self._work, name="read-ahead", daemon=True)
 
     def start(self) -> None:
@@ -248,4 +235,3 @@ class ReadAhead:
                 size = min(_READAHEAD_BYTES, stop - at)
                 with contextlib.suppress(OSError):
                     os.posix_fadvise(file.buffered, at, size, os.POSIX_FADV_WILLNEED)
-                self.asked_bytes += size

@@ -1,8 +1,12 @@
 """The store: host memory of the streamed weights, filled from the file by readers of its own.
 
-Life of a store: `loading()` around the loading of the model, in which libllama asks where each
-tensor lies (`place`) and the readers begin; then `finish()`. libllama itself reads only what is
-resident. The memory goes back when libllama frees its buffer, or with `close()`.
+`loading()` goes around the loading of the model: libllama asks where each tensor lies (`place`),
+and the readers begin. Then `finish()` waits for them. libllama itself reads only resident weights.
+The memory is given back when libllama frees its buffer, or by `close()`.
+
+Pages are made huge after the reading. Asking for huge pages before it (MADV_HUGEPAGE) makes the
+reads wait for the kernel to find and clear 2 MiB at a time: loading took two to three times as long
+if memory was fragmented or, in a virtual machine, not yet backed (docs/background.md, pinning).
 """
 
 from __future__ import annotations
@@ -15,9 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+
+import psutil
 
 from numa.errors import PlacementRefused
+from numa.machine import read_limits
 from numa.memory import PlacedMemory
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml.library.callback import Pending
@@ -26,31 +32,128 @@ from offload.ggml.memory import HostRange, ReservedAddresses
 from offload.ggml.pinning import Pinner
 from offload.ggml.tensor import HasAddress
 from offload.model import ModelFacts, TensorEntry, WeightPlace
-from offload.store.huge_pages import Collapsing, HugePages
 from offload.store.layout import PAGE_BYTES, Layout, Run, cut_into_chunks, plan_layout
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers
-from offload.store.room import check_room, room_now
 
 READING = "reading weights"
 OnProgress = Callable[[str, float], None]  # the step, and the fraction of it that is done
+PlacePages = Callable[[PlacedMemory, Layout], None]  # decides on which node pages lie
+_N_READERS = 4
+_CHUNK_BYTES = 8 << 20  # a multiple of the page size
+_HUGE_STEP_BYTES = 32 << 20
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Options of keeping streamed weights. `chunk_bytes` must be a multiple of the page size."""
+    """Options of keeping streamed weights."""
 
     keep_page_cache: bool = False  # --mmap: no memory of our own, for models larger than RAM
-    direct: bool = True  # reads past the page cache
-    huge_pages: bool = True
-    pin_for: HasAddress | None = None  # the real device whose copies the memory serves
-    drop_resident: bool = True  # off where resident weights are used in the page cache (CPU, sim)
-    n_readers: int = 4
-    chunk_bytes: int = 8 << 20
+    pin_for: HasAddress | None = None  # the GPU that copies from the memory; None: CPU and sim
+
+
+@dataclass(frozen=True)
+class Room:
+    """Anonymous memory that this process may still take, and what limits it."""
+
+    available_bytes: int
+    limited_by: str
+
+
+def room_now(root: Path = Path("/")) -> Room:
+    """Return the lesser of the machine's available memory and what the control group allows.
+
+    Only this process's own memory is subtracted from the group's limit: the page cache counts
+    against it too, but gives way.
+    """
+    machine = Room(psutil.virtual_memory().available, "free memory")
+    limit = read_limits(root).memory_bytes
+    if limit is None:
+        return machine
+    used = psutil.Process().memory_info()
+    left = max(0, limit - (used.rss - used.shared))
+    group = Room(left, f"the control group's limit of {limit / 2**30:.1f} GiB")
+    return min(machine, group, key=lambda room: room.available_bytes)
+
+
+def check_room(needed_bytes: int, room: Room) -> None:
+    """Raise DoesNotFit if the streamed weights need more memory than there is."""
+    if needed_bytes > room.available_bytes:
+        raise DoesNotFit(
+            f"the streamed weights need {needed_bytes / 2**30:.2f} GiB of memory, but "
+            f"{room.available_bytes / 2**30:.2f} GiB are available ({room.limited_by}); use --mmap "
+            "to keep them in the page cache"
+        )
+
+
+@dataclass(frozen=True)
+class HugePages:
+    """Bytes in huge pages, the kernel's refusals, and how long making them took."""
+
+    size_bytes: int
+    why_not: str
+    seconds: float = 0.0
+
+
+class HugePageMaker:
+    """A thread that makes the pages of a memory huge while others may use its contents."""
+
+    def __init__(self, memory: PlacedMemory) -> None:
+        self._memory = memory
+        self._stopping = False
+        self._why_not = ""
+        self._done = self._seconds = 0.0
+        self._thread = threading.Thread(target=self._work, name="huge-pages", daemon=True)
+        self._thread.start()
+
+    def wait(self, on_poll: Callable[[float], object] = lambda _: None) -> HugePages:
+        """Wait until all pages are huge that the kernel makes huge.
+
+        `on_poll` gets the share that is done about 20 times a second, and once at the end. An
+        exception that it raises stops the thread and is raised here.
+        """
+        try:
+            while self._thread.is_alive():
+                self._thread.join(_POLL_S)
+                on_poll(self._done)
+            on_poll(self._done)  # the thread may have ended before the first poll
+        except BaseException:
+            self.stop()
+            raise
+        return self.so_far()
+
+    def so_far(self) -> HugePages:
+        why_not = "being made" if self._thread.is_alive() else self._why_not
+        return HugePages(self._memory.huge_bytes(), why_not, self._seconds)
+
+    def stop(self) -> None:
+        """End early, and wait for that; then the memory may be given back."""
+        self._stopping = True
+        self._thread.join()
+
+    def _work(self) -> None:
+        start_s = time.perf_counter()
+        if self._memory.placement is not None:
+            self._why_not = "; ".join(self._memory.collapse(self._goes_on))
+        else:
+            total_bytes = self._memory.mapped_bytes
+            try:
+                for start in range(0, total_bytes, _HUGE_STEP_BYTES):
+                    if not self._goes_on(start, total_bytes):
+                        break
+                    self._memory.make_huge(start, _HUGE_STEP_BYTES)
+            except PlacementRefused as refusal:
+                self._why_not = str(refusal)
+        self._seconds = time.perf_counter() - start_s
+
+    def _goes_on(self, done_bytes: int, total_bytes: int) -> bool:
+        self._done = done_bytes / total_bytes
+        return not self._stopping
 
 
 @dataclass(frozen=True)
 class StoreReport:
-    """The outcome of loading. Each `why_not_` is empty where the thing was done."""
+    """The outcome of loading. Each `why_not_` is empty if the thing was done."""
 
     kept_in: str  # "memory" or "page cache"
     n_tensors: int
@@ -58,49 +161,38 @@ class StoreReport:
     seconds: float  # from the first read to the last byte, pinning included
     counters: ReadCounters
     why_not_direct: str
-    huge: HugePages  # as they are now; without pinning they are made in the background
+    huge: HugePages  # at the end of loading; without pinning they are made in the background
     why_not_pinned: str
-    readahead_bytes: int  # resident weights, brought into the page cache for libllama
     n_mapped_unread: int  # files that libllama mapped without reading them
-    reading_s: float = 0.0
-
-    @property
-    def gb_per_s(self) -> float:
-        return self.weight_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def sentence(self) -> str:
-        """One line for the start-up messages."""
+        """Return one line for the start-up messages."""
+        gib = self.weight_bytes / 2**30
         if self.kept_in == "page cache":
-            return f"{self.weight_bytes / 2**30:.1f} GiB of streamed weights stay in the page cache"
+            return f"{gib:.1f} GiB of streamed weights stay in the page cache"
         how = "directly" if not self.why_not_direct else f"not directly: {self.why_not_direct}"
         if self.counters.cached_bytes:
             how += f", {self.counters.cached_bytes / 2**30:.1f} GiB from the page cache"
         pinned = "pinned" if not self.why_not_pinned else f"not pinned: {self.why_not_pinned}"
         huge = f"huge pages: {self.huge.why_not or f'{self.huge.size_bytes / 2**30:.1f} GiB'}"
+        rate = self.weight_bytes / self.seconds / 1e9 if self.seconds else 0.0
         return (
-            f"{self.weight_bytes / 2**30:.1f} GiB of streamed weights read at {self.gb_per_s:.1f} "
-            f"GB/s ({how}), {huge}, {pinned}"
+            f"{gib:.1f} GiB of streamed weights read at {rate:.1f} GB/s ({how}), {huge}, {pinned}"
         )
-
-
-class PlacePages(Protocol):
-    """Called with the memory before anything is read into it: decides on which node pages lie."""
-
-    def __call__(self, memory: PlacedMemory, layout: Layout, /) -> None: ...
 
 
 @dataclass
 class _Held:
-    """The memory that the store owns while it is open."""
+    """The resources of an open store."""
 
     files: dict[Path, OpenFile] = field(default_factory=dict)
     mappings: dict[Path, mmap.mmap] = field(default_factory=dict)
     memory: PlacedMemory | None = None
-    whole: HostRange | None = None  # the memory, while it is held
+    whole: HostRange | None = None  # all of the memory
     pinner: Pinner | None = None
     readers: Readers | None = None
     ahead: ReadAhead | None = None
-    collapsing: Collapsing | None = None
+    huge: HugePageMaker | None = None
 
 
 class Store:
@@ -114,7 +206,8 @@ class Store:
         make_memory: Callable[[int], PlacedMemory] = PlacedMemory,
         place_pages: PlacePages | None = None,
     ) -> None:
-        """Touches nothing yet. `make_memory` gets a size in bytes."""
+        """Touches nothing yet. `make_memory` gets a size in bytes; `place_pages` gets the memory
+        before anything is read into it."""
         self.options = options or StoreOptions()
         self.layout = plan_layout(facts.weights[entry.name] for entry in streamed)
         names = self.layout.spots
@@ -133,16 +226,16 @@ class Store:
     # -- for libllama ----------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int) -> HostRange:
-        """Addresses that stand for the buffer; the tensors in it lie where `place` says."""
+        """Return addresses that stand for the buffer; `place` says where its tensors lie."""
         return self._addresses.allocate(size_bytes)
 
     def free(self, memory: HostRange) -> None:
-        """libllama gives the buffer back: nobody reads the weights any more."""
+        """libllama gives the buffer back, and no longer reads the weights."""
         self._addresses.free(memory)
         self.close()
 
     def place(self, name: str, size_bytes: int) -> HostRange:
-        """Where a tensor's data lies. Raises BadModel for one that does not stream."""
+        """Return the memory of a tensor's data. Raises BadModel for one that does not stream."""
         spot = self.layout.spots.get(name)
         if spot is None or spot.size_bytes != size_bytes:
             known = "is not known" if spot is None else f"has {spot.size_bytes} bytes in the file"
@@ -158,7 +251,7 @@ class Store:
         return self._held.whole.part(spot.at_bytes, size_bytes)
 
     def is_filling(self) -> bool:
-        """True while a model is being loaded; the first question starts the readers."""
+        """True while a model is being loaded; the first call starts the readers."""
         if self._filling:
             self.start_reading()
         return self._filling
@@ -167,9 +260,9 @@ class Store:
 
     @contextmanager
     def loading(self, pending: Pending) -> Iterator[Store]:
-        """Around the loading of the model; give the memory back when that fails.
+        """Open the store for the loading of the model; give the memory back if that fails.
 
-        Raises DoesNotFit before anything is read when there is not enough memory, BadModel when a
+        Raises DoesNotFit before anything is read if there is not enough memory, and BadModel if a
         file cannot be opened or is shorter than its header says.
         """
         try:
@@ -183,9 +276,9 @@ class Store:
             raise
 
     def start_reading(self) -> None:
-        """Start the readers, for the tensors placed so far; a second call does nothing.
+        """Start the readers, for the tensors placed so far; later calls do nothing.
 
-        Not before libllama has placed them all: it may leave some out (layers that only draft).
+        Call it when libllama has placed them all: it may leave some out (layers that only draft).
         """
         with self._starting:
             held = self._held
@@ -193,12 +286,15 @@ class Store:
                 return
             runs = [run for run in self.layout.runs if self._is_wanted(run)]
             self._wanted_bytes = max(1, sum(run.end_bytes - run.start_bytes for run in runs))
-            o = self.options
             target = held.whole.part(0, self.layout.size_bytes).array().data
-            chunks = cut_into_chunks(runs, o.chunk_bytes)
-            held.readers = Readers(held.files.values(), chunks, target, o.n_readers)
+            chunks = cut_into_chunks(runs, _CHUNK_BYTES)
+            held.readers = Readers(held.files.values(), chunks, target, _N_READERS)
             self._began_s = time.perf_counter()
             held.readers.start()
+
+    def _is_wanted(self, run: Run) -> bool:
+        first, last = run.at_bytes, run.at_bytes + run.size_bytes
+        return any(first <= self.layout.spots[name].at_bytes < last for name in self._placed)
 
     @property
     def fraction(self) -> float:
@@ -209,7 +305,7 @@ class Store:
         return min(1.0, readers.counters.read_bytes / self._wanted_bytes) if readers else 0.0
 
     def watching(self, on_progress: OnProgress) -> Callable[[float], None]:
-        """A progress callback for libllama that tells ours instead, and starts the readers."""
+        """Return a progress callback for libllama that reports ours, and starts the readers."""
 
         def progress(_: float) -> None:
             self.start_reading()
@@ -221,9 +317,9 @@ class Store:
         """Wait for the readers, pin the memory, and drop the page cache's copies.
 
         Pages are made huge before they are pinned, else in the background from here on.
-        `on_progress` is told the step and its fraction meanwhile. Raises BadModel for a file cut
-        short, and whatever stopped a reader or what `on_progress` raises; the weights are then not
-        usable and the store closed.
+        `on_progress` gets the step and its fraction meanwhile. Raises BadModel for a file cut
+        short, and whatever stopped a reader or what `on_progress` raises; then the weights are not
+        usable and the store is closed.
         """
         held = self._held
 
@@ -232,35 +328,74 @@ class Store:
 
         try:
             self.start_reading()
-            end_s = held.readers.wait(tell) if held.readers else 0.0
-            reading_s = max(0.0, end_s - self._began_s)
+            if held.readers is not None:
+                held.readers.wait(tell)
             if held.ahead is not None:
                 held.ahead.wait()
-            self._drop_resident()
+            if self.options.pin_for is not None and not self.options.keep_page_cache:
+                # The device has its own copy; the CPU and sim use resident weights in the cache.
+                for file, start, stop in _ranges(self._resident):
+                    held.files[file].forget(start, stop - start)
             tell()
-            self._make_huge(partial(on_progress, "making huge pages"))
+            if held.memory is not None:
+                held.huge = HugePageMaker(held.memory)
+                if held.pinner is not None and held.pinner.can_pin:
+                    held.huge.wait(partial(on_progress, "making huge pages"))  # not possible later
             why_not_pinned = self._pin(partial(on_progress, "pinning memory"))
         except BaseException:
             self.close()
             raise
         self._filling = False
-        seconds = time.perf_counter() - self._began_s if self._began_s else 0.0
-        self.report = self._reported(seconds, reading_s, why_not_pinned)
+        self.report = self._reported(why_not_pinned)
         self._close_files()
         return self.report
 
-    def close(self) -> None:
-        """Stop the readers and give everything back; the tensors' addresses are void. Idempotent.
+    def _pin(self, on_progress: Callable[[float], None]) -> str:
+        """Pin the memory. Returns the reason if that was not possible."""
+        whole = self._held.whole
+        if whole is None:
+            return "pages of --mmap may leave memory" if self.layout.runs else "nothing streams"
+        if self._held.pinner is None:
+            return "no device copies from it by itself"
+        result = self._held.pinner.pin(whole, on_progress)
+        return "" if result.ok else result.reason
 
-        A buffer's reserved addresses stay until libllama frees the buffer.
+    def _reported(self, why_not_pinned: str) -> StoreReport:
+        held, spots = self._held, self.layout.spots
+        streamed = {run.file for run in self.layout.runs}
+        why = [held.files[f].why_not_direct for f in streamed if not held.files[f].is_direct]
+        return StoreReport(
+            kept_in="page cache" if self.options.keep_page_cache else "memory",
+            n_tensors=len(self._placed),
+            weight_bytes=sum(spots[name].size_bytes for name in self._placed),
+            seconds=time.perf_counter() - self._began_s if self._began_s else 0.0,
+            counters=held.readers.counters if held.readers else ReadCounters(),
+            why_not_direct="; ".join(dict.fromkeys(why)),
+            huge=self.huge_pages(),
+            why_not_pinned=why_not_pinned,
+            n_mapped_unread=self._n_mapped_unread,
+        )
+
+    def huge_pages(self, *, wait: bool = False) -> HugePages:
+        """Return the weights in huge pages by now; with `wait`, when all are made."""
+        maker = self._held.huge
+        if maker is not None:
+            return maker.wait() if wait else maker.so_far()
+        where = "none in the page cache" if self.options.keep_page_cache else "nothing streams"
+        return HugePages(0, where)
+
+    def close(self) -> None:
+        """Stop the readers and give everything back; the tensors' addresses are void.
+
+        A second call does nothing. A buffer's reserved addresses stay until libllama frees it.
         """
         held = self._held
-        for worker in (held.readers, held.ahead, held.collapsing):
+        for worker in (held.readers, held.ahead, held.huge):
             if worker is not None:
                 worker.stop()
         self._close_files()
         memory, whole = held.memory, held.whole
-        held.memory = held.whole = held.collapsing = None
+        held.memory = held.whole = held.huge = None
         if memory is not None and whole is not None:
             if held.pinner is not None:
                 held.pinner.unpin(whole)
@@ -269,9 +404,14 @@ class Store:
             mapping.close()
         held.mappings.clear()
 
+    def _close_files(self) -> None:
+        for file in self._held.files.values():
+            file.close()
+        self._held.files.clear()
+
     @property
     def is_pinned(self) -> bool:
-        """True if a device copies from the weights by itself."""
+        """True if a device copies directly from the weights."""
         return self.report is not None and not self.report.why_not_pinned
 
     @property
@@ -279,28 +419,36 @@ class Store:
         """The memory while it is held; None with --mmap."""
         return self._held.memory
 
-    # -- steps -----------------------------------------------------------------------------------
+    # -- opening ---------------------------------------------------------------------------------
 
     def _open(self) -> None:
         if self._held.files:
             raise BadModel("this store is loading a model already")
-        self._check_room()
+        keeps_cache = self.options.keep_page_cache
+        if not keeps_cache:
+            check_room(self.layout.size_bytes, room_now())
         files = [run.file for run in self.layout.runs] + [p.file for p in self._resident]
         for file in dict.fromkeys(files):
-            self._held.files[file] = OpenFile(file, direct=self.options.direct)
+            self._held.files[file] = OpenFile(file)
         self._check_sizes()
-        if self.options.keep_page_cache:
-            self._map_files()
+        if keeps_cache:
+            for file in {run.file for run in self.layout.runs}:
+                descriptor = self._held.files[file].buffered
+                self._held.mappings[file] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
         elif self.layout.runs:
             self._take_memory()
-        self._read_ahead()
-
-    def _check_room(self) -> None:
-        if not self.options.keep_page_cache:
-            check_room(self.layout.size_bytes, room_now())
+        ranges = _ranges(self._resident)
+        if keeps_cache:  # bring the streamed weights into the cache, too, if all of them fit
+            wanted = sum(stop - start for _, start, stop in ranges) + self.layout.size_bytes
+            if wanted < room_now().available_bytes:
+                ranges += [(run.file, run.start_bytes, run.end_bytes) for run in self.layout.runs]
+        opened = self._held.files
+        self._held.ahead = ReadAhead([(opened[f], start, stop) for f, start, stop in ranges])
+        self._held.ahead.start()
 
     def _check_sizes(self) -> None:
-        """A file that shrank since its header was read: libllama would die of it (SIGBUS)."""
+        """Raise BadModel for a file that shrank since its header was read, which would end libllama
+        with SIGBUS."""
         ends = [(run.file, run.end_bytes) for run in self.layout.runs]
         ends += [(file, stop) for file, _, stop in _ranges(self._resident)]
         for file, end in ends:
@@ -310,11 +458,6 @@ class Store:
                     f"{file}: the file ends at byte {size} but weights reach to byte {end}; it was "
                     "cut short"
                 )
-
-    def _map_files(self) -> None:
-        for file in {run.file for run in self.layout.runs}:
-            descriptor = self._held.files[file].buffered
-            self._held.mappings[file] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
 
     def _take_memory(self) -> None:
         try:
@@ -331,77 +474,7 @@ class Store:
         if self._place_pages is not None:
             self._place_pages(memory, self.layout)
 
-    def _read_ahead(self) -> None:
-        """Resident weights, and with --mmap the streamed ones where all of them fit."""
-        ranges = _ranges(self._resident)
-        if self.options.keep_page_cache:
-            wanted = sum(stop - start for _, start, stop in ranges) + self.layout.size_bytes
-            if wanted < room_now().available_bytes:
-                ranges += [(run.file, run.start_bytes, run.end_bytes) for run in self.layout.runs]
-        files = self._held.files
-        self._held.ahead = ReadAhead([(files[f], start, stop) for f, start, stop in ranges])
-        self._held.ahead.start()
-
-    def _is_wanted(self, run: Run) -> bool:
-        first, last = run.at_bytes, run.at_bytes + run.size_bytes
-        return any(first <= self.layout.spots[name].at_bytes < last for name in self._placed)
-
-    def _drop_resident(self) -> None:
-        if self.options.drop_resident and not self.options.keep_page_cache:
-            for file, start, stop in _ranges(self._resident):
-                self._held.files[file].forget(start, stop - start)
-
-    def _make_huge(self, on_progress: Callable[[float], None]) -> None:
-        held = self._held
-        if held.memory is not None and self.options.huge_pages:
-            held.collapsing = Collapsing(held.memory)
-            if held.pinner is not None and held.pinner.can_pin:
-                held.collapsing.wait(on_progress)  # pinned pages cannot be moved together any more
-
-    def huge_pages(self, *, wait: bool = False) -> HugePages:
-        """The weights in huge pages by now; `wait` until all are made."""
-        if self._held.collapsing is not None:
-            made = self._held.collapsing
-            return made.wait() if wait else made.so_far()
-        if self.options.keep_page_cache:
-            return HugePages(0, "none in the page cache")
-        return HugePages(0, "nothing streams" if self.options.huge_pages else "switched off")
-
-    def _pin(self, on_progress: Callable[[float], None]) -> str:
-        whole = self._held.whole
-        if whole is None:
-            return "pages of --mmap may leave memory" if self.layout.runs else "nothing streams"
-        if self._held.pinner is None:
-            return "no device copies from it by itself"
-        result = self._held.pinner.pin(whole, on_progress)
-        return "" if result.ok else result.reason
-
-    def _reported(self, seconds: float, reading_s: float, why_not_pinned: str) -> StoreReport:
-        held = self._held
-        streamed = {run.file for run in self.layout.runs}
-        why = [held.files[f].why_not_direct for f in streamed if not held.files[f].is_direct]
-        spots = self.layout.spots
-        return StoreReport(
-            kept_in="page cache" if self.options.keep_page_cache else "memory",
-            n_tensors=len(self._placed),
-            weight_bytes=sum(spots[name].size_bytes for name in self._placed),
-            seconds=seconds,
-            counters=held.readers.counters if held.readers else ReadCounters(),
-            why_not_direct="; ".join(dict.fromkeys(why)),
-            huge=self.huge_pages(),
-            why_not_pinned=why_not_pinned,
-            readahead_bytes=held.ahead.asked_bytes if held.ahead else 0,
-            n_mapped_unread=self._n_mapped_unread,
-            reading_s=reading_s,
-        )
-
-    def _close_files(self) -> None:
-        for file in self._held.files.values():
-            file.close()
-        self._held.files.clear()
-
 
 def _ranges(places: Sequence[WeightPlace]) -> list[tuple[Path, int, int]]:
-    """(file, start, stop) in bytes of the weights, neighbours joined."""
-    layout = plan_layout(places)
-    return [(run.file, run.start_bytes, run.end_bytes) for run in layout.runs]
+    """Return (file, start, stop) in bytes of the weights, neighbours joined."""
+    return [(run.file, run.start_bytes, run.end_bytes) for run in plan_layout(places).runs]

@@ -91,8 +91,6 @@ class CopyQueue:
 
     def enqueue(self, copies: Sequence[Copy]) -> None:
         """Enqueue what the schedule issued."""
-        if not copies:
-            return
         for (_, reason), of_cut in itertools.groupby(copies, lambda copy: (copy.cut, copy.reason)):
             batch = list(of_cut)
             tickets = self.copy(batch)
@@ -172,10 +170,10 @@ class CopyQueue:
         del self._tickets[piece]
         return True
 
-    def fence(self, open_uses: Iterable[int]) -> None:
+    def fence(self, open_uses: Sequence[int]) -> None:
         """Put a fence behind all uses submitted so far, except `open_uses` and later ones."""
         self._fences.append(self.copier.fence())
-        self._fence_uses.append(min((use - 1 for use in open_uses), default=self.last_use))
+        self._fence_uses.append(min(open_uses) - 1 if open_uses else self.last_use)
 
     def _fence_after(self, use: int | None) -> Any:
         """Return a fence of this graph behind a use. Earlier graphs are complete."""

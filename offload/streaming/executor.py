@@ -277,8 +277,9 @@ class Executor:
 
     def _enter(self, running: _Running, step: Step) -> int:
         """Before a cut's first node: give its pieces slots. Returns a ggml_status."""
-        schedule, first = self.schedule, step.at
-        self.copies.enqueue(schedule.issue(step.cut))
+        schedule, copies, first = self.schedule, self.copies, step.readers[0].index
+        if issued := schedule.issue(step.cut):
+            copies.enqueue(issued)
         ids: NDArray[np.int32] | None = None
         experts: Sequence[int] = range(step.n_experts)
         if step.reads_ids:
@@ -290,7 +291,7 @@ class Executor:
                 experts = sorted(set(ids.ravel().tolist()))
                 self._need(step, experts)
         if not schedule.ready(step.cut):
-            self.copies.enqueue(schedule.issue(step.cut))
+            copies.enqueue(schedule.issue(step.cut))
             status = self._submit(running, first)
             if status:
                 return status
@@ -321,7 +322,8 @@ class Executor:
         """Enter the cut, which also uses pieces `elsewhere`. Returns its slots."""
         entered = self.schedule.enter(step.cut, elsewhere)
         self.copies.last_use = step.use = entered.use  # the schedule has counted it already
-        self.copies.enqueue(entered.issued)
+        if entered.issued:
+            self.copies.enqueue(entered.issued)
         step.waits = self.copies.tickets_of(entered.waits) if entered.waits else []
         step.missed |= entered.misses > 0 or bool(entered.waits)
         running.open.append(step)
@@ -348,13 +350,14 @@ class Executor:
         reader = step.readers[stop.nth]
         # Small batches compute so briefly that gate need not start before up has arrived. Then the
         # graph is not cut between them, and is the same whether or not an expert was missing.
-        at_once = step.n_tokens <= _WAIT_ONCE_TOKENS or not self.schedule.depth
-        if step.waits and (stop.nth == 0 or not at_once):
-            status = self._submit(running, stop.at)
-            if status:
-                return status
-            kinds = step.kinds if at_once else (reader.kind,)
-            self.copies.wait(step.waits, kinds, step.layer)
+        if step.waits:
+            at_once = step.n_tokens <= _WAIT_ONCE_TOKENS or not self.schedule.depth
+            if stop.nth == 0 or not at_once:
+                status = self._submit(running, stop.at)
+                if status:
+                    return status
+                kinds = step.kinds if at_once else (reader.kind,)
+                self.copies.wait(step.waits, kinds, step.layer)
         if step.split is not None and self._split is not None:
             self._split.began(step.split, stop.nth)
         self.counters.cuts += 1
@@ -397,7 +400,7 @@ class Executor:
             if len(still) < len(running.open):
                 left = [step for step in running.open if step.last < end]
                 running.open = still
-                self.copies.fence(step.use for step in still)
+                self.copies.fence([step.use for step in still])
                 for step in left:
                     self.schedule.leave(step.cut)
                 self._trace_slots()
@@ -511,7 +514,7 @@ class Executor:
                                 layer=step.layer)  # fmt: skip
             if status:
                 return status
-            copies.fence(open_step.use for open_step in running.open)
+            copies.fence([open_step.use for open_step in running.open])
             schedule.leave(cut)
             self._trace_slots()
         return 0

@@ -14,7 +14,7 @@ from numa.doctor import Finding, diagnose
 from numa.machine import read_topology
 from numa.threads import plan_threads
 from numa.topology import Topology, format_list
-from offload.store.room import room_now
+from offload.store.store import room_now
 from specoffload import report
 from specoffload.config.tuned import Tuned, load_tuned, tuned_sentence
 

@@ -27,7 +27,7 @@ from offload.plan.room_for_splits import hit_words
 from offload.plan.sharing import ring_slots
 from offload.plan.slot_layout import SlotPool
 from offload.routing import HitCurve
-from offload.store.room import Room, room_now
+from offload.store.store import Room, room_now
 from offload.streaming.options import free_bytes
 from specoffload import report
 from specoffload.config.options import PlanOptions

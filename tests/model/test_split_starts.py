@@ -12,7 +12,7 @@ from budgets import budget
 from offload.engine import Engine
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
-from offload.split import layers
+from offload.split import path as path_module
 from offload.split.cpu_side import HostGraph, NoForm
 from offload.split.sides import SplitSides
 from offload.split.switch import stay
@@ -148,7 +148,7 @@ def test_an_unknown_form_is_not_measured_by_decodes_and_nothing_is_kept(
     def refuse(*_: object) -> None:
         raise NoForm("its rows are folded")
 
-    monkeypatch.setattr(layers, "find_form", refuse)
+    monkeypatch.setattr(path_module, "find_form", refuse)
     with Session(config_of(Toggle.AUTO)) as session:
         (line,) = (note for note in session.notes if note.startswith("--hybrid"))
     assert "its rows are folded" in line
@@ -191,7 +191,6 @@ def test_a_start_without_a_flag_measures_once(folder: Path, measured: list[str])
         ({"n_cpu_moe": 0, "vram_bytes": None}, []),
         ({"min_batch": "3"}, ["--hybrid: --min-batch decides alone (--hybrid auto measures"]),
         ({"use_profile": False}, ["--hybrid: nothing is measured, so no layer is split"]),
-        ({"overlap": False}, []),
     ],
 )
 def test_without_a_flag_nothing_is_measured_where_nothing_can_be_split_or_may_be_measured(
