@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from offload.decoder import Decoder
+from offload.decoding import Decoder, Embedder
 from offload.device import DeviceChoice, choose_device, has_gpu
-from offload.embedding import Embedder
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
+from offload.ggml.library.lib import prepare
 from offload.ggml.library.log import opening
-from offload.ggml.library.prepare import prepare
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.threads import CpuTeam, has_openmp

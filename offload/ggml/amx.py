@@ -10,8 +10,8 @@ import numpy as np
 
 from offload.errors import DeviceFailed
 from offload.ggml.library import abi
-from offload.ggml.library.graph_functions import Functions
 from offload.ggml.library.lib import library
+from offload.ggml.library.selftest import Functions
 
 _N = 64  # rows and columns: two tiles of each, two blocks of Q8_0
 _N_TOKENS = 17  # a full tile of rows and one more

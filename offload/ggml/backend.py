@@ -12,8 +12,7 @@ from offload.ggml.graph import Graph
 from offload.ggml.library import abi
 from offload.ggml.library.interrupt import requested
 from offload.ggml.library.lib import library
-from offload.ggml.memory import HostRange, copy_bytes
-from offload.ggml.pinning import pieces_of
+from offload.ggml.memory import HostRange, copy_bytes, pieces_of
 from offload.ggml.tensor import Buffer, Tensor
 
 _PADDING_BYTES = 4096  # more than 512 elements of any quantised type

@@ -17,7 +17,7 @@ from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit
 from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
-from offload.ggml.tensor import HasAddress
+from offload.ggml.memory import HasAddress
 
 LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 _CTX_PADDING = 256

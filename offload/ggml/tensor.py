@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,13 +96,6 @@ def shapes_of(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """[n, 4] the shapes of such tensors."""
     first = TENSOR.ne.offset // _POINTER
     return structs[:, first : first + 4]
-
-
-class HasAddress(Protocol):
-    """A handle of something that the library knows by its address."""
-
-    @property
-    def address(self) -> int: ...
 
 
 class Buffer:

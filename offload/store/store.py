@@ -26,11 +26,9 @@ from numa.errors import PlacementRefused
 from numa.machine import read_limits
 from numa.memory import PlacedMemory
 from offload.errors import BadModel, DoesNotFit
+from offload.ggml.hostbuffer import mapping_without_reading
 from offload.ggml.library.callback import Pending
-from offload.ggml.library.unread_mapping import mapping_without_reading
-from offload.ggml.memory import HostRange, ReservedAddresses
-from offload.ggml.pinning import Pinner
-from offload.ggml.tensor import HasAddress
+from offload.ggml.memory import HasAddress, HostRange, Pinner, ReservedAddresses
 from offload.model import ModelFacts, TensorEntry, WeightPlace
 from offload.store.layout import PAGE_BYTES, Layout, Run, cut_into_chunks, plan_layout
 from offload.store.reading import OpenFile, ReadAhead, ReadCounters, Readers

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
-from offload.ggml.memory import AnonymousMemory
-from offload.ggml.pinning import Pinner
+from offload.ggml.memory import AnonymousMemory, Pinner
 from offload.ggml.tensor import host_bytes, new_tensor
 from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions

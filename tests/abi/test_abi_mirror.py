@@ -15,7 +15,7 @@ import pytest
 
 from offload.errors import LibraryMismatch
 from offload.ggml.library import abi, selftest
-from offload.ggml.library import graph_functions as probe
+from offload.ggml.library import selftest as probe
 
 INSTALLED = llama_cpp.__version__
 LOADED = SimpleNamespace(structs=llama_cpp.llama_cpp)
@@ -166,7 +166,7 @@ def test_another_api_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_missing_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(probe._FUNCTIONS, "ggml_mul_mat_by_magic", (ctypes.c_void_p,))
+    monkeypatch.setitem(probe._GRAPH_FUNCTIONS, "ggml_mul_mat_by_magic", (ctypes.c_void_p,))
     with pytest.raises(LibraryMismatch, match="has no function ggml_mul_mat_by_magic"):
         check()
 

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 
 from numa.memory import PlacedMemory
 from offload.errors import BadModel
-from offload.ggml import pinning
+from offload.ggml import memory as host_memory
 from offload.ggml.backend import Device
+from offload.ggml.hostbuffer import mapping_without_reading
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
-from offload.ggml.library.unread_mapping import mapping_without_reading
-from offload.ggml.memory import HostRange
-from offload.ggml.pinning import Pinner, pieces_of, plain_register
+from offload.ggml.memory import HostRange, Pinner, pieces_of, plain_register
 from offload.model_file import read_facts
 from offload.store.store import Store, StoreOptions
 
@@ -201,7 +200,7 @@ def test_a_device_without_read_only_pages_pins_plain_ones(monkeypatch: pytest.Mo
     gpu = FakeGpu(accepts=False)
     plain: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        pinning, "plain_register", lambda: lambda a, n: plain.append((a, n)) is None
+        host_memory, "plain_register", lambda: lambda a, n: plain.append((a, n)) is None
     )
     assert Pinner(gpu).pin(HostRange(0x10000, 4096)).ok
     assert gpu.n_asked == 1, "read-only pages first"

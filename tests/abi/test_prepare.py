@@ -10,7 +10,7 @@ import sys
 CODE = """
 import json, subprocess
 from offload.ggml.library.lib import library
-from offload.ggml.library.prepare import prepare
+from offload.ggml.library.lib import prepare
 library()
 # What C sees, children inherit.
 names = ("GGML_CUDA_REGISTER_HOST", "GGML_NO_BACKTRACE", "GGML_CUDA_GRAPH_OPT")

@@ -14,7 +14,6 @@ from typing import Any
 
 from offload.errors import DeviceFailed, LibraryMismatch
 from offload.ggml.library import abi
-from offload.ggml.library.prepare import prepare
 
 P = C.c_void_p
 STR = C.c_char_p
@@ -25,10 +24,6 @@ U32 = C.c_uint32
 I64 = C.c_int64
 F32 = C.c_float
 INT = C.c_int
-
-
-class SymbolMissing(LibraryMismatch):
-    """A function of the signature table is absent from the installed library."""
 
 
 def _not_null(name: str, result: Any) -> Any:
@@ -219,7 +214,7 @@ class Library:
         try:
             function = C.CFUNCTYPE(restype, *argtypes)((name, self._handle))
         except AttributeError as e:
-            raise SymbolMissing(f"the installed library has no function {name}") from e
+            raise LibraryMismatch(f"the installed library has no function {name}") from e
         if check is not None:
             function.errcheck = functools.partial(_apply_check, name, check)
         return function
@@ -246,6 +241,30 @@ class Library:
 
 def _apply_check(name: str, check: Callable[[str, Any], Any], result: Any, *_: Any) -> Any:
     return check(name, result)
+
+
+# Without the first ggml refuses to pin memory of ours; without the second an assertion starts a
+# debugger. What is set already stays.
+_SET = (b"GGML_CUDA_REGISTER_HOST", b"GGML_NO_BACKTRACE")
+# It runs branches of a graph on several streams, and takes the nodes it is given for ggml's own.
+_CLEARED = b"GGML_CUDA_GRAPH_OPT"
+
+
+@functools.cache
+def prepare() -> tuple[str, ...]:
+    """Call before the first load. A sentence for each thing that the user had set otherwise."""
+    libc = C.CDLL(None)
+    libc.getenv.restype = C.c_char_p
+    libc.getenv.argtypes = [C.c_char_p]
+    for name in _SET:
+        libc.setenv(name, b"1", 0)
+    if libc.getenv(_CLEARED) in (None, b"0"):
+        return ()
+    libc.unsetenv(_CLEARED)
+    return (
+        f"{_CLEARED.decode()} is ignored: with it CUDA reorders graphs, and weights that stream "
+        "are put into graphs behind its back",
+    )
 
 
 @functools.cache

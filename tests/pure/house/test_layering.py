@@ -174,7 +174,7 @@ def test_no_bare_address_leaves_the_border() -> None:
 
 def test_the_environment_is_read_in_one_file() -> None:
     """One for the program, and one that sets what the native library reads for itself."""
-    readers = {"specoffload/config/environment.py", "offload/ggml/library/prepare.py"}
+    readers = {"specoffload/config/environment.py", "offload/ggml/library/lib.py"}
     bad = [
         f"{name_of(path)}:{node.lineno}"
         for path in sources()
