@@ -57,6 +57,7 @@ class FakeFactory:
     abort_if: Path | None = None
     n_parallel: int = 1
     chat_template: str = CHAT_TEMPLATE
+    notes: tuple[str, ...] = ("nothing is computed",)
 
     def __call__(self, on_progress: OnProgress = ignore) -> FakeGenerator:
         on_progress("reading weights", 0.25)
@@ -101,7 +102,7 @@ class FakeGenerator:
             n_params=0,
             size_bytes=0,
             chat_template=self._factory.chat_template,
-            notes=("nothing is computed",),
+            notes=self._factory.notes,
             n_parallel=self._factory.n_parallel,
         )
 

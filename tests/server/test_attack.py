@@ -14,8 +14,8 @@ from lab.attack.outcome import Breach, Outcome, show
 @pytest.mark.parametrize(
     ("part", "only"),
     [
-        ("http", "0-100"),
-        ("kills", "0-2"),  # the engine again and again, and the server
+        ("http", "0-50"),
+        ("kills", "0-1"),  # the engine again and again, and the server
         ("limits", "0-4"),  # descriptors, a full disk, output that cannot be written or is not read
     ],
 )

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -63,21 +60,6 @@ def test_the_judge_tells_mistakes_from_near_ties() -> None:
             bad, most = unexplained(judge, [(prompt, lost), (prompt, doubled)])
             assert len(bad) == 2
             assert most > MOST_GAP
-
-
-def test_texts_are_compared_without_drafts_and_with_them() -> None:
-    words = ["--vs", "none", "--turns", "--streams", "3", "--seconds", "1", "--load-tokens", "8"]
-    done = subprocess.run(
-        [sys.executable, "-m", "lab.bench_server", *words], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    load = json.loads(done.stdout)["load"]
-    assert load.keys() == {"drafts off", "drafts on"}
-    for report in load.values():
-        assert report["answers"] >= 3
-        assert report["errors"] == report["differing_alone"] == 0
-    assert load["drafts off"]["drafted"] == 0
-    assert load["drafts on"]["drafted"] > load["drafts on"]["tokens"]
 
 
 def test_the_rival_is_compared_with_one_cache_and_with_one_for_each_slot() -> None:

@@ -12,8 +12,6 @@ from openai.types.chat import ChatCompletionToolParam
 from running import Running, StartServer, http
 
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
-from specoffload.config.options import ChatOptions
-from specoffload.config.resolution import chat_settings
 
 # Hermes' format and reasoning, by the marks that a template is known by.
 TEMPLATE = (
@@ -123,17 +121,6 @@ def test_streamed_calls_join_to_the_same(server: Running) -> None:
     assert sum(bool(c.choices[0].delta.tool_calls) for c in chunks) > 10  # piece by piece
 
 
-def test_the_clients_own_accumulator_takes_the_stream(server: Running) -> None:
-    with (
-        server.client() as client,
-        client.chat.completions.stream(model="any", messages=said(CALLS), tools=[TOOL]) as stream,
-    ):
-        final = stream.get_final_completion()
-    calls = final.choices[0].message.tool_calls
-    assert calls is not None
-    assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Paris", "Rom"]
-
-
 def test_without_parallel_calls_the_first_is_told(server: Running) -> None:
     with server.client() as client:
         answer = client.chat.completions.create(
@@ -190,18 +177,6 @@ def test_the_effort_none_turns_reasoning_off_and_an_answer_is_continued(server: 
     assert prompt == "user: a\nassistant: b\n"
 
 
-def test_llama_cpps_names_of_templates_are_taken(start_server: StartServer) -> None:
-    user = {"role": "user", "content": "Why?"}
-    body = {"messages": [{"role": "system", "content": "Be brief"}, user]}
-    for name, wanted in (
-        ("gemma", "<start_of_turn>user\nBe brief\n\nWhy?<end_of_turn>\n<start_of_turn>model\n"),
-        ("mistral-v7-tekken", "[SYSTEM_PROMPT]Be brief[/SYSTEM_PROMPT][INST]Why?[/INST]"),
-        ("{% for m in messages %}{{ m.content }};{% endfor %}", "Be brief;Why?;"),
-    ):
-        server = start_server(FakeFactory(), chat=chat_settings(ChatOptions(template=name)))
-        assert http.post(server.url + "/apply-template", json=body).json()["prompt"] == wanted
-
-
 def test_several_answers_are_told_by_their_index(server: Running) -> None:
     with server.client() as client:
         whole = client.chat.completions.create(model="any", messages=said(CALLS), tools=[TOOL], n=3)
@@ -251,14 +226,3 @@ def test_settings_of_the_server_are_those_of_requests_that_do_not_say(
     with server.client() as client:
         answer = client.chat.completions.create(model="any", messages=said(CALLS))
     assert answer.choices[0].message.content == CALLS
-
-
-def test_the_process_that_renders_ends_with_the_server(start_server: StartServer) -> None:
-    import psutil
-
-    server = start_server(FakeFactory())
-    http.post(server.url + "/apply-template", json={"messages": said("x")})
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    server.stop()
-    after = {child.pid for child in psutil.Process().children(recursive=True)}
-    assert len(before - after) >= 2  # the engine's, and the one that renders

@@ -101,6 +101,10 @@ def test_several_answers_to_each_prompt(start_server: StartServer) -> None:
     assert found["usage"]["prompt_tokens"] == 4
     one = _post(server, "/v1/completions", prompt="a")["usage"]["completion_tokens"]
     assert found["usage"]["completion_tokens"] == 6 * one
+    told = _post(server, "/v1/completions", prompt="[options]", n=3, seed=7, time_limit_s=9)
+    texts = [choice["text"] for choice in told["choices"]]
+    assert all(f"seed={7 + i}" in text for i, text in enumerate(texts))
+    assert all("time_limit_s=9" in text for text in texts)
 
 
 def test_a_request_that_breaks_off_takes_its_other_answers_along(

@@ -13,7 +13,7 @@ from running import Running, http
 schemathesis = pytest.importorskip("schemathesis", reason="see scripts/test-extras")
 pytestmark = pytest.mark.extra("schemathesis")
 
-N_REQUESTS = 40  # of each operation
+N_REQUESTS = 12  # of each operation
 ATTACKED = {
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/responses", "/v1/messages"),
     *("/v1/messages/count_tokens", "/completion", "/completions", "/infill", "/tokenize"),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 
-import openai
 from fake_generator import TAIL
 from running import Running, http
 
@@ -60,28 +57,6 @@ def test_without_include_usage_no_chunk_has_usage(server: Running) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_a_completion_continues_its_prompt_and_echo_puts_the_prompt_before(
-    server: Running,
-) -> None:
-    with server.client() as client:
-        plain = client.completions.create(model="any", prompt="abc")
-        echoed = client.completions.create(model="any", prompt="abc", echo=True)
-        streamed = client.completions.create(model="any", prompt="abc", echo=True, stream=True)
-        pieces = "".join(chunk.choices[0].text for chunk in streamed)
-    assert plain.choices[0].text == "abc" + TAIL
-    assert echoed.choices[0].text == pieces == "abc" + "abc" + TAIL
-    assert plain.usage is not None
-    assert plain.usage.prompt_tokens == 1 + len("abc")  # and the special token at the start
-
-
-def test_token_ids_are_taken_as_they_are(server: Running) -> None:
-    with server.client() as client:
-        answer = client.completions.create(model="any", prompt=list(b"abc"))
-    assert answer.choices[0].text == "abc" + TAIL
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == 3
-
-
 def test_max_tokens_ends_with_length_and_a_stop_sequence_is_never_shown(server: Running) -> None:
     with server.client() as client:
         short = client.completions.create(model="any", prompt="abcdef", max_tokens=4)
@@ -114,47 +89,6 @@ def test_sampling_parameters_reach_the_generator(server: Running) -> None:
     assert "temperature=0.8" in default.choices[0].text
 
 
-def test_text_parts_and_the_developer_role_are_understood(server: Running) -> None:
-    with server.client() as client:
-        answer = client.chat.completions.create(
-            model="any",
-            messages=[
-                {"role": "developer", "content": "be brief"},
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-                },
-            ],
-        )
-    assert answer.choices[0].message.content == "system: be brief\nuser: ab\n" + TAIL
-
-
-def test_requests_sent_at_once_are_each_answered_with_their_own_text(server: Running) -> None:
-    def ask(i: int) -> str:
-        with server.client() as client:
-            return client.completions.create(model="any", prompt=f"number {i}").choices[0].text
-
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(ask, range(8)))
-    assert answers == [f"number {i}" + TAIL for i in range(8)]
-
-
-def test_the_async_client_streams_concurrently(server: Running) -> None:
-    async def ask(client: openai.AsyncOpenAI, i: int) -> str:
-        stream = await client.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": f"n{i}"}], stream=True
-        )
-        return "".join([c.choices[0].delta.content or "" async for c in stream])
-
-    async def ask_all() -> list[str]:
-        async with openai.AsyncOpenAI(
-            base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=20
-        ) as client:
-            return await asyncio.gather(*(ask(client, i) for i in range(5)))
-
-    assert asyncio.run(ask_all()) == [f"user: n{i}\n" + TAIL for i in range(5)]
-
-
 def test_models_are_listed_and_found_by_name(server: Running) -> None:
     with server.client() as client:
         assert [m.id for m in client.models.list()] == ["fake"]
@@ -172,11 +106,3 @@ def test_the_event_stream_is_valid_when_read_a_byte_at_a_time(server: Running) -
     assert all(event.startswith(b"data: ") and b"\n" not in event for event in events[:-1])
     texts = [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]]
     assert "".join(texts) == "x" + TAIL
-
-
-def test_tokenize_and_apply_template_answer_without_generating(server: Running) -> None:
-    tokens = http.post(server.url + "/tokenize", json={"content": "ab", "add_special": True})
-    assert tokens.json() == {"tokens": [256, 97, 98]}
-    messages = {"messages": [{"role": "user", "content": "hi"}]}
-    prompt = http.post(server.url + "/apply-template", json=messages)
-    assert prompt.json() == {"prompt": "user: hi\n"}

@@ -12,7 +12,7 @@ from lab.attack.client import overload, text_of
 from specoffload.server.access import AccessRules
 
 N_CLIENTS = 64
-PER_CLIENT = 4
+PER_CLIENT = 3
 N_TOKENS = 2  # of 20 ms each, four at once: whole seconds of Retry-After need some time
 
 

@@ -7,22 +7,21 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import psutil
 import pytest
 from program import SERVE, Program
-from running import http
+from running import eventually, http
 
 PROMPT = "def fibonacci(n):\n"
 
 
-@pytest.fixture(scope="module", params=["cpu", "sim"])
-def program(request: pytest.FixtureRequest) -> Iterator[Program]:
-    """On plain libllama, and through the wrapped device with streamed experts."""
-    command = [*SERVE, "--device", request.param]
-    if request.param == "sim":
-        command += ["--min-batch", "3"]
+@pytest.fixture(scope="module")
+def program() -> Iterator[Program]:
+    """Through the wrapped device with streamed experts. Other files have it on plain libllama."""
+    command = [*SERVE, "--device", "sim", "--min-batch", "3"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
@@ -144,15 +143,6 @@ def test_a_seed_makes_sampling_repeatable(program: Program) -> None:
     assert len({sample(seed) for seed in range(1, 4)}) > 1
 
 
-def test_a_client_that_leaves_does_not_disturb_the_next(program: Program) -> None:
-    expected = _complete(program, PROMPT, 16)
-    with program.client() as client:
-        stream = client.completions.create(model="any", prompt="import os\n", stream=True)
-        next(stream)
-        stream.close()
-    assert _complete(program, PROMPT, 16) == expected
-
-
 def test_a_prompt_longer_than_the_context_is_a_400_with_both_numbers(program: Program) -> None:
     with program.client() as client, pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model="any", prompt="word " * 2000)
@@ -174,3 +164,36 @@ def test_a_stream_tells_of_the_generation_as_far_as_it_has_come(program: Program
         assert counts == sorted(counts), name
     assert timings[-1]["predicted_n"] == events[-1]["tokens_predicted"]
     assert timings[0]["predicted_n"] < timings[-1]["predicted_n"]
+
+
+def _has_libllama(process: psutil.Process) -> bool:
+    return any("libllama" in place.path for place in process.memory_maps())
+
+
+def test_a_killed_engine_is_told_to_its_client_and_the_next_request_is_served(
+    program: Program,
+) -> None:
+    api = psutil.Process(program.process.pid)
+    assert not _has_libllama(api), "the API process never loads the native library"
+    [engine] = [child for child in api.children() if _has_libllama(child)]
+    body = {"prompt": PROMPT, "stream": True, "ignore_eos": True}
+    with http.stream("POST", program.url + "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert json.loads(next(lines)[6:])["choices"][0]["finish_reason"] is None
+        engine.kill()
+        error = json.loads([line for line in lines if line][-1][6:])["error"]
+    assert "killed by SIGKILL" in error["message"]
+    assert error["type"] == "server_error"
+    eventually(lambda: http.get(program.url + "/health").status_code == 200, 60)
+    assert _complete(program, PROMPT, 4)
+    assert http.get(program.url + "/props").json()["engine_restarts"] == 1
+
+
+def test_a_bad_model_is_one_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "text.gguf"
+    path.write_text("once upon a time\n" * 100)
+    done = subprocess.run([*SERVE, str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    [sentence] = [line for line in done.stderr.splitlines() if line.startswith("specoffload:")]
+    assert "not a GGUF file" in sentence
+    assert "Traceback" not in done.stderr

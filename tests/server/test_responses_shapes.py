@@ -3,50 +3,33 @@ by its own client's reckoning."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter, ValidationError
+from running import StartServer, http
 from told_answers import answers, ended, no_parser
 
 from offload.errors import BadRequest
 from specoffload.chat.conversation import Content, Delta, joined
-from specoffload.chat.families import FAMILIES
-from specoffload.chat.parser import AnswerForm, StreamParser
 from specoffload.server.api import streaming
 from specoffload.server.api.responses import (
     ResponsesRequest,
     ResponsesWording,
     as_chat,
 )
-from specoffload.server.engine.client import EngineClient, Ticket
-from specoffload.server.engine.messages import (
-    ChatJob,
-    Finished,
-    GeneratingJob,
-    Job,
-    JobEvent,
-    Problem,
-    Started,
-)
-from specoffload.server.metrics import Metrics
-from specoffload.server.sockets import WRITE_PART
-from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.server.engine.messages import Problem
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def _told(parser: StreamParser | None = None) -> ResponsesWording:
-    request = ResponsesRequest.model_validate({"input": "hi"})
-    return ResponsesWording(parser or no_parser(), request, "m")
+def _told() -> ResponsesWording:
+    return ResponsesWording(no_parser(), ResponsesRequest.model_validate({"input": "hi"}), "m")
 
 
 def _chat(**fields: Any) -> dict[str, Any]:
@@ -96,110 +79,20 @@ def _check_order(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
-HERMES = next(family for family in FAMILIES if family.name == "hermes")
-ASKED: GeneratingJob = ChatJob("", GenerateOptions())
-
-
-class _Engine:
-    """The part of an EngineClient that a group needs; the test puts the events of its one job."""
-
-    n_parallel = 1
-
-    def __init__(self) -> None:
-        self.metrics = Metrics()
-
-    def submit(self, job: Job, hear: Callable[[JobEvent, float], None], client: str) -> Ticket:
-        self.ticket = Ticket(0, job, client, hear, lambda ticket: None)
-        return self.ticket
-
-
-async def _streamed(
-    parser: StreamParser, steps: list[tuple[JobEvent, int]], n_early: int, write: list[bool]
-) -> list[dict[str, Any]]:
-    """The events of a streamed response. `steps` are the engine's events and how often the loop
-    turns after each; `n_early` of them come before the stream is asked for. `write` says whether
-    writing at once works, in turn."""
-    engine, data, writes = _Engine(), bytearray(), list(write)
-    group = streaming.TicketGroup(cast(EngineClient, engine), [ASKED], "")
-    for event, _ in steps[:n_early]:
-        engine.ticket.put(event)
-
-    def write_part(part: bytes) -> bool:
-        if writes and not writes.pop():
-            return False
-        data.extend(part)
-        return True
-
-    async def send(message: Any) -> None:
-        await asyncio.sleep(0)
-        data.extend(message.get("body", b""))
-
-    async def receive() -> Any:
-        await asyncio.Event().wait()
-
-    response = streaming.GenerationResponse(group, _told(parser), stream=True)
-    scope = {
-        "type": "http",
-        "path": "/v1/responses",
-        "http_version": "1.1",
-        "extensions": {WRITE_PART: write_part},
-    }
-    answering = asyncio.ensure_future(response(scope, receive, send))
-    for event, n_turns in steps[n_early:]:
-        for _ in range(n_turns):
-            await asyncio.sleep(0)
-        engine.ticket.put(event)
-    await answering
-    lines = [line for line in data.decode().split("\n") if line.startswith("data: ")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
-_CALL = '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>'
-_SAID = st.lists(st.sampled_from(["so", "it is. ", _CALL]), max_size=4).map("".join)
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_no_schedule_changes_the_order_of_the_events(data: st.DataObject) -> None:
-    """Wherever the answer's pieces are cut, whenever they come, whether or not the client was
-    written to before: keep-alive comments come as soon as nothing else is there."""
-    text = data.draw(st.sampled_from(["", "<think>", "<think>hm</think>"])) + data.draw(_SAID)
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
-    ends = [*cuts, len(text)]
-    cut = [text[a:b] for a, b in zip([0, *cuts], ends, strict=True)]
-    parts = [Piece("")] * data.draw(st.integers(0, 2))  # of the prompt
-    reason = data.draw(st.sampled_from(["stop", "length", None]))
-    last: list[JobEvent] = [Problem("E", "it died", 500, "server_error")]
-    if reason is not None:
-        last = [ended(reason), Finished()]
-    events = [Started(6), *parts, *(Piece(part, (1,)) for part in cut if part), *last]
-    turns = data.draw(st.lists(st.integers(0, 4), min_size=len(events), max_size=len(events)))
-    n_early = data.draw(st.integers(0, len(events)))
-    write = data.draw(st.lists(st.booleans(), max_size=5))
-    form = AnswerForm(HERMES, {"f": {}}, ("<think>", "</think>"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streaming, "_HEADER_PATIENCE_S", data.draw(st.sampled_from([0.0, 10.0])))
-        patch.setattr(streaming, "_KEEP_ALIVE_S", data.draw(st.sampled_from([0.0, 10.0])))
-        steps = list(zip(events, turns, strict=True))
-        found = asyncio.run(_streamed(StreamParser(form), steps, n_early, write))
-    if reason is None and not found:
-        return  # it failed before the stream had begun: an HTTP error
-    items = _check_order(found)
-    whole = StreamParser(form)
-    if reason is not None:
-        said = joined([*whole.feed(text), *whole.finish()])
-        assert [item["arguments"] for item in items if "arguments" in item] == [
-            call.arguments for call in said.calls
-        ]
-        assert (
-            "".join(
-                part["text"]
-                for item in items
-                if item["type"] == "message"
-                for part in item["content"]
-            )
-            == said.content
-        )
+@pytest.mark.parametrize("prompt", ["hi", "[parts][prefill]", "[crash]"])
+def test_a_stream_keeps_the_order_of_events(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, prompt: str
+) -> None:
+    """Also if keep-alive comments come first, and if the answer breaks off."""
+    monkeypatch.setattr(streaming, "_HEADER_PATIENCE_S", 0.1)
+    monkeypatch.setattr(streaming, "_KEEP_ALIVE_S", 0.1)
+    server = start_server()
+    body = {"input": prompt, "stream": True}
+    text = http.post(server.url + "/v1/responses", json=body).text
+    lines = [line for line in text.split("\n") if line.startswith("data: ")]
+    items = _check_order([json.loads(line.removeprefix("data: ")) for line in lines])
+    assert items[0]["content"][0]["text"]
+    assert (": the model is working" in text) == ("[prefill]" in prompt)
 
 
 @settings(deadline=None)  # the first event takes pydantic a second
@@ -225,23 +118,6 @@ def test_the_events_add_up_to_the_whole_response(deltas: list[Delta]) -> None:
     assert all(item.status == "completed" for item in whole.output)
     assert whole.usage is not None
     assert (whole.usage.input_tokens, whole.usage.total_tokens) == (10, 17)
-
-
-@settings(deadline=None)  # the first event takes pydantic a second
-@given(answers)
-def test_what_the_deltas_say_is_said_again_when_an_item_is_done(deltas: list[Delta]) -> None:
-    told = _told()
-    events = [event for delta in deltas for event in told.add(delta)]
-    events += told.finish(ended("stop"), 0)
-    heard: dict[str, str] = {}
-    for event in events:
-        if event["type"].endswith(".delta"):
-            heard[event["item_id"]] = heard.get(event["item_id"], "") + event["delta"]
-        elif event["type"].endswith(("text.done", "arguments.done")):
-            said = event.get("text", event.get("arguments"))
-            assert heard.get(event["item_id"], "") == said
-    done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
-    assert done == told.result["output"]
 
 
 def test_an_answer_at_its_limit_is_incomplete() -> None:

@@ -66,7 +66,6 @@ def _all_gone(children: list[psutil.Process]) -> None:
 @pytest.mark.parametrize(
     ("sent", "to_group", "exit_code"),
     [
-        (signal.SIGTERM, False, 0),
         (signal.SIGTERM, True, 0),  # a service manager signals every process of the service
         (signal.SIGINT, True, 130),  # Ctrl-C at a terminal goes to the whole group
     ],

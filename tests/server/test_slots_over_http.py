@@ -82,16 +82,20 @@ def test_a_body_in_chunks_is_read(server: Running) -> None:
     assert http.post(server.url + "/slots/0?action=erase").status_code == 200, "no body at all"
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Iterator[Program]:
-    with serving(
-        "--device", "cpu", "--parallel", "2", "--slot-save-path", str(tmp_path)
-    ) as program:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("slots")
+
+
+@pytest.fixture(scope="module")
+def program(folder: Path) -> Iterator[Program]:
+    flags = ("--device", "cpu", "--parallel", "2", "--slot-save-path", str(folder))
+    with serving(*flags) as program:
         yield program
 
 
 def test_a_conversation_is_saved_erased_restored_and_gone_on_with(
-    program: Program, tmp_path: Path
+    program: Program, folder: Path
 ) -> None:
     prompt = "import os\nimport sys\nimport json\n\ndef main() -> None:\n"
 
@@ -106,7 +110,7 @@ def test_a_conversation_is_saved_erased_restored_and_gone_on_with(
     held = cached()
     assert held > 10
     saved = act(program.url, number, "save", {"filename": "talk"}).json()
-    assert saved["n_written"] == (tmp_path / "talk").stat().st_size
+    assert saved["n_written"] == (folder / "talk").stat().st_size
     assert act(program.url, number, "erase").json()["n_erased"] == saved["n_saved"]
     other = 1 - number
     restored = act(program.url, other, "restore", {"filename": "talk"}).json()
@@ -117,8 +121,8 @@ def test_a_conversation_is_saved_erased_restored_and_gone_on_with(
     assert "must be a name" in refused.json()["error"]["message"]
 
 
-def test_a_pipe_in_the_folder_stops_nobody(program: Program, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
+def test_a_pipe_in_the_folder_stops_nobody(program: Program, folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
     refused = act(program.url, 0, "restore", {"filename": "pipe"})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == "pipe: it is not a regular file"

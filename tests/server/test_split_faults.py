@@ -3,10 +3,8 @@ process goes on, and the next answer is the right one."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from running import Running, http
@@ -64,36 +62,3 @@ def test_a_fault_in_a_split_layer_is_a_500_and_the_next_answer_is_right(
     assert "\n" not in error["message"]
     assert text_of(split) == expected
     assert split.props()["engine_restarts"] == 0
-
-
-def _faulty_stream(server: Running, fault: Path, what: str) -> list[dict[str, Any]]:
-    """The events of an answer, of which a part fails from its first event on."""
-    events: list[dict[str, Any]] = []
-    body = BODY | {"stream": True, "max_tokens": 400, "cache_prompt": False}
-    try:
-        with http.stream("POST", server.url + "/v1/completions", json=body) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    events.append(json.loads(line[6:]))
-                    if len(events) == 1:
-                        fault.write_text(what, encoding="utf-8")
-    finally:
-        fault.write_text("", encoding="utf-8")
-    return events
-
-
-@pytest.mark.parametrize("what", FAULTS)
-def test_a_fault_in_the_middle_of_a_stream_is_its_last_event(
-    split: Running, fault: Path, what: str
-) -> None:
-    expected = text_of(split)
-    for _ in range(5):  # on a busy machine the answer may have ended before the fault begins
-        events = _faulty_stream(split, fault, what)
-        if "error" in events[-1]:
-            break
-    *texts, last = events
-    assert texts
-    assert MESSAGES[what] in last["error"]["message"]
-    text = "".join(event["choices"][0]["text"] for event in texts)
-    assert text.startswith(expected) or expected.startswith(text)
-    assert text_of(split) == expected

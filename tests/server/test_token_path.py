@@ -6,7 +6,6 @@ import json
 import pickle
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 
 import pytest
 from fake_generator import FakeFactory
@@ -90,13 +89,6 @@ def test_what_a_step_made_arrives_as_it_was(outputs: list[JobOutput]) -> None:
     assert [type(output) for output in pickle.loads(pickle.dumps(sent)).outputs] == [
         JobOutput for _ in outputs
     ]
-
-
-def test_no_part_of_a_piece_is_left_out_on_its_way() -> None:
-    """Who adds one has to have it sent: `_packed` in messages.py, and PIECES here."""
-    known = {"text", "tokens", "finish_reason", "stats", "so_far", "index", "stopping_word"}
-    known |= {"logprobs", "id_slot", "prompt_logprobs", "n_prompt_read"}
-    assert {field.name for field in fields(Piece)} == known
 
 
 def test_an_answer_that_cannot_be_told_fails_alone(

@@ -13,7 +13,7 @@ import pytest
 from fake_generator import TAIL, FakeFactory
 from running import Running, StartServer, eventually, http
 
-from specoffload.server.engine.health import Watchdog
+from specoffload.server.engine.health import RestartPolicy, Watchdog, describe_exit
 
 SOON = Watchdog(0.5)
 
@@ -49,7 +49,7 @@ def test_a_stream_that_hangs_ends_with_an_error(start_server: StartServer) -> No
 def test_hanging_requests_do_not_end_the_server(start_server: StartServer) -> None:
     """One request is to blame for each, so they are not counted as deaths in a row."""
     server = start_server(watchdog=Watchdog(0.1))
-    for _ in range(6):  # more than QUICK_RESTART has patience for
+    for _ in range(5):  # more than QUICK_RESTART has patience for
         assert post(server, "[hang]")[0] == 500
         server.wait_until_healthy()
     assert post(server, "after")[0] == 200
@@ -119,7 +119,7 @@ def test_a_step_of_any_length_does_not_make_health_flap(
     request = threading.Thread(target=lambda: post(server, "[hang-now]"))
     request.start()
     eventually(lambda: server.props()["requests_processing"] == 1)
-    until = time.monotonic() + 2 * watchdog.pulse_s
+    until = time.monotonic() + watchdog.pulse_s + 1
     while time.monotonic() < until:
         assert health(server)[0] == 200
         time.sleep(0.1)
@@ -145,3 +145,17 @@ def test_the_decision() -> None:
     assert not watchdog.is_hung(99.0, reads_prompts=True)
     assert watchdog.is_hung(101.0, reads_prompts=True)
     assert not Watchdog(0).is_hung(1e9, reads_prompts=False)
+
+
+POLICY = RestartPolicy(limit=4, first_delay_s=0.5, max_delay_s=3.0, healthy_after_s=60.0)
+
+
+def test_delays_double_and_only_a_process_that_stayed_ready_clears_the_count() -> None:
+    assert [POLICY.delay_s(n) for n in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, None]
+    assert [POLICY.count(3, ready_for_s=s) for s in (None, 59.9, 60.0)] == [4, 4, 1]
+
+
+def test_exits_are_described_by_code_or_signal_name() -> None:
+    assert describe_exit(3) == "exited with code 3"
+    assert describe_exit(-6) == "was killed by SIGABRT"
+    assert describe_exit(-200) == "was killed by signal 200"
