@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from drafting_parts import proposed
+from speculation_parts import proposed
 
 from offload.engine import Engine, EngineOptions
 from specdec.drafters.model import ModelDrafter

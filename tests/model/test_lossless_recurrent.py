@@ -25,7 +25,7 @@ from lossless_parts import (
     open_session,
 )
 from numpy.typing import NDArray
-from reference_sampler import Sampler
+from speculation_parts import Sampler
 
 from lab.synth import Shape, plan_shape, write, write_preset
 from offload.engine import Engine, EngineOptions
@@ -34,10 +34,10 @@ from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
 from specdec.decoding.drafting import decode
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_cache import NgramCache
-from specdec.drafters.ngrams import NgramMapK, NgramMapK4V, NgramMod, NgramSimple
+from specdec.drafters.ngrams import HistoryDrafter, NgramMapK, NgramMapK4V, NgramMod, NgramSimple
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.policies.rules import Fixed
-from specdec.types import Chooser, Decision, Draft, Drafter, IsEnd, Policy, Round
+from specdec.types import Chooser, Decision, Draft, Drafter, DraftRequest, IsEnd, Round
 
 N_DRAFT = 4
 N_PREDICT = 16
@@ -164,7 +164,7 @@ class Compared(MatchAcceptance):
         return super().__call__(draft, logits, history, is_end)
 
 
-class Scripted:
+class Scripted(HistoryDrafter):
     """Drafts the text that is known to come, with a wrong token at one place."""
 
     name = "scripted"
@@ -172,14 +172,11 @@ class Scripted:
     def __init__(self, text: Sequence[int], wrong_at: int) -> None:
         self._text, self._wrong_at = list(text), wrong_at
 
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        tokens = self._text[len(history) :][: min(limit, N_DRAFT)]
+    def _propose(self, asked: DraftRequest) -> Draft:
+        tokens = self._text[len(asked.history) :][: min(asked.limit, N_DRAFT)]
         if self._wrong_at < len(tokens):
             tokens[self._wrong_at] = (tokens[self._wrong_at] + 1) % N_VOCAB
         return Draft(tuple(tokens), (0.5,) * len(tokens), self.name, Decision(len(tokens), ""))
-
-    def learn(self, sequence: int, round_: Round) -> None:
-        pass
 
     def forget(self, sequence: int) -> None:
         pass
@@ -289,15 +286,15 @@ class DraftedAfresh:
         self._drafter, self._fresh = ModelDrafter(model.sequences), fresh
         self.n_compared = 0
 
-    def propose(self, sequence: int, history: Sequence[int], policy: Policy, limit: int) -> Draft:
-        draft = self._drafter.propose(sequence, history, policy, limit)
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        (draft,), history = self._drafter.propose(requests), requests[0].history
         for i, (token, p) in enumerate(zip(draft.tokens, draft.probs, strict=True)):
             self._fresh.sequences.rewind(0, 0)
             row = self._fresh.sequences.extend(0, [*history, *draft.tokens[:i]], 1)[0]
             assert row.max() - row[token] < NOISE
             assert abs(p - 1 / np.exp(row - row[token]).sum()) < NOISE
             self.n_compared += 1
-        return draft
+        return [draft]
 
     def learn(self, sequence: int, round_: Round) -> None:
         self._drafter.learn(sequence, round_)

@@ -12,16 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
-from lossless_parts import (
-    BATCH_NOISE,
-    FIXED,
-    GREEDY,
-    SAMPLED,
-    Judge,
-    Run,
-    generate,
-    open_session,
-)
+from lossless_parts import BATCH_NOISE, FIXED, GREEDY, SAMPLED, Judge, Run, generate, open_session
 
 from specdec.errors import VocabularyMismatch
 from specoffload.bench.workloads import prompts

@@ -8,9 +8,9 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from reference_sampler import Sampler
 from resolved import config_of
 from sampler_parts import FIXED, PROMPT, row_of
+from speculation_parts import Sampler
 
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafting_parts import proposed
+from speculation_parts import proposed
 
 torch = pytest.importorskip("torch", reason="see scripts/test-extras")
 

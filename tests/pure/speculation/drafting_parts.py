@@ -20,12 +20,6 @@ def never(_: int) -> bool:
     return False
 
 
-def proposed(
-    drafter: Drafter, sequence: int, history: Sequence[int], policy: Policy, limit: int
-) -> Draft:
-    return drafter.propose([DraftRequest(sequence, history, policy, limit)])[0]
-
-
 class OwnDraws:
     """Each sequence draws from numbers of its own, at a temperature of its own."""
 

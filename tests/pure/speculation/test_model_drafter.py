@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from block_model import FakeBlockModel
-from drafting_parts import OwnDraws, generated, never, plain, proposed
+from drafting_parts import OwnDraws, generated, never, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speculation_parts import proposed
 
 from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile

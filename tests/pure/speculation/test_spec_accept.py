@@ -9,22 +9,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from block_model import FakeBlockModel
-from drafting_parts import (
-    Silent,
-    generated,
-    never,
-    proposed,
-)
-from reference_sampler import Sampler
+from drafting_parts import Silent, generated, never
+from speculation_parts import Sampler, proposed
 
 from lab.simulation.fake import FakeTarget
 from specdec.costs.profile import CostProfile
-from specdec.decoding.acceptance import (
-    MatchAcceptance,
-    RejectionAcceptance,
-    draw,
-    residual,
-)
+from specdec.decoding.acceptance import MatchAcceptance, RejectionAcceptance, draw, residual
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.policies.rules import Fixed, PMin

@@ -7,11 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from drafting_parts import (
-    generated,
-    member_of,
-    plain,
-)
+from drafting_parts import generated, member_of, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from drafting_parts import (
-    emitted,
-    generated,
-    plain,
-)
+from drafting_parts import emitted, generated, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from drafting_parts import Proposes, generated, proposed
+from drafting_parts import Proposes, generated
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speculation_parts import proposed
 
 from lab.simulation.fake import FakeTarget
 from specdec.costs.profile_io import published_curves

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drafting_parts import (
-    proposed,
-)
+from speculation_parts import proposed
 
 from lab.simulation.fake import FakeTarget
 from specdec.build import build_acceptance, build_drafter, build_policy

@@ -8,18 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drafting_parts import Proposes, proposed
+from drafting_parts import Proposes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from speculation_parts import proposed
 
 from lab.simulate import simulate_policies
-from lab.simulation.simulate import (
-    DraftTrace,
-    fixed_oracle,
-    format_trace,
-    parse_trace,
-    simulate,
-)
+from lab.simulation.simulate import DraftTrace, fixed_oracle, format_trace, parse_trace, simulate
 from specdec.costs.profile import CostProfile
 from specdec.drafters.chain import ChainDrafter
 from specdec.errors import SpecDecError

@@ -1,4 +1,4 @@
-"""A sampler in numpy, to compare others with."""
+"""A sampler in numpy, to compare others with, and one draft of one drafter."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from specdec.decoding.acceptance import draw
 from specdec.drafters.model import softmax
+from specdec.types import Draft, Drafter, DraftRequest, Policy
 
 
 class Sampler:
@@ -52,3 +53,9 @@ class Sampler:
 
     def accepted(self, token: int) -> None:
         pass
+
+
+def proposed(
+    drafter: Drafter, sequence: int, history: Sequence[int], policy: Policy, limit: int
+) -> Draft:
+    return drafter.propose([DraftRequest(sequence, history, policy, limit)])[0]
