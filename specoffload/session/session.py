@@ -45,7 +45,7 @@ from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
 from specoffload.slots.request import Request
-from specoffload.slots.saving import change_slot
+from specoffload.slots.slot import change_slot
 from specoffload.slots.step_trace import StepTrace
 from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.kept_hits import HitKeeper, load_kept, may_be_kept

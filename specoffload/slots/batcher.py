@@ -1,9 +1,9 @@
-"""Continuous batching: requests wait for slots, share each decode, and leave it when they end.
+"""Continuous batching: requests wait for slots, share each decode, and leave when they end.
 
-Each step decodes one batch: the last token and the draft of every request that runs, and pieces of
-the prompts that wait. The sequences share the cells of one KV cache. When it is full, what idle
-slots hold goes to host memory; then the request that came last waits until there is room again,
-and goes on where it was.
+Each step decodes one batch: the last token and the draft of every running request, and pieces of
+waiting prompts. The sequences share the cells of one KV cache. If it is full, the prompts of idle
+slots go to host memory. If there is no idle slot, the request that came last waits until there is
+room again, and continues where it was.
 """
 
 from __future__ import annotations
@@ -27,16 +27,23 @@ from specoffload.session.answer import Answer
 from specoffload.session.generation import GenerateOptions, Piece, SlotInfo
 from specoffload.session.sampling import sampling_of
 from specoffload.session.statistics import EngineCounts
-from specoffload.slots.choosing import SIMILAR, SlotState, Source, choose
-from specoffload.slots.prompt_logprobs import PromptLogprobs
-from specoffload.slots.prompt_share import PromptShare
-from specoffload.slots.prompt_store import PromptStore, StoredPrompt
-from specoffload.slots.request import Request
-from specoffload.slots.slot import Slot, common
+from specoffload.slots.choosing import (
+    SIMILAR,
+    PromptStore,
+    SlotState,
+    Source,
+    StoredPrompt,
+    choose,
+    common,
+)
+from specoffload.slots.request import PromptLogprobs, Request
+from specoffload.slots.slot import Slot
 from specoffload.speculation.draft_model import DraftModel
 from specoffload.speculation.speculation import Speculation
 
 log = logging.getLogger("specoffload.slots")
+
+_FREE_SHARE = 0.05  # by which prompt tokens may lengthen a step without counting as a piece
 
 
 class Batcher:
@@ -53,8 +60,8 @@ class Batcher:
         store_bytes: int | None = 0,
         similar: float = SIMILAR,
     ) -> None:
-        """`store_bytes` of host memory are for the prompts of slots that others need; `similar` is
-        `choose`'s."""
+        """`store_bytes` of host memory keep prompts whose slots others need; `similar` is that of
+        `choose`."""
         self._similar = similar
         self._target, self._speculation = target, speculation
         self._sequences = target.sequences
@@ -67,12 +74,12 @@ class Batcher:
         self._share = PromptShare(
             target.options.n_ubatch or DEFAULT_UBATCH, rides_along=self._sequences.can_rewind
         )
-        self.n_prompt_tokens = self.n_generated = 0  # evaluated and emitted, of all requests
+        self.n_prompt_tokens = self.n_generated = 0  # evaluated and emitted for all requests
         self._waiting: deque[Request] = deque()
         self._running: dict[BatchMember, Request] = {}  # in the order in which they got their slots
         self._n_used = 0
-        self._can_keep = True  # the last prompt that was to be kept in host memory has been
-        self._is_full = False  # the cells were: whoever gave up their slot waits for an end
+        self._can_keep = True  # False after a prompt could not be kept in host memory
+        self._is_full = False  # the cells were full, so requests without a slot wait for an end
 
     @property
     def is_idle(self) -> bool:
@@ -88,8 +95,8 @@ class Batcher:
         options: GenerateOptions,
         beside: Request | None = None,
     ) -> Request:
-        """A request for at most `n_predict` tokens after `tokens`; `step` works on it, but not
-        before `beside` has evaluated the same prompt.
+        """A request for at most `n_predict` tokens after `tokens`, on which `step` works as soon as
+        `beside` has evaluated the same prompt.
 
         Raises BadRequest for sampling parameters that cannot be used.
         """
@@ -101,7 +108,8 @@ class Batcher:
         sampler = self._sampler(SamplerChain(self._target.model, sampling, tokens), options)
         shown = self._target.special_tokens(options.shown)
         answer = Answer(self._target.text_stream(shown=shown), options.stop, is_end)
-        read = self._prompt_logprobs(tokens, options.prompt_logprobs)
+        n_top = options.prompt_logprobs
+        read = None if n_top is None else PromptLogprobs(tokens, n_top, self._piece)
         request = Request(tokens, n_predict, options, sampler, answer, is_end, beside, read)
         self._waiting.append(request)
         return request
@@ -114,17 +122,14 @@ class Batcher:
         limited = LimitedReasoning(limit, ending)
         return LimitedSampler(chain, limited, self._piece)
 
-    def _prompt_logprobs(self, tokens: Sequence[int], n_top: int | None) -> PromptLogprobs | None:
-        return None if n_top is None else PromptLogprobs(tokens, n_top, self._piece)
-
     def _piece(self, token: int) -> bytes:
         return self._target.model.piece(token, special=True)
 
     def generate(
         self, tokens: Sequence[int], n_predict: int, options: GenerateOptions
     ) -> Iterator[Piece]:
-        """The pieces of a request that is worked on whenever the next one is asked for. Raises what
-        ended it; closing the iterator early cancels it."""
+        """The pieces of a request, which is worked on when the next piece is asked for. Raises the
+        error that ended it; closing the iterator early cancels it."""
         request = self.start(tokens, n_predict, options)
         try:
             while True:
@@ -139,7 +144,7 @@ class Batcher:
             self.cancel(request)
 
     def cancel(self, request: Request) -> None:
-        """Whoever asked has gone: its slot is free again. Does nothing to one that is over."""
+        """Free the slot of a request whose client has gone. Does nothing if it is over."""
         if request.is_over:
             return
         if request in self._waiting:
@@ -180,19 +185,19 @@ class Batcher:
         return tuple(infos)
 
     def forget(self) -> None:
-        """Drop what is kept of prompts, but for those that run."""
+        """Drop what is kept of prompts, except those of running requests."""
         self.store.clear()
         for slot in self.slots:
             if not slot.is_busy:
                 slot.clear()
 
     def _times(self) -> Sequence[float]:
-        """T(n) as far as it is known."""
+        """Seconds of a decode by number of tokens, as far as known."""
         policy = None if self._speculation is None else self._speculation.policy
         return policy.costs.times if isinstance(policy, Throughput) else ()
 
     def _after(self, step: Step) -> list[Request]:
-        """Pieces and ends of those that had a part in a step."""
+        """Turn a step's results into pieces and ends of requests."""
         news = []
         for member in step.read:
             request = self._running[member]
@@ -213,7 +218,7 @@ class Batcher:
         return news + [self._failed(self._running[member], e) for member, e in step.failed]
 
     def _evaluated(self, request: Request) -> None:
-        """All of the prompt but its last token has been."""
+        """Told that all of the prompt except its last token has been evaluated."""
         assert request.slot is not None
         request.slot.mark()
         self.n_prompt_tokens += request.n_prompt - request.n_cached
@@ -237,9 +242,9 @@ class Batcher:
     # -- slots -----------------------------------------------------------------------------------
 
     def _admit(self) -> list[Request]:
-        """Give slots to those who wait, by turns, while the context has room for them.
+        """Give slots to waiting requests while the context has room for them.
 
-        Those that have nothing to do there are over at once.
+        Requests that have nothing to generate are over at once.
         """
         news: list[Request] = []
         while self._waiting and not (self._is_full and self._running):
@@ -260,8 +265,8 @@ class Batcher:
         return news
 
     def _next(self) -> Request | None:
-        """The first of the prompt with the fewest answers under way: who asks for many answers to
-        one does not keep out those who ask for one."""
+        """The first waiting request of the prompt with the fewest running answers, so that a client
+        that asks for many answers does not keep out the others."""
         n_running = Counter([request.asked_with for request in self._running.values()])
         may_begin = (request for request in self._waiting if self._may_begin(request))
         return min(may_begin, key=lambda r: n_running[r.asked_with], default=None)
@@ -296,7 +301,7 @@ class Batcher:
         )
 
     def _leave(self, request: Request) -> None:
-        """Its slot is free, and holds what it held."""
+        """Free its slot, which keeps the text it holds."""
         slot, member = request.slot, request.member
         if slot is None or member is None:
             return
@@ -308,12 +313,12 @@ class Batcher:
         slot.is_busy = False
 
     def _may_begin(self, request: Request) -> bool:
-        """False while another evaluates its prompt, or its slot is another's."""
+        """False while another request evaluates its prompt or uses the slot it asks for."""
         slot = request.options.id_slot
         return request.may_begin and (slot < 0 or not self.slots[slot].is_busy)
 
     def _slot_for(self, request: Request) -> Slot | None:
-        """A free slot that holds as much of the request's beginning as can be had."""
+        """A free slot, made to hold as much of the request's beginning as is available."""
         tokens, options = request.history, request.options
         reuses = _reuses(request)
         states, n_stored = self._states(tokens), self.store.reusable(tokens)
@@ -339,10 +344,11 @@ class Batcher:
     def _clear_others(self, slot: Slot, request: Request) -> None:
         """Move the prompts of all other slots to host memory, for a request that runs alone.
 
-        Attention rounds by where cells lie and how many are in use: its logits would depend on
-        those prompts. With `cache_prompt`, prompts that do not fit there stay. They all stay with
-        sliding windows, which are not saved whole, and if the request drafts: its logits depend on
-        the lengths of its drafts anyway, and a draft model would have to read the prompts again.
+        Attention rounds by the places and the number of used cells, so the logits of the request
+        would depend on those prompts. With `cache_prompt`, prompts that do not fit in host memory
+        stay. All stay with sliding windows, which are not saved whole. All stay if the request
+        drafts: its logits depend on the lengths of its drafts anyway, and a draft model would have
+        to read the prompts again.
         """
         reuses = _reuses(request)
         drafts = self._speculation is not None and request.options.draft_max != 0
@@ -360,19 +366,19 @@ class Batcher:
         while sum([s.n_held for s in self.slots]) + len(stored.tokens) > self._sequences.n_ctx:
             idle = self._least_used()
             if idle is None:
-                return  # the prompt is evaluated; it would have to wait for the room anyway
+                return  # it is evaluated instead, and has to wait for room anyway
             self._store(idle)
             idle.clear()
         with suppress(DeviceFailed):
             slot.load(stored.tokens, stored.state, stored.checkpoints)
 
     def _least_used(self) -> Slot | None:
-        """The idle slot that holds something and was used longest ago."""
+        """The idle slot that holds tokens and was used longest ago."""
         idle = [slot for slot in self.slots if not slot.is_busy and slot.n_held]
         return min(idle, key=lambda s: s.last_used, default=None)
 
     def _states(self, tokens: Sequence[int]) -> list[SlotState]:
-        """The slots as they are for a prompt."""
+        """The slots as `choose` needs them for a prompt."""
         texts = {r.slot.number: r.history for r in self._running.values() if r.slot is not None}
         states = []
         for slot in self.slots:
@@ -392,8 +398,8 @@ class Batcher:
         return states
 
     def _store(self, slot: Slot) -> None:
-        """Keep in host memory what a slot holds, where there is room for it. The first failure of
-        a row of them is logged."""
+        """Keep what a slot holds in host memory, if there is room. Only the first of several
+        failures in a row is logged."""
         try:
             self.store.add(slot.tokens, slot.checkpoints, slot.save)
         except (DeviceFailed, DoesNotFit, MemoryError) as e:
@@ -405,7 +411,7 @@ class Batcher:
             self._can_keep = True
 
     def _make_room(self, error: DoesNotFit) -> list[Request]:
-        """The cells are full: an idle slot goes, else the request that came last waits again."""
+        """Free cells: clear an idle slot, or make the request that came last wait again."""
         slot = self._least_used()
         if slot is None:
             request = [*self._running.values()][-1]
@@ -421,9 +427,59 @@ class Batcher:
 
 
 def _reuses(request: Request) -> bool:
-    """True if what is held of its prompt need not be evaluated."""
+    """True if tokens of its prompt that are held somewhere need no evaluation."""
     return request.options.cache_prompt and request.hear_prompt is None
 
 
 def _never(_: int) -> bool:
     return False
+
+
+class PromptShare:
+    """Decides how many prompt tokens a step evaluates beside the rounds of running requests. Pure.
+
+    A long prompt in one piece would make all others wait. One token at a time would make its own
+    client wait, and the device would read its weights for little. So a step takes as many prompt
+    tokens as cost next to nothing, by the measured T(n). It takes a whole piece if the running
+    requests have had as much time since the last piece as that took, so both get half of the time.
+    """
+
+    def __init__(self, n_piece: int, *, rides_along: bool = True) -> None:
+        """`n_piece` tokens are a whole piece. Without `rides_along` no token is free: recurrent
+        memory computes sequences of different lengths one after the other."""
+        self._n_piece, self._rides_along = n_piece, rides_along
+        self._is_piece = False  # the step under way takes a whole piece
+        self._piece_s = 0.0  # seconds of the last step with a whole piece
+        self._rounds_s = 0.0  # seconds of the steps since then
+
+    def n_tokens(self, n_rows: int, times: Sequence[float]) -> int | None:
+        """Prompt tokens for a step with `n_rows` rows of running requests; None: no limit.
+
+        `times[n - 1]` is T(n) as far as it is known.
+        """
+        self._is_piece = self._rounds_s >= self._piece_s
+        if not n_rows:
+            return None
+        if self._is_piece:
+            return self._n_piece
+        return min(self._n_piece, free_tokens(n_rows, times)) if self._rides_along else 0
+
+    def took(self, step_s: float, *, has_rounds: bool, has_prompts: bool) -> None:
+        """Told how long the step took that `n_tokens` was last asked for."""
+        if not has_rounds:
+            self._piece_s = self._rounds_s = 0.0
+        elif has_prompts and self._is_piece:
+            self._piece_s, self._rounds_s = step_s, 0.0
+        else:
+            self._rounds_s += step_s
+
+
+def free_tokens(n_rows: int, times: Sequence[float]) -> int:
+    """The tokens that join a batch of `n_rows` rows at next to no cost."""
+    if not 0 < n_rows <= len(times):
+        return 0
+    most_s = times[n_rows - 1] * (1.0 + _FREE_SHARE)
+    n = n_rows
+    while n < len(times) and times[n] <= most_s:
+        n += 1
+    return n - n_rows

@@ -1,18 +1,21 @@
-"""The slot that a request gets, and from where its prompt's beginning comes. Pure."""
+"""The slot that a request gets, and prompts that are kept in host memory for others. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-SIMILAR = 0.1  # of a prompt: less in common is chance, a template's first words
-_MUCH_LOST = 0.5  # of what a slot holds: from here on it is worth to be kept elsewhere
-_WORTH_TOKENS = 16  # in common: fewer are evaluated faster than copied
+from offload.errors import DoesNotFit
+from offload.sequences import Checkpoint
+
+SIMILAR = 0.1  # share of a prompt; less in common is chance, such as a template's first words
+_MUCH_LOST = 0.5  # share of what a slot holds, from which it is worth keeping elsewhere
+_WORTH_TOKENS = 16  # fewer tokens in common are evaluated faster than copied
 
 
 class Source(Enum):
-    """Where the tokens come from that a prompt need not have evaluated."""
+    """Where the first tokens of a prompt come from, which then need no evaluation."""
 
     NONE = "none"
     OWN = "the slot itself"
@@ -32,15 +35,15 @@ class SlotState:
     last_used: int
 
     def without_reuse(self) -> SlotState:
-        """For a prompt of which nothing that is held may be used."""
+        """The same slot for a prompt that may use nothing that is held."""
         return replace(self, n_reusable=0, n_shareable=0)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Run in slot `number`, whose beginning comes from `source`; `other` is that slot's number.
+    """Run in slot `number`; the prompt's beginning comes from `source`, perhaps from slot `other`.
 
-    With `keep` the slot holds much that the prompt has no use for: it is kept elsewhere first.
+    With `keep`, what the slot holds is kept in host memory first.
     """
 
     number: int
@@ -56,12 +59,12 @@ def choose(
     wanted: int = -1,
     similar: float = SIMILAR,
 ) -> Choice | None:
-    """The slot for a prompt of `n_prompt` tokens, of which host memory holds `n_stored`; None when
-    all are busy. `wanted` is the number of the only one that will do (-1: any). `similar` is the
-    least share of the prompt that an idle slot must hold to be chosen for it; 0: none is.
+    """The slot for a prompt of `n_prompt` tokens, of which host memory holds `n_stored`.
 
-    The longest beginning wins, and of equal ones that which copies least. A slot that would lose
-    much by it is copied to an empty one instead.
+    None if all are busy. `wanted` is the number of the only slot that will do (-1: any). `similar`
+    is the least share of the prompt that an idle slot must hold to be chosen for it (0: no slot
+    is). The longest beginning wins; of equal ones, the one that copies least. A slot that would
+    lose much is copied to an empty slot instead.
     """
     idle = [slot for slot in slots if not slot.is_busy and wanted in (-1, slot.number)]
     if not idle:
@@ -87,3 +90,101 @@ def _loses_much(slot: SlotState, n_reused: int) -> bool:
     """True if much of what the slot holds would be lost."""
     lost = slot.n_held - n_reused
     return lost >= _WORTH_TOKENS and lost > _MUCH_LOST * slot.n_held
+
+
+def common(held: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many first tokens are equal. The last of `tokens` never counts: its logits are wanted."""
+    n = 0
+    for a, b in zip(held, tokens[:-1], strict=False):
+        if a != b:
+            break
+        n += 1
+    return n
+
+
+# -- prompts in host memory ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredPrompt:
+    """A sequence as it was: its tokens, its state, and checkpoints of a recurrent one."""
+
+    tokens: tuple[int, ...]
+    state: bytes
+    checkpoints: tuple[Checkpoint, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.state) + sum(len(c.state) for c in self.checkpoints)
+
+    def reusable(self, tokens: Sequence[int], *, can_cut: bool) -> int:
+        """The number of a prompt's first tokens that this state spares."""
+        n = common(self.tokens, tokens)
+        if can_cut or n == len(self.tokens):
+            return n
+        return max((c.length for c in self.checkpoints if c.length <= n), default=0)
+
+
+class PromptStore:
+    """Prompts kept in host memory when others need their slot (llama.cpp's --cache-ram).
+
+    The least recently used are dropped beyond `limit_bytes` (None: no limit; 0: store nothing).
+    """
+
+    def __init__(self, limit_bytes: int | None, *, can_cut: bool) -> None:
+        """`can_cut`: a state can be shortened to a part of its prompt."""
+        self._limit_bytes, self._can_cut = limit_bytes, can_cut
+        self._prompts: list[StoredPrompt] = []  # the most recently used last
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(prompt.size_bytes for prompt in self._prompts)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def fits(self, n_bytes: int) -> bool:
+        """True if a prompt of that size can be stored, if need be instead of all others."""
+        return self._limit_bytes is None or n_bytes <= self._limit_bytes
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        checkpoints: tuple[Checkpoint, ...],
+        save: Callable[[], bytes],
+    ) -> None:
+        """Store what `save` returns; it is not called if a stored prompt serves as well.
+
+        Raises DoesNotFit for a prompt that is larger than the whole store.
+        """
+        if self._limit_bytes == 0 or any(self._serves(p.tokens, tokens) for p in self._prompts):
+            return
+        prompt = StoredPrompt(tuple(tokens), save(), checkpoints)
+        if self._limit_bytes is not None and prompt.size_bytes > self._limit_bytes:
+            raise DoesNotFit(
+                f"its state takes {prompt.size_bytes / 2**20:.0f} MiB, and --cache-ram is "
+                f"{self._limit_bytes / 2**20:.0f} MiB"
+            )
+        self._prompts = [p for p in self._prompts if not self._serves(tokens, p.tokens)]
+        self._prompts.append(prompt)
+        while self._limit_bytes is not None and self.size_bytes > self._limit_bytes:
+            self._prompts.pop(0)
+
+    def reusable(self, tokens: Sequence[int]) -> int:
+        """The most first tokens of a prompt that a stored one spares."""
+        return max((p.reusable(tokens, can_cut=self._can_cut) for p in self._prompts), default=0)
+
+    def take(self, tokens: Sequence[int]) -> StoredPrompt:
+        """The stored prompt that `reusable` found, which leaves the store."""
+        best = max(self._prompts, key=lambda p: p.reusable(tokens, can_cut=self._can_cut))
+        self._prompts.remove(best)
+        return best
+
+    def clear(self) -> None:
+        self._prompts.clear()
+
+    def _serves(self, longer: Sequence[int], shorter: Sequence[int]) -> bool:
+        """True if the state of `longer` serves every prompt that the state of `shorter` does."""
+        if not self._can_cut and len(longer) != len(shorter):
+            return False
+        return tuple(longer[: len(shorter)]) == tuple(shorter)

@@ -1,8 +1,9 @@
-"""One request on its way through the slots: its text, its sampler, its statistics."""
+"""One request: its text, its sampler, the pieces of its answer and its statistics."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.sampling.probabilities import ChosenLogprob, TokenLogprob, raw_logprobs
 from offload.sampling.reasoning_limit import AnswerSampler
 from specdec.decoding.loop import BatchMember
 from specdec.policies.rules import DraftBounds
@@ -18,13 +20,42 @@ from specdec.types import IsEnd, Round
 from specoffload.session.answer import Answer
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.statistics import EngineCounts, Tally
-from specoffload.slots.prompt_logprobs import PromptLogprobs
 from specoffload.slots.slot import Slot
 
 
+class PromptLogprobs:
+    """The probabilities of a prompt's own tokens and of the `n_top` likeliest beside each, for
+    OpenAI's `echo` with `logprobs`. Logits are not kept."""
+
+    def __init__(self, tokens: Sequence[int], n_top: int, piece: Callable[[int], bytes]) -> None:
+        self._tokens, self._n_top, self._piece = tuple(tokens), n_top, piece
+        self._n_known = 1  # the first token has no probability
+        first = TokenLogprob(tokens[0], piece(tokens[0]), math.nan)
+        self._untold = [ChosenLogprob(first, ())]
+
+    @property
+    def is_complete(self) -> bool:
+        """True when the logits are no longer needed."""
+        return self._n_known == len(self._tokens)
+
+    def hear(self, start: int, rows: NDArray[np.float32]) -> None:
+        """Take the logits after token number `start` and the tokens behind it. A part that is
+        evaluated again, after a failure or for want of room, counts once."""
+        for at, row in enumerate(rows, start + 1):
+            if at == self._n_known and not self.is_complete:
+                found = raw_logprobs(row, self._tokens[at], self._n_top, self._piece)
+                self._untold.append(found)
+                self._n_known += 1
+
+    def take(self) -> tuple[ChosenLogprob, ...]:
+        """The new ones, in the prompt's order."""
+        found, self._untold = tuple(self._untold), []
+        return found
+
+
 class Request:
-    """A prompt and what has become of it. `pieces` are for whoever asked, in order; the last has a
-    finish reason. After `error`, none follows."""
+    """A prompt and what has become of it. `pieces` are for the client, in order; the last has a
+    finish reason. After `error`, no piece follows."""
 
     def __init__(
         self,
@@ -37,9 +68,9 @@ class Request:
         beside: Request | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> None:
-        """`beside` has the same prompt, and evaluates it for both."""
+        """`beside` is a request with the same prompt, which evaluates it for both."""
         self.n_prompt = len(tokens)
-        self.history = list(tokens)  # and what was emitted, past a stop sequence too
+        self.history = list(tokens)  # prompt and emitted tokens, also behind a stop sequence
         self.n_left = n_predict
         self.options, self.is_end = options, is_end
         self.sampler = sampler
@@ -51,14 +82,16 @@ class Request:
         self._answer = answer
         self._prompt_logprobs = prompt_logprobs
         self._beside = beside
-        self.asked_with: int = id(self) if beside is None else beside.asked_with  # same for a group
-        self._tally: Tally | None = None  # since it first had a slot
+        self.asked_with: int = (
+            id(self) if beside is None else beside.asked_with
+        )  # one number for all answers to a prompt
+        self._tally: Tally | None = None  # set when it first has a slot
         self.n_cached = 0
         self._is_evaluated = False
         self._deadline_s: float | None = None
 
     def begin(self, counts: EngineCounts, n_cached: int, id_slot: int) -> None:
-        """It has a slot, perhaps not for the first time, which holds `n_cached` tokens of it."""
+        """Told that it has a slot, perhaps not its first, which holds `n_cached` of its tokens."""
         self._answer.id_slot = id_slot
         if self._tally is not None:
             return
@@ -84,19 +117,19 @@ class Request:
 
     @property
     def hear_prompt(self) -> Callable[[int, NDArray[np.float32]], None] | None:
-        """For the logits of the prompt, as long as they are wanted: then all of it has to be
-        evaluated, whatever is held of it."""
+        """Takes the logits of the prompt; None if they are not wanted. While they are, all of the
+        prompt has to be evaluated, whatever a slot holds of it."""
         logprobs = self._prompt_logprobs
         return None if logprobs is None or logprobs.is_complete else logprobs.hear
 
     @functools.cached_property
     def rng(self) -> np.random.Generator:
-        """For drafts that are drawn."""
+        """Random numbers for drafts that are drawn, and for judging them."""
         return np.random.default_rng(self.options.seed)
 
     @property
     def bounds(self) -> DraftBounds:
-        """Of its drafts."""
+        """Limits of its drafts."""
         options = self.options
         return DraftBounds(options.draft_max, options.draft_min, options.draft_p_min)
 
@@ -117,7 +150,7 @@ class Request:
         return self._deadline_s is not None and perf_counter() > self._deadline_s
 
     def take(self, round_: Round, counts: Callable[[], EngineCounts]) -> bool:
-        """A round's tokens become a piece; True when the answer ends with it."""
+        """Make a piece of a round's tokens. True if the answer ends with it."""
         assert self._tally is not None
         piece = self._answer.take(round_.emitted, self.sampler.take_logprobs())
         self.n_left -= len(round_.emitted)
@@ -128,7 +161,7 @@ class Request:
         return self._answer.finish == "stop" or bool(round_.end) or self.is_late
 
     def finish(self, counts: EngineCounts) -> None:
-        """The last piece: what was held back, the reason, and the statistics."""
+        """Add the last piece: text that was held back, the finish reason, and the statistics."""
         assert self._tally is not None
         self.evaluated()
         stats = self._tally.stats(counts, perf_counter())

@@ -7,14 +7,27 @@ is evaluated again from the last prompt that both have in common, not from its f
 
 from __future__ import annotations
 
+import os
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from struct import Struct
+from time import perf_counter
 
-from offload.errors import BadRequest
+from offload.errors import BadRequest, DeviceFailed, NotWritten
 from offload.sequences import Checkpoint, Sequences
 from specdec.types import Target
-from specoffload.slots.sequence_file import read_sequence, write_sequence
+from specdec.whole_file import read_whole, whole_file
+from specoffload.session.generation import SlotAction, SlotResult
+from specoffload.slots.choosing import common
+
+# A saved sequence: magic, version, number of tokens; then the tokens and the state.
+_HEADER = Struct("<III")
+_MAGIC, _VERSION = 0x67677371, 3
+_TOKEN_BYTES = 4
+_STATE_HEAD_BYTES = 8  # a magic and the sequence, which a state in memory has and a file has not
+_MOST_NAME_BYTES = 200  # file systems take 255, and a file being written has a longer name
 
 
 class Slot:
@@ -124,11 +137,91 @@ class Slot:
             self._checkpoints.pop()
 
 
-def common(held: Sequence[int], tokens: Sequence[int]) -> int:
-    """The tokens that both begin with, not counting the last of `tokens`: its logits are wanted."""
-    n = 0
-    for a, b in zip(held, tokens[:-1], strict=False):
-        if a != b:
-            break
-        n += 1
-    return n
+# -- files (llama.cpp's POST /slots/ID?action=...) -------------------------------------------------
+
+
+def change_slot(
+    slots: Sequence[Slot], folder: Path | None, number: int, action: SlotAction, filename: str
+) -> SlotResult:
+    """Save an idle slot to a file in `folder`, restore it from there, or erase it.
+
+    Raises BadRequest for a slot that does not exist or is busy, a name that leads out of `folder`,
+    and a file that cannot be read; NotWritten for a file that cannot be written.
+    """
+    if not 0 <= number < len(slots):
+        raise BadRequest(f"slot {number} does not exist: there are slots 0 to {len(slots) - 1}")
+    slot = slots[number]
+    if slot.is_busy:
+        raise BadRequest(f"slot {number} is at work on a request: try again when it is idle")
+    began = perf_counter()
+    n_tokens = len(slot.tokens)
+    if action == "erase":
+        slot.clear()
+        return SlotResult(n_tokens, 0, perf_counter() - began)
+    path = file_of(folder, filename)
+    try:
+        n_bytes = slot.write(path) if action == "save" else slot.read(path)
+    except OSError as e:
+        if action == "save":
+            raise NotWritten(
+                f"slot {number} is not saved to {filename} in --slot-save-path: {e.strerror or e}"
+            ) from e
+        raise BadRequest(f"{filename}: {e.strerror or e}") from e
+    return SlotResult(len(slot.tokens), n_bytes, perf_counter() - began)
+
+
+def file_of(folder: Path | None, filename: str) -> Path:
+    """The file of that name in the folder. Raises BadRequest for a name that is a path."""
+    if folder is None:
+        raise BadRequest("no folder for saved slots: start the server with --slot-save-path")
+    if not filename or filename in (".", "..") or "\0" in filename or "\\" in filename:
+        raise BadRequest(f"filename {filename!r} is no name of a file")
+    if len(os.fsencode(filename)) > _MOST_NAME_BYTES:
+        raise BadRequest(f"filename has {len(filename)} letters: at most {_MOST_NAME_BYTES} bytes")
+    if Path(filename).name != filename:
+        raise BadRequest(f"filename {filename!r} must be a name, not a path")
+    return folder / filename
+
+
+def write_sequence(path: Path, sequences: Sequences, sequence: int, tokens: Sequence[int]) -> int:
+    """Write the sequence, which holds `tokens`, in the format of llama.cpp's server, whole or not
+    at all; the bytes written. libllama's own functions end the process on a file that was cut
+    short. Raises OSError, BadRequest."""
+    if len(tokens) != sequences.length(sequence):
+        raise BadRequest(f"sequence {sequence} holds {sequences.length(sequence)} tokens")
+    state = sequences.save(sequence)
+    with whole_file(path) as file:
+        file.write(_HEADER.pack(_MAGIC, _VERSION, len(tokens)))
+        file.write(array("i", tokens).tobytes())
+        file.write(memoryview(state)[_STATE_HEAD_BYTES:])
+        return file.tell()
+
+
+def read_sequence(path: Path, sequences: Sequences, sequence: int) -> tuple[list[int], int]:
+    """Make the sequence what `path` holds; its tokens, and the bytes read.
+
+    Raises OSError for a file that is not regular or is larger than any sequence of this context,
+    and BadRequest for a file that is not of this model; the sequence is empty then.
+    """
+    sequences.rewind(sequence, 0)
+    most_tokens_bytes = _HEADER.size + _TOKEN_BYTES * sequences.n_ctx
+    raw = read_whole(path, most_tokens_bytes + sequences.most_state_bytes)
+    if len(raw) < _HEADER.size:
+        raise BadRequest(f"{path.name} is no saved sequence: it has {len(raw)} bytes")
+    magic, version, n_tokens = _HEADER.unpack_from(raw)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise BadRequest(f"{path.name} is no saved sequence of version {_VERSION}")
+    start = _HEADER.size + _TOKEN_BYTES * n_tokens
+    if n_tokens > sequences.n_ctx or start > len(raw):
+        raise BadRequest(
+            f"{path.name} is damaged, or its {n_tokens} tokens exceed the context of "
+            f"{sequences.n_ctx} (--ctx-size)"
+        )
+    tokens = array("i")
+    tokens.frombytes(raw[_HEADER.size : start])
+    state = sequences.save(sequence)[:_STATE_HEAD_BYTES] + raw[start:]
+    try:
+        sequences.load(sequence, state, n_tokens)
+    except DeviceFailed as e:
+        raise BadRequest(f"{path.name} is damaged, or of another model: {e}") from e
+    return list(tokens), len(raw)

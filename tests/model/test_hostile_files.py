@@ -203,7 +203,7 @@ def test_a_slot_that_cannot_be_saved_leaves_what_was_there(tmp_path: Path) -> No
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
         "from unittest.mock import Mock;"
-        "from specoffload.slots.sequence_file import write_sequence;"
+        "from specoffload.slots.slot import write_sequence;"
         "held = Mock(); held.length.return_value = 3; held.save.return_value = bytes(1000);"
         "write_sequence(Path(sys.argv[1]), held, 0, [1, 2, 3])"
     )

@@ -15,8 +15,7 @@ from test_slots import EXACT, SPECS, answer_of, draft_of, model, open_slots
 from offload.engine import Engine, EngineOptions
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
-from specoffload.slots.prompt_logprobs import PromptLogprobs
-from specoffload.slots.request import Request
+from specoffload.slots.request import PromptLogprobs, Request
 
 N_TOP = 3
 ASKED = GenerateOptions(n_predict=0, prompt_logprobs=N_TOP)

@@ -16,7 +16,7 @@ from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DeviceFailed
 from offload.sequences import Sequences
-from specoffload.slots.sequence_file import read_sequence, write_sequence
+from specoffload.slots.slot import read_sequence, write_sequence
 
 KINDS = ("mistral-large", "deepseek-v3", "gpt-oss", "mamba", "mamba2", "jamba", "qwen3next")
 RECURRENT = ("mamba", "mamba2", "jamba", "qwen3next")

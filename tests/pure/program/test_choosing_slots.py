@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 
 from offload.errors import BadRequest, DoesNotFit
 from offload.sequences import Checkpoint
-from specoffload.slots.choosing import Choice, SlotState, Source, choose
-from specoffload.slots.prompt_share import PromptShare, free_tokens
-from specoffload.slots.prompt_store import PromptStore
-from specoffload.slots.saving import file_of
-from specoffload.slots.slot import common
+from specoffload.slots.batcher import PromptShare, free_tokens
+from specoffload.slots.choosing import Choice, PromptStore, SlotState, Source, choose, common
+from specoffload.slots.slot import file_of
 
 
 def slot(
