@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from specoffload.session.generation import GenerationStats
+from specoffload.session.statistics import GenerationStats
 
 Frame = Callable[[tuple[int, int]], RenderableType]  # of a terminal's (columns, rows)
 

@@ -176,7 +176,8 @@ class SamplerChain:
 
     @property
     def _seed(self) -> int:
-        return self._options.seed & 0xFFFFFFFF
+        seed = self._options.seed
+        return 0xFFFFFFFF if seed is None else seed & 0xFFFFFFFF
 
     def _own(self, sampler: int) -> int:
         self._owned.append(sampler)

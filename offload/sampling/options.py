@@ -1,40 +1,42 @@
-"""The options of a sampler. Pure."""
+"""The options of a sampler, and their checks. Pure."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 from offload.errors import BadRequest
 
-LEAST_TEMPERATURE = 1e-4  # below it is greedy: dividing logits by less overflows
+LEAST_TEMPERATURE = 1e-4  # lower is greedy, since dividing logits by less overflows
 SAMPLERS = (  # in llama.cpp's order
     *("penalties", "dry", "top_n_sigma", "top_k", "typ_p"),
     *("top_p", "min_p", "xtc", "temperature"),
 )
-ADAPTIVE = "adaptive_p"  # draws the token itself, so it stands at the end wherever it is named
+ADAPTIVE = "adaptive_p"  # draws the token itself, so it always comes last
 _LETTERS = dict(zip("edskypmxta", (*SAMPLERS, ADAPTIVE), strict=True))
 _ALIASES = {
     **{name.replace("_", ""): name for name in (*SAMPLERS, ADAPTIVE)},
     **{"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typicalp": "typ_p"},
     **{"typical": "typ_p", "topnsigma": "top_n_sigma"},
 }
-MOST_BREAKERS = 32  # each is looked for in every token of the vocabulary
+MOST_BREAKERS = 32  # each is searched for in every token of the vocabulary
 MOST_BIASES = 4096
+_LARGEST = 1000.0
 
 
 @dataclass(frozen=True)
-class SamplerParameters:
-    """llama.cpp's sampling parameters, by its names, with its defaults: what a request says and a
-    sampler is built of."""
+class SamplingOptions:
+    """llama.cpp's sampling parameters, by its names, with its defaults."""
 
     temperature: float = 0.8  # 0 is greedy
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
     repeat_penalty: float = 1.0
-    repeat_last_n: int = 64  # tokens that the penalties look at
+    repeat_last_n: int = 64  # last tokens that the penalties look at; -1: all
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     grammar: str | None = None  # GBNF, from its rule root
@@ -48,7 +50,7 @@ class SamplerParameters:
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
-    dry_penalty_last_n: int = 64
+    dry_penalty_last_n: int = 64  # -1: all tokens
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     mirostat: int = 0  # 1 or 2
     mirostat_tau: float = 5.0
@@ -56,17 +58,11 @@ class SamplerParameters:
     adaptive_target: float = -1.0
     adaptive_decay: float = 0.9
     min_keep: int = 0
-    samplers: tuple[str, ...] = SAMPLERS  # in this order
+    samplers: tuple[str, ...] = SAMPLERS  # applied in this order
     logit_bias: tuple[tuple[int | str, float], ...] = ()  # -inf: never; a text: each of its tokens
-    n_probs: int = 0  # over 0: logprobs of each token, and of so many of the likeliest ones
-    post_sampling_probs: bool = False  # of what the samplers left, not of the raw logits
-
-
-@dataclass(frozen=True)
-class SamplingOptions(SamplerParameters):
-    """The parameters of a sampler, checked, with every count of tokens said."""
-
-    seed: int = 0xFFFFFFFF  # libllama draws one
+    n_probs: int = 0  # over 0: give logprobs of each token and of the `n_probs` likeliest
+    post_sampling_probs: bool = False  # probabilities after the samplers, not of the raw logits
+    seed: int | None = None  # None: libllama draws one
 
     @property
     def has_penalties(self) -> bool:
@@ -106,8 +102,8 @@ class SamplingOptions(SamplerParameters):
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The samplers that change anything, as they follow each other. Mirostat has none of them
-        before it but the temperature, as in llama.cpp."""
+        """The samplers that change anything, in order. Mirostat follows the temperature alone, as
+        in llama.cpp."""
         if self.mirostat:
             return ("temperature",)
         named = (name for name in self.samplers if name != ADAPTIVE)
@@ -115,11 +111,11 @@ class SamplingOptions(SamplerParameters):
 
     @property
     def is_greedy(self) -> bool:
-        """True if the likeliest token that is left is always chosen."""
+        """True if the likeliest remaining token is always chosen."""
         cold = self.temperature < LEAST_TEMPERATURE
         if self.mirostat:
             return cold
-        drawn = {"xtc", "typ_p"} & set(self.order)  # these may take the likeliest away
+        drawn = {"xtc", "typ_p"} & set(self.order)  # these may remove the likeliest
         adapts = ADAPTIVE in self.samplers
         return (
             cold
@@ -128,11 +124,11 @@ class SamplingOptions(SamplerParameters):
         )
 
 
-def sampler_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The samplers of these names, which llama.cpp spells in several ways.
+Options = TypeVar("Options", bound=SamplingOptions)
 
-    Raises BadRequest for a name that is none.
-    """
+
+def sampler_names(names: Sequence[str]) -> tuple[str, ...]:
+    """The samplers of these names, which llama.cpp spells in several ways. Raises BadRequest."""
     found = []
     for name in names:
         plain = re.sub("[-_ ]", "", name.lower())
@@ -150,3 +146,83 @@ def sampler_letters(letters: str) -> tuple[str, ...]:
             known = ", ".join(f"{a} {b}" for a, b in _LETTERS.items())
             raise BadRequest(f"{letter!r} is no sampler's letter; there are {known}")
     return tuple(_LETTERS[letter] for letter in letters)
+
+
+def checked(options: Options, n_ctx: int) -> Options:
+    """The options with samplers by their one name and counts of tokens within a context of `n_ctx`.
+
+    Raises BadRequest for a parameter out of range, or a grammar beside a schema.
+    """
+    _check(options)
+    last_n, dry_last_n = (
+        n_ctx if n < 0 else min(n, n_ctx)
+        for n in (options.repeat_last_n, options.dry_penalty_last_n)
+    )
+    return replace(
+        options,
+        samplers=sampler_names(options.samplers),
+        repeat_last_n=last_n,
+        dry_penalty_last_n=dry_last_n,
+    )
+
+
+def _check(options: SamplingOptions) -> None:
+    for field in fields(SamplingOptions):
+        name, value = field.name, getattr(options, field.name)
+        if field.type != "float":
+            continue
+        if not math.isfinite(value) or abs(value) > _LARGEST:
+            raise BadRequest(f"{name} {value}: must be a number up to {_LARGEST:g}")
+    if options.repeat_penalty <= 0:
+        raise BadRequest(f"repeat_penalty {options.repeat_penalty}: must be over 0, 1 is off")
+    if options.mirostat not in (0, 1, 2):
+        raise BadRequest(f"mirostat {options.mirostat}: must be 0 (off), 1 or 2")
+    for name in ("min_keep", "dry_allowed_length", "n_probs"):
+        value = getattr(options, name)
+        if not 0 <= value <= 2**31 - 1:
+            raise BadRequest(f"{name} {value}: must be at least 0 and below 2147483648")
+    if options.grammar is not None and options.json_schema is not None:
+        raise BadRequest("a grammar and a JSON schema exclude each other: send one of them")
+    if len(options.dry_sequence_breakers) > MOST_BREAKERS:
+        raise BadRequest(
+            f"{len(options.dry_sequence_breakers)} dry_sequence_breakers: at most {MOST_BREAKERS}"
+        )
+    if any("\0" in text for text in options.dry_sequence_breakers):
+        raise BadRequest("dry_sequence_breakers hold a NUL character")
+    if len(options.logit_bias) > MOST_BIASES:
+        raise BadRequest(f"logit_bias has {len(options.logit_bias)} entries: at most {MOST_BIASES}")
+    for key, bias in options.logit_bias:
+        if math.isnan(bias) or bias == math.inf:
+            raise BadRequest(f"logit_bias of {str(key)[:40]!r} is {bias}: must be a number")
+
+
+def read_logit_bias(value: object) -> tuple[tuple[int | str, float], ...]:
+    """`logit_bias` of a request, in each form that OpenAI and llama-server take.
+
+    An object or a list of pairs; keys are ids or texts, values are numbers, or false for never.
+    Raises BadRequest.
+    """
+    if isinstance(value, Mapping):
+        pairs: list[object] = [[_id_or_text(key), bias] for key, bias in value.items()]
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        pairs = list(value)
+    else:
+        raise BadRequest("logit_bias must be an object, or a list of [token, bias]")
+    return tuple(_pair(pair) for pair in pairs)
+
+
+def _id_or_text(key: object) -> object:
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+
+
+def _pair(pair: object) -> tuple[int | str, float]:
+    if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        raise BadRequest("logit_bias: each entry must be [token, bias]")
+    key, bias = pair
+    if isinstance(key, bool) or not isinstance(key, int | str) or key == "":
+        raise BadRequest("logit_bias: a token must be its id or a text")
+    if bias is False:
+        return key, -math.inf
+    if isinstance(bias, bool) or not isinstance(bias, int | float):
+        raise BadRequest("logit_bias: a bias must be a number, or false for never")
+    return key, float(bias)

@@ -44,8 +44,9 @@ from specoffload.config.environment import read_environment
 from specoffload.config.options import BenchOptions, OutputOptions
 from specoffload.config.resolution import Config, HybridChoice
 from specoffload.errors import KNOWN, UsageError
-from specoffload.session.generation import GenerateOptions, GenerationStats
+from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
+from specoffload.session.statistics import GenerationStats
 from specoffload.speculation.profiling import SEQUENCE, real_text
 from specoffload.speculation.speculation import Speculation
 

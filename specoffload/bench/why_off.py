@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec.costs.profile import CostProfile
-from specoffload.session.generation import GenerationStats
+from specoffload.session.statistics import GenerationStats
 
 
 def why_off(stats: GenerationStats, costs: CostProfile) -> str:

@@ -25,9 +25,10 @@ from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.session.generation import GenerateOptions, GenerationStats, Piece
+from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.session import Session
+from specoffload.session.statistics import GenerationStats
 
 # The pair continues this without turning in circles, and comes to an end by itself: after 181
 # tokens. It knows codecs well, since Python's library has over a hundred alike.

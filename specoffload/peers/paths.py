@@ -11,8 +11,9 @@ from typing import Protocol
 
 from offload.errors import OffloadError
 from specoffload.peers.process import Llama
-from specoffload.session.generation import GenerateOptions, GenerationStats
+from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import SEQUENCE, Session
+from specoffload.session.statistics import GenerationStats
 
 
 class Path(Protocol):

@@ -20,7 +20,7 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from specoffload.session.generation import GenerationStats
+from specoffload.session.statistics import GenerationStats
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 N_DRAFTED = "llamacpp:spec_decode_num_draft_tokens"

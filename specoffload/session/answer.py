@@ -6,25 +6,24 @@ from collections.abc import Callable, Sequence
 
 from offload.sampling.probabilities import ChosenLogprob
 from offload.text import TextStream
-from specoffload.session.generation import FinishReason, GenerationStats, Piece
-from specoffload.session.stopping import StopScanner
+from specoffload.session.generation import FinishReason, Piece
+from specoffload.session.statistics import GenerationStats
 
 
 class Answer:
-    """Takes emitted tokens and gives the pieces that may be shown."""
+    """Turns emitted tokens into the pieces that may be shown."""
 
     def __init__(
         self, text: TextStream, stops: Sequence[str], is_end: Callable[[int], bool]
     ) -> None:
-        """`is_end` says which tokens end the answer; none where they are ignored."""
+        """`is_end` is true for tokens that end the answer."""
         self._text, self._is_end = text, is_end
         self._stops = StopScanner(stops)
         self.finish: FinishReason = "length"  # until something else ends it
-        self.id_slot = -1  # of the slot that it is made in
+        self.id_slot = -1  # the slot that it is made in
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[ChosenLogprob] = ()) -> Piece:
-        """The piece that these tokens add; it has those of them up to the end of the answer, and
-        their logprobs but that of an end token."""
+        """The piece of these tokens, up to the end of the answer. An end token has no logprobs."""
         shown, n_kept, n_told = "", 0, 0
         for token in tokens:
             n_kept += 1
@@ -41,9 +40,53 @@ class Answer:
         )
 
     def last_piece(self, stats: GenerationStats) -> Piece:
-        """The text held back, when no token follows, and how it ended."""
+        """The text that was held back, and how the answer ended, when no token follows."""
         word = self._stops.word
         text = ""
         if word is None:
             text = self._stops.feed(self._text.finish()) + self._stops.finish()
         return Piece(text, (), self.finish, stats, stopping_word=word, id_slot=self.id_slot)
+
+
+class StopScanner:
+    """Hides a stop sequence and what follows; holds back text that may begin one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+        self.word: str | None = None  # the stop sequence that came
+
+    @property
+    def stopped(self) -> bool:
+        return self.word is not None
+
+    def feed(self, text: str) -> str:
+        """The text that may be shown now; "" after a stop sequence."""
+        if not self._stops:
+            return text
+        if self.stopped:
+            return ""
+        self._held += text
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, self.word = min(found)
+            shown, self._held = self._held[:at], ""
+            return shown
+        keep = self._longest_beginning()
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown
+
+    def finish(self) -> str:
+        """The text held back, at the end of a text that did not stop."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _longest_beginning(self) -> int:
+        best = 0
+        for stop in self._stops:
+            for n in range(min(len(stop) - 1, len(self._held)), best, -1):
+                if self._held.endswith(stop[:n]):
+                    best = n
+                    break
+        return best

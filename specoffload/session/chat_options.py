@@ -11,7 +11,8 @@ from specoffload.chat.conversation import ChatSettings, Conversation
 from specoffload.chat.families import HARMONY_REASONING
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.chat.parser import AnswerForm
-from specoffload.session.generation import GenerateOptions, ModelCard
+from specoffload.session.card import ModelCard
+from specoffload.session.generation import GenerateOptions
 
 
 def format_of(card: ModelCard, settings: ChatSettings) -> ChatFormat:

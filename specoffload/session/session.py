@@ -22,11 +22,11 @@ from offload.split.watching import Watcher
 from specdec.decoding.loop import Step
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
+from specoffload.session.card import ModelCard
 from specoffload.session.description import describe
 from specoffload.session.draft_opening import open_draft
 from specoffload.session.generation import (
     GenerateOptions,
-    ModelCard,
     Piece,
     Running,
     SlotAction,

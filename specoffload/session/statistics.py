@@ -6,7 +6,51 @@ from dataclasses import dataclass
 
 from specdec.decoding.stats import SpecStats
 from specdec.types import Round
-from specoffload.session.generation import GenerationStats
+
+
+@dataclass(frozen=True)
+class GenerationStats:
+    """Counters of one finished generation; times in seconds."""
+
+    n_prompt_tokens: int = 0
+    n_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    n_rounds: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
+    n_could_accept: int = 0  # drafted and not verified, and the text then had them
+    streamed_bytes: int = 0
+    n_draft_steps: int = 0  # decodes of the draft model
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    rollback_s: float = 0.0
+    n_checkpoints: int = 0  # of a recurrent memory
+    n_restores: int = 0
+    acceptance_per_position: tuple[float, ...] = ()  # share accepted at each place of a draft
+    draft_lengths: tuple[tuple[int, int], ...] = ()  # (length, rounds)
+    accepted_by_source: tuple[tuple[str, int], ...] = ()  # (drafter, accepted tokens)
+    decisions: tuple[tuple[str, int], ...] = ()  # (why that length, rounds), most frequent first
+    n_cached_tokens: int = 0  # of the prompt, held from the conversation before
+
+    @property
+    def n_prefilled(self) -> int:
+        """Tokens of the prompt that were evaluated in `prefill_s`: not those from a cache, and not
+        the last, which the first decode evaluates."""
+        return max(0, self.n_prompt_tokens - self.n_cached_tokens - 1)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.n_tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None when nothing was drafted."""
+        return self.n_accepted / self.n_drafted if self.n_drafted else None
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.n_tokens / self.n_rounds if self.n_rounds else 0.0
 
 
 @dataclass(frozen=True)
@@ -47,19 +91,18 @@ class Tally:
             n_tokens=self._n_tokens,
             prefill_s=self._first_s - self._start_s,
             decode_s=now_s - self._first_s,
-            n_rounds=spec.n_rounds,
-            n_drafted=spec.n_drafted,
-            n_accepted=spec.n_accepted,
-            n_could_accept=spec.n_could_accept,
             streamed_bytes=after.streamed_bytes - before.streamed_bytes,
             n_checkpoints=after.n_checkpoints - before.n_checkpoints,
             n_restores=after.n_restores - before.n_restores,
-            n_draft_steps=spec.n_draft_steps,
-            draft_s=spec.draft_s,
-            verify_s=spec.verify_s,
-            rollback_s=spec.rollback_s,
-            acceptance_per_position=spec.acceptance_per_position,
             draft_lengths=tuple(sorted(spec.lengths.items())),
             accepted_by_source=tuple(sorted(spec.sources.items())),
             decisions=tuple(spec.reasons.most_common()),
+            **{name: getattr(spec, name) for name in _SAME},
         )
+
+
+# Fields that SpecStats has under the same name.
+_SAME = (
+    *("n_rounds", "n_drafted", "n_accepted", "n_could_accept", "n_draft_steps"),
+    *("draft_s", "verify_s", "rollback_s", "acceptance_per_position"),
+)

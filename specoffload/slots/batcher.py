@@ -18,6 +18,7 @@ from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit
 from offload.ggml.sampler import SamplerChain
 from offload.plan.placement import DEFAULT_UBATCH
+from offload.sampling.options import checked
 from offload.sampling.reasoning_limit import AnswerSampler, LimitedReasoning, LimitedSampler
 from specdec.decoding.acceptance import Acceptance, MatchAcceptance
 from specdec.decoding.loop import BatchMember, DecodingLoop, Step
@@ -25,7 +26,6 @@ from specdec.policies.throughput import Throughput
 from specdec.types import Round
 from specoffload.session.answer import Answer
 from specoffload.session.generation import GenerateOptions, Piece, SlotInfo
-from specoffload.session.sampling import sampling_of
 from specoffload.session.statistics import EngineCounts
 from specoffload.slots.choosing import (
     SIMILAR,
@@ -104,7 +104,7 @@ class Batcher:
         if not -1 <= wanted < n_slots:
             raise BadRequest(f"id_slot {wanted}: there are slots 0 to {n_slots - 1} (--parallel)")
         is_end = _never if options.ignore_eos else self._target.is_end
-        sampling = sampling_of(options, self._target.n_ctx)
+        sampling = checked(options, self._target.n_ctx)
         sampler = self._sampler(SamplerChain(self._target.model, sampling, tokens), options)
         shown = self._target.special_tokens(options.shown)
         answer = Answer(self._target.text_stream(shown=shown), options.stop, is_end)

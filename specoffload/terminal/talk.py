@@ -17,7 +17,8 @@ from specoffload.chat.conversation import (
     Reasoning,
 )
 from specoffload.errors import UsageError
-from specoffload.session.generation import GenerationStats, Piece
+from specoffload.session.generation import Piece
+from specoffload.session.statistics import GenerationStats
 
 _ROLES = ("system", "user", "assistant")
 Answer = Callable[[Conversation], Iterator[Delta | Piece]]

@@ -18,12 +18,13 @@ from resolved import config_of
 
 from offload.engine import Engine
 from offload.ggml.sampler import SamplerChain
+from offload.sampling.options import checked
 from specdec.costs.profile import CostProfile
 from specdec.types import Round
 from specoffload.config.resolution import demo_file
-from specoffload.session.generation import FinishReason, GenerateOptions, GenerationStats
-from specoffload.session.sampling import sampling_of
+from specoffload.session.generation import FinishReason, GenerateOptions
 from specoffload.session.session import SEQUENCE, Session
+from specoffload.session.statistics import GenerationStats
 
 N_CTX = 1024
 N_PREDICT = 24
@@ -319,7 +320,7 @@ class Judge:
         return worst
 
     def _chain(self, request: GenerateOptions, prompt: Sequence[int]) -> SamplerChain:
-        return SamplerChain(self.engine.model, sampling_of(request, 512), prompt)
+        return SamplerChain(self.engine.model, checked(request, 512), prompt)
 
     def _is_near_tie(self, request: GenerateOptions, run: Run, i: int) -> bool:
         """True if plain decoding may as well choose token i: from the logits of another batch size,

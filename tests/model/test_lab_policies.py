@@ -12,8 +12,8 @@ from lab.policies import Tally, judged_prompts, run, tuning_prompts
 from specdec.policies.rules import Fixed, FixedWalk
 from specdec.types import Round
 from specoffload.config.resolution import Config, demo_file
-from specoffload.session.generation import GenerationStats
 from specoffload.session.session import Session
+from specoffload.session.statistics import GenerationStats
 
 
 def pair(device: str) -> Config:

@@ -11,8 +11,9 @@ from specoffload.chat.conversation import Content, Conversation, Reasoning
 from specoffload.chat.format import ChatFormat
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.chat_answer import answer
-from specoffload.session.generation import GenerateOptions, GenerationStats, Piece
+from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
+from specoffload.session.statistics import GenerationStats
 
 OPENED = ChatFormat.of("{% for m in messages %}{{ m.content }}{% endfor %}{{ '<think>' }}")
 FIXED: dict[str, object] = {"--spec-policy": "fixed", "--spec-draft-n-max": 4}

@@ -15,12 +15,12 @@ from sampler_parts import PROMPT, row_of
 
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
-from offload.sampling.options import SAMPLERS, SamplingOptions
+from offload.sampling.options import SAMPLERS, SamplingOptions, checked, read_logit_bias
 from specdec.decoding.acceptance import MatchAcceptance
 from specdec.decoding.loop import NO_DRAFT
-from specoffload.session.generation import GenerateOptions, GenerationStats
-from specoffload.session.sampling import read_logit_bias, sampling_of
+from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
+from specoffload.session.statistics import GenerationStats
 
 OPEN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 STATEFUL: tuple[dict[str, object], ...] = (
@@ -118,7 +118,7 @@ def test_a_seed_s_text_is_the_same_with_and_without_drafts(
 def test_a_draw_with_a_memory_is_judged_by_match_where_others_are_by_rejection(
     rejecting: Session, options: dict[str, object]
 ) -> None:
-    chosen = sampling_of(GenerateOptions(**options), 512)  # type: ignore[arg-type]
+    chosen = checked(GenerateOptions(**options), 512)  # type: ignore[arg-type]
     with closing(SamplerChain(rejecting.target.model, chosen)) as chain:
         assert not chain.has_distribution
     _, stats = write(rejecting, seed=3, **options)

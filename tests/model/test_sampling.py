@@ -16,8 +16,9 @@ from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import SamplingOptions
 from specdec.errors import BadOption
-from specoffload.session.generation import GenerateOptions, GenerationStats
+from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
+from specoffload.session.statistics import GenerationStats
 
 SCHEMA = json.dumps(
     {

@@ -18,8 +18,9 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, NotWritten
 from specoffload.bench.workloads import prompts
 from specoffload.config.resolution import demo_file
-from specoffload.session.generation import GenerateOptions, GenerationStats
+from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
+from specoffload.session.statistics import GenerationStats
 from specoffload.slots.request import Request
 
 N_PREDICT = 24

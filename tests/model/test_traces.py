@@ -16,8 +16,9 @@ from offload.trace import LANES
 from offload.trace_report import read_report
 from specoffload.cli import app
 from specoffload.config.resolution import demo_file
-from specoffload.session.generation import GenerateOptions, GenerationStats
+from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
+from specoffload.session.statistics import GenerationStats
 
 N_PREDICT = 24
 

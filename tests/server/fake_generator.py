@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from offload.errors import BadModel, BadRequest, NotSupported
+from specoffload.session.answer import StopScanner
+from specoffload.session.card import ModelCard
 from specoffload.session.generation import (
     FinishReason,
     GenerateOptions,
-    GenerationStats,
-    ModelCard,
     Piece,
     SlotAction,
     SlotInfo,
@@ -36,7 +36,7 @@ from specoffload.session.generation import (
 )
 from specoffload.session.infill import Fill
 from specoffload.session.progress import OnProgress, ignore
-from specoffload.session.stopping import StopScanner
+from specoffload.session.statistics import GenerationStats
 
 # Combining marks, a joined emoji and U+2028: a piece is one code point, so pieces split them all.
 TAIL = " — nai\u0308ve 日本語 👩‍👩‍👧 a\u2028b\r\nc é"

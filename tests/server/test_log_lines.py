@@ -11,7 +11,7 @@ from running import Running, StartServer, eventually, http
 
 from specoffload.server.api.answers import timings_of
 from specoffload.server.engine import client
-from specoffload.session.generation import GenerationStats
+from specoffload.session.statistics import GenerationStats
 
 
 def _said(server: Running, pattern: str) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from specoffload.server.metrics import Metrics
-from specoffload.session.generation import GenerationStats
+from specoffload.session.statistics import GenerationStats
 
 STATS = GenerationStats(
     n_prompt_tokens=10,

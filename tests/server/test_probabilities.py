@@ -20,8 +20,9 @@ from running import http
 from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.server.api.probabilities import TokenPlaces, completion_logprobs, placed_in
-from specoffload.session.generation import GenerationStats, Piece
+from specoffload.session.generation import Piece
 from specoffload.session.session import Session
+from specoffload.session.statistics import GenerationStats
 
 PROMPT = "def fibonacci(n):\n"
 N = 12

@@ -18,7 +18,8 @@ from specoffload.server.api.answers import MARK, TextLine, server_sent
 from specoffload.server.api.completions import CompletionWording
 from specoffload.server.engine.channel import Frames, channels, packed
 from specoffload.server.engine.messages import Finished, JobOutput, Outputs
-from specoffload.session.generation import GenerationStats, Piece
+from specoffload.session.generation import Piece
+from specoffload.session.statistics import GenerationStats
 
 MESSAGES = st.lists(st.one_of(st.binary(max_size=50), st.text(max_size=50), st.integers()))
 

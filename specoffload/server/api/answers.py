@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 from specoffload.chat.conversation import Delta, Message
 from specoffload.chat.parser import StreamParser
 from specoffload.server.engine.messages import Problem
-from specoffload.session.generation import GenerationStats, Piece
+from specoffload.session.generation import Piece
+from specoffload.session.statistics import GenerationStats
 
 Json = dict[str, Any]
 

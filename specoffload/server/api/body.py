@@ -20,7 +20,7 @@ from starlette.requests import Request
 from offload.errors import BadRequest
 from specoffload.server.engine.client import RequestFailed, unavailable
 from specoffload.server.engine.messages import Problem
-from specoffload.session.generation import ModelCard
+from specoffload.session.card import ModelCard
 
 HEADER = b"x-ignored-parameters"
 _OVERHEAD_BYTES = 2**20  # tools, schemas, and the JSON around a prompt

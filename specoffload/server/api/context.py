@@ -26,8 +26,9 @@ from specoffload.server.api.streaming import GenerationResponse, TicketGroup, Wo
 from specoffload.server.engine.client import EngineClient, RequestFailed, unavailable
 from specoffload.server.engine.messages import ChatJob, GeneratingJob
 from specoffload.server.renderer import Renderer
+from specoffload.session.card import ModelCard
 from specoffload.session.chat_options import answer_options, check_options, format_of
-from specoffload.session.generation import GenerateOptions, ModelCard
+from specoffload.session.generation import GenerateOptions
 
 _Body = TypeVar("_Body", bound=RequestModel)
 Endpoint = Callable[[Request, _Body], Awaitable[Response]]

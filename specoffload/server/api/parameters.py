@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from offload.errors import BadRequest
-from offload.sampling.options import sampler_letters, sampler_names
+from offload.sampling.options import read_logit_bias, sampler_letters, sampler_names
 from specoffload.server.api.requests import (
     PLAIN_FLAGS,
     ChatRequest,
@@ -21,7 +21,6 @@ from specoffload.server.api.requests import (
 )
 from specoffload.server.engine.messages import Prompt
 from specoffload.session.generation import N_SEEDS, GenerateOptions
-from specoffload.session.sampling import read_logit_bias
 
 MAX_STOPS = 256  # each is searched for in every piece of the answer
 MAX_STOP_LETTERS = 1024

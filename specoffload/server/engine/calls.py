@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DoesNotFit
 from specoffload.server.engine.messages import ChatJob, GeneratingJob, InfillJob, Prompt
-from specoffload.session.generation import Generator, ModelCard, SlotAction, SlotInfo, SlotResult
+from specoffload.session.card import ModelCard
+from specoffload.session.generation import Generator, SlotAction, SlotInfo, SlotResult
 
 
 class PromptTooLong(DoesNotFit):

@@ -19,7 +19,7 @@ from specoffload.bench.llama_bench import FIELDS, row_of, written
 from specoffload.bench.why_off import length_words, pays_from, pays_up_to, why_off
 from specoffload.config.options import BenchOptions
 from specoffload.errors import UsageError
-from specoffload.session.generation import GenerationStats
+from specoffload.session.statistics import GenerationStats
 
 ROWS = [
     row_of({"model_filename": 'a "b".gguf', "n_threads": 4}, "wrapped", [0.5, 1.5], n_prompt=100),

@@ -23,7 +23,7 @@ from specoffload.peers.llama_server import (
 )
 from specoffload.peers.paths import Measured
 from specoffload.peers.tuned import TunedLlama, tune_for
-from specoffload.session.generation import GenerationStats
+from specoffload.session.statistics import GenerationStats
 
 N_LAYERS = 6
 EXPERTS_BYTES = 3 * 4 * 64 * 64 * 8  # of one layer

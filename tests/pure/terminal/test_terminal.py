@@ -15,7 +15,8 @@ from rich.console import Console
 from offload.errors import BadRequest
 from specoffload.chat.conversation import Content, Conversation, Delta, Reasoning
 from specoffload.errors import UsageError
-from specoffload.session.generation import GenerationStats, Piece
+from specoffload.session.generation import Piece
+from specoffload.session.statistics import GenerationStats
 from specoffload.terminal.blocks import whole_blocks
 from specoffload.terminal.chat import converse
 from specoffload.terminal.orders import ORDERS, Order, message_of, read_order

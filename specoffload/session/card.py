@@ -1,0 +1,25 @@
+"""The loaded model, as clients may ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """The loaded model, as far as a client may ask."""
+
+    name: str
+    n_ctx: int
+    n_vocab: int
+    architecture: str
+    n_params: int
+    size_bytes: int
+    chat_template: str | None
+    tool_use_template: str | None = None  # the file's own for conversations with tools
+    longest_token_bytes: int = 256  # of text that one token can stand for
+    bos: str = ""
+    eos: str = ""
+    adds_bos: bool = False  # the vocabulary has `bos` before every text
+    notes: tuple[str, ...] = field(default=())  # start-up lines: plan, device, what is not active
+    n_parallel: int = 1  # requests that run at once
