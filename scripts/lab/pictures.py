@@ -38,7 +38,7 @@ from specoffload.session.session import Session
 from specoffload.speculation.profiling import real_text
 
 # Okabe and Ito's colours, which colour-blind eyes tell apart.
-COMPUTED, NEEDED, AHEAD, GUESSED, WAITED = "#0072B2", "#D55E00", "#E69F00", "#F0E442", "#BBBBBB"
+COMPUTED, NEEDED, AHEAD, GUESSED = "#0072B2", "#D55E00", "#E69F00", "#F0E442"
 REASONS = {"needed": NEEDED, "ahead": AHEAD, "predicted": GUESSED}
 WORDS = {
     "needed": "copied: the computation stands before its layer",
@@ -111,10 +111,10 @@ class Runs:
     bandwidth_bytes_per_s: float
 
 
-def run(folder: Path, n_experts: int, n_tokens: int, slots: float) -> Runs:
+def run(folder: Path, n_tokens: int, slots: float) -> Runs:
     """`slots` is the share of the experts that the device's slots hold."""
-    path = folder / f"{n_experts}.gguf"
-    write_preset("kimi-k2", path, size="tiny", seed=1, n_expert=n_experts, **SHAPE)
+    path = folder / "kimi.gguf"
+    write_preset("kimi-k2", path, size="tiny", seed=1, **SHAPE)
     whole = make_plan(read_facts(path), budget_bytes=None, n_gpu_layers=None)
     vram = whole.resident_bytes + int(whole.slot_bytes * slots)
     resident = typical(steps(path, "sim", None, n_tokens))
@@ -160,7 +160,7 @@ def legend(axes: Any, reasons: Sequence[str], **more: Any) -> None:
 
 def draw_overlap(folder: Path, out: Path) -> None:
     """One decode of 16 tokens, one copy at a time and by schedule."""
-    runs = run(folder, n_experts=16, n_tokens=16, slots=0.3)
+    runs = run(folder, n_tokens=16, slots=0.3)
     figure, axes = pyplot.subplots(figsize=(9, 2.9))
     for y, step in ((3, runs.serial), (0, runs.scheduled)):
         lanes(axes, y, step)
@@ -183,110 +183,6 @@ def draw_overlap(folder: Path, out: Path) -> None:
         f"{machine()['cpu']}",
     )
     figure.savefig(out, dpi=110)
-
-
-def draw_layer(folder: Path, out: Path) -> None:
-    """One layer of experts in a decode of 4 tokens: what crosses the link, and what computes."""
-    runs = run(folder, n_experts=32, n_tokens=4, slots=0.4)
-    events = sorted(runs.scheduled.events, key=lambda event: event.start_s)
-    layer, ids = telling_layer(events)
-    computed = [e for e in events if e.lane == COMPUTE and "cause" not in e.args]
-    before = [e for e in computed if e.end_s <= ids.start_s][-1]
-    after = [e for e in computed if e.start_s >= ids.end_s][:3]
-    start_s, end_s = before.start_s, after[-1].end_s
-    figure, axes = pyplot.subplots(figsize=(9, 3.3))
-    for event in events:
-        if event.start_s > end_s or event.end_s < start_s:
-            continue
-        if event.lane == COPY:
-            edges = {"edgecolor": "white", "linewidth": 0.6}
-            bar(axes, 1, event, REASONS[str(event.args["reason"])], **edges)
-        elif event.lane == COMPUTE and event.args.get("cause") == "copy":
-            bar(axes, 0, event, WAITED)
-        elif event.lane == COMPUTE and event.args.get("cause") == "ids":
-            bar(axes, 0, event, "black")
-        elif event.lane == COMPUTE:
-            bar(axes, 0, event, COMPUTED)
-    label_blocks(axes, before, after)
-    label_copies(axes, events, layer, start_s, end_s)
-    n_missed = missed(events, layer)
-    axes.annotate(
-        f"router read: {n_missed} of the experts\nthat it chose are in no slot",
-        xy=(ids.end_s * 1e3, 0.45), xytext=(ids.end_s * 1e3, 2.35), fontsize=8, ha="center",
-        arrowprops={"arrowstyle": "->", "color": "black", "lw": 0.8},
-    )  # fmt: skip
-    axes.set_yticks([1, 0], ["link", "compute"])
-    axes.set(xlabel="ms of this decode", ylim=(-0.9, 3.0))
-    axes.set_xlim(start_s * 1e3, end_s * 1e3)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    patches = [Patch(color=REASONS[r], label=WORDS[r]) for r in WORDS]
-    patches += [Patch(color=WAITED, label="waiting for a copy")]
-    axes.legend(handles=patches, fontsize=7, frameon=False, loc="upper right", ncols=2)
-    caption(
-        figure,
-        f"Layer {layer} in a decode of 4 tokens; Kimi-K2's shape, 8 layers, 32 experts of which 4 "
-        "are used by a token, random weights, q4_K, slots for 40 %. sim, 1 thread, link "
-        f"{runs.bandwidth_bytes_per_s / 1e9:.1f} GB/s. {machine()['cpu']}",
-    )
-    figure.savefig(out, dpi=110)
-
-
-def missed(events: Sequence[Event], layer: int) -> int:
-    """Experts of the layer that were copied after its router was read."""
-    copies = [e for e in events if e.lane == COPY and e.args["layer"] == layer]
-    pieces = {str(e.args["piece"]) for e in copies if e.args["reason"] != "predicted"}
-    return len({n for piece in pieces for n in spread(piece)})
-
-
-def spread(piece: str) -> range:
-    """The experts of "3" or "3-5"."""
-    first, _, last = piece.partition("-")
-    return range(int(first), int(last or first) + 1)
-
-
-def telling_layer(events: Sequence[Event]) -> tuple[int, Event]:
-    """(layer, reading of its router's ids) where experts are missing: of such layers the one
-    whose computation waited for a time in the middle."""
-    found = []
-    for ids in events:
-        if ids.args.get("cause") != "ids":
-            continue
-        layer = int(ids.args["layer"])
-        waits = [e for e in events if e.args.get("cause") == "copy" and e.args["layer"] == layer]
-        if layer > 1 and missed(events, layer) >= 2:
-            found.append((sum(e.end_s - e.start_s for e in waits), layer, ids))
-    if not found:
-        raise SystemExit("no layer of this run missed experts: run it again")
-    _, layer, ids = sorted(found, key=lambda entry: entry[0])[len(found) // 2]
-    return layer, ids
-
-
-def label_blocks(axes: Any, before: Event, after: Sequence[Event]) -> None:
-    names = ("attention, router", "gate", "up, GLU", "down, then on")
-    for event, name in zip((before, *after), names, strict=True):
-        middle_ms = (event.start_s + event.end_s) / 2 * 1e3
-        axes.text(middle_ms, -0.5, name, ha="center", va="top", fontsize=8)
-
-
-def label_copies(
-    axes: Any, events: Sequence[Event], layer: int, start_s: float, end_s: float
-) -> None:
-    """Brackets over the copies of this layer's three weights, and of others."""
-    groups: list[tuple[str, list[Event]]] = []
-    for event in events:
-        if event.lane == COPY and start_s <= event.start_s < end_s:
-            mine = event.args["layer"] == layer
-            part = event.name.split(".")[2].split("_")[1]
-            name = part if mine else f"layer {event.args['layer']}"
-            if not groups or groups[-1][0] != name:
-                groups.append((name, []))
-            groups[-1][1].append(event)
-    ends = [copies[0].start_s for _, copies in groups[1:]] + [end_s]
-    for (name, copies), next_s in zip(groups, ends, strict=True):
-        left = copies[0].start_s * 1e3
-        right = min(copies[-1].end_s, next_s) * 1e3 - 0.03
-        axes.plot([left, right], [1.5, 1.5], color="black", linewidth=0.8)
-        axes.text(left, 1.56, name, fontsize=8)
 
 
 def draw_costs(_: Path, out: Path, sizes: tuple[int, int, int] = (32, 5, 128)) -> None:
@@ -337,7 +233,6 @@ def draw_costs(_: Path, out: Path, sizes: tuple[int, int, int] = (32, 5, 128)) -
 
 PICTURES: dict[str, Callable[[Path, Path], None]] = {
     "overlap": draw_overlap,
-    "layer": draw_layer,
     "costs": draw_costs,
 }
 

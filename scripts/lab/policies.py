@@ -52,11 +52,8 @@ from specoffload.speculation.speculation import Speculation
 
 DEFAULT = "throughput"
 PLAIN = "fixed 0"
-BLOCKS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # fixed lengths that are tried
+BLOCKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # fixed lengths that are tried
 _N_FINALISTS = 3
-# Tokens written after a prompt, in units of -n: half of it while tuning, twice as many to judge by,
-# since an answer is longer than what it begins with.
-_TUNED, _JUDGED = 0.5, 2
 _REPETITIONS = 3
 
 _COPY_SHARE = 16.0  # the time a single token's copies take, in units of its computation
@@ -98,9 +95,12 @@ class Tally:
         return n_tokens / seconds
 
 
-def hand_tuned() -> dict[str, MakePolicy]:
-    """Settings that a person might try: blocks, and llama.cpp's rule. Length 0 is plain."""
-    makes: dict[str, MakePolicy] = {f"fixed {n}": lambda n=n: Fixed(n) for n in BLOCKS}  # type: ignore[misc]
+def settings(learnt: Policy) -> dict[str, MakePolicy]:
+    """The default as it has learnt so far, plain decoding, and settings that a person might try:
+    blocks, and llama.cpp's rule."""
+    makes: dict[str, MakePolicy] = {DEFAULT: lambda: deepcopy(learnt), PLAIN: lambda: Fixed(0)}
+    for n in BLOCKS:
+        makes[f"fixed {n}"] = lambda n=n: Fixed(n)  # type: ignore[misc]
     for n in (8, 16):
         for p in (0.5, 0.75, 0.9):
             makes[f"p-min {p} max {n}"] = lambda n=n, p=p: PMin(n, p)  # type: ignore[misc]
@@ -115,19 +115,16 @@ def bench_policies(config: Config, *, n_predict: int) -> None:
         raise UsageError("this needs a draft model and the default policy")
     warn_of_load()
     result: dict[str, Any] = {"machine": machine(), "commit": commit(), "model": config.model.name}
-    streaming = config
     if not has_gpu() and config.device == "auto":
-        streaming, words = transfer_bound(config)
-        report.note(words)
-        result["regime"] = words
+        config, result["regime"] = transfer_bound(config)
+        report.note(result["regime"])
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         # Measured in this run, and kept nowhere: no other run has this link.
         spec = replace(config.spec, profile_dir=Path(folder))
-        opened = replace(streaming, spec=spec)
         with (
             report.progress("comparing policies") as bar,
-            Session(opened, keeps_hits=False) as session,
+            Session(replace(config, spec=spec), keeps_hits=False) as session,
         ):
             result |= compare(session, n_predict, bar)
     result["took_s"] = time.perf_counter() - began
@@ -136,43 +133,25 @@ def bench_policies(config: Config, *, n_predict: int) -> None:
 
 
 def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> dict[str, Any]:
-    """Tune: every setting writes after the tuning prompts. Judge: the best settings, the default
-    and plain decoding write after prompts that none of them has met."""
+    """Tokens per second: of all settings on the tuning prompts, then of the best, the default and
+    plain decoding on prompts that none of them has met."""
     speculation = speculation_of(session)
     learning = deepcopy(speculation.policy)  # it learns from the tuning prompts, and is kept
-    tried: dict[str, MakePolicy] = hand_tuned() | {DEFAULT: lambda: learning}
-    tuned = run(
-        session,
-        tried,
-        tuning_prompts(),
-        round(_TUNED * n_predict),
-        1,
-        lambda share: bar(0.4 * share),
-    )
+    tried = settings(learning) | {DEFAULT: lambda: learning}
+    tuned = run(session, tried, tuning_prompts(), n_predict // 2, 1, lambda share: bar(share / 2))
     sweep = {name: tally.rate() for name, tally in tuned.items()}
     ranked = sorted(tried.keys() - {PLAIN, DEFAULT}, key=lambda name: -sweep[name])
     best_tuned = ranked[:_N_FINALISTS]
-    makes = {name: tried[name] for name in (PLAIN, *best_tuned)}
-    makes[DEFAULT] = lambda: deepcopy(learning)
-    final = run(
-        session,
-        makes,
-        judged_prompts(),
-        _JUDGED * n_predict,
-        _REPETITIONS,
-        lambda share: bar(0.4 + 0.5 * share),
-    )
-    two = {name: makes[name] for name in (PLAIN, DEFAULT)}
-    noise = run(session, two, adversarial_prompts(), n_predict, _REPETITIONS)
-    bar(1.0)
+    makes = {name: settings(learning)[name] for name in (PLAIN, *best_tuned, DEFAULT)}
+    final = run(session, makes, judged_prompts(), 2 * n_predict, _REPETITIONS)
     rates = {name: tally.rate() for name, tally in final.items()}
     best = max(best_tuned, key=lambda name: rates[name])
+    two = {name: makes[name] for name in (PLAIN, DEFAULT)}
+    noise = run(session, two, adversarial_prompts(), n_predict, _REPETITIONS)
     return {
-        "policies": sweep | rates,
         "sweep": sweep,
         "final": rates,
         "profile": list(speculation.costs.step_s),
-        "draft_step_s": speculation.costs.draft_step_s,
         "best_tuned": best,
         "default_vs_best_tuned": rates[DEFAULT] / rates[best],
         "default_vs_plain": rates[DEFAULT] / rates[PLAIN],
@@ -223,12 +202,6 @@ def speculation_of(session: Session) -> Speculation:
 
 
 def _show(result: dict[str, Any]) -> None:
-    profile: Sequence[float] = result["profile"]
-    sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 17, 24, 32, 33) if n <= len(profile)]
-    rows = [
-        (str(n), f"{profile[n - 1] * 1e3:.2f}", f"{profile[n - 1] / profile[0]:.2f}") for n in sizes
-    ]
-    report.table("T(n) as the default reads it", ("n", "ms", "T(n)/T(1)"), rows)
     plain = result["sweep"][PLAIN]
     swept = sorted(result["sweep"].items(), key=lambda item: -item[1])
     report.table(

@@ -21,7 +21,7 @@ def pictures() -> ModuleType:
 def test_the_three_runs_of_a_picture_differ_as_they_should(
     pictures: ModuleType, tmp_path: Path
 ) -> None:
-    runs = pictures.run(tmp_path, n_experts=16, n_tokens=4, slots=0.4)
+    runs = pictures.run(tmp_path, n_tokens=4, slots=0.4)
     assert runs.resident.copied_bytes == 0
     assert min(runs.serial.copied_bytes, runs.scheduled.copied_bytes) > 0
     for step in (runs.serial, runs.scheduled):
@@ -36,20 +36,10 @@ def test_the_three_runs_of_a_picture_differ_as_they_should(
     assert all(found <= set(pictures.WORDS) for found in reasons)
 
 
-@pytest.mark.parametrize("name", ["overlap", "layer"])
-def test_a_picture_is_drawn(pictures: ModuleType, tmp_path: Path, name: str) -> None:
-    out = tmp_path / "picture.png"
-    pictures.PICTURES[name](tmp_path, out)
-    assert out.read_bytes().startswith(b"\x89PNG")
-    assert 5_000 < out.stat().st_size < 100_000
-
-
-def test_what_is_copied_again_is_counted_by_expert(pictures: ModuleType) -> None:
-    assert list(pictures.spread("3")) == [3]
-    assert list(pictures.spread("3-5")) == [3, 4, 5]
-
-
-def test_the_costs_are_drawn(pictures: ModuleType, tmp_path: Path) -> None:
-    out = tmp_path / "costs.png"
-    pictures.draw_costs(tmp_path, out, sizes=(4, 1, 16))
-    assert out.read_bytes().startswith(b"\x89PNG")
+def test_the_pictures_are_drawn(pictures: ModuleType, tmp_path: Path) -> None:
+    pictures.draw_overlap(tmp_path, tmp_path / "overlap.png")
+    pictures.draw_costs(tmp_path, tmp_path / "costs.png", sizes=(4, 1, 16))
+    for name in ("overlap", "costs"):
+        drawn = (tmp_path / f"{name}.png").read_bytes()
+        assert drawn.startswith(b"\x89PNG")
+        assert 5_000 < len(drawn) < 100_000
