@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -102,40 +102,39 @@ class Overlap:
     misses: int
 
 
-def bench_overlap(repetitions: int, cases: Sequence[Case] = CASES) -> None:
-    """Measure every case and print the table and the JSON line."""
+def bench(
+    key: str, title: str, cases: Sequence[Any], measure: Callable[[Any, Path, int], Any]
+) -> None:
+    """The command line of a bench on `sim`: measures every case, prints a table and the JSON line.
+
+    `measure` takes a case, a folder for models and the number of repetitions.
+    """
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("-r", "--repetitions", type=int, default=5, help="timed steps of each case")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
+    args = parser.parse_args()
+    report.only_data(args.json)
     warn_of_load()
-    results = []
-    with tempfile.TemporaryDirectory() as folder, report.progress("measuring overlap") as bar:
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, report.progress(f"measuring {key}") as bar:
         for i, case in enumerate(cases):
-            results.append(measure(case, Path(folder), repetitions))
+            rows.append(asdict(measure(case, Path(folder), args.repetitions)))
             bar((i + 1) / len(cases))
+    times = [name for name in rows[0] if name.endswith("_s") and not name.endswith("_per_s")]
     report.table(
-        "overlap of copies with compute (sim, one compute thread)",
-        (
-            "case",
-            "copy ms (computed)",
-            "compute ms",
-            "serial ms",
-            "step ms",
-            "step ÷ max",
-            f"<= {LIMIT}",
-        ),
+        title,
+        ("case", *(f"{name.removesuffix('_s')} ms" for name in times), "step ÷ max", f"<= {LIMIT}"),
         [
             (
-                r.case,
-                f"{r.copy_s * 1e3:.0f}",
-                f"{r.compute_s * 1e3:.0f}",
-                f"{r.serial_s * 1e3:.0f}",
-                f"{r.step_s * 1e3:.0f}",
-                f"{r.ratio:.3f}",
-                "yes" if r.ratio <= LIMIT else "no",
+                row["case"],
+                *(f"{row[name] * 1e3:.1f}" for name in times),
+                f"{row['ratio']:.3f}",
+                "yes" if row["ratio"] <= LIMIT else "no",
             )
-            for r in results
+            for row in rows
         ],
     )
-    rows = [asdict(r) for r in results]
-    report.data({"overlap": rows, "machine": machine(), "commit": commit()})
+    report.data({key: rows, "machine": machine(), "commit": commit()})
 
 
 def measure(case: Case, folder: Path, repetitions: int) -> Overlap:
@@ -209,14 +208,6 @@ def _step(
     return _Steps(times[2:], per_step, after.hits - before.hits, after.misses - before.misses)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/lab/run overlap")
-    parser.add_argument("-r", "--repetitions", type=int, default=5, help="timed steps of each case")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
-    args = parser.parse_args()
-    report.only_data(args.json)
-    bench_overlap(args.repetitions)
-
-
 if __name__ == "__main__":
-    main()
+    title = "overlap of copies with compute (sim, one compute thread; copy ms are computed)"
+    bench("overlap", title, CASES, measure)

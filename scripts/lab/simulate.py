@@ -1,41 +1,112 @@
-"""`scripts/lab/run simulate`: every policy on measured curves, without a model."""
+"""`scripts/lab/run simulate`: every policy on measured curves, over kinds of text and
+miscalibrations, without a model."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lab.simulation.compare import (
-    Make,
-    Score,
-    compare,
-    named_policies,
-    synthetic_traces,
-)
 from lab.simulation.simulate import (
     DraftTrace,
-    brute_force_oracle,
     fixed_oracle,
     parse_trace,
     simulate,
+    synthetic_trace,
 )
+from specdec.build import build_policy
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import (
-    MOST_PROFILE_BYTES,
-    load,
-    parse_batch_costs,
-    parse_batched_bench,
-    published_curves,
-)
-from specdec.errors import BadProfile, SpecDecError
+from specdec.costs.profile_io import published_curves
+from specdec.errors import SpecDecError
+from specdec.options import PolicyName, SpecOptions
+from specdec.policies.rules import Fixed
+from specdec.policies.throughput import Throughput
+from specdec.types import Policy
 from specdec.whole_file import read_text
 from specoffload import report
 from specoffload.errors import KNOWN
+from specoffload.speculation.profile_store import read_any
 
 _ORACLE_LONGEST = 24
+TEXTS: Mapping[str, tuple[str, ...]] = {
+    "code": ("code",),
+    "prose": ("prose",),
+    "noise": ("noise",),
+    "switching": ("code", "prose"),
+}
+CONFIDENCES = (1.0, 1.6, 0.6)
+Make = Callable[[CostProfile], Policy]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A policy over all cases, as ratios of tokens per second; means are geometric."""
+
+    policy: str
+    mean_to_oracle: float
+    least_to_oracle: float
+    mean_to_plain: float
+    least_to_plain: float
+
+
+def named_policies() -> dict[str, Make]:
+    """Every policy by name with its defaults, and fixed blocks of 8 beside those of 4."""
+    makes: dict[str, Make] = {name: _named(name) for name in PolicyName if name != "throughput"}
+    makes["fixed-8"] = lambda profile: Fixed(8)
+    # The simulator's times are the profile's own, so there is nothing to refresh.
+    makes["throughput"] = lambda profile: Throughput(profile, refresh=False)
+    return makes
+
+
+def _named(name: PolicyName) -> Make:
+    options = SpecOptions(policy=name)
+    return lambda profile: build_policy(options, profile)
+
+
+def synthetic_traces(n_tokens: int, seed: int) -> list[DraftTrace]:
+    """Every kind of text, calibrated, over-confident and under-confident."""
+    return [
+        synthetic_trace(n_tokens, seed=seed + i, kinds=kinds, confidence=confidence)
+        for confidence in CONFIDENCES
+        for i, kinds in enumerate(TEXTS.values())
+    ]
+
+
+def compare(
+    curves: Mapping[str, CostProfile],
+    traces: Sequence[DraftTrace],
+    *,
+    draft_share: float = 0.05,
+    policies: Mapping[str, Make] | None = None,
+) -> list[Score]:
+    """Scores, best first. A draft step takes `draft_share` of T(1) unless the curve says."""
+    makes = named_policies() if policies is None else policies
+    logs: dict[str, list[tuple[float, float]]] = {name: [] for name in makes}
+    for curve in curves.values():
+        step_s = curve.draft_step_s or draft_share * curve.step_s[0]
+        profile = replace(curve, draft_step_s=step_s)
+        for trace in traces:
+            oracle = fixed_oracle(trace, profile, min(_ORACLE_LONGEST, profile.n_max - 1)).rate
+            for name, make in makes.items():
+                rate = simulate(trace, profile, make(profile)).rate
+                logs[name].append((math.log(rate / oracle), math.log(rate * profile.step_s[0])))
+    scores = [_score(name, pairs) for name, pairs in logs.items()]
+    return sorted(scores, key=lambda s: -s.mean_to_oracle)
+
+
+def _score(name: str, logs: Sequence[tuple[float, float]]) -> Score:
+    oracle, plain = zip(*logs, strict=True)
+    n = len(logs)
+    return Score(
+        name,
+        math.exp(sum(oracle) / n),
+        math.exp(min(oracle)),
+        math.exp(sum(plain) / n),
+        math.exp(min(plain)),
+    )
 
 
 def simulate_policies(
@@ -48,7 +119,9 @@ def simulate_policies(
 ) -> None:
     """Print a table. Raises BadProfile or SpecDecError for files
     that cannot be read."""
-    curves = published_curves() if profile is None else {profile.stem: read_profile(profile)}
+    curves = (
+        published_curves() if profile is None else {profile.stem: read_any("--profile", profile)}
+    )
     makes = named_policies()
     if trace is not None:
         _replay(curves, makes, trace, draft_share)
@@ -73,20 +146,6 @@ def _row(s: Score) -> tuple[str, ...]:
     return (s.policy, *(f"{v:.3f}" for v in values))
 
 
-def read_profile(path: Path) -> CostProfile:
-    """Our JSON, llama-batched-bench's JSONL or GGML_BATCH_COSTS text. Raises BadProfile."""
-    try:
-        text = read_text(path, MOST_PROFILE_BYTES)
-    except (OSError, UnicodeDecodeError) as e:
-        raise BadProfile(f"--profile {path}: cannot be read as UTF-8 text ({e})") from e
-    if '"speed_tg"' in text:
-        return parse_batched_bench(text)
-    if text.lstrip().startswith(("{", "[")):
-        return load(path).costs
-    line = text.strip()
-    return parse_batch_costs((line.partition("=")[2] or line).strip("\"' "))
-
-
 def _replay(
     curves: dict[str, CostProfile], makes: Mapping[str, Make], file: Path, draft_share: float
 ) -> None:
@@ -102,7 +161,6 @@ def _replay(
         rates = {policy: run.rate / plain for policy, run in runs.items()}
         asked[name] = {policy: run.n_unknown for policy, run in runs.items()}
         rates["(best fixed block in hindsight)"] = fixed_oracle(trace, costs, longest).rate / plain
-        rates["(knows every outcome)"] = brute_force_oracle(trace, costs, longest).rate / plain
         results[name] = rates
         report.table(
             f"{len(trace.p)} recorded tokens on {name}",
@@ -122,18 +180,13 @@ def _read_trace(file: Path) -> DraftTrace:
         trace = parse_trace(read_text(file))
     except (OSError, UnicodeDecodeError) as e:
         raise SpecDecError(f"--trace {file}: cannot be read as UTF-8 text ({e})") from e
-    _say_unknown(trace)
-    return trace
-
-
-def _say_unknown(trace: DraftTrace) -> None:
-    """The lines on what a replay cannot tell, since the recording policy did not ask."""
     if trace.unknown:
         report.line(
             f"{len(trace.unknown)} of {len(trace.p)} tokens are unknown: nobody drafted them when "
             "this was recorded. Drafts are cut short there, so policies that draft longer look "
             "worse than they are; record with --spec-policy fixed --spec-draft-n-max 16"
         )
+    return trace
 
 
 def main() -> None:

@@ -15,17 +15,15 @@ in each.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lab.overlap import bench
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
@@ -35,10 +33,7 @@ from offload.split.division import HOST, SplitCosts, expected, split_pairs
 from offload.split.switch import Splitter, all_on_device
 from offload.streaming.options import StreamingOptions
 from offload.timing import decode_s
-from specoffload import report
-from specoffload.commands.bench import commit, machine
 
-LIMIT = 1.10
 _SHAPE: dict[str, Any] = {
     "n_layer": 6,
     "n_embd": 256,
@@ -128,56 +123,26 @@ class _Counted:
         return split.kind
 
 
-def bench_hybrid(repetitions: int, cases: Sequence[Case] = CASES) -> None:
-    """Measure every case and print the table and the JSON line."""
-    results = []
-    with tempfile.TemporaryDirectory() as folder, report.progress("measuring splits") as bar:
-        path = write_preset("qwen3-30b-a3b", Path(folder) / "split.gguf", seed=1, **_SHAPE)
-        for i, case in enumerate(cases):
-            results.append(measure(case, path, repetitions))
-            bar((i + 1) / len(cases))
-    report.table(
-        "layers split between CPU and device (sim, each held to a rate)",
-        ("case", "CPU ms", "device ms", "sum ms", "step ms", "step ÷ max", f"<= {LIMIT}"),
-        [
-            (
-                r.case,
-                *(f"{s * 1e3:.1f}" for s in (r.cpu_s, r.device_s, r.sum_s, r.step_s)),
-                f"{r.ratio:.3f}",
-                "yes" if r.ratio <= LIMIT else "no",
-            )
-            for r in results
-        ],
-    )
-    rows = [asdict(r) for r in results]
-    report.data({"hybrid": rows, "machine": machine(), "commit": commit()})
-
-
-def measure(case: Case, path: Path, repetitions: int) -> Split:
+def measure(case: Case, folder: Path, repetitions: int) -> Split:
     """Run one case: `repetitions` steps of new tokens behind two of warm-up."""
+    path = folder / "split.gguf"
+    if not path.exists():
+        write_preset("qwen3-30b-a3b", path, seed=1, **_SHAPE)
     whole = make_plan(read_facts(path), budget_bytes=None)
     bandwidth = max(group.piece_bytes for group in whole.layout.groups) / _COPY_S
     vram = whole.resident_bytes + int(whole.slot_bytes * case.slots)
     rates = f"expert={case.device_s * 1e6:.0f}us,host={case.host_s * 1e6:.0f}us"
     counted = _Counted(case.splitter, _costs(case.device_s, case.host_s))
     streaming = StreamingOptions(vram_bytes=vram, prefetch=False, hybrid=True, splitter=counted)
-    found = _steps(path, f"sim:bw={bandwidth:.0f}B/s,{rates}", streaming, repetitions, counted)
+    times = _steps(path, f"sim:bw={bandwidth:.0f}B/s,{rates}", streaming, repetitions, counted)
     # The same model with nothing to copy and nobody held to a rate: what else a step computes.
-    rest = _steps(path, "sim", None, repetitions, None)
-    rest_s = statistics.median(rest.times)
-    cpu_s = found.cpu_s / repetitions
-    device_s = rest_s + found.device_s / repetitions
-    step_s = statistics.mean(found.times)  # as the counts are means: steps differ in what they miss
+    rest_s = statistics.median(_steps(path, "sim", None, repetitions, None))
+    cpu_s = counted.cpu_s / repetitions
+    device_s = rest_s + counted.device_s / repetitions
+    step_s = statistics.mean(times)  # as the counts are means: steps differ in what they miss
     return Split(
         case.name, cpu_s, device_s, cpu_s + device_s, step_s, step_s / max(cpu_s, device_s)
     )
-
-
-@dataclass(frozen=True)
-class _Steps:
-    times: list[float]
-    cpu_s: float = 0.0  # expected of the split layers of all steps
-    device_s: float = 0.0
 
 
 def _steps(
@@ -186,7 +151,8 @@ def _steps(
     streaming: StreamingOptions | None,
     repetitions: int,
     counted: _Counted | None,
-) -> _Steps:
+) -> list[float]:
+    """Seconds of the steps; `counted` then has what is expected of their split layers."""
     options = EngineOptions(
         device=device,
         stream_experts=streaming is not None,
@@ -206,9 +172,7 @@ def _steps(
             token = (101 * i + 3) % engine.n_vocab
             times.append(decode_s(engine.sequences, 0, [token], n_logits=1))
             engine.sequences.rewind(0, 0)
-    if counted is None:
-        return _Steps(times[2:])
-    return _Steps(times[2:], counted.cpu_s, counted.device_s)
+    return times[2:]
 
 
 def _fill(engine: Engine, counted: _Counted) -> None:
@@ -220,14 +184,7 @@ def _fill(engine: Engine, counted: _Counted) -> None:
     counted.splitter = splitter
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/lab/run split")
-    parser.add_argument("-r", "--repetitions", type=int, default=5, help="timed steps of each case")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON alone")
-    args = parser.parse_args()
-    report.only_data(args.json)
-    bench_hybrid(args.repetitions)
-
-
 if __name__ == "__main__":
-    main()
+    bench(
+        "hybrid", "layers split between CPU and device (sim, each held to a rate)", CASES, measure
+    )

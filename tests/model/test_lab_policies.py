@@ -9,8 +9,8 @@ import pytest
 from resolved import config_of
 
 from lab.policies import Tally, judged_prompts, run, tuning_prompts
-from specdec.policies.rules import Fixed, FixedWalk
-from specdec.types import Round
+from specdec.policies.rules import Fixed
+from specdec.types import Round, Walk
 from specoffload.config.resolution import Config, demo_file
 from specoffload.session.session import Session
 from specoffload.session.statistics import GenerationStats
@@ -28,7 +28,7 @@ class Noting(Fixed):
         super().__init__(2)
         self.name, self._began, self.n_learnt = name, began, 0
 
-    def begin(self, limit: int, source: str) -> FixedWalk:
+    def begin(self, limit: int, source: str) -> Walk:
         self._began.append((self.name, self.n_learnt))
         return super().begin(limit, source)
 

@@ -244,5 +244,4 @@ def test_a_recorded_trace_is_replayed(folder: Path, tmp_path: Path) -> None:
     rates = replayed["replayed"]
     assert isinstance(rates, dict)
     found = rates["costs"]
-    assert max(found, key=found.get) == "(knows every outcome)"
     assert found["throughput"] > 0

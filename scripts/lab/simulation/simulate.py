@@ -12,12 +12,13 @@ drafts longer than the recording one says too little for it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specdec.costs.profile import CostProfile
 from specdec.errors import SpecDecError
@@ -192,27 +193,6 @@ def fixed_oracle(trace: DraftTrace, profile: CostProfile, n_max: int) -> Simulat
     return Simulated(n_tokens, time, rounds, drafted, n_tokens - rounds, drafted)
 
 
-def brute_force_oracle(trace: DraftTrace, profile: CostProfile, n_max: int) -> Simulated:
-    """The least time to decode the trace for one who knows every outcome: shortest path."""
-    runs = trace.runs()
-    n = len(trace.p)
-    cost = _round_costs(profile, n_max)
-    least = [0.0] * (n + n_max + 2)
-    choice = [0] * n
-    for at in range(n - 1, -1, -1):
-        # Drafting past the first wrong token gains nothing, unless a larger batch is cheaper.
-        reach = int(min(runs[at], n_max))
-        best = min((cost[m] + least[min(n, at + min(m, reach) + 1)], m) for m in range(n_max + 1))
-        least[at], choice[at] = best
-    at = rounds = drafted = 0
-    while at < n:
-        m = choice[at]
-        at = min(n, at + min(m, int(runs[at])) + 1)
-        rounds += 1
-        drafted += m
-    return Simulated(n, least[0], rounds, drafted, n - rounds, drafted)
-
-
 # -- traces -------------------------------------------------------------------------------------
 
 
@@ -260,60 +240,37 @@ def _draw(rng: np.random.Generator, kind: str, n: int) -> NDArray[np.float64]:
     return np.clip(drawn, 1e-4, 1 - 1e-4)
 
 
+class _Record(BaseModel):
+    """One token of a trace's file; p and accepted are null where nobody drafted the token."""
+
+    model_config = ConfigDict(strict=True)
+    # A sum of probabilities may be above 1 by its last bits.
+    p: Annotated[float, Field(ge=0, le=1.000001)] | None
+    accepted: bool | None
+    segment: str = "text"
+
+
 def parse_trace(text: str) -> DraftTrace:
-    """JSONL, one {"p": .., "accepted": ..} per token, optionally with "segment"; both null where
-    nobody drafted the token.
+    """JSONL, one {"p": .., "accepted": ..} per token, optionally with "segment".
 
     Raises SpecDecError naming the line.
     """
-    p: list[float] = []
-    accepted: list[bool] = []
-    segments: list[tuple[int, str]] = []
-    unknown: set[int] = set()
+    records: list[_Record] = []
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if record["p"] is None and record["accepted"] is None:
-                unknown.add(len(p))
-            p.append(_probability(record["p"]))
-            accepted.append(_outcome(record["accepted"]))
-            if (record["p"] is None) != (record["accepted"] is None):
-                raise ValueError("p and accepted are null together or not at all")
-            name = str(record.get("segment", "text"))
-        except (KeyError, TypeError, ValueError, RecursionError) as e:
-            why = str(e) if isinstance(e, ValueError) else repr(e)
-            message = f"line {number} of the trace is no record of one: {why:.200}"
-            raise SpecDecError(message) from e
-        if not segments or segments[-1][1] != name:
-            segments.append((len(p) - 1, name))
-    names = tuple(segments) or ((0, "text"),)
-    return DraftTrace(tuple(p), tuple(accepted), names, frozenset(unknown))
-
-
-def _probability(value: object) -> float:
-    if value is None:
-        return 0.0
-    # A sum of probabilities may be above 1 by its last bits.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1.000001:
-        raise ValueError(f"p is {value!r:.40}, no probability")
-    return min(1.0, float(value))
-
-
-def _outcome(value: object) -> bool:
-    if value is None or isinstance(value, bool):
-        return value is True
-    raise ValueError(f"accepted is {value!r:.40}; it must be true, false or null")
-
-
-def format_trace(trace: DraftTrace) -> str:
-    """The JSONL that `parse_trace` reads."""
-    names = dict(trace.segments)
-    name, lines = "text", []
-    for i, (p, accepted) in enumerate(zip(trace.p, trace.accepted, strict=True)):
-        name = names.get(i, name)
-        known = i not in trace.unknown
-        record = {"p": p if known else None, "accepted": accepted if known else None}
-        lines.append(json.dumps({**record, "segment": name}))
-    return "\n".join(lines) + "\n"
+        if line.strip():
+            try:
+                record = _Record.model_validate_json(line)
+            except ValidationError as e:
+                why = e.errors()[0]["msg"]
+                raise SpecDecError(f"line {number} of the trace is no record of one: {why}") from e
+            if (record.p is None) != (record.accepted is None):
+                raise SpecDecError(f"line {number} of the trace: p and accepted are null together")
+            records.append(record)
+    names = [record.segment for record in records]
+    starts = [i for i, name in enumerate(names) if not i or names[i - 1] != name]
+    return DraftTrace(
+        tuple(min(1.0, record.p or 0.0) for record in records),
+        tuple(record.accepted is True for record in records),
+        tuple((i, names[i]) for i in starts) or ((0, "text"),),
+        frozenset(i for i, record in enumerate(records) if record.p is None),
+    )

@@ -3,7 +3,6 @@ continuations of training text, which are what a draft is asked to guess."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 from rich.progress import Progress
 
 from lab.train.shapes import EOS_ID, N_CTX, SEED
+from offload.engine import Engine, EngineOptions
 from offload.ggml.library.lib import library
 
 STRIDE = 1536  # windows of N_CTX tokens overlap by a quarter, so most tokens see 512 before them
@@ -126,80 +126,38 @@ def agreement(target: LlamaModel, draft: LlamaModel, prompt: str) -> float:
 # -- continuations ---------------------------------------------------------------------------------
 
 
-class ParallelGreedy:
-    """Decodes `N_PARALLEL` sequences of one model side by side, each by its own greedy choice."""
-
-    def __init__(self, path: Path, n_threads: int) -> None:
-        library()  # its log then goes into a logger that is silent by itself
-        settings = llama_cpp.llama_model_default_params()
-        settings.n_gpu_layers = 0
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), settings)
-        if not self.model:
-            raise FileNotFoundError(f"llama.cpp cannot load {path.name}")
-        options = llama_cpp.llama_context_default_params()
-        options.n_ctx = N_PARALLEL * 256
-        options.n_batch = options.n_ubatch = 512
-        options.n_seq_max = N_PARALLEL
-        options.n_threads = options.n_threads_batch = n_threads
-        self.context = llama_cpp.llama_init_from_model(self.model, options)
-        self.n_vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.batch = llama_cpp.llama_batch_init(512, 0, 1)
-
-    def _decode(self, rows: list[tuple[int, int, int]], n_logits: int) -> np.ndarray:
-        """Rows of (token, position, sequence); logits of the last `n_logits`, one row each."""
-        self.batch.n_tokens = len(rows)
-        for i, (token, position, sequence) in enumerate(rows):
-            self.batch.token[i], self.batch.pos[i] = token, position
-            self.batch.n_seq_id[i], self.batch.seq_id[i][0] = 1, sequence
-            self.batch.logits[i] = i >= len(rows) - n_logits
-        if llama_cpp.llama_decode(self.context, self.batch) != 0:
-            raise RuntimeError(f"llama.cpp could not decode {len(rows)} tokens")
-        if not n_logits:
-            return np.empty((0, self.n_vocab), np.float32)
-        pointer = llama_cpp.llama_get_logits(self.context)
-        floats = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_float))
-        return np.ctypeslib.as_array(floats, (n_logits, self.n_vocab))
-
-    def continue_all(self, prompts: np.ndarray) -> np.ndarray:
-        """int [N_PARALLEL, N_PROMPT] -> uint16 [N_PARALLEL, LENGTH], the prompts included."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), False)
-        out = np.zeros((N_PARALLEL, LENGTH), dtype=np.uint16)
-        out[:, :N_PROMPT] = prompts
-        for sequence in range(N_PARALLEL):
-            ids = prompts[sequence].tolist()
-            logits = self._decode([(t, i, sequence) for i, t in enumerate(ids)], 1)
-            out[sequence, N_PROMPT] = logits[0].argmax()
-        for position in range(N_PROMPT, LENGTH - 1):
-            rows = [(int(out[s, position]), position, s) for s in range(N_PARALLEL)]
-            out[:, position + 1] = self._decode(rows, N_PARALLEL).argmax(-1)
-        return out
-
-    def close(self) -> None:
-        llama_cpp.llama_batch_free(self.batch)
-        llama_cpp.llama_free(self.context)
-        llama_cpp.llama_model_free(self.model)
-
-
-def line_starts(tokens: np.ndarray, newline_ids: np.ndarray) -> np.ndarray:
-    """Positions in the training stream after a token that ends in a newline."""
-    ends = np.flatnonzero(np.isin(tokens, newline_ids)) + 1
-    return ends[ends < len(tokens) - N_PROMPT]
-
-
 def make_continuations(
     target: Path, tokens: np.ndarray, newline_ids: np.ndarray, deadline_s: float, n_threads: int
 ) -> np.ndarray:
     """uint16 [n, LENGTH] until the deadline: prompts from random line starts, greedy tails."""
     rng = np.random.default_rng(SEED)
-    starts = line_starts(tokens, newline_ids)
-    greedy = ParallelGreedy(target, n_threads)
+    starts = np.flatnonzero(np.isin(tokens, newline_ids)) + 1  # after a token that ends a line
+    starts = starts[starts < len(tokens) - N_PROMPT]
+    options = EngineOptions(
+        device="cpu",
+        n_ctx=N_PARALLEL * 256,
+        n_sequences=N_PARALLEL,
+        n_threads=n_threads,
+        n_threads_batch=n_threads,
+    )
     begun, parts = time.monotonic(), []
-    with Progress(refresh_per_second=0.2) as progress:
+    with Engine(target, options) as engine, Progress(refresh_per_second=0.2) as progress:
         bar = progress.add_task("continuations", total=deadline_s)
         while (elapsed := time.monotonic() - begun) < deadline_s or not parts:
             progress.update(bar, completed=elapsed)
-            chosen = rng.choice(starts, N_PARALLEL)
-            prompts = np.stack([tokens[s : s + N_PROMPT] for s in chosen])
-            parts.append(greedy.continue_all(prompts))
-    greedy.close()
+            prompts = np.stack([tokens[s : s + N_PROMPT] for s in rng.choice(starts, N_PARALLEL)])
+            parts.append(continued(engine, prompts))
     return np.concatenate(parts)
+
+
+def continued(engine: Engine, prompts: np.ndarray) -> np.ndarray:
+    """[n, N_PROMPT] -> uint16 [n, LENGTH]: each sequence goes on by its own greedy choice."""
+    out = np.zeros((len(prompts), LENGTH), dtype=np.uint16)
+    out[:, :N_PROMPT] = prompts
+    for i, prompt in enumerate(prompts.tolist()):
+        engine.sequences.rewind(i, 0)
+        out[i, N_PROMPT] = engine.sequences.extend(i, prompt, 1)[0].argmax()
+    for at in range(N_PROMPT, LENGTH - 1):
+        rows = engine.sequences.extend_batch([(i, [int(row[at])], 1) for i, row in enumerate(out)])
+        out[:, at + 1] = [row[0].argmax() for row in rows]
+    return out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.simulation.compare import compare, named_policies, synthetic_traces
+from lab.simulate import compare, named_policies, synthetic_traces
 from specdec.costs.calibration import Calibration
 from specdec.costs.plot import MOST_RUNS, plot_profiles, plot_reliability, profile_figure
 from specdec.costs.profile import CostProfile, Timed

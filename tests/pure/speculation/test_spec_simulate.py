@@ -15,10 +15,8 @@ import pytest
 
 from lab.simulation.simulate import (
     DraftTrace,
-    brute_force_oracle,
     constant_rate,
     fixed_oracle,
-    format_trace,
     parse_trace,
     simulate,
     synthetic_trace,
@@ -101,44 +99,11 @@ def test_a_linear_cost_makes_it_choose_nothing_and_cost_nothing() -> None:
     assert run.n_drafted < 0.05 * run.n_tokens
 
 
-def test_no_policy_beats_the_oracle_that_knows_every_outcome() -> None:
-    profile = with_draft(CURVES["mistral-large-2411"], 0.05)
-    text = synthetic_trace(600, seed=2, kinds=("code", "prose"))
-    best = brute_force_oracle(text, profile, 24)
-    for policy in [*others().values(), Throughput(profile, n_max=24, refresh=False)]:
-        if policy.n_max <= 24:
-            assert simulate(text, profile, policy).rate <= best.rate * (1 + 1e-9)
-    assert fixed_oracle(text, profile, 24).rate <= best.rate
-
-
-def test_the_brute_force_oracle_is_the_least_over_all_choices() -> None:
-    profile = CostProfile((1.0, 1.5, 1.6, 3.0), 0.1)
-    text = DraftTrace((0.5,) * 6, (True, False, True, True, False, True))
-
-    def least(at: int) -> float:
-        if at >= 6:
-            return 0.0
-        return min(
-            profile.time(1 + m) + 0.1 * m + least(at + min(m, int(text.runs()[at])) + 1)
-            for m in range(4)
-        )
-
-    assert brute_force_oracle(text, profile, 3).time == pytest.approx(least(0))
-
-
 def test_a_simulated_fixed_policy_is_the_constant_rate() -> None:
     profile = with_draft(CURVES["deepseek-r1-0528-numa"], 0.05)
     text = synthetic_trace(3000, seed=1)
     simulated = simulate(text, profile, Fixed(3)).rate
     assert simulated == pytest.approx(constant_rate(text, profile, 3, 0, 3000), rel=2e-3)
-
-
-def test_traces_are_written_and_read_back() -> None:
-    text = synthetic_trace(50, seed=1, kinds=("code", "prose"), segment=20)
-    again = parse_trace(format_trace(text))
-    assert again.accepted == text.accepted
-    assert again.p == pytest.approx(text.p)
-    assert again.segments == text.segments
 
 
 @pytest.mark.parametrize(
