@@ -1,4 +1,4 @@
-"""Do CPU and device compute a layer's experts at once? On `sim`.
+"""Do CPU and device compute a layer's experts at once? On `sim`: [-r REPETITIONS] [--json]
 
 The link, each expert on the device and each on the CPU are held to a known time (`sim:bw=,expert=,
 host=`), longer than what this machine needs, so that what is measured is the order of things and
