@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from numa.errors import BadTopology
-from numa.topology import Core, Gpu, HugePages, Node, Topology, parse_list
+from numa.topology import Core, Gpu, Node, ReservedPages, Topology, parse_list
 
 _CPU = "sys/devices/system/cpu"
 _NODE = "sys/devices/system/node"
@@ -103,13 +103,13 @@ def _read_distances(base: Path, folder: str, node_id: int, ids: tuple[int, ...])
     return tuple(int(w) for w in words)
 
 
-def _read_huge_pages(base: Path, folder: str) -> tuple[HugePages, ...]:
-    pages: list[HugePages] = []
+def _read_huge_pages(base: Path, folder: str) -> tuple[ReservedPages, ...]:
+    pages: list[ReservedPages] = []
     for path in sorted((base / folder / "hugepages").glob("hugepages-*kB")):
         name = f"{folder}/hugepages/{path.name}"
         size = _parse_kib(path.name.removeprefix("hugepages-"), name)
         total = _int(base, f"{name}/nr_hugepages") or 0
-        pages.append(HugePages(size, total, _int(base, f"{name}/free_hugepages") or 0))
+        pages.append(ReservedPages(size, total, _int(base, f"{name}/free_hugepages") or 0))
     return tuple(pages)
 
 

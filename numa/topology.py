@@ -20,7 +20,7 @@ class Core:
 
 
 @dataclass(frozen=True)
-class HugePages:
+class ReservedPages:
     """Reserved pages of one size on one node."""
 
     page_bytes: int
@@ -37,7 +37,7 @@ class Node:
     memory_bytes: int
     free_bytes: int
     distances: tuple[int, ...]
-    huge_pages: tuple[HugePages, ...] = ()
+    huge_pages: tuple[ReservedPages, ...] = ()
 
 
 @dataclass(frozen=True)

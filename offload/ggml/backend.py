@@ -103,12 +103,12 @@ class Device:
         made.close()  # CUDA's gives pageable memory where it can pin no more
         return None
 
-    def event(self) -> Event:
+    def event(self) -> StreamEvent:
         """Raises DeviceFailed."""
         made = self._lib.ggml_backend_event_new(self.address)
         if not made:
             raise DeviceFailed("the device refused to make another event")
-        return Event(made)
+        return StreamEvent(made)
 
 
 def all_devices() -> list[Device]:
@@ -117,7 +117,7 @@ def all_devices() -> list[Device]:
     return [Device(lib.ggml_backend_dev_get(i)) for i in range(lib.ggml_backend_dev_count())]
 
 
-class Event:
+class StreamEvent:
     """A point in a stream that another one can wait for."""
 
     __slots__ = ("_lib", "address")
@@ -241,11 +241,11 @@ class Stream:
         ids.check()
         return ids.values
 
-    def record(self, event: Event) -> None:
+    def record(self, event: StreamEvent) -> None:
         """The event has passed when all that is enqueued so far is complete."""
         self._lib.ggml_backend_event_record(event.address, self.address)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         """Let all that is enqueued from now on start after the event has passed."""
         self._lib.ggml_backend_event_wait(self.address, event.address)
 

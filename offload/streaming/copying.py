@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from offload.errors import DeviceFailed
-from offload.ggml.backend import Device, Event, Stream, copy_now, fill_from
+from offload.ggml.backend import Device, Stream, StreamEvent, copy_now, fill_from
 from offload.ggml.memory import HostRange
 from offload.ggml.tensor import Buffer, Tensor, host_bytes
 from offload.trace import COPY, NO_TRACE, Trace
@@ -82,11 +82,13 @@ class Events:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._free: list[Event] = []
-        self._taken: list[Event] = []
-        self._last: dict[int, Event] = {}  # the last event of each stream, by the stream's identity
+        self._free: list[StreamEvent] = []
+        self._taken: list[StreamEvent] = []
+        self._last: dict[
+            int, StreamEvent
+        ] = {}  # the last event of each stream, by the stream's identity
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> StreamEvent:
         """Return an event that passes when the stream has done all its work so far.
 
         Raises DeviceFailed.
@@ -153,21 +155,21 @@ class DeviceCopier:
             transfer.size_bytes,
         )
 
-    def mark(self) -> Event:
+    def mark(self) -> StreamEvent:
         event = self._events.record(self._stream)
         if self._timer is not None:
             self._timer.watch(event, self._unmarked)
             self._unmarked = []
         return event
 
-    def is_done(self, ticket: Event) -> bool:
+    def is_done(self, ticket: StreamEvent) -> bool:
         return False  # ggml cannot ask an event
 
-    def wait(self, tickets: Collection[Event]) -> None:
+    def wait(self, tickets: Collection[StreamEvent]) -> None:
         for ticket in tickets:
             self._compute.wait(ticket)
 
-    def fence(self) -> Event:
+    def fence(self) -> StreamEvent:
         return self._events.record(self._compute)
 
     def drain(self) -> None:
@@ -200,11 +202,13 @@ class _CopyTimer:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._queue: queue.Queue[tuple[Event, list[tuple[Transfer, float]]] | None] = queue.Queue()
+        self._queue: queue.Queue[tuple[StreamEvent, list[tuple[Transfer, float]]] | None] = (
+            queue.Queue()
+        )
         self._thread = threading.Thread(target=self._run, name="copy trace", daemon=True)
         self._thread.start()
 
-    def watch(self, event: Event, copies: list[tuple[Transfer, float]]) -> None:
+    def watch(self, event: StreamEvent, copies: list[tuple[Transfer, float]]) -> None:
         self._queue.put((event, copies))
 
     def drain(self) -> None:
@@ -371,7 +375,7 @@ class _Part:
 
     def __init__(self, memory: HostRange) -> None:
         self.memory, self.tensor = memory, host_bytes(memory)
-        self.copied: Event | None = None
+        self.copied: StreamEvent | None = None
 
 
 class _Ticket:
@@ -379,7 +383,7 @@ class _Ticket:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.event: Event | None = None
+        self.event: StreamEvent | None = None
 
 
 class BounceCopier(_Worker):
@@ -412,7 +416,7 @@ class BounceCopier(_Worker):
         for part in self._parts:
             part.copied = None  # has passed, and may be reused for something else
 
-    def copy(self, transfer: Transfer, after: Event | None) -> None:
+    def copy(self, transfer: Transfer, after: StreamEvent | None) -> None:
         self._enqueue(lambda: self._bounce(transfer, after))
 
     def mark(self) -> _Ticket:
@@ -433,7 +437,7 @@ class BounceCopier(_Worker):
             assert ticket.event is not None
             self._compute.wait(ticket.event)
 
-    def fence(self) -> Event:
+    def fence(self) -> StreamEvent:
         return self._fences.record(self._compute)
 
     def drain(self) -> None:
@@ -452,7 +456,7 @@ class BounceCopier(_Worker):
         self._fences.close()
         self._ring.close()
 
-    def _bounce(self, transfer: Transfer, after: Event | None) -> None:
+    def _bounce(self, transfer: Transfer, after: StreamEvent | None) -> None:
         step = self._parts[0].memory.size_bytes
         for start in range(0, transfer.size_bytes, step):
             n = min(step, transfer.size_bytes - start)

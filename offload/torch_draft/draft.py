@@ -23,7 +23,7 @@ from offload.model_file import read_facts
 from offload.text import ModelText
 from offload.torch_draft.layout import (
     MAX_FED,
-    Layout,
+    DraftLayout,
     TorchDraftOptions,
     bucket,
     chunk_length,
@@ -32,7 +32,7 @@ from offload.torch_draft.layout import (
 from offload.torch_draft.load import allocate, fill
 from offload.torch_draft.network import Network
 from offload.torch_draft.shape import DraftShape, read_shape
-from offload.torch_draft.steps import Capturer, CudaGraphs, Drawing, Eager, StepCounters, Steps
+from offload.torch_draft.steps import Capturer, CudaGraphs, Draws, Eager, StepCounters, Steps
 from offload.torch_draft.weights import check_weights
 
 
@@ -87,7 +87,7 @@ class TorchDraft:
         self.n_ctx = self.n_batch = self.n_outputs = o.n_ctx  # any length goes, in chunks
         self.n_vocab = min(o.n_vocab or self.shape.n_vocab, self.shape.n_vocab)
         self.n_steps_max = o.n_steps
-        self.layout: Layout = lay_out(self.shape, o)
+        self.layout: DraftLayout = lay_out(self.shape, o)
         self._device = torch.device(o.device)
         if self._device.type == "cpu":
             torch.set_num_threads(o.n_threads)
@@ -115,7 +115,7 @@ class TorchDraft:
 
         Closes the draft and raises DeviceFailed or DoesNotFit where it does.
         """
-        ways = [None, Drawing(1.0, np.full((2, 1), 0.5))][: 1 + self.options.samples]
+        ways = [None, Draws(1.0, np.full((2, 1), 0.5))][: 1 + self.options.samples]
         try:
             for drawing in ways:
                 self.draft([(0, [0])], 2, drawing)
@@ -229,7 +229,7 @@ class TorchDraft:
         self,
         parts: Sequence[tuple[int, Sequence[int]]],
         n_steps: int,
-        drawing: Drawing | None = None,
+        drawing: Draws | None = None,
         top_k: int = 0,
     ) -> Drafted:
         """Append the new tokens of each (sequence, tokens), together, and draft `n_steps` more.
@@ -264,7 +264,7 @@ class TorchDraft:
         self,
         sequences: Sequence[int],
         n_steps: int,
-        drawing: Drawing | None = None,
+        drawing: Draws | None = None,
         top_k: int = 0,
     ) -> Drafted:
         """Go on from the tokens last drafted, on these sequences of that draft. Nothing is fed
@@ -290,7 +290,7 @@ class TorchDraft:
         n_steps: int,
         width: int,
         n_positions: int,
-        drawing: Drawing | None,
+        drawing: Draws | None,
         top_k: int,
     ) -> Drafted:
         steps = self._opened()
@@ -299,7 +299,7 @@ class TorchDraft:
             by_lane[:, sequences] = drawing.uniforms
             temperatures = np.ones(len(self._lengths))  # of lanes that take no part, too
             temperatures[list(sequences)] = drawing.temperature
-            drawing = Drawing(temperatures, by_lane)
+            drawing = Draws(temperatures, by_lane)
         n_kv = bucket(n_positions, self.n_ctx)
         steps.run(n_steps, 1 + max(sequences), width, n_kv, drawing, top_k)
         out = steps.fetch(n_steps)[:, sequences]
@@ -319,7 +319,7 @@ class TorchDraft:
         if bad is not None:
             raise BadRequest(f"token {bad} is not in the vocabulary of {self.shape.n_vocab}")
 
-    def _check_steps(self, n_steps: int, drawing: Drawing | None) -> None:
+    def _check_steps(self, n_steps: int, drawing: Draws | None) -> None:
         if not 1 <= n_steps <= self.n_steps_max:
             raise BadRequest(
                 f"{n_steps} steps at once; between 1 and {self.n_steps_max} are possible"

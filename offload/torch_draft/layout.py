@@ -24,7 +24,7 @@ _CUBLAS_WORKSPACE = 32 << 20  # of one stream on Hopper; less elsewhere
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockPiece:
     """A tensor in the block. `offset` in bytes."""
 
     name: str
@@ -65,10 +65,10 @@ class TorchDraftOptions:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DraftLayout:
     """The block's pieces by name, and bytes by purpose."""
 
-    pieces: dict[str, Piece] = field(default_factory=dict)
+    pieces: dict[str, BlockPiece] = field(default_factory=dict)
     weight_bytes: int = 0
     kv_bytes: int = 0
     scratch_bytes: int = 0  # activations at most, beside the block
@@ -83,7 +83,7 @@ class Layout:
         return self.block_bytes + self.scratch_bytes
 
 
-def lay_out(shape: DraftShape, options: TorchDraftOptions) -> Layout:
+def lay_out(shape: DraftShape, options: TorchDraftOptions) -> DraftLayout:
     """One block for weights, KV cache and all that a replayed graph reads and writes."""
     block = _Block()
     _weights(block, shape, options)
@@ -107,7 +107,7 @@ def lay_out(shape: DraftShape, options: TorchDraftOptions) -> Layout:
         block.add("rows", (options.n_steps, n_seq, n_out), "f32")
     scratch = max(_LEAST_SCRATCH, int(_SCRATCH_SHARE * block.end))
     chunk = chunk_length(shape, options.n_ctx, scratch)
-    return Layout(
+    return DraftLayout(
         block.pieces,
         weights,
         kv_bytes,
@@ -175,11 +175,11 @@ def _head_scratch(n_out: int, n_sequences: int) -> int:
 
 class _Block:
     def __init__(self) -> None:
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, BlockPiece] = {}
         self.end = 0
 
     def add(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        piece = Piece(name, shape, dtype, self.end)
+        piece = BlockPiece(name, shape, dtype, self.end)
         self.pieces[name] = piece
         self.end = -(-(self.end + piece.size_bytes) // ALIGNMENT) * ALIGNMENT
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
-from offload.torch_draft.layout import Layout, TorchDraftOptions
+from offload.torch_draft.layout import DraftLayout, TorchDraftOptions
 from offload.torch_draft.shape import DraftShape
 from offload.torch_draft.weights import Rows, WeightReader
 
@@ -26,7 +26,7 @@ _DTYPES = {
 }
 
 
-def allocate(layout: Layout, device: torch.device, name: str) -> dict[str, Tensor]:
+def allocate(layout: DraftLayout, device: torch.device, name: str) -> dict[str, Tensor]:
     """The block's pieces by name, zero. Raises DoesNotFit with what is free and what is needed."""
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)

@@ -126,7 +126,7 @@ class StepCounters:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class Draws:
     """Tokens are drawn by uniform numbers [n_steps, n_parts], at one temperature for all parts or
     at one for each [n_parts]."""
 
@@ -202,7 +202,7 @@ class Steps:
         n_lanes: int,
         width: int,
         n_kv: int,
-        drawing: Drawing | None = None,
+        drawing: Draws | None = None,
         top_k: int = 0,
     ) -> None:
         """Submit `n_steps` steps. `width` 0 goes on: what is on the device is fed."""
@@ -243,7 +243,7 @@ class Steps:
         out: NDArray[np.float32] = self._host_rows[:n_steps].numpy().copy()
         return out
 
-    def _upload_draws(self, drawing: Drawing) -> None:
+    def _upload_draws(self, drawing: Draws) -> None:
         assert self._draws is not None
         assert self._staged_draws is not None
         n_seq = self._options.n_sequences

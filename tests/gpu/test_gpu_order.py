@@ -17,7 +17,7 @@ import pytest
 from on_gpu import Logits, assert_same, is_standin, logits_of, options, slots_for
 
 from offload.device import DeviceChoice
-from offload.ggml.backend import Event, copy_now
+from offload.ggml.backend import StreamEvent, copy_now
 from offload.streaming.copying import DeviceCopier, Transfer
 
 
@@ -29,7 +29,7 @@ class LateCopies:
         self.waiting: list[tuple[Transfer, Any]] = []
         self._copy, begin, wait = DeviceCopier.copy, DeviceCopier.begin, DeviceCopier.wait
 
-        def late_wait(copier: DeviceCopier, tickets: Collection[Event]) -> None:
+        def late_wait(copier: DeviceCopier, tickets: Collection[StreamEvent]) -> None:
             if obey:
                 self.flush(copier)
                 wait(copier, [copier.mark()])

@@ -33,7 +33,7 @@ from offload.engine import Engine, EngineOptions  # noqa: E402
 from offload.errors import BadModel, BadRequest, DeviceFailed, DoesNotFit  # noqa: E402
 from offload.torch_draft.draft import Drafted, TorchDraft  # noqa: E402
 from offload.torch_draft.layout import TorchDraftOptions  # noqa: E402
-from offload.torch_draft.steps import Drawing, greedy  # noqa: E402
+from offload.torch_draft.steps import Draws, greedy  # noqa: E402
 from specdec.drafters.model import ModelDrafter  # noqa: E402
 from specdec.policies.rules import PMin  # noqa: E402
 from specoffload.config.resolution import demo_file  # noqa: E402
@@ -321,7 +321,7 @@ def test_replayed_steps_are_the_eager_ones(
                 draft.found.append(draft.draft([(0, prompt[:3]), (1, prompt)], 5))  # type: ignore[attr-defined]
                 draft.found.append(draft.draft_more([1], 3))  # type: ignore[attr-defined]
                 draft.rewind(1, len(prompt) + 2)
-                drawing = Drawing(0.8, uniforms)
+                drawing = Draws(0.8, uniforms)
                 draft.found.append(draft.draft([(1, prompt[:2])], 5, drawing))  # type: ignore[attr-defined]
         for a, b in zip(eager.found, captured.found, strict=True):  # type: ignore[attr-defined]
             assert (a.tokens == b.tokens).all()
@@ -372,7 +372,7 @@ def test_drawn_tokens_are_distributed_as_their_rows_say(three: TorchDraft) -> No
     n_draws = 3000
     for _ in range(n_draws):
         three.rewind(0, 3)
-        found = three.draft([(0, [8])], 1, Drawing(0.7, rng.random((1, 1))))
+        found = three.draft([(0, [8])], 1, Draws(0.7, rng.random((1, 1))))
         counts[found.tokens[0, 0]] += 1
     row = found.row(0, 0)
     assert row.sum() == pytest.approx(1.0)
@@ -401,7 +401,7 @@ def test_a_pruned_vocabulary_drafts_the_best_of_what_was_kept(
     kept = tuple(range(0, 512, 3))
     whole = TorchDraftOptions(n_ctx=N_CTX, dtype=dtype, samples=True)  # type: ignore[arg-type]
     pruned = TorchDraftOptions(n_ctx=N_CTX, dtype=dtype, samples=True, kept=kept)  # type: ignore[arg-type]
-    drawing = Drawing(1.0, np.full((1, 1), 0.3))
+    drawing = Draws(1.0, np.full((1, 1), 0.3))
     with TorchDraft(path, whole) as all_, TorchDraft(path, pruned) as some:
         assert some.layout.pieces["output"].shape == (len(kept), all_.shape.n_embd)
         for prompt in random_prompts(512)[:10]:
@@ -491,7 +491,7 @@ def test_calls_that_cannot_be_are_refused_and_change_nothing(three: TorchDraft) 
 
 def test_a_draft_without_drawing_says_so(fresh: TorchDraft) -> None:
     with pytest.raises(BadRequest, match="without drawing"):
-        fresh.draft([(0, [1])], 1, Drawing(1.0, np.zeros((1, 1))))
+        fresh.draft([(0, [1])], 1, Draws(1.0, np.zeros((1, 1))))
 
 
 @pytest.mark.parametrize(
@@ -524,7 +524,7 @@ def test_activations_stay_within_what_was_planned(tiny: Path, dtype: str) -> Non
         draft.feed(0, prompt[: n_ctx // 2])
         with LiveBytes() as live:
             draft.feed(0, prompt[n_ctx // 2 : n_ctx // 2 + 200])
-            draft.draft([(0, [1])], 4, Drawing(1.0, np.full((4, 1), 0.5)))
+            draft.draft([(0, [1])], 4, Draws(1.0, np.full((4, 1), 0.5)))
         assert draft.layout.chunk < 512, "depth limits the chunk, so the limit is tried"
         assert 0.2 * draft.layout.scratch_bytes < live.most <= draft.layout.scratch_bytes
 

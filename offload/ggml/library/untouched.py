@@ -24,7 +24,7 @@ _LOAD_WITHOUT_MMAP = 0
 _CONTEXT_KEYS = ("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch")
 
 
-class Refused(Exception):
+class LibraryRefused(Exception):
     """libllama did not do what was asked; the text says what."""
 
 
@@ -59,7 +59,7 @@ class Untouched:
             params.tensor_buft_overrides = C.cast(overrides, C.c_void_p)
         model = llama.llama_model_load_from_file(asked["path"].encode(), params)
         if not model:
-            raise Refused("the model could not be loaded: does it fit beside what is open?")
+            raise LibraryRefused("the model could not be loaded: does it fit beside what is open?")
         return model
 
     def _open_context(self, asked: dict[str, Any]) -> Any:
@@ -71,7 +71,7 @@ class Untouched:
         params.no_perf = True
         context = llama.llama_init_from_model(self._model, params)
         if not context:
-            raise Refused(f"no context of {asked['n_ctx']} tokens could be made")
+            raise LibraryRefused(f"no context of {asked['n_ctx']} tokens could be made")
         return context
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Untouched:
         out = (llama.llama_token * (len(raw) + 8))()
         n = llama.llama_tokenize(self._vocab, raw, len(raw), out, len(out), True, False)
         if n < 0:
-            raise Refused(f"a text of {len(raw)} bytes could not be tokenised")
+            raise LibraryRefused(f"a text of {len(raw)} bytes could not be tokenised")
         return {"tokens": list(out[:n])}
 
     def prefill(self, tokens: Sequence[int], start: int) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Untouched:
             batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, start + i, 1
             batch.seq_id[i][0], batch.logits[i] = 0, i == len(tokens) - 1
         if status := llama.llama_decode(self._context, batch):
-            raise Refused(f"decoding {len(tokens)} tokens failed with status {status}")
+            raise LibraryRefused(f"decoding {len(tokens)} tokens failed with status {status}")
         llama.llama_synchronize(self._context)
 
     def _likeliest(self) -> int:
@@ -150,7 +150,7 @@ def answer_requests(requests: TextIO, answers: TextIO) -> None:
                     break
                 else:
                     answer = getattr(opened, do)(**asked)
-            except Refused as e:
+            except LibraryRefused as e:
                 answer = {"error": str(e)}
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
