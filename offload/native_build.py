@@ -1,4 +1,4 @@
-"""The native library as it was built: which build it is, what works in it, and what it lacks.
+"""The build of the native library: its identity, what works in it, and what it lacks.
 
 gcc before 12.4 and 13.3 miscompiles ggml's AMX kernels (gcc bug 114098): it reads 8 of the 64 bytes
 of the tile configuration, and the first product of two tokens ends the process. So where library
@@ -35,7 +35,7 @@ _REBUILD = "rebuild it with gcc 12.4, 13.3 or newer, or without AMX: scripts/set
 
 @dataclass(frozen=True)
 class AmxVerdict:
-    """True if weights may be repacked for AMX, and a line for the user where they may not."""
+    """Whether weights may be repacked for AMX, and if not, a line for the user."""
 
     works: bool
     sentence: str = ""
@@ -55,7 +55,7 @@ def _library_files() -> list[Path]:
 
 
 def _cpu_backend_digest() -> str:
-    """Of the bytes: a mended build may well have the same size."""
+    """A digest of the bytes, because a rebuilt library may have the same size."""
     digest = hashlib.sha256()
     for path in sorted(p for p in _library_files() if "ggml-cpu" in p.name):
         digest.update(path.read_bytes())
@@ -73,9 +73,9 @@ def may_repack(weight_names: Iterable[str], folder: Path | None) -> AmxVerdict:
 
 
 def amx_verdict(folder: Path | None, trial: Callable[[], str] | None = None) -> AmxVerdict | None:
-    """The result for this build, kept in `folder` once it was tried; None where there is no AMX.
+    """The result for this build, None if there is no AMX. It is tried once and kept in `folder`.
 
-    `trial` says why AMX does not work, "" if it does; it is called where nothing is kept.
+    `trial` returns why AMX does not work, "" if it does; it is called if nothing is kept.
     """
     if amx_buffer_type() is None:
         return None

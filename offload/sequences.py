@@ -1,8 +1,8 @@
 """Sequences of tokens in a context: extended, cut, branched, saved and restored.
 
-The context is libllama's; what is kept here is how long each sequence is and what of it can be
-dropped again. Recurrent and hybrid memories cannot be cut: they roll back by snapshots of the
-last decode (llama.cpp's n_rs_seq) or by checkpoints (docs/background.md).
+libllama holds the context; this module keeps each sequence's length and what can be dropped again.
+Recurrent and hybrid memories cannot be cut: they roll back by snapshots of the last decode
+(llama.cpp's n_rs_seq) or by checkpoints (docs/background.md).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ Decode = Callable[
 class Checkpoint:
     """The recurrent state of a sequence at `length` tokens.
 
-    On the device the library keeps one per sequence, with a number: `serial`, of which only the
-    newest can be restored. Else `state` holds all of it, and `serial` is 0.
+    A checkpoint on the device has a number, `serial`; the library keeps only the newest one per
+    sequence. Otherwise `state` holds all of it, and `serial` is 0.
     """
 
     length: int
     state: bytes
     serial: int = 0
-    n_cuts: int = 0  # of the sequence until then: a later one may have taken the attention's cells
+    n_cuts: int = 0  # cuts of the sequence so far; a later cut may free the attention's cells
 
 
 @dataclass
 class RollbackCounters:
-    """Counts of the ways in which rejected tokens were taken back."""
+    """Counts of how rejected tokens were taken back."""
 
     rewinds: int = 0  # cells cut, or a snapshot of the last decode taken up
     checkpoints: int = 0
     restores: int = 0
-    checkpoint_bytes: int = 0  # that went through host memory
+    checkpoint_bytes: int = 0  # bytes copied through host memory
 
 
 class Sequences:
@@ -66,8 +66,10 @@ class Sequences:
         most_state_bytes: int,
         n_swa: int = 0,
     ) -> None:
-        """`n_swa` is the window of a memory that forgets what its windows have passed, else 0.
-        `most_state_bytes` is a bound on what `save` returns."""
+        """`n_swa` is the sliding window in tokens if older keys are overwritten, else 0.
+
+        `most_state_bytes` is an upper bound for what `save` returns.
+        """
         self._context, self._decode = context, decode
         self._architecture = architecture
         self._n_sequences, self._n_tree_leaves = n_sequences, n_tree_leaves
@@ -83,8 +85,8 @@ class Sequences:
         self.n_rs_seq = context.n_rs_seq
         self.rollbacks = RollbackCounters()
         self._lengths = [0] * n_sequences
-        # Tokens at the end of a recurrent sequence whose snapshots the last decode wrote. The
-        # library would take up older ones unasked, and they are of another time.
+        # Tokens at the end of a recurrent sequence whose snapshots the last decode wrote. Older
+        # snapshots are stale, but the library would restore them without complaint.
         self._snapshots = [0] * n_sequences
         self._serials = [0] * n_sequences
         self._n_cuts = [0] * n_sequences
@@ -135,7 +137,7 @@ class Sequences:
         return np.concatenate(parts) if parts else np.empty((0, self.n_vocab), np.float32)
 
     def _extend_one(self, sequence: int, tokens: Sequence[int], start: int) -> Rows:
-        """By far the most frequent, without what only more tokens need."""
+        """`extend` with one token, by far the most frequent case, without the work for several."""
         try:
             rows = self._decode(tokens, (start,), (sequence,), (True,))
         except BaseException:
@@ -145,7 +147,7 @@ class Sequences:
         return rows
 
     def prefill(self, sequence: int, tokens: Sequence[int]) -> Iterator[None]:
-        """Append tokens without logits; yields behind each decode, where the caller may stop.
+        """Append tokens without logits; yields after each decode, so that the caller may stop.
 
         Raises what `extend` raises; the sequence then holds what was evaluated before.
         """
@@ -167,8 +169,10 @@ class Sequences:
         return ends
 
     def extend_batch(self, parts: Sequence[tuple[int, Sequence[int], int]]) -> list[Rows]:
-        """Append tokens to several sequences in one decode: (sequence, tokens, n_logits) of each;
-        logits after each of the last `n_logits` tokens, per part.
+        """Append tokens to several sequences in one decode.
+
+        Each part is (sequence, tokens, n_logits). Returns for each part the logits
+        [n_logits, n_vocab] after its last `n_logits` tokens.
 
         After an error each sequence holds what it held before, or nothing if the model is
         recurrent. Raises BadRequest, DoesNotFit, DeviceFailed.
@@ -215,7 +219,7 @@ class Sequences:
             )
 
     def _grown(self, parts: Sequence[tuple[int, int]]) -> None:
-        """A decode has appended tokens: (sequence, number) of each part."""
+        """Take in that a decode has appended tokens: (sequence, number of tokens) of each part."""
         n_droppable = self.n_droppable(parts)
         self._snapshots = [0] * self._n_sequences
         for sequence, n_tokens in parts:
@@ -224,13 +228,13 @@ class Sequences:
             self._snapshots[sequence] = min(n_tokens - 1, n_droppable)
 
     def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
-        """Tokens that `rewind` takes off each sequence of a recurrent memory right after a decode
-        of these (sequence, number of tokens), by the snapshots that it leaves; 0: checkpoints only.
+        """Tokens that `rewind` can take off each sequence of a recurrent memory, by snapshots, right
+        after a decode of these (sequence, number of tokens); 0 if only checkpoints work.
 
-        Of several sequences they stand only if the library computes all at once: the next ubatch
-        may move a sequence's state to another cell, and leaves its snapshots behind
-        (llama-memory-recurrent.cpp: find_slot). It takes sequences of one length, and of a memory
-        that is not hybrid only neighbours.
+        Snapshots of several sequences are usable only if one ubatch computed all of them: the next
+        ubatch may move a sequence's state to another cell without its snapshots
+        (llama-memory-recurrent.cpp: find_slot). One ubatch takes sequences of equal length, and,
+        unless the memory is hybrid, only neighbours.
         """
         if len(parts) > 1:
             if len({n for _, n in parts}) > 1 or parts[0][1] * len(parts) > self._n_ubatch:
@@ -261,12 +265,11 @@ class Sequences:
     # -- trees -----------------------------------------------------------------------------------
 
     def extend_tree(self, sequence: int, tokens: Sequence[int], parents: Sequence[int]) -> Rows:
-        """Evaluate a tree behind the sequence in one decode; logits [len(tokens), n_vocab].
+        """Evaluate a tree after the sequence in one decode; logits [len(tokens), n_vocab].
 
-        `parents[i]` is an index in `tokens` before i, or -1. Row i sees the sequence and its own
-        ancestors only: each leaf has a sequence of its own, which its ancestors' cells share.
-        `keep_path` must follow. Raises BadRequest for trees that are not, DoesNotFit for too many
-        leaves or rows.
+        `parents[i]` is an index in `tokens` before i, or -1. Row i sees only the sequence and its
+        own ancestors. `keep_path` must follow. Raises BadRequest for parents that form no tree,
+        DoesNotFit for too many leaves or rows.
         """
         start = self.length(sequence)
         if self._tree is not None:
@@ -315,7 +318,7 @@ class Sequences:
         return self.can_rewind or n_tokens <= self._snapshots[sequence]
 
     def _window_holds(self, sequence: int, length: int) -> bool:
-        """True if windows that end at `length` find their keys: older ones are overwritten."""
+        """True if windows that end at `length` still find their keys, which get overwritten."""
         if not self._n_swa:
             return True
         return self._context.first_position(sequence) <= max(0, length - self._n_swa)
@@ -341,7 +344,7 @@ class Sequences:
                 f"{self._architecture} models are recurrent: {held} tokens cannot be cut to "
                 f"{length}, only to the last {self._snapshots[sequence]} less; use a checkpoint"
             )
-        # A snapshot that was taken up stands until the next decode; there is no second step back.
+        # After restoring a snapshot no other can be restored until the next decode.
         self._was_cut(sequence, length)
         self._clear_if_empty()
         self.rollbacks.rewinds += 1
@@ -356,12 +359,12 @@ class Sequences:
         cuts.append((self._n_cuts[sequence], length))
 
     def _shortest_since(self, sequence: int, n_cuts: int) -> int:
-        """The shortest the sequence has been since its cut number `n_cuts`."""
+        """The shortest length of the sequence since its cut number `n_cuts`."""
         lengths = (length for number, length in self._cuts[sequence] if number > n_cuts)
         return next(lengths, self._lengths[sequence])
 
     def _undo(self, sequence: int, length: int) -> None:
-        """After a failed decode: back to `length`, or to nothing where the memory cannot be cut."""
+        """After a failed decode: cut to `length`, or to nothing if the memory cannot be cut."""
         if not (self.can_rewind and self._context.remove(sequence, length)):
             self._context.remove(sequence, 0)
             length = 0
@@ -371,8 +374,8 @@ class Sequences:
     def checkpoint(self, sequence: int, *, lasting: bool = False) -> Checkpoint:
         """The state of the sequence now: its recurrent parts (LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY).
 
-        Unless `lasting`, it stays on the device where that is switched on, and the next one of
-        this sequence invalidates it (LLAMA_STATE_SEQ_FLAGS_ON_DEVICE).
+        Unless `lasting`, it stays on the device if that is enabled, and the sequence's next
+        checkpoint invalidates it (LLAMA_STATE_SEQ_FLAGS_ON_DEVICE).
         """
         length = self.length(sequence)
         self.rollbacks.checkpoints += 1
@@ -388,8 +391,8 @@ class Sequences:
         """Go back to a checkpoint of this sequence.
 
         The attention cells of later tokens survive a partial restore, so they are removed.
-        Raises BadRequest for one that a newer one has replaced, or whose cells are gone since the
-        sequence was shorter in between.
+        Raises BadRequest if a newer checkpoint has replaced it, or if the sequence was shorter in
+        between, so that cells are gone.
         """
         if not isinstance(checkpoint, Checkpoint):
             raise BadRequest(f"not a checkpoint of this engine: {checkpoint!r}")
@@ -412,11 +415,11 @@ class Sequences:
         self.rollbacks.restores += 1
 
     def _clear_if_empty(self) -> None:
-        """Have the next tokens begin at the first cell, if no sequence holds any.
+        """Clear the memory if no sequence holds a token, so that the next begins at the first cell.
 
-        Attention sums over cells in their order, in groups counted from the first cell: the same
-        tokens give other last bits where they lie elsewhere. Removing sequences one by one may
-        leave the library's search for free cells in the middle of a sliding window's memory.
+        Attention sums over cells in order, in groups counted from the first cell, so the same
+        tokens give other last bits elsewhere. Without clearing, the library may search for free
+        cells from the middle of a sliding window's memory.
         """
         if not any(self._lengths):
             self._context.clear()
@@ -429,9 +432,9 @@ class Sequences:
         return whole or (self.can_rewind and self._window_holds(source, n_tokens))
 
     def share(self, source: int, sequence: int, n_tokens: int) -> None:
-        """Let an empty sequence begin with the first `n_tokens` of another: the cells of both.
+        """Let an empty sequence begin with the first `n_tokens` of another; they share the cells.
 
-        Raises BadRequest where `can_share` says that it does not work.
+        Raises BadRequest if `can_share` is False.
         """
         if self.length(sequence) or not self.can_share(source, n_tokens):
             raise BadRequest(f"sequence {sequence} cannot begin with {n_tokens} tokens of {source}")
@@ -441,12 +444,12 @@ class Sequences:
 
     @property
     def saves_all(self) -> bool:
-        """False for sliding windows: what they have passed is not saved, so that a loaded sequence
-        can be continued, but not cut."""
+        """False for sliding windows: older keys are not saved, so a loaded sequence can be
+        continued, but not cut."""
         return not self._n_swa
 
     def saved_bytes(self, sequence: int) -> int:
-        """The size of what `save` gives."""
+        """The size of what `save` returns."""
         return self._context.state_bytes(sequence, 0)
 
     def save(self, sequence: int) -> bytes:
@@ -454,9 +457,9 @@ class Sequences:
         return self._context.state(sequence, 0)
 
     def load(self, sequence: int, state: bytes, n_tokens: int) -> None:
-        """Make the sequence what another was when it was saved, with `n_tokens` tokens.
+        """Replace the sequence by a saved one of `n_tokens` tokens.
 
-        Raises DeviceFailed when there is no room for it; the sequence is empty then.
+        Raises DeviceFailed if there is no room for it; the sequence is then empty.
         """
         self.rewind(sequence, 0)
         try:
@@ -467,10 +470,10 @@ class Sequences:
         self._begun(sequence, n_tokens)
 
     def adopted(self, sequence: int, checkpoint: Checkpoint) -> Checkpoint:
-        """A lasting checkpoint of a sequence that was saved, as one of this, which was loaded."""
+        """A lasting checkpoint of a saved sequence, valid for this sequence, which was loaded."""
         return replace(checkpoint, n_cuts=self._n_cuts[sequence])
 
     def _begun(self, sequence: int, n_tokens: int) -> None:
-        """The sequence is another one now: nothing before it can be gone back to."""
+        """Start a new sequence of `n_tokens` tokens; earlier checkpoints become invalid."""
         self._was_cut(sequence, 0)
         self._lengths[sequence] = n_tokens

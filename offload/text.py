@@ -1,4 +1,4 @@
-"""Text of a model's tokens. As they come, bytes are held back until a character is whole."""
+"""Tokens to text and back. Streams hold bytes back until a character is complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
-        """The text that became whole with this token, perhaps none."""
+        """The characters that this token completes, perhaps none."""
         return self._decoder.decode(self._piece(token))
 
     def finish(self) -> str:
@@ -30,7 +30,7 @@ class TextStream:
 
 
 class ModelText:
-    """A model's vocabulary, as whoever opened it tells it."""
+    """A model's vocabulary, mixed into what opens a model."""
 
     _model: Model
 
@@ -48,7 +48,7 @@ class ModelText:
         return tokens
 
     def _cutter(self, parse_special: bool) -> re.Pattern[str] | None:
-        """Where long texts may be cut; None for a vocabulary whose texts are not."""
+        """The pattern at whose matches long texts may be cut; None if they must not be cut."""
         known = self.__dict__.setdefault("_cutters", {})
         if parse_special not in known:
             texts = self._model.special_texts(parse_special=parse_special)
@@ -57,11 +57,11 @@ class ModelText:
         return found
 
     def text_stream(self, *, special: bool = False, shown: Collection[int] = ()) -> TextStream:
-        """A detokeniser that never yields half a character; of special tokens, `shown` are text."""
+        """A detokeniser that never yields half a character; it shows special tokens of `shown`."""
         return TextStream(lambda token: self._model.piece(token, special=special or token in shown))
 
     def special_tokens(self, texts: Sequence[str]) -> frozenset[int]:
-        """Those of `texts` that are one token each."""
+        """The tokens of those `texts` that are one token each."""
         found = (self.tokenize(text, add_special=False, parse_special=True) for text in texts)
         return frozenset(tokens[0] for tokens in found if len(tokens) == 1)
 
@@ -79,7 +79,7 @@ class ModelText:
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
-        """Bytes of text that one token stands for, at most: its spelling is never shorter."""
+        """An upper bound for the bytes of text of one token: a spelling is never shorter."""
         if not self._model.has_tokenizer:
             return 1
         spellings = (self._model.token_text(token) for token in range(self._model.n_vocab))
@@ -95,14 +95,14 @@ class ModelText:
         return self._model
 
 
-# libllama looks for every special token from each place between two others to the end of the whole
-# text (`tokenizer_st_partition` in llama-vocab.cpp), which for a megabyte of them takes minutes. A
-# text is split at its special tokens before anything else, so a cut there changes no token.
+# libllama searches for every special token from each gap between two others to the end of the text
+# (`tokenizer_st_partition` in llama-vocab.cpp), which takes minutes for a megabyte of them. It
+# splits a text at special tokens before anything else, so cutting there changes no token.
 
 
 def cutter(special: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern of the special tokens; None where there are none, or two of them might overlap in a
-    text: then it depends on the whole of it which of them is there."""
+    """A pattern of the special tokens; None if there are none, or if two of them may overlap in a
+    text, because then the whole text decides which of them is found."""
     texts = sorted({text for text in special if text}, key=lambda text: (-len(text), text))
     beginnings = {text[:n] for text in texts for n in range(1, len(text))} | set(texts)
     for text in texts:

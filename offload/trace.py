@@ -1,11 +1,11 @@
 """A trace: a ring of timed events in lanes, written in Chrome's trace format.
 
-Off is `NO_TRACE`, which is false and records nothing: guard what costs something to describe with
-`if trace:`. The file opens in https://ui.perfetto.dev and chrome://tracing; docs/trace.md says what
-events there are, and offload/trace_report.py reads them back.
+`NO_TRACE` is false and records nothing: guard events that are costly to describe with `if trace:`.
+The file opens in https://ui.perfetto.dev and chrome://tracing. docs/trace.md lists the events, and
+offload/trace_report.py reads them back.
 
-Slices of one track must nest or be disjoint: Perfetto leaves out what overlaps. So each kind has
-a track of its own, and what overlaps all the same is clipped and counted.
+Slices of one track must nest or be disjoint, because Perfetto drops overlapping ones. So each kind
+has its own track, and slices that still overlap are clipped and counted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from offload.errors import NotWritten, OffloadError
 
 COPY, COMPUTE, CPU, ROUND, TOKEN = "copy", "compute", "CPU", "round", "token"
 LANES = (COPY, COMPUTE, CPU, ROUND, TOKEN)  # tokens have a track for each slot, behind the others
-COUNTER = "counter"  # of events that are samples of numbers, not slices
-PRODUCER = "specoffload"  # by which trace_report knows a file of ours
+COUNTER = "counter"  # lane of samples of numbers, which are not slices
+PRODUCER = "specoffload"  # trace_report refuses files without it
 Value = str | int | float
 
-_OF_THE_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}  # and not of the path
+_OF_THE_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}  # not the path's fault
 # Perfetto takes thread 0, and one that is numbered like its process, for the same main thread.
 _PROCESS, _FIRST_THREAD = 1, 10
-_BIN_NS = 1_000_000  # of the link's speed: single copies are as uneven as what times them
+_BIN_NS = 1_000_000  # the link's speed is averaged over it, since single copies are uneven
 _CAPACITY = 1 << 18  # events kept, the last ones; about 60 MB of them
 
 
@@ -51,7 +51,7 @@ class Trace:
         """`capacity`: events kept; older ones are dropped and counted."""
         self._events: deque[Event] = deque(maxlen=capacity)
         self._n_added = 0
-        self.totals: dict[str, Value] = {}  # counts of the same time that the file tells as well
+        self.totals: dict[str, Value] = {}  # counts of the same time, written to the file too
 
     def __bool__(self) -> bool:
         return True

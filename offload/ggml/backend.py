@@ -86,14 +86,14 @@ class Device:
         return Stream(self._lib.ggml_backend_dev_init(self.address, None), self)
 
     def allocate(self, size_bytes: int, what: str) -> Buffer:
-        """Cleared memory of the device, and room behind it for kernels that read past a row's end.
+        """Zeroed device memory of `size_bytes`, padded for kernels that read past a row's end.
 
-        Raises DoesNotFit naming `what` it was for.
+        Raises DoesNotFit, which names `what` the memory was for.
         """
         return Buffer(self.buffer_type, size_bytes + _PADDING_BYTES, what)
 
     def pinned_memory(self, size_bytes: int) -> Buffer | None:
-        """Host memory that copies to the device need not stage; None where there is none."""
+        """Pinned host memory; None if the device has none."""
         kind = self._lib.ggml_backend_dev_host_buffer_type(self.address)
         if not kind:
             return None
@@ -134,27 +134,27 @@ class StreamEvent:
 
 
 class RouterIds:
-    """Host memory for what a router chose: `values` [n_tokens, n_used] of a tensor of ids."""
+    """Host copy of a router's choice: `values` [n_tokens, n_used], expert numbers."""
 
     def __init__(self, ids: Tensor, n_experts: int) -> None:
         self.tensor, self.n_experts = ids, n_experts
         n_used, n_tokens, _, _ = ids.shape
         stride = ids.strides[1] // 4
-        # No tokens: of the last layer, where no logits are wanted.
+        # The last layer has no tokens if no logits are wanted.
         self.size_bytes = ((n_tokens - 1) * stride + n_used) * 4 if n_tokens else 0
         self._shape = n_tokens, stride
         self.needed_bytes = 4 * n_tokens * stride
         self.lie_in(np.zeros(self.needed_bytes, np.uint8))
 
     def lie_in(self, memory: NDArray[np.uint8]) -> None:
-        """Use this memory, `needed_bytes` long. The values are lost."""
+        """Use this memory of `needed_bytes` bytes. Earlier values are lost."""
         raw = memory.view(np.int32).reshape(self._shape)
         self.position: int = raw.ctypes.data
         self.values = raw[:, : self.tensor.shape[0]]
         self._unsigned = self.values.view(np.uint32)  # negative ids are large ones
 
     def check(self) -> None:
-        """Raises DeviceFailed if a value is no expert: what it chose would be read past the end."""
+        """Raises DeviceFailed for a number that is no expert: reading it would pass the end."""
         if self._unsigned.size and self._unsigned.max() >= self.n_experts:
             wrong = self.values[self._unsigned >= self.n_experts][0]
             raise DeviceFailed(
@@ -164,14 +164,14 @@ class RouterIds:
 
 
 class SlotIds:
-    """Ids that mean slots: `values` [n_tokens, n_used], and the tensor that they are copied to."""
+    """Slot numbers for kernels: `values` [n_tokens, n_used], and the tensor they are copied to."""
 
     def __init__(
         self, like: Tensor, buffer: Buffer, offset_bytes: int, memory: NDArray[np.uint8] | None
     ) -> None:
-        """As the router's ids `like` are, but contiguous, at an offset of a buffer.
+        """Shaped like the router's ids `like`, contiguous, at an offset of a buffer.
 
-        `memory`: the host's, 4 bytes for each value; None: memory of its own.
+        `memory` is host memory with 4 bytes for each value; None allocates it.
         """
         n_used, n_tokens, _, _ = like.shape
         row = 4 * n_used
@@ -188,7 +188,7 @@ class Stream:
     """An in-order queue of copies and computations on a device."""
 
     def __init__(self, address: int, device: Device) -> None:
-        """Takes the backend at `address` over."""
+        """Takes ownership of the backend at `address`."""
         self._lib = library()
         self.address, self.device = address, device
         self._set = self._lib.ggml_backend_tensor_set_async
@@ -202,9 +202,9 @@ class Stream:
             self._lib.ggml_backend_free(address)
 
     def compute(self, graph: Graph) -> int:
-        """Enqueue a graph; a ggml_status. What it refers to has to live until it is complete.
+        """Enqueue a graph; returns a ggml_status. Its tensors must live until it is complete.
 
-        Nothing is enqueued any more once a signal has asked for the end of the decode.
+        Enqueues nothing, and returns GGML_STATUS_ABORTED, if a signal has asked to end the decode.
         """
         if requested():
             return int(abi.GGML_STATUS_ABORTED)
@@ -229,10 +229,10 @@ class Stream:
     def read(
         self, ids: RouterIds, also: Tensor | None = None, into: HostRange | None = None
     ) -> NDArray[np.int32]:
-        """A router's choice [n_tokens, n_used], when everything enqueued is complete.
+        """Wait for everything enqueued; returns a router's choice [n_tokens, n_used].
 
-        The array is written again the next time. The first bytes of the tensor `also` come along,
-        as many as `into` takes. Raises DeviceFailed for a choice that is no expert.
+        The next call overwrites the array. `into` receives the first bytes of the tensor `also`.
+        Raises DeviceFailed for a number that is no expert.
         """
         self._get(self.address, ids.tensor.address, ids.position, 0, ids.size_bytes)
         if also is not None and into is not None:
@@ -258,7 +258,7 @@ def fill_from(memory: HostRange, source: Tensor, source_bytes: int, size_bytes: 
 def copy_now(
     target: Tensor, offset_bytes: int, source: Tensor, source_bytes: int, size_bytes: int
 ) -> None:
-    """Copy from host memory, by the calling thread, past all streams."""
+    """Copy from host memory in the calling thread, regardless of all streams."""
     at = source.position + source_bytes
     for start, n in pieces_of(at, size_bytes):
         library().ggml_backend_tensor_set(target.address, at + start, offset_bytes + start, n)

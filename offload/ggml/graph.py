@@ -28,11 +28,11 @@ from offload.model import layer_of
 
 GRAPH = abi.ggml_cgraph
 _LOOKED_AHEAD = 32  # nodes: backends that fuse look past the end of a list
-# Preparing reads the nodes of a graph and their sources. If a source is computed elsewhere, up to
-# four more in a row are read (those of an expert's scale, offload/split/cpu_side.py).
+# Preparing reads the nodes of a graph and their sources, and up to four more sources in a row that
+# are computed elsewhere (an expert's scale has that many, offload/split/cpu_side.py).
 _LEVELS = 6
-# Ours never equal ggml's, which count from 1, and are never used twice: whoever remembers something
-# about a graph by its uid cannot mistake a later one at the same address for it.
+# Our uids never equal ggml's, which count from 1, and are never used twice. So what is remembered
+# by a uid is never applied to a later graph at the same address.
 _uids = itertools.count(1 << 63)
 
 
@@ -58,13 +58,15 @@ def as_product(address: int, index: int = -1) -> Product:
 
 
 class GraphState:
-    """All that can be found out about a graph at one time, but for its uid. Two are equal if each
-    byte of them is: then what was found out about the one is true of the other."""
+    """A snapshot of everything that preparing reads of a graph, except its uid.
+
+    Graphs with equal snapshots can share what preparing has found out.
+    """
 
     __slots__ = ("_bytes", "_hash")
 
     def __init__(self, parts: Sequence[bytes], sample: bytes) -> None:
-        """`sample`: of the bytes, what tells most graphs apart; all of them would take longer."""
+        """`sample` is hashed: bytes that tell most graphs apart. Hashing all would take longer."""
         self._bytes = tuple(parts)
         self._hash = hash(sample)
 
@@ -80,7 +82,7 @@ class GraphState:
 
 
 class Graph:
-    """A graph at an address, equal if the addresses are; nothing is owned but what we make."""
+    """A graph at an address. Equal if the addresses are. Only graphs that we make are owned."""
 
     __slots__ = ("_kept", "_struct", "_uids", "address", "parts")
 
@@ -100,7 +102,7 @@ class Graph:
 
     @classmethod
     def of(cls, nodes: Sequence[Tensor]) -> Graph:
-        """A graph of nodes of our own. No backend fuses them, since nobody counts their uses."""
+        """A graph of our own nodes. Backends do not fuse them, because they have no use counts."""
         array = _array([node.address for node in nodes])
         # Backends look each node up: an empty table needs one place, which is free.
         used, keys, counts = C.c_uint32(0), C.c_size_t(0), C.c_int32(0)
@@ -146,8 +148,8 @@ class Graph:
     def products(self, host: HostBufferType) -> Iterator[Product]:
         """The products with weights in the memory of `host`, in compute order.
 
-        Not those of no tokens, which the last layer has where no logits are wanted: backends skip
-        them, and there are no ids to read.
+        Products of no tokens are left out: the last layer has them if no logits are wanted, and
+        backends skip them.
         """
         ops = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
         for index, address in enumerate(self.addresses()):
@@ -157,7 +159,7 @@ class Graph:
                     yield product
 
     def last_layer(self) -> int:
-        """The highest layer of whose weights a node reads; -1 if none does."""
+        """The highest layer whose weights a node reads; -1 if none does."""
         sources = (source_at(node, i) for node in self.addresses() for i in (0, 1))
         return max((layer_of(Tensor(at).name) for at in sources if at), default=-1)
 
@@ -192,7 +194,7 @@ class Graph:
         return -1
 
     def use_counts(self, addresses: NDArray[np.uint64]) -> NDArray[np.int32]:
-        """As `use_count`, of the nodes at many addresses at once."""
+        """The use counts of the nodes at many addresses, vectorised."""
         found = np.full(len(addresses), -1, np.int32)
         table, size = self._struct.visited_hash_set, int(self._struct.visited_hash_set.size)
         if not size or not self._struct.use_counts:
@@ -213,7 +215,7 @@ class Graph:
         return found
 
     def state(self) -> GraphState:
-        """The graph as it is now, its nodes and what they read. Takes 0.1 ms and 0.5 us a node."""
+        """A snapshot of the graph and what its nodes read. Takes 0.1 ms and 0.5 us per node."""
         parts = [bytes(self._struct)[: GRAPH.uid.offset]]
         new = known = np.array(self.addresses(), np.uint64)
         sample = b""
@@ -231,11 +233,11 @@ class Graph:
     def part(self, first: int, end: int, redirected: Sequence[Redirect] | None = None) -> Graph:
         """Nodes [first, end) as a graph, kept as long as this one.
 
-        `redirected`: the sources of its nodes that are pointed elsewhere for now. The part has the
-        same uid each time they are pointed alike. None, or a graph without a uid: it has none.
+        `redirected` are the sources that currently point elsewhere. The part gets the same uid
+        whenever they point alike; it gets none if this is None or the graph has no uid.
 
-        CUDA's backend finds what it captured by a graph's first node. Each part therefore begins
-        with a node of its own that computes nothing: parts with the same beginning are kept apart.
+        CUDA's backend looks up captured graphs by their first node. Each part therefore begins with
+        a node of its own that computes nothing, so that parts with the same beginning differ.
         """
         found = self.parts.get((first, end))
         if found is None:
@@ -252,9 +254,9 @@ class Graph:
         return found
 
     def replacing(self, nodes: Mapping[int, Tensor], without: Collection[int] = ()) -> Graph:
-        """A copy with other nodes at some positions, and none at others.
+        """A copy with the nodes at some positions replaced or removed.
 
-        It has this graph's tables, in which ours are not: backends do not fuse them.
+        The use counts stay this graph's and lack our nodes, so backends do not fuse those.
         """
         addresses = self.addresses()
         without = set(without) - nodes.keys()
@@ -268,7 +270,7 @@ class Graph:
         return Graph._own(struct, (array, tuple(nodes.values()), self._kept))
 
     def reordered(self, addresses: Sequence[int]) -> Graph:
-        """A copy with its nodes in another order. Backends fuse neighbours as they did."""
+        """A copy with its nodes in another order. Backends still fuse neighbours."""
         array = _array(addresses)
         struct = self._view(len(addresses))
         struct.nodes = C.addressof(array)
@@ -283,7 +285,7 @@ class Graph:
 
 
 def _array(addresses: Sequence[int]) -> Any:
-    """A list of nodes for C, with nodes behind its end that compute nothing."""
+    """A C array of nodes, padded with nodes that compute nothing."""
     behind = [C.addressof(_nothing)] * _LOOKED_AHEAD
     return (C.c_void_p * (len(addresses) + _LOOKED_AHEAD))(*addresses, *behind)
 

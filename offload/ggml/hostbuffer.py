@@ -1,8 +1,7 @@
-"""Our own host buffer type: where streamed weights live, in memory that somebody else provides.
+"""Our own host buffer type, which holds streamed weights in memory that a provider allocates.
 
-ggml's scheduler leaves tensors of a buffer type alone when the device says it supports it, and the
-CPU backend computes on it in place because it says it is host memory. So the same bytes serve the
-copy engine and the CPU.
+ggml's scheduler leaves its tensors alone because our device supports the type, and the CPU backend
+computes on them in place because the type is host memory. So the same bytes serve copies and CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class TensorHome(Protocol):
         """Where the tensor's data lies; raises for a tensor that it does not know."""
 
     def is_filling(self) -> bool:
-        """True while the model is being loaded: what libllama writes to tensors is left out."""
+        """True while the model is being loaded: libllama's writes to tensors are then ignored."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,8 @@ class Face:
 class HostBufferType:
     """A buffer type named `name` whose buffers are allocated by `memory`.
 
-    With a `home`, tensors lie where it says and what libllama loads into them is left to it; the
-    allocated range then only stands for the buffer. Outlives every model loaded with it: C keeps
-    its address.
+    With a `home`, tensors lie where it says and it fills them; the allocated range then only stands
+    for the buffer. Must outlive every model loaded with it, because C keeps its address.
     """
 
     def __init__(
@@ -102,9 +100,9 @@ class HostBufferType:
     def pass_for(self, device: Device) -> bool:
         """Let the device's own native code answer whether it takes weights in this memory.
 
-        Backends know their memory by its type's name function. So `offer` gives ours the device's,
-        or takes it away, and no question comes to Python. For models that are loaded already. False
-        where the backend decides otherwise: then nothing is changed.
+        Backends recognise their memory by the name function of its type. So `offer` gives our type
+        the device's function or takes it away, and Python is not asked. Call it after loading.
+        Returns False, and changes nothing, if the backend decides in another way.
         """
         theirs = abi.ggml_backend_buffer_type.from_address(device.buffer_type)
         before = [(struct.device, struct.context) for struct in self._structs]
@@ -124,7 +122,7 @@ class HostBufferType:
         return False
 
     def offer(self, *, experts: bool, dense: bool) -> None:
-        """After `pass_for`: the device takes products with these from now on, or does not."""
+        """Set whether the device takes products with these weights; call it after `pass_for`."""
         offers = zip(self._structs, self._own_names, (experts, dense), strict=True)
         for struct, own_name, is_offered in offers:
             struct.iface.get_name = self._native_name if is_offered else own_name

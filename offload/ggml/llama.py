@@ -31,7 +31,7 @@ ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they ar
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Where the weights go. Pointers are kept alive by whoever made them, for the model's life."""
+    """Where the weights go. Devices and buffer types must live as long as the model."""
 
     devices: tuple[HasAddress, ...] = ()  # empty: the CPU alone
     overrides: tuple[tuple[str, HasAddress], ...] = ()  # (pattern of names, buffer type)
@@ -41,7 +41,7 @@ class ModelPlacement:
     no_alloc: bool = False  # only count what would be allocated; nothing can be computed
 
 
-_MOST_PIECES = 1 << 16  # kept of a vocabulary; its users' texts have fewer, all of it is large
+_MOST_PIECES = 1 << 16  # token texts kept; typical texts use fewer tokens
 
 
 class Model:
@@ -95,7 +95,7 @@ class Model:
             raise BadModel(f"{path}: the library refuses it ({reason})")
         self.vocab: int = lib.llama_model_get_vocab(self.handle)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
-        # Of the tokens that were asked for: the library's answer takes ten times as long.
+        # Answers for tokens asked before; the library takes ten times as long.
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._is_end: dict[int, bool] = {}
 
@@ -131,7 +131,7 @@ class Model:
         return bool(self._lib.llama_vocab_type(self.vocab))
 
     def chat_template(self, name: str | None = None) -> str | None:
-        """The file's own: the one of that name, or the one without."""
+        """The file's template of that name, or its default template."""
         encoded = None if name is None else name.encode()
         text: bytes | None = self._lib.llama_model_chat_template(self.handle, encoded)
         return text.decode("utf-8", "replace") if text else None
@@ -213,7 +213,7 @@ class Model:
         return int(self._lib.llama_vocab_eos(self.vocab))
 
     def fim_tokens(self) -> tuple[int, int, int, int, int]:
-        """Tokens before prefix, suffix, middle, repository and file; -1 for those there are not."""
+        """Tokens before prefix, suffix, middle, repository and file; -1 for missing ones."""
         lib, vocab = self._lib, self.vocab
         return (
             int(lib.llama_vocab_fim_pre(vocab)),
@@ -288,7 +288,7 @@ class _Batch:
         return self.raw
 
     def _fill_one(self, token: int, position: int, sequence: int) -> None:
-        """Most batches are so, and slices take ten times as long."""
+        """The most frequent batch, without slices, which take ten times as long."""
         self._token[0], self._pos[0], self._seq_id[0, 0] = token, position, sequence
         if not self._is_one:
             self.raw.n_tokens = self._n_seq_id[0] = self._wanted[0] = 1
@@ -305,7 +305,7 @@ class Context:
         pending: Pending,
         pooling_type: int | None = None,
     ) -> None:
-        """With a `pooling_type`, one of llama.cpp's, it computes embeddings too."""
+        """With a `pooling_type` (llama.cpp's numbers) it computes embeddings too."""
         self._lib = lib = library()
         self._model, self._pending = model, pending
         params = lib.llama_context_default_params()
@@ -349,8 +349,8 @@ class Context:
         self._output_at = 0  # the library's buffer of logits, and what it is as an array
         self._output = np.empty((0, model.n_vocab), np.float32)
         self.n_vocab = model.n_vocab
-        # A decode that a signal aborts is redone, which recurrent memory does not allow: there
-        # signals wait for its end.
+        # A decode that a signal aborts is redone, which recurrent memory does not allow; with it,
+        # signals wait for the end of the decode.
         self._can_abort = not model.is_recurrent
         if self._can_abort:
             interrupt.watch(lib, self.handle)

@@ -1,7 +1,7 @@
-"""Tensors of our own with a row for each of some pairs (token, expert), as many as there are.
+"""Tensors of our own with one row per pair of token and expert.
 
-The library reads shapes and sources when a graph is submitted, so one graph serves any number of
-pairs and any layer: what differs is written into it before.
+The library reads shapes and sources when a graph is submitted. So one graph serves any number of
+pairs and any layer: what differs is written into it before each submission.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Count:
         self._kept: list[Tensor] = []
 
     def follows(self, tensor: Tensor, dim: int) -> Tensor:
-        """Let that dimension of the tensor be the count from the next `set` on; the tensor."""
+        """Make `set` change that dimension of the tensor; returns the tensor."""
         self._cells.append(C.c_int64.from_address(tensor.address + TENSOR.ne.offset + 8 * dim))
         self._kept.append(tensor)
         return tensor
@@ -38,10 +38,10 @@ class Count:
 
 
 class Stamp:
-    """A number in a node that no operation reads, to be changed before each use.
+    """An unused parameter of a node. Changing it makes a graph look new to CUDA's backend.
 
-    CUDA's backend captures what it is given twice in a row. For one kernel that gains nothing, and
-    the next number of rows would make the captured graph useless.
+    The backend captures a graph that it is given twice in a row. For a single kernel that gains
+    nothing, and the next number of rows would make the captured graph useless.
     """
 
     def __init__(self, node: Tensor) -> None:
@@ -53,7 +53,7 @@ class Stamp:
 
 
 class Place:
-    """The place of a tensor of our own: that of another one, changed as often as needed."""
+    """The place of a tensor of our own, set to that of another tensor as often as needed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -67,10 +67,10 @@ class Place:
 
 
 class HostRows:
-    """Memory of the host as a row of numbers for each pair, seen by numpy and by ggml."""
+    """Host memory with one row of numbers per pair, shared by numpy and ggml."""
 
     def __init__(self, buffer: Buffer, offset_bytes: int, n_rows: int, n: int, of: str) -> None:
-        """`of`: f32, or i32 for single numbers, of which `n` is 0 and the tensor [1, n_rows]."""
+        """`of` is f32, or i32 with `n` 0: a single number per row, in a tensor [1, n_rows]."""
         size_bytes = 4 * max(1, n) * n_rows
         self.memory = buffer.host_range.part(offset_bytes, size_bytes)
         self.array: NDArray[Any] = self.memory.array().view(np.float32 if of == "f32" else np.int32)
@@ -85,14 +85,14 @@ class HostRows:
 
 
 def host_copy(tensor: Tensor) -> NDArray[np.float32]:
-    """The values of an f32 tensor of a few dimensions, contiguous, read from wherever it lies."""
+    """The values of a contiguous f32 tensor, read from host or device memory."""
     values = np.zeros(tensor.size_bytes // 4, np.float32)
     library().ggml_backend_tensor_get(tensor.address, values.ctypes.data, 0, values.nbytes)
     return values
 
 
 def of_array(values: NDArray[np.float32], like: Tensor) -> Tensor:
-    """A tensor like `like` whose values are the array's, which has to be kept."""
+    """A tensor like `like` over the array's memory; keep the array."""
     made = like.alike()
     made.lie_at(HostRange(values.ctypes.data, values.nbytes, values))
     return made

@@ -70,7 +70,7 @@ class PyDevice:
     # -- what subclasses may override --------------------------------------------------------
 
     def takes(self, product: Product) -> bool:
-        """True if this device computes a product with a weight that lies in `host`.
+        """True if this device computes this product with a weight in `host`.
 
         Asked while a graph is built; all other nodes are the inner device's to answer for.
         """
@@ -91,10 +91,10 @@ class PyDevice:
         """A stream is about to be freed by libllama."""
 
     def answer_natively(self) -> bool:
-        """Let the inner device's native code say which nodes the streams that are open take.
+        """Let the inner device's native code decide which nodes the open streams take.
 
-        Their scheduler then asks `inner`, and `host.offer` decides about weights in host memory. It
-        asks thousands of times when a graph is built anew. False where that cannot be expressed.
+        The scheduler asks thousands of times per graph; now it asks `inner` instead of Python, and
+        `host.offer` decides about weights in host memory. Returns False if `inner` cannot do that.
         """
         if self.host is None or not self.host.pass_for(self.inner):
             return False

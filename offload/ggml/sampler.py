@@ -1,9 +1,9 @@
 """libllama's samplers over rows of logits, in the order asked for, after a grammar's mask.
 
-For sampled-token verification the target's own chain chooses at every position; a drafted token is
-accepted while it equals the choice, so any chain keeps its distribution. Each position that is
-judged is chosen for once and each choice is kept, so samplers with a state of their own (mirostat,
-the random numbers of XTC, penalties, DRY) are where they would be without drafts.
+The target's own chain chooses at every position, and a drafted token is accepted while it equals
+the choice, so any chain keeps its distribution. The chain chooses once per position and keeps each
+choice, so samplers with state (mirostat, the random numbers of XTC, penalties, DRY) are in the same
+state as without drafts.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ class SamplerChain:
     """
 
     def __init__(self, model: Model, options: SamplingOptions, prompt: Sequence[int] = ()) -> None:
-        """`prompt` is what penalties look back at. Raises BadRequest for a grammar or schema that
-        cannot be followed, and a bias of a token that does not exist."""
+        """`prompt` is what penalties look back at.
+
+        Raises BadRequest for a grammar or schema that cannot be followed, and for a bias of a token
+        that does not exist.
+        """
         self._lib = library()
         self._model, self._options = model, options
         self._owned: list[int] = []
@@ -184,7 +187,7 @@ class SamplerChain:
         return sampler
 
     def _read_biases(self) -> None:
-        """Of tokens, of texts' tokens, and those that the model's file says never to choose."""
+        """Read biases of tokens and texts; ban tokens that the model's file suppresses."""
         n_vocab = self._model.n_vocab
         biases: dict[int, float] = dict.fromkeys(self._model.suppressed, -np.inf)
         for key, bias in self._options.logit_bias:
@@ -214,13 +217,12 @@ class SamplerChain:
 
     @property
     def has_distribution(self) -> bool:
-        """False where a draw changes what is drawn from next, so that no distribution can be named
-        without drawing: mirostat and adaptive-p."""
+        """False for mirostat and adaptive-p: each draw changes the next distribution, so there is
+        none to name without drawing."""
         return not (self._options.mirostat or ADAPTIVE in self._options.samplers)
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
-        """The token this chain samples from logits [n_vocab]; what came before it knows from
-        `accepted`.
+        """The token this chain samples from logits [n_vocab]. `accepted` tells it earlier tokens.
 
         Raises BadRequest when grammar and biases leave no token.
         """
@@ -264,8 +266,8 @@ class SamplerChain:
         return out
 
     def _likeliest(self, logits: NDArray[np.float32]) -> int:
-        """A mask does not change which of the allowed tokens is the likeliest, so the likeliest
-        of all is tried alone first: masking takes a thousand times as long."""
+        """The likeliest allowed token. The likeliest token of all is tried first, because masking
+        all tokens takes a thousand times as long."""
         if self._narrows:
             array = self._candidates(logits)
             self._apply(self._chain, array)
@@ -284,7 +286,7 @@ class SamplerChain:
         return int(left["id"][left["logit"].argmax()])
 
     def _likeliest_of_allowed(self) -> int:
-        """Of the row, whose penalties have been applied token by token."""
+        """The likeliest allowed token of the row, after penalties."""
         allowed = self._allowed()
         assert allowed is not None
         at = np.flatnonzero(allowed)
@@ -303,8 +305,8 @@ class SamplerChain:
         return out
 
     def _candidates(self, logits: NDArray[np.float32]) -> _TokenArray:
-        """The tokens that grammar and biases leave. Forbidden ones are left out, since samplers
-        that take logarithms of probabilities cannot count them."""
+        """The tokens that grammar and biases leave. Forbidden tokens are removed rather than set to
+        probability 0, whose logarithm some samplers take."""
         allowed = self._allowed()
         ids = None if allowed is None else np.flatnonzero(allowed)
         if ids is not None and not len(ids):
@@ -387,7 +389,7 @@ class SamplerChain:
         return self._model.piece(token, special=True)
 
     def take_logprobs(self) -> tuple[ChosenLogprob, ...]:
-        """Of the tokens accepted since the last call, in order; none where none were asked for."""
+        """The logprobs of the tokens accepted since the last call; empty if none were asked for."""
         if not self._logprobs:
             return ()
         found, self._logprobs = tuple(self._logprobs), []
@@ -412,7 +414,7 @@ _NO_TOKENS: NDArray[np.intp] = np.zeros(0, np.intp)
 
 
 def _tokens(array: _TokenArray) -> NDArray[np.void]:
-    """The tokens that an array of libllama's points at, [size]."""
+    """The tokens of a libllama array, [size]."""
     memory = (C.c_char * (_TOKEN.itemsize * array.size)).from_address(array.data)
     return np.frombuffer(memory, _TOKEN)
 

@@ -1,7 +1,7 @@
-"""Handles of ggml tensors (a node of a graph, a weight, or one of our own making) and buffers.
+"""Handles of ggml tensors (nodes of graphs, weights, and tensors of our own) and of buffers.
 
-Nothing is owned but what we make: ggml's tensors live as long as their graph or model. Reading is
-by name; writing is left to `Redirect`, which puts back what it changed.
+ggml's tensors live as long as their graph or model; only tensors of our own making are owned.
+`Redirect` and `Relocation` change ggml's tensors for a while and restore them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _pointer_at = C.c_void_p.from_address
 
 
 def op_at(address: int) -> int:
-    """The operation number of the node at `address`; the cheapest question there is (0.2 us)."""
+    """The operation number of the node at `address`. Takes 0.2 us."""
     return _int_at(address + _OP).value
 
 
@@ -63,8 +63,8 @@ def size_at(address: int) -> int:
 
 
 class _Everywhere:
-    """All of our address space as overlapping tensors, one every 8 bytes. Nothing is read of it
-    but what an index names."""
+    """The address space as an array of overlapping tensors, one every 8 bytes. Only indexed
+    elements are read."""
 
     __array_interface__ = {  # noqa: RUF012
         "version": 3,
@@ -79,27 +79,27 @@ _everywhere = np.asarray(_Everywhere())
 
 
 def structs_at(addresses: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """[n, words] all that the tensors at these addresses say of themselves."""
+    """[n, words] the structs of the tensors at these addresses."""
     found: NDArray[np.void] = _everywhere[(addresses - np.uint64(_LOWEST)) >> np.uint64(3)]
     words: NDArray[np.uint64] = found.view(np.uint64)
     return words.reshape(len(addresses), C.sizeof(TENSOR) // _POINTER)
 
 
 def read_by(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Addresses of the sources of such tensors and of what they are views of, each once."""
+    """Addresses of the sources of these structs and of the tensors they are views of, each once."""
     first, end = _SRC // _POINTER, _VIEW_SRC // _POINTER + 1
     pointers = structs[:, first:end]
     return np.unique(pointers[pointers != 0])
 
 
 def shapes_of(structs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """[n, 4] the shapes of such tensors."""
+    """[n, 4] the shapes of these structs."""
     first = TENSOR.ne.offset // _POINTER
     return structs[:, first : first + 4]
 
 
 class Buffer:
-    """Memory of a device, all zero at first: NaN in what nobody wrote would spread. Close it."""
+    """Zeroed device memory (a NaN in unwritten memory would spread). Close it."""
 
     def __init__(self, buffer_type: int, size_bytes: int, what: str) -> None:
         self._lib = library()
@@ -121,7 +121,7 @@ class Buffer:
 
     @property
     def host_range(self) -> HostRange:
-        """Of a buffer in host memory: all of it."""
+        """The whole buffer, which must be in host memory."""
         return HostRange(self.base, self.size_bytes, self)
 
     @property
@@ -184,7 +184,7 @@ class Tensor:
 
     @property
     def position(self) -> int:
-        """The address of the data, to be compared with others; 0 if it has none yet."""
+        """The address of the data, for comparisons; 0 if it has none yet."""
         return self._struct.data or 0
 
     @property
@@ -226,7 +226,7 @@ class Tensor:
         return Tensor(address) if address else None
 
     def lie_at(self, memory: HostRange) -> None:
-        """Have the data there, as the owner of the buffer decides."""
+        """Place the data there."""
         self._struct.data = memory.address
 
     # -- making ----------------------------------------------------------------------------------
@@ -239,9 +239,9 @@ class Tensor:
         at: tuple[Buffer, int] | None = None,
         sources: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """A tensor of our own like this one: no view, `at` an offset of a buffer if given.
+        """A tensor of our own like this one, but no view; `at` places it in a buffer.
 
-        With `sources` it computes as this node does, from them.
+        With `sources` it computes this node's operation from them.
         """
         struct = TENSOR.from_buffer_copy(self._struct)
         _shape(struct, shape, strides)
@@ -256,7 +256,7 @@ class Tensor:
         self, op: str, sources: Sequence[Tensor], *, shape: Dims | None = None,
         strides: Dims | None = None, like: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """A node of our own that writes where this one lies, with `like`'s parameters of the op."""
+        """A node of our own that writes to this tensor's data, with the op parameters of `like`."""
         struct = TENSOR.from_buffer_copy(self._struct)
         _shape(struct, shape, strides)
         struct.op = op_number(op)
@@ -273,9 +273,9 @@ class Tensor:
     ) -> Tensor:  # fmt: skip
         """Elements [first, first + n) of one dimension, as a tensor of our own.
 
-        With `sources` it computes as this node does, from them. It lies where they lie in this one;
-        or contiguous at an offset of a buffer; or, of a view, as far from the second tensor of
-        `seen_from` as this one lies from the first.
+        With `sources` it computes this node's operation from them. The data is that part of this
+        tensor's data; or `at` an offset of a buffer, contiguous; or, for a view, as far from the
+        second tensor of `seen_from` as this tensor is from the first.
         """
         struct = TENSOR.from_buffer_copy(self._struct)
         struct.ne[dim] = n
@@ -294,7 +294,7 @@ class Tensor:
 
     @property
     def sources(self) -> list[Tensor]:
-        """The tensors that the node reads, in order, up to the first that it has not."""
+        """The tensors that the node reads, in order, up to the first missing one."""
         found = []
         for index in range(len(self._struct.src)):
             address = source_at(self.address, index)
@@ -400,7 +400,7 @@ class Redirect:
 
 
 class Relocation:
-    """A result and the views of it, which lie elsewhere while their graph is submitted."""
+    """A result and its views, moved elsewhere while their graph is submitted."""
 
     __slots__ = ("_fields",)
 
