@@ -228,7 +228,7 @@ class Sequences:
             self._snapshots[sequence] = min(n_tokens - 1, n_droppable)
 
     def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
-        """Tokens that `rewind` can take off each sequence of a recurrent memory, by snapshots, right
+        """Tokens that `rewind` can take off each recurrent sequence by snapshots, right
         after a decode of these (sequence, number of tokens); 0 if only checkpoints work.
 
         Snapshots of several sequences are usable only if one ubatch computed all of them: the next
