@@ -73,7 +73,7 @@ def sampling_of(line: CommandLine) -> GenerateOptions:
 
 
 def run(line: CommandLine) -> None:
-    """Answer or continue a text, or chat: with a model, or the embedded pair."""
+    """Answer or continue a text, or chat, with a model or the embedded pair."""
     from specoffload.commands.run import (
         piped_text,
         read_prompt,
@@ -94,7 +94,7 @@ def run(line: CommandLine) -> None:
     if own.prompt_cache is None:
         options = remark(options, kept, "no --prompt-cache")
     if model is None and prompt is not None and prompt == own.words and len(prompt.split()) == 1:
-        said = f"{prompt!r} is text to continue; docs/models.md says how models are named"
+        said = f"continuing the text {prompt!r}; docs/models.md says how to name a model"
         options = replace(options, remarks=(*options.remarks, said))
     if model is None and own.conversation is None:  # the embedded pair knows code, not questions
         own = replace(own, conversation=False)
@@ -130,7 +130,7 @@ def _converse(line: CommandLine, options: Options, piped: str | None) -> None:
         history = line.environment.chat_history
         command.chat(config_of(line, options), sampling, own, history, remarks)
     else:
-        raise UsageError("there is nothing to answer: pipe a question in, or give -p TEXT")
+        raise UsageError("nothing to answer: pipe a question in, or use -p TEXT")
 
 
 def _chat_options(line: CommandLine) -> ChatOptions:
@@ -158,10 +158,10 @@ def serve(line: CommandLine) -> None:
 
 
 def bench(line: CommandLine) -> None:
-    """Measure plain, wrapped and speculative decoding."""
+    """Compare plain, streamed and speculative decoding with llama.cpp."""
     own = line.of(BenchOptions)
     if own.output is not None and line.of(OutputOptions).as_json:
-        raise UsageError("--json and --output are two formats: give one of them")
+        raise UsageError("--json and --output exclude each other")
     if own.n_pp or own.n_tg or own.n_pl:
         from specoffload.bench.batched import Sweep, bench_batched
 
@@ -181,7 +181,7 @@ def bench(line: CommandLine) -> None:
 
 
 def profile(line: CommandLine) -> None:
-    """Measure T(n), what a decode of n tokens takes, and keep it for the next start."""
+    """Measure how long a decode of n tokens takes, and keep it for later starts."""
     from specoffload.commands.profile import plot_stored, profile_config
 
     own = line.of(ProfileOptions)
@@ -210,14 +210,14 @@ def profile(line: CommandLine) -> None:
 
 
 def plan(line: CommandLine) -> None:
-    """Say what would live where, from the header alone: weights, slots, context, ubatch."""
+    """Show what would go to the GPU and what to RAM, and the expected speed."""
     from specoffload.commands.plan import plan_config
 
     plan_config(config_of(line), line.of(PlanOptions))
 
 
 def models(line: CommandLine) -> None:
-    """List the models in the caches, with size, architecture, type and whether they fit."""
+    """List the models on this machine, and whether they fit."""
     from specoffload.commands.models import show_models
 
     show_models(
@@ -227,24 +227,24 @@ def models(line: CommandLine) -> None:
 
 
 def demo(line: CommandLine) -> None:
-    """Watch one prompt decoded plainly, streamed and speculatively, side by side."""
+    """Watch one prompt decoded plainly, streamed and with drafts, side by side."""
     from specoffload.commands.demo import demo as show
 
     show(line.environment)
 
 
 def trace(line: CommandLine) -> None:
-    """Read a trace: overlap, link utilisation, stalls and their causes."""
+    """Summarise a trace: overlap, use of the link, waits and their causes."""
     from specoffload.commands.trace import show_trace
 
     file = line.of(TraceOptions).file
     if file is None:
-        raise UsageError("trace needs a file: what --trace wrote")
+        raise UsageError("trace needs a file that --trace wrote")
     show_trace(file)
 
 
 def doctor(line: CommandLine) -> None:
-    """Say what this machine has and what stands in the way."""
+    """Show what this machine has, and what is missing."""
     from specoffload.commands.doctor import doctor as examine
 
     examine(line.environment.profile_folder, numa=line.of(DoctorOptions).numa)

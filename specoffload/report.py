@@ -236,13 +236,16 @@ def summary(stats: GenerationStats) -> list[str]:
         f"prompt {stats.n_prompt_tokens} tokens{cached} in {stats.prefill_s:.2f} s"
     )
     if stats.acceptance_rate is None:
-        drafts = "nothing drafted"
+        drafts = "no drafts"
     else:
         drafts = (
-            f"acceptance {stats.acceptance_rate:.0%} ({stats.n_accepted} of {stats.n_drafted}), "
+            f"drafts {stats.acceptance_rate:.0%} accepted ({stats.n_accepted} of "
+            f"{stats.n_drafted}), "
             f"{stats.tokens_per_round:.2f} tokens per round"
         )
-    streamed = f" · streamed {bytes_text(stats.streamed_bytes)}" if stats.streamed_bytes else ""
+    streamed = (
+        f" · copied {bytes_text(stats.streamed_bytes)} to the GPU" if stats.streamed_bytes else ""
+    )
     return [speed, drafts + streamed]
 
 
@@ -259,7 +262,7 @@ def spec_lines(stats: GenerationStats) -> list[str]:
         lines.append(f"accepted tokens per drafter: {sources}")
     if stats.n_could_accept:
         lines.append(
-            f"could be accepted: {stats.n_could_accept} tokens more, which were drafted and not "
+            f"could be accepted: {stats.n_could_accept} more tokens, which were drafted and not "
             "verified"
         )
     lines.append(

@@ -199,8 +199,8 @@ def make_plan(
             choice = fastest(host_bytes=host_bytes) or found
             if choice is not found:
                 why_host = (
-                    f"the fastest plan would stream {found.streamed_bytes / 2**30:.1f} GiB, but "
-                    f"host memory has room for {host_bytes / 2**30:.1f} GiB: more is resident"
+                    f"The fastest plan would keep {found.streamed_bytes / 2**30:.1f} GiB in RAM, "
+                    f"which has room for {host_bytes / 2**30:.1f} GiB; more stays on the GPU"
                 )
     plan = _plan(asked, choice, experts, dense, work, machine)
     plan = plan.because(why_host) if why_host else plan
@@ -339,7 +339,7 @@ def _plan(
     reasons = [*_why_experts(asked, choice, experts), *_why_dense(asked, choice)]
     if layout.size_bytes < full_bytes:
         held = layout.size_bytes / full_bytes
-        reasons.append(f"slots hold {held:.0%} of what streams: limited by --vram")
+        reasons.append(f"GPU memory caches {held:.0%} of the weights in RAM (limited by --vram)")
     crossing = modelled_crossover(machine, work, sharing) if streamed else None
     streaming_pays = crossing is not None and crossing <= choice.n_ubatch
     chunk, chunk_reasons, declined = _chunks(layout, choice.n_ubatch, streaming_pays)
@@ -369,8 +369,9 @@ def _sized(layout: SlotLayout, room_bytes: int) -> SlotLayout:
     if found is None:
         least = layout.with_slots(least_slots(layout)).size_bytes
         raise DoesNotFit(
-            f"{max(0, room_bytes) / 2**20:.1f} MiB are left for slots, but the smallest working "
-            f"set needs {least / 2**20:.1f} MiB; raise --vram or lower --ctx-size"
+            f"{max(0, room_bytes) / 2**20:.1f} MiB of GPU memory are left to stream weights "
+            f"through, but at least {least / 2**20:.1f} MiB are needed; raise --vram or lower "
+            "--ctx-size"
         )
     return found
 
@@ -379,11 +380,11 @@ def _does_not_fit(asked: _Asked, least: LeastBytes) -> DoesNotFit:
     assert asked.budget_bytes is not None
     mib = 1 << 20
     return DoesNotFit(
-        f"{asked.budget_bytes / mib:.1f} MiB of device memory are too few: "
-        f"{least.total_bytes / mib:.1f} MiB are the least, {least.resident_bytes / mib:.1f} for "
-        f"weights that cannot stream, {least.slot_bytes / mib:.1f} for slots and "
-        f"{least.reserve_bytes / mib:.1f} for the context; raise --vram, lower --ctx-size or take "
-        "a smaller cache (-ctk q8_0 -ctv q8_0)",
+        f"{asked.budget_bytes / mib:.1f} MiB of GPU memory are too few: at least "
+        f"{least.total_bytes / mib:.1f} MiB are needed, {least.resident_bytes / mib:.1f} for "
+        f"weights that must stay there, {least.slot_bytes / mib:.1f} to stream the others through "
+        f"and {least.reserve_bytes / mib:.1f} for the context; raise --vram, lower --ctx-size or "
+        "use a smaller cache (-ctk q8_0 -ctv q8_0)",
         least_bytes=least.total_bytes,
     )
 
@@ -394,12 +395,12 @@ def _why_experts(asked: _Asked, choice: Choice, experts: Sequence[TensorEntry]) 
     n_layers = len({layer_of(e.name) for e in experts})
     n = len(choice.streamed_experts)
     if not n and not choice.streamed_dense:
-        return ("nothing streams: the whole model fits the device",)
+        return ("The whole model fits the GPU",)
     if n == n_layers:
-        return (f"{len(experts)} expert matrices stream: few of them serve each token",)
+        return (f"Experts of all {n} layers stay in RAM",)
     if isinstance(asked.n_cpu_moe, int):
-        return (f"experts of {n} of {n_layers} layers stream: --n-cpu-moe",)
-    return (f"experts of {n} of {n_layers} layers stream; resident, the others save more time",)
+        return (f"Experts of {n} of {n_layers} layers stay in RAM (--n-cpu-moe)",)
+    return (f"Experts of {n_layers - n} layers fit the GPU; those of {n} stay in RAM",)
 
 
 def _why_dense(asked: _Asked, choice: Choice) -> tuple[str, ...]:
@@ -407,7 +408,7 @@ def _why_dense(asked: _Asked, choice: Choice) -> tuple[str, ...]:
     if not n:
         return ()
     why = "--n-gpu-layers" if asked.n_gpu_layers is not None else "they exceed --vram"
-    return (f"dense weights of {n} of {asked.facts.n_layers} layers stream: {why}",)
+    return (f"Dense weights of {n} of {asked.facts.n_layers} layers stay in RAM ({why})",)
 
 
 def _chunks(
@@ -422,11 +423,15 @@ def _chunks(
         return 0, (), ()
     pool = min(tight, key=lambda p: p.n_slots)
     chunk = max(1, pool.n_slots // max(1, pool.n_used))
-    what = f"{pool.n_slots} slots are fewer than the {pool.n_experts} experts of a layer"
+    what = f"GPU memory holds {pool.n_slots} of a layer's {pool.n_experts} experts at once"
     if chunks == "on" or (chunks == "auto" and streaming_pays):
-        return chunk, (f"{what}: batches are computed in chunks of {chunk} tokens{_AT_LEAST}",), ()
+        return (
+            chunk,
+            (f"{what}; larger batches are computed in chunks of {chunk} tokens{_AT_LEAST}",),
+            (),
+        )
     tokens = "token" if chunk == 1 else "tokens"
-    declined = f"{what}: batches of more than {chunk} {tokens} are computed by the CPU"
+    declined = f"{what}; batches of more than {chunk} {tokens} run on the CPU"
     if chunks == "auto":
         declined += f", which is faster than chunks of {chunk}"
     return 0, (), (declined,)

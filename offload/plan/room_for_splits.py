@@ -77,8 +77,8 @@ def split_room(
     )
     saved = 1.0 - after_s / before_s
     if measured is None:
-        pays, asked = saved >= LEAST_SAVED, f", and {LEAST_SAVED:.0%} are asked"
-        why = f"{max(0.0, saved):.0%} less time is expected of it by hits {work.hits.source}"
+        pays, asked = saved >= LEAST_SAVED, f"; at least {LEAST_SAVED:.0%} is required"
+        why = f"this would save {max(0.0, saved):.0%} of the time (hits {work.hits.source})"
     else:
         pays, asked = saved > 0.0, ""
         without_ms, with_ms = (seconds * 1e3 for seconds in measured)
@@ -87,11 +87,11 @@ def split_room(
         )
     if not pays:
         return SplitRoom(
-            False, saved, f"slots get no room of resident layers for splits: {why}{asked}"
+            False, saved, f"No layer gives up GPU memory for cached experts: {why}{asked}"
         )
     n = without[0].n_resident - with_room[0].n_resident
-    room = f"{n} resident layers give their room to slots for" if n > 0 else "room is made for"
-    return SplitRoom(True, saved, f"{room} split layers: {why}")
+    room = f"{n} layers give up GPU memory for" if n > 0 else "More GPU memory goes to"
+    return SplitRoom(True, saved, f"{room} cached experts: {why}")
 
 
 def _both_measured(
@@ -105,8 +105,8 @@ def hit_words(work: ModelWork, sharing: Sharing) -> str:
     """The hits that a plan for split layers expects of decodes, and where they come from."""
     rate = expected_hits(work, sharing, work.union(1))
     if work.hits is not None:
-        return f"{rate:.0%} of a decode's experts are expected in slots: {work.hits.source}"
+        return f"Speed assumes {rate:.0%} of experts already on the GPU ({work.hits.source})"
     return (
-        f"about {round(rate, 1):.0%} of a decode's experts are expected in slots: a guess from "
-        "what was reported of another model (llama.cpp #27861), until they are counted"
+        f"Speed assumes {round(rate, 2):.0%} of experts already on the GPU (estimate; a run will "
+        "measure it)"
     )

@@ -119,6 +119,6 @@ def equality_words(what: str, found: Equality) -> str:
     if found.n_equal == found.n_texts:
         return f"{words} equal plain decoding's"
     return (
-        f"{words} equal plain decoding's; at a first difference the two likeliest tokens were at "
-        f"most {found.greatest_margin:.2g} apart"
+        f"{words} equal plain decoding's; where others first differ, the logits of the two "
+        f"likeliest tokens are at most {found.greatest_margin:.2g} apart"
     )

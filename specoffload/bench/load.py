@@ -90,8 +90,8 @@ def load_sentence(load: Load) -> str:
     if not load.is_busy:
         return ""
     return (
-        f"this machine is busy: {load.words} in the last {_LOOK_S:g} s, so that what is measured "
-        "now is slower than it could be"
+        f"this machine is busy: {load.words} in the last {_LOOK_S:g} s, so measurements will be "
+        "too slow"
     )
 
 

@@ -11,7 +11,7 @@ def why_off(stats: GenerationStats, costs: CostProfile) -> str:
     n_off = sum(rounds for length, rounds in stats.draft_lengths if length == 0)
     if not stats.n_rounds or 2 * n_off < stats.n_rounds:
         return ""
-    words = f"speculation was off in {n_off} of {stats.n_rounds} rounds: {price_words(costs)}"
+    words = f"nothing was drafted in {n_off} of {stats.n_rounds} rounds: {price_words(costs)}"
     # Counted reasons have lost their figures, which are in the price.
     reason = next((why for why, _ in stats.decisions if why and "#" not in why), "")
     return f"{words} (the policy: {reason})" if reason else words
@@ -45,25 +45,25 @@ def length_words(costs: CostProfile, accepted_first: float | None) -> str:
     were accepted, None where nothing was drafted."""
     first = pays_from(costs)
     if first is None:
-        return "no draft pays, whatever its length"
+        return "no draft saves time, whatever its length"
     unit = "token" if first == 1 else "tokens"
-    words = f"a draft pays from {first} {unit} on, if all of it is accepted"
+    words = f"drafts of {first} {unit} or more save time if all of it is accepted"
     if accepted_first is None:
         return words
     last = pays_up_to(costs, accepted_first)
     if last is None:
-        return f"{words}; none pays at the {accepted_first:.0%} that are"
-    end = "whatever its length" if last == costs.n_max - 1 else f"up to {last}"
-    return f"{words}, and {end} at the {accepted_first:.0%} that are"
+        return f"{words}; none does with {accepted_first:.0%} accepted, as measured"
+    end = "of any length" if last == costs.n_max - 1 else f"of up to {last} tokens"
+    return f"{words}, and those {end} with {accepted_first:.0%} accepted, as measured"
 
 
 def price_words(costs: CostProfile) -> str:
     """The share of drafted tokens that must be accepted for a draft of one to pay."""
     if costs.n_max < 2:
-        return "the profile has one batch size only, which leaves no room to draft"
+        return "only one batch size was measured, so nothing can be drafted"
     two, step = costs.step_s[1] / costs.step_s[0], costs.draft_step_s / costs.step_s[0]
     share = max(0.0, two - 1 + step)
-    price = f"two tokens take {two:.2f} times as long as one and a draft step {step:.2f} of it"
+    price = f"two tokens take {two:.2f} times as long as one, and drafting one takes {step:.2f}"
     if share >= 1:
-        return f"{price}, so that not even a draft that is always accepted pays"
-    return f"{price}, so that a draft of one token pays from {share:.0%} accepted on"
+        return f"{price}, so not even drafts that are always accepted save time"
+    return f"{price}, so a draft of one token saves time if over {share:.0%} are accepted"

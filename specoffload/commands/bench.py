@@ -69,6 +69,8 @@ N_PROMPTS = 4
 PREFIX = 16  # tokens before what is timed
 LONG_PROMPT = 2048  # tokens, for the speed of prefill
 _LEAST_REPETITIONS = 3
+# The names of our ways in tables.
+_SHOWN = {"unwrapped": "plain CPU", "wrapped": "streamed", "spec": "with drafts"}
 _MOST_SPREAD = 0.2  # of a path's repetitions, slowest less fastest, beside the median
 
 
@@ -94,7 +96,7 @@ def bench_config(
     warn_of_load()
     if config.device == "auto" and not has_gpu():
         config = replace(config, device="sim")
-        report.note("no GPU here: the wrapped device is measured on sim, the CPU posing as one")
+        report.note("no GPU here: measuring on sim, the CPU in the place of a GPU")
     result: dict[str, Any] = {
         "machine": machine(),
         "commit": commit(),
@@ -131,7 +133,7 @@ def _bench_as_llama_bench(
     with report.progress("measuring"):
         result = _side_by_side(config, _tuned_peers(config), work, repetitions)
     for doubt in result["unreliable"]:
-        report.note(f"unreliable: {doubt}")
+        report.note(f"not reliable: {doubt}")
     report.raw(written(result["rows"], output))
 
 
@@ -240,9 +242,9 @@ def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
     words = []
     n = min((len(measured.written) for measured in found.values()), default=0)
     if n < _LEAST_REPETITIONS:
-        words.append(f"{n} measured repetitions tell no spread; ask for more with -r")
+        words.append(f"with {n} measured repetitions the spread is unknown (-r N)")
     if load.is_busy:
-        words.append(f"{load.words} meanwhile")
+        words.append(load.words)
     for name, measured in found.items():
         for what, times_s in (
             ("decoding", [stats.decode_s for stats in measured.written]),
@@ -250,7 +252,7 @@ def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
         ):
             spread = (max(times_s) - min(times_s)) / statistics.median(times_s)
             if spread > _MOST_SPREAD:
-                words.append(f"{what} by {name} took {spread:.0%} longer at worst than at best")
+                words.append(f"{what} by {_SHOWN.get(name, name)} varied by {spread:.0%}")
     return words
 
 
@@ -472,7 +474,12 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         name = " ".join(("llama-server", *cache, *draft))
         speeds.append((name, row["decode_tps"], row["prefill_tps"]))
     return [
-        (name, f"{tps:.1f}", f"{prefill:.0f}", f"{tps / plain:.2f}{mark}" if plain else "-")
+        (
+            _SHOWN.get(name, name),
+            f"{tps:.1f}",
+            f"{prefill:.0f}",
+            f"{tps / plain:.2f}{mark}" if plain else "-",
+        )
         for name, tps, prefill in speeds
     ]
 
@@ -481,7 +488,7 @@ def _speculation_lines(result: dict[str, Any]) -> list[str]:
     """The reason why speculation is off where it is, and how far its texts are the plain ones."""
     lines = [result[key] for key in ("why_off", "pays") if result.get(key)]
     if "spec_tps" not in result:
-        lines.append("speculation is off: no draft model was given (--draft), and nothing drafts")
+        lines.append("no drafts: no draft model was given (--draft)")
     for way, found in result["equal_texts"].items():
         lines.append(
             equality_words(way, Equality(**{k: v for k, v in found.items() if k != "share"}))
@@ -490,22 +497,20 @@ def _speculation_lines(result: dict[str, Any]) -> list[str]:
 
 
 def _show(result: dict[str, Any]) -> None:
-    report.table(
-        "side by side", ("path", "decode t/s", "prefill t/s", "x llama.cpp"), _rows(result)
-    )
+    report.table("speed", ("", "answer t/s", "prompt t/s", "x llama.cpp"), _rows(result))
     for doubt in result["unreliable"]:
-        report.paragraph(f"unreliable (?): {doubt}")
+        report.paragraph(f"not reliable (?): {doubt}")
     if result.get("acceptance_rate") is not None:
         report.line(
-            f"acceptance {result['acceptance_rate']:.0%}, "
+            f"drafts {result['acceptance_rate']:.0%} accepted, "
             f"{result['tokens_per_round']:.2f} tokens per round"
         )
     for sentence in _speculation_lines(result):
         report.paragraph(sentence)
     one = result["profile"][0]
     report.table(
-        "T(n), the time of one decode of n tokens",
-        ("n", "ms", "T(n)/T(1)"),
+        "time of a decode by number of tokens",
+        ("tokens", "ms", "x one token"),
         [
             (str(n), f"{t * 1e3:.2f}", f"{t / one:.2f}")
             for n, t in zip(PROFILE_SIZES, result["profile"], strict=True)
@@ -513,18 +518,18 @@ def _show(result: dict[str, Any]) -> None:
     )
     if result["min_batch"]:
         report.table(
-            "both sides of --min-batch",
-            ("n", "CPU ms", "streamed ms", "chosen", "faster"),
+            "CPU or GPU, by number of tokens",
+            ("tokens", "CPU ms", "GPU ms", "chosen", "faster"),
             [
                 (
                     str(row["n"]),
                     f"{row['cpu_s'] * 1e3:.2f}",
                     f"{row['streamed_s'] * 1e3:.2f}",
-                    row["chosen"],
-                    "stream" if row["streamed_s"] < row["cpu_s"] else "cpu",
+                    "GPU" if row["chosen"] == "stream" else "CPU",
+                    "GPU" if row["streamed_s"] < row["cpu_s"] else "CPU",
                 )
                 for row in result["min_batch"]
             ],
         )
     else:
-        report.line("no experts stream, so there are no two sides of --min-batch to compare")
+        report.line("no experts are streamed, so CPU and GPU are not compared")

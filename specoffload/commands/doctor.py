@@ -64,7 +64,7 @@ def last_line(
         return f"next: {not_kept}"
     if not is_tuned:
         return "next: specoffload tune numa finds the best threads and placement, and keeps them"
-    return "ready: specoffload run -hf user/repo fetches a model and talks to it"
+    return "ready: specoffload run -hf user/repo fetches a model and chats with it"
 
 
 def why_not_kept(folder: Path) -> str:
@@ -73,7 +73,7 @@ def why_not_kept(folder: Path) -> str:
     if os.access(there, os.W_OK | os.X_OK) and there.is_dir():
         return ""
     return (
-        f"profiles cannot be kept in {folder}, so each start measures anew:"
+        f"measurements cannot be stored in {folder}, so each start measures again;"
         " SPECOFFLOAD_PROFILE_DIR names another folder"
     )
 
@@ -93,8 +93,8 @@ def machine_lines(topology: Topology) -> list[str]:
         f"processors: {len(topology.cores)} cores, {len(topology.usable_cores)} usable by this"
         f" process ({format_list(topology.allowed_cpus)}), "
         + ("one memory node" if not topology.is_numa else f"{len(topology.nodes)} memory nodes"),
-        f"memory: {report.bytes_text(memory.total)}, {report.bytes_text(room.available_bytes)} may"
-        f" be taken ({room.limited_by})",
+        f"memory: {report.bytes_text(memory.total)}, {report.bytes_text(room.available_bytes)}"
+        f" available ({room.limited_by})",
         f"huge pages: transparent {topology.huge_page_mode}, "
         + ("reserved: " + ", ".join(reserved) if reserved else "none reserved"),
         f"memory lock limit: {locked}",
@@ -129,14 +129,16 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
     not_used = missing_in_build(has_gpu=has_gpu)
     lines += not_used
     if not has_gpu:
-        lines.append("no GPU: --device auto is the plain CPU, --device sim tries streaming")
+        lines.append(
+            "no GPU: models run on the CPU; --device sim puts the CPU in the place of a GPU"
+        )
     return lines, not_used
 
 
 def _tuned_line(tuned: Tuned) -> str:
     if tuned.result is not None:
         return f"threads: {tuned.result.best}, {tuned_sentence(tuned.result)}"
-    return f"threads: {tuned.why_not or 'nothing was measured yet; `specoffload tune numa` does'}"
+    return f"threads: {tuned.why_not or 'not tuned yet (`specoffload tune numa`)'}"
 
 
 def _finding_line(finding: Finding) -> str:

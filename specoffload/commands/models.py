@@ -65,11 +65,11 @@ def in_one_line(planned: Planned, ram_bytes: int) -> tuple[str, bool]:
     plan, of_host = planned.plan, planned.plan.streamed_bytes
     device = report.bytes_text(plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes)
     if not of_host:
-        return f"whole on the device: {device}", True
+        return f"fits the GPU: {device}", True
     host = report.bytes_text(of_host)
     if of_host > ram_bytes:
-        return f"{host} of memory, of which {report.bytes_text(ram_bytes)} are free", False
-    return f"streams {host} through {device}", True
+        return f"needs {host} of RAM, {report.bytes_text(ram_bytes)} is free", False
+    return f"{host} in RAM, {device} on the GPU", True
 
 
 def type_name(metadata: Mapping[str, object]) -> str:

@@ -117,10 +117,10 @@ def _vram(config: Config, choice: DeviceChoice) -> tuple[int, str]:
     if asked is None and choice.sim is not None:
         asked = choice.sim.vram_bytes
     if asked is not None:
-        return asked, "asked for"
+        return asked, "as asked for"
     if choice.on_gpu:
         return free_bytes(choice), f"what {choice.name} has free, less 1 GiB"
-    return _DEFAULT_VRAM, "no GPU here: planned for one of 24 GiB (--vram)"
+    return _DEFAULT_VRAM, "no GPU here: 24 GiB assumed (--vram)"
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:
@@ -240,12 +240,12 @@ def _host_words(planned: Planned) -> str:
     missing = plan.streamed_bytes - room.available_bytes
     most = (planned.vram_bytes or 0) - plan.reserve_bytes + room.available_bytes
     return (
-        f"this does not fit: {plan.streamed_bytes / _GIB:.1f} GiB stream from host memory, which "
-        f"has room for {room.available_bytes / _GIB:.1f} GiB ({room.limited_by}), so that `serve` "
+        f"This does not fit: {plan.streamed_bytes / _GIB:.1f} GiB of weights have to be in RAM, "
+        f"which has room for {room.available_bytes / _GIB:.1f} GiB ({room.limited_by}). `serve` "
         f"and `run` refuse it. It takes {plan.streamed_bytes / _GIB:.0f} GiB of free RAM (--ram "
-        f"plans for another machine), or about {missing / _GIB:.0f} GiB more of device memory, or "
-        f"a file of at most {most / _GIB:.0f} GiB, or --mmap, which reads from the disk again and "
-        "again and is much slower than expected here"
+        f"plans for another machine), about {missing / _GIB:.0f} GiB more GPU memory, or a file "
+        f"of at most {most / _GIB:.0f} GiB; or --mmap, which reads from the disk again and again "
+        "and is much slower than expected here"
     )
 
 
@@ -257,44 +257,51 @@ def _show(planned: Planned) -> None:
         f"{facts.n_layers} layers{experts}"
     )
     rows = [
-        ("resident weights", plan.resident_bytes, ""),
+        ("weights", plan.resident_bytes, ""),
         ("KV cache", memory.kv_bytes, f"{planned.context.n_ctx} tokens"),
         ("recurrent states", memory.recurrent_bytes, ""),
-        ("compute buffers", memory.compute_bytes + memory.pool_bytes, f"ubatch {plan.n_ubatch}"),
-        ("draft", planned.draft_bytes, ""),
+        (
+            "compute buffers",
+            memory.compute_bytes + memory.pool_bytes,
+            f"{plan.n_ubatch} prompt tokens at once",
+        ),
+        ("draft model", planned.draft_bytes, ""),
         *(
-            (f"slots: {pool.name}", pool.size_bytes, _of_pool(pool))
+            (f"cache: {pool.name}", pool.size_bytes, _of_pool(pool))
             for pool in plan.layout.pools
             if pool.n_experts
         ),
         (
-            "slots: dense weights",
+            "buffer: dense weights",
             sum(pool.size_bytes for pool in plan.layout.pools if not pool.n_experts),
-            f"{_streamed_layers(plan)['dense']} layers stream",
+            f"of {_streamed_layers(plan)['dense']} layers in RAM",
         ),
     ]
     vram = planned.vram_bytes or 0
     used = plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes
     shown = [(name, f"{size / _GIB:.2f}", of) for name, size, of in rows if size]
     shown += [("free", f"{(vram - used) / _GIB:.2f}", ""),
-              ("device memory", f"{vram / _GIB:.2f}", planned.why_vram)]  # fmt: skip
-    report.table("Device memory", ("", "GiB", ""), shown)
+              ("GPU memory", f"{vram / _GIB:.2f}", planned.why_vram)]  # fmt: skip
+    report.table("GPU memory", ("", "GiB", ""), shown)
     if plan.streamed:
-        report.line(f"streams from host memory: {report.bytes_text(plan.streamed_bytes)}")
+        report.line(f"weights in RAM: {report.bytes_text(plan.streamed_bytes)}")
         if words := _host_words(planned):
             report.paragraph(words)
-        pays = "never" if plan.min_batch is None else f"from {plan.min_batch} tokens on"
-        report.line(f"streaming is expected to pay {pays} (--min-batch auto measures it)")
+        first = plan.min_batch
+        where = f"Batches of {first} tokens or more go to the GPU; smaller ones run on the CPU"
+        if first is None or first >= NEVER:
+            where = "All batches run on the CPU"
+        report.paragraph(f"{where} (estimate; a start measures it)")
     expected, machine, work = _expected(planned), planned.machine, _work(planned)
     is_guess = rests_on_guess(plan, work, machine, splits=bool(planned.splits))
     decode = rounded(expected["decode_tps"], 1 if is_guess else 2)
     report.line(
-        f"estimated: prefill about {rounded(expected['prefill_tps'])} tokens/s, decoding about "
-        f"{decode} tokens/s{', by hits that are a guess' if is_guess else ''}"
+        f"Expected speed: prompts about {rounded(expected['prefill_tps'])} tokens/s, answers about "
+        f"{decode} tokens/s"
     )
     report.line(
-        f"with a link of {machine.link_bytes_per_s / 1e9:g} GB/s and RAM of "
-        f"{machine.ram_bytes_per_s / 1e9:g} GB/s (--link, --ram)"
+        f"with {machine.link_bytes_per_s / 1e9:g} GB/s from RAM to the GPU and "
+        f"{machine.ram_bytes_per_s / 1e9:g} GB/s of RAM (--link, --ram)"
     )
     for words in (
         *plan.reasons,
@@ -303,13 +310,11 @@ def _show(planned: Planned) -> None:
             if planned.splits == "auto" and plan.sharing.n_slots
             else []
         ),
-        *(f"declined: {why}" for why in plan.declined),
+        *plan.declined,
         *([planned.complaint] if planned.complaint else []),
     ):
         report.paragraph(words)
 
 
 def _of_pool(pool: SlotPool) -> str:
-    n_ring = ring_slots(pool)
-    ring = f"ring {n_ring}" if pool.n_slots >= n_ring else "no ring"
-    return f"{pool.n_slots} of {pool.n_pieces}, {ring}"
+    return f"{pool.n_slots} of {pool.n_pieces}"

@@ -36,11 +36,13 @@ def split_model_and_prompt(
     if model is None and (word.endswith(".gguf") or _exists(word) or read_name(word) is not None):
         return Path(word), prompt
     if prompt is not None:
-        raise UsageError(f"{word!r} is not a .gguf file, and there is a prompt already")
+        raise UsageError(
+            f"Unexpected {word!r}: it is not a .gguf file, and a prompt was given already"
+        )
     if model is None and _NAME.fullmatch(word):
         raise UsageError(
-            f"{word!r} is no file here; models are .gguf files, user/repo of the hub and "
-            f"ollama:{word}; to have the embedded pair continue it as text: -p {word!r}"
+            f"there is no file {word!r}; a model is a .gguf file, user/repo of the hub or "
+            f"ollama:{word}; -p {word!r} has the embedded pair continue it as text"
         )
     return model, word
 
@@ -79,7 +81,7 @@ def read_prompt(words: str | None, file: Path | None, *, escape: bool = False) -
 def read_text(words: str | None, file: Path | None) -> str | None:
     """Text that is typed or in a file, if either. Raises UsageError when it cannot be read."""
     if words is not None and file is not None:
-        raise UsageError(f"{words!r} and the file {file} are given: one of them is enough")
+        raise UsageError(f"text {words!r} and file {file} exclude each other")
     if file is None:
         return words or None
     try:
@@ -130,7 +132,7 @@ def run_prompt(
             last = answer_text(session, prompt, limited if has_limit else sampling, chat)
         else:
             if chat.system is not None:
-                report.note("--system-prompt has no effect: the text is continued as it stands")
+                report.note("--system-prompt ignored: the text is continued as it is")
             last = _continue(session, prompt, limited, has_limit=has_limit)
         if own.prompt_cache is not None and not own.prompt_cache_ro and last.stats is not None:
             n_kept = None if own.prompt_cache_all else last.stats.n_prompt_tokens
@@ -171,7 +173,7 @@ def _continue(session: Session, prompt: str, options: GenerateOptions, *, has_li
             report.text(piece.text)
     report.text("\n")
     if last.finish_reason == "length" and not has_limit:
-        report.note(f"stopped after {options.n_predict} tokens: -n N takes more, -n -1 all")
+        report.note(f"stopped after {options.n_predict} tokens; -n N writes N, -n -1 to the end")
     say_how_it_went(last)
     report.data(as_data(session, Message(text), last))
     return last

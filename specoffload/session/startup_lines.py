@@ -66,7 +66,7 @@ def startup_lines(start: StartUp) -> tuple[str, ...]:
         *draft_lines(start.draft),
         *start.speculation,
         *memory_lines(start.memory),
-        *(f"left to the CPU: {why}" for why in start.declined),
+        *(why for why in start.declined),
         *start.others,
     )
 
@@ -77,35 +77,35 @@ def device_lines(start: StartUp) -> Sequence[str]:
         *start.device_notes,
     ]
     if start.wanted_ctx not in (0, start.n_ctx):
-        lines.append(f"--ctx-size {start.wanted_ctx}: the library makes it {start.n_ctx} tokens")
+        lines.append(f"--ctx-size {start.wanted_ctx}: llama.cpp rounds it to {start.n_ctx} tokens")
     return lines
 
 
 def weight_lines(start: StartUp) -> Sequence[str]:
     s = start.streamed
     if s is None:
-        where = "experts: computed by the CPU in place; streaming needs a wrapped device"
+        where = "experts run on the CPU: --device cpu copies nothing to a GPU"
         return [where] if start.has_experts else []
     lines = [
-        f"streamed: {s.streamed_bytes / 2**20:.0f} MiB in host memory through "
-        f"{s.slot_bytes / 2**20:.0f} MiB of slots: {s.min_batch} (--min-batch), below that "
-        f"computed by the CPU{_split(s)}",
+        f"weights: {s.streamed_bytes / 2**20:.0f} MiB in RAM, cached in "
+        f"{s.slot_bytes / 2**20:.0f} MiB of GPU memory. On the GPU: {s.min_batch} (--min-batch)"
+        f"{_split(s)}; other batches run on the CPU",
         *s.reasons,
     ]
     return lines if s.reading is None else [*lines, s.reading]
 
 
 def _split(s: StreamedFacts) -> str:
-    return s.split and f", in batches of {s.split} tokens by both at once (--hybrid)"
+    return s.split and f". On GPU and CPU at once: batches of {s.split} tokens (--hybrid)"
 
 
 def draft_lines(draft: DraftFacts | None) -> Sequence[str]:
     if draft is None:
-        return ["draft: none"]
-    lines = [f"draft: {draft.file_name}, {draft.n_params / 1e6:.1f}M parameters"]
+        return ["draft model: none"]
+    lines = [f"draft model: {draft.file_name}, {draft.n_params / 1e6:.1f}M parameters"]
     if draft.size_bytes > draft.target_bytes:
         lines.append(
-            f"the draft ({draft.size_bytes} bytes) is larger than the target "
+            f"the draft model ({draft.size_bytes} bytes) is larger than the model "
             f"({draft.target_bytes}): are the two files swapped?"
         )
     return lines
@@ -114,13 +114,13 @@ def draft_lines(draft: DraftFacts | None) -> Sequence[str]:
 def memory_lines(memory: MemoryFacts) -> Sequence[str]:
     if memory.can_rewind or not memory.speculates:
         return []
-    where = "on the device" if memory.device_checkpoints else "in host memory"
+    where = "in GPU memory" if memory.device_checkpoints else "in RAM"
     if memory.n_rs_seq:
         return [
-            f"recurrent memory: drafts of up to {memory.n_rs_seq} tokens are taken back by "
+            f"recurrent model: rejected drafts of up to {memory.n_rs_seq} tokens are undone by "
             f"snapshots, longer ones by checkpoints {where}"
         ]
     return [
-        f"recurrent memory: rejected drafts are taken back by checkpoints {where}; the library "
+        f"recurrent model: rejected drafts are undone by checkpoints {where}; llama.cpp "
         f"has no snapshots for {memory.architecture}"
     ]

@@ -98,7 +98,7 @@ def test_text_for_a_model_without_a_template_is_continued_to_a_limit(
     named = tiny_dense.read_bytes()
     plain.write_bytes(named.replace(b"tokenizer.chat_template", b"tokenizer.none_template"))
     words = ("run", plain, "--ignore-eos", "-c", "512")
-    limit = "stopped after 128 tokens: -n N takes more, -n -1 all"
+    limit = "stopped after 128 tokens; -n N writes N, -n -1 to the end"
     for done in (
         piped(tmp_path, "hi\n", *words, "--json"),
         piped(tmp_path, "", *words, "-p", "hi", "--json"),

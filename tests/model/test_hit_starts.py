@@ -45,7 +45,7 @@ def config_of(**changes: object) -> Config:
 def run(config: Config, n: int) -> tuple[list[str], int]:
     """What a session said of hits when it began, and tokens of a layer that it recorded."""
     with Session(config) as session:
-        notes = [note for note in session.notes if "hits" in note or "expected in slots" in note]
+        notes = [note for note in session.notes if "hits" in note or "already on the GPU" in note]
         options = GenerateOptions(n_predict=n, ignore_eos=True)
         for _ in session.generate("def f(", options):
             pass
@@ -55,7 +55,7 @@ def run(config: Config, n: int) -> tuple[list[str], int]:
 def test_what_a_session_counts_the_plan_of_the_next_reads(folder: Path) -> None:
     facts = read_facts(TARGET)
     (note,), n_recorded = run(config_of(), 100)
-    assert "a guess" in note
+    assert "estimate" in note
     assert n_recorded > 0
     found = load_kept(folder, facts)[0].hits
     assert found is not None
@@ -74,7 +74,7 @@ def test_too_few_tokens_and_no_profile_keep_nothing(folder: Path) -> None:
     assert not [*folder.glob("*-hits.json")]
     for _ in range(2):
         (note,), n_recorded = run(config_of(use_profile=False), 80)
-        assert "a guess" in note
+        assert "estimate" in note
         assert n_recorded == 0
     assert not [*folder.glob("*-hits.json")]
     assert kept_for_plan(config_of(use_profile=False)).hits is None

@@ -33,14 +33,14 @@ def with_hits(*points: tuple[float, float]) -> HitCurve:
 def test_without_counted_hits_the_guess_stands() -> None:
     share = SLOTS.n_slots / (58 * 256)
     assert expected_hits(R1, SLOTS, PIECES) == hit_rate(share, PIECES / 256)
-    assert "a guess" in hit_words(R1, SLOTS)
+    assert "(estimate; a run will measure it)" in hit_words(R1, SLOTS)
 
 
 def test_layers_share_the_slots_so_that_hits_are_those_of_their_share() -> None:
     work = replace(R1, hits=with_hits((0.25, 0.6)))
     assert expected_hits(work, Sharing(58 * 64), PIECES) == pytest.approx(0.6)
     assert expected_hits(work, Sharing(29 * 64, n_resident=29), PIECES) == pytest.approx(0.6)
-    assert "60% of a decode's experts are expected in slots: counted on 2026-03-01" in hit_words(
+    assert "Speed assumes 60% of experts already on the GPU (counted on 2026-03-01" in hit_words(
         work, Sharing(58 * 64)
     )
     assert expected_hits(work, Sharing(0, n_resident=58), PIECES) == 1.0
@@ -71,7 +71,7 @@ def test_room_is_given_where_the_model_expects_enough_less_time(hit: float) -> N
     assert "counted on 2026-03-01 over 900 tokens" in found.why
     if hit > 0.9:
         assert found.pays
-        assert "12 resident layers give their room" in found.why
+        assert "12 layers give up GPU memory" in found.why
     if hit < 0.1:
         assert not found.pays
 

@@ -94,13 +94,13 @@ def test_speculation_that_is_off_is_explained_with_its_figures() -> None:
     off = GenerationStats(n_rounds=10, draft_lengths=((0, 9), (3, 1)), decisions=(("off", 9),))
     costs = CostProfile((1.0, 1.86, 2.7), draft_step_s=0.21)
     assert why_off(off, costs) == (
-        "speculation was off in 9 of 10 rounds: two tokens take 1.86 times as long as one and a "
-        "draft step 0.21 of it, so that not even a draft that is always accepted pays (the policy: "
-        "off)"
+        "nothing was drafted in 9 of 10 rounds: two tokens take 1.86 times as long as one, and "
+        "drafting one takes 0.21, so not even drafts that are always accepted save time (the "
+        "policy: off)"
     )
     cheap = why_off(off, CostProfile((1.0, 1.2), draft_step_s=0.1))
-    assert "pays from 30% accepted on" in cheap
-    assert "one batch size only" in why_off(off, CostProfile((1.0,)))
+    assert "saves time if over 30% are accepted" in cheap
+    assert "only one batch size" in why_off(off, CostProfile((1.0,)))
     counted = replace(off, decisions=(("off: T(#)/T(#) is #", 9),))
     assert "#" not in why_off(counted, costs)
     on = GenerationStats(n_rounds=10, draft_lengths=((0, 4), (3, 6)))
@@ -125,11 +125,17 @@ def test_the_lengths_that_pay_are_those_of_the_costs() -> None:
     curves = published_curves()
     # A batch of two takes more than twice as long as one there (llama.cpp #17034).
     glm = curves["glm-4.6-rpc"]
-    assert length_words(glm, None) == "a draft pays from 2 tokens on, if all of it is accepted"
+    assert (
+        length_words(glm, None) == "drafts of 2 tokens or more save time if all of it is accepted"
+    )
     linear = CostProfile((1.0, 1.6, 2.2, 2.8, 3.4, 4.0), 0.1)
     # 1 + 0.8 + 0.64 tokens take 2.4 s where one takes 1 s; with 0.512 more they take 3.1 s.
     assert (pays_from(linear), pays_up_to(linear, 0.8)) == (1, 2)
-    assert length_words(linear, 0.8).endswith("and up to 2 at the 80% that are")
-    assert length_words(linear, 0.5).endswith("none pays at the 50% that are")
-    assert length_words(linear, 1.0).endswith("and whatever its length at the 100% that are")
-    assert length_words(CostProfile((1.0, 2.5)), 0.9) == "no draft pays, whatever its length"
+    assert length_words(linear, 0.8).endswith(
+        "and those of up to 2 tokens with 80% accepted, as measured"
+    )
+    assert length_words(linear, 0.5).endswith("none does with 50% accepted, as measured")
+    assert length_words(linear, 1.0).endswith(
+        "and those of any length with 100% accepted, as measured"
+    )
+    assert length_words(CostProfile((1.0, 2.5)), 0.9) == "no draft saves time, whatever its length"

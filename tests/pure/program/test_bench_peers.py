@@ -125,7 +125,7 @@ def test_ratios_of_few_or_noisy_repetitions_are_marked() -> None:
     idle, busy = Load(0.05, 2), Load(0.4, 2)
     assert doubts({"wrapped": repeated(1.0, 1.1, 1.05)}, idle) == []
     (few,) = doubts({"wrapped": repeated(1.0)}, idle)
-    assert "1 measured repetitions tell no spread" in few
+    assert "with 1 measured repetitions the spread" in few
     (disturbed,) = doubts({"wrapped": repeated(1.0, 1.0, 1.0)}, busy)
     assert "other programs took 40% of the 2 processors" in disturbed
     (spread,) = doubts({"wrapped": repeated(1.0, 1.0, 1.5)}, idle)

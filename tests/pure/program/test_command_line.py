@@ -284,7 +284,7 @@ def test_a_prompt_that_is_no_file_name_is_a_prompt() -> None:
 
 @pytest.mark.parametrize("word", ["gemma3:270m", "llama3", "a/b/c"])
 def test_what_looks_like_a_models_name_is_never_a_silent_prompt(word: str) -> None:
-    with pytest.raises(UsageError, match=f"is no file here; .* ollama:{word}"):
+    with pytest.raises(UsageError, match=f"there is no file .* ollama:{word}"):
         split_model_and_prompt(word, None, None)
 
 
@@ -292,12 +292,12 @@ def test_what_looks_like_a_models_name_is_never_a_silent_prompt(word: str) -> No
 def test_the_name_of_a_model_is_a_model(word: str) -> None:
     assert split_model_and_prompt(word, None, None) == (Path(word), None)
     assert split_model_and_prompt(word, None, "text") == (Path(word), "text")
-    with pytest.raises(UsageError, match="there is a prompt already"):
+    with pytest.raises(UsageError, match="a prompt was given already"):
         split_model_and_prompt(word, Path("m.gguf"), "text")
 
 
 def test_a_model_or_a_prompt_that_is_given_twice_is_refused() -> None:
-    with pytest.raises(UsageError, match="there is a prompt already"):
+    with pytest.raises(UsageError, match="a prompt was given already"):
         split_model_and_prompt("def f(n):", None, "text")
     with pytest.raises(UsageError, match="'a.gguf' and -m b.gguf name two"):
         line_of("-m", "b.gguf", "a.gguf", command="serve")

@@ -20,7 +20,7 @@ def test_nothing_in_the_way_is_ready() -> None:
 
 
 def test_the_first_step_is_the_one_that_matters_most() -> None:
-    build, kept = "an NVIDIA driver is here", "profiles cannot be kept"
+    build, kept = "an NVIDIA driver is here", "measurements cannot be stored"
     assert last_line([build], [BAD], kept, is_tuned=False) == f"next: {build}"
     assert last_line((), [WARN, BAD], kept, is_tuned=False) == (
         "next: 64 KiB may be locked: set LimitMEMLOCK=infinity"

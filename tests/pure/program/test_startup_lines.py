@@ -44,26 +44,26 @@ def test_a_plain_start_says_device_draft_and_speculation() -> None:
     assert startup_lines(PLAIN) == (
         "device cpu: a processor (no GPU)",
         "no AMX",
-        "draft: none",
+        "draft model: none",
         "every token is decoded alone",
         "2 threads",
     )
 
 
 def test_a_context_that_the_library_rounds_is_told_and_one_that_fits_is_not() -> None:
-    assert "--ctx-size 300: the library makes it 512" in text(wanted_ctx=300, n_ctx=512)
+    assert "--ctx-size 300: llama.cpp rounds it to 512" in text(wanted_ctx=300, n_ctx=512)
     assert "--ctx-size" not in text(wanted_ctx=512, n_ctx=512)
 
 
 def test_sizes_of_batches_that_both_sides_compute_are_told() -> None:
     streamed = StreamedFacts(3 << 20, 1 << 20, "experts from 24 tokens on", (), None, "1 to 8")
     assert text(streamed=streamed).splitlines()[2] == (
-        "streamed: 3 MiB in host memory through 1 MiB of slots: experts from 24 tokens on "
-        "(--min-batch), below that computed by the CPU, in batches of 1 to 8 tokens by both at "
-        "once (--hybrid)"
+        "weights: 3 MiB in RAM, cached in 1 MiB of GPU memory. On the GPU: experts from 24 tokens "
+        "on (--min-batch). On GPU and CPU at once: batches of 1 to 8 tokens (--hybrid); other "
+        "batches run on the CPU"
     )
     none = replace(streamed, split="")
-    assert "below that computed by the CPU\n" in text(streamed=none) + "\n"
+    assert "(--min-batch); other batches run on the CPU" in text(streamed=none)
 
 
 def test_streamed_weights_come_with_their_thresholds_and_reasons() -> None:
@@ -72,15 +72,15 @@ def test_streamed_weights_come_with_their_thresholds_and_reasons() -> None:
     said = text(streamed=streamed)
     for words in (
         "3 MiB",
-        "1 MiB of slots",
+        "1 MiB of GPU memory",
         "from 24 tokens on",
         "dense from 8",
         "few serve",
         "read",
     ):
         assert words in said
-    assert "computed by the CPU in place" in text(has_experts=True)
-    assert "computed by the CPU in place" not in said
+    assert "experts run on the CPU" in text(has_experts=True)
+    assert "experts run on the CPU" not in said
 
 
 def test_a_draft_larger_than_its_target_is_suspected() -> None:
@@ -93,9 +93,9 @@ def test_a_draft_larger_than_its_target_is_suspected() -> None:
 @pytest.mark.parametrize(
     ("memory", "words"),
     [
-        (RECURRENT, "checkpoints on the device; the library has no snapshots for mamba"),
-        (replace(RECURRENT, device_checkpoints=False), "checkpoints in host memory"),
-        (replace(RECURRENT, n_rs_seq=4), "drafts of up to 4 tokens are taken back by snapshots"),
+        (RECURRENT, "checkpoints in GPU memory; llama.cpp has no snapshots for mamba"),
+        (replace(RECURRENT, device_checkpoints=False), "checkpoints in RAM"),
+        (replace(RECURRENT, n_rs_seq=4), "drafts of up to 4 tokens are undone by snapshots"),
     ],
 )
 def test_how_drafts_are_taken_back(memory: MemoryFacts, words: str) -> None:
