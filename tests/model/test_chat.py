@@ -142,7 +142,7 @@ def test_a_prompt_is_kept_in_a_file_for_the_next_run(
 def test_nothing_to_answer_is_said(tiny_dense: Path, tmp_path: Path) -> None:
     done = piped(tmp_path, "", "chat", tiny_dense)
     assert done.returncode == 2
-    assert "there is nothing to answer" in done.stderr
+    assert "nothing to answer" in done.stderr
     done = piped(tmp_path, "x", "chat", tiny_dense, "--chat-template", "nothing")
     assert done.returncode == 2
     assert (
