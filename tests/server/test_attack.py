@@ -16,7 +16,7 @@ from lab.attack.outcome import Breach, Outcome, show
     [
         ("http", "0-50"),
         ("kills", "0-1"),  # the engine again and again, and the server
-        ("limits", "0-4"),  # descriptors, a full disk, output that cannot be written or is not read
+        ("limits", "0-3"),  # descriptors, a full disk, output that cannot be written
     ],
 )
 def test_an_attack_is_noticed_by_nobody_else(part: str, only: str) -> None:
