@@ -85,9 +85,7 @@ class ModelDrafter:
         n_steps = 0
         while drafting:
             n = self._block_length(n_steps, min([f.limit for f in drafting]))
-            block = self._step(drafting, n, begins=not n_steps)
-            for part, growing in enumerate(drafting):
-                growing.take(block, part, n)
+            self._step(drafting, n, begins=not n_steps)
             drafting, n_steps = [f for f in drafting if f.goes_on], n_steps + n
         if begun:
             self._remember(max([f.n_fed for f in begun]), max([f.limit for f in begun]))
@@ -115,6 +113,8 @@ class ModelDrafter:
     def _block_length(self, n_drafted: int, limit: int) -> int:
         """Length of the next block of a draft that has `n_drafted` tokens: first as long as
         drafts were lately, then a quarter of that."""
+        if self._model.n_steps_max == 1:
+            return 1
         usual = round(self._usual) if n_drafted == 0 else round(self._usual) // 4
         return min(max(1, usual), limit - n_drafted, self._model.n_steps_max)
 
@@ -124,23 +124,27 @@ class ModelDrafter:
         if n_fed < limit or n_fed > self._usual:
             self._usual += _BLOCK_MEMORY * (n_fed - self._usual)
 
-    def _step(self, drafting: Sequence[_Growing], n: int, *, begins: bool) -> Block:
+    def _step(self, drafting: Sequence[_Growing], n: int, *, begins: bool) -> None:
         """Draft a block of `n` tokens for each, and note what the model holds then."""
         memory, drawing, top_k = self._memory, self._drawing(drafting, n), drafting[0].top_k
         if begins:
             parts = [(f.sequence, f.feed) for f in drafting]
-            block = self._model.draft(parts, n, drawing, top_k)
+            block: Block | _OneToken = self._model.draft(parts, n, drawing, top_k)
             for growing in drafting:
                 memory.fed(growing.sequence, growing.feed)
                 memory.mark(growing.sequence)
         else:
             block = self._model.draft_more([f.sequence for f in drafting], n, drawing, top_k)
-        for part, growing in enumerate(drafting):
-            drafted = block.tokens[:, part].tolist()
+        if isinstance(block, _OneToken):
+            tokens, probs = block.columns
+        else:
+            tokens, probs = block.tokens.T.tolist(), block.p.T.tolist()
+        for part, (growing, drafted) in enumerate(zip(drafting, tokens, strict=True)):
             held = drafted[:-1] if begins else [growing.feed[-1], *drafted[:-1]]
-            memory.fed(growing.sequence, held)
+            if held:
+                memory.fed(growing.sequence, held)
             growing.feed = drafted[-1:]
-        return block
+            growing.take(drafted, probs[part], block, part)
 
     def _drawing(self, drafting: Sequence[_Growing], n: int) -> Draws | None:
         """Each sequence's own numbers and temperature, whatever else is in the batch."""
@@ -188,23 +192,24 @@ class _Growing:
         self._rows: list[NDArray[np.float64]] = []
         self._candidates: list[tuple[tuple[int, float], ...]] = []
 
-    def take(self, block: Block, part: int, n: int) -> None:
+    def take(
+        self, tokens: Sequence[int], probs: Sequence[float], block: Block | _OneToken, part: int
+    ) -> None:
         """Feed the walk with a block's tokens until it wants no more."""
-        self._n_steps += n
+        self._n_steps += len(tokens)
         is_drawn = self.draws is not None
-        for step in range(n):
-            p = float(block.p[step, part])
-            self.goes_on = self.walk.feed(p)
+        for step, p in enumerate(probs):
+            self.goes_on = goes_on = self.walk.feed(p)
             self.n_fed += 1
-            if is_drawn and not self.goes_on and self.walk.n_best <= len(self._tokens):
+            if is_drawn and not goes_on and self.walk.n_best <= len(self._tokens):
                 return  # not worth verifying, which was decided without looking at the token
-            self._tokens.append(int(block.tokens[step, part]))
+            self._tokens.append(tokens[step])
             self._probs.append(p)
             if is_drawn:
                 self._rows.append(block.row(step, part))
             elif self._n_candidates and isinstance(block, _OneToken):
                 self._candidates.append(block.likeliest(part, self._n_candidates))
-            if not self.goes_on:
+            if not goes_on:
                 return
 
     def draft(self, source: str) -> Draft:
@@ -233,7 +238,7 @@ class TokenByToken:
     def __init__(self, model: Target, n_vocab: int | None = None) -> None:
         self._model = model
         self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
-        self._last: dict[int, int] = {}  # sequence -> its last drafted token
+        self._last: dict[int, list[int]] = {}  # sequence -> its last drafted token
 
     @property
     def n_ctx(self) -> int:
@@ -246,15 +251,13 @@ class TokenByToken:
         drawing: Drawing | None = None,
         top_k: int = 0,
     ) -> _OneToken:
-        rows: list[NDArray[np.float32]] = []
-        for batch in self._batches(parts):
-            if len(batch) == 1:
-                rows.append(self._model.extend(*batch[0]))
-            else:
-                rows += self._model.extend_batch(batch)
+        if len(parts) == 1:
+            rows = [self._model.extend(*parts[0], 1)]
+        else:
+            rows = [r for batch in self._batches(parts) for r in self._model.extend_batch(batch)]
         block = _OneToken([row[-1][: self._n_vocab] for row in rows], drawing, top_k)
-        for part, (sequence, _) in enumerate(parts):
-            self._last[sequence] = int(block.tokens[0, part])
+        for (sequence, _), tokens in zip(parts, block.columns[0], strict=True):
+            self._last[sequence] = tokens
         return block
 
     def draft_more(
@@ -264,7 +267,7 @@ class TokenByToken:
         drawing: Drawing | None = None,
         top_k: int = 0,
     ) -> _OneToken:
-        return self.draft([(s, [self._last[s]]) for s in sequences], n_steps, drawing, top_k)
+        return self.draft([(s, self._last[s]) for s in sequences], n_steps, drawing, top_k)
 
     def _batches(
         self, parts: Sequence[tuple[int, Sequence[int]]]
@@ -283,34 +286,37 @@ class TokenByToken:
 
 
 class _OneToken:
-    """A block of one token per part, chosen from logits [n_vocab]."""
+    """A block of one token per part, chosen from logits [n_vocab]. `columns` are its tokens and
+    their probabilities, by part and step."""
 
     def __init__(
         self, logits: Sequence[NDArray[np.float32]], drawing: Drawing | None, top_k: int
     ) -> None:
         self._logits = logits
         self._rows: list[NDArray[np.float64]] = []
-        n = len(logits)
-        self.tokens, self.p = np.empty((1, n), np.int64), np.empty((1, n))
-        for part, row in enumerate(logits):
-            if drawing is None:
-                token = int(row.argmax())
-                p = _share_of_best(row, float(row[token]), top_k)
-            else:
-                temperature = np.broadcast_to(drawing.temperature, n)[part]
-                q = softmax(row / temperature)
-                total = q.cumsum()
-                at = int(total.searchsorted(drawing.uniforms[0, part] * total[-1], "right"))
-                token, p = min(at, len(q) - 1), float(q.max())
-                self._rows.append(q)
-            self.tokens[0, part], self.p[0, part] = token, p
+        if drawing is None:
+            tokens = [int(row.argmax()) for row in logits]
+            best = zip(logits, tokens, strict=True)
+            probs = [_share_of_best(row, row[token], top_k) for row, token in best]
+        else:
+            n = len(logits)
+            temperatures = np.broadcast_to(drawing.temperature, n)
+            self._rows = [softmax(row / t) for row, t in zip(logits, temperatures, strict=True)]
+            ends = [q.cumsum() for q in self._rows]
+            at = [
+                e.searchsorted(u * e[-1], "right")
+                for e, u in zip(ends, drawing.uniforms[0], strict=True)
+            ]
+            tokens = [min(int(i), len(q) - 1) for i, q in zip(at, self._rows, strict=True)]
+            probs = [float(q.max()) for q in self._rows]
+        self.columns = [[token] for token in tokens], [[p] for p in probs]
 
     def row(self, step: int, part: int) -> NDArray[np.float64]:
         return self._rows[part]
 
     def likeliest(self, part: int, n: int) -> tuple[tuple[int, float], ...]:
         """The `n` likeliest tokens of a part, each with its probability."""
-        row, p = self._logits[part], float(self.p[0, part])
+        row, p = self._logits[part], self.columns[1][part][0]
         best = np.argsort(-row, kind="stable")[:n].tolist()
         return tuple((t, p * float(np.exp(row[t] - row[best[0]]))) for t in best)
 
@@ -321,7 +327,7 @@ def softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.asarray(e / e.sum(), np.float64)
 
 
-def _share_of_best(logits: NDArray[np.float32], best: float, top_k: int) -> float:
+def _share_of_best(logits: NDArray[np.float32], best: np.float32, top_k: int) -> float:
     """The softmax of the greatest logit, `best`, among the `top_k` greatest, 0: among all."""
     if 0 < top_k < len(logits):
         logits = np.partition(logits, -top_k)[-top_k:]

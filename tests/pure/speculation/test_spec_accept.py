@@ -23,7 +23,7 @@ from specdec.types import Decision, Draft, DraftRequest, Policy
 
 N_DRAWS = 100_000
 N_VOCAB = 6
-N_TEXTS = 6_000
+N_TEXTS = 4_000
 # Chi-square that one in a million exceeds, by degrees of freedom.
 RARE = {1: 23.93, 2: 27.63, 3: 30.66, 4: 33.38, 5: 35.89}
 CHAINS = {
@@ -115,7 +115,7 @@ class Habitual(Silent):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("n_steps_max", [0, 1, 16])
+@pytest.mark.parametrize("n_steps_max", [0, 16])
 def test_a_sampled_model_draft_keeps_the_distribution_through_the_loop(
     policy: str, n_steps_max: int
 ) -> None:
