@@ -11,8 +11,7 @@ from specoffload.chat.conversation import Conversation, Delta, Message
 from specoffload.chat.format import ChatFormat
 from specoffload.config.options import ChatOptions
 from specoffload.config.resolution import Config, chat_settings
-from specoffload.session.chat_answer import answer
-from specoffload.session.chat_options import format_of
+from specoffload.session.chat import answer, format_of
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
 from specoffload.terminal.chat import converse

@@ -10,7 +10,7 @@ from resolved import config_of
 from specoffload.chat.conversation import Content, Conversation, Reasoning
 from specoffload.chat.format import ChatFormat
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.session.chat_answer import answer
+from specoffload.session.chat import answer
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
 from specoffload.session.statistics import GenerationStats

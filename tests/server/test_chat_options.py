@@ -22,8 +22,7 @@ from specoffload.server.api.parameters import generate_options
 from specoffload.server.api.requests import ChatRequest
 from specoffload.server.renderer import Renderer
 from specoffload.session.card import ModelCard
-from specoffload.session.chat_answer import answer
-from specoffload.session.chat_options import check_options, format_of
+from specoffload.session.chat import answer, check_options, format_of
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.statistics import GenerationStats
 

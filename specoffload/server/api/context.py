@@ -27,7 +27,7 @@ from specoffload.server.engine.client import EngineClient, RequestFailed, unavai
 from specoffload.server.engine.messages import ChatJob, GeneratingJob
 from specoffload.server.renderer import Renderer
 from specoffload.session.card import ModelCard
-from specoffload.session.chat_options import answer_options, check_options, format_of
+from specoffload.session.chat import answer_options, check_options, format_of
 from specoffload.session.generation import GenerateOptions
 
 _Body = TypeVar("_Body", bound=RequestModel)

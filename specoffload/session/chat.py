@@ -1,22 +1,27 @@
-"""From a chat's prompt to the options of its answer, for server and terminal alike. Pure."""
+"""Answers of chats: options by the model's format, and answers as content and reasoning."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from offload.errors import BadRequest
 from offload.sampling.reasoning_limit import ReasoningLimit
 from specoffload.chat.calls import HarmonyCalls
-from specoffload.chat.conversation import ChatSettings, Conversation
+from specoffload.chat.conversation import ChatSettings, Conversation, Delta
 from specoffload.chat.families import HARMONY_REASONING
 from specoffload.chat.format import ChatFormat, ChatPrompt
 from specoffload.chat.parser import AnswerForm
 from specoffload.session.card import ModelCard
-from specoffload.session.generation import GenerateOptions
+from specoffload.session.generation import GenerateOptions, Piece
+
+if TYPE_CHECKING:  # the API process has no engine
+    from specoffload.session.session import Session
 
 
 def format_of(card: ModelCard, settings: ChatSettings) -> ChatFormat:
-    """By the template of `settings`, else by the file's own; ChatML where there is neither."""
+    """The chat format of the template in `settings`, else of the file's own, else ChatML."""
     begin = card.bos if card.adds_bos else ""
     if settings.template is not None:
         templates = {"default": settings.template}
@@ -60,3 +65,30 @@ def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOpti
     if prompt.grammar is None or options.grammar is not None:
         return found
     return replace(found, grammar=prompt.grammar, json_schema=None)
+
+
+def answer(
+    session: Session, form: ChatFormat, conversation: Conversation, options: GenerateOptions
+) -> tuple[int, Iterator[Delta | Piece]]:
+    """The number of the prompt's tokens, and the answer's deltas as they come.
+
+    Pieces among the deltas have no text: one for each evaluated part of the prompt, and the last,
+    with the finish reason and the statistics. A JSON schema of `options` holds for the answer
+    behind any reasoning. Raises BadRequest or DoesNotFit.
+    """
+    asked = replace(conversation, schema=options.json_schema)
+    check_options(asked, options)
+    prompt = form.prepare(asked)
+    tokens = session.tokenize(prompt.text, add_special=False, parse_special=True)
+    pieces = session.generate(tokens, answer_options(prompt, options))
+    return len(tokens), _read(pieces, prompt)
+
+
+def _read(pieces: Iterator[Piece], prompt: ChatPrompt) -> Iterator[Delta | Piece]:
+    parser = prompt.parser()
+    for piece in pieces:
+        yield from parser.feed(piece.text)
+        if piece.stats is not None:
+            yield from parser.finish(cut=piece.finish_reason == "length")
+        if not piece.text or piece.stats is not None:
+            yield replace(piece, text="")
