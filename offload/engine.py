@@ -28,6 +28,7 @@ from offload.model import ModelFacts, is_experts
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
 from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
+from offload.plan.choices import pooling_of
 from offload.plan.context import (
     ContextSpec,
     check_cache_types,
@@ -36,7 +37,6 @@ from offload.plan.context import (
 )
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import DEFAULT_UBATCH, Plan
-from offload.plan.pooling import pooling_of
 from offload.plan.sharing import UBATCHES
 from offload.routing import RoutingRecorder
 from offload.sequences import Decode, Sequences
@@ -95,7 +95,7 @@ class EngineOptions:
     type_k: str = "f16"  # of the KV cache
     type_v: str = "f16"
     swa_full: bool = False  # keep what sliding windows have passed; with trees it is kept
-    pooling: str | None = None  # of embeddings (plan/pooling.py); None: there are none
+    pooling: str | None = None  # of embeddings (plan/choices.py); None: there are none
     numa: NumaPlan | None = None  # replaces n_threads and n_threads_batch by its teams
     mla_crossover: Crossover | None = None  # tokens up to which MLA's value product is by vectors
     trial_folder: Path | None = None  # keeps what was tried once per build; None: tried each time

@@ -17,7 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from offload.errors import BadRequest
 from offload.model import ModelFacts, TensorEntry, layer_of
-from offload.plan.cache_types import CACHE_TYPES
+from offload.plan.choices import CACHE_TYPES
 
 _F32 = 4
 _MASK = 2  # bytes of an attention mask's cell

@@ -20,12 +20,12 @@ from offload.plan.placement import (
     LEAST_FREE_BYTES,
     MARGIN_BYTES,
     Chunks,
+    MeasuredDecode,
     NCpuMoe,
     Plan,
     PlanForSplits,
     make_plan,
 )
-from offload.plan.room_for_splits import MeasuredDecode
 from offload.plan.sharing import TokenMix, ring_slots
 from offload.routing import HitCurve, RoutingRecorder
 from offload.schedule.cache import Lrfu

@@ -22,8 +22,7 @@ from offload.plan.machine import (
     prefill_s,
 )
 from offload.plan.min_batch import NEVER
-from offload.plan.placement import Plan, PlanForSplits, make_plan, workload_of
-from offload.plan.room_for_splits import hit_words
+from offload.plan.placement import Plan, PlanForSplits, hit_words, make_plan, workload_of
 from offload.plan.sharing import ring_slots
 from offload.plan.slot_layout import SlotPool
 from offload.routing import HitCurve

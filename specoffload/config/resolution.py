@@ -13,9 +13,9 @@ from typing import Any
 
 from offload.mla.decision import Crossover
 from offload.numa_plan import NumaPlan
+from offload.plan.choices import OWN, OWN_OR_NONE
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanForSplits
-from offload.plan.pooling import OWN, OWN_OR_NONE
 from offload.plan.sharing import UBATCHES
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE, Trace

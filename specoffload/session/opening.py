@@ -19,7 +19,7 @@ from offload.native_build import library_build
 from offload.plan.context import type_of_values
 from offload.plan.min_batch import MinBatch
 from offload.plan.min_batch_search import budget_s
-from offload.plan.room_for_splits import MeasuredDecode
+from offload.plan.placement import MeasuredDecode
 from offload.plan.sharing import TokenMix
 from offload.routing import HitCurve
 from offload.split.choosing import n_to_compare, split_sizes, words

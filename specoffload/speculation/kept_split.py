@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.plan.machine import Sharing
-from offload.plan.room_for_splits import MeasuredDecode
+from offload.plan.placement import MeasuredDecode
 from offload.split.costs import MOST_ROWS, MeasuredCosts, from_json, to_json
 from specdec.costs.profile import ProfileKey
 from specdec.whole_file import read_text, write_json

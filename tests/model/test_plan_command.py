@@ -19,8 +19,7 @@ from offload.errors import BadModel, DoesNotFit
 from offload.ggml import llama
 from offload.model_file import read_facts
 from offload.plan.context import ContextSpec
-from offload.plan.placement import Plan, PlanForSplits, make_plan
-from offload.plan.room_for_splits import MeasuredDecode
+from offload.plan.placement import MeasuredDecode, Plan, PlanForSplits, make_plan
 from offload.routing import SHARES, CountedHits, HitCurve
 from offload.streaming.options import StreamingOptions
 from specoffload import report

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_machine import R1
 
 from offload.plan.machine import TYPICAL, Sharing, best_s, expected_hits, hit_rate, hybrid_s
-from offload.plan.room_for_splits import (
+from offload.plan.placement import (
     LEAST_SAVED,
     MeasuredDecode,
     hit_words,

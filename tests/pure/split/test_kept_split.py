@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.plan.machine import Sharing
-from offload.plan.room_for_splits import MeasuredDecode
+from offload.plan.placement import MeasuredDecode
 from offload.split.costs import MOST_ROWS, MeasuredCosts, SideTimes
 from specdec.costs.profile import ProfileKey
 from specoffload.speculation.kept_split import (

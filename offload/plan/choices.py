@@ -1,16 +1,17 @@
-"""The pooling of embeddings: what is asked for, and what a model file says. Pure."""
+"""Names that flags accept for a context: cache types and the pooling of embeddings. Pure."""
 
 from __future__ import annotations
 
 from offload.model import ModelFacts
 
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")  # -ctk, -ctv
 POOLINGS = ("none", "mean", "cls", "last")  # by llama.cpp's numbers
-OWN = "own"  # the file's; no embeddings where it names none
-OWN_OR_NONE = "own-or-none"  # the file's; a vector for each token where it names none
+OWN = "own"  # the file's; no embeddings if it names none
+OWN_OR_NONE = "own-or-none"  # the file's; a vector for each token if it names none
 
 
 def pooling_of(facts: ModelFacts, wanted: str | None) -> str | None:
-    """One of POOLINGS; None: no embeddings are to be made."""
+    """Return one of POOLINGS, or None if no embeddings are to be made."""
     if wanted not in (OWN, OWN_OR_NONE):
         return wanted
     number = facts.number("pooling_type")
