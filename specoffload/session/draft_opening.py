@@ -161,7 +161,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
         wrapped=False,
         stream_experts=False,
         n_ctx=_llama_ctx(config, target.n_ctx),
-        # Threads typed for the draft alone are taken as they are, unpinned.
+        # Threads typed for the draft alone are taken as they are, not bound.
         numa=None
         if config.numa is None or "n_threads" in spec.draft_options
         else config.numa.for_draft(),
