@@ -97,14 +97,13 @@ class ThreadGovernor:
     ) -> WantedThreads:
         """Take in a decode of `n_tokens` with the threads last wanted; the threads for the next.
 
-        `expected_s`: seconds it should take undisturbed with all threads; None: the median of
-        earlier decodes of this size.
+        The median of undisturbed decodes of this size tells what it should take with all threads.
+        `expected_s` stands in for the median before there are such decodes.
         """
         if self._n_most == 1:
             return self.wanted
         self._quiet_s -= seconds
-        if expected_s is None:
-            expected_s = self._median(n_tokens)
+        expected_s = self._median(n_tokens) or expected_s
         if expected_s is None:
             self._learn(n_tokens, seconds)
         elif self._search is not None:

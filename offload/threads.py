@@ -50,7 +50,7 @@ class EngineThreads:
         self._governor: ThreadGovernor | None = None
         self._pools: dict[tuple[int, bool], ThreadPool] = {}
         self._bound_pools: list[ThreadPool] = []
-        # Seconds that a decode of n tokens should take undisturbed; None: learnt from decodes.
+        # Seconds of an undisturbed decode of n tokens, used until this engine has seen some itself.
         self.expected_s: Callable[[int], float | None] = lambda n_tokens: None
         self._n_decode, self._n_batch = n_decode, n_batch
         if plan is not None:
