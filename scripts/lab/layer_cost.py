@@ -47,7 +47,7 @@ def half(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint
 
 
 class HalfByCosts(ByCosts):
-    """By costs, as if every second expert had no slot; a copy is never worth its time."""
+    """Splits by costs as if every second expert had no slot. A copy never pays."""
 
     def split(
         self,

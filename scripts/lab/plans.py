@@ -122,7 +122,7 @@ def page() -> str:
 
 
 def example(folder: Path) -> str:
-    """What a user sees of the first of them."""
+    """The output of `specoffload plan` for one model."""
     path = published_facts(EXAMPLE, folder).path
     result = CliRunner().invoke(app, ["plan", str(path), "--vram", "24GiB", "--ram", "512GiB"])
     assert result.exit_code == 0, result.output

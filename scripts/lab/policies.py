@@ -57,7 +57,7 @@ _N_FINALISTS = 3
 _REPETITIONS = 3
 
 _COPY_SHARE = 16.0  # the time a single token's copies take, in units of its computation
-_SLOT_SHARES = (0.35, 0.5, 0.75)  # of what streams
+_SLOT_SHARES = (0.35, 0.5, 0.75)  # shares of the streamed weights that get slots
 _WORKLOADS = Path(__file__).parent / "data" / "workloads.json"
 _N_TUNED_ON = 2  # prompts of each kind
 _N_JUDGED_BY = 4

@@ -21,7 +21,7 @@ from offload.ggml.llama import Model, ModelPlacement
 from specdec.whole_file import write_text
 from specoffload.errors import KNOWN, UsageError
 
-_MOST_BYTES = 4 << 20  # of one file of a corpus
+_MOST_BYTES = 4 << 20  # largest file of a corpus
 _PIECE = 1 << 16  # characters tokenised at once
 
 

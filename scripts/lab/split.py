@@ -85,8 +85,8 @@ def _by_costs(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np
 
 
 def _costs(device_s: float, host_s: float) -> SplitCosts:
-    """As `sim` is held to: an expert takes as long whatever its rows. Gate, up and down of _SHAPE
-    have as many bytes."""
+    """The costs that `sim` is held to: an expert takes the same time for any number of rows. Gate,
+    up and down of _SHAPE have equal sizes."""
     return SplitCosts(
         host_s=np.array([0.0, host_s, host_s]),
         device_s=np.array([0.0, device_s, device_s]),

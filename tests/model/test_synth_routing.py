@@ -89,7 +89,7 @@ def test_experts_are_used_again_as_published(
 
 
 def test_tokens_of_a_topic_share_the_first_values_of_their_embedding(tmp_path: Path) -> None:
-    """Of matrices drawn at once, and of those too large for it."""
+    """In matrices that are drawn whole and in larger ones."""
     for n_vocab in (1024, 9000):
         path = write_preset(
             "qwen3moe", tmp_path / "m.gguf", n_vocab=n_vocab, quant="q8_0", routing="drifting"

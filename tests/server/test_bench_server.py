@@ -10,10 +10,9 @@ import pytest
 from fake_generator import FakeFactory
 from running import StartServer
 
-from lab.bench_server.__main__ import arguments, ways
-from lab.bench_server.delay import median
+from lab.bench_server.__main__ import arguments, median, ways
+from lab.bench_server.client import alone, load
 from lab.bench_server.judge import MOST_GAP, Judge, unexplained
-from lab.bench_server.load import alone, load
 from specoffload import demo
 from specoffload.server.api.native import NativeWording
 from specoffload.session.generation import Piece

@@ -111,7 +111,7 @@ def read(data: bytes) -> Answer:
         return read(body)
     headers = dict(_header(line) for line in lines[1:])
     if headers.get("transfer-encoding") == "chunked":
-        body = _dechunked(body)
+        body = dechunked(body)
     return Answer(int(words[1]), headers, body)
 
 
@@ -120,7 +120,8 @@ def _header(line: str) -> tuple[str, str]:
     return name.strip().lower(), value.strip()
 
 
-def _dechunked(body: bytes) -> bytes:
+def dechunked(body: bytes) -> bytes:
+    """HTTP's chunks put together. Raises NoAnswer where the last one is missing."""
     parts: list[bytes] = []
     at = 0
     while (end := body.find(b"\r\n", at)) >= 0:
@@ -137,10 +138,10 @@ def _dechunked(body: bytes) -> bytes:
 
 @dataclass
 class Overload:
-    """What came of it; `wrong` is what must not be."""
+    """The results of an overload; `wrong` lists what must not happen."""
 
     n_clients: int
-    answers: Counter[int] = field(default_factory=Counter)  # by client
+    answers: Counter[int] = field(default_factory=Counter)  # number of answers by client
     n_refused: int = 0
     retry_after_s: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -172,7 +173,7 @@ def completion(prompt: str, n_tokens: int, **headers: str) -> Request:
 
 
 async def text_of(port: int, prompt: str, n_tokens: int) -> str:
-    """What one client alone is given. Raises NoAnswer."""
+    """The answer that a single client gets. Raises NoAnswer."""
     answer = await send(port, completion(prompt, n_tokens))
     if answer.status != 200:
         raise NoAnswer(f"{answer.status}: {answer.body[:200]!r}")
@@ -325,7 +326,7 @@ async def decided_texts(port: int) -> dict[str, str]:
 
 
 def _margin(steps: list[dict[str, float]]) -> float:
-    """By how much the likeliest token is ahead where it is least."""
+    """The least lead of the likeliest token over the next, in log probability."""
     ahead = []
     for step in steps:
         best = sorted(step.values(), reverse=True)

@@ -30,7 +30,7 @@ ARCHITECTURES = ("deepseek-v3", "qwen3-30b-a3b", "mistral-large", "qwen3-next-80
 _LIMIT_S = 30.0
 _ADDRESSES = 8 << 30  # a file may ask for more; the machine has others to serve
 _WORDS = ("run", "-p", "a b", "-n", "2", "-c", "128", "-m")
-_MOST_LETTERS = 1500  # of all that is said
+_MOST_LETTERS = 1500  # longest output of a refusal
 
 
 def headers_part(seed: int, numbers: range, folder: Path) -> Outcome:
@@ -64,7 +64,7 @@ def headers_part(seed: int, numbers: range, folder: Path) -> Outcome:
 
 
 def _import_all() -> None:
-    """What every process needs, once."""
+    """Import what every process needs, before the first fork."""
     import specoffload.cli
     import specoffload.commands.run
     import specoffload.config.environment
@@ -176,7 +176,7 @@ def mutated(rng: Random, data: bytes, field: Field) -> bytes:
 
 
 def _text(rng: Random, old: bytes) -> bytes:
-    """Of the same length, which stands before it."""
+    """Another text of the same length; the length itself stays."""
     if not old:
         return old
     at = rng.randrange(len(old))

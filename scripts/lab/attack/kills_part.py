@@ -72,7 +72,7 @@ async def witness_again(witness: Witness) -> None:
 
 
 async def _load(port: int, over: asyncio.Event) -> list[str]:
-    """What was no answer, and no word of a death either."""
+    """Ask until it is over; returns responses that are neither answers nor errors after a kill."""
     found = []
     while not over.is_set():
         body = {"prompt": "import os\n", "max_tokens": 40, "ignore_eos": True}

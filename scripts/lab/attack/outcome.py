@@ -1,4 +1,4 @@
-"""What a part did and what it found wrong."""
+"""The result of a part: how its tries ended, and its breaches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Breach:
 
 @dataclass
 class Outcome:
-    """Of one part: `figures` are worth showing, `tally` counts how its tries ended."""
+    """The result of one part: `figures` to show, `tally` of how its tries ended."""
 
     part: str
     n_tries: int = 0

@@ -27,14 +27,14 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from lab import ROOT
-from lab.bench_server.delay import median
+from lab.bench_server.client import Report, alone, load, speed
 from lab.bench_server.judge import Judge, unexplained
-from lab.bench_server.load import Report, alone, load, speed
 from lab.bench_server.servers import Server, ours, running, theirs
 
 DEMO = ROOT / "specoffload" / "demo"
@@ -100,7 +100,7 @@ def under_load(server: Server, options: argparse.Namespace) -> tuple[dict[str, A
 
 
 def judged(report: Report, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """What the texts are that one client alone is not given; no server runs now."""
+    """The verdict on texts that differ from those of a single client. No server runs now."""
     if not report.differing:
         return {}, []
     with closing(Judge(options.model, options.threads, N_CTX)) as judge:
@@ -128,6 +128,20 @@ def delay_ms(server: Server) -> float:
     page = metrics(server)
     found = re.findall(r'^specoffload:token_delay_seconds_bucket{le="(.+)"} (.+)$', page, re.M)
     return round(1e3 * median([(float(bound), float(n)) for bound, n in found]), 3)
+
+
+def median(buckets: Sequence[tuple[float, float]]) -> float:
+    """The median of a histogram of (upper bound, how many were not above it), as Prometheus has
+    it: by straight lines between the bounds."""
+    half = buckets[-1][1] / 2 if buckets else 0.0
+    low = n_below = 0.0
+    for bound, n in buckets:
+        if n >= half > n_below:
+            if bound == float("inf"):
+                return low
+            return low + (bound - low) * (half - n_below) / (n - n_below)
+        low, n_below = bound, n
+    return 0.0
 
 
 def by_turns(servers: list[Server], n_streams: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from typing import Literal
 import numpy as np
 
 N_TOPICS = 64
-TOPIC_TOKENS = 60.0  # that a drawn text stays with one, on average
+TOPIC_TOKENS = 60.0  # mean number of tokens before a drawn text changes its topic
 _DIRECTIONS = 16  # values of an embedding that its topic decides
-_SIZE = 4.0  # of those values, over the others' deviation: layers add little to them
+_SIZE = 4.0  # size of those values in deviations of the others; layers add little to them
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from lab.synth.routing import ROUTINGS, Routing
 from offload.errors import BadRequest
 
 Value = int | float | bool | str | tuple[int, ...]
-SIGMOID = 2  # of expert_gating_func
+SIGMOID = 2  # a value of expert_gating_func
 
 TINY_VOCAB = 512
 SIZES = ("tiny", "tiny-vulkan", "full")
@@ -86,7 +86,7 @@ class Shape:
     quant: str = "q8_0"
     fused_experts: bool = False  # gate and up of each expert in one tensor, where the library can
     expert_scales: bool = False  # a factor for each expert's products, where the library has them
-    routing: Routing | None = None  # of routers that follow the text; None: they choose evenly
+    routing: Routing | None = None  # None: routers choose evenly, whatever the text
     unchecked: bool = False  # holds metadata of the caller's, on which the library may abort
 
     def number(self, key: str, default: int = 0) -> int:

@@ -80,7 +80,7 @@ def tensors_of(shape: Shape, header: Path) -> tuple[Tensor, ...]:
 
 
 def _all_tensors(header: Path, shape: Shape) -> Iterator[WantedTensor]:
-    """With gate and up apart, as published files have them: asked this way, the library fuses."""
+    """The library's tensors, but gate and up apart as in published files; it reports them fused."""
     for tensor in wanted_tensors(header):
         if "ffn_gate_up_exps" not in tensor.name or shape.fused_experts:
             yield tensor
@@ -118,7 +118,7 @@ _CLASSES = (
 CLASSES = (*(name for name, _ in _CLASSES), "other")
 # Routers, convolutions and decays stay f32, as in published files: kernels expect them so.
 _ALWAYS_F32 = re.compile(r"\.bias$|\.ffn_gate_inp\.|ssm_conv1d|ssm_a|_norm\b|rope_f|position_embd")
-_NEVER_QUANTISED = re.compile(r"altup|laurel|per_layer_model_proj")  # by llama.cpp
+_NEVER_QUANTISED = re.compile(r"altup|laurel|per_layer_model_proj")  # llama.cpp keeps these in f16
 _LAYER = re.compile(r"^blk\.(\d+)\.")
 # What a row gets that does not fill blocks of 256: llama.cpp's tensor_type_fallback.
 _FALLBACK = {

@@ -39,7 +39,7 @@ _DIRECT_VALUES = 1 << 20  # tensors up to this many values are drawn whole
 _PIECE_VALUES = 1 << 20  # values drawn and quantised at a time
 _POOL_VALUES = 1 << 21
 _PIECE_BYTES = 4 << 20
-_KEPT_BYTES = 32 << 20  # of pools; the least recently used go first
+_KEPT_BYTES = 32 << 20  # most bytes of pools; the least recently used go first
 
 Bytes = NDArray[np.uint8]
 OnProgress = Callable[[str, int], None]  # (tensor, bytes just written)
@@ -52,7 +52,7 @@ class Plan:
     shape: Shape
     tokenizer: tuple[Entry, ...]
     tensors: tuple[Tensor, ...]
-    size_bytes: int  # of the whole file
+    size_bytes: int  # size of the whole file
 
 
 def plan_preset(

@@ -109,7 +109,7 @@ def negative_log_likelihood(model: LlamaModel, ids: list[int]) -> float:
 
 
 def likelihood(model: LlamaModel, text: str, n_tokens: int | None = None) -> Likelihood:
-    """Of a whole file after EOS, or of its first `n_tokens` tokens."""
+    """The likelihood of a whole file after EOS, or of its first `n_tokens` tokens."""
     ids = model.tokenize(text)[:n_tokens]
     n_bytes = len(model.llama.detokenize(ids)) if n_tokens else len(text.encode())
     return Likelihood(negative_log_likelihood(model, [EOS_ID, *ids]), len(ids), n_bytes)

@@ -91,7 +91,7 @@ def _continuation_facts(work: Path) -> dict[str, int]:
 
 
 def _notes(work: Path) -> str:
-    """What the person who trained wants on the card beside the numbers, e.g. a changed deadline."""
+    """Remarks of the person who trained, such as a changed deadline, for the card."""
     path = work / "notes.txt"
     return path.read_text().strip() if path.exists() else ""
 

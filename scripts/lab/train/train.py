@@ -177,7 +177,7 @@ BALANCE_STEP = 0.01
 
 @dataclass
 class Counters:
-    """What a run has used so far, resumed runs added up."""
+    """Steps, tokens and seconds so far; resumed runs add up."""
 
     step: int = 0
     n_tokens: int = 0

@@ -39,7 +39,7 @@ def code(page: str) -> Iterator[str]:
 
 
 def said_of(program: str, page: str) -> set[str]:
-    """What follows the program's name, to the end of its part of the line."""
+    """The words after the program's name on each line that calls it."""
     found = set()
     for line in code(page):
         line = re.split(r"\s#|\s{3,}|…|\.\.\.$", line)[0]

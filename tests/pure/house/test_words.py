@@ -30,7 +30,7 @@ def tracked() -> list[Path]:
 
 
 def anchor(heading: str) -> str:
-    """What a heading is called in a link, as GitHub makes it."""
+    """The anchor that GitHub gives a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
 
 
