@@ -46,7 +46,7 @@ def test_a_split_layer_gives_what_the_resident_model_gives(
         assert not engine.hybrid.switch.declined
         assert counters.split_layers > 0
     assert (counters.n_pairs_host > 0) == (splitter is not all_on_device)
-    assert_close(got, resident_moe)
+    assert_close(got, resident_moe, 0.08)
 
 
 def test_what_goes_ahead_of_the_cpus_rows_changes_no_bit(gpu: DeviceChoice, moe: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_gpu_is_measured_and_layers_are_split_by_it(
         arrays = costs.costs()
         assert min(arrays.copy_s, arrays.host_s[1]) > 0
         engine.hybrid.switch.splitter = ByCosts(arrays)
-        assert_close(logits(engine), resident_moe)
+        assert_close(logits(engine), resident_moe, 0.08)
 
 
 @pytest.mark.parametrize("preset", ["deepseek-v3", "gpt-oss-20b"])
@@ -90,7 +90,7 @@ def test_all_experts_on_the_cpu_give_the_bits_of_what_is_below_min_batch(
     with Engine(path, opened) as engine:
         np.testing.assert_array_equal(logits(engine, BATCHES[:2]), expected)
         assert engine.counters().n_pairs_host > 0
-    assert_close(logits_of(path, split(gpu, path, halves), BATCHES[:2]), expected)
+    assert_close(logits_of(path, split(gpu, path, halves), BATCHES[:2]), expected, 0.08)
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
@@ -109,7 +109,7 @@ def test_a_decode_without_logits_has_no_ids_to_read_in_its_last_layer(
         for token in tokens[:-1]:
             engine.sequences.extend(0, [token], n_logits=0)
         assert engine.counters().router_reads == 2, "of the first layer alone"
-        assert_close(engine.sequences.extend(0, tokens[-1:]), expected)
+        assert_close(engine.sequences.extend(0, tokens[-1:]), expected, 0.08)
 
 
 def test_a_prompt_goes_around_the_experts_that_decodes_left(
