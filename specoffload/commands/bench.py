@@ -28,7 +28,7 @@ from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch
-from offload.plan.placement import DEFAULT_UBATCH
+from offload.plan.placement import DEFAULT_UBATCH, LEAST_FREE_BYTES
 from offload.streaming.options import free_bytes
 from specdec.costs.measure import TextWalk
 from specdec.costs.profile import CostProfile
@@ -289,7 +289,9 @@ def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
     n_ctx = _n_ctx(config, facts)
     vram = None
     if choice.on_gpu:
-        vram = config.streaming.device_bytes or free_bytes(choice)
+        asked = config.streaming.device_bytes
+        most = choice.device.memory_bytes()[0] - LEAST_FREE_BYTES  # as our own plan leaves free
+        vram = free_bytes(choice) if asked is None else min(asked, most)
     ubatches = UBATCHES if choice.on_gpu else UBATCHES[:1]
     peers = {}
     for n in ubatches:

@@ -18,7 +18,7 @@ from specoffload.commands.plan import Planned, planned_for
 from specoffload.config.environment import Environment
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
-from specoffload.models.caches import CachedModel, cached_models
+from specoffload.models.local import CachedModel, cached_models
 
 
 def show_models(config_for: Callable[[Path], Config], environment: Environment) -> None:

@@ -14,7 +14,7 @@ from specoffload.chat.conversation import Message
 from specoffload.config.options import ChatOptions, RunOptions
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
-from specoffload.models.name import read_name
+from specoffload.models.names import read_name
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
 from specoffload.terminal.command import answer_text

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import difflib
 import errno
+import hashlib
+import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from specoffload import report
 from specoffload.errors import FetchFailed, UsageError
-from specoffload.models.choice import choose, choose_file
-from specoffload.models.name import HubName
-from specoffload.models.resume import bytes_there, fetch_blob
+from specoffload.models.names import HubName, choose, choose_file
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
 
+
 _GIB = 1 << 30
+_CHUNK_BYTES = 1 << 20
+_PARTIAL_CONTENT = 206  # HTTP status
 
 
 def fetch(name: HubName, *, offline: bool = False, token: str | None = None) -> Path:
@@ -200,3 +204,109 @@ def _ids(token: str | None, **asked: str) -> list[str]:
         return [str(getattr(model, "id", "")) for model in list_models(limit=50, **asked)]
     except Exception:  # a suggestion is worth no second error
         return []
+
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def bytes_there(repo: str, sha256: str) -> int:
+    """Of a file's bytes, those that an earlier download left."""
+    partial = _partial(_folder(repo), sha256)
+    return partial.stat().st_size if partial.exists() else 0
+
+
+def _folder(repo: str) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+
+
+def _partial(folder: Path, etag: str) -> Path:
+    """Where a download lies until it is whole; the ending is the hub's own: its tools clear it."""
+    return folder / "blobs" / f"{etag}.resumed.incomplete"
+
+
+def fetch_blob(repo: str, file: str, commit: str | None, token: str | None) -> None:
+    """Bring a large file into the hub's cache, going on with what is there of it.
+
+    What is small, whole already, or better fetched otherwise (Xet's parallel downloads, where
+    HF_XET_HIGH_PERFORMANCE asks for them or plain HTTP ends) is left to huggingface_hub.
+    Raises FetchFailed for a content that is not the hub's, and what huggingface_hub raises.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.utils import WeakFileLock
+
+    if isinstance(try_to_load_from_cache(repo, file, revision=commit), str):
+        return
+    url = hf_hub_url(repo, file, revision=commit)
+    about = get_hf_file_metadata(url, token=token)
+    etag, size_bytes = about.etag or "", about.size or 0
+    folder = _folder(repo)
+    partial, blob = _partial(folder, etag), folder / "blobs" / etag
+    by_xet = about.xet_file_data is not None and constants.HF_XET_HIGH_PERFORMANCE
+    too_large = size_bytes > constants.MAX_HTTP_DOWNLOAD_SIZE
+    if not _SHA256.fullmatch(etag) or not size_bytes or by_xet or too_large or blob.exists():
+        return
+    lock = Path(constants.HF_HUB_CACHE) / ".locks" / folder.name / f"{etag}.lock"
+    for needed in (lock.parent, partial.parent):
+        needed.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        if blob.exists():  # another process was faster
+            return
+        if _go_on(partial, url, token, size_bytes, file):
+            _check(partial, etag, file)
+        os.replace(partial, blob)
+
+
+def _go_on(partial: Path, url: str, token: str | None, size_bytes: int, file: str) -> bool:
+    """Download the rest of a file; True if something of it was there before.
+
+    A broken connection is retried while it brings new bytes. Redirects are followed without the
+    token.
+    """
+    with partial.open("ab") as there:
+        if there.tell() > size_bytes:
+            there.truncate(0)
+        n_there = there.seek(0, os.SEEK_END)
+        with report.progress(Path(file).name) as bar:
+            while (n_before := there.tell()) < size_bytes:
+                try:
+                    _append(there, url, token, lambda n: bar(n / size_bytes))
+                except OSError:  # the disk's or, as HfHubHTTPError, the hub's refusal
+                    raise
+                except Exception:
+                    if there.tell() == n_before:
+                        raise
+                else:
+                    if there.tell() == n_before:
+                        raise OSError(f"no more than {n_before} of {size_bytes} bytes came")
+    return n_there > 0
+
+
+def _append(there: IO[bytes], url: str, token: str | None, on_size: Callable[[int], None]) -> None:
+    """Append what follows the bytes that are there already."""
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    headers = build_hf_headers(token=token)
+    if there.tell():
+        headers["Range"] = f"bytes={there.tell()}-"
+    with get_session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
+        hf_raise_for_status(answer)
+        if there.tell() and answer.status_code != _PARTIAL_CONTENT:
+            there.truncate(0)
+            there.seek(0)
+        for chunk in answer.iter_bytes(_CHUNK_BYTES):
+            there.write(chunk)
+            on_size(there.tell())
+
+
+def _check(partial: Path, sha256: str, file: str) -> None:
+    """Raises FetchFailed, and removes what lies there, where it is not what the hub has."""
+    with partial.open("rb") as there:
+        found = hashlib.file_digest(there, "sha256").hexdigest()
+    if found != sha256:
+        partial.unlink()
+        raise FetchFailed(
+            f"the download of {file} is damaged (SHA-256 {found[:12]}…, expected "
+            f"{sha256[:12]}…): it was removed, start again"
+        )

@@ -9,8 +9,8 @@ from specoffload import report
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options
 from specoffload.errors import UsageError
-from specoffload.models.folder import model_in
-from specoffload.models.name import HubName, OllamaName, read_hub_name, read_name
+from specoffload.models.local import find_ollama
+from specoffload.models.names import HubName, OllamaName, model_in, read_hub_name, read_name
 
 
 def located(options: Options, environment: Environment) -> Options:
@@ -67,9 +67,7 @@ def _found(
         case HubName():
             return _fetched(found, options), str(found)
         case OllamaName():
-            from specoffload.models import ollama
-
-            return ollama.find(found, environment.ollama_folders), str(found)
+            return find_ollama(found, environment.ollama_folders), str(found)
     return path, ""  # opening it says what is wrong
 
 

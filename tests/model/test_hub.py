@@ -22,7 +22,7 @@ FETCH = """
 import sys
 from specoffload.errors import SpecOffloadError
 from specoffload.models.hub import fetch
-from specoffload.models.name import read_hub_name
+from specoffload.models.names import read_hub_name
 for words in sys.argv[1:]:
     offline, text = words.startswith("offline "), words.removeprefix("offline ")
     repo, _, file = text.partition(" ")
@@ -186,7 +186,7 @@ def test_what_was_left_and_is_not_the_hubs_is_thrown_away(hub: Hub, home: Path) 
     with partial.open("r+b") as file:
         file.write(b"what a broken disk left")
     said, path = fetched(hub, home, "maker/model-GGUF", "maker/model-GGUF")
-    assert said.startswith("FetchFailed what came of m-Q4_K_M.gguf is not what the hub has")
+    assert said.startswith("FetchFailed the download of m-Q4_K_M.gguf is damaged")
     assert Path(path).read_bytes() == large
 
 

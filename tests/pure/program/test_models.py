@@ -14,12 +14,18 @@ from offload.model_file import first_part
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options
 from specoffload.errors import UsageError
-from specoffload.models import ollama
-from specoffload.models.caches import cached_models
-from specoffload.models.choice import choose, choose_file, quants
-from specoffload.models.folder import model_in
+from specoffload.models.local import cached_models, find_ollama
 from specoffload.models.locate import located
-from specoffload.models.name import HubName, OllamaName, read_hub_name, read_name
+from specoffload.models.names import (
+    HubName,
+    OllamaName,
+    choose,
+    choose_file,
+    model_in,
+    quants,
+    read_hub_name,
+    read_name,
+)
 
 
 @pytest.mark.parametrize(
@@ -128,18 +134,18 @@ def put_ollama(folder: Path, name: str, digest: str, *, host: str = "registry.ol
 
 def test_ollamas_models_are_found_by_their_manifests(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="ollama has no models in .*OLLAMA_MODELS"):
-        ollama.find(OllamaName("gemma3"), [tmp_path])
+        find_ollama(OllamaName("gemma3"), [tmp_path])
     official = put_ollama(tmp_path, "library/gemma3/270m", "a")
     users = put_ollama(tmp_path, "user/model/latest", "b")
     from_hub = put_ollama(tmp_path, "user/model/Q4_0", "c", host="hf.co")
     (tmp_path / "manifests/registry.ollama.ai/library/gemma3/broken").write_text("{")
     put_ollama(tmp_path, "library/gone/latest", "d").unlink()
-    assert ollama.find(OllamaName("gemma3", "270m"), [tmp_path]) == official
-    assert ollama.find(OllamaName("user/model"), [tmp_path]) == users
-    assert ollama.find(OllamaName("hf.co/user/model", "Q4_0"), [tmp_path]) == from_hub
+    assert find_ollama(OllamaName("gemma3", "270m"), [tmp_path]) == official
+    assert find_ollama(OllamaName("user/model"), [tmp_path]) == users
+    assert find_ollama(OllamaName("hf.co/user/model", "Q4_0"), [tmp_path]) == from_hub
     with pytest.raises(UsageError, match="the nearest that it has is ollama:gemma3:270m"):
-        ollama.find(OllamaName("gemma", "270m"), [tmp_path])
-    assert len(list(ollama.installed([tmp_path]))) == 3
+        find_ollama(OllamaName("gemma", "270m"), [tmp_path])
+    assert len(list(installed_ollama([tmp_path]))) == 3
 
 
 def put_hub(folder: Path, repo: str, *names: str) -> None:

@@ -1,15 +1,60 @@
-"""Which files of a repository are the model that is meant: llama.cpp's rules. Pure.
+"""Names of models as people write them, and the files of a repository or folder that they mean.
 
-llama.cpp's common/download.cpp: a quantisation is found anywhere in a file's path, in any case, in
-front of a dot or a dash; without one it is Q4_K_M, then Q8_0, then the first model that is listed.
+Pure, except `model_in`. The rules are llama.cpp's (common/download.cpp): a quantisation is found anywhere in a file's path,
+in any case, before a dot or a dash; without one it is Q4_K_M, then Q8_0, then the first model.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from specoffload.errors import UsageError
+
+_WORD = r"[A-Za-z0-9][\w.-]*"
+_HUB = re.compile(rf"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?({_WORD}/{_WORD})(?::({_WORD}))?")
+_OLLAMA = re.compile(rf"ollama:((?:{_WORD}/)*{_WORD})(?::({_WORD}))?")
+OLLAMA_TAG = "latest"
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A repository of the Hugging Face hub, and the quantisation or the file that is meant."""
+
+    repo: str  # user/name
+    quant: str = ""
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.repo}:{self.quant}" if self.quant else self.repo
+
+
+@dataclass(frozen=True)
+class OllamaName:
+    """A model that ollama has fetched; `name` may have a namespace and a host in front."""
+
+    name: str
+    tag: str = OLLAMA_TAG
+
+    def __str__(self) -> str:
+        return f"ollama:{self.name}:{self.tag}"
+
+
+def read_hub_name(text: str, file: str = "") -> HubName | None:
+    """`user/repo[:quant]`, with the hub's address in front or not; None for anything else."""
+    found = _HUB.fullmatch(text)
+    return HubName(found[1], found[2] or "", file) if found else None
+
+
+def read_name(text: str) -> HubName | OllamaName | None:
+    """The model that a word names, unless it can only be a path or a text."""
+    ollama = _OLLAMA.fullmatch(text)
+    if ollama:
+        return OllamaName(ollama[1], ollama[2] or OLLAMA_TAG)
+    return None if text.endswith(".gguf") else read_hub_name(text)
+
 
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
 _NO_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
@@ -90,3 +135,23 @@ def _others(files: Sequence[str]) -> str:
     return (
         f", only {', '.join(kinds)} files; look for its name with -GGUF behind it" if kinds else ""
     )
+
+
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+
+
+def is_first_part(name: str) -> bool:
+    """True for a whole model too."""
+    return not _LATER_PART.search(name)
+
+
+def model_in(folder: Path) -> Path:
+    """Its model's file, or first part. Raises UsageError where there is none, or several."""
+    files = sorted(path for path in folder.glob("*.gguf") if is_model(path.name))
+    firsts = [path for path in files if is_first_part(path.name)] or files[:1]
+    if not firsts:
+        raise UsageError(f"{folder}: no .gguf model lies in this folder")
+    if len(firsts) > 1:
+        names = ", ".join(path.name for path in firsts)
+        raise UsageError(f"{folder}: several models lie in this folder, name one: {names}")
+    return firsts[0]
