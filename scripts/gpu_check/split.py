@@ -39,9 +39,8 @@ from offload.streaming.device import StreamingDevice
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import Environment, read_host
 from specoffload.config.resolution import resolve
-from specoffload.peers.llama_server import followed_s, ways_of
-from specoffload.peers.process import Llama
-from specoffload.peers.tuned import TunedLlama, tune_for
+from specoffload.peers.llama_server import TunedLlama, followed_s, tune_for, ways_of
+from specoffload.peers.paths import Llama
 from specoffload.session.session import Session
 from specoffload.speculation.profiling import real_text
 

@@ -49,16 +49,24 @@ from specoffload.bench.workloads import prompts
 from specoffload.commands.models import type_name
 from specoffload.config.resolution import Config
 from specoffload.peers.llama_server import (
+    UBATCHES,
     ServerSpeed,
+    TunedLlama,
     cache_words,
     measure_server,
     program_of,
     sweep,
+    tune_for,
     ways_of,
 )
-from specoffload.peers.paths import LlamaPath, Measured, SessionPath, Workload, measure_in_turns
-from specoffload.peers.process import Llama
-from specoffload.peers.tuned import UBATCHES, TunedLlama, tune_for
+from specoffload.peers.paths import (
+    Llama,
+    LlamaPath,
+    Measured,
+    SessionPath,
+    Workload,
+    measure_in_turns,
+)
 from specoffload.session.min_batch import streamed_kinds
 from specoffload.session.session import SEQUENCE, Session
 from specoffload.speculation.profiling import real_text

@@ -17,8 +17,7 @@ from specoffload.errors import UsageError
 from specoffload.models.names import read_name
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.session import Session
-from specoffload.terminal.command import answer_text
-from specoffload.terminal.opened import PromptBar, as_data, opened, say_how_it_went
+from specoffload.terminal.command import PromptBar, answer_text, as_data, opened, say_how_it_went
 
 _NAME = re.compile(r"(?=.*[\d./:-])[\w.-]+([/:][\w.-]+)*")
 

@@ -1,7 +1,8 @@
 """Names of models as people write them, and the files of a repository or folder that they mean.
 
-Pure, except `model_in`. The rules are llama.cpp's (common/download.cpp): a quantisation is found anywhere in a file's path,
-in any case, before a dot or a dash; without one it is Q4_K_M, then Q8_0, then the first model.
+Pure, except `model_in`. The rules are llama.cpp's (common/download.cpp): a quantisation is found
+anywhere in a file's path, in any case, before a dot or a dash; without one it is Q4_K_M, then Q8_0,
+then the first model.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from prompt_toolkit.formatted_text import HTML
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-from specoffload.terminal.orders import ORDERS
+from specoffload.terminal.chat import ORDERS
 
 
 def _keys() -> KeyBindings:

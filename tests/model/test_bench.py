@@ -34,9 +34,8 @@ from specoffload.commands.bench import _beside_llama_server, _rows
 from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import demo_file, resolve
-from specoffload.peers.llama_server import followed_s, measure_server, ways_of
-from specoffload.peers.process import Llama
-from specoffload.peers.tuned import TunedLlama
+from specoffload.peers.llama_server import TunedLlama, followed_s, measure_server, ways_of
+from specoffload.peers.paths import Llama
 from specoffload.session.session import Session
 
 ROOT = Path(__file__).parents[2]

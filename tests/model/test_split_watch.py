@@ -28,7 +28,7 @@ from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session import opening
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
-from specoffload.terminal.opened import opened
+from specoffload.terminal.command import opened
 
 PROMPTS = ("def f(", "class A:")
 SLOW_LINK = "sim:bw=200MB/s"  # 1 ms for an expert

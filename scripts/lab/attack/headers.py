@@ -71,7 +71,7 @@ def _import_all() -> None:
     import specoffload.config.resolution
     import specoffload.session.opening
     import specoffload.session.session
-    import specoffload.terminal.opened  # noqa: F401
+    import specoffload.terminal.command  # noqa: F401
 
 
 def run_forked(words: Sequence[str], folder: Path) -> tuple[str, str]:

@@ -16,13 +16,14 @@ from specoffload.errors import UsageError
 from specoffload.peers.llama_server import (
     DRAFT_MAX,
     DRAFT_P_MIN,
+    TunedLlama,
     known_names,
     program_of,
     summed,
     sweep,
+    tune_for,
 )
 from specoffload.peers.paths import Measured
-from specoffload.peers.tuned import TunedLlama, tune_for
 from specoffload.session.statistics import GenerationStats
 
 N_LAYERS = 6
