@@ -59,10 +59,10 @@ def lark_of_gbnf(text: str, token_of: Callable[[str], int]) -> str:
         raise BadRequest(f"the grammar is no valid text: {e.reason}") from e
     if size > MOST_GRAMMAR_BYTES:
         raise BadRequest(f"the grammar has {size} bytes; at most {MOST_GRAMMAR_BYTES} are read")
-    return _Reader(text, token_of).read()
+    return _GbnfReader(text, token_of).read()
 
 
-class _Reader:
+class _GbnfReader:
     """Reads from left to right, each character once."""
 
     def __init__(self, text: str, token_of: Callable[[str], int]) -> None:

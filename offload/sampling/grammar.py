@@ -24,7 +24,7 @@ _MOST_WORDS = 300  # characters of a reason that reach a client
 _LIMITS = {"step_max_items": 100_000, "max_items_in_row": 4_000, "verbose_errors": False}
 
 
-class Vocabulary(Protocol):
+class GrammarVocabulary(Protocol):
     """The tokens of a model, as a grammar sees them."""
 
     @property
@@ -43,7 +43,7 @@ class Vocabulary(Protocol):
 class _Tokens:
     """A tokenizer as llguidance's TokenizerWrapper asks for it."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.eos_token_id = vocabulary.ends[0]
         self.bos_token_id = None
         self.tokens = [vocabulary.piece(i, special=True) for i in range(vocabulary.n_vocab)]
@@ -60,7 +60,7 @@ class _Tokens:
 class GrammarTokens:
     """A vocabulary prepared for grammars, which takes about a second for one of 150,000 tokens."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
         """Raises BadRequest for one without a token that ends a text."""
         if not vocabulary.ends:
             raise BadRequest("this model has no token that ends a text, so grammars cannot end")

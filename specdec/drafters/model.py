@@ -38,7 +38,7 @@ _BLOCK_MEMORY = 0.25  # weight of the newest draft's length
 
 
 @dataclass(frozen=True)
-class Draws:
+class BlockDraws:
     """The numbers that a block's tokens are drawn by: `temperature` [n_parts], `uniforms`
     [n_steps, n_parts]."""
 
@@ -146,13 +146,13 @@ class ModelDrafter:
             growing.feed = drafted[-1:]
             growing.take(drafted, probs[part], block, part)
 
-    def _drawing(self, drafting: Sequence[_Growing], n: int) -> Draws | None:
+    def _drawing(self, drafting: Sequence[_Growing], n: int) -> BlockDraws | None:
         """Each sequence's own numbers and temperature, whatever else is in the batch."""
         if self._sampling is None:
             return None
         temperatures = [self._sampling.temperature(f.sequence) for f in drafting]
         uniforms = [f.draws.random(n) for f in drafting if f.draws is not None]
-        return Draws(np.array(temperatures), np.stack(uniforms, axis=1))
+        return BlockDraws(np.array(temperatures), np.stack(uniforms, axis=1))
 
     def learn(self, sequence: int, round_: Round) -> None:
         pass
@@ -337,7 +337,7 @@ def _share_of_best(logits: NDArray[np.float32], best: np.float32, top_k: int) ->
 # -- what the model holds --------------------------------------------------------------------------
 
 
-class _Held:
+class _HeldTokens:
     """One sequence of the model's memory, as far as it is known here."""
 
     __slots__ = ("checkpoint", "checkpoint_length", "n_checked", "tokens")
@@ -358,7 +358,7 @@ class DraftMemory:
 
     def __init__(self, model: Target) -> None:
         self._model = model
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldTokens] = {}
         self.n_rows = 0  # tokens decoded so far
 
     def tail(self, sequence: int, history: Sequence[int]) -> tuple[list[int], float]:
@@ -392,11 +392,11 @@ class DraftMemory:
 
     def _missing(self, sequence: int, history: Sequence[int]) -> list[int]:
         """Cut the model back to what it shares with `history`; the tokens it lacks."""
-        held = self._held.setdefault(sequence, _Held())
+        held = self._held.setdefault(sequence, _HeldTokens())
         if self._model.length(sequence) != len(held.tokens):
             # A decode failed: a recurrent memory lost what it held, or it was not noted here.
             self._model.rewind(sequence, 0)
-            held = self._held[sequence] = _Held()
+            held = self._held[sequence] = _HeldTokens()
         # The last token of the history is decoded anew, since its logits are wanted.
         tokens, most = held.tokens, min(len(held.tokens), len(history) - 1)
         n = min(held.n_checked, most)
@@ -406,7 +406,7 @@ class DraftMemory:
             n = self._cut(sequence, held, n)
         return list(history[n:])
 
-    def _cut(self, sequence: int, held: _Held, n: int) -> int:
+    def _cut(self, sequence: int, held: _HeldTokens, n: int) -> int:
         """Roll the model back to at most `n` tokens; how many it holds then."""
         if self._model.can_rewind:
             self._model.rewind(sequence, n)

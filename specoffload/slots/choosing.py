@@ -40,7 +40,7 @@ class SlotState:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SlotChoice:
     """Run in slot `number`; the prompt's beginning comes from `source`, perhaps from slot `other`.
 
     With `keep`, what the slot holds is kept in host memory first.
@@ -58,7 +58,7 @@ def choose(
     n_stored: int,
     wanted: int = -1,
     similar: float = SIMILAR,
-) -> Choice | None:
+) -> SlotChoice | None:
     """The slot for a prompt of `n_prompt` tokens, of which host memory holds `n_stored`.
 
     None if all are busy. `wanted` is the number of the only slot that will do (-1: any). `similar`
@@ -77,13 +77,13 @@ def choose(
     shared = max(others, key=lambda s: s.n_shareable, default=None)
     n_shared = 0 if shared is None else shared.n_shareable
     if n_stored >= _WORTH_TOKENS and n_stored > max(n_own, n_shared):
-        return Choice(place.number, Source.STORE, keep=_loses_much(place, 0))
+        return SlotChoice(place.number, Source.STORE, keep=_loses_much(place, 0))
     splits = _loses_much(own, n_own) and not place.n_held and n_shared == n_own
     if shared is not None and (n_shared > n_own or splits):
-        return Choice(place.number, Source.SLOT, shared.number, keep=_loses_much(place, 0))
+        return SlotChoice(place.number, Source.SLOT, shared.number, keep=_loses_much(place, 0))
     if n_own:
-        return Choice(own.number, Source.OWN, keep=_loses_much(own, n_own))
-    return Choice(place.number, Source.NONE, keep=_loses_much(place, 0))
+        return SlotChoice(own.number, Source.OWN, keep=_loses_much(own, n_own))
+    return SlotChoice(place.number, Source.NONE, keep=_loses_much(place, 0))
 
 
 def _loses_much(slot: SlotState, n_reused: int) -> bool:

@@ -21,7 +21,7 @@ from lab.attack.grammars import HOSTILE_GRAMMARS, HOSTILE_SCHEMAS
 from offload.errors import BadRequest
 from offload.ggml import sampler
 from offload.ggml.sampler import SamplerChain, grammar_tokens
-from offload.sampling.grammar import Grammar, GrammarTokens, Vocabulary, grammar_of
+from offload.sampling.grammar import Grammar, GrammarTokens, GrammarVocabulary, grammar_of
 from offload.sampling.options import SamplingOptions
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.generation import GenerateOptions
@@ -390,7 +390,7 @@ def test_the_vocabulary_is_prepared_before_the_first_grammar(
     made = []
 
     class Counted(GrammarTokens):
-        def __init__(self, vocabulary: Vocabulary) -> None:
+        def __init__(self, vocabulary: GrammarVocabulary) -> None:
             super().__init__(vocabulary)
             made.append(self)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offload.errors import BadRequest, DoesNotFit
 from offload.sequences import Checkpoint
 from specoffload.slots.batcher import PromptShare, free_tokens
-from specoffload.slots.choosing import Choice, PromptStore, SlotState, Source, choose, common
+from specoffload.slots.choosing import PromptStore, SlotChoice, SlotState, Source, choose, common
 from specoffload.slots.slot import file_of
 
 
@@ -33,18 +33,18 @@ def slot(
 
 def test_the_slot_with_the_longest_beginning_is_taken() -> None:
     slots = [slot(0, 50, 20), slot(1, 80, 70), slot(2)]
-    assert choose(slots, 100, 0) == Choice(1, Source.OWN)
+    assert choose(slots, 100, 0) == SlotChoice(1, Source.OWN)
 
 
 def test_a_new_prompt_goes_to_an_empty_slot_then_to_the_one_used_longest_ago() -> None:
-    assert choose([slot(0, 50), slot(1), slot(2)], 100, 0) == Choice(1, Source.NONE)
+    assert choose([slot(0, 50), slot(1), slot(2)], 100, 0) == SlotChoice(1, Source.NONE)
     full = [slot(0, 50, last_used=3), slot(1, 50, last_used=1), slot(2, 50, last_used=2)]
-    assert choose(full, 100, 0) == Choice(1, Source.NONE, keep=True)
+    assert choose(full, 100, 0) == SlotChoice(1, Source.NONE, keep=True)
 
 
 def test_a_few_tokens_in_common_are_no_reason_to_lose_a_conversation() -> None:
     slots = [slot(0, 80, 3), slot(1)]
-    assert choose(slots, 100, 0) == Choice(1, Source.NONE)
+    assert choose(slots, 100, 0) == SlotChoice(1, Source.NONE)
 
 
 @pytest.mark.parametrize(("similar", "number"), [(0.0, 1), (0.1, 0), (0.2, 0), (0.21, 1), (1.0, 1)])
@@ -57,25 +57,27 @@ def test_a_slot_is_chosen_from_the_share_of_a_prompt_that_is_asked_for(
 
 def test_a_slot_that_would_lose_much_is_copied_to_an_empty_one() -> None:
     slots = [slot(0, 100, 30), slot(1)]
-    assert choose(slots, 60, 0) == Choice(1, Source.SLOT, 0)
+    assert choose(slots, 60, 0) == SlotChoice(1, Source.SLOT, 0)
     # Without an empty one its end is kept in host memory.
-    assert choose([slot(0, 100, 30), slot(1, 50)], 60, 0) == Choice(0, Source.OWN, keep=True)
+    assert choose([slot(0, 100, 30), slot(1, 50)], 60, 0) == SlotChoice(0, Source.OWN, keep=True)
     # Where memory cannot be cut for another, too.
     cannot = [slot(0, 100, 30, n_shareable=0), slot(1)]
-    assert choose(cannot, 60, 0) == Choice(0, Source.OWN, keep=True)
+    assert choose(cannot, 60, 0) == SlotChoice(0, Source.OWN, keep=True)
 
 
 def test_a_prompt_takes_its_beginning_from_a_slot_that_is_at_work() -> None:
     slots = [slot(0, 200, 190, busy=True), slot(1, 40, 20), slot(2)]
-    assert choose(slots, 200, 0) == Choice(2, Source.SLOT, 0)
-    assert choose(slots[:2], 200, 0) == Choice(1, Source.SLOT, 0, keep=True)
+    assert choose(slots, 200, 0) == SlotChoice(2, Source.SLOT, 0)
+    assert choose(slots[:2], 200, 0) == SlotChoice(1, Source.SLOT, 0, keep=True)
 
 
 def test_a_longer_beginning_in_host_memory_is_loaded() -> None:
     slots = [slot(0, 100, 30), slot(1)]
-    assert choose(slots, 200, 150) == Choice(1, Source.STORE)
-    assert choose(slots, 200, 30) == Choice(1, Source.SLOT, 0), "of equal ones that which is here"
-    assert choose([slot(0)], 200, 8) == Choice(0, Source.NONE), "so few are evaluated faster"
+    assert choose(slots, 200, 150) == SlotChoice(1, Source.STORE)
+    assert choose(slots, 200, 30) == SlotChoice(1, Source.SLOT, 0), (
+        "of equal ones that which is here"
+    )
+    assert choose([slot(0)], 200, 8) == SlotChoice(0, Source.NONE), "so few are evaluated faster"
 
 
 def test_when_all_are_busy_a_request_waits() -> None:
