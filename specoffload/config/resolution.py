@@ -20,6 +20,7 @@ from offload.plan.sharing import UBATCHES
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE, Trace
 from specdec.options import DrafterName, SpecOptions
+from specdec.whole_file import read_text
 from specoffload.chat.built_in import BUILT_IN
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
 from specoffload.config.environment import Host
@@ -256,7 +257,7 @@ def _read_template(named: str | None) -> str | None:
     if named in BUILT_IN:
         return BUILT_IN[named]
     try:
-        return Path(named).read_text(encoding="utf-8")
+        return read_text(Path(named))
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(
             f"--chat-template {named}: neither a readable file "

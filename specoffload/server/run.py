@@ -51,12 +51,12 @@ def serve(
 ) -> int:
     """Serve until Ctrl-C (returns 130) or SIGTERM (returns 0).
 
-    `factory` runs in the engine process and must be picklable. Port 0 takes a free one. `say` gets
-    the lines for the operator, `listening on http://HOST:PORT` among them. On a signal, running
+    `factory` runs in the engine process and must be picklable. Port 0 is a free port. `say` gets
+    lines for the operator, among them `listening on http://HOST:PORT`. After a signal, running
     requests have `grace_s` seconds to end; a second Ctrl-C ends them at once.
 
-    Raises UsageError when the address cannot be had or the model is refused, DeviceFailed when the
-    engine process dies while loading or too often after.
+    Raises UsageError if the address cannot be used or the model is refused, DeviceFailed if the
+    engine process dies while loading, or too often later.
     """
     keys = read_keys(options.api_key, options.api_key_file, say)
     origins = read_origins(options.cors_origins)
@@ -79,16 +79,16 @@ def serve(
             has_metrics=options.metrics,
         )
         stop = asyncio.Event()
-        gc.freeze()  # what is there now stays: later collections need not look at it
+        gc.freeze()  # later collections skip what exists now
         with contextlib.closing(renderer):
             renderer.warm()
             return asyncio.run(serve_until(stop, app, engine, listener, grace_s, say, limits))
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UsageError in one sentence that says what to change."""
+    """A listening socket. Raises UsageError, which says what to change."""
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port {port}: must lie between 0 and 65535")
+        raise UsageError(f"--port {port}: must be 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -128,9 +128,9 @@ async def serve_until(
     say: Callable[[str], None],
     limits: SocketLimits | None = None,
 ) -> int:
-    """The event loop's main task: until `stop`, a signal, or a lost engine. See `serve`.
+    """The event loop's main task: until `stop`, a signal, or the engine's failure. See `serve`.
 
-    On every way out the engine process is gone.
+    The engine process has ended when this returns or raises.
     """
     app.state.connections = waiting = Waiting(limits or SocketLimits())  # /metrics counts them
     for name in ("asyncio", "uvicorn.error", "specoffload.server"):
@@ -147,7 +147,7 @@ async def serve_until(
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=None,  # drain() bounds it
+        timeout_graceful_shutdown=None,  # drain() limits it
     )
     server = _Server(config, engine, grace_s, lambda: say(f"listening on {url_of(listener)}"))
     watcher = asyncio.ensure_future(_stop_server(server, stop, engine.failed))
@@ -173,7 +173,7 @@ async def _stop_server(server: uvicorn.Server, *reasons: asyncio.Event) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but signals end in an exit code and running requests get a limited time."""
+    """uvicorn, but signals become an exit code, and running requests get a limited time to end."""
 
     def __init__(
         self,
@@ -190,14 +190,14 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for listener in sockets or ():  # asyncio has made its queue as short as what it accepts
+        for listener in sockets or ():  # asyncio has shortened its queue to what it accepts at once
             listener.listen(BACKLOG)
         self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         drain = asyncio.ensure_future(self._engine.drain(self._grace_s))
         await super().shutdown(sockets)
-        drain.cancel()  # over by now, unless a second Ctrl-C cut the waiting short
+        drain.cancel()  # it has ended, unless a second Ctrl-C came
         await asyncio.gather(drain, return_exceptions=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -206,8 +206,8 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own raises the signal again at the end, which would kill this process by it
-        # before the engine process is closed and the exit code chosen.
+        # uvicorn raises the signal again at the end, which would kill this process before the
+        # engine process is closed and the exit code chosen.
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from specdec.whole_file import write_json
+from specdec.whole_file import read_text, write_json
 from specoffload.chat.conversation import (
     CallPiece,
     Content,
@@ -92,7 +92,7 @@ class Talk:
         Raises UsageError, and keeps what it has.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_text(path))
         except (OSError, ValueError) as e:
             raise UsageError(f"{path}: cannot be read as a conversation ({e})") from e
         messages = found.get("messages") if isinstance(found, dict) else found

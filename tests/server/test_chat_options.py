@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from offload.errors import BadRequest
 from specoffload.chat.conversation import ChatSettings, Conversation, ReasoningOptions, Tool
 from specoffload.config.options import ChatOptions
 from specoffload.config.resolution import chat_settings
+from specoffload.errors import UsageError
 from specoffload.server.api.context import ServerContext
 from specoffload.server.api.parameters import generate_options
 from specoffload.server.api.requests import ChatRequest
@@ -25,6 +28,7 @@ from specoffload.session.card import ModelCard
 from specoffload.session.chat import answer, check_options, format_of
 from specoffload.session.generation import GenerateOptions, Piece
 from specoffload.session.statistics import GenerationStats
+from specoffload.terminal.talk import Talk
 
 SCHEMA = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}})
 TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -117,3 +121,12 @@ def test_a_built_in_template_leaves_the_first_token_to_the_vocabulary() -> None:
         conversation = Conversation(({"role": "user", "content": "x"},))
         assert form.prepare(conversation).text.startswith(wanted)
         assert not form.prepare(conversation).text.startswith("<s><s>")
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_and_does_not_hang(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match="not a regular file"):
+        chat_settings(ChatOptions(template=str(pipe)))
+    with pytest.raises(UsageError, match="not a regular file"):
+        Talk(lambda conversation: iter(())).load(pipe)  # type: ignore[arg-type,return-value]

@@ -4,44 +4,13 @@ from __future__ import annotations
 
 import re
 
-import httpx
 import pytest
 from fake_generator import FakeFactory
-from running import Running, StartServer, eventually, http
+from running import StartServer, http
 
 from specoffload.server.api.answers import timings_of
 from specoffload.server.engine import client
 from specoffload.session.statistics import GenerationStats
-
-
-def _said(server: Running, pattern: str) -> bool:
-    return any(re.fullmatch(pattern, line) for line in server.lines)
-
-
-def _leave(server: Running, prompt: str) -> None:
-    """Hang up when the first piece of a stream has come."""
-    body = {"prompt": prompt, "stream": True}
-    with http.stream("POST", server.url + "/v1/completions", json=body) as response:
-        next(response.iter_lines())
-
-
-def test_an_answer_that_its_client_left_has_a_line(start_server: StartServer) -> None:
-    server = start_server(FakeFactory())
-    _leave(server, "[forever]")
-    line = r"#\d+: cancelled, since the client has gone, after \d+ tokens in \d+\.\d s"
-    eventually(lambda: _said(server, line))
-
-
-def test_a_client_that_leaves_the_queue_has_a_line(start_server: StartServer) -> None:
-    server = start_server(FakeFactory())
-    body = {"prompt": "[forever]", "stream": True}
-    with http.stream("POST", server.url + "/v1/completions", json=body) as response:
-        lines = response.iter_lines()  # httpx closes the response with it
-        next(lines)
-        with pytest.raises(httpx.ReadTimeout):
-            http.post(server.url + "/v1/completions", json={"prompt": "x"}, timeout=0.3)
-        line = r"#\d+: cancelled, since the client has gone, while it waited in the queue"
-        eventually(lambda: _said(server, line))
 
 
 def test_the_progress_of_a_long_prompt_is_told(
@@ -53,7 +22,8 @@ def test_the_progress_of_a_long_prompt_is_told(
     monkeypatch.setattr(client, "_SAY_PROMPT_S", 0.0)
     assert http.post(server.url + "/v1/completions", json={"prompt": "[parts]"}).status_code == 200
     for n_read in (2, 4, 6):
-        assert _said(server, rf"#1: prompt {n_read} of 8 tokens in \d+ s")
+        line = rf"#1: prompt {n_read} of 8 tokens in \d+ s"
+        assert any(re.fullmatch(line, said) for said in server.lines)
 
 
 def test_the_speed_of_a_prompt_is_that_of_the_tokens_that_were_computed() -> None:

@@ -75,28 +75,3 @@ def test_every_client_of_a_killed_engine_is_told_and_the_next_is_served(
     answer = http.post(server.url + "/v1/completions", json={"prompt": "after"}).json()
     assert answer["choices"][0]["text"] == "after" + TAIL
     assert server.props()["engine_restarts"] == 1
-
-
-def test_clients_that_leave_free_their_slots_for_those_who_wait(
-    start_server: StartServer,
-) -> None:
-    server = start_server(FakeFactory(n_parallel=4))
-
-    async def leave() -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(verify=False, timeout=60, limits=limits) as client:
-            asked = [
-                asyncio.ensure_future(stream(client, server.url, f"[forever] {n}"))
-                for n in range(8)
-            ]
-            while (await asyncio.to_thread(server.props))["requests_deferred"] < 4:
-                await asyncio.sleep(0.02)
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-
-    asyncio.run(leave())
-    eventually(lambda: server.props()["requests_processing"] == 0)
-    assert server.props()["requests_deferred"] == 0
-    answer = http.post(server.url + "/v1/completions", json={"prompt": "after"}).json()
-    assert answer["choices"][0]["text"] == "after" + TAIL

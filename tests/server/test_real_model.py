@@ -12,7 +12,7 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
-from program import SERVE, Program
+from program import ENVIRONMENT, SERVE, Program
 from running import eventually, http
 
 PROMPT = "def fibonacci(n):\n"
@@ -23,7 +23,7 @@ def program() -> Iterator[Program]:
     """Through the wrapped device with streamed experts. Other files have it on plain libllama."""
     command = [*SERVE, "--device", "sim", "--min-batch", "3"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
     ) as process:
         try:
             running = Program(process)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import random
 from collections import Counter
 from typing import TypeVar
 
@@ -71,16 +69,6 @@ def test_clients_that_wait_have_equally_many_turns(waiting: dict[str, int], n_sl
         assert max(n_turns) - min(n_turns) <= 1
         if max(n_turns) == 5:
             break
-
-
-def test_who_asks_once_is_next_after_one_that_asks_a_hundred_times() -> None:
-    turns: FairQueue[str] = FairQueue(1000)
-    for n in range(100):
-        add(turns, "many", f"many {n}")
-    assert turns.next() == "many 0"
-    add(turns, "one", "one")
-    assert turns.next() == "one"
-    assert turns.next() == "many 1"
 
 
 def test_a_place_is_kept_for_whoever_was_refused_first() -> None:
@@ -158,53 +146,6 @@ def test_a_time_to_come_back_is_whole_seconds_about_the_right_ones(
     assert after_s == 1 or abs(after_s - exact_s) <= 1
     if 1 < wait_s < 50:
         assert 0.9 * wait_s - 1 <= after_s <= 1.1 * wait_s + 1
-
-
-def served(queue: FairQueue[int], seed: int, n_clients: int = 64, n_slots: int = 4) -> list[int]:
-    """Answers of each client after ten for each on average: every one asks again at once when it
-    has its answer, and when it was told to if it was refused."""
-    rng, counts, mean_s, n_events = random.Random(seed), Counter[int](), 1.0, 0
-    events: list[tuple[float, int, int, float]] = []
-
-    def at(time_s: float, client: int, took_s: float = 0.0) -> None:
-        nonlocal n_events
-        n_events += 1
-        heapq.heappush(events, (time_s, n_events, client, took_s))
-
-    for client in range(n_clients):
-        at(rng.random() / 20, client)
-    n_running = 0
-    while sum(counts.values()) < 10 * n_clients:
-        now_s, _, client, took_s = heapq.heappop(events)
-        if took_s:
-            n_running -= 1
-            counts[client] += 1
-            queue.ended(str(client))
-            mean_s += 0.2 * (took_s - mean_s)
-            at(now_s + 0.005 * rng.random(), client)
-        else:
-            wait_s = queue.enter(
-                str(client),
-                client,
-                n_slots=n_slots,
-                n_idle=n_slots - n_running,
-                place_s=mean_s / n_slots,
-                now_s=now_s,
-            )
-            if wait_s is not None:
-                at(now_s + whole_s(spread_s(wait_s, rng.random()), rng.random()), client)
-        while n_running < n_slots and len(queue):
-            n_running += 1
-            takes_s = rng.uniform(0.2, 0.4)
-            at(now_s + takes_s, queue.next(), takes_s)
-    return [counts[client] for client in range(n_clients)]
-
-
-def test_64_clients_over_a_queue_of_16_get_about_equally_many_answers() -> None:
-    for seed in range(3):
-        fair = served(FairQueue(16), seed)
-        assert min(fair) >= 5
-        assert max(fair) <= 18
 
 
 def test_a_client_is_its_key_or_its_address() -> None:

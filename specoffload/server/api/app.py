@@ -26,7 +26,7 @@ from specoffload.server.api.responses import responses_router
 from specoffload.server.api.status import status_router
 from specoffload.server.engine.client import EngineClient, RequestFailed
 from specoffload.server.engine.messages import Problem, problem_of
-from specoffload.server.page import page_router
+from specoffload.server.page import add_page
 from specoffload.server.renderer import Renderer
 from specoffload.session.generation import AskedOptions, GenerateOptions
 
@@ -78,7 +78,7 @@ def create_app(
     ):
         app.include_router(make_router(context))
     if has_page:
-        app.include_router(page_router())
+        add_page(app)
     app.openapi = functools.cache(lambda: describe(app, context.bodies))  # type: ignore[method-assign]
     _add_error_handlers(app)
     return app
