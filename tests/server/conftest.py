@@ -1,4 +1,4 @@
-"""Servers for tests: one for a file, or as many as a test starts."""
+"""Servers for tests: one for all files, one for a file, or as many as a test starts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from program import Program, serving
 from running import Running, StartServer
 
 
@@ -32,3 +33,11 @@ def start_server() -> Iterator[StartServer]:
             return running
 
         yield start_one
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Program]:
+    """`specoffload serve` with the embedded pair on plain libllama, for all files that leave it as
+    it was."""
+    with serving("--device", "cpu", "--ctx-size", "2048") as running:
+        yield running

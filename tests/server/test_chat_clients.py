@@ -7,13 +7,12 @@ import asyncio
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk, ChatCompletionToolParam
-from program import Program, serving
+from program import Program
 from pydantic import BaseModel
 
 TOOL: ChatCompletionToolParam = {
@@ -61,12 +60,6 @@ class Switch(BaseModel):
     on: bool
 
 
-@pytest.fixture(scope="module")
-def program() -> Iterator[Program]:
-    with serving("--device", "cpu", "--ctx-size", "2048") as running:
-        yield running
-
-
 def _check(name: str | None, arguments: str | None) -> None:
     assert name == "set_light"
     assert arguments is not None
@@ -94,8 +87,8 @@ def _joined(chunks: list[ChatCompletionChunk]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("asked", [REQUIRED, NAMED], ids=["required", "named"])
-def test_a_forced_call_follows_the_tools_schema(program: Program, asked: dict[str, Any]) -> None:
-    with program.client() as client:
+def test_a_forced_call_follows_the_tools_schema(pair: Program, asked: dict[str, Any]) -> None:
+    with pair.client() as client:
         answer = client.chat.completions.create(**asked)
         chunks = list(client.chat.completions.create(**asked, stream=True))
     choice = answer.choices[0]
@@ -108,8 +101,8 @@ def test_a_forced_call_follows_the_tools_schema(program: Program, asked: dict[st
     assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 2
 
 
-def test_two_calls_in_one_answer_have_their_own_ids(program: Program) -> None:
-    with program.client() as client:
+def test_two_calls_in_one_answer_have_their_own_ids(pair: Program) -> None:
+    with pair.client() as client:
         answer = client.chat.completions.create(**SEVERAL)
         chunks = list(client.chat.completions.create(**SEVERAL, stream=True))
     calls = answer.choices[0].message.tool_calls or []
@@ -121,14 +114,14 @@ def test_two_calls_in_one_answer_have_their_own_ids(program: Program) -> None:
     assert _joined(chunks) == whole
 
 
-def test_the_async_client_gets_calls_and_answers_beside_each_other(program: Program) -> None:
+def test_the_async_client_gets_calls_and_answers_beside_each_other(pair: Program) -> None:
     async def streamed(client: openai.AsyncOpenAI) -> list[ChatCompletionChunk]:
         stream = await client.chat.completions.create(**NAMED, stream=True)
         return [chunk async for chunk in stream]
 
     async def ask() -> tuple[Any, Any, list[ChatCompletionChunk]]:
         async with openai.AsyncOpenAI(
-            base_url=program.url + "/v1", api_key="none", max_retries=0, timeout=60
+            base_url=pair.url + "/v1", api_key="none", max_retries=0, timeout=60
         ) as client:
             called = client.chat.completions.create(**REQUIRED)
             told = client.chat.completions.create(model="any", messages=ASK, max_tokens=8)
@@ -142,8 +135,8 @@ def test_the_async_client_gets_calls_and_answers_beside_each_other(program: Prog
     _check(name, arguments)
 
 
-def test_parse_with_pydantic_gives_objects(program: Program) -> None:
-    with program.client() as client:
+def test_parse_with_pydantic_gives_objects(pair: Program) -> None:
+    with pair.client() as client:
         answer = client.chat.completions.parse(
             model="any", messages=ASK, response_format=Switch, max_tokens=400
         )
@@ -155,14 +148,14 @@ def test_parse_with_pydantic_gives_objects(program: Program) -> None:
     assert isinstance(call.function.parsed_arguments, Switch)
 
 
-def test_a_result_goes_back_and_is_answered(program: Program) -> None:
+def test_a_result_goes_back_and_is_answered(pair: Program) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     turn: list[Any] = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "a", "content": "12:00"},
     ]
-    with program.client() as client:
+    with pair.client() as client:
         answer = client.chat.completions.create(
             model="any", messages=turn, tools=[NOW], max_tokens=8
         )
@@ -170,9 +163,9 @@ def test_a_result_goes_back_and_is_answered(program: Program) -> None:
     assert answer.usage.completion_tokens > 0
 
 
-def test_logprobs_of_each_token_whole_and_streamed(program: Program) -> None:
+def test_logprobs_of_each_token_whole_and_streamed(pair: Program) -> None:
     asked: dict[str, Any] = {"model": "any", "messages": ASK, "logprobs": True, "max_tokens": 6}
-    with program.client() as client:
+    with pair.client() as client:
         answer = client.chat.completions.create(**asked, top_logprobs=3)
         stream = list(client.chat.completions.create(**asked, stream=True))
     told = answer.choices[0].logprobs
@@ -191,7 +184,7 @@ def test_logprobs_of_each_token_whole_and_streamed(program: Program) -> None:
     assert [token.token for token in streamed] == [token.token for token in told.content]
 
 
-def test_a_response_calls_a_function_whole_and_streamed(program: Program) -> None:
+def test_a_response_calls_a_function_whole_and_streamed(pair: Program) -> None:
     asked: dict[str, Any] = {
         "model": "any",
         "input": "Light in the kitchen, please.",
@@ -200,13 +193,13 @@ def test_a_response_calls_a_function_whole_and_streamed(program: Program) -> Non
         "max_output_tokens": 400,
     }
     for choice in ("required", {"type": "function", "name": "set_light"}):
-        with program.client() as client:
+        with pair.client() as client:
             response = client.responses.create(**asked, tool_choice=choice)
         [call] = response.output
         assert call.type == "function_call"
         _check(call.name, call.arguments)
     with (
-        program.client() as client,
+        pair.client() as client,
         client.responses.stream(**asked, tool_choice="required") as stream,
     ):
         kinds = {event.type for event in stream}
@@ -222,7 +215,7 @@ def test_a_response_calls_a_function_whole_and_streamed(program: Program) -> Non
 
 @pytest.mark.extra("anthropic")
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "set_light"}])
-def test_anthropics_client_gets_tool_uses(program: Program, choice: dict[str, Any]) -> None:
+def test_anthropics_client_gets_tool_uses(pair: Program, choice: dict[str, Any]) -> None:
     import anthropic
 
     function = TOOL["function"]
@@ -234,7 +227,7 @@ def test_anthropics_client_gets_tool_uses(program: Program, choice: dict[str, An
         "tool_choice": {**choice, "disable_parallel_tool_use": True},
     }
     with anthropic.Anthropic(
-        base_url=program.url, api_key="none", max_retries=0, timeout=60
+        base_url=pair.url, api_key="none", max_retries=0, timeout=60
     ) as client:
         message = client.messages.create(**asked)
         with client.messages.stream(**asked) as stream:
@@ -247,11 +240,11 @@ def test_anthropics_client_gets_tool_uses(program: Program, choice: dict[str, An
 
 
 @pytest.mark.extra("langchain_openai")
-def test_langchain_binds_tools_and_reads_objects(program: Program) -> None:
+def test_langchain_binds_tools_and_reads_objects(pair: Program) -> None:
     import langchain_openai as langchain
 
     model = langchain.ChatOpenAI(
-        base_url=program.url + "/v1", api_key="none", model="any", max_retries=0, max_tokens=400
+        base_url=pair.url + "/v1", api_key="none", model="any", max_retries=0, max_tokens=400
     )
     for choice in ("required", "set_light"):
         bound = model.bind_tools([NOW, TOOL], tool_choice=choice, parallel_tool_calls=False)
@@ -272,7 +265,7 @@ def test_langchain_binds_tools_and_reads_objects(program: Program) -> None:
 @pytest.mark.extra("litellm")
 @pytest.mark.filterwarnings("ignore:Item 'summary':UserWarning")  # pydantic's, of its own types
 def test_litellm_completes_with_tools_whole_and_streamed(
-    program: Program, monkeypatch: pytest.MonkeyPatch
+    pair: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks GitHub
     import litellm
@@ -281,7 +274,7 @@ def test_litellm_completes_with_tools_whole_and_streamed(
         options = {
             **asked,
             "model": "openai/any",
-            "api_base": program.url + "/v1",
+            "api_base": pair.url + "/v1",
             "api_key": "none",
         }
         answer = litellm.completion(**options)
@@ -294,10 +287,10 @@ def test_litellm_completes_with_tools_whole_and_streamed(
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-def test_curl_reads_a_stream_event_by_event(program: Program) -> None:
+def test_curl_reads_a_stream_event_by_event(pair: Program) -> None:
     body = json.dumps({**REQUIRED, "stream": True})
     command = [
-        *("curl", "-sS", "-N", "--fail-with-body", program.url + "/v1/chat/completions"),
+        *("curl", "-sS", "-N", "--fail-with-body", pair.url + "/v1/chat/completions"),
         *("-H", "Content-Type: application/json", "-d", body),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as curl:

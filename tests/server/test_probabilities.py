@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from program import Program, serving
+from program import Program
 from resolved import config_of
 from running import http
 
@@ -28,12 +28,6 @@ PROMPT = "def fibonacci(n):\n"
 N = 12
 SAMPLED = {"temperature": 1.0, "top_k": 3, "seed": 7, "ignore_eos": True}
 _NEAR = 0.02  # quantised kernels round differently for each batch size
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[Program]:
-    with serving("--device", "cpu") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +53,10 @@ def _softmax_logs(session: Session, tokens: Sequence[int]) -> NDArray[np.float64
     return logs
 
 
-def test_n_probs_are_the_models_own(program: Program, session: Session) -> None:
+def test_n_probs_are_the_models_own(pair: Program, session: Session) -> None:
     body = {"prompt": PROMPT, "n_predict": N, "n_probs": 4, **SAMPLED}
-    whole = http.post(program.url + "/completion", json=body).json()["completion_probabilities"]
-    events = _events(http.post(program.url + "/completion", json={**body, "stream": True}))
+    whole = http.post(pair.url + "/completion", json=body).json()["completion_probabilities"]
+    events = _events(http.post(pair.url + "/completion", json={**body, "stream": True}))
     streamed = [token for event in events for token in event.get("completion_probabilities", ())]
     assert streamed == whole
     assert len(whole) == N
@@ -76,12 +70,10 @@ def test_n_probs_are_the_models_own(program: Program, session: Session) -> None:
             assert other["logprob"] == pytest.approx(row[other["id"]], abs=_NEAR)
 
 
-def test_post_sampling_probs_are_of_what_the_samplers_left(
-    program: Program, session: Session
-) -> None:
+def test_post_sampling_probs_are_of_what_the_samplers_left(pair: Program, session: Session) -> None:
     body = {"prompt": PROMPT, "n_predict": N, "n_probs": 8, "post_sampling_probs": True, **SAMPLED}
     body |= {"top_p": 1.0, "min_p": 0.0}
-    found = http.post(program.url + "/completion", json=body).json()["completion_probabilities"]
+    found = http.post(pair.url + "/completion", json=body).json()["completion_probabilities"]
     logs = _softmax_logs(session, [token["id"] for token in found])
     for row, token in zip(logs, found, strict=True):
         left = np.exp(np.sort(row)[::-1][:3])  # top_k 3
@@ -90,10 +82,10 @@ def test_post_sampling_probs_are_of_what_the_samplers_left(
         assert token["prob"] in told
 
 
-def test_logprobs_of_completions_have_openais_shape(program: Program, session: Session) -> None:
+def test_logprobs_of_completions_have_openais_shape(pair: Program, session: Session) -> None:
     asked: dict[str, Any] = {"model": "any", "prompt": PROMPT, "max_tokens": N, "logprobs": 2}
     asked |= {"temperature": 1.0, "seed": 7, "extra_body": {"top_k": 3, "ignore_eos": True}}
-    with program.client() as client:
+    with pair.client() as client:
         answer = client.completions.create(**asked)
         chunks = list(client.completions.create(**asked, stream=True))
     [choice] = answer.choices
@@ -107,7 +99,7 @@ def test_logprobs_of_completions_have_openais_shape(program: Program, session: S
     pieces = zip(told.text_offset, told.tokens, strict=True)
     assert all(choice.text[at:].startswith(token) for at, token in pieces)
     native = {"prompt": PROMPT, "n_predict": N, "return_tokens": True, **SAMPLED}
-    same = http.post(program.url + "/completion", json=native).json()
+    same = http.post(pair.url + "/completion", json=native).json()
     assert same["content"] == choice.text
     logs = _softmax_logs(session, same["tokens"])
     expected = [row[i] for row, i in zip(logs, same["tokens"], strict=True)]
@@ -121,23 +113,23 @@ def test_logprobs_of_completions_have_openais_shape(program: Program, session: S
 
 
 def test_no_more_tokens_are_told_than_text_and_of_several_each_has_its_own(
-    program: Program,
+    pair: Program,
 ) -> None:
     body = {"prompt": [PROMPT, PROMPT], "max_tokens": N, "logprobs": 0, "temperature": 0}
-    first, second = http.post(program.url + "/v1/completions", json=body).json()["choices"]
+    first, second = http.post(pair.url + "/v1/completions", json=body).json()["choices"]
     assert first["logprobs"] == second["logprobs"]
     assert first["logprobs"]["top_logprobs"] is None
     text = first["text"]
     stop = text[len(text) // 2 :][:2]
-    cut = http.post(program.url + "/v1/completions", json={**body, "stop": stop}).json()
+    cut = http.post(pair.url + "/v1/completions", json={**body, "stop": stop}).json()
     shown = cut["choices"][0]
     assert shown["text"] == text[: text.index(stop)]
     last = shown["logprobs"]["text_offset"][-1]
     assert last < len(shown["text"]) <= last + len(shown["logprobs"]["tokens"][-1])
 
 
-def _echoed(program: Program, **body: Any) -> list[dict[str, Any]]:
-    answer = http.post(program.url + "/v1/completions", json={"echo": True, **body})
+def _echoed(pair: Program, **body: Any) -> list[dict[str, Any]]:
+    answer = http.post(pair.url + "/v1/completions", json={"echo": True, **body})
     assert answer.status_code == 200, answer.text
     choices: list[dict[str, Any]] = answer.json()["choices"]
     return choices
@@ -145,7 +137,7 @@ def _echoed(program: Program, **body: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("n_predict", [0, 1, 5])
 def test_an_echoed_prompt_has_the_probabilities_of_its_own_tokens(
-    program: Program, session: Session, n_predict: int
+    pair: Program, session: Session, n_predict: int
 ) -> None:
     ids = session.tokenize(PROMPT, add_special=True, parse_special=True)
     asked: dict[str, Any] = {"max_tokens": n_predict, "logprobs": 2, "temperature": 0}
@@ -155,9 +147,9 @@ def test_an_echoed_prompt_has_the_probabilities_of_its_own_tokens(
     session.forget()
     x -= x.max(1, keepdims=True)
     logs = x - np.log(np.exp(x).sum(1, keepdims=True))
-    texts = _echoed(program, prompt=[PROMPT, PROMPT], **asked)
+    texts = _echoed(pair, prompt=[PROMPT, PROMPT], **asked)
     assert texts[0] | {"index": 1} == texts[1]
-    [by_ids, other] = _echoed(program, prompt=[ids, ids[:4]], **asked)
+    [by_ids, other] = _echoed(pair, prompt=[ids, ids[:4]], **asked)
     for choice in (texts[0], by_ids):
         told = choice["logprobs"]
         assert choice["text"].startswith(PROMPT)
@@ -175,7 +167,7 @@ def test_an_echoed_prompt_has_the_probabilities_of_its_own_tokens(
         by_ids["logprobs"]["token_logprobs"][1:4], abs=_NEAR
     )
     streamed = http.post(
-        program.url + "/v1/completions",
+        pair.url + "/v1/completions",
         json={"prompt": PROMPT, "echo": True, "stream": True, **asked},
     )
     parts = [event["choices"][0] for event in _events(streamed)]
@@ -186,19 +178,10 @@ def test_an_echoed_prompt_has_the_probabilities_of_its_own_tokens(
             assert found == values
 
 
-def test_each_of_several_answers_tells_of_the_prompt(program: Program) -> None:
-    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 2, "logprobs": 1, "n": 2, "seed": 3}
-    first, second = _echoed(program, temperature=1.0, ignore_eos=True, **asked)
-    n = len(first["logprobs"]["tokens"]) - 2
-    for name, values in first["logprobs"].items():
-        assert values[:n] == second["logprobs"][name][:n]
-    assert len(second["logprobs"]["tokens"]) == n + 2
-
-
-def test_lm_evals_loglikelihood_is_answered(program: Program) -> None:
+def test_lm_evals_loglikelihood_is_answered(pair: Program) -> None:
     file = Path(__file__).parents[1] / "fixtures" / "requests" / "lm_eval_loglikelihood.json"
     recorded = json.loads(file.read_text())
-    answer = http.post(program.url + recorded["path"], json=recorded["body"])
+    answer = http.post(pair.url + recorded["path"], json=recorded["body"])
     assert answer.status_code == 200
     [choice] = answer.json()["choices"]
     [ids] = recorded["body"]["prompt"]
@@ -207,16 +190,16 @@ def test_lm_evals_loglikelihood_is_answered(program: Program) -> None:
     assert all(choice["logprobs"]["top_logprobs"][1 : len(ids)])
 
 
-def test_a_prompt_is_read_ahead_by_a_request_for_no_token(program: Program) -> None:
+def test_a_prompt_is_read_ahead_by_a_request_for_no_token(pair: Program) -> None:
     prompt = PROMPT + "    # read ahead, some words more than that\n" * 2
     body = {"prompt": prompt, "n_predict": 0}
-    native = [http.post(program.url + "/completion", json=body).json() for _ in range(2)]
+    native = [http.post(pair.url + "/completion", json=body).json() for _ in range(2)]
     n_prompt = native[0]["tokens_evaluated"]
     assert [answer["content"] for answer in native] == ["", ""]
     assert native[1]["tokens_cached"] == n_prompt - 1
     assert native[1]["stop_type"] == "limit"
     assert native[1]["timings"]["predicted_n"] == 0
-    legacy = http.post(program.url + "/v1/completions", json={"prompt": prompt, "max_tokens": 0})
+    legacy = http.post(pair.url + "/v1/completions", json={"prompt": prompt, "max_tokens": 0})
     [choice] = legacy.json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("", "length")
     assert legacy.json()["usage"]["completion_tokens"] == 0
