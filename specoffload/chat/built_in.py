@@ -8,9 +8,9 @@ write with the pinned library.
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 from collections.abc import Callable
-from importlib import resources
 from typing import Any
 
 # In a form, {text} is the message's text, {trimmed} the text without white space around it, and
@@ -107,8 +107,9 @@ def _template(row: list[Any]) -> str:
 
 
 def _read() -> dict[str, str]:
-    text = resources.files("specoffload.chat").joinpath("built_in.json").read_text("utf-8")
-    return {name: _template(row) for name, row in json.loads(text).items()}
+    data = pkgutil.get_data("specoffload.chat", "built_in.json")
+    assert data is not None
+    return {name: _template(row) for name, row in json.loads(data).items()}
 
 
 BUILT_IN = _read()

@@ -76,7 +76,7 @@ def _job(body: CompletionRequest, prompt: Prompt, options: GenerateOptions) -> G
     return InfillJob(Fill(prompt, body.suffix), options)
 
 
-class _Answer:
+class _EchoedAnswer:
     """One answer so far."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class CompletionWording(Wording):
             "created": int(time.time()),
             "model": model,
         }
-        self._answers = [_Answer() for _ in range(n_prompts * self._n)]
+        self._answers = [_EchoedAnswer() for _ in range(n_prompts * self._n)]
         self._of_prompts: list[list[ChosenLogprob]] = [[] for _ in range(n_prompts)]
 
     def started(self, job: int, started: Started) -> None:

@@ -5,13 +5,14 @@ llama.cpp tools/server/README.md, "POST /completion".
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from specoffload.server.api.answers import Json, server_sent, timings_of, to_json
+from specoffload.server.api.answers import Json, timings_of
 from specoffload.server.api.context import ServerContext
 from specoffload.server.api.parameters import prompts_of, settings_of
 from specoffload.server.api.probabilities import Placed, TokenPlaces, native_probabilities
@@ -54,7 +55,7 @@ def native_router(context: ServerContext) -> APIRouter:
     return router
 
 
-class _Answer:
+class _NativeAnswer:
     """One answer so far."""
 
     def __init__(self) -> None:
@@ -82,7 +83,7 @@ class NativeWording(Wording):
         self._prompts = prompts
         self._with_tokens = bool(body.return_tokens)
         self._fields = body.response_fields
-        self._answers = [_Answer() for _ in prompts]
+        self._answers = [_NativeAnswer() for _ in prompts]
 
     def started(self, job: int, started: Started) -> None:
         self._answers[job].n_prompt = started.n_prompt_tokens
@@ -112,7 +113,8 @@ class NativeWording(Wording):
                 chunk["timings"] = timings_of(piece.so_far)
         if found:
             chunk["completion_probabilities"] = self._probabilities(found)
-        return server_sent(chunk)
+        # ASCII alone, because some clients take U+2028 for the end of a line.
+        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
     def whole(self) -> bytes:
         answers = []
@@ -120,7 +122,7 @@ class NativeWording(Wording):
             tokens = answer.tokens if self._with_tokens else ()
             found = answer.probabilities if self._settings["n_probs"] else None
             answers.append(self._final(job, "".join(answer.texts), tokens, found))
-        return to_json(answers[0] if len(answers) == 1 else answers).encode()
+        return json.dumps(answers[0] if len(answers) == 1 else answers).encode()
 
     def _probabilities(self, tokens: Sequence[Placed]) -> list[Json]:
         return native_probabilities(tokens, post_sampling=self._post_sampling)
