@@ -1,8 +1,8 @@
-"""Replaces value projections in a graph by their broadcast form, where decision.py says so.
+"""Replaces value projections in a graph by their broadcast form, as decision.py decides.
 
-The graph that ggml hands over is not touched: a copy of its list of nodes gets other nodes, which
-are tensors of ours with the addresses of the old results. So the graph stays one computation, and
-whoever looks for something in it does so in the copy.
+ggml's graph itself stays as it is. A copy of its list of nodes gets our tensors instead of the old
+nodes, at the addresses of the old results. So the graph remains one computation, and later steps
+look for their nodes in the copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from offload.mla.decision import (
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A value projection and its tensors; valid as long as the graph is."""
+    """A value projection and its tensors, valid as long as the graph."""
 
     form: ValueProjection
     product_index: int  # positions in the graph's node order
@@ -48,17 +48,17 @@ class MlaSwitch:
         supports: Callable[[Tensor], bool],
         is_streamed: Callable[[Tensor], bool],
     ) -> None:
-        """`crossover`: most tokens that are replaced; None: as many as the model has heads.
+        """`crossover`: most tokens of a batch that is replaced; None: the model's number of heads.
 
-        `supports(node)` asks the device that computes, `is_streamed(weight)` whether a weight has
-        no fixed place on it.
+        `supports(node)` says if the device computes a node; `is_streamed(weight)` says if a weight
+        has no fixed place on it.
         """
         self.crossover = crossover
         self._supports, self._is_streamed = supports, is_streamed
         self.counters = MlaCounters()
 
     def rewrite(self, graph: Graph) -> tuple[Graph, MlaCounters]:
-        """The graph to compute in place of `graph`, and what each computation of it counts."""
+        """Return the graph to compute in place of `graph`, and what each computation counts."""
         if self.crossover == 0:
             return graph, MlaCounters()
         decisions: list[Form | LeftAlone] = []
@@ -82,8 +82,8 @@ class MlaSwitch:
         return (graph.replacing(placed, without) if placed else graph), counts
 
     def sites(self, graph: Graph) -> list[Site]:
-        """The value projections of a graph, in order."""
-        # One is looked for at its last node: few nodes are conts, hundreds are products.
+        """Return the value projections of a graph, in order."""
+        # They are found by their last node: few nodes are conts, hundreds are products.
         outputs, index_of = graph.find("CONT"), graph.positions()
         found = (self._site(graph, output, index, index_of) for index, output in outputs)
         return [site for site in found if site is not None]
@@ -91,7 +91,7 @@ class MlaSwitch:
     def _site(
         self, graph: Graph, output: Tensor, index: int, index_of: Callable[[Tensor], int | None]
     ) -> Site | None:
-        """The value projection that ends at a node. `index_of` is of the graph's nodes."""
+        """Return the value projection that ends at node `output`, or None."""
         permuted = _source(output, 0, "PERMUTE")
         product = permuted and _source(permuted, 0, "MUL_MAT")
         weight = product and _source(product, 0, "NONE")
@@ -119,7 +119,7 @@ class MlaSwitch:
 
 
 def broadcast_nodes(site: Site, form: Form) -> tuple[Tensor, ...]:
-    """The one or two nodes that replace the site's three."""
+    """Return the one or two nodes that replace the site's three."""
     element_bytes = site.form.product.nb[0]
     vectors = site.attended.viewed(site.form.vectors_ne, site.form.vectors_nb)
     into = site.output if form is Form.DIRECT else site.product
@@ -137,7 +137,7 @@ def broadcast_nodes(site: Site, form: Form) -> tuple[Tensor, ...]:
 
 
 def _source(node: Tensor, index: int, op: str) -> Tensor | None:
-    """The node's source, if it computes that operation."""
+    """Return the node's source if it computes that operation."""
     source = node.source(index)
     return source if source is not None and source.is_op(op) else None
 

@@ -19,11 +19,10 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from offload.model import layer_of
+from offload.model import TensorEntry, layer_of
 
 # Kernels count the blocks of a tensor, slots included, in C's int.
 MOST_BLOCKS = 2**31 - 1
@@ -33,22 +32,6 @@ _LITTLE = 1 / 64  # of a stride: padding that costs nothing worth talking about
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.weight$")
 _BIASES = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.bias$")
 _DENSE = "weight"
-
-
-class Weight(Protocol):
-    """A row of a model file's tensor table. `shape` begins with the row length."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def type(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def size_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -146,7 +129,7 @@ class SlotLayout:
 
 
 def slot_layout(
-    weights: Iterable[Weight],
+    weights: Iterable[TensorEntry],
     n_experts: int,
     n_used: int,
     most_padding: float = 0.25,
@@ -162,9 +145,9 @@ def slot_layout(
     Biases of experts among `weights` get room in the slots of their layer. They do not stream: they
     stay on the device, and slots hold copies, which are chosen by the same ids as the matrices.
     """
-    by_layer: dict[int, dict[str, Weight]] = {}
+    by_layer: dict[int, dict[str, TensorEntry]] = {}
     biases: dict[int, dict[str, int]] = {}  # by layer and kind: bytes of one expert's
-    dense: dict[tuple[int, ...], list[Mapping[str, Weight]]] = {}
+    dense: dict[tuple[int, ...], list[Mapping[str, TensorEntry]]] = {}
     for weight in weights:
         found = _EXPERTS.match(weight.name)
         if found:
@@ -176,7 +159,7 @@ def slot_layout(
             dense.setdefault(weight.shape, []).append({_DENSE: weight})
     pools: list[SlotPool] = []
     groups: list[WeightGroup] = []
-    sharers: list[tuple[str, int, Sequence[Mapping[str, Weight]]]] = []
+    sharers: list[tuple[str, int, Sequence[Mapping[str, TensorEntry]]]] = []
     if by_layer:
         sharers.append(("experts", n_experts, list(by_layer.values())))
     sharers += [("x".join(map(str, shape)), 0, alike) for shape, alike in dense.items()]
@@ -213,7 +196,7 @@ class _Matrix:
     is_overrun: bool  # kernels read past its last row, and must not find another type's bytes there
 
 
-def _matrices(member: Mapping[str, Weight], n_pieces: int) -> tuple[_Matrix, ...]:
+def _matrices(member: Mapping[str, TensorEntry], n_pieces: int) -> tuple[_Matrix, ...]:
     return tuple(
         _Matrix(
             kind,
@@ -226,10 +209,10 @@ def _matrices(member: Mapping[str, Weight], n_pieces: int) -> tuple[_Matrix, ...
 
 
 def _sharing(
-    members: Sequence[Mapping[str, Weight]], n_pieces: int, most_padding: float
-) -> list[list[Mapping[str, Weight]]]:
+    members: Sequence[Mapping[str, TensorEntry]], n_pieces: int, most_padding: float
+) -> list[list[Mapping[str, TensorEntry]]]:
     """The members of each pool. Each mixture of types goes to the first pool that takes it."""
-    mixtures: dict[tuple[_Matrix, ...], list[Mapping[str, Weight]]] = {}
+    mixtures: dict[tuple[_Matrix, ...], list[Mapping[str, TensorEntry]]] = {}
     for member in members:
         mixtures.setdefault(tuple(sorted(_matrices(member, n_pieces))), []).append(member)
     pools: list[list[tuple[_Matrix, ...]]] = []
@@ -299,7 +282,7 @@ def _stride(matrices: Collection[_Matrix]) -> int | None:
     return None
 
 
-def _block_bytes(weight: Weight) -> int:
+def _block_bytes(weight: TensorEntry) -> int:
     """Bytes of one block of the type; a matrix' row for a type that we do not know."""
     try:
         return int(GGML_QUANT_SIZES[GGMLQuantizationType[weight.type.upper()]][1])

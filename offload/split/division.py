@@ -1,19 +1,18 @@
-"""A layer's experts between slots, link and CPU, so that the later of CPU and device ends soonest.
+"""Divides a layer's experts between slots, link and CPU, so that both sides end soonest. Pure.
 
 The CPU computes its experts in place while the device computes those in slots and the link brings
-more. Hits stay where they are: the device has no way to leave a pair out, so that one that the CPU
-computed would save it nothing. All experts of as many rows cost alike, and what one more row is
-worth is monotone: a copy pays most for the expert of most rows. So misses are streamed from the
-most rows down, and every such cut is priced. With one token that is the optimum; with more, at most
-the time of one miss from it (`excess_s`). Both extremes, all misses by the CPU and all on the
-device, are among what is priced. Pure.
+more. Hits stay on the device: its product cannot skip a pair, so it would save nothing if the CPU
+computed one. Experts with equally many rows cost alike, and a copy saves most for the expert with
+the most rows. So misses are streamed from the most rows down, and every such cut is priced,
+including no miss streamed and all of them. With one token the best cut is the optimum. With more
+tokens it is at most the time of one miss from it (tests/pure/split/test_split.py).
 
-The model of a layer whose CPU works w and whose link copies L, both as long as the other is busy:
+The model of a layer:
 
-    device   The link brings one kind of weight after the other, of all experts, and each product
-             waits for its own kind. So it ends at the latest of: the copies up to a kind, and
-             behind them the products from that kind on.
-    CPU, link   Both read RAM. Either is slowed while the other is busy, and no longer.
+    device   The link brings one kind of weight after the other, for all experts, and each product
+             waits for its own kind. So the device ends at the latest of these times: all copies up
+             to a kind, and behind them the products from that kind on.
+    CPU, link   Both read RAM, so each is slower while the other is busy, and only then.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 HIT, STREAMED, HOST = 0, 1, 2
-_LEAST = 64  # rows and misses that sums are kept for
-_NOTHING = 1e-9  # of a share
-_BEFORE = np.zeros(1, np.intp)  # no rows, before the first expert
+_LEAST = 64  # rows and misses of the smallest tables
+_NOTHING = 1e-9  # rounding error of a share
+_BEFORE = np.zeros(1, np.intp)  # a zero in front of the experts' rows
 
 _Counts = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
 class SplitCosts:
-    """Costs of one kind of layer in seconds, as measured on the machine.
+    """Measured costs of one kind of layer, in seconds.
 
-    The arrays are by rows, the tokens that use the expert: `host_s[r]` for r = 0..R, at least up to
-    1; from R on they go on along their last step.
+    The arrays are indexed by rows, the number of tokens that use the expert: `host_s[r]` for
+    r = 0..R, with R at least 1. Beyond R they continue with their last step.
     """
 
     host_s: NDArray[np.float64]  # the CPU's time for one expert
-    device_s: NDArray[np.float64]  # the device's
-    host_fixed_s: float  # once, where the CPU computes any
-    device_fixed_s: float  # once, where the device computes any
-    copy_s: float  # one expert's bytes through the link, while the CPU reads memory too
-    host_slowdown: float = 1.0  # the CPU's times while the link copies, over those while it rests
-    link_slowdown: float = 1.0  # the link's while the CPU computes, over those while it rests
+    device_s: NDArray[np.float64]  # the device's time for one expert
+    host_fixed_s: float  # paid once if the CPU computes any expert
+    device_fixed_s: float  # paid once if the device computes any expert
+    copy_s: float  # one expert through the link, while the CPU reads memory too
+    host_slowdown: float = 1.0  # factor on the CPU's times while the link copies
+    link_slowdown: float = 1.0  # factor on the link's times while the CPU computes
     kinds: tuple[float, ...] = (1.0,)  # each kind's share of an expert, in the order of copying
     _of_token: dict[_Counts, _Cut] = field(default_factory=dict, init=False, repr=False)
     _tables: list[_Tables] = field(default_factory=list, init=False, repr=False)
 
     def tables(self, most_rows: int, n_misses: int) -> _Tables:
-        """For experts of at least so many rows, and so many misses. Kept: every layer asks."""
+        """Return tables for up to so many rows and misses. They are kept for other layers."""
         found = self._tables[0] if self._tables else None
         if found is None or found.most_rows < most_rows or found.most_misses < n_misses:
             most = (0, 0) if found is None else (found.most_rows, found.most_misses)
@@ -65,22 +64,22 @@ class SplitCosts:
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """The model as sums: a *line* is a number of seconds and so much for each expert of a side.
+    """The model as cumulative sums, so that all cuts of a layer are priced at once.
 
-    The CPU, and what each stage of the device waits for, ends by one line, or where a side is
-    slowed while the other is busy by the earlier of two; the device ends with its last stage. By
-    `sums` along a layer's experts, hits of few rows first and misses of many behind them, the line
-    of a pair of cuts is a difference: what an expert adds is the CPU's share of it less the
-    device's, where it is the CPU's.
+    A *line* gives the end of one side as a linear function of the experts on each side: a fixed
+    time, and an amount for each expert. The CPU and each stage of the device have one line. If the
+    sides slow each other down they have two, one for the slow and one for the fast part, and the
+    earlier end counts. The device ends with its last stage. Moving an expert from the device to the
+    CPU changes a line by the CPU's share less the device's, which is what `by_rows_s` holds.
     """
 
     most_rows: int
     most_misses: int
-    by_rows_s: NDArray[np.float64]  # [lines + 2, rows]: that difference; both sides' seconds alone
-    work: NDArray[np.float64]  # [lines, 1]: what a second of the CPU's work adds
-    copies_s: NDArray[np.float64]  # [lines, n + 1]: what is paid once, and so many copies
-    n_ends: int  # the CPU and the stages: a line of each, or a line of each and another of each
-    idle: tuple[tuple[float, float], ...]  # of each stage while the CPU rests: a copy, the products
+    by_rows_s: NDArray[np.float64]  # [lines + 2, rows]: differences; then each side's seconds
+    work: NDArray[np.float64]  # [lines, 1]: factor on the CPU's seconds
+    copies_s: NDArray[np.float64]  # [lines, n + 1]: fixed time and n copies
+    n_ends: int  # number of ends: the CPU's and one for each stage
+    idle: tuple[tuple[float, float], ...]  # (copy, products) of each stage while the CPU rests
     idle_fixed_s: float
 
     @classmethod
@@ -108,10 +107,10 @@ class _Tables:
     def ends_s(
         self, rows: NDArray[np.integer], n_hits: int, n_left: int = 0
     ) -> NDArray[np.float64]:
-        """[1 + stages, misses streamed]: seconds until the CPU and each stage end.
+        """Return seconds until the CPU and each stage end: [1 + stages, misses streamed].
 
-        `rows`: 0, those of the hits, of which the first `n_left` are the CPU's all the same, and
-        those of the misses, in the order in which they are streamed.
+        `rows`: a zero, the rows of the hits, and those of the misses in the order of streaming. The
+        first `n_left` hits are computed by the CPU all the same.
         """
         sums = self.by_rows_s.take(rows, axis=1).cumsum(axis=1)
         n_misses = sums.shape[1] - 1 - n_hits
@@ -126,20 +125,22 @@ class _Tables:
             if not n_left:
                 ends[1:, -1] = self.without_host_s(device_s, n_misses)
         if not n_left:
-            ends[0, -1] = 0.0  # nothing is left to that side
+            ends[0, -1] = 0.0  # the CPU has no expert
         if n_left == n_hits:
             ends[1:, 0] = 0.0
         return ends
 
     def without_host_s(self, device_s: float, n_copies: int) -> list[float]:
-        """Seconds until each stage ends if the CPU computes nothing."""
+        """Return seconds until each stage ends if the CPU computes nothing."""
         fixed_s = self.idle_fixed_s
         return [fixed_s + n_copies * copy + products * device_s for copy, products in self.idle]
 
 
 def _stages(kinds: Sequence[float], *, all_of_them: bool) -> tuple[tuple[float, float], ...]:
-    """Of each kind, the share of the copies up to it, and of the products from it on; but those
-    that are never the latest, unless `all_of_them`."""
+    """Return (share of copies up to a kind, share of products from it on) for each kind.
+
+    Leaves out stages that are never the latest, unless `all_of_them`.
+    """
     ends = list(itertools.accumulate(kinds))
     found = [(end, 1.0 - end + kind) for end, kind in zip(ends, kinds, strict=True)]
     (first_link, first_products), (last_link, last_products) = found[0], found[-1]
@@ -148,7 +149,7 @@ def _stages(kinds: Sequence[float], *, all_of_them: bool) -> tuple[tuple[float, 
     kept = [
         (link, products)
         for link, products in found[1:-1]
-        # Above the line between the first stage and the last.
+        # Those above the line between the first stage and the last.
         if (link - first_link) * (first_products - last_products)
         + (products - first_products) * (last_link - first_link)
         > _NOTHING
@@ -158,22 +159,22 @@ def _stages(kinds: Sequence[float], *, all_of_them: bool) -> tuple[tuple[float, 
 
 @dataclass(frozen=True)
 class Split:
-    """The side of each expert of a layer, and the time that is expected of both sides."""
+    """The side of each expert of a layer, and the expected seconds of both sides."""
 
-    kind: NDArray[np.uint8]  # HIT, STREAMED or HOST; of experts that nobody uses it means nothing
+    kind: NDArray[np.uint8]  # HIT, STREAMED or HOST; meaningless for unused experts
     cpu_s: float
     device_s: float
-    link_s: float = 0.0  # of the device's, in which the link copies
+    link_s: float = 0.0  # part of the device's, in which the link copies
 
     @property
     def idle_s(self) -> float:
-        """Seconds of the layer in which the link is expected to copy nothing."""
+        """Seconds in which the link is expected to copy nothing."""
         return max(0.0, max(self.cpu_s, self.device_s) - self.link_s)
 
 
 @dataclass(frozen=True)
 class _Cut:
-    n_streamed: int  # misses, those of most rows
+    n_streamed: int  # misses that are streamed, those with the most rows
     cpu_s: float
     device_s: float
 
@@ -184,9 +185,11 @@ def split_pairs(
     costs: SplitCosts,
     rows: NDArray[np.intp] | None = None,
 ) -> Split:
-    """The split of a batch. `ids`: [n_tokens, n_used], each token's experts; `resident`:
-    [n_experts], True where an expert has a slot and needs no copy; `rows`: [n_experts], how often
-    `ids` name each, where that is known."""
+    """Return the best division of a batch.
+
+    `ids` [n_tokens, n_used]: each token's experts. `resident` [n_experts]: True for experts that
+    are in a slot. `rows` [n_experts]: how often `ids` name each expert, if known.
+    """
     if len(ids) == 1:
         return _split_of_token(ids[0], resident, costs)
     if rows is None:
@@ -203,7 +206,7 @@ def split_pairs(
 def _split_of_token(
     ids: NDArray[np.int32], resident: NDArray[np.bool_], costs: SplitCosts
 ) -> Split:
-    """Every expert has one row, so that only the numbers of hits and misses matter."""
+    """Return it for one token: only the numbers of hits and misses matter."""
     there = resident[ids]
     misses = ids[~there]
     counts = len(ids) - len(misses), len(misses)
@@ -222,8 +225,10 @@ def _split(misses: NDArray[np.integer], n_experts: int, cut: _Cut, costs: SplitC
 
 
 def _best_cut(rows: NDArray[np.integer], n_hits: int, costs: SplitCosts) -> _Cut:
-    """The best cut, of equal ones that which copies least. `rows`: 0, those of the hits and those
-    of the misses; either descend."""
+    """Return the best cut, and of equal ones the one that copies least.
+
+    `rows`: a zero, the rows of the hits and those of the misses, both descending.
+    """
     ends = costs.tables(int(rows[1:].max(initial=0)), len(rows) - 1 - n_hits).ends_s(rows, n_hits)
     n_streamed = int(np.maximum.reduce(ends).argmin())
     cpu_s, *stages_s = ends[:, n_streamed].tolist()
@@ -231,11 +236,11 @@ def _best_cut(rows: NDArray[np.integer], n_hits: int, costs: SplitCosts) -> _Cut
 
 
 def expected(ids: NDArray[np.int32], kind: NDArray[np.uint8], costs: SplitCosts) -> Split:
-    """A split that somebody else made, with the times that are expected of it."""
+    """Return a given division with its expected times."""
     rows = np.bincount(ids.ravel(), minlength=len(kind))
     hosts, hits, streamed = (rows[(rows > 0) & (kind == side)] for side in (HOST, HIT, STREAMED))
     n_hits, n_copies = len(hosts) + len(hits), len(streamed)
-    # As any cut's: the CPU has the first, and all behind the hits are streamed.
+    # Like a cut: the CPU has the first experts, and all behind the hits are streamed.
     ends = costs.tables(int(rows.max(initial=0)), n_copies).ends_s(
         np.concatenate((_BEFORE, hosts, hits, streamed)), n_hits, len(hosts)
     )
@@ -244,7 +249,7 @@ def expected(ids: NDArray[np.int32], kind: NDArray[np.uint8], costs: SplitCosts)
 
 
 def seconds_at(by_rows_s: NDArray[np.float64], rows: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Seconds of experts of that many rows, beyond the last that was measured on its line."""
+    """Return seconds of experts with these rows, continued linearly beyond the measured ones."""
     last = len(by_rows_s) - 1
     seconds: NDArray[np.float64] = by_rows_s[np.minimum(rows, last)]
     beyond = rows - last
@@ -252,25 +257,3 @@ def seconds_at(by_rows_s: NDArray[np.float64], rows: NDArray[np.integer]) -> NDA
         step_s = max(0.0, by_rows_s[-1] - by_rows_s[-2])  # noise must not make time negative
         seconds = seconds + np.maximum(beyond, 0) * step_s
     return seconds
-
-
-def excess_s(ids: NDArray[np.int32], resident: NDArray[np.bool_], costs: SplitCosts) -> float:
-    """Seconds at most between the split and the best of all splits of the misses.
-
-    It holds where `host_s` and the quotient `host_s / device_s` do not fall as rows grow. Then
-    exchanging any two misses towards the cut's order with the CPU's work as it is lowers nobody's
-    time: the device computes no more, and the link copies no more. So the best division of experts
-    into fractions has at most one miss divided. Rounding it to one side adds no more to either than
-    it takes alone: a slowdown of the CPU is in its part, and a longer wait for copies beside a CPU
-    that works longer is at most what that adds.
-    """
-    rows = np.bincount(ids.ravel(), minlength=len(resident))
-    misses = rows[~resident & (rows > 0)]
-    if not len(misses):
-        return 0.0
-    host_s, device_s = (
-        float(seconds_at(seconds, misses).max()) for seconds in (costs.host_s, costs.device_s)
-    )
-    stages = _stages(costs.kinds, all_of_them=True)
-    on_device_s = max(link * costs.copy_s + products * device_s for link, products in stages)
-    return min(host_s * costs.host_slowdown, on_device_s)

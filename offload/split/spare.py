@@ -1,11 +1,11 @@
-"""Slots that a split layer's device is shown for what the CPU computes. Pure.
+"""Slots that the device of a split layer reads for the CPU's pairs. Pure.
 
-The device's product has no way to leave a pair (token, expert) out: it computes the CPU's pairs
-too, with whatever lies in a slot, and what it finds is written over. A slot that is read anyway
-costs least; but no token may name one twice. CUDA's products of several tokens with experts
-(mmid.cu and mmf.cuh in llama.cpp) look for each expert once in a token's ids: of two, one row would
-stay as it was, the device's own perhaps, and the places of others would be wrong. A token alone
-may, where weights are quantised: its product (mmvq.cu) goes by pairs.
+The device's product cannot skip a pair (token, expert). It computes the CPU's pairs too, with
+whatever is in a slot, and its results are overwritten. A slot that is read anyway costs least. But
+no token may name a slot twice: CUDA's products of several tokens with experts (mmid.cu and mmf.cuh
+in llama.cpp) look for each expert once in a token's ids, so a second one would leave a wrong row.
+A single token may name a slot twice if the weights are quantised: its product (mmvq.cu) goes by
+pairs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _NOT_QUANTISED = ("f32", "f16", "bf16")
 
 
 def may_repeat(n_tokens: int, types: Collection[str]) -> bool:
-    """True if a token may name a slot twice in products with weights of these types."""
+    """True if a token of such a batch may name a slot twice, with weights of these types."""
     return n_tokens == 1 and not any(name in _NOT_QUANTISED for name in types)
 
 
 def other_slots(slots: Sequence[int], n: int, n_slots: int) -> list[int]:
-    """`n` of all slots that are not among `slots`, or as many as there are: near the first one."""
+    """Return up to `n` slots that are not among `slots`, near the first of them."""
     start, n_near, taken = slots[0] if slots else 0, n + len(slots), set(slots)
     near = [
         *range(start, min(start + n_near, n_slots)),
@@ -35,9 +35,9 @@ def other_slots(slots: Sequence[int], n: int, n_slots: int) -> list[int]:
 
 
 def fill_in(ids: NDArray[np.int32], slots: Sequence[int], others: Sequence[int]) -> None:
-    """Give what is NO_SLOT in `ids` [n_tokens, n_used] a slot that its token has not.
+    """Replace each NO_SLOT in `ids` [n_tokens, n_used] by a slot that its token does not use yet.
 
-    `slots`: all that are in `ids`; `others`: n_used others, or all where there are fewer.
+    `slots`: all slots in `ids`. `others`: n_used other slots, or all if there are fewer.
     """
     without = ids == NO_SLOT
     n_used = ids.shape[1]

@@ -1,4 +1,4 @@
-"""Graphs of ggml and what was found out about them, kept for when the same graph comes again.
+"""Prepared graphs, kept for when the same graph comes again.
 
 libllama builds its graph anew whenever the number of tokens changes, as it does at each step of
 speculation. It builds in the same memory: a graph of the same form has the same nodes at the same
@@ -21,11 +21,11 @@ _MOST_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class PreparedGraph:
-    """One of ggml's graphs, and all that was found out about it."""
+    """One of ggml's graphs, and how to compute it."""
 
-    uid: int  # ggml's
+    uid: int  # the graph's, given by ggml
     run: Run
-    mla: MlaCounters  # what each computation adds
+    mla: MlaCounters  # counts that each computation adds
     streams: bool  # some of its weights stream, so that its executor knows the layers
 
 

@@ -1,4 +1,4 @@
-"""Device memory of a pool's slots: a buffer for each kind, seen as tensors of any fitting type."""
+"""Device memory of a pool's slots: one buffer for each kind, with views as tensors of any type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.plan.slot_layout import SlotPool
 
 
 class SlotMemory:
-    """The slots of one pool. Buffers are made when something is first copied into them."""
+    """The slots of one pool. A buffer is made when something is first copied into it."""
 
     def __init__(self, device: Device, pool: SlotPool) -> None:
         self.pool = pool
@@ -38,13 +38,15 @@ class SlotMemory:
             self.buffer(kind)
 
     def bytes(self, kind: str) -> Tensor:
-        """All slots of a kind as one row of bytes, to copy into. Raises DoesNotFit."""
+        """Return all slots of a kind as one row of bytes, to copy into. Raises DoesNotFit."""
         self.buffer(kind)
         return self._bytes[kind]
 
     def views(self, kind: str, weight: Tensor, axis: int = 2) -> SlotViews:
-        """Slots as weights like `weight`; the same for all of its kind, type and shape. `axis`: the
-        dimension of `weight` that has its experts."""
+        """Return views of slots as weights like `weight`: one object for each kind, type and shape.
+
+        `axis`: the dimension of `weight` that has its experts.
+        """
         key = kind, weight.type, weight.shape
         found = self._views.get(key)
         if found is None:
@@ -52,7 +54,7 @@ class SlotMemory:
         return found
 
     def buffer(self, kind: str) -> Buffer:
-        """The memory of one kind. Raises DoesNotFit when it is first asked for."""
+        """Return the memory of one kind. The first call may raise DoesNotFit."""
         buffer = self._buffers.get(kind)
         if buffer is None:
             size_bytes = self.pool.n_slots * self._kinds[kind].stride_bytes
@@ -79,10 +81,10 @@ class SlotViews:
         self._made: dict[tuple[int, int], Tensor] = {}
 
     def of(self, first: int, n: int) -> Tensor:
-        """Slots [first, first + n). Raises DoesNotFit.
+        """Return slots [first, first + n). Raises DoesNotFit.
 
-        Experts are [n_in, n_out, n], their biases [n_out, n], with the stride of the slots between
-        neighbours; a dense weight is as it is.
+        Experts are [n_in, n_out, n] and their biases [n_out, n], with the stride of slots between
+        neighbours. A dense weight keeps its own shape.
         """
         view = self._made.get((first, n))
         if view is None:
@@ -102,7 +104,7 @@ class SlotViews:
 
 
 class HostBias:
-    """A layer's biases of one kind, read back from the device into host memory to copy from."""
+    """A layer's biases of one kind, read back into host memory, to be copied from there."""
 
     def __init__(self, bias: Tensor, device: Device) -> None:
         """`bias` [n_out, n_experts] has its values; `device` copies from the memory."""

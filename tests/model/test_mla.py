@@ -379,7 +379,7 @@ def test_auto_without_memory_to_measure_says_so_and_takes_the_heads(
         engine.sequences.extend(0, [1] * N_HEAD)
         engine.sequences.extend(0, [1] * (N_HEAD + 1))
         assert switch_of(engine).counters.replaced == N_LAYERS
-        (note,) = [note for note in engine.notes if "mla-crossover" in note]
+        (note,) = [note for note in engine.notes if "MLA crossover" in note]
         assert "7 MiB" in note
         assert f"taking {N_HEAD}" in note
 

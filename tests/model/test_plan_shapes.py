@@ -227,7 +227,7 @@ def test_plans_that_do_not_fit_host_memory_are_taken_only_where_none_does(
     assert plan(True, None).streamed_bytes > least
     found = plan(hybrid, least)
     assert found.streamed_bytes <= least
-    assert hybrid is not True or any("host memory has room for" in why for why in found.reasons)
+    assert hybrid is not True or any("in RAM, which has room for" in why for why in found.reasons)
     assert plan(hybrid, 10 * GIB).streamed_bytes > 10 * GIB  # no plan fits: the store refuses it
 
 

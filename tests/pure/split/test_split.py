@@ -18,7 +18,7 @@ from offload.split.division import (
     STREAMED,
     Split,
     SplitCosts,
-    excess_s,
+    _stages,
     expected,
     seconds_at,
     split_pairs,
@@ -283,3 +283,25 @@ def test_the_link_is_idle_but_for_what_is_streamed(
     assert split.idle_s == pytest.approx(max(0.0, later_s(split) - link_s), abs=1e-12)
     known = split_pairs(ids, resident, costs, rows)
     assert known.kind.tolist() == split.kind.tolist(), "its own count is the same"
+
+
+def excess_s(ids: NDArray[np.int32], resident: NDArray[np.bool_], costs: SplitCosts) -> float:
+    """Seconds at most between the split and the best of all splits of the misses.
+
+    It holds where `host_s` and the quotient `host_s / device_s` do not fall as rows grow. Then
+    exchanging any two misses towards the cut's order with the CPU's work as it is lowers nobody's
+    time: the device computes no more, and the link copies no more. So the best division of experts
+    into fractions has at most one miss divided. Rounding it to one side adds no more to either than
+    it takes alone: a slowdown of the CPU is in its part, and a longer wait for copies beside a CPU
+    that works longer is at most what that adds.
+    """
+    rows = np.bincount(ids.ravel(), minlength=len(resident))
+    misses = rows[~resident & (rows > 0)]
+    if not len(misses):
+        return 0.0
+    host_s, device_s = (
+        float(seconds_at(seconds, misses).max()) for seconds in (costs.host_s, costs.device_s)
+    )
+    stages = _stages(costs.kinds, all_of_them=True)
+    on_device_s = max(link * costs.copy_s + products * device_s for link, products in stages)
+    return min(host_s * costs.host_slowdown, on_device_s)
