@@ -5,17 +5,15 @@ No strategy wins everywhere (docs/background.md, NUMA) and all combinations woul
 strategies are compared at full width first, then thread counts and small pages of the winner.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from numa.errors import BadTopology, NumaError
+from numa.errors import NumaError
 from numa.place import Candidate, Strategy
 from numa.threads import ThreadPlan
 from numa.topology import Topology
 
-_FORMAT = 1
 # Measurements closer than this are equal: the simpler candidate, tried first, stays.
 _NOISE = 0.02
 _THREAD_SHARES = (0.75, 0.5)
@@ -189,40 +187,3 @@ def _reasons(topology: Topology, trials: _Search, best: Trial) -> tuple[str, ...
         names = "; ".join(str(c) for c in trials.skipped)
         reasons.append(f"not tried within the time limit: {names}")
     return tuple(reasons)
-
-
-def to_json(result: TuneResult) -> str:
-    """The form kept in the machine's profile."""
-    return json.dumps({"format": _FORMAT, **asdict(result)}, indent=1)
-
-
-def from_json(text: str) -> TuneResult:
-    """The inverse of `to_json`. Raises BadTopology for anything else, saying to tune again."""
-    try:
-        data = json.loads(text)
-        if data["format"] != _FORMAT:
-            raise ValueError(f"format {data['format']} instead of {_FORMAT}")
-        return TuneResult(
-            best=_candidate(data["best"]),
-            trials=tuple(
-                Trial(
-                    _candidate(t["candidate"]),
-                    {int(n): float(s) for n, s in t["seconds"].items()},
-                    str(t["refusal"]),
-                )
-                for t in data["trials"]
-            ),
-            reasons=tuple(str(r) for r in data["reasons"]),
-            machine=str(data["machine"]),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadTopology(
-            f"the stored NUMA choice cannot be read ({error}); run `specoffload tune numa` again"
-        ) from error
-
-
-def _candidate(data: Mapping[str, object]) -> Candidate:
-    node, n_threads, huge = data["node"], data["n_threads"], data["huge_pages"]
-    if not isinstance(n_threads, int) or not isinstance(node, int | None):
-        raise ValueError(f"candidate {dict(data)}")
-    return Candidate(Strategy(str(data["strategy"])), n_threads, node, bool(huge))

@@ -40,18 +40,8 @@ from offload.plan.placement import DEFAULT_UBATCH, Plan
 from offload.plan.sharing import UBATCHES
 from offload.routing import RoutingRecorder
 from offload.sequences import Decode, Sequences
-from offload.split.costs import MeasuredCosts
-from offload.split.measuring import (
-    LinkTimes,
-    Measured,
-    Sides,
-    costs_of,
-    on_device,
-    on_host,
-    on_link,
-)
 from offload.split.path import Hybrid, Pace
-from offload.split.switch import HybridSwitch, all_on_device, stay
+from offload.split.switch import HybridSwitch, stay
 from offload.store.store import READING, OnProgress, Store, StoreOptions, room_now
 from offload.streaming.counters import StreamCounters
 from offload.streaming.device import MakeExecutor, StreamingDevice
@@ -466,37 +456,6 @@ class Engine(ModelText):
             return
         self.set_min_batch(value)
         self.build_anew()
-
-    def measure_split(self) -> MeasuredCosts | None:
-        """Times of both sides of a split layer and of the link, now; None where no layer is split.
-
-        Decodes tokens in sequence 0, which has to be empty and is left so. Raises DeviceFailed.
-        """
-        if self.hybrid is None:
-            return None
-        device: Measured = {}
-        host: Measured = {}
-        link: LinkTimes | None = None
-        kinds: tuple[float, ...] = ()
-        with self.routing.paused(), self.hybrid.switch.splitting(all_on_device):
-            for n in (1, min(8, self.n_ctx - 1)):
-                self._take_splits()  # of graphs that are gone
-                for i in range(3):  # what they use comes into slots
-                    self.sequences.extend(0, [(7 * k + i) % self.n_vocab for k in range(n)])
-                    self.sequences.rewind(0, 0)
-                for sides in self._take_splits():
-                    on_device(sides, device)
-                    host = host or on_host(sides)
-                    link, kinds = link or on_link(sides), sides.kinds
-        if not (device or self.hybrid.switch.declined):
-            self.hybrid.switch.declined = "no layer is split: the device takes no layer's experts"
-        self.build_anew()
-        return costs_of(device, host, link, kinds) if device and host and link else None
-
-    def _take_splits(self) -> list[Sides]:
-        executors = () if self.device is None else self.device.executors.values()
-        found = (executor.take_split() for executor in executors)
-        return [sides for sides in found if sides is not None]
 
     def build_anew(self, *, after_logits: bool = False) -> None:
         """Have the next decode build its graph, whatever its size: decodes 3 tokens in sequence 0

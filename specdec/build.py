@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from specdec.costs.calibration import Calibration
-from specdec.costs.profile import CostProfile
+from specdec.costs.profile import CostProfile, LiveCosts
 from specdec.decoding.acceptance import Acceptance, MatchAcceptance
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.ngram_cache import LookupCache, NgramCache
@@ -31,9 +31,13 @@ _BLOCK = 4  # general text; code bears 8 to 15 (llama.cpp #10466)
 
 
 def build_policy(
-    options: SpecOptions, profile: CostProfile, calibration: Calibration | None = None
+    options: SpecOptions,
+    profile: CostProfile,
+    calibration: Calibration | None = None,
+    costs: LiveCosts | None = None,
 ) -> Policy:
-    """The policy that `options` name; its drafts have at most `options.n_max` tokens.
+    """The policy that `options` name; its drafts have at most `options.n_max` tokens. `costs` are
+    the profile's as serving corrects them; without them it does not change.
 
     `throughput` drafts no more tokens than the profile has batch sizes for.
     """
@@ -42,7 +46,7 @@ def build_policy(
         case PolicyName.THROUGHPUT:
             longest = min(profile.n_max - 1, MOST_DRAFTED)
             n_max = longest if n_max is None else min(n_max, longest)
-            return Throughput(profile, calibration, n_max=n_max)
+            return Throughput(profile, calibration, n_max=n_max, costs=costs)
         case PolicyName.P_MIN:
             return PMin(LONGEST if n_max is None else n_max, options.p_min, options.n_min)
         case PolicyName.FIXED:

@@ -181,7 +181,7 @@ def bench(line: CommandLine) -> None:
 
 
 def profile(line: CommandLine) -> None:
-    """Measure how long a decode of n tokens takes, and keep it for later starts."""
+    """Show what a decode of n tokens takes, in each way that it can be computed."""
     from specoffload.commands.profile import plot_stored, profile_config
 
     own = line.of(ProfileOptions)
@@ -192,20 +192,13 @@ def profile(line: CommandLine) -> None:
     options = measuring_only(line.options)
     if own.plot is None:
         options = remark(options, line.names(ProfileOptions, "plot_with", "labels"), "no --plot")
-    if own.import_from is not None:
-        idle = line.names(ProfileOptions, "text", "n_max", "repetitions")
-        options = remark(options, idle, "what is imported is not measured")
     profile_config(
         config_of(line, options),
-        text=own.text,
-        n_max=own.n_max,
-        repetitions=own.repetitions,
         plot=own.plot,
         export_to=own.export_to,
         import_from=own.import_from,
         plot_with=own.plot_with,
         labels=own.labels,
-        force=own.force,
     )
 
 

@@ -71,8 +71,7 @@ def profile_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture
 def measures_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first start measures for a tenth of its time: for tests that are not about the figures."""
-    monkeypatch.setattr("specoffload.speculation.profiling.BUDGET_S", 0.4)
-    monkeypatch.setattr("offload.plan.min_batch_search._BUDGET_S", 0.2)
+    monkeypatch.setattr("offload.costs.measuring.budget_s", lambda one_s, n_ways: 0.4)
 
 
 @pytest.fixture(scope="session")

@@ -12,12 +12,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from offload.costs.table import CostTable, Entry, Way
 from offload.model import ModelFacts, is_experts, layer_of
+from offload.plan.min_batch import VERIFY_MOST
 from offload.routing import HitCurve, expected_union
 
 # Share of all experts that have a slot -> share of uses that find theirs there, least recently used
 # leaving first: reported for a layer of 512 experts, 10 of them used (llama.cpp #27861).
 _HITS = ((0.125, 0.67), (0.25, 0.81), (1.0, 1.0))
+_SMALL, _STEP = 16, 2**0.25  # sizes that a modelled table has all of, and steps between others
 _AHEAD = 0.5  # a batch that uses this share of a layer's experts has all copied before its router
 
 
@@ -306,6 +309,25 @@ def crossover(
         else:
             high = middle
     return high
+
+
+def modelled(
+    machine: Machine, work: ModelWork, sharing: Sharing, n_most: int, *, splits: bool = False
+) -> CostTable:
+    """The cost table of a machine, for batches of up to `n_most` tokens: what it is expected to
+    take before anything is measured. With `splits` layers may be split in small batches."""
+    sizes = [*range(1, min(_SMALL, n_most) + 1)]
+    while sizes[-1] < n_most:
+        sizes.append(min(n_most, math.ceil(sizes[-1] * _STEP)))
+    ways: dict[Way, dict[int, Entry]] = {
+        Way.IN_PLACE: {n: Entry(cpu_s(machine, work, sharing, n)) for n in sizes}
+    }
+    if work.n_expert_layers > sharing.n_resident and sharing.n_slots:
+        ways[Way.STREAMED] = {n: Entry(streamed_s(machine, work, sharing, n)) for n in sizes}
+        if splits:
+            small = [n for n in sizes if n <= VERIFY_MOST]
+            ways[Way.SPLIT] = {n: Entry(hybrid_s(machine, work, sharing, n)) for n in small}
+    return CostTable(work.n_experts, work.n_used, ways)
 
 
 def modelled_crossover(

@@ -1,4 +1,4 @@
-"""Measured costs of split layers: times by rows as whole arrays, to text and back. Pure.
+"""Measured costs of split layers: times by rows as whole arrays. Pure.
 
 What is measured is how long one side takes for some experts of some rows each. A line through the
 numbers of experts gives what one takes and what is paid once; between the numbers of rows that were
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,6 @@ from numpy.typing import NDArray
 from offload.split.division import SplitCosts
 
 MOST_ROWS = 64
-_MOST_KINDS = 8  # of weight of an expert
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,14 @@ class SideTimes:
 
     by_rows_s: Mapping[int, float]
     fixed_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless these are times of experts."""
+        rows, seconds = [*self.by_rows_s], [*self.by_rows_s.values(), self.fixed_s]
+        if not rows or not all(1 <= n <= MOST_ROWS for n in rows):
+            raise ValueError(f"times of {sorted(rows)} rows are none of experts")
+        if not all(0.0 <= s < math.inf for s in seconds):
+            raise ValueError(f"{seconds} are no times in seconds")
 
     def array(self) -> NDArray[np.float64]:
         """Seconds of one expert of 0, 1, ... rows, up to the most that was measured."""
@@ -50,6 +56,15 @@ class MeasuredCosts:
     host_slowdown: float = 1.0  # the CPU's times while the link copies over those while it rests
     link_slowdown: float = 1.0  # the link's while the CPU computes over those while it rests
     kinds: tuple[float, ...] = (1.0,)  # each kind's share of an expert, in the order of copying
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless these are times, slowdowns and shares."""
+        if not 0.0 <= self.copy_s < math.inf:
+            raise ValueError(f"{self.copy_s} s is no time of a copy")
+        if not all(1.0 <= slow < math.inf for slow in (self.host_slowdown, self.link_slowdown)):
+            raise ValueError(f"{self.host_slowdown} or {self.link_slowdown} is no slowdown")
+        if not self.kinds or min(self.kinds) <= 0 or not math.isclose(sum(self.kinds), 1.0):
+            raise ValueError(f"{self.kinds!r:.80} are no shares of an expert")
 
     @property
     def words(self) -> str:
@@ -107,49 +122,3 @@ def _at_none(points: Sequence[tuple[int, float]]) -> float:
 def slowdown(alone_s: Sequence[float], beside_copies_s: Sequence[float]) -> float:
     """A side's times while the other reads memory too, over those while it rests; at least 1."""
     return max(1.0, float(np.median(beside_copies_s) / np.median(alone_s)))
-
-
-# -- as text ---------------------------------------------------------------------------------------
-
-
-def to_json(costs: MeasuredCosts) -> dict[str, Any]:
-    return asdict(costs)
-
-
-def from_json(data: Mapping[str, Any]) -> MeasuredCosts:
-    """Raises ValueError, KeyError or TypeError unless these are times of experts."""
-    return MeasuredCosts(
-        _side_from_json(data["host"]),
-        _side_from_json(data["device"]),
-        _seconds(data["copy_s"]),
-        _at_least_1(data["host_slowdown"]),
-        _at_least_1(data["link_slowdown"]),
-        _shares(data["kinds"]),
-    )
-
-
-def _at_least_1(value: Any) -> float:
-    if (found := float(value)) < 1.0 or not math.isfinite(found):
-        raise ValueError(f"{value!r:.40} is no slowdown")
-    return found
-
-
-def _shares(data: Any) -> tuple[float, ...]:
-    found = tuple(float(share) for share in data)
-    if not 1 <= len(found) <= _MOST_KINDS or min(found) <= 0 or not math.isclose(sum(found), 1.0):
-        raise ValueError(f"{data!r:.80} are no shares of an expert")
-    return found
-
-
-def _side_from_json(data: Mapping[str, Any]) -> SideTimes:
-    by_rows_s = {int(rows): _seconds(s) for rows, s in data["by_rows_s"].items()}
-    if not by_rows_s or not all(1 <= rows <= MOST_ROWS for rows in by_rows_s):
-        raise ValueError(f"times of {sorted(by_rows_s)} rows are none of experts")
-    return SideTimes(by_rows_s, _seconds(data["fixed_s"]))
-
-
-def _seconds(value: Any) -> float:
-    seconds = float(value)
-    if not 0.0 <= seconds < math.inf:
-        raise ValueError(f"{value} is no time in seconds")
-    return seconds

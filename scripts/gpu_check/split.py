@@ -42,7 +42,7 @@ from specoffload.config.resolution import resolve
 from specoffload.peers.llama_server import TunedLlama, followed_s, tune_for, ways_of
 from specoffload.peers.paths import Llama
 from specoffload.session.session import Session
-from specoffload.speculation.profiling import real_text
+from specoffload.speculation.draft_model import real_text
 
 ALLOWED = 1.0  # |a - b| / |b| of a token's logits: near-ties of routers; unrelated rows have 1.4
 # Least share of llama.cpp's likeliest tokens that every way has too. Kernels round differently and

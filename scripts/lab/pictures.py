@@ -20,6 +20,8 @@ from matplotlib.patches import Patch
 
 from lab import ROOT
 from lab.synth import write_preset
+from offload.costs.measuring import Pass, measure
+from offload.costs.table import CostTable, Way
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
@@ -27,7 +29,6 @@ from offload.plan.placement import make_plan
 from offload.streaming.options import StreamingOptions
 from offload.trace import COMPUTE, COPY, Event, Trace
 from offload.trace_report import report
-from specdec.costs.measure import MeasureOptions, measure
 from specoffload.commands.bench import machine
 from specoffload.commands.demo import ways
 from specoffload.config.environment import read_host
@@ -35,7 +36,7 @@ from specoffload.config.options import Options
 from specoffload.config.resolution import resolve
 from specoffload.config.speculation import NO_DRAFTS
 from specoffload.session.session import Session
-from specoffload.speculation.profiling import real_text
+from specoffload.speculation.draft_model import real_text
 
 # Okabe and Ito's colours, which colour-blind eyes tell apart.
 COMPUTED, NEEDED, AHEAD, GUESSED = "#0072B2", "#D55E00", "#E69F00", "#F0E442"
@@ -185,16 +186,16 @@ def draw_overlap(folder: Path, out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
-def draw_costs(_: Path, out: Path, sizes: tuple[int, int, int] = (32, 5, 128)) -> None:
+def draw_costs(_: Path, out: Path, sizes: tuple[int, int] = (32, 5)) -> None:
     """T(n) of the embedded pair's target, streaming and on the plain CPU; `sizes` are the largest
-    batch, repetitions and depth."""
+    batch and repetitions."""
     # The demo's regime: every layer streams through slots for half of them.
     streamed = ways()[1][2]
     plain = resolve(
         Options(device="cpu", ctx_size=1024, threads=1, spec=NO_DRAFTS), read_host(None)
     )
     figure, axes = pyplot.subplots(figsize=(5.2, 3.2))
-    n_max, repeats, depth = sizes
+    n_max, repeats = sizes
     most = 0.0
     for config, label, colour, marker in (
         (streamed, "weights stream (2 GB/s link)", NEEDED, "o"),
@@ -202,13 +203,17 @@ def draw_costs(_: Path, out: Path, sizes: tuple[int, int, int] = (32, 5, 128)) -
     ):
         with Session(config) as session:
             target = session.target
-            asked = MeasureOptions(n_max, repeats, (depth,))
-            costs = measure(target.sequences, real_text(target), asked)
-        n, times = range(1, n_max + 1), costs.step_s
+            table, n = CostTable(), tuple(range(1, n_max + 1))
+            asked = Pass(
+                table, (Way.FIXED,), "", most_s=600.0, n_least=repeats, n_verify=n_max, edges=n
+            )
+            measure(target, real_text(target), asked)
+        entries = table.measured(Way.FIXED)
+        times = [entries[size].seconds for size in n]
         named = f"{label}: T(1) = {times[0] * 1e3:.1f} ms"
         ratios = [t / times[0] for t in times]
         most = max(most, *ratios)
-        bars = [ratio * timed.spread for ratio, timed in zip(ratios, costs.timed, strict=True)]
+        bars = [ratio * entries[size].spread for ratio, size in zip(ratios, n, strict=True)]
         axes.errorbar(
             n, ratios, yerr=bars, fmt=f"{marker}-", color=colour, markersize=3, linewidth=0.8,
             elinewidth=0.8, capsize=1.5, label=named,
@@ -226,7 +231,7 @@ def draw_costs(_: Path, out: Path, sizes: tuple[int, int, int] = (32, 5, 128)) -
     caption(
         figure,
         f"Embedded pair's target, 1 thread, every size measured {repeats} times (bars: the middle "
-        f"half), real text at depth {depth}.\n{machine()['cpu']}",
+        f"half), on real text.\n{machine()['cpu']}",
     )
     figure.savefig(out, dpi=110)
 

@@ -21,7 +21,7 @@ from offload.plan.placement import Plan, make_plan, workload_of
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES, ring_slots
 from specoffload.cli import app
 from specoffload.commands.plan import expected_tps, rests_on_guess, rounded
-from specoffload.speculation.kept_hits import LEAST_MIX_TOKENS, MIX_HALF_LIFE_TOKENS
+from specoffload.kept import LEAST_MIX_TOKENS, MIX_HALF_LIFE_TOKENS
 
 GIB = 1 << 30
 VRAM_GIB = (8, 12, 16, 24, 48, 80)
@@ -74,7 +74,7 @@ weight on generated tokens never makes decoding slower. `--plan-for decode` mean
 {SMALL_UBATCHES[0]} tokens, which makes prompts slow. A few prompt tokens, as in `1:20`, keep them bearable.
 
 Without the flag the mix is that of earlier runs of the model, rounded to a power of two, once they have had {LEAST_MIX_TOKENS:,} tokens.
-Prompt tokens that were found in the cache do not count. The mix is stored with the hits, in `*-hits.json`, and weighs half after
+Prompt tokens that were found in the cache do not count. The mix is stored with the hits, in the model's kept file, and weighs half after
 {MIX_HALF_LIFE_TOKENS:,.0f} more tokens. A line says what a plan was made for if it is not the usual mix.
 
 - The *ring* has slots for all experts of a layer and an eighth of the next. With it, prompts run on the device while the link

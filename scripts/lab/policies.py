@@ -47,7 +47,7 @@ from specoffload.errors import KNOWN, UsageError
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.session.statistics import GenerationStats
-from specoffload.speculation.profiling import SEQUENCE, real_text
+from specoffload.speculation.draft_model import SEQUENCE, real_text
 from specoffload.speculation.speculation import Speculation
 
 DEFAULT = "throughput"

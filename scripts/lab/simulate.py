@@ -19,7 +19,7 @@ from lab.simulation.simulate import (
 )
 from specdec.build import build_policy
 from specdec.costs.profile import CostProfile
-from specdec.costs.profile_io import published_curves
+from specdec.costs.profile_io import load, published_curves
 from specdec.errors import SpecDecError
 from specdec.options import PolicyName, SpecOptions
 from specdec.policies.rules import Fixed
@@ -28,7 +28,6 @@ from specdec.types import Policy
 from specdec.whole_file import read_text
 from specoffload import report
 from specoffload.errors import KNOWN
-from specoffload.speculation.profile_store import read_any
 
 _ORACLE_LONGEST = 24
 TEXTS: Mapping[str, tuple[str, ...]] = {
@@ -57,7 +56,7 @@ def named_policies() -> dict[str, Make]:
     makes: dict[str, Make] = {name: _named(name) for name in PolicyName if name != "throughput"}
     makes["fixed-8"] = lambda profile: Fixed(8)
     # The simulator's times are the profile's own, so there is nothing to refresh.
-    makes["throughput"] = lambda profile: Throughput(profile, refresh=False)
+    makes["throughput"] = Throughput
     return makes
 
 
@@ -119,9 +118,7 @@ def simulate_policies(
 ) -> None:
     """Print a table. Raises BadProfile or SpecDecError for files
     that cannot be read."""
-    curves = (
-        published_curves() if profile is None else {profile.stem: read_any("--profile", profile)}
-    )
+    curves = published_curves() if profile is None else {profile.stem: load(profile, "--profile")}
     makes = named_policies()
     if trace is not None:
         _replay(curves, makes, trace, draft_share)

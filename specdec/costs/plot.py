@@ -55,7 +55,6 @@ def profile_figure(runs: Mapping[str, CostProfile]) -> Any:
         _draw(left, costs, [c / costs.step_s[0] / n for n, c in _steps(costs)], i, label)
         _draw(right, costs, [t * scale for _, t in _steps(costs)], i, "")
         if len(runs) == 1:
-            _draw_depths(right, costs, scale, i)
             _mark_rises(left, costs)
     left.set(
         title="Batch cost scaling: one token of a batch",
@@ -80,33 +79,17 @@ def _steps(costs: CostProfile) -> list[tuple[int, float]]:
 
 
 def _draw(axes: Any, costs: CostProfile, values: Sequence[float], i: int, label: str) -> None:
-    """A run: a line through all sizes, full points with bars where repetitions agree, hollow ones
-    where they do not, and none where a size was interpolated."""
+    """A run: a line through all sizes, and points with bars at those that were timed."""
     colour, marker = _COLOURS[i], _MARKERS[i]
     sizes = range(1, costs.n_max + 1)
-    timed = {t.n: t for t in costs.timed} if costs.timed else dict.fromkeys(sizes)
     axes.plot(sizes, values, color=colour, linewidth=0.9, marker=marker, markevery=[0],
               markersize=4, label=label or "_nolegend_")  # fmt: skip
-    for firm, face in ((True, colour), (False, "white")):
-        drawn = [n for n in timed if (n not in costs.uncertain) == firm]
-        if not drawn:
-            continue
-        spreads = [t.spread if (t := timed[n]) is not None else 0.0 for n in drawn]
-        bars = [values[n - 1] * spread for n, spread in zip(drawn, spreads, strict=True)]
-        axes.errorbar(
-            drawn, [values[n - 1] for n in drawn], yerr=bars if any(bars) else None, fmt=marker,
-            color=colour, markerfacecolor=face, markersize=4, elinewidth=0.8, capsize=1.5,
-        )  # fmt: skip
-
-
-def _draw_depths(axes: Any, costs: CostProfile, scale: float, i: int) -> None:
-    styles = ("--", ":", "-.")
-    for style, (depth, steps) in zip(styles, costs.depths, strict=False):
-        if len(costs.depths) > 1:
-            axes.plot(
-                range(1, costs.n_max + 1), [t * scale for t in steps], color=_COLOURS[i + 1],
-                linewidth=0.9, linestyle=style, label=f"behind {depth} tokens",
-            )  # fmt: skip
+    spreads = {t.n: t.spread for t in costs.timed} or dict.fromkeys(sizes, 0.0)
+    bars = [values[n - 1] * spread for n, spread in spreads.items()]
+    axes.errorbar(
+        [*spreads], [values[n - 1] for n in spreads], yerr=bars if any(bars) else None, fmt=marker,
+        color=colour, markersize=4, elinewidth=0.8, capsize=1.5,
+    )  # fmt: skip
 
 
 def _mark_rises(axes: Any, costs: CostProfile) -> None:
@@ -129,7 +112,7 @@ def _dress(axes: Any, n_max: int) -> None:
 
 
 def _legend_of_points(runs: Sequence[CostProfile] | Any) -> list[Any]:
-    """Entries for full and hollow points and bars, where there are any."""
+    """Entries for points and interpolated sizes, if there are any."""
     from matplotlib.lines import Line2D
 
     found = list(runs)
@@ -138,16 +121,13 @@ def _legend_of_points(runs: Sequence[CostProfile] | Any) -> list[Any]:
     if any(costs.timed for costs in found):
         words = "measured; bars: the middle half of its times"
         handles.append(Line2D([], [], **grey, label=words))
-    if any({t.n for t in costs.timed} & {*costs.uncertain} for costs in found):
-        hollow = Line2D([], [], **grey, markerfacecolor="white", label="repetitions do not agree")
-        handles.append(hollow)
     if any(costs.timed and len(costs.timed) < costs.n_max for costs in found):
         handles.append(Line2D([], [], color="#555555", linewidth=0.9, label="interpolated"))
     return handles
 
 
 def _caption(label: str, costs: CostProfile) -> str:
-    """A run in words: what was measured on what, how often, at which depths."""
+    """A run in words: what was measured on what, and how often."""
     said = [costs.title or "model and device unknown"]
     if not costs.relative:
         said.append(f"T(1) = {costs.step_s[0] * 1e3:.3g} ms")
@@ -158,8 +138,6 @@ def _caption(label: str, costs: CostProfile) -> str:
         said.append(f"{len(counts)} of {costs.n_max} batch sizes measured {often} times each")
     else:
         said.append(f"{costs.n_max} batch sizes, repetitions unknown")
-    if costs.depths:
-        said.append(f"behind {' and '.join(str(depth) for depth, _ in costs.depths)} tokens")
     return f"{label}: {', '.join(said)}"
 
 

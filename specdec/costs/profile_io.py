@@ -1,4 +1,4 @@
-"""Profiles as text: JSON files, GGML_BATCH_COSTS, llama-batched-bench's JSONL."""
+"""Cost curves as text: JSON files, GGML_BATCH_COSTS, llama-batched-bench's JSONL."""
 
 from __future__ import annotations
 
@@ -7,144 +7,74 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from specdec.costs.calibration import Calibration
-from specdec.costs.profile import CostProfile, ProfileKey, Timed
+from specdec.costs.profile import CostProfile, Timed
 from specdec.errors import BadProfile
-from specdec.whole_file import read_text, write_json
+from specdec.whole_file import read_text, write_json, write_text
 
-_MOST = 1e300  # floats, and integers that become floats
-_FORMAT = 1
-_MOST_TITLE, _MOST_DATE = 200, 10  # characters
+_MOST_TITLE = 200  # characters
 _C_NOT_FINITE = re.compile(r"(?<=:) *-?(nan|inf)\b")  # as C's printf writes such numbers
 MOST_PROFILE_BYTES = 1 << 20  # a profile of 10,000 batch sizes has less
 
 
-@dataclass(frozen=True)
-class StoredProfile:
-    """The contents of a profile file: the costs and what was learnt of the drafters."""
-
-    costs: CostProfile
-    calibration: Calibration
+def save(path: Path, costs: CostProfile) -> None:
+    """Write a curve as JSON, whole or not at all. Raises OSError."""
+    write_json(path, asdict(costs))
 
 
-def save(path: Path, costs: CostProfile, calibration: Calibration | None = None) -> None:
-    """Write a profile file whole or not at all."""
-    data = {
-        "format": _FORMAT,
-        "key": asdict(costs.key),
-        "step_s": list(costs.step_s),
-        "draft_step_s": costs.draft_step_s,
-        "relative": costs.relative,
-        "depths": [{"depth": d, "step_s": list(s)} for d, s in costs.depths],
-        "draft_depths": [{"depth": d, "step_s": [s]} for d, s in costs.draft_depths],
-        "uncertain": list(costs.uncertain),
-        "timed": [list(astuple(t)) for t in costs.timed],
-        "repetitions": costs.repetitions,
-        "title": costs.title,
-        "calibration": (calibration or Calibration()).as_data(),
-    }
-    write_json(path, data)
-
-
-def load(path: Path, key: ProfileKey | None = None) -> StoredProfile:
-    """Read a profile file. With `key`, a profile of anything else is refused.
-
-    Raises BadProfile: unreadable, damaged, hand-edited into nonsense, or of another run.
-    """
+def load(path: Path, flag: str = "") -> CostProfile:
+    """A curve in any of the three formats. Raises BadProfile, which names `flag` and the file."""
+    where = f"{flag} {path}".lstrip()
     try:
-        data = json.loads(read_text(path, MOST_PROFILE_BYTES))
+        text = read_text(path, MOST_PROFILE_BYTES)
     except (OSError, UnicodeDecodeError) as e:
-        raise BadProfile(f"the profile {path} cannot be read: {e}") from e
-    except (ValueError, RecursionError) as e:
-        raise BadProfile(f"the profile {path} is damaged: {e}") from e
+        raise BadProfile(f"{where}: cannot be read as UTF-8 text ({e})") from e
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise BadProfile(f"{where}: the file is empty")
+    if any('"speed_tg"' in line for line in lines):
+        return parse_batched_bench(text)
+    if not text.lstrip().startswith(("{", "[")):
+        costs = lines[-1].partition("=")[2] or lines[-1]
+        return parse_batch_costs(costs.strip("\"' "))
     try:
-        stored = _parse(data)
-    except BadProfile as e:
-        raise BadProfile(f"the profile {path} is damaged: {e}") from e
-    if key is not None and (difference := stored.costs.key.difference(key)) is not None:
-        raise BadProfile(f"the profile {path} is of another run: {difference}")
-    return stored
+        return _parse(json.loads(text))
+    except (BadProfile, KeyError, TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise BadProfile(f"{where} is damaged: {e!s:.200}") from e
 
 
-def _parse(data: Any) -> StoredProfile:
+def _parse(data: Any) -> CostProfile:
     if not isinstance(data, dict):
         raise BadProfile("it is no JSON object")
-    if data.get("format") != _FORMAT:
-        raise BadProfile(f"its format is {data.get('format')!r:.40}, this version reads {_FORMAT}")
-    key = data.get("key")
-    names = {f.name for f in fields(ProfileKey)}
-    if not isinstance(key, dict) or set(key) != names:
-        raise BadProfile(f"its key must have exactly {', '.join(sorted(names))}")
-    if not all(isinstance(v, str) for v in key.values()):
-        raise BadProfile("its key holds something that is no text")
-    costs = CostProfile(
-        _numbers(data.get("step_s"), "step_s"),
-        _numbers([data.get("draft_step_s")], "draft_step_s")[0],
-        ProfileKey(**key),
+    return CostProfile(
+        tuple(data["step_s"]),
+        float(data.get("draft_step_s", 0.0)),
         data.get("relative") is True,
-        _depths(data.get("depths", [])),
-        _sizes(data.get("uncertain", [])),
-        _timed(data.get("timed", [])),
-        _count(data.get("repetitions", 0)),
+        tuple(Timed(int(t["n"]), int(t["n_repeats"]), float(t["spread"])) for t in data["timed"]),
         str(data.get("title", ""))[:_MOST_TITLE],
-        tuple((depth, steps[0]) for depth, steps in _depths(data.get("draft_depths", [])) if steps),
     )
-    return StoredProfile(costs, Calibration.from_data(data.get("calibration", {})))
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise BadProfile("its sizes are no list of whole numbers")
-    return tuple(values)
+def export(path: Path, costs: CostProfile) -> str:
+    """Write `.json` (ours), `.jsonl` (llama-batched-bench) or else GGML_BATCH_COSTS text.
 
-
-def _timed(values: Any) -> tuple[Timed, ...]:
-    if not isinstance(values, list):
-        raise BadProfile("its timed sizes are no list")
-    found = []
-    for value in values:
-        # Earlier versions wrote no date and no retries.
-        if not (isinstance(value, list) and len(value) in (3, 5)):
-            raise BadProfile("a timed size is no list of size, repetitions, spread, date, retries")
-        n, n_repeats, spread, date, n_retried = (*value, "", 0)[:5]
-        (size,), (half_width,) = _sizes([n]), _numbers([spread], "spread")
-        when, n_retried = str(date)[:_MOST_DATE], _count(n_retried)
-        found.append(Timed(size, _count(n_repeats), half_width, when, n_retried))
-    return tuple(found)
-
-
-def _count(value: Any) -> int:
-    if type(value) is int and value >= 0:
-        return int(value)
-    raise BadProfile(f"a number of repetitions is {value!r:.40}, not a count")
-
-
-def _depths(values: Any) -> tuple[tuple[int, tuple[float, ...]], ...]:
-    if not isinstance(values, list) or not all(isinstance(d, dict) for d in values):
-        raise BadProfile("its depths are no list of objects")
-    return tuple((_depth(d.get("depth")), _numbers(d.get("step_s"), "step_s")) for d in values)
-
-
-def _depth(value: Any) -> int:
-    if type(value) is int and value >= 0:
-        return int(value)
-    raise BadProfile(f"a depth is {value!r}, not a number of tokens")
-
-
-def _numbers(values: Any, what: str) -> tuple[float, ...]:
-    if not isinstance(values, list):
-        raise BadProfile(f"{what} is {values!r}, not a list of numbers")
-    for i, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadProfile(f"entry {i + 1} of {what} is {value!r}, not a number")
-        if not -_MOST < value < _MOST:
-            raise BadProfile(f"entry {i + 1} of {what} is {value!r:.40}, which is no time")
-    return tuple(float(v) for v in values)
+    Returns which it was. Raises BadProfile when the file cannot be written.
+    """
+    try:
+        if path.suffix == ".json":
+            save(path, costs)
+            return "a profile of specoffload"
+        if path.suffix == ".jsonl":
+            write_text(path, format_batched_bench(costs))
+            return "llama-batched-bench's JSONL"
+        write_text(path, f"GGML_BATCH_COSTS={format_batch_costs(costs)}\n")
+    except OSError as e:
+        raise BadProfile(f"--export {path}: {e}") from e
+    return "GGML_BATCH_COSTS"
 
 
 def parse_batch_costs(text: str) -> CostProfile:

@@ -165,7 +165,8 @@ class ChainDrafting:
                 sum([1 + round_.n_drafted for _, round_ in rounds]),
                 max([round_.draft.n_steps for _, round_ in rounds]),
                 sum([len(round_.emitted) for _, round_ in rounds]),
-                verify_s=first.verify_s + first.rollback_s,
+                verify_s=first.verify_s,
+                rollback_s=first.rollback_s,
                 draft_s=draft_s,
             )
 

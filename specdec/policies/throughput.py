@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.costs.calibration import Calibration
-from specdec.costs.profile import CONTRADICTS, CostProfile
-from specdec.costs.refresh import RefreshedCosts
+from specdec.costs.profile import CostProfile, KnownCosts, LiveCosts
 from specdec.policies.value import (
     CENTRE_OF,
     LEVEL,
@@ -48,6 +47,8 @@ _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # what speculation may lose before it mu
 _LOSS_MORE = 0.0015
 _TRUST_TOKENS = 3.0  # what an unseen drafter may cost; each token judged adds one
 _MOVED = 0.3  # of the log-odds of a drafter, before its drafting is thought over
+
+_CHANGED = 1.2  # ratio of T(1) to what it was, from which on the rate is another
 
 _LAST_LEVEL = N_LEVELS - 1
 
@@ -236,7 +237,10 @@ class _NotAsked:
 
 
 class Throughput:
-    """The policy over a profile. `paid` names the drafters whose tokens cost a draft step."""
+    """The policy over a profile. `paid` names the drafters whose tokens cost a draft step.
+
+    `costs` are those of the profile as serving corrects them; without them it does not change.
+    """
 
     name = "throughput"
     p_top_k = 0
@@ -248,13 +252,13 @@ class Throughput:
         *,
         n_max: int | None = None,
         paid: frozenset[str] = frozenset({"draft"}),
-        refresh: bool = True,
+        costs: LiveCosts | None = None,
     ) -> None:
         self.n_max = profile.n_max - 1 if n_max is None else n_max
-        self._costs = RefreshedCosts(profile, self.n_max + 1, retries=refresh)
+        self._costs: LiveCosts = costs or KnownCosts(profile, self.n_max + 1)
+        self._costs.reach(self.n_max + 1)
         self.calibration = calibration or Calibration()
         self._paid = paid
-        self._refresh = refresh
         self._sources: dict[str, _Source] = {}
         self._walks: dict[str, ThroughputWalk] = {}
         # lambda = tokens / seconds, both decaying; it starts as plain decoding
@@ -267,6 +271,7 @@ class Throughput:
         self._won = 0.0  # tokens gained over plain decoding in the same time
         self._seconds = 4.0 * self._costs.planned[0]
         self._n_plans, self._plain_s = self._costs.n_plans, self._costs.times[0]
+        self._had_no_unit = self._costs.is_relative
 
     @property
     def n_rounds(self) -> int:
@@ -274,8 +279,8 @@ class Throughput:
         return self._n_rounds
 
     @property
-    def costs(self) -> RefreshedCosts:
-        """T(n) as the rounds so far have refreshed it."""
+    def costs(self) -> LiveCosts:
+        """T(n) as the rounds so far have corrected it."""
         if self._alone_s:
             self._learn_alone()
         return self._costs
@@ -333,7 +338,7 @@ class Throughput:
         for known in self._sources.values():
             known.age, known.until = _REBUILD_ROUNDS, 0
         before_s, self._plain_s = self._plain_s, self._costs.times[self._beside]
-        if max(before_s, self._plain_s) > CONTRADICTS * min(before_s, self._plain_s):
+        if max(before_s, self._plain_s) > _CHANGED * min(before_s, self._plain_s):
             self._seconds = self._tokens / self._plain_rate
 
     def _affordable(self, limit: int, known: _Source) -> int:
@@ -377,8 +382,8 @@ class Throughput:
             draft.n_steps,
             len(round_.emitted),
             n_expected=expected,
-            # A replay after a checkpoint is part of what a batch of this size costs.
-            verify_s=round_.verify_s + round_.rollback_s,
+            verify_s=round_.verify_s,
+            rollback_s=round_.rollback_s,
             draft_s=round_.draft_s,
         )
 
@@ -427,6 +432,7 @@ class Throughput:
         *,
         verify_s: float,
         draft_s: float,
+        rollback_s: float = 0.0,
         n_expected: float | None = None,
     ) -> None:
         """One decode of `n_rows` rows after `n_steps` draft decodes gave `n_emitted` tokens,
@@ -436,7 +442,7 @@ class Throughput:
         self._n_rounds += 1
         tried = self._costs.tried
         is_retry = n_rows in tried or 1 + self._beside in tried
-        self._observe(n_rows, verify_s, n_steps, draft_s)
+        self._observe(n_rows, verify_s, rollback_s, n_steps, draft_s)
         keep = 1.0 - 1.0 / _RATE_ROUNDS
         took = self._took(n_rows, n_steps)
         self._n_tokens += n_emitted
@@ -445,12 +451,13 @@ class Throughput:
         self._tokens = self._tokens * keep + (n_emitted if n_expected is None else n_expected)
         self._seconds = self._seconds * keep + took
 
-    def _observe(self, n_rows: int, verify_s: float, n_steps: int, draft_s: float) -> None:
-        if self._refresh:
-            had_no_unit = self._costs.is_relative
-            self._costs.observe(n_rows, verify_s, n_steps, draft_s)
-            if had_no_unit:
-                self._seconds = self._tokens * self._costs.times[0]
+    def _observe(
+        self, n_rows: int, verify_s: float, rollback_s: float, n_steps: int, draft_s: float
+    ) -> None:
+        self._costs.observe(n_rows, verify_s, rollback_s, n_steps, draft_s)
+        if self._had_no_unit and not self._costs.is_relative:
+            self._had_no_unit = False
+            self._seconds = self._tokens * self._costs.times[0]
 
     def _learn_alone(self) -> None:
         """As `account` of each round without a draft that has not been learnt from yet.
@@ -461,7 +468,7 @@ class Throughput:
         alone_s, self._alone_s = self._alone_s, []
         n = len(alone_s)
         for verify_s in alone_s:
-            self._observe(1, verify_s, 0, 0.0)
+            self._observe(1, verify_s, 0.0, 0, 0.0)
         self.calibration.elapse_all(n)
         self._n_tokens += n
         keep = (1.0 - 1.0 / _RATE_ROUNDS) ** n

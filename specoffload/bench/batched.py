@@ -19,7 +19,7 @@ from specoffload.config.resolution import Config
 from specoffload.config.speculation import SpecConfig
 from specoffload.errors import UsageError
 from specoffload.session.session import Session
-from specoffload.speculation.profiling import real_text
+from specoffload.speculation.draft_model import real_text
 
 # llama-batched-bench's columns, in its order; its JSONL has the conditions before them.
 COLUMNS = ("pp", "tg", "pl", "n_kv", "t_pp", "speed_pp", "t_tg", "speed_tg", "t", "speed")

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from offload.costs.measuring import streamed_kinds
 from offload.device import choose_device, has_gpu
 from offload.errors import OffloadError
 from offload.ggml.llama import FLASH_ATTN
@@ -30,7 +31,7 @@ from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch
 from offload.plan.placement import DEFAULT_UBATCH, LEAST_FREE_BYTES
 from offload.streaming.options import free_bytes
-from specdec.costs.measure import TextWalk
+from offload.timing import TextWalk
 from specdec.costs.profile import CostProfile
 from specoffload import report
 from specoffload.bench.equal_texts import (
@@ -67,9 +68,8 @@ from specoffload.peers.paths import (
     Workload,
     measure_in_turns,
 )
-from specoffload.session.min_batch import streamed_kinds
 from specoffload.session.session import SEQUENCE, Session
-from specoffload.speculation.profiling import real_text
+from specoffload.speculation.draft_model import real_text
 
 PROFILE_SIZES = tuple(range(1, 17))
 _NEVER = MinBatch(experts=NEVER, dense=NEVER)

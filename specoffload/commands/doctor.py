@@ -16,7 +16,7 @@ from numa.threads import plan_threads
 from numa.topology import Topology, format_list
 from offload.store.store import room_now
 from specoffload import report
-from specoffload.config.tuned import Tuned, load_tuned, tuned_sentence
+from specoffload.kept import Tuned, load_tuned, tuned_sentence
 
 
 def doctor(folder: Path, *, numa: bool) -> None:

@@ -27,7 +27,7 @@ from specoffload import report
 from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
-from specoffload.config.tuned import save_tuned
+from specoffload.kept import save_tuned
 from specoffload.session.session import SEQUENCE, Session
 
 SIZES = (1, 8)

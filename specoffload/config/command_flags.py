@@ -429,11 +429,6 @@ _BENCH_FLAGS = (
 _profile = partial(flag, ProfileOptions, panel=Panel.COMMAND, commands=_PROFILE)
 
 _PROFILE_FLAGS = (
-    _profile("text", "--text", PATH, "Text to measure on.", default_words="the demo's"),
-    _profile("n_max", "--n-max", INT, "Largest batch.", least=1, most=64, default_words="64"),
-    _profile(
-        "repetitions", "--repetitions -r", INT, "Timed repetitions.", least=1, default_words="4",
-    ),
     _profile("plot", "--plot", PATH, "Write a plot (.png, .svg, .pdf)."),
     _profile("export_to", "--export", PATH, "Write .json, .jsonl (llama-batched-bench) or costs."),
     _profile("import_from", "--import", PATH, "Read one of those instead of measuring."),
@@ -446,10 +441,6 @@ _PROFILE_FLAGS = (
     _profile(
         "labels", "--label", TEXT, "Name of a run in the plot, this one's first; may be repeated.",
         repeats=True, default_words="the files'",
-    ),
-    _profile(
-        "force", "--force", SWITCH,
-        "Store it even if the stored profile has larger batches or more repetitions.",
     ),
 )  # fmt: skip
 

@@ -9,13 +9,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
 from numa.machine import read_topology
 from numa.topology import Topology
-from specoffload.config.tuned import Tuned, load_tuned
 from specoffload.errors import UsageError
+
+if TYPE_CHECKING:
+    from specoffload.kept import Tuned
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ class Host:
 
 def read_host(environment: Environment | None = None) -> Host:
     """This machine. Raises UsageError for a variable that cannot be understood."""
+    from specoffload.kept import load_tuned  # loads pydantic, which --help does not need
+
     environment = environment or read_environment()
     topology = read_topology()
     n_allowed = len(os.sched_getaffinity(0))

@@ -203,17 +203,13 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """Options of `profile`; None: the measurement chooses."""
+    """Options of `profile`."""
 
-    text: Path | None = None
-    n_max: int | None = None
-    repetitions: int | None = None
     plot: Path | None = None
     export_to: Path | None = None
     import_from: Path | None = None
     plot_with: tuple[Path, ...] = ()
     labels: tuple[str, ...] = ()
-    force: bool = False
 
 
 @dataclass(frozen=True)

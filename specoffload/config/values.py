@@ -41,7 +41,7 @@ def min_batch(text: str) -> MinBatch | Literal["auto"]:
             values[kind.strip()] = int(number)
         else:
             raise ValueError(f"kinds are dense and experts, not {kind.strip()}")
-    return MinBatch(**values)
+    return MinBatch(values["experts"], values["dense"])
 
 
 def token_mix(text: str) -> TokenMix | None:

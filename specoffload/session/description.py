@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from offload.costs.measuring import streamed_kinds
+from offload.costs.table import ranges
 from offload.engine import Engine
-from offload.split.choosing import ranges
 from specoffload.config.resolution import Config
-from specoffload.session.min_batch import streamed_kinds
 from specoffload.session.startup_lines import (
     DraftFacts,
     MemoryFacts,

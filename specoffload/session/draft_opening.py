@@ -5,8 +5,8 @@ Whoever calls closes what is returned; a failure on the way closes what this mod
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,33 +15,25 @@ from offload.engine import Engine, EngineOptions, context_spec
 from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.model import ModelFacts
 from offload.model_file import read_facts
+from offload.native_build import library_build
 from offload.plan.context import context_memory
 from offload.plan.sharing import device_bytes
 from offload.torch_draft.devices import check_device, torch_name
 from offload.torch_draft.layout import TorchDraftOptions, lay_out
 from offload.torch_draft.shape import read_shape
 from offload.torch_draft.weights import check_weights
-from specdec.costs.measure import measure_step
 from specdec.options import MOST_DRAFTED, AcceptRule
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
-from specoffload.speculation.draft_engine import (
-    StepTimes,
-    engine_key,
-    load_times,
-    store_times,
-    times_path,
-)
-from specoffload.speculation.draft_model import DraftModel
+from specoffload.kept import Kept, KeptFile, model_hash
+from specoffload.speculation.draft_model import DraftModel, measure_step, real_text
 from specoffload.speculation.kept_tokens import read_kept
-from specoffload.speculation.profiling import real_text
 from specoffload.speculation.vocabulary import check_same_vocabulary
 
 TREE_DRAFT_LEAVES = 96  # of a tree that the draft grows, before it is cut
 _DEFAULT_CTX = 4096  # of a draft whose context is not known yet
 _DRAFT_UBATCH = 512  # its weights are resident: more would only take memory
-_N_TIMED = 16  # tokens on which the engines are compared
 # What keeps torch from computing this draft, and is no reason not to start.
 _NOT_IN_TORCH = (BadModel, DoesNotFit, DeviceUnavailable, DeviceFailed)
 
@@ -214,38 +206,46 @@ def faster_engine(
     if not config.spec.use_profile or config.spec.profile_dir is None:
         why = "nothing is measured without a profile; --draft-engine torch takes torch unmeasured"
         return _llama_because(why, config, path, target)
-    facts = read_facts(path)
-    key = engine_key(facts, options.device, _settings(options, target))
-    file = times_path(config.spec.profile_dir, facts, key)
-    times, how = load_times(file, key)
-    if times is None:
-        times = _measured(config, path, target, options)
-        failed = store_times(file, key, times)
-        how = ", ".join(filter(None, (how, failed)))
-    note = f"draft engine: {times.faster}: {times.words} ({how})"
-    if times.faster is DraftEngine.TORCH:
+    file = KeptFile(config.spec.profile_dir, target.facts)
+    key = f"{model_hash(read_facts(path))} {options.device}: {_settings(options, target)}"
+    times_s, how = file.load()[0].engines.get(key, {}), "as measured before"
+    if times_s.keys() != {"torch", "libllama"} or min(times_s.values()) <= 0.0:
+        measured = times_s = _measured(config, path, target, options)
+
+        def change(kept: Kept) -> None:
+            kept.engines[key] = measured
+
+        how = file.update(change) or "measured for the first time"
+    faster = min(times_s, key=lambda name: times_s[name])
+    words = (
+        f"a token takes {times_s['torch'] * 1e3:.2f} ms in torch and "
+        f"{times_s['libllama'] * 1e3:.2f} ms in libllama"
+    )
+    note = f"draft engine: {faster}: {words} ({how})"
+    if faster == "torch":
         return OpenedDraft(_open_torch(path, options), (note,))
     return OpenedDraft(_open_llama(config, path, target), (note,))
 
 
-def _settings(options: TorchDraftOptions, target: Engine) -> Mapping[str, object]:
-    """Settings that the time of a token depends on, beside file, device and build."""
-    return {
-        "n_ctx": options.n_ctx,
-        "matrices": options.dtype,
-        "kept": len(options.kept),
-        "samples": options.samples,
-        "graphs": options.graphs,
-        "threads": target.options.n_threads,
-    }
+def _settings(options: TorchDraftOptions, target: Engine) -> str:
+    """Settings that the time of a token depends on, beside file and device, in words."""
+    torch = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else "none"
+    return (
+        f"context {options.n_ctx}, {options.dtype}, {len(options.kept)} tokens kept, "
+        f"samples {options.samples}, graphs {options.graphs}, {target.options.n_threads} threads, "
+        f"{library_build()}, torch {torch}"
+    )
 
 
-def _measured(config: Config, path: Path, target: Engine, options: TorchDraftOptions) -> StepTimes:
-    """One engine after the other, so that the device holds the draft once."""
+def _measured(
+    config: Config, path: Path, target: Engine, options: TorchDraftOptions
+) -> dict[str, float]:
+    """Seconds of a token by engine; one engine after the other, so that the device holds the draft
+    once."""
     check_device(options.device)
     with _open_llama(config, path, target) as llama:
         text = real_text(llama)
-        llama_s = measure_step(llama.sequences, 0, text, _N_TIMED)
+        llama_s = measure_step(llama.sequences, text)
     with _open_torch(path, options) as torch:
-        torch_s = measure_step(torch.sequences, 0, text, _N_TIMED)
-    return StepTimes(llama_s, torch_s)
+        torch_s = measure_step(torch.sequences, text)
+    return {"torch": torch_s, "libllama": llama_s}

@@ -9,20 +9,18 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from offload.engine import Engine
-from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported, OffloadError
+from offload.errors import BadRequest, DeviceFailed, DoesNotFit, NotSupported
 from offload.ggml.sampler import grammar_tokens
 from offload.plan.sharing import TokenMix
-from offload.split.watching import Watcher
-from specdec.decoding.loop import Step
-from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
+from specoffload.kept import HitKeeper, KeptFile
 from specoffload.session.card import ModelCard
+from specoffload.session.costs import SessionCosts, Thorough
 from specoffload.session.description import describe
 from specoffload.session.draft_opening import open_draft
 from specoffload.session.generation import (
@@ -34,13 +32,7 @@ from specoffload.session.generation import (
     SlotResult,
 )
 from specoffload.session.infill import Fill, FillMarkers, fill_prompt
-from specoffload.session.opening import (
-    kept_for_plan,
-    most_split,
-    open_target,
-    set_hybrid,
-    set_min_batch,
-)
+from specoffload.session.opening import kept_for_plan, open_target
 from specoffload.session.progress import OnProgress, ignore
 from specoffload.session.startup_lines import startup_lines
 from specoffload.slots.batcher import Batcher
@@ -48,7 +40,6 @@ from specoffload.slots.request import Request
 from specoffload.slots.slot import change_slot
 from specoffload.slots.step_trace import StepTrace
 from specoffload.speculation.draft_model import DraftModel
-from specoffload.speculation.kept_hits import HitKeeper, load_kept, may_be_kept
 from specoffload.speculation.speculation import Speculation, drafts_anything
 
 SEQUENCE = 0
@@ -65,19 +56,21 @@ class Session:
         on_progress: OnProgress = ignore,
         *,
         keeps_hits: bool = True,
+        prices: bool = False,
+        thorough: Thorough | None = None,
         on_news: Callable[[str], None] = log.warning,
     ) -> None:
         """May measure for some seconds; `on_progress` hears which step is how far. With
         `keeps_hits` what is decoded is somebody's text: the hits it has are counted and kept.
-        `on_news` gets a sentence where --hybrid auto goes over to the other way, in the middle of
-        an answer.
+        `prices`: T(n) is measured though nothing is drafted; `thorough`: and how thoroughly.
+        `on_news` gets a sentence when batches are computed another way from now on, in the middle
+        of an answer.
 
         Raises OffloadError or SpecDecError when something does not open or fit together; whatever
         ends the opening, Ctrl-C too, frees what was opened.
         """
         self.config = config
         self.speculation: Speculation | None = None  # None: every token is decoded alone
-        self._watcher: Watcher | None = None  # of --hybrid auto
         self._filling: Iterator[None] | None = None  # copies experts until somebody asks
         self._untraced_bytes = 0  # streamed before the trace began
         with ExitStack() as opened:
@@ -90,19 +83,16 @@ class Session:
             if self.draft is not None:
                 opened.callback(self.draft.close)
             engine_lines = () if drafting is None else drafting.notes
-            self._chosen = (
-                *engine_lines,
-                *((kept.complaint,) if kept.complaint else ()),
-                *set_min_batch(config, self.target, partial(on_progress, "measuring min-batch")),
-                *set_hybrid(config, self.target, partial(on_progress, "measuring split layers")),
-            )
-            if drafts_anything(config.spec.options, has_draft=self.draft is not None):
-                self.speculation = Speculation(
-                    config.spec,
-                    self.target,
-                    self.draft,
-                    partial(on_progress, "measuring what batches take"),
-                )
+            has_draft = self.draft is not None
+            drafts = drafts_anything(config.spec.options, has_draft=has_draft)
+            self.costs = SessionCosts(
+                config, self.target, self.draft, on_progress, on_news,
+                drafts=drafts or prices, thorough=thorough,
+            )  # fmt: skip
+            opened.callback(self.costs.close)
+            self._chosen = (*engine_lines, *kept.complaints, *self.costs.notes)
+            if drafts:
+                self.speculation = Speculation(config.spec, self.target, self.draft, self.costs)
                 opened.callback(self.speculation.close)
             self.batcher = Batcher(
                 self.target,
@@ -115,10 +105,8 @@ class Session:
             )
             if self.speculation is not None and self.speculation.watches:
                 self.batcher.on_round.append(self.speculation.watch)
-            if config.hybrid.toggle is Toggle.AUTO and self.target.hybrid is not None:
-                switch, n_most = self.target.hybrid.switch, most_split(self.target)
-                self._watcher = Watcher(switch, n_most, self._build_anew, on_news)
-                self.batcher.on_step.append(self._watch_split)
+            if self.costs.learns:
+                self.batcher.on_step.append(self.costs.on_step)
             if keeps_hits:
                 self._keep_hits(opened)
             self._begin_trace()
@@ -129,21 +117,19 @@ class Session:
         spec, recorder = self.config.spec, self.target.routing
         if not spec.use_profile or spec.profile_dir is None or not self.target.facts.n_experts:
             return
-        if may_be_kept(spec.profile_dir, self.config.model):
-            hits = load_kept(spec.profile_dir, self.target.facts)[0].hits
-            if hits is not None:
-                self._filling = self.target.fill_slots(hits.uses)
-        batcher = self.batcher
+        file, batcher = KeptFile(spec.profile_dir, self.target.facts), self.batcher
+        hits = file.load()[0].hits
+        if hits is not None:
+            self._filling = self.target.fill_slots(hits.uses)
         keeper = HitKeeper(
-            spec.profile_dir, self.target.facts, recorder,
+            file, self.target.facts.n_experts, recorder,
             lambda: TokenMix(batcher.n_prompt_tokens, batcher.n_generated),
         )  # fmt: skip
         recorder.is_on = True
 
         def keep() -> None:
-            keeper.keep()
-            if keeper.failed is not None:
-                log.warning("%s", keeper.failed)
+            if failed := keeper.keep():
+                log.warning("%s", failed)
 
         opened.callback(keep)
 
@@ -176,15 +162,6 @@ class Session:
         n = self.target.counters().n_filled
         log.info("slots: while the first request was awaited, %d experts were copied, those that "
                  "were used most at the end of the last run", n)  # fmt: skip
-
-    def _build_anew(self) -> None:
-        with suppress(OffloadError):  # no room for it: the next decode may be like the one before
-            self.target.build_anew(after_logits=True)
-
-    def _watch_split(self, began_s: float, ended_s: float, step: Step) -> None:
-        assert self._watcher is not None
-        for n_tokens, seconds in step.decodes:
-            self._watcher.took(n_tokens, seconds)
 
     def prepare(self) -> None:
         """Make ready what the first grammar would make all others wait for: 1.3 s for a vocabulary
@@ -311,14 +288,7 @@ class Session:
         drafting: dict[str, float] = {}
         if self.speculation is not None:
             drafting = asdict(self.speculation.counters)
-            drafting["size_retries"] = self.speculation.n_retries
-        watcher = self._watcher
-        watching = (
-            {}
-            if watcher is None
-            else {"split_trials": watcher.n_trials, "split_changes": watcher.n_changes}
-        )
-        return asdict(self.target.counters()) | drafting | watching
+        return asdict(self.target.counters()) | drafting | self.costs.counters()
 
     # -- generating ----------------------------------------------------------------------------
 

@@ -1,12 +1,81 @@
-"""A draft model as a session holds it, by whichever engine. Imports torch for nobody."""
+"""A draft model as a session holds it, by whichever engine, and the time of its token.
+
+Imports torch for nobody.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeAlias
 
 from offload.engine import Engine
+from offload.timing import Clock
+from specdec.types import BlockModel, Target
+from specoffload.config.resolution import demo_file
 
 if TYPE_CHECKING:
     from offload.torch_draft.draft import TorchEngine
 
 DraftModel: TypeAlias = "Engine | TorchEngine"
+
+SEQUENCE = 0
+DRAFT_DEPTHS = (16, 512)  # tokens of context behind which a draft's token is timed
+_N_STEPS = 16  # tokens that are timed, after as many that are not
+_BLOCK, _N_BLOCKS = 8, 3  # tokens of a block whose model drafts by itself, and blocks timed
+
+
+def real_text(engine: DraftModel) -> list[int]:
+    """Tokens of the embedded pair's prompts, code and prose: the experts that a batch uses depend
+    on its text."""
+    rows = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))
+    text = "\n".join(row["text"] for row in rows)
+    return engine.tokenize(text, add_special=False, parse_special=False)
+
+
+def step_by_depth_s(
+    draft: Target, text: Sequence[int], depths: Sequence[int] = DRAFT_DEPTHS
+) -> dict[int, float]:
+    """Seconds of one token of the draft behind each depth of context that it has room for."""
+    room = min(len(text), draft.n_ctx) - 2 * _N_STEPS
+    return {
+        depth: measure_step(draft, text, depth=depth)
+        for depth in sorted({max(0, min(depth, room)) for depth in depths})
+    }
+
+
+def measure_step(
+    draft: Target, text: Sequence[int], clock: Clock = perf_counter, depth: int = 0
+) -> float:
+    """The mean time of one token of the draft behind `depth` tokens of context."""
+    n = max(1, min(_N_STEPS, draft.n_ctx // 2, len(text) // 2))
+    draft.rewind(SEQUENCE, 0)
+    if depth:
+        draft.extend(SEQUENCE, text[:depth], 0)
+    if isinstance(draft, BlockModel):
+        took_s, n = _blocks_s(draft, text, min(n, _BLOCK, draft.n_steps_max), clock)
+    else:
+        tokens = [text[(depth + i) % len(text)] for i in range(2 * n)]
+        steps_s = []
+        for token in tokens:
+            began = clock()
+            draft.extend(SEQUENCE, [token])
+            steps_s.append(clock() - began)
+        took_s = sum(steps_s[n:])
+    draft.rewind(SEQUENCE, 0)
+    return took_s / n
+
+
+def _blocks_s(
+    draft: BlockModel, text: Sequence[int], n_steps: int, clock: Clock
+) -> tuple[float, int]:
+    """Seconds of blocks of `n_steps` tokens, their way to the host included, and their tokens."""
+    took, depth = 0.0, draft.length(SEQUENCE)
+    for i in range(2 * _N_BLOCKS):
+        began = clock()
+        draft.draft([(SEQUENCE, [text[(depth + i) % len(text)]])], n_steps)
+        if i >= _N_BLOCKS:
+            took += clock() - began
+        draft.rewind(SEQUENCE, depth)
+    return took, _N_BLOCKS * n_steps

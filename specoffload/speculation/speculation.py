@@ -1,10 +1,9 @@
-"""A session's speculation: drafter, policy, calibration and profile, kept from one prompt to the
-next and stored at the end."""
+"""A session's speculation: drafter, policy and calibration, kept from one prompt to the next."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,37 +24,34 @@ from specdec.options import AcceptRule, DrafterName, SpecOptions
 from specdec.policies.throughput import Throughput
 from specdec.types import Drafter, Policy, Round
 from specoffload.config.speculation import SpecConfig
-from specoffload.speculation.costs import open_costs, widened
+from specoffload.session.costs import SessionCosts
 from specoffload.speculation.draft_model import DraftModel
-from specoffload.speculation.profile_store import fuller, store
 from specoffload.speculation.round_log import N_CANDIDATES, RoundLog
 from specoffload.speculation.round_trace import RoundTrace
-
-_ROUNDS_TO_STORE = 16
 
 log = logging.getLogger("specoffload.speculation")
 
 
 class Speculation:
-    """Opened once the engines are; `close` stores what was learnt."""
+    """Opened once the engines and the session's costs are."""
 
     def __init__(
         self,
         config: SpecConfig,
         target: Engine,
         draft: DraftModel | None,
-        on_progress: Callable[[float], None] | None = None,
+        costs: SessionCosts,
     ) -> None:
-        """May measure T(n) for some seconds. Raises SpecDecError when options do not fit."""
+        """Raises SpecDecError when options do not fit."""
         self._config = config
         self._target = target
         options = config.options
         self._trace = RoundTrace(config.record_trace) if config.record_trace is not None else None
-        self._costs = open_costs(config, target, draft, on_progress)
+        self._costs = costs
         self._round_log = None
         if log.isEnabledFor(logging.DEBUG):
             self._round_log = RoundLog(target.sequences, target.options.n_sequences, self._piece)
-        policy = build_policy(options, self._costs.profile, self._costs.calibration)
+        policy = build_policy(options, costs.profile, costs.calibration, costs.priced)
         self._sampling = RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
         self.drafter: Drafter = build_drafter(options, model, self._tokenize, target.n_vocab)
@@ -123,7 +119,7 @@ class Speculation:
             line += "; the profile has one batch size only, which leaves no room to draft"
         elif not isinstance(self.policy, Throughput):
             line += f" (at most {self.policy.n_max})"
-        lines = (line, *self._costs.notes, *self._config.reasons)
+        lines = (line, *self._config.reasons)
         wanted, n_max = options.n_max, self.policy.n_max
         if wanted is None or wanted <= n_max:
             return lines
@@ -138,11 +134,6 @@ class Speculation:
         return drafting.counters if isinstance(drafting, ChainDrafting) else DraftCounters()
 
     @property
-    def n_retries(self) -> int:
-        """Decodes of a batch size whose time in the profile contradicted others."""
-        return self.policy.costs.n_retries if isinstance(self.policy, Throughput) else 0
-
-    @property
     def policy(self) -> Policy:
         """The decider of draft lengths; another one takes over where chains are drafted."""
         return self._drafting.policy
@@ -154,7 +145,7 @@ class Speculation:
 
     @property
     def costs(self) -> CostProfile:
-        """T(n) as it was measured or loaded."""
+        """T(n) as it was measured or kept."""
         return self._costs.profile
 
     def loop(self) -> DecodingLoop:
@@ -189,24 +180,10 @@ class Speculation:
             self._round_log.add(round_)
 
     def close(self) -> None:
-        """Store the refreshed profile, the calibration, the lookup cache and the trace."""
+        """Write the lookup cache and the trace."""
         if self._trace is not None:
             self._trace.write()
         self._save_lookup_cache()
-        policy, path = self.policy, self._costs.path
-        if not isinstance(policy, Throughput) or path is None:
-            return
-        if policy.n_rounds < _ROUNDS_TO_STORE:
-            return
-        before = self._costs.profile
-        costs = widened(policy.costs.profile(), before)
-        if costs.to_retry and not before.to_retry:
-            costs = before  # times that agree are kept, not those of a machine that was busy
-        if fuller(path, costs):
-            return  # `specoffload profile` measured it while this ran
-        failed = store(path, costs, policy.calibration)
-        if failed is not None:
-            log.warning(failed)
 
     def _save_lookup_cache(self) -> None:
         options = self._config.options

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from on_gpu import BATCHES, Logits, assert_close, assert_same, logits, logits_of, options, slots_for
 
 from lab.synth import write_preset
+from offload.costs.measuring import measure_split
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.plan.min_batch import NEVER, MinBatch
@@ -66,7 +67,7 @@ def test_a_gpu_is_measured_and_layers_are_split_by_it(
 ) -> None:
     with Engine(moe, split(gpu, moe, stay)) as engine:
         assert engine.hybrid is not None
-        costs = engine.measure_split()
+        costs = measure_split(engine)
         assert costs is not None
         arrays = costs.costs()
         assert min(arrays.copy_s, arrays.host_s[1]) > 0

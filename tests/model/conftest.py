@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lossless_parts import N_CTX, Judge, cheap_batches, write_f32
+from lossless_parts import N_CTX, Judge, let_batches_be_cheap, write_f32
 from sampler_parts import opened, without_drafts
 
 from offload.engine import Engine, EngineOptions
@@ -30,7 +30,7 @@ def judge(exact: Path) -> Iterator[Judge]:
 def batches_are_cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Policies that ask for a profile get one by which every draft pays."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
-    monkeypatch.setattr("specoffload.speculation.costs.measure_quickly", cheap_batches)
+    let_batches_be_cheap(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ the reason."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="see scripts/test-extras")
 
-from lossless_parts import cheap_batches  # noqa: E402
+from lossless_parts import let_batches_be_cheap  # noqa: E402
 from test_slots import Plain, in_turn, together  # noqa: E402
 
 from offload.device import choose_device  # noqa: E402
@@ -100,7 +100,7 @@ def test_it_drafts_for_several_requests_at_once_and_changes_no_answer(
 ) -> None:
     """The second time, prompts are held, by the draft too."""
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
-    monkeypatch.setattr("specoffload.speculation.costs.measure_quickly", cheap_batches)
+    let_batches_be_cheap(monkeypatch)
     options = GenerateOptions(n_predict=24, ignore_eos=True)
     words = f"-m {exact} -c 2048 {EXACT_WORDS}"
     with Session(config_of(f"{words} --no-spec")) as alone:
@@ -177,7 +177,7 @@ def test_pruned_drafts_leave_the_text_as_it_is(plain: str, tmp_path: Path) -> No
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
-    monkeypatch.setattr("specoffload.speculation.costs.measure_quickly", cheap_batches)
+    let_batches_be_cheap(monkeypatch)
     return tmp_path
 
 
@@ -196,11 +196,12 @@ def test_both_engines_are_measured_once_and_the_faster_is_taken(folder: Path) ->
     _, line = chosen(config)
     assert "measured for the first time" in line
     assert "ms in torch and" in line
-    (file,) = folder.glob("*-engines.json")
+    (file,) = folder.glob("*.json")
     data = json.loads(file.read_text())
-    for faster, name in (("torch", "TorchEngine"), ("llama", "Engine")):
-        other = {"torch": "llama", "llama": "torch"}[faster]
-        file.write_text(json.dumps(data | {f"{faster}_s": 0.001, f"{other}_s": 0.002}))
+    ((key, _),) = data["engines"].items()
+    for faster, name in (("torch", "TorchEngine"), ("libllama", "Engine")):
+        other = {"torch": "libllama", "libllama": "torch"}[faster]
+        file.write_text(json.dumps(data | {"engines": {key: {faster: 0.001, other: 0.002}}}))
         kind, line = chosen(config)
         assert kind == name
         assert f"draft engine: {faster}" in line
@@ -208,31 +209,30 @@ def test_both_engines_are_measured_once_and_the_faster_is_taken(folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    "damage",
     [
-        (lambda data: "{", "cannot be read"),
-        (lambda data: json.dumps([]), "is damaged"),
-        (lambda data: json.dumps(data | {"llama_s": -1.0}), "is damaged"),
-        (lambda data: json.dumps(data | {"format": 9}), "is damaged"),
-        (lambda data: json.dumps(data | {"key": {}}), "of another file or build"),
+        lambda data: "{",
+        lambda data: json.dumps([]),
+        lambda data: json.dumps(data | {"engines": {"x": {"torch": "fast"}}}),
+        lambda data: json.dumps(data | {"format": 9}),
     ],
 )
-def test_a_bad_file_is_measured_anew(folder: Path, damage: object, words: str) -> None:
+def test_a_bad_file_is_measured_anew(folder: Path, damage: Callable[[object], str]) -> None:
     config = config_of("--draft-engine auto")
     chosen(config)
-    (file,) = folder.glob("*-engines.json")
+    (file,) = folder.glob("*.json")
     data = json.loads(file.read_text())
-    file.write_text(damage(data))  # type: ignore[operator]
+    file.write_text(damage(data))
     _, line = chosen(config)
-    assert words in line
-    assert json.loads(file.read_text())["key"] == data["key"]
+    assert "measured for the first time" in line
+    assert json.loads(file.read_text())["engines"].keys() == data["engines"].keys()
 
 
 def test_without_a_profile_nothing_is_measured(folder: Path) -> None:
     kind, line = chosen(config_of("--draft-engine auto use_profile=off"))
     assert kind == "Engine"
     assert "--draft-engine torch takes torch unmeasured" in line
-    assert not list(folder.glob("*-engines.json"))
+    assert not list(folder.glob("*.json"))
 
 
 # -- why not --------------------------------------------------------------------------------------

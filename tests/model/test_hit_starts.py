@@ -14,10 +14,10 @@ from offload.streaming.options import StreamingOptions
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
+from specoffload.kept import Kept, KeptFile
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.opening import kept_for_plan, target_options
 from specoffload.session.session import Session
-from specoffload.speculation.kept_hits import Kept, load_kept, store_kept
 
 pytestmark = pytest.mark.usefixtures("measures_briefly")
 TARGET = demo_file("target.gguf")
@@ -27,6 +27,12 @@ TARGET = demo_file("target.gguf")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path / "profiles"))
     return tmp_path / "profiles"
+
+
+@pytest.fixture
+def longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start measures long enough to count hits."""
+    monkeypatch.setattr("offload.costs.measuring.budget_s", lambda one_s, n_ways: 6.0)
 
 
 def config_of(**changes: object) -> Config:
@@ -42,6 +48,10 @@ def config_of(**changes: object) -> Config:
     return resolved.config_of(**{**fields, **changes})
 
 
+def kept_in(folder: Path) -> Kept:
+    return KeptFile(folder, read_facts(TARGET)).load()[0]
+
+
 def run(config: Config, n: int) -> tuple[list[str], int]:
     """What a session said of hits when it began, and tokens of a layer that it recorded."""
     with Session(config) as session:
@@ -53,42 +63,40 @@ def run(config: Config, n: int) -> tuple[list[str], int]:
 
 
 def test_what_a_session_counts_the_plan_of_the_next_reads(folder: Path) -> None:
-    facts = read_facts(TARGET)
     (note,), n_recorded = run(config_of(), 100)
     assert "estimate" in note
     assert n_recorded > 0
-    found = load_kept(folder, facts)[0].hits
+    found = kept_in(folder).hits
     assert found is not None
     assert 64 <= found.n_tokens <= 110
     assert kept_for_plan(config_of()).hits == found.curve
     (note,), _ = run(config_of(), 100)
     assert f"counted on {found.counted_on} over {round(found.n_tokens)} tokens" in note
-    again = load_kept(folder, facts)[0].hits
+    again = kept_in(folder).hits
     assert again is not None
     assert again.n_tokens > found.n_tokens
-    assert len([*folder.glob("*-hits.json")]) == 1
+    assert len([*folder.glob("*.json")]) == 1
 
 
 def test_too_few_tokens_and_no_profile_keep_nothing(folder: Path) -> None:
     run(config_of(), 8)
-    assert not [*folder.glob("*-hits.json")]
+    assert kept_in(folder).hits is None
     for _ in range(2):
         (note,), n_recorded = run(config_of(use_profile=False), 80)
         assert "estimate" in note
         assert n_recorded == 0
-    assert not [*folder.glob("*-hits.json")]
+    assert kept_in(folder).hits is None
     assert kept_for_plan(config_of(use_profile=False)).hits is None
 
 
-def test_damaged_hits_are_said_and_nothing_fails(folder: Path) -> None:
+def test_a_damaged_file_is_said_and_nothing_fails(folder: Path) -> None:
     run(config_of(), 80)
-    (file,) = folder.glob("*-hits.json")
+    (file,) = folder.glob("*.json")
     file.write_text("[]", encoding="utf-8")
-    notes, _ = run(config_of(), 80)
-    assert any(note.startswith(f"counted hits are not used: {file} is damaged") for note in notes)
-    found, why = load_kept(folder, read_facts(TARGET))
-    assert found.hits is not None
-    assert why == ""
+    with Session(config_of()) as session:
+        assert any(f"{file} is damaged and not used" in note for note in session.notes)
+    run(config_of(), 80)
+    assert kept_in(folder).hits is not None
 
 
 def test_a_folder_that_cannot_be_written_ends_no_session(
@@ -97,19 +105,19 @@ def test_a_folder_that_cannot_be_written_ends_no_session(
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path / "file" / "in"))
     run(config_of(), 80)
-    assert "counted hits are not kept" in caplog.text
+    assert "measurements are not kept" in caplog.text
 
 
-def test_what_auto_measures_by_running_text_is_counted_too(folder: Path) -> None:
+def test_what_auto_measures_by_running_text_is_counted_too(folder: Path, longer: None) -> None:
     # Also where it finds that nothing is to be split, so that the next plan knows better.
     with Session(config_of(hybrid=Toggle.AUTO)) as session:
-        assert session.target.routing.n_tokens >= 64
         assert session.target.routing.is_on
-    found = load_kept(folder, read_facts(TARGET))[0].hits
+        assert session.target.routing.n_tokens >= 64
+    found = kept_in(folder).hits
     assert found is not None
 
 
-def test_a_decode_that_auto_timed_is_known_to_the_next_plan(folder: Path) -> None:
+def test_a_decode_that_auto_timed_is_known_to_the_next_plan(folder: Path, longer: None) -> None:
     config = config_of(hybrid=Toggle.AUTO)
     with Session(config) as session:
         assert session.target.plan is not None
@@ -126,7 +134,7 @@ def test_a_session_that_measures_keeps_no_hits(folder: Path) -> None:
         for _ in session.generate("def f(", GenerateOptions(n_predict=80, ignore_eos=True)):
             pass
         assert session.target.counters().n_recorded == 0
-    assert not [*folder.glob("*-hits.json")]
+    assert kept_in(folder).hits is None
 
 
 @pytest.mark.parametrize("hybrid", [Toggle.ON, Toggle.OFF])
@@ -137,11 +145,11 @@ def test_tokens_of_runs_decide_what_the_next_plan_is_made_for(folder: Path, hybr
             prompt = session.tokenize("word " * 60, add_special=True, parse_special=False)
             for _ in session.generate(prompt, GenerateOptions(n_predict=20, ignore_eos=True)):
                 pass
-    mix = load_kept(folder, facts)[0].mix
+    mix = kept_in(folder).mix
     assert 0 <= mix.n_prompt - len(prompt) <= 2
     assert mix.n_generated == 40
     assert kept_for_plan(config).mix is None, "too few to plan for"
-    store_kept(folder, facts, Kept(None, TokenMix(1000, 64_000)))
+    KeptFile(folder, facts).update(lambda kept: kept.count(None, TokenMix(1000, 64_000)))
     assert kept_for_plan(config).mix == TokenMix(1 / 64, 1)
     with Session(config) as session:
         assert session.target.plan is not None

@@ -20,6 +20,7 @@ from gguf import GGUFReader
 from numpy.typing import NDArray
 
 from lab.synth import write_preset
+from offload.costs.measuring import measure_split
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, SlotIds, Stream
@@ -210,7 +211,7 @@ def test_no_token_is_shown_a_slot_twice(
             logits(engine)
             assert engine.counters().split_layers == len(seen)
             engine.sequences.rewind(0, 0)
-            engine.measure_split()
+            measure_split(engine)
         assert set(seen) >= set(BATCHES)
         seen.clear()
 
@@ -531,7 +532,7 @@ def test_layers_without_slots_go_by_the_old_rule(
     with Engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().cuts == engine.counters().split_layers == 0
-        assert engine.measure_split() is None
+        assert measure_split(engine) is None
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -542,7 +543,7 @@ def test_layers_are_split_by_what_was_measured_of_them(
     chosen = split_by(stay, tiny_moe, "half")
     streaming = replace(chosen.streaming, prefetch=prefetch)
     with Engine(tiny_moe, replace(chosen, streaming=streaming)) as engine:
-        costs = engine.measure_split()
+        costs = measure_split(engine)
         assert engine.hybrid is not None
         assert engine.hybrid.switch.splitter is stay
         assert costs is not None

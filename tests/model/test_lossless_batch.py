@@ -41,7 +41,7 @@ def test_sequences_decoded_together_write_the_targets_own_texts(
     alone = EngineOptions(device="cpu", n_ctx=N_CTX * n, n_sequences=n)
     with Engine(exact, options) as target, Engine(demo_file("draft.gguf"), alone) as draft:
         texts = [target.tokenize(text) for text in (*prompts("code")[:2], prompts("prose")[0])]
-        policy = Throughput(cheap_batches()[0], n_max=15, refresh=False)
+        policy = Throughput(cheap_batches(), n_max=15)
         drafting = ChainDrafting(target.sequences, ModelDrafter(draft.sequences), policy)
         loop = DecodingLoop(target.sequences, drafting)
         members = [

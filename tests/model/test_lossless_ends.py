@@ -19,8 +19,8 @@ from lossless_parts import (
     Judge,
     Run,
     assert_each_position_once,
-    cheap_batches,
     generate,
+    let_batches_be_cheap,
     open_session,
 )
 
@@ -47,7 +47,7 @@ def opened(
 ) -> Iterator[Session]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path_factory.mktemp("ends")))
-        patch.setattr("specoffload.speculation.costs.measure_quickly", cheap_batches)
+        let_batches_be_cheap(patch)
         with open_session(exact, spec) as session:
             yield session
 

@@ -20,12 +20,13 @@ from offload.ggml import llama
 from offload.model_file import read_facts
 from offload.plan.context import ContextSpec
 from offload.plan.placement import MeasuredDecode, Plan, PlanForSplits, make_plan
+from offload.plan.sharing import TokenMix
 from offload.routing import SHARES, CountedHits, HitCurve
 from offload.streaming.options import StreamingOptions
 from specoffload import report
 from specoffload.cli import app
 from specoffload.errors import UsageError
-from specoffload.speculation.kept_hits import Kept, store_kept
+from specoffload.kept import KeptFile
 
 GIB = 1 << 30
 KEYS = {
@@ -214,8 +215,9 @@ def counted(r1: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
         rates = tuple(share**power for share in SHARES)
         facts = read_facts(r1)
         hits = CountedHits(256, 8, {3: rates, 4: rates}, 700.0, date(2026, 3, 1))
-        assert store_kept(folder, facts, Kept(hits)) is None
-        return next(folder.glob("*-hits.json"))
+        file = KeptFile(folder, facts)
+        assert file.update(lambda kept: kept.count(hits, TokenMix(0, 0))) == ""
+        return file.path
 
     return keep
 
@@ -297,5 +299,5 @@ def test_damaged_hits_are_said_and_the_guess_stands(
     file.write_text("{", encoding="utf-8")
     result = CliRunner().invoke(app, ["plan", str(r1), "--vram", "80GiB", "--hybrid", "on"])
     assert result.exit_code == 0
-    assert "counted hits are not used" in result.stdout + result.stderr
+    assert "is damaged and not used" in result.stdout + result.stderr
     assert "(estimate; a run will measure it)" in " ".join(result.stdout.split())

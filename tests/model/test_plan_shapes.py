@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -13,8 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lab import plans
-from lab.simulation.fake import FakeTarget
 from lab.synth.published import PUBLISHED, published_facts
+from offload.costs.search import Wanted, budget_s, fill
+from offload.costs.table import Way
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.context import ContextSpec, context_memory
@@ -23,12 +23,12 @@ from offload.plan.machine import (
     Machine,
     cpu_s,
     model_work,
+    modelled,
     modelled_crossover,
     prefill_s,
     streamed_s,
 )
-from offload.plan.min_batch import NEVER, Side, choose
-from offload.plan.min_batch_search import Streaming, budget_s, search
+from offload.plan.min_batch import NEVER
 from offload.plan.placement import DEFAULT_UBATCH, Plan, PlanForSplits, make_plan
 from offload.plan.sharing import (
     SMALL_UBATCHES,
@@ -40,8 +40,6 @@ from offload.plan.sharing import (
 )
 from offload.plan.slot_layout import slot_layout
 from offload.routing import SHARES, HitCurve
-from specdec.costs.measure import measure
-from specoffload.speculation.profiling import quick_plan
 
 GIB = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -291,36 +289,38 @@ STARTS = [
 def test_a_first_start_measures_r1_in_time(
     machine: Machine, gib: int, shapes: dict[str, ModelFacts]
 ) -> None:
-    """The machine model is the clock; the first guess is a typical machine's. The threshold is
-    known in 7 s although a decode of that size takes longer, then T(n) is, within 20 s in all."""
+    """The machine model is the clock, and a typical machine's the first guess. The threshold and
+    T(n) are known in 14 s, although a decode of that size takes longer."""
     facts = shapes["DeepSeek-R1"]
     plan, work = plan_of(facts, gib, 4096), model_work(facts)
     assert plan is not None
     spent_s = 0.0
-
-    def side_s(side: Side, n: int) -> float:
-        return (cpu_s if side == "cpu" else streamed_s)(machine, work, plan.sharing, n)
-
     n_layers = work.n_expert_layers - plan.n_resident
-    streaming = Streaming(
-        ("experts",),
-        plan.n_ubatch,
-        n_layers,
-        plan.slot_bytes * n_layers / plan.streamed_bytes,
-        work.n_experts,
-        work.n_used,
-        plan.min_batch,
-    )
+    n_held = plan.slot_bytes * n_layers / plan.streamed_bytes
 
-    def decode_s(kind: str, side: Side, n: int, n_timed: int) -> float:
+    def true_s(way: Way, n: int) -> float:
+        return (cpu_s if way is Way.IN_PLACE else streamed_s)(machine, work, plan.sharing, n)
+
+    ways = (Way.IN_PLACE, Way.STREAMED)
+    table = modelled(TYPICAL, work, plan.sharing, plan.n_ubatch)
+
+    def part(way: Way, n: int) -> float:
+        """Long decodes are broken off after some layers: more than the slots hold."""
+        if table.seconds(way, n) < 0.4:
+            return 1.0
+        held = n_held * work.n_experts / work.union(n) if way is Way.STREAMED else 0.0
+        return min(1.0, (max(2, math.ceil(held) + 1) + 1) / n_layers)
+
+    def time_size(way: Way, n: int) -> list[float]:
         nonlocal spent_s
-        took_s = side_s(side, n)
-        spent_s += took_s * (n_timed + 1) / n_layers if n_timed else took_s
-        return took_s
+        spent_s += part(way, n) * true_s(way, n)
+        return [true_s(way, n)]
 
-    one_s = side_s("cpu", 1)
-    times = search(streaming, decode_s, lambda: spent_s, budget_s(one_s))
-    found = choose(times, plan.n_ubatch, work.n_experts, work.n_used)
+    most_s = budget_s(true_s(Way.IN_PLACE, 1), len(ways))
+    wanted = Wanted(ways, n_most=plan.n_ubatch, part=part)
+    fill(table, wanted, time_size, lambda: most_s - spent_s, "")
+    assert spent_s <= 14.0 + true_s(Way.STREAMED, 1)
+    found = table.without_modelled().min_batch(plan.n_ubatch)
     true = modelled_crossover(machine, work, plan.sharing)
     assert true is not None
     if true > 64:
@@ -328,27 +328,9 @@ def test_a_first_start_measures_r1_in_time(
         assert found.experts == NEVER, "a verification batch is the CPU's"
     else:
         assert found.experts == pytest.approx(true, rel=0.2)
-    assert spent_s <= budget_s(one_s) + side_s("streamed", 1)
-
-    def verify_s(n: int) -> float:
-        return side_s("streamed" if found.streams(n, experts=True) else "cpu", n)
-
-    target = FakeTarget(n_ctx=4096)
-    now_s = 0.0
-
-    def extend(sequence: int, tokens: Sequence[int], n_logits: int | None = None) -> None:
-        nonlocal now_s
-        now_s += verify_s(len(tokens))
-
-    target.extend = extend  # type: ignore[method-assign, assignment]
-    target.rewind = lambda *_: None  # type: ignore[method-assign]
-    target.length = lambda *_: 0  # type: ignore[method-assign]
-    options = quick_plan(one_s, (), 2000)
-    profile = measure(target, list(range(2000)), options, clock=lambda: now_s)
-    assert spent_s + now_s <= 20.0
-    assert profile.n_max == 64, "drafts of 32 and more are possible"
-    for n in (2, 8, 33, 64) if one_s <= 0.16 else (2, 8):
-        assert profile.time(n) == pytest.approx(verify_s(n), rel=0.1)
+    for n in (1, 2, 8, 33, 64):
+        best_s = min(true_s(way, n) for way in ways)
+        assert table.best(n)[1] == pytest.approx(best_s, rel=0.1), f"T({n})"
 
 
 @pytest.mark.parametrize("machine", MACHINES)

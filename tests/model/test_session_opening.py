@@ -13,18 +13,20 @@ from pathlib import Path
 import pytest
 import resolved
 
+from offload.costs.measuring import Pass
+from offload.costs.table import Entry, Way
 from offload.device import choose_device
 from offload.engine import Engine
 from offload.errors import DeviceUnavailable
 from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
-from offload.plan.min_batch import NEVER, MinBatch, Times
+from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.sharing import device_bytes
 from specdec.errors import SpecDecError, VocabularyMismatch
 from specoffload.config.options import DraftEngine, DraftOptions
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.session import draft_opening, min_batch, opening
+from specoffload.session import costs, draft_opening, opening
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -61,7 +63,7 @@ def test_min_batch_auto_is_measured_set_and_told(engines: list[Engine]) -> None:
     with Session(config_of(min_batch="auto", spec=NO_DRAFTS)) as session:
         (why,) = (note for note in session.notes if note.startswith("--min-batch auto"))
         chosen = session.target.min_batch.words(("experts",))
-        assert f"--min-batch auto: {chosen} (" in why
+        assert why == f"--min-batch auto: {chosen}"
         assert f"On the GPU: {chosen} (--min-batch)" in " ".join(session.notes)
         assert session.target.counters().streamed_bytes > 0, "streaming was one of the two sides"
         assert session.target.sequences.length(0) == 0
@@ -77,9 +79,15 @@ def test_min_batch_auto_takes_the_side_that_was_faster(
     experts: tuple[int, int],
 ) -> None:
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
-    sizes = (1, 64, 512)
-    times = Times(dict.fromkeys(sizes, 1.0), dict.fromkeys(sizes, streamed_s))
-    monkeypatch.setattr(min_batch, "measure", lambda *_: {"experts": times})
+
+    def measured(engine: Engine, tokens: list[int], wanted: Pass) -> float:
+        for way in wanted.ways:
+            seconds = streamed_s if way is Way.STREAMED else 1.0
+            for n in (1, 64, 512):
+                wanted.table.add(way, n, Entry(seconds, n_timed=1))
+        return 0.0
+
+    monkeypatch.setattr(costs, "measure", measured)
     with Session(config_of(spec=NO_DRAFTS, ctx_size=1024)) as session:
         found = session.target.min_batch
         assert (found.experts, found.prefill_experts) == experts
@@ -167,7 +175,7 @@ def test_ctrl_c_while_min_batch_is_measured_leaves_nothing_open(
         engine.sequences.extend(0, tokens[:2])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(min_batch, "measure", interrupted)
+    monkeypatch.setattr(costs, "measure", interrupted)
     monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         Session(config_of(min_batch="auto"))

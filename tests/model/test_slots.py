@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lossless_parts import NEAR_TIE, assert_each_position_once, cheap_batches
+from lossless_parts import NEAR_TIE, assert_each_position_once, let_batches_be_cheap
 from resolved import config_of
 from test_lossless_recurrent import write_model
 
@@ -179,7 +179,7 @@ def pair(exact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sess
     """The embedded pair, whose draft pays for every sequence."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path_factory.mktemp("slots")))
-        patch.setattr("specoffload.speculation.costs.measure_quickly", cheap_batches)
+        let_batches_be_cheap(patch)
         with open_slots(exact, {}, 9, draft=demo_file("draft.gguf"), ctx_size=2048) as session:
             yield session
 

@@ -1,7 +1,8 @@
-"""What was measured of split layers is kept with the profiles: a second start measures nothing."""
+"""What was measured of split layers is kept: a second start measures nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import resolved
 from budgets import budget
 
-from offload.engine import Engine
 from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
 from offload.split import path as path_module
@@ -21,7 +21,7 @@ from offload.streaming.options import StreamingOptions
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.session import opening
+from specoffload.session import costs
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
@@ -36,20 +36,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every measurement of split layers, by name."""
+    """Every measurement, by name."""
     found: list[str] = []
-    costs, both_ways = Engine.measure_split, opening._both_ways
 
-    def noted_costs(engine: Engine) -> Any:
-        found.append("costs")
-        return costs(engine)
+    def noted(name: str, measure: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any) -> Any:
+            found.append(name)
+            return measure(*args)
 
-    def noted_both_ways(*args: Any) -> Any:
-        found.append("decodes")
-        return both_ways(*args)
+        return note
 
-    monkeypatch.setattr(Engine, "measure_split", noted_costs)
-    monkeypatch.setattr(opening, "_both_ways", noted_both_ways)
+    monkeypatch.setattr(costs, "measure_split", noted("split", costs.measure_split))
+    monkeypatch.setattr(costs, "measure", noted("decodes", costs.measure))
+    monkeypatch.setattr(costs.SessionCosts, "_doubted", lambda self, ways: [])
     return found
 
 
@@ -86,63 +85,64 @@ def started(config: Config) -> tuple[str, list[bool], list[int]]:
     return line, sizes, tokens
 
 
+def speeds(config: Config) -> str:
+    """The line on where the times are from."""
+    with Session(config) as session:
+        return next((note for note in session.notes if note.startswith("speeds: ")), "")
+
+
 def test_auto_measures_once_and_a_damaged_file_anew(folder: Path, measured: list[str]) -> None:
     config = config_of(Toggle.AUTO)
     line, sizes, tokens = started(config)
-    assert "; measured now in " in line
-    assert "nothing was kept yet" in line
-    assert measured == ["costs", "decodes"]
-    (file,) = folder.glob("*-split.json")
+    assert line.startswith("--hybrid auto: ")
+    assert measured == ["split", "decodes"]
+    (file,) = folder.glob("*.json")
+    assert speeds(config).endswith(f", kept in {file}")
 
     again, same_sizes, same_tokens = started(config)
-    assert measured == ["costs", "decodes"], "nothing new"
-    assert "; kept from 20" in again
-    assert again.endswith(str(file))
-    assert line.partition(";")[0] == again.partition(";")[0], "the choice and its reason"
-    assert (same_sizes, same_tokens) == (sizes, tokens)
+    assert measured == ["split", "decodes"], "nothing new"
+    assert (again, same_sizes, same_tokens) == (line, sizes, tokens)
 
-    whole = file.read_text(encoding="utf-8")
-    file.write_text(whole[:-9], encoding="utf-8")
-    line = started(config)[0]
-    assert f"{file} cannot be read" in line
-    assert measured == ["costs", "decodes"] * 2
-    assert "; kept from" in started(config)[0], "and it is kept again"
+    file.write_text(file.read_text(encoding="utf-8")[:-9], encoding="utf-8")
+    assert f"{file} is damaged and not used" in speeds(config)
+    assert measured == ["split", "decodes"] * 2
+    started(config)
+    assert measured == ["split", "decodes"] * 2, "and it is kept again"
 
 
 def test_on_needs_costs_alone_and_auto_then_measures_the_rest(
     folder: Path, measured: list[str]
 ) -> None:
-    # Without a limit the plans of on and auto are one, and so are their files.
+    # Without a limit the plans of on and auto are one, and so are their settings.
     on, auto = (config_of(t, vram_bytes=None) for t in (Toggle.ON, Toggle.AUTO))
-    line, sizes, _ = started(on)
+    _, sizes, _ = started(on)
     assert all(sizes)
-    assert measured == ["costs"]
-    assert "; kept from" in started(on)[0]
-    assert measured == ["costs"]
-    assert "compares batches of up to 0 tokens, not 64" in started(auto)[0]
-    assert measured == ["costs", "costs", "decodes"]
-    assert all("; kept from" in started(config)[0] for config in (on, auto))
-    assert measured == ["costs", "costs", "decodes"]
+    assert measured == ["split"]
+    started(on)
+    assert measured == ["split"]
+    started(auto)
+    assert measured == ["split", "decodes"]
+    for config in (on, auto):
+        started(config)
+    assert measured == ["split", "decodes"]
 
 
 def test_no_profile_neither_reads_nor_keeps(folder: Path, measured: list[str]) -> None:
     for _ in range(2):
-        line, _, _ = started(config_of(Toggle.ON, use_profile=False))
-        assert line.endswith(", not kept")
-    assert measured == ["costs", "costs"]
+        started(config_of(Toggle.ON, use_profile=False))
+    assert measured == ["split", "split"]
     assert not folder.exists()
 
 
 def test_another_ubatch_is_another_measurement(folder: Path, measured: list[str]) -> None:
     for ubatch_size in (32, 64):
         line, sizes, _ = started(config_of(Toggle.ON, ubatch_size=ubatch_size))
-        assert f"batches of up to {ubatch_size} tokens; measured now" in line
+        assert f"batches of up to {ubatch_size} tokens" in line
         assert sizes == [n <= ubatch_size for n in range(1, 65)]
-    assert measured == ["costs", "costs"]
-    assert len(list(folder.glob("*-split.json"))) == 2
+    assert measured == ["split", "split"]
 
 
-def test_an_unknown_form_is_not_measured_by_decodes_and_nothing_is_kept(
+def test_an_unknown_form_is_not_measured_by_decodes(
     folder: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -152,8 +152,7 @@ def test_an_unknown_form_is_not_measured_by_decodes_and_nothing_is_kept(
     with Session(config_of(Toggle.AUTO)) as session:
         (line,) = (note for note in session.notes if note.startswith("--hybrid"))
     assert "its rows are folded" in line
-    assert measured == ["costs"]
-    assert not list(folder.glob("*-split.json"))
+    assert measured == ["split"]
 
 
 # -- without a flag, and where nothing can be split ------------------------------------------------
@@ -177,11 +176,10 @@ def by_default(**changes: object) -> Config:
 
 def test_a_start_without_a_flag_measures_once(folder: Path, measured: list[str]) -> None:
     for n_starts in (1, 2):
-        line, costs = notes_of(by_default())
+        line, words = notes_of(by_default())
         assert line.startswith("--hybrid auto: ")
-        assert costs.startswith("split layers: an expert takes")
-        assert measured == ["costs", "decodes"]
-        assert len(list(folder.glob("*-split.json"))) == 1, n_starts
+        assert words.startswith("split layers: an expert takes")
+        assert measured == ["split", "decodes"], n_starts
 
 
 @pytest.mark.parametrize(
@@ -199,7 +197,7 @@ def test_without_a_flag_nothing_is_measured_where_nothing_can_be_split_or_may_be
     notes = notes_of(by_default(**changes))
     assert len(notes) == len(said)
     assert all(note.startswith(words) for note, words in zip(notes, said, strict=True))
-    assert measured == []
+    assert "split" not in measured
 
 
 @pytest.mark.parametrize("hybrid", [Toggle.ON, Toggle.AUTO])
@@ -225,7 +223,7 @@ def test_experts_without_slots_go_by_the_old_rule(
     monkeypatch.setattr(StreamingDevice, "_pool_of", lambda *_: None)
     notes = notes_of(config_of(hybrid))
     assert notes == [f"--hybrid {hybrid}: no layer is split: the device takes no layer's experts"]
-    assert measured == ["costs"], "there is nothing to compare"
+    assert measured == ["split"], "there is nothing to compare"
 
 
 def test_without_prefetch_nothing_is_copied_for_later(folder: Path) -> None:
@@ -242,11 +240,10 @@ def test_decodes_are_kept_where_the_layer_to_be_timed_had_no_expert_in_a_slot(
 ) -> None:
     monkeypatch.setattr(SplitSides, "can_copy", False)
     for _ in range(2):
-        line, costs = notes_of(by_default())
+        line, words = notes_of(by_default())
         assert line.startswith("--hybrid auto: ")
-        assert costs.startswith("split layers: no layer could be timed")
-        assert measured == ["costs", "decodes"]
-    assert "; kept from" in line
+        assert words.startswith("split layers: no layer could be timed")
+    assert measured == ["split", "decodes", "split"]
 
 
 def test_the_least_memory_leaves_slots_for_a_token_and_less_is_refused(folder: Path) -> None:
@@ -282,7 +279,7 @@ def test_a_measurement_that_fails_keeps_nobody_from_starting(
 def test_where_nothing_could_be_timed_the_rule_instead_is_said(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "measure_split", lambda self: None)
+    monkeypatch.setattr(costs, "measure_split", lambda target: None)
     with Session(config_of(Toggle.ON)) as session:
         lines = [note for note in session.notes if note.startswith("split layers: no")]
         assert session.target.hybrid is not None
@@ -290,4 +287,3 @@ def test_where_nothing_could_be_timed_the_rule_instead_is_said(
     assert lines == [
         "split layers: no layer could be timed: hits are the device's, others the CPU's"
     ]
-    assert not [*folder.glob("*-split.json")]

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from test_hit_starts import TARGET, config_of, run
+from test_hit_starts import config_of, kept_in, run
 
-from offload.model_file import read_facts
 from specoffload.config.options import Toggle
 from specoffload.config.resolution import Config
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
-from specoffload.speculation.kept_hits import load_kept
 
 pytestmark = pytest.mark.usefixtures("measures_briefly")
 PROMPT = "def f("
@@ -53,7 +50,7 @@ def test_a_warm_start_hits_more_and_changes_no_text(
 ) -> None:
     config = config_of(**changes)
     run(config, 100)
-    kept = load_kept(folder, read_facts(TARGET))[0].hits
+    kept = kept_in(folder).hits
     assert kept is not None
     assert all(sum(uses) >= 64 * kept.n_used for uses in kept.uses.values())
     cold_hits, cold_text, nothing = first_decode(config, warm=False)
@@ -69,7 +66,7 @@ def test_a_warm_start_hits_more_and_changes_no_text(
 def test_those_that_were_used_most_are_there_and_a_request_ends_the_filling(folder: Path) -> None:
     config = config_of()
     run(config, 100)
-    kept = load_kept(folder, read_facts(TARGET))[0].hits
+    kept = kept_in(folder).hits
     assert kept is not None
     with Session(config) as session:
         assert session.use_idle_time()
@@ -95,29 +92,3 @@ def test_those_that_were_used_most_are_there_and_a_request_ends_the_filling(fold
         ]
         assert len(held) == pool.n_slots
         assert sorted((kept.uses[layer][e] for layer, e in held), reverse=True) == used
-
-
-def test_what_an_earlier_version_kept_is_used_without_uses(folder: Path) -> None:
-    run(config_of(), 100)
-    (file,) = folder.glob("*-hits.json")
-    data = json.loads(file.read_text(encoding="utf-8"))
-    del data["uses"]
-    file.write_text(json.dumps(data), encoding="utf-8")
-    found, complaint = load_kept(folder, read_facts(TARGET))
-    assert found.hits is not None
-    assert (found.hits.uses, complaint) == ({}, "")
-    with Session(config_of()) as session:
-        assert not session.use_idle_time()
-
-
-def test_damaged_uses_are_said(folder: Path) -> None:
-    run(config_of(), 100)
-    (file,) = folder.glob("*-hits.json")
-    text = file.read_text(encoding="utf-8")
-    at = text.index('"uses"')
-    for damage in ("[", "-1,", '"x",', "1.5,"):
-        changed = text[:at] + text[at:].replace("[", f"[{damage}", 1)
-        file.write_text(changed, encoding="utf-8")
-        found, complaint = load_kept(folder, read_facts(TARGET))
-        assert found.hits is None
-        assert "counted hits are not used" in complaint

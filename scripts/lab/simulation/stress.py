@@ -140,7 +140,7 @@ def stress(
     scores = []
     for case in cases:
         profile = case.profile
-        policy = Throughput(profile, refresh=False) if make is None else make(profile)
+        policy = Throughput(profile) if make is None else make(profile)
         rate = simulate(case.trace, profile, policy).rate
         oracle = fixed_oracle(case.trace, profile, profile.n_max - 1).rate
         scores.append(StressScore(case, rate / oracle, rate * profile.step_s[0]))

@@ -14,8 +14,8 @@ from numa.tune import Trial, TuneResult, fingerprint
 from specoffload.config.environment import Environment, Host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
-from specoffload.config.tuned import FILE_NAME, Tuned, load_tuned, save_tuned, tuned_sentence
 from specoffload.errors import UsageError
+from specoffload.kept import MACHINE_FILE, Tuned, load_tuned, save_tuned, tuned_sentence
 
 MODEL = Path("m.gguf")
 
@@ -43,9 +43,9 @@ def test_what_is_kept_is_what_is_found(tmp_path: Path, two: Topology) -> None:
     folder = tmp_path / "new" / "profiles"
     result = tuned_for(two, Candidate(Strategy.SINGLE, 6, node=1, huge_pages=False))
     path = save_tuned(folder, result)
-    assert path == folder / FILE_NAME
+    assert path == folder / MACHINE_FILE
     assert load_tuned(folder, two) == Tuned(result)
-    assert [p.name for p in folder.iterdir()] == [FILE_NAME], "no half-written file stays"
+    assert [p.name for p in folder.iterdir()] == [MACHINE_FILE], "no half-written file stays"
     assert tuned_sentence(result).endswith("T(1) 80.0 ms, T(8) 210.0 ms")
 
 
@@ -65,10 +65,10 @@ def test_a_choice_for_another_machine_is_refused_with_both_named(
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 99}', "\x00"])
 def test_a_damaged_file_is_said_and_not_used(tmp_path: Path, two: Topology, text: str) -> None:
-    (tmp_path / FILE_NAME).write_text(text)
+    (tmp_path / MACHINE_FILE).write_text(text)
     tuned = load_tuned(tmp_path, two)
     assert tuned.result is None
-    assert FILE_NAME in tuned.why_not
+    assert MACHINE_FILE in tuned.why_not
     config = resolve_on(Options(model=MODEL), two, tuned)
     assert tuned.why_not in config.reasons
 

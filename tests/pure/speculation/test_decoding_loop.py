@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lab.simulation.fake import FakeTarget
-from specdec.costs.profile import CostProfile
+from specdec.costs.profile import CostProfile, KnownCosts
 from specdec.decoding.acceptance import Greedy, MatchAcceptance, Verdict
 from specdec.decoding.drafting import ChainDrafting, cut
 from specdec.decoding.loop import BatchMember, DecodingLoop
@@ -28,8 +28,8 @@ from specdec.types import Decision, Draft, Drafter, IsEnd, Policy
 
 CHEAP = CostProfile(tuple(1.0 + 0.01 * n for n in range(32)), 0.01)
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "throughput": lambda: Throughput(CHEAP, refresh=False),
-    "dear": lambda: Throughput(CostProfile(tuple(1.0 + n for n in range(32)), 0.5), refresh=False),
+    "throughput": lambda: Throughput(CHEAP),
+    "dear": lambda: Throughput(CostProfile(tuple(1.0 + n for n in range(32)), 0.5)),
     "fixed": lambda: Fixed(5),
     "p-min": lambda: PMin(6, 0.5, 0),
 }
@@ -283,15 +283,20 @@ def test_members_without_drafts_are_decided_once_for_many_steps() -> None:
 
 def test_times_of_steps_that_read_prompts_are_not_taken_for_those_of_their_rounds() -> None:
     target = FakeTarget()
-    policy = Throughput(CHEAP)
-    before = policy.costs.profile().step_s
+    observed: list[int] = []
+
+    class Noted(KnownCosts):
+        def observe(self, n: int, *_: float) -> None:
+            observed.append(n)
+
+    policy = Throughput(CHEAP, costs=Noted(CHEAP, CHEAP.n_max))
     loop = DecodingLoop(target, ChainDrafting(target, Silent(), policy))
     loop.add(member_of(0, [1], 200))
     loop.add(member_of(1, list(range(60)), 1))
     loop.step(1)
     for _ in range(20):
         assert loop.step(1).read
-    assert policy.costs.profile().step_s == before
+    assert observed == []
 
 
 def test_a_step_says_the_size_and_the_time_of_its_decodes() -> None:
@@ -331,7 +336,7 @@ def test_a_decode_of_whom_a_sampler_fails_is_told_too() -> None:
 
 def test_drafts_chosen_together_fit_the_rows_of_one_decode() -> None:
     target = FakeTarget(n_outputs=7)
-    policy = Throughput(CHEAP, refresh=False)
+    policy = Throughput(CHEAP)
     drafting = ChainDrafting(target, ModelDrafter(FakeTarget(peak=0.99)), policy)
     members = [member_of(s, [s, 2, 3], 40) for s in range(3)]
     for member in members:
@@ -345,7 +350,7 @@ def test_a_chain_of_drafters_decides_and_learns_for_several_members() -> None:
     # A text of one token's memory runs in circles, which n-grams see, and see through.
     target = FakeTarget(n_vocab=16, seed=5, order=1)
     draft = ModelDrafter(FakeTarget(n_vocab=16, seed=5, order=1, agreement=0.5))
-    policy = Throughput(CHEAP, refresh=False)
+    policy = Throughput(CHEAP)
     drafting = ChainDrafting(target, ChainDrafter([NgramSimple(2, 4)], draft), policy)
     loop = DecodingLoop(target, drafting)
     for s in range(3):

@@ -29,7 +29,7 @@ CHEAP = CostProfile(tuple(1.0 + 0.01 * n for n in range(64)), 0.01)
 POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: Fixed(6),
     "p-min": lambda: PMin(n_max=9, p_min=0.25),
-    "throughput": lambda: Throughput(CHEAP, refresh=False),
+    "throughput": lambda: Throughput(CHEAP),
 }
 LETTERS = Vocabulary(
     lambda text: [ord(c) % 16 for c in text], lambda tokens: "".join(chr(64 + t) for t in tokens)
@@ -249,7 +249,7 @@ def test_a_draft_that_was_drawn_stays_as_it_was_decided_before_the_draw() -> Non
     drafting = ChainDrafting(
         FakeTarget(n_vocab=16, logits_seed=2),
         ModelDrafter(model, sampling=OwnDraws(1)),
-        Throughput(bump, refresh=False),
+        Throughput(bump),
         draws=True,
     )
     members = members_of([DraftBounds()] * 3)

@@ -101,7 +101,7 @@ def jagged() -> CostProfile:
 POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: Fixed(3),
     "p-min": lambda: PMin(n_max=3, p_min=0.5),
-    "throughput": lambda: Throughput(jagged(), refresh=False),
+    "throughput": lambda: Throughput(jagged()),
 }
 
 

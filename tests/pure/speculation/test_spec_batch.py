@@ -58,7 +58,7 @@ def test_sequences_decoded_together_have_their_own_plain_texts(
     draft = FakeTarget(n_vocab=16, seed=seed, agreement=agreement, recurrent=recurrent, n_ctx=50)
     prompts = [[s, s + 1, 3] * (1 + 4 * s) for s in range(len(lengths))]
     members = [member_of(s, prompts[s], n, end=end) for s, n in enumerate(lengths)]
-    policy = Throughput(CHEAP, refresh=False)
+    policy = Throughput(CHEAP)
     for step in steps(target, members, ModelDrafter(draft), policy):
         for member, _ in step.rounds:
             assert target.tokens(member.sequence) == member.history[:-1]
@@ -69,7 +69,7 @@ def test_sequences_decoded_together_have_their_own_plain_texts(
 def test_one_decode_serves_all_sequences() -> None:
     target, draft = FakeTarget(peak=0.99), FakeTarget(peak=0.99)
     members = [member_of(s, [s], 24) for s in range(4)]
-    policy = Throughput(CHEAP, refresh=False)
+    policy = Throughput(CHEAP)
     rounds = [s.rounds for s in steps(target, members, ModelDrafter(draft), policy) if s.rounds]
     assert len(target.calls) == len(rounds)
     assert len(rounds) < 24 / 2
@@ -156,7 +156,7 @@ def played_together(
     """Tokens per time over plain decoding of the same batch; rounds; draft decodes."""
     target = FakeTarget(n_ctx=4096)
     draft = ModelDrafter(FakeTarget(n_ctx=4096, agreement=agreement, peak=0.7))
-    policy = Throughput(profile, n_max=n_max, refresh=False)
+    policy = Throughput(profile, n_max=n_max)
     members = [member_of(s, [1 + s, 2, 3], 300) for s in range(n_sequences)]
     time, n_tokens, n_rounds, n_steps = 0.0, 0, 0, 0
     for step in steps(target, members, draft, policy):

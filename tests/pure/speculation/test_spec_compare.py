@@ -48,14 +48,10 @@ def test_profile_and_calibration_are_plotted(tmp_path: Path) -> None:
 
 
 def a_run(n_max: int, title: str, *, relative: bool = False) -> CostProfile:
-    """A measured profile with sizes that were interpolated and one that was uncertain."""
+    """A measured profile with sizes that were interpolated."""
     steps = tuple(0.01 * (1 + 0.1 * n + 0.02 * (n % 3)) for n in range(n_max))
     timed = tuple(Timed(n, 4, 0.02 * n / n_max) for n in range(1, n_max + 1) if n % 5 or n < 3)
-    left_out = {*range(1, n_max + 1)} - {t.n for t in timed}
-    return CostProfile(
-        steps, relative=relative, depths=((16, steps), (512, tuple(1.1 * t for t in steps))),
-        uncertain=tuple(sorted({2, *left_out})), timed=timed, repetitions=4, title=title,
-    )  # fmt: skip
+    return CostProfile(steps, relative=relative, timed=timed, title=title)
 
 
 @pytest.mark.parametrize("n_runs", [1, 2, MOST_RUNS])

@@ -134,7 +134,7 @@ def test_a_drafter_is_not_asked_again_while_its_decision_holds() -> None:
     target = FakeTarget(n_ctx=3000)
     dear = CostProfile((1.0, 2.0, 3.0, 4.0), draft_step_s=0.5)
     drafter = Counting(FakeTarget(seed=9, n_ctx=3000))
-    rounds = list(generated(target, [1, 2, 3], 2000, drafter, Throughput(dear, refresh=False)))
+    rounds = list(generated(target, [1, 2, 3], 2000, drafter, Throughput(dear)))
     assert [1, 2, 3] + emitted(rounds) == plain(target, [1, 2, 3], 2000)
     probes = [i for i, r in enumerate(rounds) if r.draft.n_steps]
     gaps = [b - a for a, b in zip(probes, probes[1:], strict=False)]

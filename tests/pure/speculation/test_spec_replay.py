@@ -49,7 +49,7 @@ def test_charged_steps_lower_the_policys_rate() -> None:
     profile = CostProfile((1.0, 1.1, 1.2, 1.3), 0.2)
     rates = []
     for n_steps in (0, 3):
-        policy = Throughput(profile, refresh=False)
+        policy = Throughput(profile)
         draft = Draft((1, 1), (0.9, 0.9), "a", Decision(2, ""), n_steps=n_steps)
         for _ in range(30):
             policy.learn(Round(draft, 2, (1, 1, 1), 0.0, 1.2))
@@ -167,7 +167,7 @@ def test_a_drafter_that_was_poor_once_is_chosen_again_when_it_is_good(paid: bool
     """Its unchosen proposals are compared with the text, whoever is chosen."""
     good, poor = Proposes("a", [1] * 4, 0.9, 0), Proposes("b", [2] * 4, 0.9, 0)
     chain = ChainDrafter([good], poor) if paid else ChainDrafter([good, poor])
-    policy = Throughput(CostProfile(tuple(1.0 + 0.2 * n for n in range(8)), 0.01), refresh=False)
+    policy = Throughput(CostProfile(tuple(1.0 + 0.2 * n for n in range(8)), 0.01))
     for _ in range(300):
         policy.calibration.observe("a", 0.9, False)
     chosen = []
@@ -183,7 +183,7 @@ def test_a_drafter_that_was_poor_once_is_chosen_again_when_it_is_good(paid: bool
 def test_a_chain_does_not_ask_a_model_whose_steps_cost_more_than_they_bring() -> None:
     free, model = Proposes("a", [1] * 3, 0.9, 0), Proposes("draft", [1] * 6, 0.9, 1)
     chain = ChainDrafter([free], model)
-    policy = Throughput(CostProfile(tuple(1.0 + 0.02 * n for n in range(9)), 0.5), refresh=False)
+    policy = Throughput(CostProfile(tuple(1.0 + 0.02 * n for n in range(9)), 0.5))
     n_asked = 0
     for _ in range(400):
         draft = proposed(chain, 0, [0], policy, 8)

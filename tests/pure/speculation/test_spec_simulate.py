@@ -63,7 +63,7 @@ def test_throughput_is_near_the_fixed_oracle_and_never_loses(
     profile = with_draft(CURVES[curve], share)
     for confidence in CONFIDENCES:
         text = trace(kind, confidence)
-        rate = simulate(text, profile, Throughput(profile, refresh=False)).rate
+        rate = simulate(text, profile, Throughput(profile)).rate
         oracle = fixed_oracle(text, profile, min(24, profile.n_max - 1)).rate
         assert rate >= 0.97 * oracle, f"confidence {confidence}: {rate / oracle:.3f} of the oracle"
         plain = 1 / profile.step_s[0]
@@ -76,7 +76,7 @@ def test_throughput_beats_every_other_policy_in_the_mean(curve: str) -> None:
     logs: dict[str, list[float]] = defaultdict(list)
     for kind in KINDS:
         text = trace(kind, 1.0, seed=5)
-        ours = simulate(text, profile, Throughput(profile, refresh=False)).rate
+        ours = simulate(text, profile, Throughput(profile)).rate
         for name, policy in others().items():
             logs[name].append(math.log(ours / simulate(text, profile, policy).rate))
     for name, ratios in logs.items():
@@ -86,7 +86,7 @@ def test_throughput_beats_every_other_policy_in_the_mean(curve: str) -> None:
 def test_glm_whose_batch_of_two_never_pays_is_exploited() -> None:
     profile = with_draft(CURVES["glm-4.6-rpc"], 0.05)
     text = trace("code", 1.0)
-    run = simulate(text, profile, Throughput(profile, refresh=False))
+    run = simulate(text, profile, Throughput(profile))
     assert run.rate > 1.8 / profile.step_s[0]
 
 
@@ -94,7 +94,7 @@ def test_a_linear_cost_makes_it_choose_nothing_and_cost_nothing() -> None:
     # What two CPU cores measured: T(2)/T(1) = 1.6, T(4)/T(1) = 2.8.
     steps = [1.0, 1.6, 2.2, 2.8] + [2.8 + 0.62 * k for k in range(1, 13)]
     profile = CostProfile(tuple(steps), 0.1)
-    run = simulate(trace("prose", 1.0), profile, Throughput(profile, refresh=False))
+    run = simulate(trace("prose", 1.0), profile, Throughput(profile))
     assert run.rate >= 0.99
     assert run.n_drafted < 0.05 * run.n_tokens
 
@@ -152,6 +152,6 @@ def test_where_larger_batches_go_another_way_the_best_fixed_length_is_reached(
     jagged = CostProfile(tuple((times_ms / 1e3).tolist()), draft_step_s=2e-4)
     text = synthetic_trace(4000, seed=5, kinds=kinds)
     best = max(simulate(text, jagged, Fixed(m)).rate for m in range(17))
-    assert simulate(text, jagged, Throughput(jagged, refresh=False)).rate >= best
+    assert simulate(text, jagged, Throughput(jagged)).rate >= best
     # Serving, sizes whose times contradict others are timed again: that takes 1 % at most.
     assert simulate(text, jagged, Throughput(jagged)).rate >= 0.99 * best

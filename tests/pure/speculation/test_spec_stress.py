@@ -49,7 +49,7 @@ def test_switching_every_200_tokens_loses_at_most_one_percent_to_plain_decoding(
 
 def test_a_first_draft_on_trust_is_short_where_it_would_cost_much() -> None:
     profile = CostProfile(tuple(1.0 + 0.2 * n for n in range(64)), 0.25)
-    policy = Throughput(profile, refresh=False)
+    policy = Throughput(profile)
     walk = policy.begin(63, "draft")
     n = 0
     while walk.wants and n < 63:
@@ -58,7 +58,7 @@ def test_a_first_draft_on_trust_is_short_where_it_would_cost_much() -> None:
     assert 3 <= n <= 12
     chances = np.random.default_rng(1).random(4000) < 0.8
     text = DraftTrace((1.0,) * 4000, tuple(chances.tolist()))
-    run = simulate(text, profile, Throughput(profile, refresh=False))
+    run = simulate(text, profile, Throughput(profile))
     assert run.rate >= 0.97 * constant_rate(text, profile, 2, 0, 4000)
 
 
@@ -132,7 +132,7 @@ def test_moving_the_odds_keeps_the_mass_and_moves_the_mean() -> None:
 
 def test_an_idle_drafter_is_not_thought_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = CostProfile((1.0, 1.9, 2.8, 3.7), 0.3)
-    policy = Throughput(profile, refresh=False)
+    policy = Throughput(profile)
     n_built = 0
 
     def counted(*args: Any) -> NDArray[np.float64]:

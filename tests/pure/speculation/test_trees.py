@@ -55,7 +55,7 @@ def test_a_tree_draft_gives_the_plain_text(
 ) -> None:
     target = FakeTarget(n_vocab=16, seed=seed, n_ctx=n_ctx)
     draft = FakeTarget(n_vocab=16, seed=seed, agreement=agreement, n_ctx=50, peak=0.4)
-    policy = Throughput(CHEAP, refresh=False)
+    policy = Throughput(CHEAP)
     text = [1, 2, 3]
     for round_ in tree_rounds(
         target, text, n, TreeDrafter(draft, policy, p_split=0.01), policy, end=end
@@ -78,7 +78,7 @@ def _mean_length(target: FakeTarget, n_branches: int) -> float:
             rng = np.random.default_rng(list(tokens[-2:]))
             return super().logits_after(tokens) + rng.normal(0, 2.5, 8).astype(np.float32)
 
-    policy = Throughput(CHEAP, refresh=False)
+    policy = Throughput(CHEAP)
     drafter = TreeDrafter(
         Noisy(n_vocab=8, logits_seed=1, order=2), policy, n_branches=n_branches, p_split=0.02
     )
@@ -97,7 +97,7 @@ def test_a_tree_whose_judging_fails_leaves_target_draft_and_policy_usable() -> N
             return super().choose(logits, history)
 
     target = FakeTarget(seed=4)
-    policy = Throughput(CHEAP, refresh=False)
+    policy = Throughput(CHEAP)
     drafter = TreeDrafter(FakeTarget(seed=4, peak=0.4), policy)
     text = [1, 2, 3]
 
@@ -117,7 +117,7 @@ def test_a_tree_whose_judging_fails_leaves_target_draft_and_policy_usable() -> N
 
 def test_trees_that_do_not_pay_are_hardly_asked_for() -> None:
     dear = CostProfile((1.0, 2.0, 3.0, 4.0, 5.0), draft_step_s=0.1)
-    policy = Throughput(dear, refresh=False)
+    policy = Throughput(dear)
     draft = FakeTarget(seed=9)  # writes another text than the target
     rounds = tree_rounds(FakeTarget(seed=4), [1, 2, 3], 600, TreeDrafter(draft, policy), policy)
     idle = [r.draft.decision.reason for r in rounds if not r.draft.n_steps]
@@ -144,7 +144,7 @@ def test_the_prompt_that_a_draft_has_to_read_is_no_draft_step() -> None:
             return super().extend(sequence, tokens, n_logits)
 
     prompt = [1, 2, 3] * 20
-    policy = Throughput(CHEAP, refresh=False)
+    policy = Throughput(CHEAP)
     chain = generated(FakeTarget(), prompt, 3, ModelDrafter(Slow()), Fixed(2))
     tree = tree_rounds(FakeTarget(), prompt, 3, TreeDrafter(Slow(), policy), policy)
     for first in (next(chain), next(tree)):
@@ -163,7 +163,7 @@ def test_recurrent_memory_is_refused_trees() -> None:
 def test_trees_are_verified_in_turn_and_beside_prompts_nothing_is_drafted() -> None:
     target = FakeTarget(n_vocab=16, seed=3)
     draft = FakeTarget(n_vocab=16, seed=3, agreement=0.8, peak=0.5)
-    policy = Throughput(CHEAP, refresh=False)
+    policy = Throughput(CHEAP)
     drafting = TreeDrafting(target, TreeDrafter(draft, policy, p_split=0.01), policy)
     loop = DecodingLoop(target, drafting, drafting.play)
     prompts = [[1, 2], [3], [4, 5, 6] * 5]

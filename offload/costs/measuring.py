@@ -1,0 +1,267 @@
+"""Times decodes of an engine in every way that it can compute them, in one pass over a text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from offload.costs.search import Wanted, budget_s, fill
+from offload.costs.table import CostTable, Way
+from offload.engine import Engine
+from offload.model import is_experts, layer_of
+from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch
+from offload.plan.placement import DEFAULT_UBATCH
+from offload.split.costs import MeasuredCosts
+from offload.split.measuring import (
+    LinkTimes,
+    Measured,
+    Sides,
+    costs_of,
+    on_device,
+    on_host,
+    on_link,
+)
+from offload.split.switch import ByCosts, all_on_device
+from offload.streaming.layer_clock import BrokenOff, LayerClock
+from offload.timing import TextWalk
+
+LEAD_TOKENS = 16  # tokens decoded before a timed decode, where weights stream through slots
+_SEQUENCE = 0
+_SPAN, _LONG_SPAN = 320, 1024  # tokens of context, before the memory is cut back
+_DEPTH, _DEEP_BELOW_S = 16, 0.02  # context of the first decode, for models with a T(1) below that
+_LEAD_BELOW_S = 0.05  # T(1) below which a graph that is built anew would show
+_IN_PART_FROM_S = 0.4  # decodes that take so long are broken off after some layers
+_LEAST_LAYERS = 2
+_LEAST_ROOM = 8  # tokens of context
+
+Progress = Callable[[float], None]
+
+
+def streamed_kinds(target: Engine) -> tuple[str, ...]:
+    """The kinds of weights that stream: "experts", "dense"."""
+    streamed = () if target.plan is None else target.plan.streamed
+    kinds = {"experts" if is_experts(entry) else "dense" for entry in streamed}
+    return tuple(sorted(kinds, reverse=True))
+
+
+def n_most_at_once(target: Engine) -> int:
+    """Tokens of the largest batch that is computed at once."""
+    return min(target.options.n_ubatch or DEFAULT_UBATCH, target.n_ctx)
+
+
+def ways_of(target: Engine, *, fixed: bool, splits: bool) -> tuple[Way, ...]:
+    """The ways to be timed, the usual one first. `fixed`: the user's threshold decides between the
+    CPU and streaming. `splits`: layers may be split."""
+    kinds = streamed_kinds(target)
+    found = [Way.FIXED] if fixed and kinds else [Way.IN_PLACE]
+    if not fixed:
+        found += [way for way, kind in _KINDS.items() if kind in kinds]
+    if splits and target.hybrid is not None and not target.hybrid.switch.declined:
+        found.append(Way.SPLIT)
+    return tuple(found)
+
+
+_KINDS = {Way.STREAMED: "experts", Way.DENSE: "dense"}
+_SETTINGS = {
+    Way.IN_PLACE: MinBatch(NEVER, NEVER),
+    Way.STREAMED: MinBatch(1, NEVER),
+    Way.DENSE: MinBatch(NEVER, 1),
+    Way.SPLIT: MinBatch(NEVER, NEVER),
+}
+
+
+def measure_split(target: Engine) -> MeasuredCosts | None:
+    """Times of both sides of a split layer and of the link; None if no layer can be split.
+
+    Decodes tokens in sequence 0, which has to be empty and is left so. Raises DeviceFailed.
+    """
+    if target.hybrid is None:
+        return None
+    device: Measured = {}
+    host: Measured = {}
+    link: LinkTimes | None = None
+    kinds: tuple[float, ...] = ()
+    switch, sequences = target.hybrid.switch, target.sequences
+    with target.routing.paused(), switch.splitting(all_on_device):
+        for n in (1, min(8, target.n_ctx - 1)):
+            _take_splits(target)  # those of graphs that are gone
+            for i in range(3):  # fills the slots with the experts that are used
+                sequences.extend(0, [(7 * k + i) % target.n_vocab for k in range(n)])
+                sequences.rewind(0, 0)
+            for sides in _take_splits(target):
+                on_device(sides, device)
+                host = host or on_host(sides)
+                link, kinds = link or on_link(sides), sides.kinds
+    if not (device or switch.declined):
+        switch.declined = "no layer is split: the device takes no layer's experts"
+    target.build_anew()
+    return costs_of(device, host, link, kinds) if device and host and link else None
+
+
+def _take_splits(target: Engine) -> list[Sides]:
+    executors = () if target.device is None else target.device.executors.values()
+    found = (executor.take_split() for executor in executors)
+    return [sides for sides in found if sides is not None]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One measuring pass, whose entries `table` gets. Without `most_s` it has a first start's
+    budget. Each size is timed at least `n_least` times; those up to `n_verify` with a row of logits
+    for each token."""
+
+    table: CostTable
+    ways: tuple[Way, ...]
+    date: str
+    most_s: float | None = None
+    n_least: int = 1
+    n_verify: int = VERIFY_MOST
+    edges: tuple[int, ...] = ()
+    again: frozenset[tuple[Way, int]] = frozenset()  # if any, these alone, in half the time
+    on_progress: Progress = lambda share: None
+    on_entry: Callable[[], None] = lambda: None
+
+
+def measure(target: Engine, text: Sequence[int], wanted: Pass) -> float:
+    """Time decodes of `target` on running text, whose sequence is left empty; the seconds spent.
+
+    Each timed decode gets the tokens that follow, since a batch that was just decoded would find
+    all of its experts in the slots. The text's experts are counted as hits.
+    """
+    before, is_on = target.min_batch, target.routing.is_on
+    switch = None if target.hybrid is None else target.hybrid.switch
+    active = switch is not None and switch.is_active
+    try:
+        target.routing.is_on = target.options.streaming.record_routing
+        return _Measuring(target, text, wanted).run()
+    finally:
+        target.routing.is_on = is_on
+        if switch is not None:
+            switch.is_active = active
+        target.sequences.rewind(_SEQUENCE, 0)
+        target.set_min_batch(before)
+        target.build_anew()
+
+
+class _Measuring:
+    """One pass: its walk through the text, and the time it has."""
+
+    def __init__(self, target: Engine, text: Sequence[int], wanted: Pass) -> None:
+        self._target, self._pass, self._text = target, wanted, text
+        plan = target.plan
+        self._layers = sorted({layer_of(e.name) for e in plan.streamed}) if plan else []
+        self._held_layers = 0.0
+        if plan is not None and plan.streamed_bytes:
+            self._held_layers = plan.slot_bytes * len(self._layers) / plan.streamed_bytes
+        self._began = perf_counter()
+        self._way: Way | None = None
+        self._fixed = target.min_batch
+        self._last = (Way.FIXED, 0)  # the way and size of the last timed decode
+        # Streamed prefill is compared up to the ubatch; where nothing streams T(n) is all.
+        n_most = n_most_at_once(target) if len(wanted.ways) > 1 else wanted.n_verify
+        self._n_most = min(n_most, target.n_ctx - 1, len(text))
+        span = max(_LONG_SPAN if wanted.n_least > 1 else _SPAN, self._n_most)
+        self._walk = TextWalk(target.sequences, _SEQUENCE, text, 0, span)
+        self._go(wanted.ways[0])
+        self._walk.time_s(1)
+        self._one_s = self._walk.time_s(1)
+        if self._one_s < _DEEP_BELOW_S and min(len(text), target.n_ctx) >= _DEPTH + span:
+            self._walk = TextWalk(target.sequences, _SEQUENCE, text, _DEPTH, span)
+        self._most_s = wanted.most_s or budget_s(self._one_s, len(wanted.ways))
+        self._most_s *= 0.5 if wanted.again else 1.0
+
+    def run(self) -> float:
+        wanted, target = self._pass, self._target
+        search = Wanted(
+            wanted.ways,
+            n_verify=min(wanted.n_verify, self._n_most, target.options.n_outputs),
+            n_most=self._n_most,
+            n_split=min(VERIFY_MOST, n_most_at_once(target)),
+            n_least=wanted.n_least,
+            n_repeats=max(12, 2 * wanted.n_least),
+            edges=wanted.edges,
+            again=wanted.again,
+            part=self._part,
+        )
+        fill(wanted.table, search, self._times, self._left_s, wanted.date, self._entered)
+        return perf_counter() - self._began
+
+    def _left_s(self) -> float:
+        return self._most_s - (perf_counter() - self._began)
+
+    def _entered(self) -> None:
+        self._pass.on_progress(min(1.0, 1.0 - self._left_s() / self._most_s))
+        self._pass.on_entry()
+
+    def _go(self, way: Way) -> None:
+        if way is self._way:
+            return
+        self._way = way
+        self._target.set_min_batch(_SETTINGS.get(way, self._fixed))
+        if self._target.hybrid is not None:
+            switch = self._target.hybrid.switch
+            switch.is_active, switch.unsplit = way is Way.SPLIT, frozenset()
+        # No timed decode has one token and no row of logits: each that follows builds its graph.
+        self._walk.time_s(1, n_logits=0)
+
+    def _times(self, way: Way, n: int) -> list[float]:
+        """The mean time of decodes that follow each other at one place of the text."""
+        self._go(way)
+        rows = None if n <= VERIFY_MOST else 1  # all of a verification's, the last of a prompt's
+        table = self._pass.table
+        expected_s = table.seconds(way, n) if table.measured(way) else 0.0
+        if expected_s >= _IN_PART_FROM_S and self._part(way, n) < 1.0:
+            return [self._in_part_s(n, rows, self._n_timed(way, n))]
+        n_leads = 0
+        if way in (Way.STREAMED, Way.DENSE, Way.SPLIT, Way.FIXED):
+            n_leads = -(-LEAD_TOKENS // n)
+        if expected_s >= _IN_PART_FROM_S:
+            n_leads = 0
+        elif self._one_s < _LEAD_BELOW_S and self._last != (way, n):
+            n_leads = max(1, n_leads)
+        self._last = way, n
+        self._walk.lead(n, n_leads, rows)
+        run = [self._walk.time_s(n, n_logits=rows) for _ in range(max(1, n_leads // 2))]
+        return [statistics.fmean(run)]
+
+    def _n_timed(self, way: Way, n: int) -> int:
+        """Layers that tell what all take: more than the slots hold, for those are not copied."""
+        facts = self._target.facts
+        share = 1.0
+        if way is Way.STREAMED and facts.n_experts:
+            share = 1.0 - (1.0 - facts.n_experts_used / facts.n_experts) ** n
+        held = self._held_layers / share if way is Way.STREAMED else 0.0
+        return max(_LEAST_LAYERS, round(held) + 1)
+
+    def _part(self, way: Way, n: int) -> float:
+        """The share of a long decode that has to be waited for: the layers timed, and one more."""
+        table, n_layers = self._pass.table, self._n_timed(way, n) + 1
+        if way in (Way.SPLIT, Way.FIXED) or n_layers >= len(self._layers):
+            return 1.0
+        if not table.has(way) or table.seconds(way, n) < _IN_PART_FROM_S:
+            return 1.0
+        return n_layers / len(self._layers)
+
+    def _in_part_s(self, n: int, rows: int | None, n_layers: int) -> float:
+        """A decode of the next tokens, broken off after `n_layers` of its layers and a first one
+        that warms up: all layers are taken to be like these."""
+        assert self._target.device is not None
+        clock = LayerClock(self._layers[1], self._layers[1 + n_layers])
+        with self._target.device.timing_layers(clock):
+            try:
+                return self._walk.time_s(n, n_logits=rows)
+            except BrokenOff:
+                return clock.seconds_of(self._layers)
+
+
+def too_short(target: Engine, text: Sequence[int]) -> bool:
+    """True if the context or the text has no room to measure in."""
+    return min(len(text), target.n_ctx) <= _LEAST_ROOM
+
+
+def use_split_costs(target: Engine, costs: MeasuredCosts | None) -> None:
+    """Have layers split by these costs; without them hits go to the device, others to the CPU."""
+    if target.hybrid is not None and costs is not None:
+        target.hybrid.switch.splitter = ByCosts(costs.costs())

@@ -1,0 +1,208 @@
+"""Which decode to time next, so that a start's few seconds decide the most. Pure.
+
+Each (way, batch size) is worth what its uncertainty may cost: the error of T(n) where the way is
+the fastest, and the seconds that a wrong choice of way would lose where it may be. The machine
+model's times count as uncertain, so a first start times what the model knows least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from offload.costs.table import (
+    TOLERANCE,
+    CostTable,
+    Way,
+    contradicting,
+    entry_of,
+    relative_error,
+)
+from offload.plan.min_batch import VERIFY_MOST
+
+_GRID = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 33, 40, 48, 56, 64)
+_SPANNING = (64, 8)
+_STEP = math.sqrt(2.0)  # ratio between prefill sizes
+_MODELLED = 0.6  # relative uncertainty of a time that only the machine model knows
+_BETWEEN = 0.2  # and of a time between measured sizes that are a factor of two apart
+_ONCE = 0.06  # and of a size that was timed once
+_PREFILL_WEIGHT = 0.3  # of a prefill size in relation to decodes of one token
+_ENOUGH = 0.004  # effect below which nothing more is worth timing
+_LEAST_RETRIES = 4  # timings of a size that contradicts others
+
+Samples = dict[tuple[Way, int], list[float]]  # seconds of each timing
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The measurement: `ways` that may be chosen, for batches of up to `n_verify` rows of logits
+    and prefill of up to `n_most` tokens. `part(way, n)` is the share of a decode that has to be
+    waited for, since long ones are broken off. `edges` are sizes of interest beside the grid."""
+
+    ways: tuple[Way, ...]
+    n_verify: int = VERIFY_MOST
+    n_most: int = VERIFY_MOST
+    n_split: int = VERIFY_MOST  # the largest batch that may be split
+    n_repeats: int = 12  # timings of a size at most
+    n_least: int = 1  # timings of each size of the grid at least, whatever they are worth
+    edges: tuple[int, ...] = ()
+    again: frozenset[tuple[Way, int]] = frozenset()  # if any, these alone are timed
+    part: Callable[[Way, int], float] = field(default=lambda way, n: 1.0)
+
+    def sizes(self, way: Way) -> list[int]:
+        """Sizes that are worth timing, ascending."""
+        if self.again:
+            return sorted(n for w, n in self.again if w is way)
+        most = min(self.n_verify, self.n_split) if way is Way.SPLIT else self.n_verify
+        found = {n for n in (*_GRID, *self.edges, most) if 1 <= n <= most}
+        if self.n_most > VERIFY_MOST and way is not Way.SPLIT and len(self.ways) > 1:
+            n = 2.0 * VERIFY_MOST
+            while n < self.n_most:
+                found.add(round(n))
+                n *= _STEP
+            found.add(self.n_most)
+        return sorted(found)
+
+
+def budget_s(one_s: float, n_ways: int) -> float:
+    """Seconds of a first start's measurement on a machine whose T(1) is `one_s`."""
+    least_s, n_tokens, most_s = (2.6, 44.0, 8.0) if n_ways == 1 else (5.0, 70.0, 13.0)
+    return min(max(least_s, n_tokens * one_s), most_s)
+
+
+def next_size(
+    table: CostTable, samples: Samples, wanted: Wanted, left_s: float
+) -> tuple[Way, int] | None:
+    """The way and size to time next; None if nothing is worth it or fits `left_s`.
+
+    One token in every way comes first, whatever it takes, then the ends and the middle of
+    verification batches.
+    """
+    if wanted.again:
+        return _next_again(table, samples, wanted, left_s)
+    for way in wanted.ways:
+        if not samples.get((way, 1)):
+            return way, 1
+    for place in _SPANNING:
+        for way in wanted.ways:
+            n = min(place, wanted.sizes(way)[-1], wanted.n_verify)
+            if samples.get((way, n)) or expected_s(table, wanted, way, n) > left_s / 4:
+                continue
+            return way, n
+    least = [
+        (len(samples.get((way, n), ())), way, n)
+        for way in wanted.ways
+        for n in wanted.sizes(way)
+        if len(samples.get((way, n), ())) < wanted.n_least
+    ]
+    if wanted.n_least > 1 and least:  # thorough: every size in turn
+        found = min(least, key=lambda item: item[0])
+        return found[1:] if expected_s(table, wanted, *found[1:]) <= left_s else None
+    doubted = _doubted(samples)
+    best: tuple[float, Way, int] | None = None
+    for way in wanted.ways:
+        for n in wanted.sizes(way):
+            times = samples.get((way, n), ())
+            is_doubted = (way, n) in doubted and len(times) < _LEAST_RETRIES
+            if len(times) >= max(wanted.n_repeats, _LEAST_RETRIES if is_doubted else 0):
+                continue
+            cost_s = expected_s(table, wanted, way, n)
+            if cost_s > left_s:
+                continue
+            effect = 1.0 if is_doubted else _effect(table, samples, wanted, way, n)
+            if effect < _ENOUGH:
+                continue
+            worth = effect / math.sqrt(cost_s) / (1 + len(times))
+            if best is None or worth > best[0]:
+                best = worth, way, n
+    return None if best is None else best[1:]
+
+
+def _next_again(
+    table: CostTable, samples: Samples, wanted: Wanted, left_s: float
+) -> tuple[Way, int] | None:
+    """The size of `wanted.again` that was timed least, up to a few times each."""
+    counts = {at: len(samples.get(at, ())) for at in wanted.again}
+    open_ = [
+        at for at, n in counts.items()
+        if n < _LEAST_RETRIES and (not n or expected_s(table, wanted, *at) <= left_s)
+    ]  # fmt: skip
+    return min(open_, key=lambda at: (counts[at], at[1]), default=None)
+
+
+def expected_s(table: CostTable, wanted: Wanted, way: Way, n: int) -> float:
+    """Seconds that timing this size is expected to take."""
+    if not table.has(way):
+        return 0.0
+    return table.seconds(way, n) * wanted.part(way, n)
+
+
+def uncertainty(table: CostTable, way: Way, n: int, times: Sequence[float] = ()) -> float:
+    """Relative uncertainty of `table.seconds(way, n)`, from this start's timings and the table."""
+    measured = table.measured(way)
+    if n in measured:
+        entry = measured[n]
+        if len(times) > 1:
+            return max(relative_error(times), TOLERANCE / len(times))
+        return _ONCE / math.sqrt(entry.n_timed) if entry.n_timed > 1 else _ONCE
+    if not measured:
+        return _MODELLED
+    gaps = [abs(math.log2(n / m)) for m in measured]
+    is_between = min(measured) < n < max(measured)
+    return min(_MODELLED, (_BETWEEN if is_between else 2 * _BETWEEN) * min(gaps))
+
+
+def _effect(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int) -> float:
+    """What not knowing this time may cost, as a share of the time of all batches."""
+    error = uncertainty(table, way, n, samples.get((way, n), ()))
+    weight = 1.0 / math.sqrt(n) if n <= VERIFY_MOST else _PREFILL_WEIGHT
+    known = [w for w in wanted.ways if table.has(w) and n in range(1, 1 + _most(wanted, w))]
+    if not table.has(way):
+        return weight
+    own_s = table.seconds(way, n)
+    others = [w for w in known if w is not way and _compete(w, way)]
+    rival_s = min((table.seconds(w, n) for w in others), default=math.inf)
+    if own_s <= rival_s:
+        # T(n) itself is uncertain; so is the choice, if the rival is close.
+        risk = max(0.0, own_s * (1 + error) - rival_s) / own_s if rival_s < math.inf else 0.0
+        return weight * (error if n <= VERIFY_MOST else risk)
+    return weight * max(0.0, rival_s - own_s * (1 - error)) / rival_s
+
+
+def _compete(a: Way, b: Way) -> bool:
+    """True if a batch goes one of these ways or the other; dense weights are decided apart."""
+    return Way.IN_PLACE in (a, b) or Way.DENSE not in (a, b)
+
+
+def _most(wanted: Wanted, way: Way) -> int:
+    return wanted.n_split if way is Way.SPLIT else max(wanted.n_verify, wanted.n_most)
+
+
+def _doubted(samples: Mapping[tuple[Way, int], Sequence[float]]) -> set[tuple[Way, int]]:
+    """Timed sizes whose times contradict those of other sizes of their way."""
+    by_way: dict[Way, dict[int, float]] = {}
+    for (way, n), times in samples.items():
+        if times:
+            by_way.setdefault(way, {})[n] = entry_of(times).seconds
+    return {(way, n) for way, seconds in by_way.items() for n in contradicting(seconds)}
+
+
+def fill(
+    table: CostTable,
+    wanted: Wanted,
+    time_size: Callable[[Way, int], Sequence[float]],
+    left_s: Callable[[], float],
+    date: str,
+    on_entry: Callable[[], None] = lambda: None,
+) -> None:
+    """Time sizes while that is worth it and `left_s` is above 0; the table gets their entries.
+
+    `time_size` returns the seconds of each of its decodes. `on_entry` is told of every new entry.
+    """
+    samples: Samples = {}
+    while (chosen := next_size(table, samples, wanted, left_s())) is not None:
+        times = samples.setdefault(chosen, [])
+        times += time_size(*chosen)
+        table.add(*chosen, entry_of(times, date))
+        on_entry()

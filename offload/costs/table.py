@@ -1,0 +1,287 @@
+"""The cost table: seconds of a decode by way and batch size, and what follows from it. Pure.
+
+A *way* is how the weights in host memory are computed. The table answers every question about
+speed: min-batch is where streaming crosses the CPU, a batch is split where splitting is fastest,
+and T(n), which drafts are priced by, is the least of the ways at n.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from statistics import fmean, median, quantiles
+
+from offload.plan.min_batch import NEVER, MinBatch, Regime, by_rule, regimes
+
+CONTRADICTS = 1.2  # ratio of a time to what the other sizes allow: more than noise
+TOLERANCE = 0.03  # relative error of a median up to which repetitions agree
+PAYS = 0.97  # another way must be this much faster: a tie is noise, and changing ways costs
+SETTLED = 3  # starts that timed a contradicting size again, after which it is believed
+_DISTURBED = 1.3  # ratio to the median from which on something else ran
+_MAD_TO_SIGMA, _MEDIAN_TO_MEAN = 1.4826, 1.2533  # of a normal distribution
+_COMPUTING = 1e-4  # share of the streamed weights' time that one more token takes on the device
+_SECONDS = 1e6  # longer decodes are no measurements
+
+
+class Way(StrEnum):
+    """How a decode computes the weights in host memory."""
+
+    IN_PLACE = "in place"  # by the CPU; also the only way of a model that does not stream
+    STREAMED = "streamed"  # experts are copied to the device; dense weights as in place
+    SPLIT = "split"  # the CPU and the device share each layer's experts
+    DENSE = "dense streamed"  # dense weights are copied; experts as in place
+    FIXED = "as --min-batch says"  # in place or streamed, as the user's threshold has it
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One decode time. `spread` is half the interquartile range over the median; `n_timed` 0 marks
+    a time of the machine model; `n_retried` counts starts that found a doubted time as long."""
+
+    seconds: float
+    spread: float = 0.0
+    n_timed: int = 0
+    date: str = ""  # ISO date of the last measurement
+    n_retried: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError unless this is a time."""
+        counts = self.n_timed >= 0 and self.n_retried >= 0
+        if not (0.0 < self.seconds < _SECONDS and 0.0 <= self.spread < _SECONDS and counts):
+            raise ValueError(f"{self.seconds} s, timed {self.n_timed} times, is no measurement")
+
+    @property
+    def is_modelled(self) -> bool:
+        return self.n_timed == 0
+
+
+def typical(times: Sequence[float]) -> float:
+    """Mean of the undisturbed times: texts have cheap tokens, and no decode is too fast."""
+    most = _DISTURBED * median(times)
+    return fmean([t for t in times if t <= most])
+
+
+def relative_error(times: Sequence[float]) -> float:
+    """Standard error of the median over the median; infinite for a single time."""
+    if len(times) < 2 or (middle := median(times)) <= 0.0:
+        return math.inf
+    deviation = median([abs(t - middle) for t in times])
+    return _MEDIAN_TO_MEAN * _MAD_TO_SIGMA * deviation / math.sqrt(len(times)) / middle
+
+
+def entry_of(times: Sequence[float], date: str = "") -> Entry:
+    """The entry of a size whose decodes took `times` seconds."""
+    spread = 0.0
+    if len(times) > 1:
+        low, middle, high = quantiles(times, n=4, method="inclusive")
+        spread = (high - low) / 2 / middle if middle > 0 else 0.0
+    return Entry(max(typical(times), 1e-9), spread, len(times), date)
+
+
+def agreeing(seconds: Mapping[int, float]) -> dict[int, float]:
+    """The longest times up to `seconds` that do not contradict each other, by batch size.
+
+    A batch takes no longer than a larger one, nor than smaller ones that it can be cut into.
+    Disturbances only make decodes longer, so the shorter of two contradicting times is believed.
+    """
+    sizes = sorted(seconds)
+    low = [seconds[n] for n in sizes]
+    for i in range(len(low) - 2, -1, -1):
+        low[i] = min(low[i], low[i + 1])
+    for i, n in enumerate(sizes):
+        for j in range(i):
+            rest = bisect_left(sizes, n - sizes[j])  # the least size that holds what is left
+            if rest < i:
+                low[i] = min(low[i], low[j] + low[rest])
+            else:
+                low[i] = min(low[i], math.ceil(n / sizes[j]) * low[j])
+    return dict(zip(sizes, low, strict=True))
+
+
+def contradicting(seconds: Mapping[int, float]) -> list[int]:
+    """Batch sizes whose time is longer, by more than noise, than the other sizes allow."""
+    most = agreeing(seconds)
+    return [n for n in sorted(seconds) if seconds[n] > CONTRADICTS * most[n]]
+
+
+def is_believed(retried_s: float, stated_s: float, most_s: float) -> bool:
+    """True if a repeated time replaces a doubted one: it agrees with the other sizes, which allow
+    `most_s`, or is shorter by more than noise."""
+    return retried_s <= CONTRADICTS * most_s or CONTRADICTS * retried_s < stated_s
+
+
+@dataclass
+class CostTable:
+    """Entries by way and batch size, of a model with `n_experts` a layer, `n_used` by a token."""
+
+    n_experts: int = 0
+    n_used: int = 0
+    ways: dict[Way, dict[int, Entry]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that no batch has."""
+        bad = [n for entries in self.ways.values() for n in entries if n < 1]
+        if bad or self.n_used > self.n_experts:
+            raise ValueError(f"no batch has {bad} tokens, or a token uses too many experts")
+
+    def entries(self, way: Way) -> dict[int, Entry]:
+        """Measured entries of a way; the modelled ones while none is measured."""
+        known = self.ways.get(way, {})
+        measured = {n: e for n, e in known.items() if not e.is_modelled}
+        return measured or known
+
+    def measured(self, way: Way) -> dict[int, Entry]:
+        return {n: e for n, e in self.ways.get(way, {}).items() if not e.is_modelled}
+
+    def has(self, way: Way) -> bool:
+        return bool(self.ways.get(way))
+
+    @property
+    def is_measured(self) -> bool:
+        return any(self.measured(way) for way in self.ways)
+
+    @property
+    def n_most(self) -> int:
+        """The largest batch in the table; 0 for an empty one."""
+        return max((n for entries in self.ways.values() for n in entries), default=0)
+
+    def add(self, way: Way, n: int, entry: Entry) -> None:
+        self.ways.setdefault(way, {})[n] = entry
+
+    def without_modelled(self) -> CostTable:
+        ways = {way: self.measured(way) for way in self.ways}
+        return replace(self, ways={way: entries for way, entries in ways.items() if entries})
+
+    # -- the one interpolation ---------------------------------------------------------------------
+
+    def seconds(self, way: Way, n: int) -> float:
+        """Seconds of a decode of `n` tokens: on the line between the known sizes around n, beyond
+        them as the machine model goes on, or else on the line through the last two.
+
+        Streaming grows with the share of the weights that n tokens need, everything else with the
+        tokens. Raises KeyError for a way without entries.
+        """
+        entries = self.ways[way]
+        measured = {size: e.seconds for size, e in entries.items() if not e.is_modelled}
+        known = measured or {size: e.seconds for size, e in entries.items()}
+        modelled = {size: e.seconds for size, e in entries.items() if e.is_modelled}
+        last = max(measured, default=0)
+        if measured and (len(measured) == 1 or n > last) and max(modelled, default=0) > last:
+            points = self._points(way, modelled)
+            factor = measured[last] / _on_line(points, self._at(way, last))
+            return factor * _on_line(points, self._at(way, n)) if n != last else measured[last]
+        if len(known) == 1 and way is Way.IN_PLACE and self.n_experts:
+            # Reading experts grows with their share and computing with the tokens.
+            ((size, seconds),) = known.items()
+            share = self._need(n) / self._need(size)
+            return seconds * math.sqrt(max(1.0, n / size) * max(1.0, share))
+        return max(_on_line(self._points(way, known), self._at(way, n)), 1e-9)
+
+    def _points(self, way: Way, seconds: Mapping[int, float]) -> list[tuple[float, float]]:
+        return sorted((self._at(way, n), s) for n, s in seconds.items())
+
+    def _at(self, way: Way, n: int) -> float:
+        return self._need(n) if way in (Way.STREAMED, Way.DENSE) else float(n)
+
+    def _need(self, n: int) -> float:
+        """The share of the streamed weights that n tokens need, each choosing at random."""
+        share = 1.0 - (1.0 - self.n_used / self.n_experts) ** n if self.n_experts else 1.0
+        return share + _COMPUTING * n
+
+    # -- derived answers ---------------------------------------------------------------------------
+
+    def min_batch(self, n_most: int) -> MinBatch:
+        """Thresholds from which streaming pays, for batches of up to `n_most` tokens; by rule for
+        weights of which nothing was measured."""
+        rule = by_rule(self.n_experts, self.n_used)
+        found: list[list[int]] = []
+        for way, guess in ((Way.STREAMED, rule.experts), (Way.DENSE, rule.dense)):
+            parts = regimes(n_most)
+            found.append([self.threshold(way, regime, guess) for regime in parts])
+        experts, dense = found
+        prefill = (experts[1], dense[1]) if len(experts) > 1 else (None, None)
+        return MinBatch(experts[0], dense[0], *prefill)
+
+    def threshold(self, way: Way, regime: Regime, guess: int) -> int:
+        """The least size of the regime from which on `way` beats the CPU at every size, or
+        `NEVER`; `guess` if either way is missing."""
+        if not (self.has(way) and self.has(Way.IN_PLACE)):
+            return max(guess, regime.first) if guess <= regime.last else NEVER
+        found = NEVER
+        timed = (n for w in (way, Way.IN_PLACE) for n in self.entries(w))
+        inside = {n for n in timed if regime.first <= n <= regime.last}
+        for n in sorted({*regime.sizes(), *inside}, reverse=True):
+            if self.seconds(way, n) > PAYS * self.seconds(Way.IN_PLACE, n):
+                break
+            found = n
+        return found
+
+    def split_sizes(self, most: int) -> list[int]:
+        """Batch sizes up to `most` at which splitting layers is the fastest way."""
+        known = self.has(Way.SPLIT)
+        return [n for n in range(1, most + 1) if known and self.best(n)[0] is Way.SPLIT]
+
+    def best(self, n: int, ways: Collection[Way] | None = None) -> tuple[Way, float]:
+        """The fastest way of experts at `n` tokens, of those allowed, and its seconds.
+
+        Streaming dense weights saves as much in every way of experts.
+        """
+        dense_s = 0.0
+        if self.has(Way.DENSE) and self.has(Way.IN_PLACE):
+            dense_s = min(0.0, self.seconds(Way.DENSE, n) - self.seconds(Way.IN_PLACE, n))
+        wanted = ways or (Way.FIXED, Way.IN_PLACE, Way.STREAMED, Way.SPLIT)
+        known = [way for way in wanted if self.has(way) and way is not Way.DENSE]
+        if not known:
+            raise KeyError(f"no time of {', '.join(wanted)}")
+        way = min(known, key=lambda w: self.seconds(w, n) * (1.0 if w is known[0] else 1 / PAYS))
+        return way, max(self.seconds(way, n) + dense_s, 1e-9)
+
+    def curve(self, n_max: int, ways: Collection[Way] | None = None) -> list[float]:
+        """T(1) to T(n_max), each in its fastest way."""
+        return [self.best(n, ways)[1] for n in range(1, n_max + 1)]
+
+    def doubted(self, way: Way, most: int = 1 << 30) -> list[int]:
+        """Measured sizes up to `most` whose times contradict others, unless starts settled them."""
+        found = {n: e for n, e in self.measured(way).items() if n <= most}
+        seconds = {n: e.seconds for n, e in found.items()}
+        return [n for n in contradicting(seconds) if found[n].n_retried < SETTLED]
+
+    def retried(self, way: Way, n: int, entry: Entry) -> None:
+        """Take a time measured again for a doubted size, and count the retry if it was in vain."""
+        before = self.ways[way][n]
+        most = agreeing({m: e.seconds for m, e in self.measured(way).items()})
+        kept = entry if is_believed(entry.seconds, before.seconds, most[n]) else before
+        n_timed = before.n_timed + entry.n_timed
+        self.add(way, n, replace(kept, n_timed=n_timed, date=entry.date, n_retried=0))
+        if n in self.doubted(way):
+            self.add(way, n, replace(self.ways[way][n], n_retried=before.n_retried + 1))
+
+
+def _on_line(points: Sequence[tuple[float, float]], x: float) -> float:
+    if len(points) == 1:
+        return points[0][1] * max(1.0, x / points[0][0])
+    low, high = points[-2], points[-1]
+    for left, right in zip(points, points[1:], strict=False):
+        if x <= right[0]:
+            low, high = left, right
+            break
+    slope = (high[1] - low[1]) / (high[0] - low[0])
+    if x > high[0]:
+        return high[1] + max(0.0, slope) * (x - high[0])
+    if x < low[0]:
+        return low[1]
+    return low[1] + slope * (x - low[0])
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers, neighbours together: "1 to 3, 8"."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][1] == n - 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in parts)

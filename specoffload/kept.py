@@ -1,0 +1,308 @@
+"""The kept file: everything measured or counted of one model on one machine, for later starts.
+
+One readable JSON file per model and machine lies in the profile folder; `machine.json` beside them
+keeps what holds for every model. This module alone says why something was kept or not used. Files
+of earlier versions are ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime
+from glob import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+from pydantic import TypeAdapter, ValidationError
+
+from numa.topology import Topology
+from numa.tune import TuneResult
+from offload.costs.table import CostTable
+from offload.model import ModelFacts
+from offload.plan.machine import Sharing
+from offload.plan.sharing import TokenMix
+from offload.routing import LEAST_TOKENS, N_KEPT, SHARES, CountedHits, counted_hits
+from offload.split.costs import MeasuredCosts
+from specdec.whole_file import read_text, whole_file
+from specoffload.errors import UsageError
+
+if TYPE_CHECKING:
+    from offload.routing import RoutingRecorder
+
+TUNE = "`specoffload tune numa`"
+MACHINE_FILE = "machine.json"
+LEAST_MIX_TOKENS = 4096  # tokens counted over all runs before plans use their mix
+MIX_HALF_LIFE_TOKENS = float(1 << 18)  # newer tokens after which older ones weigh half
+_MOST_BYTES = 4 << 20
+_MOST_RUNS = 24  # kept of one model; the oldest goes
+_SLOTS_ALIKE = 0.1  # relative difference of slots up to which two runs are the same
+_OFTEN, _OFTEN_MIX = 4 * N_KEPT, 1 << 16  # tokens after which a long session keeps its counts
+_HEADER_BYTES, _N_SAMPLES, _SAMPLE_BYTES = 1 << 20, 64, 4096
+
+
+@dataclass
+class KeptDraft:
+    """What was measured of one draft model beside the target, and learnt of the drafters."""
+
+    step_s: float = 0.0
+    step_by_depth_s: dict[int, float] = field(default_factory=dict)  # by tokens of context
+    calibration: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class KeptRun:
+    """The costs of a model opened with certain settings: the words that they depend on."""
+
+    settings: dict[str, str]
+    sharing: Sharing = Sharing()  # of device memory, by the plan
+    table: CostTable = field(default_factory=CostTable)
+    split: MeasuredCosts | None = None
+    mla_tokens: int | None = None  # largest batch of the broadcast form
+    date: str = ""
+    n_verify: int = 0  # the largest batch with a row of logits for each token
+    n_least: int = 0  # timings of each size that a thorough measurement made
+    drafts: dict[str, KeptDraft] = field(default_factory=dict)
+
+    def difference(self, settings: Mapping[str, str], sharing: Sharing) -> str:
+        """The first setting that differs, in words; empty if this run's costs hold."""
+        for name in {**self.settings, **settings}:
+            mine, theirs = self.settings.get(name, ""), settings.get(name, "")
+            if mine != theirs:
+                return f"its {name} is {mine!r}, this run's is {theirs!r}"
+        if self.sharing.n_resident != sharing.n_resident:
+            return f"it had {self.sharing.n_resident} resident layers, not {sharing.n_resident}"
+        if not alike(self.sharing, sharing):
+            return f"it had {self.sharing.n_slots} slots for experts, not {sharing.n_slots}"
+        return ""
+
+
+def alike(a: Sharing, b: Sharing) -> bool:
+    """True if decodes cost the same: free memory differs a little from start to start."""
+    same = (a.n_resident, a.n_dense_streamed) == (b.n_resident, b.n_dense_streamed)
+    return same and abs(a.n_slots - b.n_slots) <= _SLOTS_ALIKE * max(a.n_slots, b.n_slots)
+
+
+@dataclass
+class Kept:
+    """A kept file. `model` is a hash of the model's bytes, empty in the machine's own file."""
+
+    model: str = ""
+    machine: str = ""
+    format: Literal[4] = 4
+    runs: list[KeptRun] = field(default_factory=list)
+    hits: CountedHits | None = None
+    mix: TokenMix = TokenMix(0, 0)
+    engines: dict[str, dict[str, float]] = field(default_factory=dict)  # seconds of a draft's token
+    numa: TuneResult | None = None
+
+    @property
+    def mix_for_plan(self) -> TokenMix | None:
+        """The proportion that a plan is made for; None if the runs had too few tokens."""
+        if self.mix.n_prompt + self.mix.n_generated < LEAST_MIX_TOKENS:
+            return None
+        return TokenMix(max(1, self.mix.n_prompt), max(1, self.mix.n_generated)).rounded
+
+    def run(self, settings: Mapping[str, str], sharing: Sharing) -> tuple[KeptRun | None, str]:
+        """The run of these settings, or None and why there is none."""
+        why = "nothing was measured yet"
+        for run in reversed(self.runs):
+            difference = run.difference(settings, sharing)
+            if not difference:
+                return run, f"measured on {run.date}"
+            why = difference
+        return None, why
+
+    def put(self, run: KeptRun) -> None:
+        """Keep a run in the place of the one with its settings."""
+        others = [r for r in self.runs if r.difference(run.settings, run.sharing)]
+        self.runs = [*others, run][-_MOST_RUNS:]
+
+    def count(self, hits: CountedHits | None, mix: TokenMix) -> None:
+        """Add counts; earlier ones weigh less the more is counted later."""
+        if self.hits is not None and (hits is None or hits.n_used == self.hits.n_used):
+            hits = self.hits if hits is None else self.hits.merged(hits)
+        self.hits = hits
+        weight = 0.5 ** ((mix.n_prompt + mix.n_generated) / MIX_HALF_LIFE_TOKENS)
+        self.mix = TokenMix(
+            round(weight * self.mix.n_prompt + mix.n_prompt, 1),
+            round(weight * self.mix.n_generated + mix.n_generated, 1),
+        )
+
+
+_FORM: TypeAdapter[Kept] = TypeAdapter(Kept)
+
+
+def today() -> str:
+    """The ISO date that is kept with what is measured now."""
+    return datetime.now(UTC).date().isoformat()
+
+
+@functools.cache
+def machine_words() -> str:
+    """The machine that measurements hold for: its processors and memory."""
+    memory_gib = round(psutil.virtual_memory().total / (1 << 30))
+    name = platform.processor() or platform.machine()
+    return f"{os.cpu_count()} processors ({name}), {memory_gib} GiB"
+
+
+def model_hash(facts: ModelFacts) -> str:
+    """Hash of the header, sizes and sampled bytes of every part: 600 GB are not read."""
+    digest = hashlib.sha256()
+    for path in sorted({facts.path, *(place.file for place in facts.weights.values())}):
+        size = path.stat().st_size
+        digest.update(str(size).encode())
+        with path.open("rb") as f:
+            digest.update(f.read(_HEADER_BYTES))
+            for i in range(1, _N_SAMPLES + 1):
+                f.seek(max(0, size * i // _N_SAMPLES - _SAMPLE_BYTES))
+                digest.update(f.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:24]
+
+
+class KeptFile:
+    """The kept file of one model on this machine."""
+
+    def __init__(self, folder: Path, facts: ModelFacts | None = None) -> None:
+        """Without `facts` it is the machine's own file."""
+        self._model = "" if facts is None else model_hash(facts)
+        self._n_experts = 0 if facts is None else facts.n_experts
+        self.path = folder / MACHINE_FILE
+        if facts is not None:
+            digest = hashlib.sha256(f"{self._model}\0{machine_words()}".encode()).hexdigest()
+            self.path = folder / f"{facts.path.stem}-{digest[:12]}.json"
+
+    @staticmethod
+    def may_exist(folder: Path, model_file: Path) -> bool:
+        """False if no file is kept for a model of that name: its header need not be read."""
+        return folder.is_dir() and any(folder.glob(f"{escape(model_file.stem)}-*.json"))
+
+    def load(self) -> tuple[Kept, str]:
+        """What is kept, and a complaint if the file cannot be used."""
+        nothing = Kept(self._model, machine_words())
+        try:
+            kept = _FORM.validate_json(read_text(self.path, _MOST_BYTES))
+        except FileNotFoundError:
+            return nothing, ""
+        except ValidationError as e:
+            first = e.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            return nothing, f"{self.path} is damaged and not used: {where}: {first['msg']:.200}"
+        except (OSError, ValueError, RecursionError) as e:
+            return nothing, f"{self.path} cannot be read and is not used: {e}"
+        if (kept.model, kept.machine) != (nothing.model, nothing.machine):
+            return nothing, f"{self.path} is not used: it is of another model or machine"
+        if kept.hits is not None and (why := self._bad_hits(kept.hits)):
+            return nothing, f"{self.path} is damaged and not used: {why}"
+        return kept, ""
+
+    def update(self, change: Callable[[Kept], None]) -> str:
+        """Apply `change` to what is kept now and write it, whole or not at all.
+
+        Returns a sentence if that is not possible, which ends no run, else nothing.
+        """
+        kept, _ = self.load()
+        change(kept)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(self.path) as f:
+                f.write(_FORM.dump_json(kept, indent=1) + b"\n")
+        except OSError as e:
+            return f"measurements are not kept: {e}; SPECOFFLOAD_PROFILE_DIR names another folder"
+        return ""
+
+    def _bad_hits(self, hits: CountedHits) -> str:
+        """Why these cannot be hits of this model; empty if they can."""
+        rates = [rate for of_layer in hits.layers.values() for rate in of_layer]
+        if hits.n_experts != self._n_experts or not 0 < hits.n_used <= hits.n_experts:
+            return f"hits of {hits.n_experts} experts, {hits.n_used} of them used"
+        if not hits.layers or any(len(of) != len(SHARES) for of in hits.layers.values()):
+            return f"a layer has not the hits of {len(SHARES)} shares"
+        if not all(0.0 <= rate <= 1.0 for rate in rates) or not 0.0 < hits.n_tokens < 1e9:
+            return "hits that are no shares of uses"
+        if any(len(uses) != hits.n_experts or min(uses) < 0 for uses in hits.uses.values()):
+            return f"a layer has not the uses of {hits.n_experts} experts"
+        return ""
+
+
+class HitKeeper:
+    """Keeps what a session's recorder has and its runs' tokens, at its end and after long use."""
+
+    def __init__(
+        self, file: KeptFile, n_experts: int, recorder: RoutingRecorder,
+        tokens: Callable[[], TokenMix],
+    ) -> None:  # fmt: skip
+        """`tokens` tells what the session has evaluated and generated so far."""
+        self._file, self._n_experts, self._recorder = file, n_experts, recorder
+        self._tokens, self._kept_mix = tokens, TokenMix(0, 0)
+        self._n_kept = 0
+
+    @property
+    def is_due(self) -> bool:
+        """True if a session that goes on has much that was not kept."""
+        new = self._new_tokens()
+        n_recorded = self._recorder.n_tokens - self._n_kept
+        return n_recorded >= _OFTEN or new.n_prompt + new.n_generated >= _OFTEN_MIX
+
+    def _new_tokens(self) -> TokenMix:
+        now, kept = self._tokens(), self._kept_mix
+        return TokenMix(now.n_prompt - kept.n_prompt, now.n_generated - kept.n_generated)
+
+    def keep(self) -> str:
+        """Count what was recorded since the last time and keep it if it is enough; a sentence if
+        that is not possible."""
+        mix, hits = self._new_tokens(), None
+        n_new = min(self._recorder.n_tokens - self._n_kept, N_KEPT)
+        if n_new >= LEAST_TOKENS:
+            recorded = {layer: ids[-n_new:] for layer, ids in self._recorder.recorded().items()}
+            hits = counted_hits(recorded, self._n_experts, date.fromisoformat(today()))
+            self._n_kept = self._recorder.n_tokens
+        if hits is None and mix.n_prompt + mix.n_generated < LEAST_TOKENS:
+            return ""
+        self._kept_mix = self._tokens()
+        return self._file.update(lambda kept: kept.count(hits, mix))
+
+
+# -- the machine's own file ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The NUMA choice measured on this machine, or None and, if there is something to say, why."""
+
+    result: TuneResult | None = None
+    why_not: str = ""
+
+
+def load_tuned(folder: Path, topology: Topology) -> Tuned:
+    """The kept choice if it is for this machine as it is now."""
+    kept, complaint = KeptFile(folder).load()
+    if kept.numa is None:
+        return Tuned(None, complaint and f"{complaint}; run {TUNE} again")
+    if not kept.numa.is_for(topology):
+        return Tuned(
+            None,
+            f"the tuned NUMA choice is for {kept.numa.machine}, which this machine no longer is:"
+            f" not used, run {TUNE} again",
+        )
+    return Tuned(kept.numa)
+
+
+def save_tuned(folder: Path, result: TuneResult) -> Path:
+    """Keep the choice for later starts. Raises UsageError for a folder that cannot be written."""
+    file = KeptFile(folder)
+    if failed := file.update(lambda kept: setattr(kept, "numa", result)):
+        raise UsageError(failed)
+    return file.path
+
+
+def tuned_sentence(result: TuneResult) -> str:
+    """The start-up line of a tuned choice, with its numbers."""
+    trial = next(t for t in result.trials if t.candidate == result.best)
+    times = ", ".join(f"T({n}) {s * 1e3:.1f} ms" for n, s in sorted(trial.seconds.items()))
+    return f"measured by {TUNE}: {times}"

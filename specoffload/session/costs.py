@@ -1,0 +1,517 @@
+"""A session's costs: kept by an earlier start or measured now, corrected while serving, and kept.
+
+One table answers everything: --min-batch auto, --hybrid auto, and T(n), which drafts are priced by.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from time import perf_counter
+
+from offload.costs.learner import Learner
+from offload.costs.measuring import (
+    Pass,
+    measure,
+    measure_split,
+    n_most_at_once,
+    streamed_kinds,
+    too_short,
+    use_split_costs,
+    ways_of,
+)
+from offload.costs.table import CostTable, Entry, Way, ranges
+from offload.engine import Engine
+from offload.errors import DeviceFailed, OffloadError
+from offload.native_build import library_build
+from offload.plan.machine import TYPICAL, Sharing, model_work, modelled
+from offload.plan.min_batch import VERIFY_MOST, MinBatch, by_rule
+from offload.split.switch import MOST_TOKENS
+from specdec.costs.calibration import Calibration
+from specdec.costs.profile import CostProfile, Timed
+from specdec.costs.profile_io import parse_batch_costs
+from specdec.decoding.loop import Step
+from specdec.errors import BadProfile
+from specoffload.config.options import Toggle
+from specoffload.config.resolution import Config
+from specoffload.kept import Kept, KeptDraft, KeptFile, KeptRun, model_hash, today
+from specoffload.session.progress import OnProgress, ignore
+from specoffload.speculation.draft_model import DraftModel, real_text, step_by_depth_s
+
+_STEP = "measuring this machine"
+_UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
+_LEAST_DECODES = 16  # a session that decoded fewer keeps nothing
+
+log = logging.getLogger("specoffload.session")
+
+
+def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
+    """The words that decode times depend on, beside the slots. `fixed` is the user's threshold."""
+    o, plan = target.options, target.plan
+    parts = [f"flash-attn {o.flash_attn}", f"ubatch {o.n_ubatch}"]
+    if plan is not None:
+        s = o.streaming
+        parts += [
+            f"streamed {plan.streamed_bytes}",
+            "min-batch auto" if fixed is None else f"min-batch {fixed.experts}/{fixed.dense}",
+            f"prefetch depth {s.depth}, guesses {s.prefetch}",
+        ]
+    return {
+        "plan": ", ".join(parts),
+        "threads": thread_words(o.n_threads, o.n_threads_batch),
+        "device": f"{target.choice.name}, {target.choice.description}",
+        "build": library_build(),
+    }
+
+
+def thread_words(n_threads: int, n_threads_batch: int) -> str:
+    """Both teams' numbers of threads, as settings have them."""
+    return f"{n_threads}/{n_threads_batch}"
+
+
+def draft_key(draft: DraftModel | None) -> str:
+    """The words that a draft's time depends on; empty without one."""
+    if draft is None:
+        return ""
+    o = draft.options
+    place = draft.choice.name if isinstance(draft, Engine) else f"torch {draft.options.device}"
+    words = [model_hash(draft.facts), place, f"threads {o.n_threads}"]
+    if not isinstance(draft, Engine):
+        t = draft.options
+        words += [t.dtype, f"graphs {t.graphs}", f"kept {len(t.kept)}"]
+    return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Thorough:
+    """How `tune` measures: within `most_s` seconds, each size at least `n_least` times."""
+
+    most_s: float
+    n_least: int
+    text: Sequence[int]
+
+
+class SessionCosts:
+    """Opens with the measurement; `on_step` learns from decodes, and `close` keeps it all."""
+
+    def __init__(
+        self,
+        config: Config,
+        target: Engine,
+        draft: DraftModel | None,
+        on_progress: OnProgress = ignore,
+        say: Callable[[str], None] = log.warning,
+        *,
+        drafts: bool = False,
+        thorough: Thorough | None = None,
+    ) -> None:
+        """May measure for some seconds. `drafts`: T(n) is wanted for drafts. `say` gets a sentence
+        when batches go another way in the middle of an answer. Raises BadProfile, and DeviceFailed
+        if layers cannot be split though --hybrid on asks for it."""
+        self._config, self._target, self._draft, self._say = config, target, draft, say
+        self._on_progress, self._thorough = on_progress, thorough
+        spec = config.spec
+        folder = spec.profile_dir if spec.use_profile else None
+        self._file = None if folder is None else KeptFile(folder, target.facts)
+        self._prices = drafts and (spec.needs_profile or not spec.options.is_on)
+        self._fixed = config.min_batch
+        self._kinds = streamed_kinds(target)
+        self._toggle = config.hybrid.toggle
+        self.notes: list[str] = []
+        self.learner: Learner | None = None
+        self.complaint = ""
+        if self._kinds and self._fixed is None and self._file is None:
+            self._fixed = by_rule(target.facts.n_experts, target.facts.n_experts_used)
+            words = self._fixed.words(self._kinds)
+            self.notes.append(f"--min-batch: nothing is measured, by rule {words}")
+            target.set_min_batch(self._fixed)
+            target.build_anew()
+        splits = target.hybrid is not None and self._toggle is not Toggle.OFF
+        if target.hybrid is not None and splits and not config.hybrid.asked and self._file is None:
+            self.notes.append("--hybrid: nothing is measured, so no layer is split")
+            splits = False
+        if target.hybrid is not None:
+            target.hybrid.switch.is_active = False
+        self._splits = splits
+        facts = target.facts
+        n_used = facts.n_experts_used if facts.n_experts else 0
+        self._nothing = CostTable(facts.n_experts, min(n_used, facts.n_experts))
+        self.run = KeptRun(settings_of(target, self._fixed), self._sharing(), self._nothing)
+        self._batch_costs: Learner | None = None
+        self._n_decodes = self._n_again = 0
+        self.profile, self.calibration = _UNPRICED, Calibration()
+        self._open()
+        if drafts:
+            self._price()
+
+    # -- opening -----------------------------------------------------------------------------------
+
+    def _sharing(self) -> Sharing:
+        plan = self._target.plan
+        return Sharing() if plan is None else plan.sharing
+
+    @property
+    def _needs_table(self) -> bool:
+        """True if there is something to choose or to price by the table."""
+        ways = self._ways()
+        chooses = len(ways) > (1 if self._toggle is not Toggle.ON or not self._splits else 2)
+        return self._prices or chooses or self._thorough is not None
+
+    def _ways(self) -> tuple[Way, ...]:
+        return ways_of(self._target, fixed=self._fixed is not None, splits=self._splits)
+
+    def _open(self) -> None:
+        """Find the costs that are kept, or measure them; then go by them."""
+        target, began = self._target, perf_counter()
+        if not (self._needs_table or self._splits):
+            self._say_not_split()
+            return
+        why = "nothing is kept"
+        if self._file is not None:
+            kept, self.complaint = self._file.load()
+            found, why = kept.run(self.run.settings, self.run.sharing)
+            why = self.complaint or why
+            if found is not None:
+                self.run = found
+        is_new = self._measure_if_needed()
+        if is_new:
+            self.run.date = today()
+        if is_new or self._n_again:
+            self._keep()
+        if is_new:
+            took_s = perf_counter() - began
+            how = (
+                f"measured in {took_s:.1f} s, since {why}"
+                if self._file
+                else (f"measured in {took_s:.1f} s, not kept")
+            )
+        else:
+            again = f"; {self._n_again} that contradicted others timed again" * bool(self._n_again)
+            how = f"{why}{again}, kept in {self._file.path}" if self._file else why
+        target.set_min_batch(self._choose())
+        if not self._learns():
+            target.build_anew()
+        self._say_chosen(how)
+
+    def _measure_if_needed(self) -> bool:
+        """Measure what is missing; True if something was."""
+        target, run = self._target, self.run
+        is_new = False
+        if self._splits and run.split is None:
+            self._on_progress(_STEP, 0.0)
+            try:
+                run.split = measure_split(target)
+            except DeviceFailed as e:
+                self._cannot_split(e)
+            is_new = run.split is not None
+        if self._splits:
+            use_split_costs(target, run.split)
+            assert target.hybrid is not None
+            self._splits = not target.hybrid.switch.declined
+        if not self._needs_table:
+            return is_new
+        ways = self._ways()
+        text = self._thorough.text if self._thorough else real_text(target)
+        if too_short(target, text):
+            raise BadProfile(f"a context of {target.n_ctx} tokens is too short to measure in")
+        if self._thorough or any(not run.table.measured(w) for w in ways) or self._is_short():
+            self._pass(ways, text)
+            is_new = True
+        elif self._doubted(ways):
+            self._time_again(ways, text)
+        if self._prices and self._draft is not None and not self._kept_draft().step_s:
+            steps_s = step_by_depth_s(self._draft.sequences, real_text(self._draft))
+            draft = self._kept_draft()
+            draft.step_by_depth_s, draft.step_s = steps_s, fmean(steps_s.values())
+            is_new = True
+        return is_new
+
+    def _cannot_split(self, error: DeviceFailed) -> None:
+        if self._toggle is Toggle.ON:
+            raise error
+        target = self._target
+        self._splits = False  # what nobody asked for is no reason not to start
+        target.sequences.rewind(0, 0)
+        target.build_anew()
+        flag = f"--hybrid {self._toggle}"
+        self.notes.append(f"{flag}: no layer is split: measuring it failed: {error}")
+
+    @property
+    def _n_verify(self) -> int:
+        """Tokens of the largest verification batch that this run can decode."""
+        return min(VERIFY_MOST, self._target.n_ctx - 1, self._target.options.n_outputs)
+
+    def _is_short(self) -> bool:
+        """True if the kept T(n) ends below what this run may draft and measure."""
+        wanted = min(1 + self._config.spec.longest, self._n_verify)
+        return self._prices and self.run.n_verify < wanted
+
+    def _pass(self, ways: Sequence[Way], text: Sequence[int]) -> None:
+        target, thorough = self._target, self._thorough
+        table = self.run.table
+        if thorough is None:
+            self.run.table = table = self._expected(ways)
+        edges = () if self._fixed is None else (self._fixed.experts, self._fixed.dense)
+        wanted = Pass(
+            table,
+            tuple(ways),
+            today(),
+            most_s=None if thorough is None else thorough.most_s,
+            n_least=1 if thorough is None else thorough.n_least,
+            edges=tuple(n for edge in edges for n in (edge - 1, edge) if 0 < n <= VERIFY_MOST),
+            on_progress=lambda share: self._on_progress(_STEP, share),
+            on_entry=self._keep_on if thorough is not None else lambda: None,
+        )
+        try:
+            measure(target, text, wanted)
+        except DeviceFailed as e:
+            if Way.SPLIT not in ways:
+                raise
+            self._cannot_split(e)
+            self._pass([way for way in ways if way is not Way.SPLIT], text)
+        self.run.table = self.run.table.without_modelled()
+        self.run.n_verify = self._n_verify
+        if thorough is not None:
+            self.run.n_least = thorough.n_least
+
+    def _expected(self, ways: Sequence[Way]) -> CostTable:
+        """The machine model's table: a first start times what it is least sure of."""
+        target = self._target
+        if target.plan is None or self._fixed is not None:
+            return replace(self._nothing, ways={})
+        work, n_most = model_work(target.facts), n_most_at_once(target)
+        table = modelled(TYPICAL, work, target.plan.sharing, n_most, splits=True)
+        return replace(table, ways={way: e for way, e in table.ways.items() if way in ways})
+
+    def _doubted(self, ways: Sequence[Way]) -> list[tuple[Way, int]]:
+        table, most = self.run.table, min(VERIFY_MOST, self._target.n_ctx - 1)
+        return [(way, n) for way in ways for n in table.doubted(way, most)]
+
+    def _time_again(self, ways: Sequence[Way], text: Sequence[int]) -> None:
+        """Time sizes again that contradict others; a time that stays is believed in the end."""
+        found, table = self._doubted(ways), self.run.table
+        again = replace(self._nothing, ways={})
+        wanted = Pass(again, tuple(ways), today(), again=frozenset(found))
+        measure(self._target, text, wanted)
+        for way, entries in again.ways.items():
+            for n, entry in entries.items():
+                table.retried(way, n, entry)
+        self._n_again = len(found)
+
+    # -- going by the table ------------------------------------------------------------------------
+
+    def _choose(self) -> MinBatch:
+        """The thresholds by the table, or the user's."""
+        if self._fixed is not None or not self._kinds:
+            return self._target.min_batch
+        return self.run.table.min_batch(n_most_at_once(self._target))
+
+    def _most_split(self) -> int:
+        return min(MOST_TOKENS, n_most_at_once(self._target)) if self._splits else 0
+
+    def _ways_at(self, n: int) -> tuple[Way, ...]:
+        """The ways that a batch of `n` tokens may go, the usual one first."""
+        ways = tuple(way for way in self._ways() if way is not Way.DENSE)
+        if n > self._most_split():
+            return tuple(way for way in ways if way is not Way.SPLIT)
+        return (Way.SPLIT,) if self._toggle is Toggle.ON else ways
+
+    def _learns(self) -> bool:
+        """Begin to learn, if there is a table; else split all or nothing."""
+        target = self._target
+        known = [way for way in self._ways() if self.run.table.has(way)]
+        if (
+            known
+            and self._needs_table
+            and all(any(way in known for way in self._ways_at(n)) for n in (1, VERIFY_MOST))
+        ):
+            self.learner = Learner(
+                self.run.table, VERIFY_MOST, self._ways_at,
+                draft_step_s=self._kept_draft().step_s, on_ways=self._go, say=self._say,
+            )  # fmt: skip
+            self._go(0)
+            return True
+        if target.hybrid is not None:
+            switch = target.hybrid.switch
+            switch.is_active = self._splits
+            switch.unsplit = frozenset(range(1 + self._most_split(), MOST_TOKENS + 1))
+        return False
+
+    def _go(self, n_tokens: int) -> None:
+        """Have batches go the ways that the learner says."""
+        learner, target = self.learner, self._target
+        if learner is None:
+            return
+        ways = {n: learner.way(n) for n in range(1, VERIFY_MOST + 1)}
+        if self._fixed is None and self._kinds:
+            base = replace(target.min_batch, swapped=frozenset())
+            swapped = {
+                n
+                for n, way in ways.items()
+                if way in (Way.IN_PLACE, Way.STREAMED)
+                and (way is Way.STREAMED) != base.streams(n, experts=True)
+            }
+            target.set_min_batch(replace(base, swapped=frozenset(swapped)))
+        if target.hybrid is not None:
+            switch = target.hybrid.switch
+            switch.is_active = self._splits
+            switch.unsplit = frozenset(n for n, way in ways.items() if way is not Way.SPLIT)
+        with suppress(OffloadError):  # without room for it the next decode may be as the one before
+            target.build_anew(after_logits=n_tokens > 0)
+
+    def _price(self) -> None:
+        """The curve that the policy begins with."""
+        spec, table = self._config.spec, self.run.table
+        self.calibration = Calibration.from_data(self._kept_draft().calibration)
+        if spec.batch_costs is not None:
+            self.profile = parse_batch_costs(spec.batch_costs)
+            self.notes.append("profile: GGML_BATCH_COSTS")
+            entries = {n: Entry(s, n_timed=1) for n, s in enumerate(self.profile.step_s, 1)}
+            self._batch_costs = Learner(
+                CostTable(ways={Way.FIXED: entries}), self.profile.n_max,
+                lambda n: (Way.FIXED,), relative=True,
+            )  # fmt: skip
+        elif self._prices and self.learner is not None:
+            n_max = self.run.n_verify
+            threads = self._target.options.n_threads
+            many = f", {threads} thread{'s' * (threads > 1)}" if threads else ""
+            self.profile = CostProfile(
+                tuple(self.learner.times[:n_max]),
+                self._kept_draft().step_s,
+                timed=tuple(
+                    Timed(n, e.n_timed, e.spread)
+                    for n, e in sorted(table.measured(self._ways_at(1)[0]).items())
+                    if n <= n_max
+                ),
+                title=f"{self._target.facts.path.name} on {self._target.choice.name}{many}",
+            )
+
+    @property
+    def priced(self) -> Learner | None:
+        """The costs that a policy reads while it serves; None if it reads none."""
+        return self._batch_costs or (self.learner if self._prices else None)
+
+    # -- lines -------------------------------------------------------------------------------------
+
+    def _say_not_split(self) -> None:
+        """The line for a user who asked for split layers, or would have them but for a flag."""
+        chosen, streams = self._config.hybrid, "experts" in self._kinds
+        flag = f"--hybrid {chosen.toggle}"
+        if self._target.hybrid is not None:
+            return
+        if chosen.toggle is Toggle.OFF:
+            if chosen.why and streams:
+                self.notes.append(f"--hybrid: {chosen.why}")
+        elif chosen.asked:
+            self.notes.append(f"{flag}: no layer is split: no experts stream")
+
+    def _say_chosen(self, how: str) -> None:
+        target = self._target
+        self._say_not_split()
+        if self.learner is not None:
+            self.notes.append(f"speeds: {how}")
+        if self._fixed is None and self._kinds:
+            words = target.min_batch.words(self._kinds)
+            self.notes.append(f"--min-batch auto: {words}")
+        if target.hybrid is None or self._toggle is Toggle.OFF:
+            return
+        switch, flag = target.hybrid.switch, f"--hybrid {self._toggle}"
+        if switch.declined:
+            self.notes.append(f"{flag}: {switch.declined}")
+            return
+        if not self._splits:
+            return
+        sizes = switch.sizes
+        if self._toggle is Toggle.ON:
+            self.notes.append(f"{flag}: layers are split in batches of up to {len(sizes)} tokens")
+        elif sizes:
+            self.notes.append(
+                f"{flag}: layers are split in batches of {ranges(sizes)} tokens{self._both(sizes)}"
+            )
+        else:
+            self.notes.append(f"{flag}: no layer is split, which would not be faster{self._both()}")
+        if self._config.hybrid.asked and not self._config.streaming.prefetch:
+            self.notes.append(f"{flag}: without prefetch no expert is copied for later")
+        costs = "no layer could be timed: hits are the device's, others the CPU's"
+        words = costs if self.run.split is None else self.run.split.words
+        self.notes.append(f"split layers: {words}")
+
+    def _both(self, sizes: Sequence[int] = (1,)) -> str:
+        """Both times of the first of these sizes, in brackets."""
+        table, n = self.run.table, sizes[0]
+        others = [way for way in self._ways_at(n) if way is not Way.SPLIT and table.has(way)]
+        if not others or not table.has(Way.SPLIT):
+            return ""
+        split_s, other_s = table.seconds(Way.SPLIT, n), table.best(n, others)[1]
+        return f" (at {n}: {split_s * 1e3:.1f} ms split, {other_s * 1e3:.1f} ms otherwise)"
+
+    # -- while serving -----------------------------------------------------------------------------
+
+    def on_step(self, began_s: float, ended_s: float, step: Step) -> None:
+        """Learn from a step's decodes."""
+        for learner in (self.learner, self._batch_costs):
+            if learner is not None:
+                for n_tokens, seconds in step.decodes:
+                    self._n_decodes += 1
+                    learner.took(n_tokens, seconds)
+
+    @property
+    def kept_in(self) -> Path | None:
+        """The kept file; None if nothing is kept."""
+        return None if self._file is None else self._file.path
+
+    @property
+    def learns(self) -> bool:
+        """True if `on_step` does anything."""
+        return self.learner is not None or self._batch_costs is not None
+
+    def counters(self) -> dict[str, float]:
+        """Trials and changes of ways, and decodes of sizes whose time was in doubt."""
+        learner = self.learner
+        if learner is None:
+            return {}
+        return {
+            "split_trials": learner.n_trials,
+            "split_changes": learner.n_changes,
+            "size_retries": learner.n_retries,
+        }
+
+    def close(self) -> None:
+        """Keep what was learnt."""
+        learner = self.learner
+        if self._file is None or learner is None or self._n_decodes < _LEAST_DECODES:
+            return
+        self.run.table = learner.table(today())
+        draft = self._kept_draft()
+        draft.calibration = self.calibration.as_data()
+        if self._prices and self._draft is not None:
+            draft.step_s = learner.draft_step_s
+        if failed := self._keep():
+            log.warning(failed)
+
+    def _kept_draft(self) -> KeptDraft:
+        return self.run.drafts.setdefault(draft_key(self._draft), KeptDraft())
+
+    def _keep_on(self) -> None:
+        """Keep what a thorough measurement has so far, so that it can be interrupted."""
+        self._keep()
+
+    def _keep(self) -> str:
+        """Write the run, unless a more thorough one was kept meanwhile."""
+        run = self.run
+        if self._file is None or not (run.table.is_measured or run.split):
+            return ""
+
+        def change(kept: Kept) -> None:
+            there = kept.run(run.settings, run.sharing)[0]
+            if there is None or there.n_least <= run.n_least:
+                kept.put(run)
+
+        failed = self._file.update(change)
+        if failed and failed not in self.notes:
+            self.notes.append(failed)
+        return failed

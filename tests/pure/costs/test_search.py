@@ -1,0 +1,110 @@
+"""A first start's budget finds what measuring every size finds."""
+
+from __future__ import annotations
+
+import pytest
+from machines import Simulated
+
+from lab.simulation.simulate import simulate, synthetic_trace
+from offload.costs.search import Wanted, budget_s, fill, next_size
+from offload.costs.table import CostTable, Entry, Way
+from specdec.costs.profile import CostProfile
+from specdec.costs.profile_io import published_curves
+from specdec.policies.throughput import Throughput
+
+WAYS = (Way.IN_PLACE, Way.STREAMED, Way.SPLIT)
+KINDS = {
+    "code": ("code",),
+    "prose": ("prose",),
+    "noise": ("noise",),
+    "switching": ("code", "prose"),
+}
+MACHINES = {
+    "slow link": {"link": 0.5},
+    "fast link": {"link": 8.0},
+    "slow CPU": {"cpu": 0.3, "token_s": 0.03},
+    "fast CPU": {"cpu": 6.0, "token_s": 0.0005},
+    "even": {"link": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_first_start_is_within_a_tenth_of_exhaustive_measurement(name: str) -> None:
+    machine = Simulated(**MACHINES[name])
+    wanted = Wanted(WAYS, n_most=512)
+    one_s = machine.seconds(Way.IN_PLACE, 1)
+    table = machine.measured(wanted, budget_s(one_s, len(WAYS)))
+    longest_s = max(machine.seconds(way, 64) for way in WAYS)
+    assert machine.spent_s <= budget_s(one_s, len(WAYS)) + longest_s
+    for n in range(1, 65):
+        truth = min(machine.seconds(way, n) for way in WAYS)
+        assert table.best(n)[1] == pytest.approx(truth, rel=0.1), f"T({n})"
+        assert machine.seconds(table.best(n)[0], n) <= 1.1 * truth, f"the way of {n}"
+    for n in (65, 128, 256, 512):
+        streams = table.min_batch(512).streams(n, experts=True)
+        chosen = machine.seconds(Way.STREAMED if streams else Way.IN_PLACE, n)
+        assert chosen <= 1.1 * min(machine.seconds(w, n) for w in WAYS[:2]), f"prefill of {n}"
+
+
+def test_every_way_begins_with_one_token_and_most_is_spent_where_it_decides() -> None:
+    machine = Simulated(link=2.0)
+    asked: list[tuple[Way, int]] = []
+    table, wanted = CostTable(64, 4), Wanted(WAYS, n_most=512)
+    samples: dict[tuple[Way, int], list[float]] = {}
+    for _ in range(12):
+        found = next_size(table, samples, wanted, 10.0)
+        assert found is not None
+        asked.append(found)
+        seconds = machine.decode_s(*found)
+        samples.setdefault(found, []).append(seconds)
+        table.add(*found, Entry(seconds, n_timed=1))
+    assert asked[:3] == [(way, 1) for way in WAYS]
+    assert {Way.STREAMED, Way.SPLIT} <= {way for way, n in asked if n > 1}
+
+
+def test_nothing_is_timed_that_does_not_fit() -> None:
+    table = CostTable(ways={Way.IN_PLACE: {1: Entry(1.0, n_timed=1)}})
+    samples = {(Way.IN_PLACE, 1): [1.0]}
+    assert next_size(table, samples, Wanted((Way.IN_PLACE,)), 0.5) is None
+    assert next_size(table, samples, Wanted((Way.IN_PLACE,)), 1e3) is not None
+
+
+def test_a_time_that_contradicts_others_is_taken_again_first() -> None:
+    samples = {(Way.IN_PLACE, n): [s] for n, s in {1: 1.0, 2: 30.0, 8: 3.0, 64: 9.0}.items()}
+    entries = {n: Entry(s[0], n_timed=1) for (_, n), s in samples.items()}
+    table = CostTable(ways={Way.IN_PLACE: entries})
+    assert next_size(table, samples, Wanted((Way.IN_PLACE,)), 1e3) == (Way.IN_PLACE, 2)
+
+
+def test_a_thorough_measurement_times_every_size_in_turn() -> None:
+    machine = Simulated()
+    wanted = Wanted((Way.IN_PLACE,), n_least=3)
+    table = machine.measured(wanted, 1e3)
+    assert set(table.measured(Way.IN_PLACE)) == set(wanted.sizes(Way.IN_PLACE))
+    assert min(e.n_timed for e in table.measured(Way.IN_PLACE).values()) >= 3
+
+
+@pytest.mark.parametrize("curve", published_curves())
+def test_a_slow_machines_first_start_leaves_the_policy_what_the_whole_curve_would(
+    curve: str,
+) -> None:
+    """One token takes 0.15 s, so that few sizes can be timed."""
+    scale = 0.15 / published_curves()[curve].step_s[0]
+    steps = tuple(t * scale for t in published_curves()[curve].step_s)
+    true, spent_s = CostProfile(steps, 0.0075), 0.0
+
+    def time_size(way: Way, n: int) -> list[float]:
+        nonlocal spent_s
+        spent_s += true.time(n)
+        return [true.time(n)]
+
+    table, budget = CostTable(), budget_s(0.15, 1)
+    wanted = Wanted((Way.IN_PLACE,), n_verify=true.n_max)
+    fill(table, wanted, time_size, lambda: budget - spent_s, "")
+    assert spent_s <= budget + true.time(true.n_max)
+    found = CostProfile(tuple(table.curve(true.n_max)), true.draft_step_s)
+    for kind, kinds in KINDS.items():
+        text = synthetic_trace(4000, seed=77, kinds=kinds)
+        full = simulate(text, true, Throughput(true)).rate
+        rate = simulate(text, true, Throughput(found)).rate
+        assert rate >= 0.96 * full, f"{kind}: {rate / full:.3f} of the full curve's"
