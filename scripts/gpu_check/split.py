@@ -217,11 +217,7 @@ def _measure(asked: Asked, path: Path) -> dict[str, Any]:
         row["max_difference"] = _take_turns(asked, ways, text)
         row["python_s_per_layer"] = _python_s(ways["on"], text[-asked.n_round :]) / n_layers
         row["notes"] = {
-            name: [
-                n for n in way.session.notes if any(w in n for w in ("hybrid", "split", "slots"))
-            ]
-            for name, way in ways.items()
-            if way.session is not None
+            name: list(way.session.notes) for name, way in ways.items() if way.session is not None
         }
     row["ways"] = [
         {

@@ -80,7 +80,7 @@ def check_split(row: dict[str, Any]) -> None:
 
 
 def check_draft(found: dict[str, Any]) -> None:
-    assert len(found["equality"]) == 6, "bf16 and int8 of three models; graphs need a GPU"
+    assert len(found["equality"]) == 3, "bf16 of three models; f32 and graphs need a GPU"
     assert found["bandwidth_bytes_per_s"] > 1e8
     speeds = {speed["name"]: speed for speed in found["speeds"]}
     assert list(speeds) == ["libllama", "torch", "torch, int8", "torch, 128 kept"]
@@ -90,9 +90,9 @@ def check_draft(found: dict[str, Any]) -> None:
     for row in found["rows"]:
         ratio = row["tokens_per_s"] / row["ceiling_tokens_per_s"]
         assert row["share_of_ceiling"] == pytest.approx(ratio)
-    # 4 drafts of 1 and of 4, all in one block: a step per token, a copy per draft.
-    assert speeds["torch"]["counters"]["n_steps"] == 20
-    assert speeds["torch"]["counters"]["n_host_copies"] == 8
+    # 18 drafts of 1 and of 4, most of them to warm up: a step per token, a copy per draft.
+    assert speeds["torch"]["counters"]["n_steps"] == 90
+    assert speeds["torch"]["counters"]["n_host_copies"] == 36
     assert speeds["torch, 128 kept"]["step_bytes"] < speeds["torch"]["step_bytes"]
     assert speeds["torch, int8"]["step_bytes"] < speeds["torch"]["step_bytes"]
 
