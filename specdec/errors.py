@@ -1,9 +1,9 @@
 """Errors of speculation.
 
 SpecDecError
-├── VocabularyMismatch  the draft's tokens cannot be read as the target's
-├── BadProfile          a cost profile that is damaged or belongs to something else
-└── BadOption           an option that is unknown, malformed or cannot take effect
+├── VocabularyMismatch  the draft's vocabulary does not fit the target's
+├── BadProfile          a cost profile is damaged or of another model, plan or build
+└── BadOption           an option is unknown, malformed or without effect
 """
 
 
@@ -20,4 +20,4 @@ class BadProfile(SpecDecError):
 
 
 class BadOption(SpecDecError):
-    """An option is unknown, malformed or inert."""
+    """An option is unknown, malformed or without effect."""

@@ -27,7 +27,7 @@ DRAFTER_ALIASES = {"draft-simple": DrafterName.DRAFT, "lookup": DrafterName.NGRA
 
 
 class PolicyName(StrEnum):
-    """A rule for how many drafted tokens are verified."""
+    """What decides how many drafted tokens are verified."""
 
     THROUGHPUT = "throughput"
     FIXED = "fixed"
@@ -35,14 +35,14 @@ class PolicyName(StrEnum):
 
 
 class AcceptRule(StrEnum):
-    """When a drafted token is kept: it is the one chosen, or by rejection sampling."""
+    """When a drafted token is kept: if the sampler chooses it too, or by rejection sampling."""
 
     MATCH = "match"
     REJECT = "reject"
 
 
 class CheckpointPlace(StrEnum):
-    """Where the state of a recurrent memory is kept while a draft is verified."""
+    """Where a recurrent memory's checkpoint is kept while a draft is verified."""
 
     DEVICE = "device"
     HOST = "host"
@@ -54,10 +54,10 @@ LONGEST = 16  # llama.cpp's --draft-max; `throughput` drafts as long as its prof
 
 @dataclass(frozen=True)
 class SpecOptions:
-    """The choice of drafts, lengths and judgement. `given` are the fields somebody set, each under
-    the name it was set by: a flag, a variable."""
+    """Drafters, policy and acceptance. `given` has the name, a flag or a variable, by which each
+    field was set that the user set."""
 
-    drafters: tuple[DrafterName, ...] = ()  # empty: nobody named any, and nothing drafts
+    drafters: tuple[DrafterName, ...] = ()  # empty: none was named, and nothing drafts
     policy: PolicyName = PolicyName.THROUGHPUT
     n_max: int | None = None  # the longest draft; None: the policy's own
     n_min: int = 0
@@ -94,5 +94,5 @@ class SpecOptions:
         return self.drafters not in ((), (DrafterName.NONE,))
 
     def name(self, option: str) -> str:
-        """The name by which this field was set, for messages; else the field's own name."""
+        """The name by which a field was set, for messages, or the field's own name."""
         return self.given.get(option, option)

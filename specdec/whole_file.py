@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whoever else writes them at the same time."""
+"""Files written whole or not at all, also if several processes write them at once."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import BinaryIO
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that becomes `path` when the block ends well, and is gone when it does not.
+    """A file that becomes `path` if the block succeeds, and is deleted if it fails.
 
-    Raises OSError. The name beside it is nobody else's: servers share profiles.
+    Its name is unique until then, since servers share profiles. Raises OSError.
     """
     beside = path.with_name(f"{path.name}.{secrets.token_hex(6)}.new")
     try:
@@ -30,18 +30,18 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, data: object) -> None:
-    """JSON for people to look into, whole or not at all. Raises OSError."""
+    """Write readable JSON, whole or not at all. Raises OSError."""
     with whole_file(path) as f:
         f.write((json.dumps(data, indent=1) + "\n").encode())
 
 
-MOST_BYTES = 64 << 20  # of a text that a person names
+MOST_BYTES = 64 << 20  # of a text file that a user names
 
 
 def read_whole(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """A regular file of `most_bytes` at most: pipes would hang, and devices never end.
+    """The bytes of a regular file of at most `most_bytes`. Pipes would hang; devices never end.
 
-    Raises OSError, with words for the user.
+    Raises OSError, with a message for the user.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
@@ -55,11 +55,11 @@ def read_whole(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The same as UTF-8 text. Raises OSError and UnicodeDecodeError."""
+    """A file as `read_whole` reads it, as UTF-8 text. Raises OSError and UnicodeDecodeError."""
     return read_whole(path, most_bytes).decode("utf-8")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Text, whole or not at all. Raises OSError."""
+    """Write text, whole or not at all. Raises OSError."""
     with whole_file(path) as f:
         f.write(text.encode())

@@ -1,7 +1,7 @@
 """Grammars and JSON schemas, and the tokens that they allow next, by `llguidance`.
 
-It is bounded by construction: compiling and each mask have limits, past which the request ends with
-an error. (Measured against llama.cpp's grammars in docs/results.md.)
+Compiling and each mask have limits; beyond them the request ends with an error. docs/results.md
+compares its speed with llama.cpp's grammars.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from offload.sampling.gbnf import lark_of_gbnf
 from offload.sampling.json_schema import read_schema
 
 _MOST_WORDS = 300  # characters of a reason that reach a client
-# Items of the parser per mask and per character: a hundred times what grammars in use need, and
-# about a second of one core.
+# Parser items per mask and per character: a hundred times what common grammars need, and about
+# one second of one core.
 _LIMITS = {"step_max_items": 100_000, "max_items_in_row": 4_000, "verbose_errors": False}
 
 
@@ -47,8 +47,8 @@ class _Tokens:
         self.eos_token_id = vocabulary.ends[0]
         self.bos_token_id = None
         self.tokens = [vocabulary.piece(i, special=True) for i in range(vocabulary.n_vocab)]
-        # As in llama.cpp, control tokens are the text that they are written as: a grammar that asks
-        # for <|channel|> is asking for that token.
+        # As in llama.cpp, a control token is the text it is written as: a grammar with <|channel|>
+        # asks for that token.
         self.special_token_ids = list(vocabulary.ends)
         self._vocabulary = vocabulary
 
@@ -58,10 +58,10 @@ class _Tokens:
 
 
 class GrammarTokens:
-    """A vocabulary prepared for grammars, which takes about a second for one of 150,000 tokens."""
+    """A vocabulary prepared for grammars. Preparing 150,000 tokens takes about a second."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        """Raises BadRequest for one without a token that ends a text."""
+        """Raises BadRequest for a vocabulary without a token that ends a text."""
         if not vocabulary.ends:
             raise BadRequest("this model has no token that ends a text, so grammars cannot end")
         self.n_vocab = vocabulary.n_vocab
@@ -72,7 +72,7 @@ class GrammarTokens:
         )
 
     def token_of(self, words: str) -> int:
-        """The one token that a text is, special ones too. Raises BadRequest."""
+        """The one token, perhaps special, of a text. Raises BadRequest if it is several."""
         found = self._vocabulary.tokenize(words, add_special=False, parse_special=True)
         if len(found) != 1:
             raise BadRequest(
@@ -83,11 +83,11 @@ class GrammarTokens:
 
 
 class Grammar:
-    """Where a text stands in a grammar: `allowed` says what may follow, `accept` goes on."""
+    """A text's place in a grammar: `allowed` says which tokens may follow, `accept` moves on."""
 
     def __init__(self, tokens: GrammarTokens, source: str, name: str = "grammar") -> None:
-        """`source` is llguidance's, and `name` what errors call it. Raises BadRequest for one that
-        cannot be followed."""
+        """`source` is a grammar of llguidance, and `name` what errors call it. Raises BadRequest
+        for a grammar that cannot be followed."""
         self._tokens, self._name = tokens, name
         self._matcher = LLMatcher(
             tokens.prepared, source, log_level=0, limits=LLParserLimits(**_LIMITS)
@@ -134,7 +134,7 @@ class Grammar:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """The first lines of what llguidance says, without the state of its parser."""
+    """The beginning of llguidance's message, without the state of its parser."""
     words = matcher.get_error().partition("<state>")[0].strip()
     return " ".join(words.split())[:_MOST_WORDS]
 
@@ -142,7 +142,7 @@ def _reason(matcher: LLMatcher) -> str:
 def grammar_of(
     tokens: Callable[[], GrammarTokens], gbnf: str | None, json_schema: str | None
 ) -> Grammar | None:
-    """The one that is asked for; None without. Raises BadRequest."""
+    """The grammar of `gbnf` or of `json_schema`; None without both. Raises BadRequest."""
     if gbnf is not None and json_schema is not None:
         raise BadRequest("a grammar and a JSON schema exclude each other: send one of them")
     if gbnf is not None:
@@ -150,11 +150,10 @@ def grammar_of(
         return Grammar(tokens(), LLMatcher.grammar_from_lark(lark))
     if json_schema is not None:
         try:
-            # As text: of a dict, it refuses integers of over 64 bits, also where a bound of that
-            # size can be kept.
+            # As text, since it refuses integers of over 64 bits in a dict, also as bounds.
             schema = json.dumps(read_schema(json_schema))
             source = LLMatcher.grammar_from_json_schema(schema)
-        except ValueError as e:  # a number beyond what a float holds, or half a character
+        except ValueError as e:  # a number beyond a float, or half a character
             raise BadRequest(f"the JSON schema cannot be followed: {str(e)[:_MOST_WORDS]}") from e
         return Grammar(tokens(), source, "JSON schema")
     return None

@@ -1,4 +1,4 @@
-"""JSON schemas as they are followed here. Pure."""
+"""JSON schemas, adapted for llguidance to what llama.cpp takes for granted. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from offload.errors import BadRequest
 
 MOST_SCHEMA_BYTES = 256 * 1024
 DEEPEST_SCHEMA = 64
-# As llama.cpp's converter writes it: free white space lets small models indent for ever.
+# As in llama.cpp's converter, since small models indent for ever if white space is free.
 _WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
-# Of llguidance: unknown keywords are passed over, and oneOf is anyOf, as in llama.cpp.
+# llguidance ignores unknown keywords, and takes oneOf for anyOf, as llama.cpp does.
 _OPTIONS: dict[str, Any] = {
     "x-guidance": {"whitespace_pattern": _WHITE_SPACE, "lenient": True, "coerce_one_of": True}
 }
@@ -28,9 +28,9 @@ _OF_OTHERS = frozenset({"additionalProperties", "unevaluatedProperties", "patter
 
 
 def read_schema(text: str) -> dict[str, Any]:
-    """The schema of a JSON text, with what llama.cpp takes for granted, for llguidance.
+    """The schema in a JSON text, adapted for llguidance.
 
-    Raises BadRequest, with the place in the text where that is no JSON.
+    Raises BadRequest, with the place in the text if that is not JSON.
     """
     if len(text) > MOST_SCHEMA_BYTES:
         raise BadRequest(
@@ -44,14 +44,14 @@ def read_schema(text: str) -> dict[str, Any]:
         raise BadRequest("the JSON schema is no JSON that can be read") from e
     if not isinstance(schema, dict):
         raise BadRequest("the JSON schema must be a JSON object")
-    # Parts that are joined may each have names of their own.
+    # The parts of an allOf may each name properties of their own.
     closed = '"allOf"' not in text
     return {**_schema(schema, 0, closed=closed), **_OPTIONS}
 
 
 def _schema(node: Any, depth: int, *, closed: bool) -> Any:
-    """Without `additionalProperties` an object has the properties that are named, as in llama.cpp:
-    with any others small models would never end."""
+    """Close objects without `additionalProperties`, as llama.cpp does: small models would add
+    properties for ever."""
     if depth > DEEPEST_SCHEMA:
         raise BadRequest(f"the JSON schema is nested over {DEEPEST_SCHEMA} deep")
     if isinstance(node, list):
@@ -74,9 +74,8 @@ def _schema(node: Any, depth: int, *, closed: bool) -> Any:
 
 
 def _narrow(node: dict[str, Any], name: str, sign: int) -> None:
-    """Move a bound that cannot be followed inwards to the next one that can be, so that a number
-    which keeps the new bound keeps the old one too. `sign` is 1 for a lower bound, -1 for an upper
-    one."""
+    """Move a bound that llguidance cannot follow inwards, to the next one that it can. Numbers
+    within the new bound are within the old one. `sign` is 1 for a lower bound, -1 for an upper."""
     for key in (name, "exclusive" + name.capitalize()):
         bound = node.get(key)
         if not isinstance(bound, int | float) or isinstance(bound, bool):
@@ -96,7 +95,7 @@ def _narrow(node: dict[str, Any], name: str, sign: int) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """4.0 is the integer 4 in JSON, also where a number of things is meant."""
+    """4.0 as the integer 4, which JSON takes for the same."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT:
         return int(value)
     return value

@@ -1,4 +1,4 @@
-"""The probabilities that are told beside chosen tokens. Pure."""
+"""Log probabilities reported beside chosen tokens. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChosenLogprob:
 def raw_logprobs(
     logits: NDArray[np.float32], token: int, n: int, piece: Callable[[int], bytes]
 ) -> ChosenLogprob:
-    """Of the model's own distribution, softmax(logits [n_vocab]), whatever was sampled from it."""
+    """By the model's own distribution, softmax(logits [n_vocab]), before any sampler."""
     highest = float(logits.max())
     rest = float(np.log(np.exp(logits - highest, dtype=np.float64).sum()))
     n = min(n, len(logits))
@@ -50,12 +50,12 @@ def left_logprobs(
     n: int,
     piece: Callable[[int], bytes],
 ) -> ChosenLogprob:
-    """Of what a chain of samplers left: tokens `ids` with probabilities `p`."""
+    """By what a chain of samplers left: tokens `ids` [n] with probabilities `p` [n]."""
     order = np.argsort(-p, kind="stable")[:n]
 
     def told(i: int, probability: float) -> TokenLogprob:
         return TokenLogprob(i, piece(i), math.log(probability) if probability > 0 else -math.inf)
 
     top = tuple(told(int(ids[i]), float(p[i])) for i in order if p[i] > 0)
-    at = np.flatnonzero(ids == token)  # nowhere, where a limit of reasoning chose it
+    at = np.flatnonzero(ids == token)  # empty if a limit of reasoning chose the token
     return ChosenLogprob(told(token, float(p[at[0]]) if len(at) else 0.0), top)

@@ -1,4 +1,4 @@
-"""Reasoning that ends after a number of tokens: the tokens that close it are chosen then.
+"""Reasoning that ends after a number of tokens, by choosing the tokens that close it.
 
 llama.cpp has the same as --reasoning-budget.
 """
@@ -20,8 +20,8 @@ from offload.sampling.probabilities import ChosenLogprob
 class ReasoningLimit:
     """At most `n_tokens` between the markers `opens` and `closes`, then the text `ending`.
 
-    `is_open`: the prompt has opened the reasoning. Else only an answer that begins with `opens`
-    reasons.
+    `is_open`: the prompt has opened the reasoning. Otherwise an answer reasons only if it begins
+    with `opens`.
     """
 
     n_tokens: int
@@ -51,7 +51,7 @@ class AnswerSampler(Protocol):
 
 
 class LimitedReasoning:
-    """Follows an answer token by token: `due` is the one that must come next, if one must. Pure."""
+    """Follows an answer token by token; `due` is the token that must come next, if any. Pure."""
 
     def __init__(self, limit: ReasoningLimit, ending: Sequence[int]) -> None:
         """`ending` are the tokens of the limit's ending."""
@@ -61,7 +61,7 @@ class LimitedReasoning:
         self._due: deque[int] = deque()
         self._is_over = False
         self._is_open = False
-        self._text = b""  # of the answer until it reasons, then as much as may hold the end
+        self._text = b""  # the answer until it reasons, then its last bytes that may hold the end
         if limit.is_open:
             self._open()
 
@@ -70,7 +70,7 @@ class LimitedReasoning:
         return self._due[0] if self._due else None
 
     def accepted(self, token: int, piece: bytes) -> None:
-        """`token` is the answer's next, `piece` its bytes."""
+        """Told the answer's next token, and its bytes `piece`."""
         if self._due:
             self._due.popleft()
         elif not self._is_over:
@@ -109,7 +109,7 @@ class LimitedReasoning:
 
 
 class LimitedSampler:
-    """A sampler whose choice is overruled where reasoning must end."""
+    """A sampler whose choice is overruled while reasoning is being ended."""
 
     def __init__(
         self, sampler: AnswerSampler, limit: LimitedReasoning, piece: Callable[[int], bytes]
@@ -121,8 +121,8 @@ class LimitedSampler:
         return self._sampler.has_distribution
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
-        """As the sampler's; it is asked also where its choice does not count, for what it tells of
-        probabilities."""
+        """The sampler's choice, or the token that must come next. The sampler is asked in both
+        cases, for the probabilities it reports."""
         chosen = self._sampler.choose(logits, history)
         due = self._limit.due
         return chosen if due is None else due

@@ -21,7 +21,7 @@ class SpecStats:
     n_tokens: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
-    n_could_accept: int = 0  # tokens drafted behind those verified, which the text then had
+    n_could_accept: int = 0  # tokens drafted, not verified, and then found in the text
     n_draft_steps: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -30,7 +30,7 @@ class SpecStats:
     lengths: Counter[int] = field(default_factory=Counter)  # draft length -> rounds
     sources: Counter[str] = field(default_factory=Counter)  # drafter -> accepted tokens
     reasons: Counter[str] = field(default_factory=Counter)
-    _unverified: list[tuple[int, ...]] = field(default_factory=list)  # the text may still have them
+    _unverified: list[tuple[int, ...]] = field(default_factory=list)  # the text may still follow
 
     def add(self, round_: Round) -> None:
         draft = round_.draft
@@ -62,8 +62,8 @@ class SpecStats:
         self._add_reason(draft.decision.reason)
 
     def _follow(self, round_: Round) -> None:
-        """Count what longer drafts would have got: tokens behind a draft that was accepted whole,
-        as far as the text goes on with them."""
+        """Count what longer drafts would have gained: tokens dropped behind a wholly accepted
+        draft, as far as the text continues with them."""
         draft, emitted = round_.draft, round_.emitted
         followed = [(tokens, emitted) for tokens in self._unverified]
         if draft.dropped and round_.n_accepted == len(draft.tokens):

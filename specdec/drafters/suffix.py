@@ -2,7 +2,7 @@
 
 A suffix automaton takes each token in amortised constant time and knows the longest repeated
 suffix at any moment; the draft is what followed its previous occurrence. Longer matches are
-likelier to go on, so a token's probability rises with the match.
+likelier to continue, so a token's probability rises with the match.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SuffixAutomaton:
         return found
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Match one more token of another text: the state and length of its longest suffix."""
+        """Match one more token of another text; the state and length of its longest suffix."""
         while state and token not in self._next[state]:
             state = self._link[state]
             length = self._length[state]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from offload.errors import NotSupported
 
-_SUFFIX_SHARE = 4  # the suffix may take one part of so many
+_SUFFIX_SHARE = 4  # the suffix may take a quarter of the room
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class FillMarkers:
 
 @dataclass(frozen=True)
 class Fill:
-    """The text around a hole. `extra` are (name, text) of other files; `prompt` is the beginning
-    of the middle."""
+    """The text around a hole, and the beginning `prompt` of the middle. `extra` are (name, text)
+    of other files."""
 
     prefix: str
     suffix: str
@@ -45,10 +45,10 @@ def fill_prompt(
     n_room: int,
     suffix_first: bool = False,
 ) -> list[int]:
-    """The prompt's tokens, `n_room` at most: of what is far from the hole, the rest is left out.
+    """The prompt's tokens, at most `n_room`; text far from the hole is left out.
 
-    `beginning` is what every prompt of the model begins with; `suffix_first` has the suffix before
-    the prefix, as some models were trained (llama-server's --spm-infill). Raises NotSupported for a
+    Every prompt of the model begins with `beginning`. `suffix_first` puts the suffix before the
+    prefix, as some models were trained (llama-server's --spm-infill). Raises NotSupported for a
     model without the markers.
     """
     for name in ("prefix", "suffix", "middle"):

@@ -1,4 +1,4 @@
-"""Steps of the decoding loop in a trace: rounds, what they are made of, and the tokens gained."""
+"""Steps of the decoding loop in a trace: rounds, their parts, and the tokens gained."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _MOST_NAME = 24  # characters of a token's text
 
 
 class StepTrace:
-    """Hears of each step of a batcher, and records it."""
+    """Records each step of a batcher."""
 
     def __init__(self, trace: Trace, text_of: Callable[[int], bytes]) -> None:
         """`text_of` gives the bytes of one token."""
         self._trace, self._text_of = trace, text_of
 
     def add(self, start_s: float, end_s: float, step: Step) -> None:
-        """A step, in seconds of time.perf_counter: one slice with its parts in it, and each slot's
-        tokens beside it. What is verified together arrives together, so that tokens have equal
-        shares of their round's time."""
+        """Record a step: one slice with its parts, and the tokens of each slot. Times are seconds
+        of time.perf_counter. Tokens of a round get equal shares of its time, since they arrive
+        together."""
         rounds = [round_ for _, round_ in step.rounds]
         name = " and ".join(["round"] * bool(rounds) + ["prompt"] * bool(step.read))
         n_requests = len({id(member) for member in (*step.read, *(m for m, _ in step.rounds))})
@@ -40,7 +40,7 @@ class StepTrace:
             self._add_tokens(start_s, end_s, member.sequence, round_)
 
     def _add_parts(self, start_s: float, end_s: float, round_: Round) -> None:
-        """A step's rounds share one decode, and so its times."""
+        """Record the parts of a step, whose rounds share one decode and its times."""
         drafted_s = round_.draft_s + round_.draft.catch_up_s
         parts = (
             ("draft", drafted_s),
