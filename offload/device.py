@@ -14,7 +14,7 @@ from offload.plan.sim import SimSpec, parse_sim
 class DeviceChoice:
     """The device a model is opened on, and why.
 
-    `device` is the real one; `wrapped` says whether our own stands before it.
+    `device` is the real one; `wrapped` says whether libllama sees our device instead of it.
     """
 
     name: str
@@ -27,7 +27,7 @@ class DeviceChoice:
 
 
 def devices() -> list[DeviceChoice]:
-    """Every device ggml knows, as it would be chosen by name."""
+    """A choice for every CPU and GPU device that ggml knows."""
     found = []
     for device in all_devices():
         if device.kind in ("cpu", "gpu"):

@@ -25,7 +25,7 @@ class BadModel(OffloadError):
 
 
 class DoesNotFit(OffloadError):
-    """A budget is smaller than the least that works, `least_bytes` where that is known."""
+    """A budget is too small; `least_bytes` is the least that works, if known."""
 
     def __init__(self, words: str, least_bytes: int | None = None) -> None:
         super().__init__(words)
@@ -41,7 +41,7 @@ class BadRequest(OffloadError):
 
 
 class NotSupported(OffloadError):
-    """The model cannot do that, however it is asked."""
+    """The model cannot do what was asked."""
 
 
 class NotWritten(OffloadError):

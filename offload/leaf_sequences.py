@@ -1,7 +1,7 @@
 """A tree of drafted tokens as libllama's sequences: pure.
 
 Every leaf gets a temporary sequence, and a node's row belongs to the sequences of all leaves below
-it. A row then attends to the cells that share one of its sequences: its ancestors.
+it. So a row attends to its ancestors, whose cells share one of its sequences.
 """
 
 from __future__ import annotations

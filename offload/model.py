@@ -71,12 +71,12 @@ class ModelFacts:
 
     @property
     def n_layers(self) -> int:
-        """Layers that compute a token; those for multi-token prediction lie behind them."""
+        """Layers that compute a token. Layers for multi-token prediction come after them."""
         return self.number("block_count") - self.number("nextn_predict_layers")
 
     @cached_property
     def loaded(self) -> tuple[TensorEntry, ...]:
-        """The weights that libllama loads: those of layers for multi-token prediction stay out."""
+        """The weights that libllama loads: all but those of layers for multi-token prediction."""
         entries = [place.entry for place in self.weights.values()]
         return tuple(e for e in entries if layer_of(e.name) < self.n_layers)
 

@@ -38,10 +38,10 @@ from offload.torch_draft.weights import check_weights
 
 @dataclass(frozen=True)
 class Drafted:
-    """The outcome of steps: [n_steps, n_parts] in the order of the parts asked for.
+    """Drafted tokens [n_steps, n_parts], in the order of the parts asked for.
 
-    `gap` is by how much the likeliest token's probability exceeds the second's. With draws,
-    `p` is the greatest of the distribution and `rows` [n_steps, n_parts, n_out] all of it.
+    `p` is the greatest probability, `gap` its distance to the second greatest. With draws, `rows`
+    [n_steps, n_parts, n_out] are the whole distributions.
     """
 
     tokens: NDArray[np.int64]
@@ -77,7 +77,7 @@ class TorchDraft:
         """Raises BadModel (architecture, tensors, quantisation), DoesNotFit, BadRequest, and
         DeviceFailed where a step cannot be computed on this GPU.
 
-        `capturer` replaces the way that steps are captured.
+        `capturer` replaces the way steps are captured.
         """
         self.options = o = options or TorchDraftOptions()
         self.facts: ModelFacts = read_facts(path)
@@ -106,14 +106,14 @@ class TorchDraft:
         self._lengths = [0] * o.n_sequences
         self._parts: tuple[int, ...] = ()  # sequences of the draft in hand
         if self._device.type == "cuda":
-            # What was made on the default stream is there before another stream reads it.
+            # Finish work of the default stream before another stream reads its results.
             torch.cuda.synchronize(self._device)
             self.try_out()
 
     def try_out(self) -> None:
-        """Draft two tokens and forget them: what a device cannot do fails here and not later.
+        """Draft two tokens and forget them, so that a device that cannot compute a step fails here.
 
-        Closes the draft and raises DeviceFailed or DoesNotFit where it does.
+        Closes the draft before it raises DeviceFailed or DoesNotFit.
         """
         ways = [None, Draws(1.0, np.full((2, 1), 0.5))][: 1 + self.options.samples]
         try:
@@ -152,13 +152,13 @@ class TorchDraft:
         return 0  # there are no snapshots: nothing is recurrent
 
     def rewind(self, sequence: int, length: int) -> None:
-        """Keep the first `length` tokens: what lies behind them is never seen again."""
+        """Keep the first `length` tokens; later ones are never read again."""
         if not 0 <= length <= self.length(sequence):
             raise BadRequest(f"{length} tokens cannot be kept of {self._lengths[sequence]}")
         self._lengths[sequence] = length
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Append tokens that nothing is to be drafted from: a prompt, in chunks."""
+        """Append tokens in chunks, without drafting: a prompt."""
         self._check(sequence, tokens, 0)
         at = 0
         with self._failing(), torch.inference_mode(), self._working() as (network, capturer):
@@ -178,8 +178,9 @@ class TorchDraft:
     def extend(
         self, sequence: int, tokens: Sequence[int], n_logits: int | None = None
     ) -> NDArray[np.float32]:
-        """Append tokens; logits [n_logits, n_vocab] after each of the last `n_logits`, all unless
-        said. The slow way to draft, one copy of all logits per token; -inf where nothing was kept.
+        """Append tokens; logits [n_logits, n_vocab] after each of the last `n_logits`, default all.
+
+        The slow way to draft: all logits are copied for each token. Pruned tokens get -inf.
         """
         n = len(tokens) if n_logits is None else n_logits
         if not tokens or not 0 <= n <= len(tokens):
@@ -216,7 +217,7 @@ class TorchDraft:
         return [self.extend(sequence, tokens, n) for sequence, tokens, n in parts]
 
     def checkpoint(self, sequence: int) -> int:
-        """The length: what is held can be cut to any."""
+        """The length, which is enough to cut back to it."""
         return self.length(sequence)
 
     def restore(self, sequence: int, checkpoint: object) -> None:
@@ -341,7 +342,7 @@ class TorchDraft:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Make torch's exceptions ours: the lengths are as before, so the draft may go on."""
+        """Turn torch's exceptions into ours. Lengths stay as before, so the draft may go on."""
         try:
             yield
         except torch.OutOfMemoryError as e:

@@ -116,10 +116,10 @@ class CudaGraphs:
 
 @dataclass
 class StepCounters:
-    """Counts of what was done since the draft was opened."""
+    """Counts since the draft was opened."""
 
     n_steps: int = 0  # tokens drafted per sequence, by replay or without
-    n_replays: int = 0  # of them, by replaying a captured graph
+    n_replays: int = 0  # steps that replayed a captured graph
     n_captures: int = 0
     n_host_copies: int = 0  # results brought to the host, each a wait for the device
     n_fed: int = 0  # tokens of histories evaluated, drafted ones apart
@@ -179,8 +179,10 @@ class Steps:
     # -- what a draft asks ------------------------------------------------------------------------
 
     def begin(self, fed: Mapping[int, tuple[int, Sequence[int]]]) -> int:
-        """Put tokens in: lane -> (position of the first, tokens). Returns the width of the first
-        step. Uploaded with `run`."""
+        """Stage tokens, lane -> (position of the first, tokens), which `run` uploads.
+
+        Returns the width of the first step.
+        """
         n_seq = self._options.n_sequences
         self._staged.zero_()
         for lane, (first, tokens) in fed.items():
@@ -205,7 +207,7 @@ class Steps:
         drawing: Draws | None = None,
         top_k: int = 0,
     ) -> None:
-        """Submit `n_steps` steps. `width` 0 goes on: what is on the device is fed."""
+        """Submit `n_steps` steps. With `width` 0 they go on from the tokens on the device."""
         draws = drawing is not None
         top_k = 0 if draws else min(top_k, self._n_out)
         first = _Key(n_lanes, width or 1, n_kv, draws, top_k)
@@ -224,7 +226,7 @@ class Steps:
             self.counters.n_replays += n_steps
 
     def fetch(self, n_steps: int) -> NDArray[np.float32]:
-        """Wait, and bring (token, p, gap) [n_steps, n_sequences, 3] to the host: one copy."""
+        """Wait, then copy (token, p, gap) [n_steps, n_sequences, 3] to the host at once."""
         with self._capturer.working():
             self._host_out[:n_steps].copy_(self._out[:n_steps], non_blocking=True)
             self._capturer.wait()
@@ -256,7 +258,7 @@ class Steps:
     # -- capture ----------------------------------------------------------------------------------
 
     def _replay_of(self, key: _Key) -> Step:
-        """The captured step, captured now where it is new; the state on the device is kept."""
+        """The captured step, captured now if it is new. State on the device is kept."""
         if key in self._replays:
             return self._replays[key]
         with self._capturer.working():
