@@ -91,6 +91,7 @@ class ThreadGovernor:
         self._settled_n = n_most
         self._quiet_s = 0.0  # seconds of decodes until the next search or probe may start
         self._hold_s = _HOLD_S
+        self._trusts_others = True  # until expected seconds from elsewhere have misled a search
 
     def observe(
         self, n_tokens: int, seconds: float, expected_s: float | None = None
@@ -98,12 +99,13 @@ class ThreadGovernor:
         """Take in a decode of `n_tokens` with the threads last wanted; the threads for the next.
 
         The median of undisturbed decodes of this size tells what it should take with all threads.
-        `expected_s` stands in for the median before there are such decodes.
+        `expected_s` stands in for the median before there are such decodes, until a search by it
+        was in vain.
         """
         if self._n_most == 1:
             return self.wanted
         self._quiet_s -= seconds
-        expected_s = self._median(n_tokens) or expected_s
+        expected_s = self._median(n_tokens) or (expected_s if self._trusts_others else None)
         if expected_s is None:
             self._learn(n_tokens, seconds)
         elif self._search is not None:
@@ -182,6 +184,7 @@ class ThreadGovernor:
         if search.slowdowns[best] > _GAIN * trouble:
             # Other programs are not the cause. The model may have become slower: learn anew.
             self._usual.clear()
+            self._trusts_others = False
             self._settle(started, max(1.0, self._settled_slowdown), self._hold_s)
             self._hold_s = min(2 * self._hold_s, _MOST_HOLD_S)
             return

@@ -110,6 +110,13 @@ def test_expected_seconds_may_come_from_elsewhere() -> None:
     assert governor.wanted.n_threads == 1
 
 
+def test_a_table_that_is_too_fast_misleads_once() -> None:
+    governor = ThreadGovernor(4)
+    wanted = [governor.observe(1, 0.04 * 4 / governor.wanted.n_threads, 0.01) for _ in range(2000)]
+    assert sum(w.n_threads < 4 for w in wanted) < 20
+    assert {w.n_threads for w in wanted[100:]} == {4}
+
+
 def test_one_thread_stays_one() -> None:
     governor = ThreadGovernor(1)
     assert {governor.observe(1, s, 0.001).n_threads for s in (0.001, 1.0, 9.0)} == {1}
