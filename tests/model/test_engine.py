@@ -8,11 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from budgets import budget
 from numpy.typing import NDArray
 
 from lab.synth import write_preset
@@ -240,8 +242,9 @@ def test_a_signal_is_looked_at_before_each_part_of_a_graph(
         asked += 1
         return asked == 3
 
-    serial = StreamingOptions(depth=0, prefetch=False)
-    with Engine(tiny_moe, options("sim", min_batch=ALWAYS, streaming=serial)) as engine:
+    streaming = StreamingOptions(n_gpu_layers=0, depth=0, prefetch=False)
+    streaming = replace(streaming, vram_bytes=budget(tiny_moe, streaming, "half"))
+    with Engine(tiny_moe, options("sim", min_batch=ALWAYS, streaming=streaming)) as engine:
         expected = engine.sequences.extend(0, tokens)
         engine.sequences.rewind(0, 0)
         whole = engine.counters().cuts

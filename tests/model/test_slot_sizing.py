@@ -91,7 +91,7 @@ def test_a_device_that_refuses_the_least_is_refused_itself(plan: Plan) -> None:
 
     with pytest.raises(DoesNotFit, match="no memory at all"):
         fitted(plan, plan.slot_bytes, use)
-    with pytest.raises(DoesNotFit, match="smallest working set"):
+    with pytest.raises(DoesNotFit, match="MiB of GPU memory are left to stream weights"):
         fitted(plan, 10, use)
 
 
