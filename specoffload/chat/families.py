@@ -87,7 +87,7 @@ def _written_arguments(layout: CallLayout, arguments: Mapping[str, Any]) -> str:
 
 HARMONY_STARTS = ("<|start|>", "<|channel|>")
 HARMONY_BODY = "<|message|>"
-# What opens the reasoning, what closes it, and what closes it and begins the answer.
+# Texts that open the reasoning, that close it, and that close it and begin the answer.
 HARMONY_REASONING = (
     "<|channel|>analysis<|message|>",
     "<|end|>",

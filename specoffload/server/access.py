@@ -285,7 +285,7 @@ def _media_problem(headers: Headers) -> Problem | None:
 def client_name(key: int | None, address: str | None) -> str:
     """The client that takes turns: its key if the server has several, otherwise its address.
 
-    Of an IPv6 address the first 64 bits count, which belong to one site (RFC 6177).
+    The first 64 bits of an IPv6 address count; they belong to one site (RFC 6177).
     """
     if key is not None:
         return f"key {key}"

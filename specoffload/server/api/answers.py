@@ -1,4 +1,4 @@
-"""What answers of all APIs share: errors, token counts, timings, server-sent events. Pure."""
+"""Parts that answers of all APIs share: errors, token counts, timings, server-sent events."""
 
 from __future__ import annotations
 

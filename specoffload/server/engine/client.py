@@ -232,9 +232,9 @@ class EngineClient:
     async def call(
         self, function: Callable[..., Any], *arguments: Any, timeout_s: float | None = None
     ) -> Any:
-        """What a function of `engine/calls.py` returns in the engine process.
+        """Call a function of `engine/calls.py` in the engine process; returns its result.
 
-        Raises RequestFailed, and TimeoutError.
+        Raises RequestFailed and TimeoutError.
         """
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
