@@ -257,6 +257,18 @@ app.add_typer(tune_app, name="tune")
 add_command(tune_app, "numa", tune_numa, under="tune")
 
 
+@tune_app.callback(invoke_without_command=True)
+def tune_flags(
+    every: Annotated[
+        bool, typer.Option(HELP_ALL, help="Show the flags of all commands and leave.")
+    ] = False,
+) -> None:
+    """Measure this machine and keep what is best."""
+    if every:
+        show_all_flags()
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True)
 def version(
     context: typer.Context,

@@ -36,11 +36,11 @@ from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.sharing import device_bytes
 from offload.streaming.device import StreamingDevice
+from specoffload.bench.llama_server import TunedLlama, followed_s, tune_for, ways_of
+from specoffload.bench.paths import Llama
 from specoffload.config.command_line import read_command_line
 from specoffload.config.environment import Environment, read_host
 from specoffload.config.resolution import resolve
-from specoffload.peers.llama_server import TunedLlama, followed_s, tune_for, ways_of
-from specoffload.peers.paths import Llama
 from specoffload.session.session import Session
 from specoffload.speculation.draft_model import real_text
 

@@ -21,7 +21,7 @@ from offload.ggml.memory import AnonymousMemory, Pinner
 from offload.ggml.tensor import host_bytes, new_tensor
 from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions
-from specoffload.peers.paths import Llama
+from specoffload.bench.paths import Llama
 
 PREFIX = 16  # tokens before every step
 ALLOWED = 1.0  # |a - b| / |b| of a step's logits: near-ties of routers; unrelated rows have 1.4

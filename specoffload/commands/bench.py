@@ -44,12 +44,7 @@ from specoffload.bench.equal_texts import (
     split_text,
 )
 from specoffload.bench.llama_bench import row_of, written
-from specoffload.bench.load import Load, Watch, warn_of_load
-from specoffload.bench.why_off import length_words, why_off
-from specoffload.bench.workloads import prompts
-from specoffload.commands.models import type_name
-from specoffload.config.resolution import Config
-from specoffload.peers.llama_server import (
+from specoffload.bench.llama_server import (
     UBATCHES,
     ServerSpeed,
     TunedLlama,
@@ -60,7 +55,8 @@ from specoffload.peers.llama_server import (
     tune_for,
     ways_of,
 )
-from specoffload.peers.paths import (
+from specoffload.bench.load import Load, Watch, warn_of_load
+from specoffload.bench.paths import (
     Llama,
     LlamaPath,
     Measured,

@@ -30,12 +30,12 @@ from specoffload.bench.equal_texts import (
     speculative_text,
     split_text,
 )
+from specoffload.bench.llama_server import TunedLlama, followed_s, measure_server, ways_of
+from specoffload.bench.paths import Llama
 from specoffload.commands.bench import _beside_llama_server, _rows
 from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import demo_file, resolve
-from specoffload.peers.llama_server import TunedLlama, followed_s, measure_server, ways_of
-from specoffload.peers.paths import Llama
 from specoffload.session.session import Session
 
 ROOT = Path(__file__).parents[2]

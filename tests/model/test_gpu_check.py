@@ -18,7 +18,7 @@ from offload.device import devices
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.plan.sharing import DECODING
-from specoffload.peers.llama_server import tune_for
+from specoffload.bench.llama_server import tune_for
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace, is_experts, layer_of
-from specoffload.bench.load import Load
-from specoffload.commands.bench import _rows, doubts, side_by_side
-from specoffload.errors import UsageError
-from specoffload.peers.llama_server import (
+from specoffload.bench.llama_server import (
     DRAFT_MAX,
     DRAFT_P_MIN,
     TunedLlama,
@@ -23,7 +20,10 @@ from specoffload.peers.llama_server import (
     sweep,
     tune_for,
 )
-from specoffload.peers.paths import Measured
+from specoffload.bench.load import Load
+from specoffload.bench.paths import Measured
+from specoffload.commands.bench import _rows, doubts, side_by_side
+from specoffload.errors import UsageError
 from specoffload.session.statistics import GenerationStats
 
 N_LAYERS = 6

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from specoffload.commands.demo import NEXT
-from specoffload.commands.demo_screen import Column, bars, screen
+from specoffload.commands.demo import NEXT, Column, bars, screen
 
 CODE = "def f(x):\n" + "\n".join(f"    return some_function({i}) + other_{i}" for i in range(30))
 PLAIN = Column("plain", "copy, then compute", CODE, 100, 2.0, done=True, hidden=0.0)
