@@ -64,6 +64,10 @@ from specoffload.bench.paths import (
     Workload,
     measure_in_turns,
 )
+from specoffload.bench.why_off import length_words, why_off
+from specoffload.bench.workloads import prompts
+from specoffload.commands.models import type_name
+from specoffload.config.resolution import Config
 from specoffload.session.session import SEQUENCE, Session
 from specoffload.speculation.draft_model import real_text
 

@@ -237,7 +237,7 @@ def test_what_is_printed_where_nothing_streams_and_a_rival_is_measured(
     assert "1000.0" in rival
     assert "1000 " in rival
     assert "streamed ms" not in done.stdout
-    assert "no experts stream" in done.stdout
+    assert "no experts are streamed" in done.stdout
     assert "unreliable (?): 1 measured repetitions" in done.stdout
 
 

@@ -104,7 +104,7 @@ def test_text_for_a_model_without_a_template_is_continued_to_a_limit(
         piped(tmp_path, "", *words, "-p", "hi", "--json"),
     ):
         assert json.loads(done.stdout)["stats"]["n_tokens"] == 128
-        assert done.stderr.splitlines()[0] == limit
+        assert limit in done.stderr.splitlines()
         assert "template" not in done.stderr
     done = piped(tmp_path, "hi\n", *words, "-n", "3", "-v")
     assert limit not in done.stderr
@@ -146,7 +146,7 @@ def test_nothing_to_answer_is_said(tiny_dense: Path, tmp_path: Path) -> None:
     done = piped(tmp_path, "x", "chat", tiny_dense, "--chat-template", "nothing")
     assert done.returncode == 2
     assert (
-        "--chat-template nothing: is no file (No such file or directory), no Jinja," in done.stderr
+        "--chat-template nothing: neither a readable file (No such file or directory)" in done.stderr
     )
 
 
