@@ -145,9 +145,7 @@ def test_nothing_to_answer_is_said(tiny_dense: Path, tmp_path: Path) -> None:
     assert "nothing to answer" in done.stderr
     done = piped(tmp_path, "x", "chat", tiny_dense, "--chat-template", "nothing")
     assert done.returncode == 2
-    assert (
-        "--chat-template nothing: neither a readable file (No such file or directory)" in done.stderr
-    )
+    assert "--chat-template nothing: neither a readable file (No such file" in done.stderr
 
 
 @dataclass
