@@ -13,6 +13,7 @@ import gc
 import shlex
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -293,7 +294,8 @@ def _open_ways(
     with _measuring_on(text):
         for hybrid in ("off", "on", "auto"):
             before = free_bytes()
-            session = stack.enter_context(_session(asked, facts.path, hybrid, vram_bytes))
+            profiles = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            session = stack.enter_context(_session(asked, facts.path, hybrid, vram_bytes, profiles))
             session.target.sequences.rewind(0, 0)
             ways[hybrid] = Way(hybrid, before - free_bytes(), session=session)
     return ways
@@ -314,8 +316,11 @@ def _peer_options(asked: Asked, facts: ModelFacts, tuned: TunedLlama) -> dict[st
     }
 
 
-def _session(asked: Asked, path: Path, hybrid: str, vram_bytes: int) -> Session:
-    """A session as the command line opens it, except that the budget is for weights alone."""
+def _session(asked: Asked, path: Path, hybrid: str, vram_bytes: int, profiles: Path) -> Session:
+    """A session as the command line opens it, except that the budget is for weights alone.
+
+    `profiles`: an empty folder, so that everything is measured now.
+    """
     words = (
         *("--model", str(path), "--device", asked.choice.name, "--hybrid", hybrid, "--no-spec"),
         *("--plan-for", "decode"),
@@ -327,7 +332,7 @@ def _session(asked: Asked, path: Path, hybrid: str, vram_bytes: int) -> Session:
     config = replace(
         config,
         streaming=replace(config.streaming, vram_bytes=vram_bytes, device_bytes=None),
-        spec=replace(config.spec, use_profile=False),  # everything is measured now
+        spec=replace(config.spec, profile_dir=profiles),
     )
     return Session(config)
 
