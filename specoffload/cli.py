@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from specoffload import __version__, report
 from specoffload.config.command_line import CommandLine
@@ -44,7 +45,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-tune_app = typer.Typer(help="Measure this machine and keep what is best.", no_args_is_help=True)
+
+
+class _TuneGroup(TyperGroup):
+    """`specoffload tune MODEL` is `tune all MODEL`; `tune numa` is a part of it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in {*self.commands, "--help", "-h"}:
+            args = ["all", *args]
+        return super().parse_args(ctx, args)
+
+
+tune_app = typer.Typer(help="Measure this machine and keep what is best.", cls=_TuneGroup)
 
 
 def config_of(line: CommandLine, options: Options | None = None) -> Config:
@@ -243,6 +255,14 @@ def doctor(line: CommandLine) -> None:
     examine(line.environment.profile_folder, numa=line.of(DoctorOptions).numa)
 
 
+def tune_all(line: CommandLine) -> None:
+    """Measure a model thoroughly in each way that it can be computed; later starts use it."""
+    from specoffload.commands.tune import tune_all as tune
+
+    minutes = line.of(TuneOptions).minutes
+    tune(config_of(line, measuring_only(line.options)), minutes)
+
+
 def tune_numa(line: CommandLine) -> None:
     """Try placements and thread counts on this machine; later starts use the best."""
     from specoffload.commands.tune import tune_numa as tune
@@ -254,6 +274,7 @@ def tune_numa(line: CommandLine) -> None:
 for command in (run, chat, serve, bench, profile, plan, models, demo, trace, doctor):
     add_command(app, command.__name__, command)
 app.add_typer(tune_app, name="tune")
+add_command(tune_app, "all", tune_all, under="tune")
 add_command(tune_app, "numa", tune_numa, under="tune")
 
 

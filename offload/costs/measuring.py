@@ -180,6 +180,7 @@ class _Measuring:
             n_most=self._n_most,
             n_split=min(VERIFY_MOST, n_most_at_once(target)),
             n_least=wanted.n_least,
+            since=wanted.date,
             n_repeats=max(12, 2 * wanted.n_least),
             edges=wanted.edges,
             again=wanted.again,

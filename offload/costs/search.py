@@ -46,6 +46,7 @@ class Wanted:
     n_split: int = VERIFY_MOST  # the largest batch that may be split
     n_repeats: int = 12  # timings of a size at most
     n_least: int = 1  # timings of each size of the grid at least, whatever they are worth
+    since: str = ""  # entries of that date on count for `n_least`: an interrupted run goes on
     edges: tuple[int, ...] = ()
     again: frozenset[tuple[Way, int]] = frozenset()  # if any, these alone are timed
     part: Callable[[Way, int], float] = field(default=lambda way, n: 1.0)
@@ -90,15 +91,16 @@ def next_size(
             if samples.get((way, n)) or expected_s(table, wanted, way, n) > left_s / 4:
                 continue
             return way, n
-    least = [
-        (len(samples.get((way, n), ())), way, n)
-        for way in wanted.ways
-        for n in wanted.sizes(way)
-        if len(samples.get((way, n), ())) < wanted.n_least
-    ]
-    if wanted.n_least > 1 and least:  # thorough: every size in turn
-        found = min(least, key=lambda item: item[0])
-        return found[1:] if expected_s(table, wanted, *found[1:]) <= left_s else None
+    if wanted.n_least > 1:  # thorough: every size in turn
+        counts = {
+            (way, n): len(samples.get((way, n), ()))
+            for way in wanted.ways
+            for n in wanted.sizes(way)
+            if not _is_done(table, samples, wanted, way, n)
+        }
+        if counts:
+            at = min(counts, key=lambda at: counts[at])
+            return at if expected_s(table, wanted, *at) <= left_s else None
     doubted = _doubted(samples)
     best: tuple[float, Way, int] | None = None
     for way in wanted.ways:
@@ -117,6 +119,14 @@ def next_size(
             if best is None or worth > best[0]:
                 best = worth, way, n
     return None if best is None else best[1:]
+
+
+def _is_done(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int) -> bool:
+    """True if a thorough measurement has timed this size often enough, now or before."""
+    entry = table.measured(way).get(n)
+    if (way, n) not in samples and wanted.since and entry and entry.date >= wanted.since:
+        return entry.n_timed >= wanted.n_least
+    return len(samples.get((way, n), ())) >= wanted.n_least
 
 
 def _next_again(

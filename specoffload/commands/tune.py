@@ -25,13 +25,32 @@ from offload.numa_plan import make_numa_plan
 from offload.timing import median_decode_s
 from specoffload import report
 from specoffload.bench.load import Load, Watch, warn_of_load
+from specoffload.commands.profile import measuring_config, show_table
 from specoffload.config.resolution import Config, demo_file
 from specoffload.config.speculation import SpecConfig
 from specoffload.kept import save_tuned
+from specoffload.session.costs import Thorough
 from specoffload.session.session import SEQUENCE, Session
 
 SIZES = (1, 8)
 _REPEATS = 7
+_N_LEAST = 4  # timings of each batch size
+
+
+def tune_all(config: Config, minutes: float) -> None:
+    """Time every batch size several times in each way, and show the table. Each entry is kept as it
+    is measured, so that an interrupted run is not lost: the next one goes on. Raises BadProfile."""
+    warn_of_load()
+    with report.steps(config.alias or config.model.name) as on_progress:
+        thorough = Thorough(60.0 * minutes, _N_LEAST)
+        session = Session(
+            measuring_config(config), on_progress, keeps_hits=False, prices=True, thorough=thorough
+        )
+    with session:
+        for note in session.costs.notes:
+            report.note(note)
+        show_table(session.costs.run.table)
+        report.data({"stored": str(session.costs.kept_in)})
 
 
 def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResult:

@@ -468,6 +468,10 @@ _OTHER_FLAGS = (
         commands=_only("doctor"),
     ),
     flag(
+        TuneOptions, "minutes", "--minutes", FLOAT, "Minutes to measure for.", Panel.COMMAND,
+        above=0, commands=_only("tune all"),
+    ),
+    flag(
         TuneOptions, "time_limit_s", "--time-limit", FLOAT,
         "Seconds to spend; what is left out is named.", Panel.COMMAND, above=0,
         commands=_only("tune numa"),

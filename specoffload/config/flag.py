@@ -15,7 +15,7 @@ from typing import Any
 from specdec.options import DrafterName, PolicyName
 
 # The commands that open a model, and the one that says how it would be opened.
-OPENS = frozenset({"run", "chat", "serve", "bench", "profile", "plan"})
+OPENS = frozenset({"run", "chat", "serve", "bench", "profile", "plan", "tune all"})
 
 
 class Panel(StrEnum):

@@ -251,6 +251,7 @@ class DoctorOptions:
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Options of `tune numa`."""
+    """Options of `tune` and `tune numa`."""
 
-    time_limit_s: float = 600.0
+    minutes: float = 10.0  # of `tune`
+    time_limit_s: float = 600.0  # of `tune numa`

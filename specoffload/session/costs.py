@@ -92,7 +92,6 @@ class Thorough:
 
     most_s: float
     n_least: int
-    text: Sequence[int]
 
 
 class SessionCosts:
@@ -215,7 +214,7 @@ class SessionCosts:
         if not self._needs_table:
             return is_new
         ways = self._ways()
-        text = self._thorough.text if self._thorough else real_text(target)
+        text = real_text(target)
         if too_short(target, text):
             raise BadProfile(f"a context of {target.n_ctx} tokens is too short to measure in")
         if self._thorough or any(not run.table.measured(w) for w in ways) or self._is_short():

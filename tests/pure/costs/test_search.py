@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from machines import Simulated
 
@@ -82,6 +84,11 @@ def test_a_thorough_measurement_times_every_size_in_turn() -> None:
     table = machine.measured(wanted, 1e3)
     assert set(table.measured(Way.IN_PLACE)) == set(wanted.sizes(Way.IN_PLACE))
     assert min(e.n_timed for e in table.measured(Way.IN_PLACE).values()) >= 3
+    wanted = replace(wanted, n_repeats=3, since="2026-01-02")
+    samples = {(Way.IN_PLACE, n): [1.0] for n in (1, 8, 64)}
+    found = next_size(table, samples, wanted, 1e3)
+    assert found is not None
+    assert found[1] in (1, 8, 64), "an interrupted measurement goes on with what is missing"
 
 
 @pytest.mark.parametrize("curve", published_curves())
