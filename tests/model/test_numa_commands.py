@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 from numa.machine import read_topology
 from numa.place import Candidate, Strategy
 from numa.topology import Core, Node, Topology
-from numa.tune import from_json
 from specoffload.bench.load import Load, Watch
 from specoffload.cli import app
 from specoffload.commands.tune import SIZES, config_for, measurer
 from specoffload.config.speculation import NO_DRAFTS
+from specoffload.kept import MACHINE_FILE, load_tuned
 
 ONE_NODE = not read_topology().is_numa
 
@@ -79,7 +79,7 @@ def test_what_was_measured_on_a_busy_machine_is_said_and_not_kept(
     assert done.exit_code == 0, done.output
     assert "chosen:" in done.stdout
     assert "not kept: other programs took 43% of the 2 processors" in " ".join(done.stdout.split())
-    assert not (tmp_path / "numa.json").exists()
+    assert load_tuned(tmp_path, read_topology()).result is None
 
 
 def test_tune_keeps_numbers_that_the_next_start_uses_and_says(
@@ -88,8 +88,8 @@ def test_tune_keeps_numbers_that_the_next_start_uses_and_says(
     done = tuned(tiny_dense, tmp_path, 0.0, monkeypatch)
     assert done.exit_code == 0, done.output
     assert "chosen:" in done.stdout
-    result = from_json((tmp_path / "numa.json").read_text())
-    assert result.is_for(read_topology())
+    result = load_tuned(tmp_path, read_topology()).result
+    assert result is not None
     assert set(result.trials[0].seconds) == set(SIZES)
     config_words = ("run", str(tiny_dense), "-p", "x", "-n", "1", "-v")
     started = command(*config_words, profiles=tmp_path)
@@ -156,6 +156,6 @@ def test_the_stored_choice_is_plain_json(
 ) -> None:
     done = tuned(tiny_dense, tmp_path, 0.0, monkeypatch)
     assert done.exit_code == 0, done.output
-    stored = json.loads((tmp_path / "numa.json").read_text())
+    stored = json.loads((tmp_path / MACHINE_FILE).read_text())["numa"]
     assert stored["best"]["n_threads"] >= 1
     assert any(tiny_dense.name in reason for reason in stored["reasons"])
