@@ -85,6 +85,7 @@ def measure_split(target: Engine) -> MeasuredCosts | None:
     kinds: tuple[float, ...] = ()
     switch, sequences = target.hybrid.switch, target.sequences
     with target.routing.paused(), switch.splitting(all_on_device):
+        target.build_anew()  # a graph that was built without splits would be used again
         for n in (1, min(8, target.n_ctx - 1)):
             _take_splits(target)  # those of graphs that are gone
             for i in range(3):  # fills the slots with the experts that are used

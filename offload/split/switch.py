@@ -58,12 +58,13 @@ class HybridSwitch:
 
     @contextmanager
     def splitting(self, splitter: Splitter) -> Iterator[None]:
-        """Layers are split by another for a while."""
-        before, self.splitter = self.splitter, splitter
+        """Split layers by `splitter` for a while, also if they are not split otherwise."""
+        before = self.splitter, self.is_active
+        self.splitter, self.is_active = splitter, True
         try:
             yield
         finally:
-            self.splitter = before
+            self.splitter, self.is_active = before
 
     def splits(self, n_tokens: int) -> bool:
         """True if layers of such a batch are split, whatever its min-batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +288,11 @@ def test_where_nothing_could_be_timed_the_rule_instead_is_said(
     assert lines == [
         "split layers: no layer could be timed: hits are the device's, others the CPU's"
     ]
+
+
+def test_without_profiles_layers_are_split_if_that_was_asked_for() -> None:
+    config = config_of(Toggle.ON)
+    with Session(replace(config, spec=replace(config.spec, use_profile=False))) as session:
+        assert session.target.hybrid is not None
+        assert not session.target.hybrid.switch.declined
+        assert session.target.hybrid.switch.splits(1)
