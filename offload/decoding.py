@@ -36,7 +36,7 @@ class Decoder:
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        sequences: Sequence[int] | Sequence[Sequence[int]],
+        sequences: Sequence[int],
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
         """Logits [number wanted, n_vocab]. Raises what `Context.decode` raises."""

@@ -76,7 +76,6 @@ class EngineOptions:
     most_ubatch: int = UBATCHES[-1]
     n_sequences: int = 1
     n_outputs: int = 64
-    n_tree_leaves: int = 0  # leaves that a drafted tree may have (extend_tree)
     n_rs_seq: int = 0  # tokens that a recurrent memory rolls back by snapshots, where it can
     device_checkpoints: bool = True  # off: through host memory, as other engines do
     n_threads: int = 1
@@ -84,7 +83,7 @@ class EngineOptions:
     flash_attn: str = "auto"
     type_k: str = "f16"  # of the KV cache
     type_v: str = "f16"
-    swa_full: bool = False  # keep what sliding windows have passed; with trees it is kept
+    swa_full: bool = False  # keep what sliding windows have passed
     pooling: str | None = None  # of embeddings (plan/choices.py); None: there are none
     numa: NumaPlan | None = None  # replaces n_threads and n_threads_batch by its teams
     mla_crossover: Crossover | None = None  # tokens up to which MLA's value product is by vectors
@@ -96,21 +95,15 @@ def context_spec(facts: ModelFacts, options: EngineOptions) -> ContextSpec:
     return ContextSpec(
         n_ctx=options.n_ctx or facts.number("context_length", 4096),
         n_ubatch=options.n_ubatch or DEFAULT_UBATCH,
-        n_sequences=options.n_sequences + options.n_tree_leaves,
+        n_sequences=options.n_sequences,
         n_outputs=options.n_outputs,
         n_rs_seq=options.n_rs_seq,
         type_k=options.type_k,
         type_v=options.type_v,
         flash_attn=options.flash_attn != "off",
-        swa_full=_keeps_all(options),
+        swa_full=options.swa_full,
         device_checkpoints=options.device_checkpoints,
     )
-
-
-def _keeps_all(options: EngineOptions) -> bool:
-    """True if windows must not forget: a tree's leaves share their cells, and the library takes no
-    shared cell for new tokens, so that a window's cache would be full."""
-    return options.swa_full or options.n_tree_leaves > 0
 
 
 class Engine(ModelText):
@@ -174,7 +167,6 @@ class Engine(ModelText):
             is_hybrid=self._model.is_hybrid,
             n_sequences=options.n_sequences,
             n_outputs=options.n_outputs,
-            n_tree_leaves=options.n_tree_leaves,
             # The library aborts where a state has several ranges of cells, as sliding windows do.
             device_checkpoints=options.device_checkpoints
             and self._model.is_recurrent
@@ -182,7 +174,7 @@ class Engine(ModelText):
             most_state_bytes=most_state_bytes(
                 self.facts, replace(context_spec(self.facts, self.options), n_ctx=n_ctx)
             ),
-            n_swa=0 if _keeps_all(options) else forgetting_window(self.facts),
+            n_swa=0 if options.swa_full else forgetting_window(self.facts),
         )
 
     # -- opening and closing --------------------------------------------------------------------
@@ -309,7 +301,7 @@ class Engine(ModelText):
             n_ctx=n_ctx,
             n_batch=max(o.n_batch, o.n_outputs, n_ubatch),
             n_ubatch=n_ubatch,
-            n_sequences=o.n_sequences + o.n_tree_leaves,
+            n_sequences=o.n_sequences,
             n_outputs=o.n_outputs,
             n_rs_seq=self._snapshots(n_ubatch),
             n_threads=o.n_threads,
@@ -317,7 +309,7 @@ class Engine(ModelText):
             flash_attn=o.flash_attn,
             type_k=o.type_k,
             type_v=o.type_v,
-            swa_full=_keeps_all(o),
+            swa_full=o.swa_full,
         )
 
     def _open_embedder(self, n_ctx: int) -> Embedder | None:

@@ -15,13 +15,10 @@ from numpy.typing import NDArray
 
 from offload.errors import BadRequest, DoesNotFit
 from offload.ggml.llama import ON_DEVICE, PARTIAL_STATE, Context
-from offload.leaf_sequences import LeafSequences
 
 Rows = NDArray[np.float32]
 # (tokens, positions, sequences of each row, True where its logits are wanted) -> logits
-Decode = Callable[
-    [Sequence[int], Sequence[int], Sequence[int] | Sequence[Sequence[int]], Sequence[bool]], Rows
-]
+Decode = Callable[[Sequence[int], Sequence[int], Sequence[int], Sequence[bool]], Rows]
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class RollbackCounters:
 
 
 class Sequences:
-    """`n_sequences` conversations in one context, and temporary ones for trees."""
+    """`n_sequences` conversations in one context."""
 
     def __init__(
         self,
@@ -61,7 +58,6 @@ class Sequences:
         is_hybrid: bool,
         n_sequences: int,
         n_outputs: int,
-        n_tree_leaves: int,
         device_checkpoints: bool,
         most_state_bytes: int,
         n_swa: int = 0,
@@ -72,7 +68,7 @@ class Sequences:
         """
         self._context, self._decode = context, decode
         self._architecture = architecture
-        self._n_sequences, self._n_tree_leaves = n_sequences, n_tree_leaves
+        self._n_sequences = n_sequences
         self.n_outputs = n_outputs
         self.n_batch = context.n_batch
         self.most_state_bytes = most_state_bytes
@@ -92,7 +88,6 @@ class Sequences:
         self._n_cuts = [0] * n_sequences
         # (number of a cut, length it left), both rising: the shortest length since any cut
         self._cuts: list[list[tuple[int, int]]] = [[] for _ in range(n_sequences)]
-        self._tree: LeafSequences | None = None  # between extend_tree and keep_path
 
     def length(self, sequence: int = 0) -> int:
         """Tokens that the sequence holds. Raises BadRequest for one that does not exist."""
@@ -244,14 +239,12 @@ class Sequences:
                 return 0
         return self.n_rs_seq
 
-    def _check(
-        self, tokens: Sequence[int], start: int, n_logits: int, n_positions: int | None = None
-    ) -> None:
+    def _check(self, tokens: Sequence[int], start: int, n_logits: int) -> None:
         if not len(tokens):
             raise BadRequest("no tokens to evaluate: the prompt is empty")
         if not 0 <= n_logits <= len(tokens):
             raise BadRequest(f"{n_logits} rows of logits were asked of {len(tokens)} tokens")
-        needed = start + (len(tokens) if n_positions is None else n_positions)
+        needed = start + len(tokens)
         if needed > self.n_ctx:
             raise DoesNotFit(
                 f"{needed} tokens exceed the context of {self.n_ctx}; "
@@ -261,50 +254,6 @@ class Sequences:
         if low < 0 or high >= self.n_vocab:
             bad = low if low < 0 else high
             raise BadRequest(f"token {bad} is not in the vocabulary of {self.n_vocab}")
-
-    # -- trees -----------------------------------------------------------------------------------
-
-    def extend_tree(self, sequence: int, tokens: Sequence[int], parents: Sequence[int]) -> Rows:
-        """Evaluate a tree after the sequence in one decode; logits [len(tokens), n_vocab].
-
-        `parents[i]` is an index in `tokens` before i, or -1. Row i sees only the sequence and its
-        own ancestors. `keep_path` must follow. Raises BadRequest for parents that form no tree,
-        DoesNotFit for too many leaves or rows.
-        """
-        start = self.length(sequence)
-        if self._tree is not None:
-            raise BadRequest("a tree is being verified: keep_path must come first")
-        if not self.can_rewind:
-            raise BadRequest(f"{self._architecture} models are recurrent: they verify no trees")
-        tree = LeafSequences(tokens, parents, first_sequence=self._n_sequences)
-        if tree.n_leaves > self._n_tree_leaves or len(tokens) > self.n_outputs:
-            raise DoesNotFit(
-                f"a tree of {len(tokens)} tokens and {tree.n_leaves} leaves exceeds "
-                f"{self.n_outputs} rows or {self._n_tree_leaves} leaves"
-            )
-        self._check(tokens, start, len(tokens), n_positions=1 + max(tree.depths))
-        for leaf in tree.sequences:
-            self._context.copy_sequence(sequence, leaf)
-        positions = [start + depth for depth in tree.depths]
-        self._tree = tree
-        try:
-            return self._decode(tokens, positions, tree.rows, [True] * len(tokens))
-        except BaseException:
-            self.keep_path(sequence, ())
-            raise
-
-    def keep_path(self, sequence: int, path: Sequence[int]) -> None:
-        """After `extend_tree`: keep these nodes, root first, and drop all others."""
-        tree, self._tree = self._tree, None
-        if tree is None:
-            raise BadRequest("keep_path without extend_tree")
-        start = self.length(sequence)
-        leaf = tree.leaf_below(path)
-        if path:
-            self._context.copy_sequence(leaf, sequence, start, start + len(path))
-        for temporary in tree.sequences:
-            self._context.remove(temporary, -1)
-        self._lengths[sequence] = start + len(path)
 
     # -- going back ------------------------------------------------------------------------------
 

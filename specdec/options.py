@@ -62,8 +62,6 @@ class SpecOptions:
     n_max: int | None = None  # the longest draft; None: the policy's own
     n_min: int = 0
     p_min: float = 0.75
-    tree: bool = False
-    p_split: float = 0.1
     accept: AcceptRule = AcceptRule.MATCH
     rs_snapshots: int = 8
     checkpoints: CheckpointPlace = CheckpointPlace.DEVICE

@@ -73,21 +73,6 @@ class Target(Protocol):
     def restore(self, sequence: int, checkpoint: object) -> None: ...
 
 
-class TreeTarget(Target, Protocol):
-    """A target that can evaluate a tree of continuations in one decode."""
-
-    def extend_tree(
-        self, sequence: int, tokens: Sequence[int], parents: Sequence[int]
-    ) -> NDArray[np.float32]:
-        """Rows [len(tokens), n_vocab]; `parents[i]` is an index in `tokens` or -1, and row i
-        sees only its ancestors."""
-        ...
-
-    def keep_path(self, sequence: int, path: Sequence[int]) -> None:
-        """After `extend_tree`: keep these nodes, root first, and drop the others."""
-        ...
-
-
 class Drawing(Protocol):
     """How a block's tokens are drawn: uniform numbers [n_steps, n_parts], and temperatures
     [n_parts], or one temperature for all parts."""
@@ -224,7 +209,6 @@ class Draft:
     dropped: tuple[tuple[int, float], ...] = ()
     rows: tuple[NDArray[np.float64], ...] = ()
     n_steps: int = 0  # decodes of a draft model spent on it
-    parents: tuple[int, ...] = ()  # of a tree: the index of each token's parent, -1 at the root
     catch_up_s: float = 0.0  # seconds in which the draft model read a prompt, before any step
     # The likeliest (token, p) at each position, dropped ones too; only where a log shows them.
     candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
@@ -264,23 +248,9 @@ class Round:
         return len(self.draft.tokens)
 
     @property
-    def n_positions(self) -> int:
-        """Tokens drafted ahead: all of a chain, the depth of a tree."""
-        parents = self.draft.parents
-        if not parents:
-            return len(self.draft.tokens)
-        depths: list[int] = []
-        for parent in parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return max(depths)
-
-    @property
     def evidence(self) -> tuple[tuple[float, bool], ...]:
-        """(draft p, right) of each drafted token that the target's tokens say something of.
-
-        Empty for trees, whose siblings are judged together.
-        """
-        return () if self.draft.parents else self.draft.judged_by(self.emitted)
+        """(draft p, right) of each drafted token up to the first that the target rejected."""
+        return self.draft.judged_by(self.emitted)
 
 
 class Policy(Protocol):

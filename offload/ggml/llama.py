@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -270,21 +270,17 @@ class _Batch:
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        sequences: Sequence[int] | Sequence[Sequence[int]],
+        sequences: Sequence[int],
         wanted: Sequence[bool],
     ) -> Any:
         n = len(tokens)
-        if n == 1 and isinstance(sequences[0], int) and wanted[0]:
+        if n == 1 and wanted[0]:
             self._fill_one(tokens[0], positions[0], sequences[0])
             return self.raw
         self._is_one = False
         self.raw.n_tokens = n
         self._token[:n], self._pos[:n], self._wanted[:n] = tokens, positions, wanted
-        if isinstance(sequences[0], int):
-            self._n_seq_id[:n], self._seq_id[:n, 0] = 1, sequences
-        else:
-            for i, row in enumerate(cast(Sequence[Sequence[int]], sequences)):
-                self._n_seq_id[i], self._seq_id[i, : len(row)] = len(row), row
+        self._n_seq_id[:n], self._seq_id[:n, 0] = 1, sequences
         return self.raw
 
     def _fill_one(self, token: int, position: int, sequence: int) -> None:
@@ -364,12 +360,12 @@ class Context:
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
-        sequences: Sequence[int] | Sequence[Sequence[int]],
+        sequences: Sequence[int],
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
         """Evaluate one batch; logits [number wanted, n_vocab], a copy, in batch order.
 
-        `sequences` gives each row its sequence, or several that share it (trees).
+        `sequences` gives each row its sequence.
         Raises what a callback raised, KeyboardInterrupt, DoesNotFit when the KV cache is full, or
         DeviceFailed. The memory may then hold part of the batch: the caller rewinds.
         """
@@ -377,8 +373,7 @@ class Context:
         self._pending.forget()
         while (status := self._decode_once(batch)) == _ABORTED:
             # A signal came whose handler returned: drop what the aborted decode left and redo it.
-            for row, position in zip(sequences, positions, strict=True):
-                sequence = row if isinstance(row, int) else cast(Sequence[int], row)[0]
+            for sequence, position in zip(sequences, positions, strict=True):
                 self.remove(sequence, position)
         if status != 0:
             self._raise(status, len(tokens))

@@ -90,12 +90,9 @@ class DecodingLoop:
         self,
         target: Target,
         drafting: Drafting | None = None,
-        play: Callable[[BatchMember], Round] | None = None,
     ) -> None:
-        """Without `drafting` every round is one token. `play` decodes the round of one member by
-        itself, for drafts that are no chains of tokens; members draft nothing in steps that read
-        prompts, then."""
-        self._target, self._drafting, self._play = target, drafting, play
+        """Without `drafting` every round is one token."""
+        self._target, self._drafting = target, drafting
         self._ready: list[BatchMember] = []  # the target holds all but their last token
         self._reading: list[BatchMember] = []  # prompts that wait to be evaluated, in order
         self._drafts: list[Draft] = []  # drafts of the last step; they hold while `_rest` > 0
@@ -154,8 +151,6 @@ class DecodingLoop:
         if len(self._ready) == 1 and self._rest:
             self._rest -= 1
             return self._plain(self._ready[0], self._drafts[0], 0.0)
-        if self._play is not None:
-            return self._played(self._play)
         began = perf_counter()
         drafts = self._proposed()
         if len(drafts) == 1 and not drafts[0].tokens:
@@ -269,15 +264,6 @@ class DecodingLoop:
         if round_.end:
             self._leave()
         return Step(rounds, decodes=((1, verify_s),))
-
-    def _played(self, play: Callable[[BatchMember], Round]) -> Step:
-        rounds = []
-        for member in self._ready:
-            rounds.append((member, self._closed(member, play(member))))
-        self._drafts = [round_.draft for _, round_ in rounds]
-        self._rest = self._drafts[0].decision.rest if len(rounds) == 1 else 0
-        self._leave()
-        return Step(rounds, decodes=[(1 + r.n_drafted, r.verify_s) for _, r in rounds])
 
     def _verified(self, drafts: list[Draft], pieces: list[Piece], began: float) -> Step:
         """One decode of every ready member's last token and draft and of the pieces of prompts,

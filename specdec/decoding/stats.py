@@ -51,7 +51,7 @@ class SpecStats:
         self.draft_s += round_.draft_s
         self.verify_s += round_.verify_s
         self.rollback_s += round_.rollback_s
-        n_positions = round_.n_positions
+        n_positions = round_.n_drafted
         while len(self.per_position) < n_positions:
             self.per_position.append([0, 0])
         for i in range(n_positions):

@@ -406,8 +406,11 @@ class Throughput:
                 self._judge(known, walk, walk.n * known.step, False)
 
     def settle(self, source: str, round_: Round, n_judged: int, walk: Walk | None = None) -> None:
-        """Of a tree, or one sequence of several: what the walk begun for `source`, or this
-        `walk` of it, saw was worth. `observe`, `elapse` and `account` are the caller's."""
+        """Learn what a draft was worth in a batch of several sequences.
+
+        `walk` is the sequence's own; without it the walk that was begun for `source` counts. The
+        caller calls `observe`, `elapse` and `account`.
+        """
         begun = self._walks.pop(source, None)
         walk = begun if walk is None else walk
         if isinstance(walk, ThroughputWalk) and walk.limit > 0:

@@ -148,7 +148,7 @@ def _bench_as_llama_bench(
 def _equal_texts(config: Config, n_predict: int) -> dict[str, Equality]:
     """Greedy texts beside plain decoding's: in batches of another size, and speculative."""
     found = {}
-    can_draft = config.draft is not None and not config.spec.options.tree
+    can_draft = config.draft is not None
     with Session(config if can_draft else replace(config, draft=None), keeps_hits=False) as session:
         target = session.target
         both = [*prompts()[:N_PROMPTS], *prompts("prose")[:N_PROMPTS]]

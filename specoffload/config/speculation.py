@@ -248,11 +248,6 @@ def _why_not_in_torch(flag: Flag, options: Options) -> str:
 
 def _check(spec: SpecOptions) -> None:
     """Raises BadOption for options that exclude each other."""
-    if spec.tree and spec.is_on:
-        if spec.policy is not PolicyName.THROUGHPUT or spec.drafters != (DrafterName.DRAFT,):
-            raise BadOption("draft trees need the draft model alone and the policy throughput")
-        if spec.accept is AcceptRule.REJECT or spec.replacements is not None:
-            raise BadOption("draft trees exclude rejection sampling and --spec-replace")
     pairs: list[tuple[str, int, str, int]] = []
     if spec.policy is PolicyName.P_MIN and spec.is_on:
         pairs.append(("n_min", spec.n_min, "n_max", LONGEST if spec.n_max is None else spec.n_max))

@@ -25,13 +25,11 @@ from offload.torch_draft.weights import check_weights
 from specdec.options import MOST_DRAFTED, AcceptRule
 from specoffload.config.options import DraftEngine
 from specoffload.config.resolution import Config
-from specoffload.errors import UsageError
 from specoffload.kept import Kept, KeptFile, model_hash
 from specoffload.speculation.draft_model import DraftModel, measure_step, real_text
 from specoffload.speculation.kept_tokens import read_kept
 from specoffload.speculation.vocabulary import check_same_vocabulary
 
-TREE_DRAFT_LEAVES = 96  # of a tree that the draft grows, before it is cut
 _DEFAULT_CTX = 4096  # of a draft whose context is not known yet
 _DRAFT_UBATCH = 512  # its weights are resident: more would only take memory
 # What keeps torch from computing this draft, and is no reason not to start.
@@ -92,8 +90,6 @@ def _of_draft(config: Config, options: EngineOptions) -> EngineOptions:
         type_k="f16",
         type_v="f16",
     )
-    if config.spec.options.tree:
-        options = replace(options, n_tree_leaves=TREE_DRAFT_LEAVES, n_outputs=256)
     return replace(options, **config.spec.draft_options)
 
 
@@ -121,11 +117,6 @@ def _opened(config: Config, path: Path, target: Engine) -> OpenedDraft:
     engine = config.spec.of_draft.engine
     if engine is DraftEngine.LLAMA:
         return OpenedDraft(_open_llama(config, path, target))
-    if config.spec.options.tree:
-        why = f"{config.spec.options.name('tree')} needs libllama's sequences"
-        if engine is DraftEngine.TORCH:
-            raise UsageError(f"--draft-engine torch drafts no trees: {why}")
-        return _llama_because(why, config, path, target)
     place = _place(config, target)
     if engine is DraftEngine.AUTO and not place.on_gpu:
         return _llama_because("the draft is on no GPU", config, path, target)

@@ -20,8 +20,6 @@ from specoffload.session.costs import thread_words
 from specoffload.session.draft_opening import draft_bytes
 from specoffload.session.progress import OnProgress, ignore
 
-TREE_LEAVES = 32  # of a verified tree
-
 
 @dataclass(frozen=True)
 class KeptForPlan:
@@ -68,7 +66,6 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         most_ubatch=config.most_ubatch,
         n_sequences=config.parallel,
         n_outputs=max(1 + spec.longest, 64) + config.parallel - 1,
-        n_tree_leaves=TREE_LEAVES if spec.options.tree else 0,
         n_rs_seq=spec.n_rs_seq,
         device_checkpoints=spec.device_checkpoints,
         n_threads=config.threads,

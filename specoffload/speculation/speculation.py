@@ -14,12 +14,10 @@ from specdec.costs.profile import CostProfile
 from specdec.decoding.acceptance import Acceptance, RejectionAcceptance
 from specdec.decoding.drafting import ChainDrafting, DraftCounters
 from specdec.decoding.loop import DecodingLoop
-from specdec.decoding.tree import TreeDrafter, TreeDrafting
 from specdec.drafters.chain import ChainDrafter
 from specdec.drafters.model import ModelDrafter
 from specdec.drafters.ngram_cache import NgramCache
 from specdec.drafters.translate import TranslatedDrafter, Vocabulary
-from specdec.errors import BadOption
 from specdec.options import AcceptRule, DrafterName, SpecOptions
 from specdec.policies.throughput import Throughput
 from specdec.types import Drafter, Policy, Round
@@ -55,19 +53,8 @@ class Speculation:
         self._sampling = RequestSampling()
         model = self._model_drafter(draft) if draft is not None else None
         self.drafter: Drafter = build_drafter(options, model, self._tokenize, target.n_vocab)
-        self._drafting: ChainDrafting | TreeDrafting
-        if options.tree:
-            assert draft is not None
-            assert isinstance(policy, Throughput)
-            assert isinstance(draft, Engine)  # torch drafts no trees
-            self._drafting = self._tree_drafting(draft, policy)
-        else:
-            self._drafting = ChainDrafting(
-                target.sequences,
-                self.drafter,
-                policy,
-                draws=options.accept is AcceptRule.REJECT,
-            )
+        draws = options.accept is AcceptRule.REJECT
+        self._drafting = ChainDrafting(target.sequences, self.drafter, policy, draws=draws)
 
     # -- parts ----------------------------------------------------------------------------------
 
@@ -86,20 +73,6 @@ class Speculation:
         return TranslatedDrafter(
             drafter, _vocabulary(self._target), _vocabulary(draft), replacements
         )
-
-    def _tree_drafting(self, draft: Engine, policy: Throughput) -> TreeDrafting:
-        options, target = self._config.options, self._target
-        for engine in (target, draft):
-            if not engine.sequences.can_rewind:
-                raise BadOption(
-                    f"{options.name('tree')} needs memory that can be cut; "
-                    f"{engine.facts.path.name} ({engine.facts.architecture}) is recurrent: "
-                    "leave it out"
-                )
-        drafter = TreeDrafter(
-            draft.sequences, policy, p_split=options.p_split, n_vocab=target.n_vocab
-        )
-        return TreeDrafting(target.sequences, drafter, policy)
 
     def _piece(self, token: int) -> str:
         return self._target.detokenize([token], special=True)
@@ -130,17 +103,15 @@ class Speculation:
     @property
     def counters(self) -> DraftCounters:
         """Proof of what was drafted and decided together."""
-        drafting = self._drafting
-        return drafting.counters if isinstance(drafting, ChainDrafting) else DraftCounters()
+        return self._drafting.counters
 
     @property
     def policy(self) -> Policy:
-        """The decider of draft lengths; another one takes over where chains are drafted."""
+        """The decider of draft lengths."""
         return self._drafting.policy
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        assert isinstance(self._drafting, ChainDrafting)
         self._drafting.policy = policy
 
     @property
@@ -150,10 +121,7 @@ class Speculation:
 
     def loop(self) -> DecodingLoop:
         """A decoding loop of the target that drafts."""
-        target = self._target.sequences
-        if isinstance(self._drafting, TreeDrafting):
-            return DecodingLoop(target, self._drafting, self._drafting.play)
-        return DecodingLoop(target, self._drafting)
+        return DecodingLoop(self._target.sequences, self._drafting)
 
     def acceptance(
         self, sequence: int, chooser: AnswerSampler, temperature: float, rng: np.random.Generator

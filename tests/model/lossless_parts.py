@@ -174,7 +174,6 @@ class Run:
     stats: GenerationStats
     rounds: list[Round]
     first_rows: list[tuple[int, NDArray[np.float32]]] = field(default_factory=list)
-    n_branching: int = 0  # verified trees in which a node has two children
     answer: list[int] = field(default_factory=list)  # of the pieces: no token after a stop sequence
 
     @property
@@ -189,13 +188,11 @@ class _Watch:
         self._engine, self._batcher = opened.target, opened.batcher
         self.rounds: list[Round] = []
         self.rows: list[tuple[int, NDArray[np.float32]]] = []
-        self.n_branching = 0
 
     def __enter__(self) -> _Watch:
         engine = self._engine
         sequences = engine.sequences
-        extend, extend_tree = sequences.extend, sequences.extend_tree
-        extend_batch = sequences.extend_batch
+        extend, extend_batch = sequences.extend, sequences.extend_batch
 
         def watched(
             sequence: int, tokens: Sequence[int], n_logits: int | None = None
@@ -204,15 +201,6 @@ class _Watch:
             rows = extend(sequence, tokens, n_logits)
             if len(rows) == len(tokens):
                 self.rows.append((length + 1, rows[0].copy()))
-            return rows
-
-        def watched_tree(
-            sequence: int, tokens: Sequence[int], parents: Sequence[int]
-        ) -> NDArray[np.float32]:
-            length = engine.sequences.length(sequence)
-            rows = extend_tree(sequence, tokens, parents)
-            self.rows.append((length + 1, rows[0].copy()))
-            self.n_branching += len(set(parents)) < len(parents)
             return rows
 
         def watched_batch(
@@ -225,14 +213,14 @@ class _Watch:
                     self.rows.append((length + 1, rows[0].copy()))
             return found
 
-        sequences.extend, sequences.extend_tree = watched, watched_tree  # type: ignore[method-assign]
+        sequences.extend = watched  # type: ignore[method-assign]
         sequences.extend_batch = watched_batch  # type: ignore[method-assign]
         self._batcher.on_round.append(self.rounds.append)
         return self
 
     def __exit__(self, *_: object) -> None:
         sequences = self._engine.sequences
-        del sequences.extend, sequences.extend_tree, sequences.extend_batch
+        del sequences.extend, sequences.extend_batch
         self._batcher.on_round.pop()
 
 
@@ -263,7 +251,6 @@ def generate(opened: Session, prompt: str | Sequence[int], request: GenerateOpti
         piece.stats,
         watch.rounds,
         watch.rows,
-        watch.n_branching,
         answer,
     )
 

@@ -30,7 +30,6 @@ from specoffload.config.command_line import read_command_line  # noqa: E402
 from specoffload.config.environment import read_host  # noqa: E402
 from specoffload.config.options import DraftType  # noqa: E402
 from specoffload.config.resolution import Config, demo_file, resolve  # noqa: E402
-from specoffload.errors import UsageError  # noqa: E402
 from specoffload.session.draft_opening import draft_bytes, faster_engine, open_draft  # noqa: E402
 from specoffload.session.generation import GenerateOptions  # noqa: E402
 from specoffload.session.opening import open_target  # noqa: E402
@@ -54,11 +53,7 @@ def config_of(words: str) -> Config:
         draft = replace(draft, matrices=DraftType(own["matrices"]))
     if "vocab" in own:
         draft = replace(draft, vocab=Path(own["vocab"]))
-    spec = replace(
-        options.spec,
-        accept=AcceptRule(own.get("accept", "match")),
-        tree="tree" in own,
-    )
+    spec = replace(options.spec, accept=AcceptRule(own.get("accept", "match")))
     use_profile = "use_profile" not in own
     options = replace(options, of_draft=draft, spec=spec, use_profile=use_profile)
     return resolve(options, read_host())
@@ -269,12 +264,6 @@ def test_without_torch_auto_says_so_and_torch_by_name_is_an_error(
     assert "libllama (the torch draft needs torch, which is not" in notes_of("--spec-policy fixed")
     with pytest.raises(DeviceUnavailable, match="not installed"):
         Session(config_of("--draft-engine torch --spec-policy fixed"))
-
-
-def test_trees_are_libllamas() -> None:
-    assert "libllama (tree needs libllama's sequences)" in notes_of("tree")
-    with pytest.raises(UsageError, match="drafts no trees"):
-        Session(config_of("tree=on --draft-engine torch"))
 
 
 @pytest.mark.usefixtures("as_on_cuda")

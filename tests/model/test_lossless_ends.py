@@ -31,7 +31,6 @@ from specoffload.session.session import SEQUENCE, Session
 SPECS: dict[str, dict[str, object]] = {
     "chain": {**FIXED, "--spec-draft-n-max": 8},
     "reject": {**FIXED, "--spec-draft-n-max": 8, "accept": "reject"},
-    "tree": {"tree": True, "p_split": 0.05},
     "n-grams": {**FIXED, "--spec-type": "suffix", "--spec-suffix-min-match": 1},
 }
 

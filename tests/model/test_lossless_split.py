@@ -1,4 +1,4 @@
-"""Speculation over split layers: chains and trees write what the target alone would."""
+"""Speculation over split layers writes what the target alone would."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ pytestmark = pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
     [
         FIXED,
         {**FIXED, "accept": "reject"},
-        {"tree": True, "p_split": 0.05},
     ],
-    ids=["chain", "rejection", "tree"],
+    ids=["match", "reject"],
 )
 def test_drafts_verified_by_split_layers_write_the_targets_own_text(
     exact: Path, judge: Judge, spec: dict[str, object]
@@ -59,7 +58,6 @@ def test_drafts_verified_by_split_layers_write_the_targets_own_text(
     assert all(len(run.tokens) == N_PREDICT for run in runs)
     assert sum(run.n_rejected for run in runs) > 0
     assert sum(run.stats.n_accepted for run in runs) > 0
-    assert ("tree" in spec) == (sum(run.n_branching for run in runs) > 0)
     n_rounds = sum(run.stats.n_rounds for run in runs)
     assert opened.target.plan is not None
     n_layers = len({layer_of(entry.name) for entry in opened.target.plan.streamed})

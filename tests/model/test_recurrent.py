@@ -17,7 +17,6 @@ from offload.plan.min_batch import MinBatch
 from specdec.decoding.acceptance import Greedy
 from specdec.decoding.drafting import decode
 from specdec.drafters.suffix import SuffixDrafter
-from specdec.errors import BadOption
 from specdec.policies.rules import Fixed
 from specoffload.session.session import Session
 from specoffload.slots.slot import Slot
@@ -209,19 +208,6 @@ def test_a_session_says_how_drafts_are_taken_back(hybrid: Path) -> None:
         opened = config_of(model=hybrid, device="cpu", ctx_size=256, threads=1, spec_given=given)
         with Session(opened) as session:
             assert any("recurrent memory" in note and words in note for note in session.notes)
-
-
-def test_trees_on_a_recurrent_model_are_refused_when_it_is_opened(hybrid: Path) -> None:
-    opened = config_of(
-        model=hybrid,
-        draft=hybrid,
-        device="cpu",
-        ctx_size=256,
-        threads=1,
-        spec_given={"tree": True},
-    )
-    with pytest.raises(BadOption, match=r"tree needs memory that can be cut.*recurrent"):
-        Session(opened)
 
 
 @pytest.mark.parametrize(

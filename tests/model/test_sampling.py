@@ -15,7 +15,6 @@ from speculation_parts import Sampler
 from offload.errors import BadRequest
 from offload.ggml.sampler import SamplerChain
 from offload.sampling.options import SamplingOptions
-from specdec.errors import BadOption
 from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 from specoffload.session.statistics import GenerationStats
@@ -244,9 +243,3 @@ def test_of_flags_that_exclude_each_other_one_is_said_to_have_no_effect(
     given = {**FIXED, **spec}
     config = config_of(device="cpu", threads=1, ctx_size=512, spec_given=given)
     assert any(f"{words} ignored" in reason for reason in config.spec.reasons)
-
-
-@pytest.mark.parametrize("more", [{"accept": "reject"}, {"--spec-replace": "a=b"}])
-def test_options_that_draft_trees_exclude_are_errors(more: dict[str, object]) -> None:
-    with pytest.raises(BadOption, match="draft trees exclude"):
-        config_of(device="cpu", spec_given={"tree": True, **more})

@@ -105,26 +105,6 @@ def test_rejection_sampling_writes_what_the_target_could_and_greedy_what_it_woul
     assert (copied > 0) == streamed
 
 
-@STREAMED
-@pytest.mark.parametrize("request_name", ["greedy", "sampled"])
-def test_branching_trees_write_the_targets_own_text(
-    exact: Path, judge: Judge, request_name: str, streamed: bool
-) -> None:
-    request = {"greedy": GREEDY, "sampled": SAMPLED}[request_name]
-    spec: dict[str, object] = {"tree": True, "p_split": 0.05}
-    with open_session(exact, spec, streamed=streamed) as opened:
-        runs = []
-        for text in texts():
-            opened.forget()
-            runs.append(run := generate(opened, text, request))
-            judge.check(run, request)
-            assert judge.distance(run) < BATCH_NOISE
-        copied = opened.target.counters().streamed_bytes
-    assert_drafts_were_judged(runs)
-    assert sum(run.n_branching for run in runs) > 0
-    assert (copied > 0) == streamed
-
-
 @pytest.mark.parametrize("policy", PolicyName)
 def test_every_policy_writes_the_targets_own_text(exact: Path, judge: Judge, policy: str) -> None:
     spec: dict[str, object] = {"--spec-policy": policy}
@@ -171,12 +151,10 @@ def test_the_judge_refuses_a_token_that_is_not_the_targets(exact: Path, judge: J
 
 
 @STREAMED
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 def test_turns_with_rejected_drafts_leave_the_memory_of_a_fresh_evaluation(
-    exact: Path, judge: Judge, tree: bool, streamed: bool
+    exact: Path, judge: Judge, streamed: bool
 ) -> None:
-    spec = {"tree": True} if tree else FIXED
-    with open_session(exact, spec, streamed=streamed) as opened:
+    with open_session(exact, FIXED, streamed=streamed) as opened:
         history: list[int] = []
         rejected = 0
         for turn, text in enumerate(prompts("code")[:3]):

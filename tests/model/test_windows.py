@@ -89,18 +89,6 @@ def test_a_prompt_that_goes_on_is_not(engine: Engine) -> None:
     assert cache.reuse([*first, 3, 4]) == 600
 
 
-def test_trees_see_their_windows(windowed: Path) -> None:
-    options = EngineOptions(**OPTIONS, n_tree_leaves=4)  # type: ignore[arg-type]
-    with Engine(windowed, options) as engine:
-        engine.sequences.extend(0, tokens(600), n_logits=0)
-        chain = engine.sequences.extend(0, [3, 4, 5])
-        engine.sequences.rewind(0, 600)
-        rows = engine.sequences.extend_tree(0, [3, 9, 4, 5], [-1, -1, 0, 2])
-        engine.sequences.keep_path(0, (0, 2, 3))
-        assert np.allclose(rows[[0, 2, 3]], chain, atol=1e-4)
-        assert engine.sequences.length(0) == 603
-
-
 @pytest.mark.parametrize("kind", ["q8_0", "f32", "bf16", "q4_0"])
 def test_a_cache_of_another_type_computes_nearly_the_same(kind: str, models: Path) -> None:
     path = write_preset("mistral-7b", models / f"cache-{kind}.gguf", seed=4)

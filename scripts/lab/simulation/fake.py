@@ -34,7 +34,7 @@ class FakeCheckpoint:
 
 
 class FakeTarget:
-    """Implements `TreeTarget`.
+    """Implements `specdec.types.Target`.
 
     `agreement` below 1 makes that share of contexts keep the text of a fake with agreement 1 and
     the rest differ, as a draft does. `peak` is the probability of the chosen token. With
@@ -70,7 +70,6 @@ class FakeTarget:
         self._logits_seed = logits_seed
         self._rows: dict[tuple[int, ...], NDArray[np.float32]] = {}  # random ones, made once
         self._cells: dict[int, list[tuple[int, int]]] = {}
-        self._tree: dict[int, tuple[list[int], list[int]]] = {}
 
     # -- the text ---------------------------------------------------------------------------
 
@@ -137,8 +136,6 @@ class FakeTarget:
             raise ValueError(f"{len(held) + len(tokens)} tokens exceed the context {self.n_ctx}")
         if not all(0 <= t < self.n_vocab for t in tokens):
             raise ValueError(f"a token of {list(tokens)} is outside {self.n_vocab}")
-        if sequence in self._tree:
-            raise AssertionError("a tree was evaluated and no path kept")
         self.calls.append(len(tokens))
         rows = np.empty((len(tokens), self.n_vocab), np.float32)
         cells = self._cells.setdefault(sequence, [])
@@ -181,32 +178,3 @@ class FakeTarget:
     def restore(self, sequence: int, checkpoint: object) -> None:
         assert isinstance(checkpoint, FakeCheckpoint)
         self._cells[sequence] = list(checkpoint.cells)
-
-    # -- TreeTarget ------------------------------------------------------------------------
-
-    def extend_tree(
-        self, sequence: int, tokens: Sequence[int], parents: Sequence[int]
-    ) -> NDArray[np.float32]:
-        held = self.tokens(sequence)
-        self.calls.append(len(tokens))
-        rows = np.empty((len(tokens), self.n_vocab), np.float32)
-        paths: list[list[int]] = []
-        for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            if not -1 <= parent < i:
-                raise ValueError(f"node {i} has parent {parent}, which does not come before it")
-            paths.append([*(paths[parent] if parent >= 0 else held), token])
-            if len(paths[i]) > self.n_ctx:
-                raise ValueError(f"{len(paths[i])} tokens exceed the context {self.n_ctx}")
-            rows[i] = self.logits_after(paths[i])
-        self._tree[sequence] = (list(tokens), list(parents))
-        return rows
-
-    def keep_path(self, sequence: int, path: Sequence[int]) -> None:
-        tokens, parents = self._tree.pop(sequence)
-        cells = self._cells.setdefault(sequence, [])
-        last = -1
-        for node in path:
-            if parents[node] != last:
-                raise ValueError(f"node {node} does not follow node {last}")
-            cells.append((len(cells), tokens[node]))
-            last = node
