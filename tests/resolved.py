@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from specdec.options import AcceptRule, CheckpointPlace, SpecOptions
+from specdec.options import SpecOptions
 from specoffload.config.command_line import CommandLine, read_command_line
 from specoffload.config.environment import Environment, read_host
 from specoffload.config.options import Options
 from specoffload.config.resolution import Config, resolve
 from specoffload.config.values import min_batch
-
-_ENUMS = {"accept": AcceptRule, "checkpoints": CheckpointPlace}
 
 
 def line_of(*words: str, command: str = "run", **variables: str) -> CommandLine:
@@ -27,7 +25,7 @@ def spec_of(given: Mapping[str, object]) -> SpecOptions:
     own: dict[str, Any] = {}
     for name, value in given.items():
         if not name.startswith("-"):
-            own[name] = _ENUMS[name](value) if name in _ENUMS else value
+            own[name] = value
         else:
             words += [name] if value is True else [name, str(value)]
     return replace(line_of(*words).options.spec, **own)

@@ -1,5 +1,10 @@
-"""`scripts/lab/run simulate`: every policy on measured curves, over kinds of text and
-miscalibrations, without a model."""
+"""Every policy on measured curves, over kinds of text and miscalibrations, without a model.
+
+Usage: scripts/lab/run simulate [--profile FILE] [--trace FILE] [other flags]
+       scripts/lab/run simulate --record FILE -p TEXT [flags of specoffload run]
+
+The second form answers a prompt and records what was drafted and accepted, for --trace.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,11 @@ from specdec.policies.throughput import Throughput
 from specdec.types import Policy
 from specdec.whole_file import read_text
 from specoffload import report
-from specoffload.errors import KNOWN
+from specoffload.cli import config_of, sampling_of
+from specoffload.config.command_line import read_command_line
+from specoffload.config.options import RunOptions
+from specoffload.errors import KNOWN, UsageError
+from specoffload.session.session import Session
 
 _ORACLE_LONGEST = 24
 TEXTS: Mapping[str, tuple[str, ...]] = {
@@ -186,18 +195,43 @@ def _read_trace(file: Path) -> DraftTrace:
     return trace
 
 
+def record(file: Path, words: Sequence[str]) -> None:
+    """Continue the prompt of `run`'s command line, and write what was drafted and accepted.
+
+    Raises UsageError without a prompt, and what `run` raises.
+    """
+    line = read_command_line("run", words)
+    run = line.of(RunOptions)
+    if run.prompt is None:
+        raise UsageError("--record needs a prompt: add -p TEXT")
+    config = config_of(line)
+    options = replace(sampling_of(line), n_predict=run.n_predict)
+    with Session(replace(config, spec=replace(config.spec, record_trace=file))) as session:
+        for _ in session.generate(run.prompt, options):
+            pass
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="scripts/lab/run simulate", description=__doc__)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="scripts/lab/run simulate", description=__doc__, formatter_class=form
+    )
     flag = parser.add_argument
+    flag("--record", type=Path, help="record rounds of a prompt that is continued")
     flag("--profile", type=Path, help="costs; default: the published curves")
     flag("--trace", type=Path, help="replay recorded rounds")
     flag("--tokens", type=int, default=2000, help="length of synthetic texts")
     flag("--draft-share", type=float, default=0.05, help="a draft step in units of T(1)")
     flag("--seed", type=int, default=1, help="seed of the synthetic texts")
     flag("--json", action="store_true", help="print one line of JSON alone")
-    args = parser.parse_args()
+    args, rest = parser.parse_known_args()
+    if rest and args.record is None:
+        parser.error(f"unexpected {rest[0]}")
     report.only_data(args.json)
     try:
+        if args.record is not None:
+            record(args.record, rest)
+            return
         simulate_policies(
             profile=args.profile,
             trace=args.trace,

@@ -38,7 +38,8 @@ _ENGINE_NAMES = {
     "type_v": "type_v",
 }
 
-# Settings of a draft model that only libllama reads.
+# Settings of a draft model that only one of its engines reads.
+_TORCH_ALONE = frozenset({"vocab"})
 _LLAMA_ALONE = frozenset(
     {"batch_size", "ubatch_size", "threads_batch", "flash_attn", "type_k", "type_v"}
 )
@@ -197,7 +198,7 @@ def _effective(
         name = _used_name(flag, options, spec)
         if not flag.needs or name is None:
             continue
-        why = _why_idle(flag, spec, active) or _why_not_in_torch(flag, options)
+        why = _why_idle(flag, spec, active) or _other_engine(flag, options)
         if why:
             reasons.append(ignored(name, why))
             idle[flag.section][flag.field] = flag.default
@@ -230,6 +231,8 @@ def _why_idle(flag: Flag, spec: SpecOptions, active: set[Enum]) -> str:
     if active & set(flag.needs):
         if flag.field == "n_min" and spec.accept is AcceptRule.REJECT:
             return "rejection sampling has to verify every drafted token"
+        if flag.field == "accept" and DrafterName.SYNTHETIC in spec.drafters:
+            return "synthetic drafts are accepted at the rates that were given"
         return ""
     if spec.drafters == (DrafterName.NONE,):
         return f"nothing drafts with {spec.name('drafters')}"
@@ -238,11 +241,15 @@ def _why_idle(flag: Flag, spec: SpecOptions, active: set[Enum]) -> str:
     return f"it needs {' or '.join(map(need_words, flag.needs))}"
 
 
-def _why_not_in_torch(flag: Flag, options: Options) -> str:
-    """Why torch, if it was named for the draft model, does not read this flag; "" if it does."""
-    is_torch = options.of_draft.engine is DraftEngine.TORCH
-    if flag.section is DraftOptions and is_torch and flag.field in _LLAMA_ALONE:
-        return f"torch computes the draft ({options.name(of_draft('engine'))} torch)"
+def _other_engine(flag: Flag, options: Options) -> str:
+    """Why the engine that was named for the draft model does not read this flag; "" if it does."""
+    engine, name = options.of_draft.engine, options.name(of_draft("engine"))
+    if flag.section is not DraftOptions:
+        return ""
+    if engine is DraftEngine.TORCH and flag.field in _LLAMA_ALONE:
+        return f"torch computes the draft ({name} torch)"
+    if engine is DraftEngine.LLAMA and flag.field in _TORCH_ALONE:
+        return f"libllama computes the draft ({name} llama)"
     return ""
 
 

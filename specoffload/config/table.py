@@ -12,7 +12,7 @@ from functools import partial
 
 from numa.place import Strategy
 from offload.plan.choices import CACHE_TYPES
-from specdec.options import MOST_DRAFTED, DrafterName, PolicyName, SpecOptions
+from specdec.options import MOST_DRAFTED, AcceptRule, DrafterName, PolicyName, SpecOptions
 from specoffload.config.command_flags import COMMANDS, SAMPLING
 from specoffload.config.flag import (
     FLOAT,
@@ -251,6 +251,11 @@ _SPECULATION = (
         more="auto measures both once on a CUDA device and keeps the result; elsewhere it takes "
         "libllama ([draft.md](draft.md)).",
     ),
+    _draft(
+        "vocab", "--draft-vocab", PATH, "File with the token ids that a draft in torch may use.",
+        more="One per line, as scripts/lab/run prune-vocab writes them "
+        "([draft.md](draft.md#a-pruned-vocabulary)).", default_words="all",
+    ),
     _opens(
         "draft_params", "--draft-params", WORDS,
         'The draft model\'s own command line, e.g. "-t 2 -c 2048 -dev cpu".',
@@ -281,6 +286,12 @@ _SPECULATION = (
     _spec(
         "p_min", "--draft-p-min --spec-draft-p-min LLAMA_ARG_SPEC_DRAFT_P_MIN", FLOAT,
         "Least probability of a drafted token.", needs=_BY_P_MIN, least=0, most=1, rare=True,
+    ),
+    _spec(
+        "accept", "--spec-accept", choice(tuple(AcceptRule)), "When a drafted token is kept.",
+        needs=_DRAFTS, rare=True,
+        more="match: if the sampler chooses it too. reject: by rejection sampling with the "
+        "draft's probabilities ([speculation.md](speculation.md#losslessness)).",
     ),
     _spec(
         "replacements", "--spec-replace", REPLACEMENTS,

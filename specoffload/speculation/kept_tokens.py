@@ -13,15 +13,17 @@ def read_kept(path: Path) -> tuple[int, ...]:
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"{path}: cannot be read as UTF-8 text ({e})") from e
+        raise UsageError(f"--draft-vocab {path}: cannot be read as UTF-8 text ({e})") from e
     kept: list[int] = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         if not text.isdecimal():
-            raise UsageError(f"{path}: line {number} is {text!r:.40}, no token id")
+            raise UsageError(f"--draft-vocab {path}: line {number} is {text!r:.40}, no token id")
         kept.append(int(text))
     if not kept:
-        raise UsageError(f"{path}: holds no token id")
+        raise UsageError(
+            f"--draft-vocab {path}: holds no token id; scripts/lab/run prune-vocab writes a file"
+        )
     return tuple(sorted(set(kept)))

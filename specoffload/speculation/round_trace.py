@@ -2,7 +2,7 @@
 
 A token that nobody drafted (the target's own after a full acceptance, rounds without a draft) is
 recorded as unknown, p null. A trace knows most where drafts were long, whatever came of them:
-record with `--spec-policy fixed --spec-draft-n-max 16`.
+record with `--spec-policy fixed --draft-max 16`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def matching() -> Iterator[Session]:
 @pytest.fixture(scope="module")
 def rejecting() -> Iterator[Session]:
     """The embedded pair, by rejection sampling."""
-    with opened(**{"accept": "reject"}) as session:
+    with opened(**{"--spec-accept": "reject"}) as session:
         yield session
 
 

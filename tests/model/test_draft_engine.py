@@ -24,7 +24,6 @@ from offload.torch_draft.layout import (  # noqa: E402
 )
 from offload.torch_draft.load import allocate  # noqa: E402
 from offload.torch_draft.shape import read_shape  # noqa: E402
-from specdec.options import AcceptRule  # noqa: E402
 from specoffload.bench.workloads import prompts  # noqa: E402
 from specoffload.config.command_line import read_command_line  # noqa: E402
 from specoffload.config.environment import read_host  # noqa: E402
@@ -51,11 +50,8 @@ def config_of(words: str) -> Config:
     draft = options.of_draft
     if "matrices" in own:
         draft = replace(draft, matrices=DraftType(own["matrices"]))
-    if "vocab" in own:
-        draft = replace(draft, vocab=Path(own["vocab"]))
-    spec = replace(options.spec, accept=AcceptRule(own.get("accept", "match")))
     use_profile = "use_profile" not in own
-    options = replace(options, of_draft=draft, spec=spec, use_profile=use_profile)
+    options = replace(options, of_draft=draft, use_profile=use_profile)
     return resolve(options, read_host())
 
 
@@ -77,7 +73,7 @@ def plain() -> str:
         "--spec ngram-mod,draft --spec-policy fixed",
         "--spec-policy fixed matrices=f32",
         "--spec-policy fixed matrices=int8",
-        "accept=reject --spec-policy fixed",
+        "--spec-accept reject --spec-policy fixed",
         "--spec-policy fixed --ctx-size-draft 40",
     ],
 )
@@ -89,7 +85,7 @@ def test_the_text_is_plain_decodings(words: str, plain: str) -> None:
         assert any("draft engine: torch on cpu" in note for note in session.notes)
 
 
-@pytest.mark.parametrize("spec", ["", "accept=reject", "--spec ngram-mod,draft"])
+@pytest.mark.parametrize("spec", ["", "--spec-accept reject", "--spec ngram-mod,draft"])
 def test_it_drafts_for_several_requests_at_once_and_changes_no_answer(
     spec: str, exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +128,7 @@ def test_both_engines_draft_the_same_but_for_rounding() -> None:
 
 def test_a_seed_repeats_a_sampled_text_where_lengths_are_fixed() -> None:
     options = GenerateOptions(n_predict=30, ignore_eos=True, temperature=0.9, seed=7)
-    words = "--draft-engine torch accept=reject --spec-policy fixed --draft-max 4"
+    words = "--draft-engine torch --spec-accept reject --spec-policy fixed --draft-max 4"
     with Session(config_of(words)) as session:
         first = text_of(session, options)
         session.forget()
@@ -152,14 +148,17 @@ def test_a_profile_measures_torchs_own_step(
     with Session(config_of("--draft-engine torch")) as session:
         assert session.speculation is not None
         assert session.speculation.costs.draft_step_s > 0
-    stored = [json.loads(path.read_text()) for path in tmp_path.glob("target-*.json")]
-    assert any("torch cpu" in profile["key"]["device"] for profile in stored)
+    (kept,) = [json.loads(path.read_text()) for path in tmp_path.glob("target-*.json")]
+    drafts = {
+        words: draft["step_s"] for run in kept["runs"] for words, draft in run["drafts"].items()
+    }
+    assert any("torch cpu" in words and step_s > 0 for words, step_s in drafts.items())
 
 
 def test_pruned_drafts_leave_the_text_as_it_is(plain: str, tmp_path: Path) -> None:
     kept = tmp_path / "kept.txt"
     kept.write_text("# a third\n" + "".join(f"{token}\n" for token in range(0, 4096, 3)))
-    words = f"--draft-engine torch --spec-policy fixed vocab={kept}"
+    words = f"--draft-engine torch --spec-policy fixed --draft-vocab {kept}"
     with Session(config_of(words)) as session:
         assert text_of(session, GREEDY) == plain
         assert session.draft is not None

@@ -30,7 +30,7 @@ from specoffload.session.session import SEQUENCE, Session
 
 SPECS: dict[str, dict[str, object]] = {
     "chain": {**FIXED, "--spec-draft-n-max": 8},
-    "reject": {**FIXED, "--spec-draft-n-max": 8, "accept": "reject"},
+    "reject": {**FIXED, "--spec-draft-n-max": 8, "--spec-accept": "reject"},
     "n-grams": {**FIXED, "--spec-type": "suffix", "--spec-suffix-min-match": 1},
 }
 
@@ -186,7 +186,7 @@ def test_the_end_of_a_grammar_inside_a_draft_ends_the_text(
     if request_name == "greedy":
         assert run.text == whole.text[:n_characters]
         assert run.n_rejected > 0  # what was drafted beyond the end
-    if request_name == "greedy" or spec.get("accept") != "reject":
+    if request_name == "greedy" or spec.get("--spec-accept") != "reject":
         judge.check(run, request)
     else:
         judge.check_support(run, request)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("batches_are_cheap", "measures_briefly")
     "spec",
     [
         FIXED,
-        {**FIXED, "accept": "reject"},
+        {**FIXED, "--spec-accept": "reject"},
     ],
     ids=["match", "reject"],
 )
@@ -49,7 +49,7 @@ def test_drafts_verified_by_split_layers_write_the_targets_own_text(
             for text in (prompts("code")[1], prompts("prose")[0]):
                 opened.forget()
                 runs.append(run := generate(opened, text, request))
-                if request is SAMPLED and "accept" in spec:
+                if request is SAMPLED and "--spec-accept" in spec:
                     judge.check_support(run, request)
                 else:
                     judge.check(run, request)

@@ -77,7 +77,7 @@ def runs_of(exact: Path, judge: Judge, draft: Path, spec: dict[str, object]) -> 
             for text in texts():
                 opened.forget()
                 runs.append(run := generate(opened, text, request))
-                if spec.get("accept") != "reject" or request is GREEDY:
+                if spec.get("--spec-accept") != "reject" or request is GREEDY:
                     judge.check(run, request)
                 else:
                     judge.check_support(run, request)
@@ -124,7 +124,7 @@ def test_translated_drafts_go_with_chains_and_streaming(
 def test_translated_drafts_go_with_rejection_sampling(
     exact: Path, judge: Judge, permuted: Path
 ) -> None:
-    spec = {**FIXED, "--spec-replace": REPLACE, "accept": "reject"}
+    spec = {**FIXED, "--spec-replace": REPLACE, "--spec-accept": "reject"}
     runs = runs_of(exact, judge, permuted, spec)
     assert accepted(runs) > 0
     assert sum(run.n_rejected for run in runs) > 0

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,10 +216,10 @@ def test_a_flag_that_changes_nothing_about_a_measurement_is_said() -> None:
 def test_a_recorded_trace_is_replayed(folder: Path, tmp_path: Path) -> None:
     rounds, costs = tmp_path / "rounds.jsonl", tmp_path / "costs.txt"
     costs.write_text("1,0.6,0.5,0.45,0.4,0.38")
-    config = config_of(device="cpu", threads=1, spec_given={"--spec-policy": "fixed"})
-    with Session(replace(config, spec=replace(config.spec, record_trace=rounds))) as session:
-        list(session.generate(prompts("code")[0], GenerateOptions(n_predict=24)))
     simulate = [sys.executable, "-m", "lab.simulate", "--json"]
+    flags = ["-p", prompts("code")[0], "-n", "24", "--device", "cpu", "-t", "1"]
+    flags += ["--spec-policy", "fixed"]
+    subprocess.run([*simulate, "--record", rounds, *flags], check=True)
     replayed = json.loads(
         subprocess.check_output([*simulate, "--trace", rounds, "--profile", costs])
     )

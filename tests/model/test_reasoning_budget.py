@@ -39,7 +39,7 @@ def written(session: Session, **options: Any) -> tuple[str, str, GenerationStats
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_reasoning_is_ended_and_the_answer_follows(rule: str, temperature: float) -> None:
     common: dict[str, Any] = {"device": "cpu", "threads": 1, "ctx_size": 512}
-    given = {**FIXED, "accept": rule}
+    given = {**FIXED, "--spec-accept": rule}
     with Session(config_of(**common, spec_given=given)) as session:
         free, nothing, _ = written(session, temperature=temperature, seed=3)
         thought, said, stats = written(

@@ -232,7 +232,7 @@ def test_a_seed_repeats_rejection_sampling_with_a_draft_model(rejecting: Session
     ("spec", "words"),
     [
         (
-            {"accept": "reject", "--spec-draft-n-min": 2, "--spec-policy": "p-min"},
+            {"--spec-accept": "reject", "--spec-draft-n-min": 2, "--spec-policy": "p-min"},
             "--spec-draft-n-min",
         ),
     ],

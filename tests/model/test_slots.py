@@ -231,9 +231,9 @@ def test_each_request_has_its_own_limits_of_drafts_and_the_same_answer(
 @pytest.mark.parametrize(
     "spec",
     [
-        {"accept": "reject"},
+        {"--spec-accept": "reject"},
         {"--spec-type": "suffix,draft"},
-        {"--spec-type": "ngram-mod,draft", "accept": "reject"},
+        {"--spec-type": "ngram-mod,draft", "--spec-accept": "reject"},
     ],
     ids=["drawn", "chained", "chained and drawn"],
 )

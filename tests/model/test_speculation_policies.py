@@ -89,7 +89,7 @@ def test_match_writes_the_targets_own_text_greedy_and_sampled(
 def test_rejection_sampling_writes_what_the_target_could_and_greedy_what_it_would(
     exact: Path, judge: Judge, name: str, streamed: bool
 ) -> None:
-    spec = {**DRAFTERS[name], "accept": "reject"}
+    spec = {**DRAFTERS[name], "--spec-accept": "reject"}
     with open_session(exact, spec, streamed=streamed) as opened:
         runs = []
         for text in texts()[int(streamed) :]:
@@ -186,7 +186,7 @@ def test_statistics_add_up(exact: Path) -> None:
 
 @pytest.mark.parametrize("drafter", ["suffix", "draft"])
 def test_the_same_seed_repeats_rejection_sampling(exact: Path, drafter: str) -> None:
-    spec = {**FIXED, "--spec-type": drafter, "accept": "reject"}
+    spec = {**FIXED, "--spec-type": drafter, "--spec-accept": "reject"}
     with open_session(exact, spec) as opened:
         runs = []
         for seed in (1, 1, 2):

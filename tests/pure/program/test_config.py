@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from numa.place import Strategy
 from offload.plan.min_batch import MinBatch
 from specdec.errors import BadOption
-from specdec.options import DrafterName, PolicyName, SpecOptions
+from specdec.options import AcceptRule, DrafterName, PolicyName, SpecOptions
 from specoffload.cli import app
 from specoffload.config.command_flags import POSITIONALS
 from specoffload.config.command_line import flags_of, names_of
@@ -94,15 +94,14 @@ def test_the_share_of_a_prompt_that_chooses_a_slot_is_the_servers_flag() -> None
     assert for_serving(resolved(), own).slot_similarity == 0.5
 
 
-@pytest.mark.parametrize("group", [(), ("tune",)])
-def test_all_flags_are_shown_without_a_command(group: tuple[str, ...]) -> None:
-    done = CliRunner().invoke(app, [*group, "--help-all"], env={"COLUMNS": "80"})
+def test_all_flags_are_shown_without_a_command() -> None:
+    done = CliRunner().invoke(app, ["--help-all"], env={"COLUMNS": "80"})
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     for flag in TABLE:
         names = ", ".join((*flag.names, *flag.off) or flag.variables)
         assert any(line == names or line.startswith(f"{names} ") for line in lines), names
-    for command in COMMANDS if not group else ():
+    for command in COMMANDS:
         assert command.split()[0] in done.stdout
 
 
@@ -208,6 +207,15 @@ MODEL = ("-m", "m.gguf")
         ),
         (("--draft-p-split", "0.2"), "--draft-p-split 0.2 ignored: drafts are single sequences"),
         (("-lcs", "x", "--spec", "draft"), "-lcs ignored: it needs --spec-type ngram-cache"),
+        ((*MODEL, "--spec-accept", "reject"), "--spec-accept ignored: nothing drafts"),
+        (
+            ("--spec", "synthetic", "--spec-synth-len", "2", "--spec-accept", "reject"),
+            "--spec-accept ignored: synthetic drafts are accepted at the rates",
+        ),
+        (
+            ("--spec-accept", "reject", "--spec-policy", "p-min", "--draft-min", "2"),
+            "--draft-min ignored: rejection sampling has to verify every",
+        ),
         ((*MODEL, "--draft-max", "4"), "--draft-max ignored: nothing drafts: add --draft"),
         ((*MODEL, "-td", "3"), "-td ignored: nothing drafts"),
         ((*MODEL, "--draft-params", "-t 3"), "--draft-params: -t ignored: nothing dr"),
@@ -228,6 +236,11 @@ def test_a_flag_that_changes_nothing_is_a_remark(words: tuple[str, ...], remark:
 def test_what_has_no_effect_is_not_in_the_configuration() -> None:
     spec = resolved(*MODEL, "--spec-policy", "p-min", "--draft-max", "3").spec
     assert spec.options == SpecOptions()
+
+
+def test_the_rule_of_acceptance_is_a_flag() -> None:
+    assert resolved().spec.options.accept is AcceptRule.MATCH
+    assert resolved("--spec-accept", "reject").spec.options.accept is AcceptRule.REJECT
 
 
 def test_no_spec_drafts_nothing_even_with_the_embedded_pair() -> None:

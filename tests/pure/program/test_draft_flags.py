@@ -35,6 +35,15 @@ def test_a_flag_that_torch_does_not_read_is_said() -> None:
     assert both.draft_options == {"n_ubatch": 8, "type_k": "q8_0"}
 
 
+def test_a_pruned_vocabulary_is_for_torch(tmp_path: Path) -> None:
+    file = str(tmp_path / "kept.txt")
+    assert resolved("--draft-vocab", file).spec.of_draft == DraftOptions(vocab=Path(file))
+    config = resolved("--draft-engine", "llama", "--draft-vocab", file)
+    line = "--draft-vocab ignored: libllama computes the draft (--draft-engine llama)"
+    assert line in config.spec.reasons
+    assert config.spec.of_draft == DraftOptions(engine=DraftEngine.LLAMA)
+
+
 def test_kept_tokens_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "kept.txt"
     path.write_text("# of a corpus\n3\n7\n3\n11\n")
