@@ -313,7 +313,7 @@ def test_the_target_leaves_room_for_the_engine_that_needs_more() -> None:
 def test_a_bad_list_of_kept_tokens_is_one_sentence(text: str, words: str, tmp_path: Path) -> None:
     kept = tmp_path / "kept.txt"
     kept.write_text(text)
-    config = config_of(f"--draft-engine torch --spec-policy fixed vocab={kept}")
+    config = config_of(f"--draft-engine torch --spec-policy fixed --draft-vocab {kept}")
     with open_target(config) as target, pytest.raises(Exception, match=words) as raised:
         open_draft(config, target)
     assert "\n" not in str(raised.value)
