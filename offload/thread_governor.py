@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _NOTICE_S = 0.5  # seconds of decodes that are judged together; a shorter disturbance passes
+_ROUNDING_S = 1e-9  # of sums of seconds
+_MOST_WEIGHT_S = _NOTICE_S / 2  # one long decode alone is no disturbance that lasts
 _SLOW_SHARE = 0.7  # share of slow decodes among them from which fewer threads are tried
 _SLOW = 1.7  # times the expected seconds from which a decode is slow
 _TRIAL_DECODES = 3
@@ -22,6 +24,7 @@ _NOT_WORSE = 1.05  # more threads may take at most this multiple of the time to 
 _PROBE_AFTER_S = 2.0  # seconds of decodes before more threads are tried
 _PROBE_SHARE = 0.08  # of the time at most goes into trying more threads in vain
 _HOLD_S, _MOST_HOLD_S = 10.0, 320.0  # seconds of decodes without a search after one in vain
+_MOST_SAID = 20  # a larger slowdown is not told exactly: one decode may make most of it
 _N_KEPT = 31  # decodes of one size from which the expected seconds are learnt
 _LEAST_KEPT = 5
 
@@ -83,7 +86,7 @@ class ThreadGovernor:
         self.wanted = WantedThreads(n_most, polls=True)
         self._usual: dict[int, deque[float]] = {}  # undisturbed seconds by number of tokens
         self._recent: deque[tuple[float, float]] = deque()  # (seconds, expected seconds)
-        self._recent_s, self._n_slow = 0.0, 0
+        self._weight_s, self._n_slow = 0.0, 0
         self._search: _Search | None = None
         self._probe: _Tally | None = None
         self._probe_step = 1
@@ -135,19 +138,20 @@ class ThreadGovernor:
         if not is_slow:
             self._learn(n_tokens, seconds)
         self._recent.append((seconds, expected_s if is_slow else 0.0))
-        self._recent_s += seconds
+        self._weight_s += min(seconds, _MOST_WEIGHT_S)
         self._n_slow += is_slow
         while len(self._recent) > _TRIAL_DECODES:
             oldest_s, slow = self._recent[0]
-            if self._recent_s - oldest_s < _NOTICE_S:
+            weight_s = min(oldest_s, _MOST_WEIGHT_S)
+            if self._weight_s - weight_s < _NOTICE_S:
                 break
             self._recent.popleft()
-            self._recent_s -= oldest_s
+            self._weight_s -= weight_s
             self._n_slow -= slow > 0
-        least = 2 if self._recent_s >= 3 * _NOTICE_S else _TRIAL_DECODES
+        are_long = all(s >= _NOTICE_S for s, _ in self._recent)
         is_trouble = (
-            len(self._recent) >= least
-            and self._recent_s >= _NOTICE_S
+            len(self._recent) >= (2 if are_long else _TRIAL_DECODES)
+            and self._weight_s >= _NOTICE_S - _ROUNDING_S
             and self._n_slow >= _SLOW_SHARE * len(self._recent)
         )
         if self._quiet_s > 0:
@@ -188,8 +192,9 @@ class ThreadGovernor:
             self._settle(started, max(1.0, self._settled_slowdown), self._hold_s)
             self._hold_s = min(2 * self._hold_s, _MOST_HOLD_S)
             return
+        times = f"{trouble:.1f}" if trouble < _MOST_SAID else f"more than {_MOST_SAID}"
         words = (
-            f"decodes take {trouble:.1f} times as long as expected, other programs use the "
+            f"decodes take {times} times as long as expected, other programs use the "
             f"processors: computing with {best} of {self._n_most} threads"
         )
         self._settle(best, search.slowdowns[best], _PROBE_AFTER_S, words)
@@ -220,7 +225,7 @@ class ThreadGovernor:
     def _settle(self, n: int, slowdown: float, quiet_s: float, sentence: str = "") -> None:
         self._settled_n, self._settled_slowdown, self._quiet_s = n, slowdown, quiet_s
         self._recent.clear()
-        self._recent_s, self._n_slow = 0.0, 0
+        self._weight_s, self._n_slow = 0.0, 0
         self._want(n, sentence)
 
     def _want(self, n: int, sentence: str = "") -> None:

@@ -332,9 +332,10 @@ class SessionCosts:
                 self.run.table, VERIFY_MOST, self._ways_at,
                 draft_step_s=self._kept_draft().step_s, on_ways=self._go, say=self._say,
             )  # fmt: skip
-            if self.run.table.is_measured:
+            measured = [way for way in known if self.run.table.measured(way)]
+            if measured:
                 # Threads are governed by these times until the engine has seen some of its own.
-                usual = dict(enumerate(self.run.table.curve(VERIFY_MOST, known), 1))
+                usual = dict(enumerate(self.run.table.curve(VERIFY_MOST, measured), 1))
                 target.threads.expected_s = usual.get
             self._go(0)
             return True

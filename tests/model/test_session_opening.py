@@ -104,6 +104,24 @@ def test_nothing_is_measured_where_nothing_streams_or_nothing_may_be() -> None:
 # -- room for the draft ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("curve", [None, "1,1.1,1.2,1.3"])
+def test_units_of_one_decode_are_not_expected_seconds(curve: str | None) -> None:
+    """Threads are governed by seconds that were measured, or by none."""
+    config = config_of(device="cpu", use_profile=False)
+    config = replace(config, spec=replace(config.spec, batch_costs=curve))
+    with Session(config) as session:
+        assert session.target.threads.expected_s(1) is None
+
+
+def test_threads_are_governed_by_measured_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECOFFLOAD_PROFILE_DIR", str(tmp_path))
+    with Session(config_of(device="cpu")) as session:
+        measured = session.costs.run.table.measured(Way.IN_PLACE)
+        assert session.target.threads.expected_s(1) == pytest.approx(measured[1].seconds, rel=0.5)
+
+
 def test_the_target_leaves_room_for_the_draft_and_its_context() -> None:
     of_draft = DraftOptions(engine=DraftEngine.LLAMA)
     config = config_of(spec_given={"--spec-policy": "fixed"}, of_draft=of_draft)

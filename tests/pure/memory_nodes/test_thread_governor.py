@@ -120,3 +120,24 @@ def test_a_table_that_is_too_fast_misleads_once() -> None:
 def test_one_thread_stays_one() -> None:
     governor = ThreadGovernor(1)
     assert {governor.observe(1, s, 0.001).n_threads for s in (0.001, 1.0, 9.0)} == {1}
+
+
+def test_one_long_decode_among_short_ones_is_no_disturbance() -> None:
+    governor = ThreadGovernor(2)
+    for _ in range(20):
+        governor.observe(1, 0.0002)
+    for seconds in (0.8, 0.0006, 0.0006, *[0.0002] * 20):  # caches are cold after a long one
+        governor.observe(1, seconds)
+    assert governor.wanted.n_threads == 2
+
+
+def test_a_large_slowdown_is_not_told_exactly() -> None:
+    governor = ThreadGovernor(2)
+    for _ in range(20):
+        governor.observe(1, 0.0002)
+    wanted = governor.wanted
+    for _ in range(20):
+        wanted = governor.observe(1, 0.3 if wanted.n_threads == 2 else 0.0004)
+        if wanted.sentence:
+            break
+    assert wanted.sentence.startswith("decodes take more than 20 times as long as expected")
