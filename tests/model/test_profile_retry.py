@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from specoffload.session.generation import GenerateOptions
 from specoffload.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("measures_briefly")
-TOO_LONG, FACTOR = (2, 3, 4), 40.0  # sizes, and how many times too long their times are
+# Sizes, and how many times too long their times are: more than a busy machine makes a decode.
+TOO_LONG, FACTOR = (2, 3, 4), 400.0
 N_MAX = 12
 
 
@@ -56,8 +58,15 @@ def rewrite(folder: Path, sizes: Sequence[int], *, n_retried: int = 0) -> dict[i
     return steps
 
 
+def assert_shorter(entries: dict[str, Any], stated: dict[int, float], sizes: Sequence[int]) -> None:
+    """However fast the machine is now, these sizes have come down to the others."""
+    found = {n: entries[str(n)]["seconds"] / seconds for n, seconds in stated.items()}
+    usual = median(ratio for n, ratio in found.items() if n not in TOO_LONG)
+    assert all(found[n] < usual / 2 for n in sizes)
+
+
 def answer(session: Session) -> None:
-    options = GenerateOptions(n_predict=160, ignore_eos=True)
+    options = GenerateOptions(n_predict=60, ignore_eos=True)
     list(session.generate(prompts("code")[0], options))
 
 
@@ -69,20 +78,22 @@ def test_a_later_start_measures_contradicting_sizes_again(folder: Path, device: 
     with opened(device) as session:
         assert any("3 that contradicted others timed again" in line for line in session.notes)
     entries = kept_run(folder)[2]
-    for n in TOO_LONG:
-        assert entries[str(n)]["seconds"] < stated[n] / 2
-        assert entries[str(n)]["date"] > "2025-01-02"
+    assert_shorter(entries, stated, TOO_LONG)
+    assert all(entries[str(n)]["date"] > "2025-01-02" for n in TOO_LONG)
 
 
-def test_sizes_in_doubt_are_tried_while_answering_and_what_was_found_is_kept(folder: Path) -> None:
-    with opened("cpu"):
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_sizes_in_doubt_are_tried_while_answering_and_what_was_found_is_kept(
+    folder: Path, device: str
+) -> None:
+    with opened(device):
         pass
     stated = rewrite(folder, TOO_LONG, n_retried=3)  # no start measures them again
-    with opened("cpu") as session:
+    with opened(device) as session:
         assert not any("contradicted others" in line for line in session.notes)
         answer(session)
         assert session.counters()["size_retries"] >= 1
     entries = kept_run(folder)[2]
     tried = [n for n in TOO_LONG if entries[str(n)]["date"] > "2025-01-02"]
     assert tried
-    assert any(entries[str(n)]["seconds"] < stated[n] / 2 for n in tried)
+    assert_shorter(entries, stated, tried)
