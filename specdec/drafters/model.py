@@ -3,7 +3,7 @@
 A model that feeds its own tokens back (`BlockModel`) drafts several tokens before it is asked
 again, since bringing tokens to the host and deciding takes more time than a step on a GPU. The
 policy is fed a block's probabilities one by one, and decides as if they came one by one. Other
-models are asked token by token, through the same interface.
+models are asked token by token.
 
 Sampled drafts are for rejection sampling, which is exact only if the decision to verify a token
 does not depend on which token was drawn. So the policy is fed the greatest probability of the
@@ -26,7 +26,6 @@ from specdec.types import (
     Decision,
     Draft,
     DraftRequest,
-    Drawing,
     Round,
     Target,
     Walk,
@@ -73,7 +72,9 @@ class ModelDrafter:
         n_candidates: int = 0,
     ) -> None:
         self.name = name
-        self._model = model if isinstance(model, BlockModel) else TokenByToken(model, n_vocab)
+        self._model = model
+        self._blocks = model if isinstance(model, BlockModel) else None
+        self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
         self._sampling = sampling
         self._n_candidates = n_candidates
         self._memory = DraftMemory(model)
@@ -81,14 +82,11 @@ class ModelDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         found = [self._begin(request) for request in requests]
-        drafting = begun = [f for f in found if isinstance(f, _Growing)]
-        n_steps = 0
-        while drafting:
-            n = self._block_length(n_steps, min([f.limit for f in drafting]))
-            self._step(drafting, n, begins=not n_steps)
-            drafting, n_steps = [f for f in drafting if f.goes_on], n_steps + n
-        if begun:
-            self._remember(max([f.n_fed for f in begun]), max([f.limit for f in begun]))
+        begun = [f for f in found if isinstance(f, _Growing)]
+        if begun and self._blocks is not None:
+            self._draft_in_blocks(self._blocks, begun)
+        elif begun:
+            self._draft_by_token(begun)
         return [f if isinstance(f, Draft) else f.draft(self.name) for f in found]
 
     def _begin(self, asked: DraftRequest) -> _Growing | Draft:
@@ -101,22 +99,72 @@ class ModelDrafter:
         walk = asked.begin(limit, self.name)
         if not walk.wants:
             return Draft((), (), self.name, Decision(0, walk.reason, walk.rest))
-        draws = None
+        draws, temperature = None, 0.0
         if self._sampling is not None:
             # One number of the request's generator seeds all draws of the draft. How many numbers
             # a request uses then does not depend on the lengths of blocks.
             draws = np.random.default_rng(self._sampling.rng(sequence).integers(1 << 62))
-        feed, catch_up_s = self._memory.tail(sequence, asked.history)
-        top_k = asked.policy.p_top_k
-        return _Growing(sequence, walk, limit, feed, catch_up_s, draws, top_k, self._n_candidates)
+            temperature = self._sampling.temperature(sequence)
+        growing = _Growing(asked, walk, limit, self._n_candidates, draws, temperature)
+        growing.feed, growing.catch_up_s = self._memory.tail(sequence, asked.history)
+        return growing
 
-    def _block_length(self, n_drafted: int, limit: int) -> int:
+    # -- token by token ---------------------------------------------------------------------------
+
+    def _draft_by_token(self, drafting: list[_Growing]) -> None:
+        """Draft with one decode of the model per token until no policy wants more."""
+        model, memory, n_vocab = self._model, self._memory, self._n_vocab
+        begins = True
+        while len(drafting) > 1:
+            rows = [r for parts in self._batches(drafting) for r in model.extend_batch(parts)]
+            for growing in drafting:
+                memory.fed(growing.sequence, growing.feed)
+                if begins:
+                    memory.mark(growing.sequence)
+            begins, step = False, zip(drafting, rows, strict=True)
+            drafting = [f for f, logits in step if f.choose(logits[-1][:n_vocab])]
+        for growing in drafting:  # one sequence needs no batches
+            sequence, goes_on = growing.sequence, True
+            while goes_on:
+                feed = growing.feed
+                logits = model.extend(sequence, feed, 1)[-1]
+                memory.fed(sequence, feed)
+                if begins:
+                    memory.mark(sequence)
+                    begins = False
+                goes_on = growing.choose(logits[:n_vocab])
+
+    def _batches(
+        self, drafting: Sequence[_Growing]
+    ) -> Iterator[list[tuple[int, Sequence[int], int]]]:
+        """What to feed, in order, in as few decodes as the model takes it in."""
+        model, n_tokens = self._model, 0
+        batch: list[tuple[int, Sequence[int], int]] = []
+        for growing in drafting:
+            n = len(growing.feed)
+            if batch and (n_tokens + n > model.n_batch or len(batch) == model.n_outputs):
+                yield batch
+                batch, n_tokens = [], 0
+            batch.append((growing.sequence, growing.feed, 1))
+            n_tokens += n
+        yield batch
+
+    # -- in blocks ---------------------------------------------------------------------------------
+
+    def _draft_in_blocks(self, model: BlockModel, begun: list[_Growing]) -> None:
+        """Draft with one call of the model per block until no policy wants more."""
+        drafting, n_steps = begun, 0
+        while drafting:
+            limit = min([f.limit for f in drafting])
+            n = min(self._block_length(n_steps), limit - n_steps, model.n_steps_max)
+            self._step(model, drafting, n, begins=not n_steps)
+            drafting, n_steps = [f for f in drafting if f.goes_on], n_steps + n
+        self._remember(max([f.n_fed for f in begun]), max([f.limit for f in begun]))
+
+    def _block_length(self, n_drafted: int) -> int:
         """Length of the next block of a draft that has `n_drafted` tokens: first as long as
         drafts were lately, then a quarter of that."""
-        if self._model.n_steps_max == 1:
-            return 1
-        usual = round(self._usual) if n_drafted == 0 else round(self._usual) // 4
-        return min(max(1, usual), limit - n_drafted, self._model.n_steps_max)
+        return max(1, round(self._usual) if n_drafted == 0 else round(self._usual) // 4)
 
     def _remember(self, n_fed: int, limit: int) -> None:
         """The policy took `n_fed` tokens of a draft. A draft that the end of the text cut short
@@ -124,21 +172,19 @@ class ModelDrafter:
         if n_fed < limit or n_fed > self._usual:
             self._usual += _BLOCK_MEMORY * (n_fed - self._usual)
 
-    def _step(self, drafting: Sequence[_Growing], n: int, *, begins: bool) -> None:
+    def _step(
+        self, model: BlockModel, drafting: Sequence[_Growing], n: int, *, begins: bool
+    ) -> None:
         """Draft a block of `n` tokens for each, and note what the model holds then."""
         memory, drawing, top_k = self._memory, self._drawing(drafting, n), drafting[0].top_k
         if begins:
-            parts = [(f.sequence, f.feed) for f in drafting]
-            block: Block | _OneToken = self._model.draft(parts, n, drawing, top_k)
+            block = model.draft([(f.sequence, f.feed) for f in drafting], n, drawing, top_k)
             for growing in drafting:
                 memory.fed(growing.sequence, growing.feed)
                 memory.mark(growing.sequence)
         else:
-            block = self._model.draft_more([f.sequence for f in drafting], n, drawing, top_k)
-        if isinstance(block, _OneToken):
-            tokens, probs = block.columns
-        else:
-            tokens, probs = block.tokens.T.tolist(), block.p.T.tolist()
+            block = model.draft_more([f.sequence for f in drafting], n, drawing, top_k)
+        tokens, probs = block.tokens.T.tolist(), block.p.T.tolist()
         for part, (growing, drafted) in enumerate(zip(drafting, tokens, strict=True)):
             held = drafted[:-1] if begins else [growing.feed[-1], *drafted[:-1]]
             if held:
@@ -150,9 +196,8 @@ class ModelDrafter:
         """Each sequence's own numbers and temperature, whatever else is in the batch."""
         if self._sampling is None:
             return None
-        temperatures = [self._sampling.temperature(f.sequence) for f in drafting]
         uniforms = [f.draws.random(n) for f in drafting if f.draws is not None]
-        return BlockDraws(np.array(temperatures), np.stack(uniforms, axis=1))
+        return BlockDraws(np.array([f.temperature for f in drafting]), np.stack(uniforms, axis=1))
 
     def learn(self, sequence: int, round_: Round) -> None:
         pass
@@ -169,32 +214,58 @@ class ModelDrafter:
 class _Growing:
     """One draft as it grows, and the policy's walk along it."""
 
+    feed: list[int]  # tokens that the model does not hold yet
+    catch_up_s: float
+
     def __init__(
         self,
-        sequence: int,
+        asked: DraftRequest,
         walk: Walk,
         limit: int,
-        feed: list[int],
-        catch_up_s: float,
-        draws: np.random.Generator | None,
-        top_k: int,
         n_candidates: int,
+        draws: np.random.Generator | None,
+        temperature: float,
     ) -> None:
-        self.sequence, self.walk, self.limit = sequence, walk, limit
-        self.feed = feed  # tokens that the model does not hold yet
-        self.draws, self.top_k = draws, top_k
-        self.goes_on = walk.wants
-        self.n_fed = 0  # tokens that the policy was fed
-        self._catch_up_s, self._n_candidates = catch_up_s, n_candidates
+        self.sequence, self.top_k = asked.sequence, asked.policy.p_top_k
+        self.walk, self.limit, self._n_candidates = walk, limit, n_candidates
+        self.draws, self.temperature = draws, temperature
+        self.goes_on = True
+        self.n_fed = 0  # tokens of blocks that the policy was fed
         self._n_steps = 0  # of the model, including steps that the policy did not ask for
         self._tokens: list[int] = []
         self._probs: list[float] = []
         self._rows: list[NDArray[np.float64]] = []
         self._candidates: list[tuple[tuple[int, float], ...]] = []
 
-    def take(
-        self, tokens: Sequence[int], probs: Sequence[float], block: Block | _OneToken, part: int
-    ) -> None:
+    def choose(self, logits: NDArray[np.float32]) -> bool:
+        """Draft the token after `feed` by its logits [n_vocab]; True if the policy wants more."""
+        self._n_steps += 1
+        if self.draws is not None:
+            return self._draw(logits, self.draws)
+        token = int(logits.argmax())
+        p = _share_of_best(logits, float(logits[token]), self.top_k)
+        self._tokens.append(token)
+        self._probs.append(p)
+        self.feed = [token]
+        if self._n_candidates:
+            self._candidates.append(_likeliest(logits, p, self._n_candidates))
+        return self.walk.feed(p)
+
+    def _draw(self, logits: NDArray[np.float32], draws: np.random.Generator) -> bool:
+        q = softmax(logits / self.temperature)
+        p = float(q.max())
+        goes_on = self.walk.feed(p)
+        if not goes_on and self.walk.n_best <= len(self._tokens):
+            return False  # not worth verifying, which was decided without drawing the token
+        ends = q.cumsum()
+        token = min(int(ends.searchsorted(draws.random() * ends[-1], "right")), len(q) - 1)
+        self._tokens.append(token)
+        self._probs.append(p)
+        self._rows.append(q)
+        self.feed = [token]
+        return goes_on
+
+    def take(self, tokens: Sequence[int], probs: Sequence[float], block: Block, part: int) -> None:
         """Feed the walk with a block's tokens until it wants no more."""
         self._n_steps += len(tokens)
         is_drawn = self.draws is not None
@@ -207,8 +278,6 @@ class _Growing:
             self._probs.append(p)
             if is_drawn:
                 self._rows.append(block.row(step, part))
-            elif self._n_candidates and isinstance(block, _OneToken):
-                self._candidates.append(block.likeliest(part, self._n_candidates))
             if not goes_on:
                 return
 
@@ -222,103 +291,9 @@ class _Growing:
             tuple(zip(self._tokens[n:], self._probs[n:], strict=True)),
             rows=tuple(self._rows),
             n_steps=self._n_steps,
-            catch_up_s=self._catch_up_s,
+            catch_up_s=self.catch_up_s,
             candidates=tuple(self._candidates),
         )
-
-
-# -- models that draft token by token --------------------------------------------------------------
-
-
-class TokenByToken:
-    """Any `Target` as a block model whose blocks have one token."""
-
-    n_steps_max = 1
-
-    def __init__(self, model: Target, n_vocab: int | None = None) -> None:
-        self._model = model
-        self._n_vocab = min(n_vocab or model.n_vocab, model.n_vocab)
-        self._last: dict[int, list[int]] = {}  # sequence -> its last drafted token
-
-    @property
-    def n_ctx(self) -> int:
-        return self._model.n_ctx
-
-    def draft(
-        self,
-        parts: Sequence[tuple[int, Sequence[int]]],
-        n_steps: int,
-        drawing: Drawing | None = None,
-        top_k: int = 0,
-    ) -> _OneToken:
-        if len(parts) == 1:
-            rows = [self._model.extend(*parts[0], 1)]
-        else:
-            rows = [r for batch in self._batches(parts) for r in self._model.extend_batch(batch)]
-        block = _OneToken([row[-1][: self._n_vocab] for row in rows], drawing, top_k)
-        for (sequence, _), tokens in zip(parts, block.columns[0], strict=True):
-            self._last[sequence] = tokens
-        return block
-
-    def draft_more(
-        self,
-        sequences: Sequence[int],
-        n_steps: int,
-        drawing: Drawing | None = None,
-        top_k: int = 0,
-    ) -> _OneToken:
-        return self.draft([(s, self._last[s]) for s in sequences], n_steps, drawing, top_k)
-
-    def _batches(
-        self, parts: Sequence[tuple[int, Sequence[int]]]
-    ) -> Iterator[list[tuple[int, Sequence[int], int]]]:
-        """The parts in order, in as few decodes as the model takes them in."""
-        model, n_tokens = self._model, 0
-        batch: list[tuple[int, Sequence[int], int]] = []
-        for sequence, tokens in parts:
-            n = len(tokens)
-            if batch and (n_tokens + n > model.n_batch or len(batch) == model.n_outputs):
-                yield batch
-                batch, n_tokens = [], 0
-            batch.append((sequence, tokens, 1))
-            n_tokens += n
-        yield batch
-
-
-class _OneToken:
-    """A block of one token per part, chosen from logits [n_vocab]. `columns` are its tokens and
-    their probabilities, by part and step."""
-
-    def __init__(
-        self, logits: Sequence[NDArray[np.float32]], drawing: Drawing | None, top_k: int
-    ) -> None:
-        self._logits = logits
-        self._rows: list[NDArray[np.float64]] = []
-        if drawing is None:
-            tokens = [int(row.argmax()) for row in logits]
-            best = zip(logits, tokens, strict=True)
-            probs = [_share_of_best(row, row[token], top_k) for row, token in best]
-        else:
-            n = len(logits)
-            temperatures = np.broadcast_to(drawing.temperature, n)
-            self._rows = [softmax(row / t) for row, t in zip(logits, temperatures, strict=True)]
-            ends = [q.cumsum() for q in self._rows]
-            at = [
-                e.searchsorted(u * e[-1], "right")
-                for e, u in zip(ends, drawing.uniforms[0], strict=True)
-            ]
-            tokens = [min(int(i), len(q) - 1) for i, q in zip(at, self._rows, strict=True)]
-            probs = [float(q.max()) for q in self._rows]
-        self.columns = [[token] for token in tokens], [[p] for p in probs]
-
-    def row(self, step: int, part: int) -> NDArray[np.float64]:
-        return self._rows[part]
-
-    def likeliest(self, part: int, n: int) -> tuple[tuple[int, float], ...]:
-        """The `n` likeliest tokens of a part, each with its probability."""
-        row, p = self._logits[part], self.columns[1][part][0]
-        best = np.argsort(-row, kind="stable")[:n].tolist()
-        return tuple((t, p * float(np.exp(row[t] - row[best[0]]))) for t in best)
 
 
 def softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -327,11 +302,17 @@ def softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.asarray(e / e.sum(), np.float64)
 
 
-def _share_of_best(logits: NDArray[np.float32], best: np.float32, top_k: int) -> float:
+def _share_of_best(logits: NDArray[np.float32], best: float, top_k: int) -> float:
     """The softmax of the greatest logit, `best`, among the `top_k` greatest, 0: among all."""
     if 0 < top_k < len(logits):
         logits = np.partition(logits, -top_k)[-top_k:]
     return float(1.0 / np.exp(logits - best).sum(dtype=np.float64))
+
+
+def _likeliest(logits: NDArray[np.float32], p_best: float, n: int) -> tuple[tuple[int, float], ...]:
+    """The `n` likeliest tokens, each with its probability; `p_best` is the first one's."""
+    best = np.argsort(-logits, kind="stable")[:n].tolist()
+    return tuple((t, p_best * float(np.exp(logits[t] - logits[best[0]]))) for t in best)
 
 
 # -- what the model holds --------------------------------------------------------------------------
