@@ -202,12 +202,12 @@ def test_a_session_says_how_drafts_are_taken_back(hybrid: Path) -> None:
     spec: dict[str, object] = {"--spec-type": "suffix", "--spec-policy": "fixed"}
     for more, words in (
         ({}, "snapshots" if WITH_SNAPSHOTS in hybrid.name else "has no snapshots"),
-        ({"rs_snapshots": 0, "checkpoints": "host"}, "checkpoints in host memory"),
+        ({"rs_snapshots": 0, "checkpoints": "host"}, "checkpoints in RAM"),
     ):
         given = {**spec, **more}
         opened = config_of(model=hybrid, device="cpu", ctx_size=256, threads=1, spec_given=given)
         with Session(opened) as session:
-            assert any("recurrent memory" in note and words in note for note in session.notes)
+            assert any("recurrent model" in note and words in note for note in session.notes)
 
 
 @pytest.mark.parametrize(
