@@ -21,6 +21,7 @@ from offload.plan.placement import Plan, make_plan, workload_of
 from offload.plan.sharing import SMALL_UBATCHES, UBATCHES, ring_slots
 from specoffload.cli import app
 from specoffload.commands.plan import expected_tps, rests_on_guess, rounded
+from specoffload.config.hardware import PRESETS
 from specoffload.kept import LEAST_MIX_TOKENS, MIX_HALF_LIFE_TOKENS
 
 GIB = 1 << 30
@@ -34,7 +35,8 @@ HEAD = f"""# Plans: what lives where
 opened. It takes the flags of `serve` that matter (`--vram`, `--ctx-size`, `--ubatch-size`, `--cache-type-k`, `--n-cpu-moe`, `--draft`
 …).
 
-- `--link` and `--ram` describe another machine than this one.
+- `--hardware` plans for a machine that you do not have, and also prints the expected time of a decode of n tokens in each way: by the
+  CPU in place, streamed, split. `--vram`, `--link` and `--ram` replace single values.
 - Without `--vram` the plan is for what the GPU has free, or for 24 GiB if there is no GPU.
 - Without a size in `--ram` it is for the host memory that is free here.
 - A plan that streams more than host memory holds is made only if no other is possible. It then says that `serve` refuses it.
@@ -42,6 +44,19 @@ opened. It takes the flags of `serve` that matter (`--vram`, `--ctx-size`, `--ub
 ```
 $ specoffload plan {EXAMPLE}.gguf --vram 24GiB --ram 512GiB
 %s
+```
+
+`--hardware` takes a name ({", ".join(f"`{name}`" for name in PRESETS)}) or a file, in
+JSON or with the ending `.toml` in TOML:
+
+```toml
+vram = "24GiB"         # of the GPU; the plan leaves 1 GiB of it free
+ram = "120GiB"         # free RAM
+link_rate = "25GB/s"   # from RAM to the GPU
+ram_rate = "70GB/s"    # all cores together
+vram_rate = "1008GB/s"
+cpu_tflops = 0.8       # of products of quantised weights with many rows; may be left out, as the next
+gpu_tflops = 80
 ```
 
 `--json` prints one object:
@@ -60,7 +75,8 @@ $ specoffload plan {EXAMPLE}.gguf --vram 24GiB --ram 512GiB
 | `expected` | tokens/s that the machine model expects of prefill and of decoding token by token. Layers are split if `--hybrid` allows it and it is faster |
 | `hits` | null if no layer may be split. Otherwise `rate`, the share of a decode's experts that are expected in slots; `source`, counted or guess; `n_tokens` and `counted_on` of what was counted |
 | `host` | null with `--mmap`. Otherwise `available_bytes` for streamed weights, `limited_by` what, and `fits`: false if `serve` would refuse the plan |
-| `machine` | the machine for which the plan was made |
+| `machine`, `hardware` | the rates for which the plan was made, and the value of `--hardware` |
+| `ways` | seconds that the machine model expects of a decode, by way and number of tokens |
 | `model`, `architecture`, `vram_bytes`, `ctx_size` | what was asked |
 
 ## How device memory is shared

@@ -6,8 +6,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from offload.device import DeviceChoice, choose_device
+from offload.costs.table import CostTable, Way
+from offload.device import choose_device
 from offload.engine import context_spec
+from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import read_facts
 from offload.plan.context import ContextMemory, ContextSpec, context_memory
@@ -19,16 +21,18 @@ from offload.plan.machine import (
     cpu_s,
     expected_hits,
     model_work,
+    modelled,
     prefill_s,
 )
-from offload.plan.min_batch import NEVER
+from offload.plan.min_batch import NEVER, VERIFY_MOST
 from offload.plan.placement import Plan, PlanForSplits, hit_words, make_plan, workload_of
 from offload.plan.sharing import ring_slots
 from offload.plan.slot_layout import SlotPool
 from offload.routing import HitCurve
 from offload.store.store import Room, room_now
-from offload.streaming.options import free_bytes
+from offload.streaming.options import MARGIN_BYTES, free_bytes
 from specoffload import report
+from specoffload.config.hardware import Hardware, hardware_of
 from specoffload.config.options import PlanOptions
 from specoffload.config.resolution import Config
 from specoffload.session.opening import kept_for_plan, target_options
@@ -53,6 +57,14 @@ class Planned:
     hits: HitCurve | None = None  # as counted; None: a guess
     complaint: str = ""  # of counted hits that cannot be used
     room: Room | None = None  # host memory for what streams; None: it stays in the page cache
+    hardware: str | None = None  # --hardware
+
+    @property
+    def costs(self) -> CostTable:
+        """Seconds of decodes by way and size, as the machine model expects them."""
+        work, sharing = _work(self), self.plan.sharing
+        n_most = max(VERIFY_MOST, self.plan.n_ubatch)
+        return modelled(self.machine, work, sharing, n_most, splits=bool(self.splits))
 
 
 def plan_config(config: Config, own: PlanOptions) -> None:
@@ -70,14 +82,14 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     facts = read_facts(config.model)
     kept = kept_for_plan(config)
     options = target_options(config, kept)
-    machine = _machine(own)
+    hardware = None if own.hardware is None else hardware_of(own.hardware)
+    machine = _machine(own, hardware)
     context = context_spec(facts, options)
     of_draft = options.streaming.reserve_bytes
-    vram, why = _vram(config, choose_device(config.device))
+    vram, why = _vram(config, hardware)
     room = None
     if not config.mmap:
-        size_bytes = own.ram.size_bytes
-        room = room_now() if size_bytes is None else Room(size_bytes, "--ram")
+        room = _room(own, hardware)
     plan = make_plan(
         facts,
         budget_bytes=vram,
@@ -98,21 +110,35 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     splits = config.streaming.plan_for_hybrid
     return Planned(
         facts, plan, vram, context, memory, of_draft, machine, why, splits, kept.hits,
-        kept.complaint, room,
+        kept.complaint, room, own.hardware,
     )  # fmt: skip
 
 
-def _machine(own: PlanOptions) -> Machine:
+def _machine(own: PlanOptions, hardware: Hardware | None) -> Machine:
+    there = TYPICAL if hardware is None else hardware.machine
     return replace(
-        TYPICAL,
-        link_bytes_per_s=own.link_bytes_per_s or TYPICAL.link_bytes_per_s,
-        ram_bytes_per_s=own.ram.bytes_per_s or TYPICAL.ram_bytes_per_s,
+        there,
+        link_bytes_per_s=own.link_bytes_per_s or there.link_bytes_per_s,
+        ram_bytes_per_s=own.ram.bytes_per_s or there.ram_bytes_per_s,
     )
 
 
-def _vram(config: Config, choice: DeviceChoice) -> tuple[int, str]:
-    """Device memory to plan for, and where the number comes from."""
+def _room(own: PlanOptions, hardware: Hardware | None) -> Room:
+    """Host memory to plan for."""
+    if own.ram.size_bytes is not None:
+        return Room(own.ram.size_bytes, "--ram")
+    return room_now() if hardware is None else Room(hardware.ram, "--hardware")
+
+
+def _vram(config: Config, hardware: Hardware | None) -> tuple[int, str]:
+    """Device memory to plan for, and where the number comes from. Raises DoesNotFit."""
     asked = config.streaming.device_bytes
+    if asked is None and hardware is not None:
+        left = hardware.vram - MARGIN_BYTES
+        if left <= 0:
+            raise DoesNotFit("--hardware: vram must be more than 1 GiB, which a plan leaves free")
+        return left, "by --hardware, less 1 GiB"
+    choice = choose_device(config.device)
     if asked is None and choice.sim is not None:
         asked = choice.sim.vram_bytes
     if asked is not None:
@@ -146,7 +172,12 @@ def as_dict(planned: Planned) -> dict[str, Any]:
         "expected": _expected(planned),
         "hits": _hits(planned),
         "host": _host(planned),
+        "hardware": planned.hardware,
         "machine": asdict(planned.machine),
+        "ways": {
+            way: {n: entry.seconds for n, entry in sorted(entries.items())}
+            for way, entries in planned.costs.ways.items()
+        },
     }
 
 
@@ -302,6 +333,8 @@ def _show(planned: Planned) -> None:
         f"with {machine.link_bytes_per_s / 1e9:g} GB/s from RAM to the GPU and "
         f"{machine.ram_bytes_per_s / 1e9:g} GB/s of RAM (--link, --ram)"
     )
+    if planned.hardware is not None and plan.streamed:
+        show_modelled(planned.costs)
     for words in (
         *plan.reasons,
         *(
@@ -313,6 +346,26 @@ def _show(planned: Planned) -> None:
         *([planned.complaint] if planned.complaint else []),
     ):
         report.paragraph(words)
+
+
+def show_modelled(table: CostTable) -> None:
+    """Print the expected times of every way, at powers of two; the fastest has a star."""
+    ways = [way for way in Way if table.has(way)]
+    rows = []
+    n = 1
+    while n <= table.n_most:
+        known = [way for way in ways if n <= max(table.ways[way])]
+        best = min(known, key=lambda way: table.seconds(way, n))
+        cells = [
+            f"{table.seconds(way, n) * 1e3:,.1f}{' *' if way is best and len(ways) > 1 else ''}"
+            if way in known
+            else ""
+            for way in ways
+        ]
+        rows.append((str(n), *cells))
+        n *= 2
+    title = "milliseconds of a decode of n tokens (estimate)"
+    report.table(title, ("n", *(str(way) for way in ways)), rows)
 
 
 def _of_pool(pool: SlotPool) -> str:

@@ -444,18 +444,24 @@ _PROFILE_FLAGS = (
     ),
 )  # fmt: skip
 
+HARDWARE = Kind("FILE|NAME", str)
 _plan = partial(flag, PlanOptions, panel=Panel.COMMAND, commands=_PLAN)
 _shown = partial(flag, Options, panel=Panel.DEBUGGING)
 
 _OTHER_FLAGS = (
     _plan(
+        "hardware", "--hardware", HARDWARE, "Machine to plan for: a JSON or TOML file, or a name.",
+        more="Names: rtx-3060-ddr4, rtx-3090-ddr4, rtx-4090-ddr5, rtx-5090-ddr5, h100. The file's "
+        "keys are in docs/plans.md. --vram, --link and --ram replace its values.",
+    ),
+    _plan(
         "link_bytes_per_s", "--link", RATE, "Speed from RAM to the GPU, e.g. 12GB/s.",
-        default_words="25GB/s",
+        default_words="--hardware, else 25GB/s",
     ),
     _plan(
         "ram", "--ram", RAM,
         "Free RAM and how fast all cores read it, e.g. 512GiB,200GB/s; or one of both.",
-        default_words="what is free here,70GB/s",
+        default_words="--hardware, else what is free here,70GB/s",
     ),
     flag(
         OutputOptions, "as_json", "--json", SWITCH,

@@ -222,8 +222,9 @@ class Ram:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of `plan`; None: those of a typical machine."""
+    """Options of `plan`; None: those of `hardware`, else of a typical machine."""
 
+    hardware: str | None = None  # a preset's name, or a file
     link_bytes_per_s: float | None = None
     ram: Ram = Ram()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -25,6 +26,7 @@ from offload.routing import SHARES, CountedHits, HitCurve
 from offload.streaming.options import StreamingOptions
 from specoffload import report
 from specoffload.cli import app
+from specoffload.config.hardware import PRESETS
 from specoffload.errors import UsageError
 from specoffload.kept import KeptFile
 
@@ -33,6 +35,7 @@ KEYS = {
     *("model", "architecture", "vram_bytes", "ctx_size", "resident_bytes", "streamed_bytes"),
     *("reserve_bytes", "reserve", "slot_bytes", "slots", "streamed_layers", "ubatch", "min_batch"),
     *("chunk_tokens", "declined", "reasons", "expected", "hits", "machine"),
+    *("hardware", "ways"),
     "host",
 }
 
@@ -97,6 +100,83 @@ def test_a_slower_link_raises_the_threshold(r1: Path) -> None:
     slow = planned(str(r1), "--vram", "24GiB", "--link", "12GB/s")
     assert slow["min_batch"] > fast["min_batch"]
     assert slow["expected"]["prefill_tps"] < fast["expected"]["prefill_tps"]
+
+
+TOML = """
+vram = "12GiB"
+ram = "256GiB"
+link_rate = "12GB/s"
+ram_rate = 200e9
+vram_rate = "360GB/s"
+"""
+
+
+def test_a_machine_that_is_not_there_is_planned_for_by_name_or_by_file(
+    r1: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.toml"
+    own.write_text(TOML)
+    as_json = tmp_path / "own.json"
+    as_json.write_text(json.dumps(tomllib.loads(TOML)))
+    small = planned(str(r1), "--hardware", str(own))
+    assert planned(str(r1), "--hardware", str(as_json))["expected"] == small["expected"]
+    large = planned(str(r1), "--hardware", "h100")
+    assert (small["vram_bytes"], large["vram_bytes"]) == (11 * GIB, 79 * GIB)
+    assert small["machine"]["ram_bytes_per_s"] == 200e9
+    assert small["machine"]["gpu_flops"] == 60e12, "a typical GPU's, if the file does not say"
+    assert small["host"] == {
+        "available_bytes": 256 * GIB, "limited_by": "--hardware", "fits": False,
+    }  # fmt: skip
+    assert large["host"]["fits"]
+    for name, tps in small["expected"].items():
+        assert tps < large["expected"][name]
+    changed = planned(
+        str(r1), "--hardware", "h100", "--vram", "24GiB", "--link", "12GB/s", "--ram", "512GiB"
+    )
+    assert changed["vram_bytes"] == 24 * GIB
+    assert changed["machine"]["link_bytes_per_s"] == 12e9
+    assert changed["machine"]["ram_bytes_per_s"] == large["machine"]["ram_bytes_per_s"]
+    assert changed["host"]["limited_by"] == "--ram"
+
+
+def test_the_modelled_table_is_the_one_that_the_plan_goes_by(r1: Path) -> None:
+    plan = planned(str(r1), "--hardware", "rtx-4090-ddr5")
+    in_place, streamed = plan["ways"]["in place"], plan["ways"]["streamed"]
+    assert 1 / in_place["1"] == pytest.approx(plan["expected"]["decode_tps"], rel=0.3)
+    pays = [int(n) for n in streamed if streamed[n] < in_place[n]]
+    assert min(pays) >= plan["min_batch"] > max(int(n) for n in in_place if int(n) < min(pays))
+    result = CliRunner().invoke(app, ["plan", str(r1), "--hardware", "rtx-4090-ddr5"])
+    assert "milliseconds of a decode of n tokens (estimate)" in result.stdout
+    (first,) = re.findall(r"^│ 1 .*", result.stdout, re.MULTILINE)
+    assert first.count("*") == 1, "the fastest way is marked"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_plans_and_is_documented(r1: Path, name: str) -> None:
+    assert name in (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
+    assert planned(str(r1), "--hardware", name)["expected"]["decode_tps"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "neither a machine that is known .*rtx-4090-ddr5.* nor a readable file"),
+        ("{", "neither JSON nor"),
+        ("{}", "vram: Field required"),
+        (TOML.replace("12GB/s", "12 apples"), "link_rate: .*12 apples"),
+        (TOML.replace("12GiB", "0GiB"), "vram: .*greater than 0"),
+        (TOML + "disk = 1", "disk: Extra inputs"),
+        (TOML.replace("12GiB", "1GiB"), "more than 1 GiB"),
+    ],
+)
+def test_a_machine_that_cannot_be_read_is_refused(
+    r1: Path, tmp_path: Path, text: str | None, words: str
+) -> None:
+    file = tmp_path / ("own.json" if text and text[0] == "{" else "own.toml")
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises((UsageError, DoesNotFit), match=words):
+        planned(str(r1), "--hardware", str(file))
 
 
 def test_people_see_what_takes_the_memory(r1: Path) -> None:
