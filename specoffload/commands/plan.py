@@ -25,12 +25,19 @@ from offload.plan.machine import (
     prefill_s,
 )
 from offload.plan.min_batch import NEVER, VERIFY_MOST
-from offload.plan.placement import Plan, PlanForSplits, hit_words, make_plan, workload_of
+from offload.plan.placement import (
+    MARGIN_BYTES,
+    Plan,
+    PlanForSplits,
+    hit_words,
+    make_plan,
+    workload_of,
+)
 from offload.plan.sharing import ring_slots
 from offload.plan.slot_layout import SlotPool
 from offload.routing import HitCurve
 from offload.store.store import Room, room_now
-from offload.streaming.options import MARGIN_BYTES, free_bytes
+from offload.streaming.options import free_bytes
 from specoffload import report
 from specoffload.config.hardware import Hardware, hardware_of
 from specoffload.config.options import PlanOptions

@@ -21,7 +21,7 @@ OTHERS = {
     "--cpunodebind",  # numactl's
     "--name",  # an example
     "--off-name",
-    "--profile",  # of scripts/lab/run simulate
+    *("--profile", "--record"),  # of scripts/lab/run simulate
     "--ulimit",  # docker's
     "--fit-target",  # llama.cpp's
     "--version",
