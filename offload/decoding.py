@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from time import perf_counter
 
@@ -47,8 +46,11 @@ class Decoder:
                 device.decoding(True)
         start_s = perf_counter()
         try:
-            with threads.computing(n_tokens) if threads and threads.is_bound else nullcontext():
+            if threads is None or not threads.is_bound:
                 rows = self._context.decode(tokens, positions, sequences, wanted)
+            else:
+                with threads.computing(n_tokens):
+                    rows = self._context.decode(tokens, positions, sequences, wanted)
         finally:
             if device is not None and device.trace:
                 device.decoding(False)

@@ -92,6 +92,7 @@ class ThreadGovernor:
         self._probe_step = 1
         self._settled_slowdown = 1.0  # with the reduced number of threads
         self._settled_n = n_most
+        self._slow = _slow(n_most, 1.0)
         self._quiet_s = 0.0  # seconds of decodes until the next search or probe may start
         self._hold_s = _HOLD_S
         self._trusts_others = True  # until expected seconds from elsewhere have misled a search
@@ -132,38 +133,37 @@ class ThreadGovernor:
     # -- noticing ---------------------------------------------------------------------------------
 
     def _watch(self, n_tokens: int, seconds: float, expected_s: float) -> None:
-        n, usual = self._settled_n, self._settled_slowdown
-        limit = max(_SLOW, _HEALTHY * n / (n - 1)) if n > 1 else _SLOW
-        is_slow = seconds > limit * usual * expected_s
+        n, recent = self._settled_n, self._recent
+        is_slow = seconds > self._slow * expected_s
         if not is_slow:
             self._learn(n_tokens, seconds)
-        self._recent.append((seconds, expected_s if is_slow else 0.0))
+        recent.append((seconds, expected_s if is_slow else 0.0))
         self._weight_s += min(seconds, _MOST_WEIGHT_S)
         self._n_slow += is_slow
-        while len(self._recent) > _TRIAL_DECODES:
-            oldest_s, slow = self._recent[0]
+        while len(recent) > _TRIAL_DECODES:
+            oldest_s, slow = recent[0]
             weight_s = min(oldest_s, _MOST_WEIGHT_S)
             if self._weight_s - weight_s < _NOTICE_S:
                 break
-            self._recent.popleft()
+            recent.popleft()
             self._weight_s -= weight_s
             self._n_slow -= slow > 0
-        are_long = all(s >= _NOTICE_S for s, _ in self._recent)
-        is_trouble = (
-            len(self._recent) >= (2 if are_long else _TRIAL_DECODES)
-            and self._weight_s >= _NOTICE_S - _ROUNDING_S
-            and self._n_slow >= _SLOW_SHARE * len(self._recent)
-        )
         if self._quiet_s > 0:
             return
-        if is_trouble and n > 1:
-            judged = [(s, e) for s, e in self._recent if e]
+        if n > 1 and self._n_slow >= _SLOW_SHARE * len(recent) and self._is_enough():
+            judged = [(s, e) for s, e in recent if e]
             trouble = sum(s for s, _ in judged) / sum(e for _, e in judged)
             self._search = _Search({n: trouble}, disturbed=n)
             self._want(n - 1)
         elif n < self._n_most:
             self._probe = _Tally()
             self._want(min(n + self._probe_step, self._n_most))
+
+    def _is_enough(self) -> bool:
+        """True if the recent decodes are enough to judge by."""
+        are_long = all(s >= _NOTICE_S for s, _ in self._recent)
+        n_least = 2 if are_long else _TRIAL_DECODES
+        return len(self._recent) >= n_least and self._weight_s >= _NOTICE_S - _ROUNDING_S
 
     # -- fewer threads ----------------------------------------------------------------------------
 
@@ -224,9 +224,17 @@ class ThreadGovernor:
 
     def _settle(self, n: int, slowdown: float, quiet_s: float, sentence: str = "") -> None:
         self._settled_n, self._settled_slowdown, self._quiet_s = n, slowdown, quiet_s
+        self._slow = _slow(n, slowdown)
         self._recent.clear()
         self._weight_s, self._n_slow = 0.0, 0
         self._want(n, sentence)
 
     def _want(self, n: int, sentence: str = "") -> None:
         self.wanted = WantedThreads(n, polls=n == self._n_most, sentence=sentence)
+
+
+def _slow(n_threads: int, slowdown: float) -> float:
+    """Multiple of the expected seconds from which a decode with `n_threads` is slow; usually it
+    takes `slowdown` times as long."""
+    fewer = _HEALTHY * n_threads / (n_threads - 1) if n_threads > 1 else 0.0
+    return max(_SLOW, fewer) * slowdown

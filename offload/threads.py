@@ -47,6 +47,7 @@ class EngineThreads:
         self.bound: dict[str, tuple[int, ...]] = {}
         self._n_decodes = 0
         self._teams: tuple[Team, ...] = ()
+        self.is_bound = False  # each thread of the pools to a processor
         self._governor: ThreadGovernor | None = None
         self._pools: dict[tuple[int, bool], ThreadPool] = {}
         self._bound_pools: list[ThreadPool] = []
@@ -113,7 +114,7 @@ class EngineThreads:
             self.notes.append(f"threads are not bound: {error}")
             self._close_pools()
             return
-        self._teams = (plan.decode, plan.batch)
+        self._teams, self.is_bound = (plan.decode, plan.batch), True
         self._n_decode_now = plan.decode.n_threads
         self._attach(*self._bound_pools)
         self.check()
@@ -127,10 +128,6 @@ class EngineThreads:
         self._n_decodes += 1
         if self._n_decodes % _CHECK_EVERY == 0:
             self.check()
-
-    @property
-    def is_bound(self) -> bool:
-        return bool(self._teams)
 
     def _bind_caller(self, team: Team) -> None:
         """Bind thread 0 of a team of one: ggml applies masks only to two threads and more."""

@@ -25,7 +25,6 @@ from offload.costs.table import (
     Entry,
     Way,
     agreeing,
-    contradicting,
     is_believed,
 )
 
@@ -118,6 +117,7 @@ class Learner:
         is in units of T(1) until the first decode. `on_ways(n)` is told when the answers of `way`
         have changed, for the size n and perhaps others."""
         self._table, self._ways, self._n_table = table, ways, n_max
+        self._measured = {way: frozenset(table.measured(way)) for way in table.ways}
         self._on_ways, self._say = on_ways, say
         self.draft_step_s, self.is_relative = draft_step_s, relative
         self._replay = 0.0  # mean time of taking rejected drafts back, over that of a decode
@@ -173,18 +173,12 @@ class Learner:
                 self._base[way] += [seconds] * (gap + 1)
                 self._of_size[way] += [1.0] * (gap + 1)
             self._chosen.append(self._fastest(n, known))
-            self.times.append(self._time(n))
+        self._restate()
         self._review()
 
     def _fastest(self, n: int, known: Sequence[Way]) -> Way:
         usual = known[0]
         return min(known, key=lambda w: self.expected_s(n, w) * (1.0 if w is usual else 1 / PAYS))
-
-    def _time(self, n: int) -> float:
-        size = self._sizes.get(n)
-        way = self._chosen[n - 1] if size is None else size.way
-        replay = 1.0 + self._replay if n > 1 else 1.0
-        return self.expected_s(n, way) * replay
 
     # -- learning ----------------------------------------------------------------------------------
 
@@ -244,7 +238,7 @@ class Learner:
             ratio = min(seconds / self.expected_s(n, way), _OUTLIER)
             n_seen = self._n_seen.get((way, n), 0)
             self._n_seen[way, n] = n_seen + 1
-            if n not in self._table.measured(way) and n_seen < _KNOWN_AFTER:
+            if n_seen < _KNOWN_AFTER and n not in self._measured.get(way, ()):
                 self._of_size[way][n - 1] *= 1.0 + (ratio - 1.0) / (3 + n_seen)
             else:
                 self._of_size[way][n - 1] *= 1.0 + _OF_SIZE * (ratio - 1.0)
@@ -288,7 +282,18 @@ class Learner:
             self._on_ways(0)
 
     def _restate(self) -> None:
-        self.times = [self._time(n) for n in range(1, len(self._chosen) + 1)]
+        """T(n) of the chosen ways, all sizes at once: it is done every few decodes."""
+        of_ways = {}
+        for way, base in self._base.items():
+            factor = self._machine * self._of_way[way]
+            of_ways[way] = [b * s * factor for b, s in zip(base, self._of_size[way], strict=True)]
+        if len(of_ways) == 1:
+            (self.times,) = of_ways.values()
+        else:
+            self.times = [of_ways[way][i] for i, way in enumerate(self._chosen)]
+        if self._replay:
+            replay = 1.0 + self._replay
+            self.times[1:] = [t * replay for t in self.times[1:]]
 
     # -- other ways --------------------------------------------------------------------------------
 
@@ -359,9 +364,10 @@ class Learner:
     def _review(self) -> None:
         """Find the sizes in doubt anew."""
         seconds = dict(enumerate(self.times, 1))
-        found = contradicting(seconds)
+        most = agreeing(seconds)
+        found = [n for n, s in seconds.items() if s > CONTRADICTS * most[n]]
         self._doubted = {n: self._doubted.get(n, 0) for n in found}
-        self._most = agreeing(seconds) if found else {}
+        self._most = most if found else {}
         self._least = least_plausible(self._most, self._doubted)
         self._plan()
 

@@ -12,6 +12,8 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import accumulate
+from operator import add
 from statistics import fmean, median, quantiles
 
 from offload.plan.min_batch import NEVER, MinBatch, Regime, by_rule, regimes
@@ -88,9 +90,11 @@ def agreeing(seconds: Mapping[int, float]) -> dict[int, float]:
     Disturbances only make decodes longer, so the shorter of two contradicting times is believed.
     """
     sizes = sorted(seconds)
-    low = [seconds[n] for n in sizes]
-    for i in range(len(low) - 2, -1, -1):
-        low[i] = min(low[i], low[i + 1])
+    low = list(accumulate([seconds[n] for n in reversed(sizes)], min))[::-1]
+    if low and sizes[-1] == len(sizes):  # all sizes are known, so each cut is a sum of two
+        for i in range(1, len(low)):
+            low[i] = min(low[i], min(map(add, low[: (i + 1) // 2], low[i - 1 :: -1])))
+        return dict(zip(sizes, low, strict=True))
     for i, n in enumerate(sizes):
         for j in range(i):
             rest = bisect_left(sizes, n - sizes[j])  # the least size that holds what is left

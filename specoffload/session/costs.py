@@ -457,11 +457,12 @@ class SessionCosts:
 
     def on_step(self, began_s: float, ended_s: float, step: Step) -> None:
         """Learn from a step's decodes."""
-        for learner in (self.learner, self._batch_costs):
-            if learner is not None:
-                for n_tokens, seconds in step.decodes:
-                    self._n_decodes += 1
-                    learner.took(n_tokens, seconds)
+        for n_tokens, seconds in step.decodes:
+            self._n_decodes += 1
+            if self.learner is not None:
+                self.learner.took(n_tokens, seconds)
+            if self._batch_costs is not None:
+                self._batch_costs.took(n_tokens, seconds)
 
     @property
     def kept_in(self) -> Path | None:

@@ -8,14 +8,17 @@ memory, zero until a signal came. Only the main thread can install it; elsewhere
 their end. A signal whose handler returns, such as a changed window size, aborts a decode as well:
 it is redone. Backends without an abort callback compute what they were given to its end, so whoever
 gives them parts of a graph asks `requested` before each.
+
+`signal` is used without its Python wrappers: they look up each handler in an enum, which raises an
+exception and takes more than 10 us per decode.
 """
 
 from __future__ import annotations
 
+import _signal as c_signal  # type: ignore[import-not-found]
 import ctypes as C
 import mmap
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -67,7 +70,7 @@ def deferred(pending: Pending) -> Iterator[None]:
     in C. What it raises is kept in `pending`. Does nothing outside of the main thread, and where
     the signal is ignored or not Python's.
     """
-    handler = signal.getsignal(signal.SIGINT)
+    handler = c_signal.getsignal(c_signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -78,11 +81,11 @@ def deferred(pending: Pending) -> Iterator[None]:
         except BaseException as e:
             pending.keep(e)
 
-    signal.signal(signal.SIGINT, keep)
+    c_signal.signal(c_signal.SIGINT, keep)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        c_signal.signal(c_signal.SIGINT, handler)
 
 
 def during_decode(pending: Pending, *, can_abort: bool) -> AbstractContextManager[None]:
@@ -90,7 +93,7 @@ def during_decode(pending: Pending, *, can_abort: bool) -> AbstractContextManage
 
     Unless it `can_abort`, only the library itself looks at the flag, where it was told to.
     """
-    handled = callable(signal.getsignal(signal.SIGINT))  # else nothing writes to the descriptor
+    handled = callable(c_signal.getsignal(c_signal.SIGINT))  # else nothing writes to the descriptor
     if _flag is None or not handled or threading.current_thread() is not threading.main_thread():
         return _NOTHING
     return _routed(pending, _flag, can_abort)
@@ -104,11 +107,11 @@ def _routed(pending: Pending, flag: _Flag, can_abort: bool) -> Iterator[None]:
     global _heeded
     flag.clear()
     with deferred(pending):
-        previous = signal.set_wakeup_fd(flag.fd, warn_on_full_buffer=False)
+        previous = c_signal.set_wakeup_fd(flag.fd, warn_on_full_buffer=False)
         _heeded = can_abort
         try:
             yield
         finally:
             _heeded = False
-            signal.set_wakeup_fd(previous)
+            c_signal.set_wakeup_fd(previous)
     flag.clear()
