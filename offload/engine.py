@@ -22,7 +22,6 @@ from offload.ggml.library.log import opening
 from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.threads import CpuTeam, has_openmp
-from offload.mla.decision import Crossover
 from offload.mla.measure import chosen_crossover
 from offload.model import ModelFacts, is_experts
 from offload.model_file import check_writes, read_facts
@@ -77,7 +76,6 @@ class EngineOptions:
     n_sequences: int = 1
     n_outputs: int = 64
     n_rs_seq: int = 0  # tokens that a recurrent memory rolls back by snapshots, where it can
-    device_checkpoints: bool = True  # off: through host memory, as other engines do
     n_threads: int = 1
     n_threads_batch: int = 1
     flash_attn: str = "auto"
@@ -86,7 +84,7 @@ class EngineOptions:
     swa_full: bool = False  # keep what sliding windows have passed
     pooling: str | None = None  # of embeddings (plan/choices.py); None: there are none
     numa: NumaPlan | None = None  # replaces n_threads and n_threads_batch by its teams
-    mla_crossover: Crossover | None = None  # tokens up to which MLA's value product is by vectors
+    mla_crossover: int | None = None  # for tests: tokens up to which MLA's broadcast form is taken
     trial_folder: Path | None = None  # keeps what was tried once per build; None: tried each time
 
 
@@ -102,7 +100,6 @@ def context_spec(facts: ModelFacts, options: EngineOptions) -> ContextSpec:
         type_v=options.type_v,
         flash_attn=options.flash_attn != "off",
         swa_full=options.swa_full,
-        device_checkpoints=options.device_checkpoints,
     )
 
 
@@ -168,8 +165,7 @@ class Engine(ModelText):
             n_sequences=options.n_sequences,
             n_outputs=options.n_outputs,
             # The library aborts where a state has several ranges of cells, as sliding windows do.
-            device_checkpoints=options.device_checkpoints
-            and self._model.is_recurrent
+            device_checkpoints=self._model.is_recurrent
             and not self.facts.number("attention.sliding_window"),
             most_state_bytes=most_state_bytes(
                 self.facts, replace(context_spec(self.facts, self.options), n_ctx=n_ctx)

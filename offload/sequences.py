@@ -73,7 +73,7 @@ class Sequences:
         self.n_batch = context.n_batch
         self.most_state_bytes = most_state_bytes
         self._n_swa = n_swa
-        self._device_checkpoints = device_checkpoints
+        self.device_checkpoints = device_checkpoints
         self.n_vocab, self.n_ctx = context.n_vocab, context.n_ctx
         self.can_rewind = not is_recurrent
         self._is_hybrid = is_hybrid
@@ -328,7 +328,7 @@ class Sequences:
         """
         length = self.length(sequence)
         self.rollbacks.checkpoints += 1
-        if self._device_checkpoints and not lasting and length:
+        if self.device_checkpoints and not lasting and length:
             self._serials[sequence] += 1
             state = self._context.state(sequence, PARTIAL_STATE | ON_DEVICE)
             return Checkpoint(length, state, self._serials[sequence], self._n_cuts[sequence])

@@ -41,13 +41,6 @@ class AcceptRule(StrEnum):
     REJECT = "reject"
 
 
-class CheckpointPlace(StrEnum):
-    """Where a recurrent memory's checkpoint is kept while a draft is verified."""
-
-    DEVICE = "device"
-    HOST = "host"
-
-
 MOST_DRAFTED = 63  # a verification batch holds one token more
 LONGEST = 16  # llama.cpp's --draft-max; `throughput` drafts as long as its profile has sizes for
 
@@ -63,8 +56,6 @@ class SpecOptions:
     n_min: int = 0
     p_min: float = 0.75
     accept: AcceptRule = AcceptRule.MATCH
-    rs_snapshots: int = 8
-    checkpoints: CheckpointPlace = CheckpointPlace.DEVICE
     ngram_simple_size_n: int = 12
     ngram_simple_size_m: int = 48
     ngram_map_k_size_n: int = 12

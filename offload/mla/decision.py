@@ -19,13 +19,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 Dims = tuple[int, int, int, int]  # ggml's order: the row length first
-
-Crossover = int | Literal["heads", "auto"]
-"""Most tokens for which the broadcast form is taken: a number (0: never), as many as the model has
-heads, or what is measured on the device."""
 
 
 class Form(enum.Enum):

@@ -1,4 +1,4 @@
-"""Chooses the MLA crossover when a model is opened: as asked for, or measured on the device.
+"""Chooses the MLA crossover when a model is opened; on a GPU it is measured.
 
 Measured on a weight of the model's shape and type, all zero: it costs what the real one costs, and
 nothing of the model has to be loaded yet.
@@ -15,7 +15,6 @@ from offload.ggml.backend import Device, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.tensor import Tensor, new_tensor
 from offload.mla.decision import (
-    Crossover,
     Timing,
     choose_crossover,
     hopeless,
@@ -41,24 +40,21 @@ class ChosenCrossover:
 
 
 def chosen_crossover(
-    wanted: Crossover | None, facts: ModelFacts, device: Device, *, token_major: bool
+    wanted: int | None, facts: ModelFacts, device: Device, *, token_major: bool
 ) -> ChosenCrossover:
-    """The crossover that `mla_crossover` means for a model on a device. Raises DeviceFailed.
+    """`wanted`, else the crossover for a model on a device. Raises DeviceFailed.
 
-    None is measured on a GPU, where what cannot be measured is taken for one token alone: above it
-    CUDA's kernels read the weight once per token. On the CPU it is as many tokens as heads.
+    On a GPU it is measured. If it cannot be measured, it is one token, because above that CUDA's
+    kernels read the weight once per token. On the CPU it is as many tokens as heads.
     `token_major`: attention leaves a token's heads side by side, as with flash attention.
     """
-    if isinstance(wanted, int):
+    if wanted is not None:
         return ChosenCrossover(wanted)
-    on_gpu = device.kind == "gpu"
-    if wanted is None:
-        wanted = "auto" if on_gpu else "heads"
     entries = (place.entry for name, place in facts.weights.items() if name.endswith(_WEIGHT))
     weight = next(entries, None)
     if weight is None:
         return ChosenCrossover(0)  # a model without MLA
-    if wanted == "heads":
+    if device.kind != "gpu":
         return ChosenCrossover(None)
     kv_lora, v_dim, n_head = (*weight.shape, 1, 1, 1)[:3]
     try:
@@ -66,8 +62,7 @@ def chosen_crossover(
             device, weight.type, (kv_lora, v_dim, n_head), token_major=token_major
         )
     except DoesNotFit as e:
-        n, why = (1, "one token, not measured") if on_gpu else (n_head, "one per head")
-        return ChosenCrossover(n, note=f"MLA crossover not measured ({e}): taking {n}, {why}")
+        return ChosenCrossover(1, note=f"MLA crossover not measured ({e}): taking 1 token")
     return ChosenCrossover(choose_crossover(table), table)
 
 

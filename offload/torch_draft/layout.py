@@ -11,9 +11,9 @@ from typing import Literal
 
 from offload.torch_draft.shape import DraftShape
 
-DType = Literal["bf16", "f32", "int8"]
-DTYPES: tuple[DType, ...] = ("bf16", "f32", "int8")
-SIZES = {"bf16": 2, "f16": 2, "f32": 4, "int8": 1, "c64": 8, "i64": 8, "f64": 8}
+DType = Literal["bf16", "f32"]  # f32 is exact, for comparisons
+DTYPES: tuple[DType, ...] = ("bf16", "f32")
+SIZES = {"bf16": 2, "f16": 2, "f32": 4, "c64": 8, "i64": 8, "f64": 8}
 ALIGNMENT = 256  # bytes; what cudaMalloc gives
 MAX_FED = 8  # new tokens of a sequence that one step takes; more are fed in chunks before
 _LEAST_KV = 256  # positions of the smallest bucket
@@ -149,23 +149,23 @@ def _weights(block: _Block, shape: DraftShape, options: TorchDraftOptions) -> No
     n_out = options.n_out(shape)
     block.add("token_embd", (shape.n_vocab, e), plain)
     # A tied output matrix is the embedding's first rows, unless it needs rows or a type of its own.
-    if not shape.tied or options.kept or options.dtype == "int8":
-        block.matrix("output", (n_out, e), options.dtype)
+    if not shape.tied or options.kept:
+        block.add("output", (n_out, e), options.dtype)
     if options.kept:
         block.add("kept", (n_out,), "i64")
     block.add("output_norm", (e,), "f32")
     n_heads = shape.n_head + shape.n_head_kv
     for i in range(shape.n_layers):
         block.add(f"{i}.attn_norm", (e,), "f32")
-        block.matrix(f"{i}.qkv", (shape.n_qkv, e), options.dtype)
+        block.add(f"{i}.qkv", (shape.n_qkv, e), options.dtype)
         if shape.qkv_bias:
             block.add(f"{i}.qkv_bias", (shape.n_qkv,), "f32")
         if shape.qk_norm:
             block.add(f"{i}.qk_norm", (n_heads, shape.head_size), "f32")
-        block.matrix(f"{i}.attn_output", (e, shape.n_head * shape.head_size), options.dtype)
+        block.add(f"{i}.attn_output", (e, shape.n_head * shape.head_size), options.dtype)
         block.add(f"{i}.ffn_norm", (e,), "f32")
-        block.matrix(f"{i}.gate_up", (2 * shape.n_ff, e), options.dtype)
-        block.matrix(f"{i}.ffn_down", (e, shape.n_ff), options.dtype)
+        block.add(f"{i}.gate_up", (2 * shape.n_ff, e), options.dtype)
+        block.add(f"{i}.ffn_down", (e, shape.n_ff), options.dtype)
 
 
 def _head_scratch(n_out: int, n_sequences: int) -> int:
@@ -182,9 +182,3 @@ class _Block:
         piece = BlockPiece(name, shape, dtype, self.end)
         self.pieces[name] = piece
         self.end = -(-(self.end + piece.size_bytes) // ALIGNMENT) * ALIGNMENT
-
-    def matrix(self, name: str, shape: tuple[int, ...], dtype: DType) -> None:
-        """[n_out, n_in]; int8 has one scale per row beside it."""
-        self.add(name, shape, dtype)
-        if dtype == "int8":
-            self.add(f"{name}.scale", shape[:1], "f32")

@@ -19,7 +19,6 @@ _DTYPES = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
     "f32": torch.float32,
-    "int8": torch.int8,
     "c64": torch.complex64,
     "i64": torch.int64,
     "f64": torch.float64,
@@ -122,12 +121,7 @@ class _Target:
         self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
     def matrix(self, name: str, rows: Rows, first: int = 0) -> None:
-        """Rows from `first` on; into int8 with a scale per row, by its greatest value."""
+        """Rows from `first` on."""
         values = torch.from_numpy(np.ascontiguousarray(rows))
         part = slice(first, first + len(rows))
-        scale = self.tensors.get(f"{name}.scale")
-        if scale is not None:
-            steps = values.abs().amax(1).clamp_(min=1e-30) / 127.0
-            scale[part].copy_(steps)
-            values = (values / steps[:, None]).round_()
         self.tensors[name][part].copy_(values)

@@ -3,13 +3,12 @@
 Every product of a step is a kernel of the library's, every shape is known before it starts, and
 nothing asks the device for a number: a step can be captured as a CUDA graph. Activations that are
 multiplied are in the weights' type, what is added up (the residual stream, scores, logits) in f32.
-Attention is in f16 beside bf16 and int8 weights, as libllama's KV cache is: 8 times finer.
+Attention is in f16 beside bf16 weights, as libllama's KV cache is: 8 times finer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,32 +17,14 @@ from torch.nn import functional as F
 from offload.torch_draft.layout import DType
 from offload.torch_draft.shape import DraftShape
 
-_FEW_ROWS = 16  # up to which int8 rows are multiplied without unpacking the matrix
 
-
-@dataclass(frozen=True)
-class Matrix:
-    """[n_out, n_in]; `scale` [n_out] of int8 rows."""
-
-    data: Tensor
-    scale: Tensor | None = None
-
-
-def product(x: Tensor, w: Matrix) -> Tensor:
-    """x [n, n_in] times the matrix, in f32 [n, n_out]."""
-    if w.scale is None:
-        return _mm(x, w.data.t())
-    if x.shape[0] > _FEW_ROWS:
-        return _mm(x.bfloat16(), w.data.bfloat16().t()) * w.scale
-    return torch._weight_int8pack_mm(x.float(), w.data, w.scale)
-
-
-def _mm(a: Tensor, b: Tensor) -> Tensor:
-    if a.dtype == torch.float32:
-        return torch.mm(a, b)
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a.float(), b.float())
+def product(x: Tensor, w: Tensor) -> Tensor:
+    """x [n, n_in] times the matrix w [n_out, n_in], in f32 [n, n_out]."""
+    if x.dtype == torch.float32:
+        return torch.mm(x, w.t())
+    if x.is_cuda:
+        return torch.mm(x, w.t(), out_dtype=torch.float32)
+    return torch.mm(x.float(), w.t().float())
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor:
@@ -76,14 +57,11 @@ class Network:
         self._row_base = (of_head[None, :] + lane) * self._n_slots  # [n_lanes, 2 n_head_kv]
         self._columns = torch.arange(self._n_slots, device=device)
 
-    def matrix(self, name: str) -> Matrix:
-        return Matrix(self._t[name], self._t.get(f"{name}.scale"))
-
-    def output(self, n_out: int) -> Matrix:
+    def output(self, n_out: int) -> Tensor:
         """The output matrix; of a tied one the embedding's first rows."""
         if "output" in self._t:
-            return self.matrix("output")
-        return Matrix(self._t["token_embd"][:n_out])
+            return self._t["output"]
+        return self._t["token_embd"][:n_out]
 
     def hidden(self, tokens: Tensor, positions: Tensor, n_kv: int, lane: int = 0) -> Tensor:
         """The residual stream [n_lanes, n_tokens, n_embd] after all layers.
@@ -128,7 +106,7 @@ class Network:
     ) -> Tensor:
         s = self.shape
         n_lanes, n_tokens, n_kv = mask.shape[0], mask.shape[3], mask.shape[4]
-        qkv = product(self._normed(x, f"{i}.attn_norm"), self.matrix(f"{i}.qkv"))
+        qkv = product(self._normed(x, f"{i}.attn_norm"), self._t[f"{i}.qkv"])
         if s.qkv_bias:
             qkv += self._t[f"{i}.qkv_bias"]
         heads = qkv.view(-1, s.n_head + 2 * s.n_head_kv, s.head_size)
@@ -150,12 +128,12 @@ class Network:
         scores.view(n_lanes, s.n_head_kv, group, n_tokens, n_kv).add_(mask)
         weighed = _bmm(torch.softmax(scores, -1).to(self._kv_dtype), values).to(self._dtype)
         out = weighed.view(n_lanes, s.n_head, n_tokens, s.head_size).transpose(1, 2)
-        return product(out.reshape(n_lanes * n_tokens, -1), self.matrix(f"{i}.attn_output"))
+        return product(out.reshape(n_lanes * n_tokens, -1), self._t[f"{i}.attn_output"])
 
     def _feed_forward(self, i: int, x: Tensor) -> Tensor:
-        both = product(self._normed(x, f"{i}.ffn_norm"), self.matrix(f"{i}.gate_up"))
+        both = product(self._normed(x, f"{i}.ffn_norm"), self._t[f"{i}.gate_up"])
         gate, up = both.chunk(2, 1)
-        return product((F.silu(gate) * up).to(self._dtype), self.matrix(f"{i}.ffn_down"))
+        return product((F.silu(gate) * up).to(self._dtype), self._t[f"{i}.ffn_down"])
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
         normed = F.rms_norm(x, (self.shape.n_embd,), self._t[name], self.shape.norm_eps)

@@ -3,7 +3,8 @@
 Usage: scripts/lab/run simulate [--profile FILE] [--trace FILE] [other flags]
        scripts/lab/run simulate --record FILE -p TEXT [flags of specoffload run]
 
-The second form answers a prompt and records what was drafted and accepted, for --trace.
+The second form answers a prompt and records what was drafted and accepted, for --trace. Long drafts
+tell most: --spec-policy fixed --draft-max 16.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def _read_trace(file: Path) -> DraftTrace:
         report.line(
             f"{len(trace.unknown)} of {len(trace.p)} tokens are unknown: nobody drafted them when "
             "this was recorded. Drafts are cut short there, so policies that draft longer look "
-            "worse than they are; record with --spec-policy fixed --spec-draft-n-max 16"
+            "worse than they are; record with --spec-policy fixed --draft-max 16"
         )
     return trace
 

@@ -34,21 +34,13 @@ class DraftEngine(StrEnum):
     LLAMA = "llama"
 
 
-class DraftType(StrEnum):
-    """Type of the matrices of a draft model in torch; int8 has a scale for each row."""
-
-    BF16 = "bf16"
-    F32 = "f32"
-    INT8 = "int8"
-
-
 NumaChoice = Strategy | Literal["auto", "none"]
 
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """The draft model's own settings; None: the target's. Only torch reads the last three, which no
-    flag sets."""
+    """The draft model's own settings; None: the target's. Only torch reads the last two; no flag
+    sets `graphs`, but SPECOFFLOAD_WITHOUT can leave them out."""
 
     batch_size: int | None = None
     ubatch_size: int | None = None
@@ -60,7 +52,6 @@ class DraftOptions:
     type_k: str | None = None
     type_v: str | None = None
     engine: DraftEngine = DraftEngine.AUTO
-    matrices: DraftType = DraftType.BF16
     vocab: Path | None = None  # token ids that may be drafted; None: all
     graphs: bool = True  # steps replay CUDA graphs
 

@@ -11,7 +11,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from offload.mla.decision import Crossover
 from offload.numa_plan import NumaPlan
 from offload.plan.choices import OWN, OWN_OR_NONE
 from offload.plan.min_batch import MinBatch
@@ -77,7 +76,6 @@ class Config:
     mmap: bool
     ctx_checkpoints: int
     reasons: tuple[str, ...]
-    mla_crossover: Crossover | None = None  # None: chosen when the model is opened
     stream_experts: bool = True
     hybrid: HybridChoice = HybridChoice()
     numa: NumaPlan | None = None  # None: no thread is bound to a node

@@ -13,7 +13,6 @@ from specdec.options import (
     LONGEST,
     MOST_DRAFTED,
     AcceptRule,
-    CheckpointPlace,
     DrafterName,
     PolicyName,
     SpecOptions,
@@ -25,6 +24,8 @@ from specoffload.config.table import TABLE
 from specoffload.errors import UsageError
 
 NO_DRAFTS = SpecOptions(drafters=(DrafterName.NONE,))
+
+_SNAPSHOTS = 8  # tokens that a recurrent memory takes back by snapshots
 
 _ENGINE_NAMES = {
     "batch_size": "n_batch",
@@ -75,12 +76,8 @@ class SpecConfig:
 
     @property
     def n_rs_seq(self) -> int:
-        """Snapshots of recurrent state."""
-        return min(self.options.rs_snapshots, self.longest) if self.options.is_on else 0
-
-    @property
-    def device_checkpoints(self) -> bool:
-        return self.options.checkpoints is CheckpointPlace.DEVICE
+        """Snapshots of recurrent state, of which each takes the memory of one state."""
+        return min(_SNAPSHOTS, self.longest) if self.options.is_on else 0
 
 
 def uses_draft_model(spec: SpecOptions) -> bool:

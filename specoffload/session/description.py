@@ -41,7 +41,7 @@ def describe(
             architecture=target.facts.architecture,
             can_rewind=target.sequences.can_rewind,
             n_rs_seq=target.sequences.n_rs_seq,
-            device_checkpoints=spec.device_checkpoints,
+            device_checkpoints=target.sequences.device_checkpoints,
             speculates=speculation is not None,
         ),
         declined=() if device is None else tuple(device.declined),

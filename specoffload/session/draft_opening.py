@@ -70,7 +70,6 @@ def _torch_bytes(config: Config, facts: ModelFacts, n_ctx: int) -> int:
     options = TorchDraftOptions(
         n_ctx=n_ctx or shape.n_ctx_train,
         n_sequences=config.parallel,
-        dtype=config.spec.of_draft.matrices.value,
         samples=samples,
     )
     return lay_out(shape, options).total_bytes
@@ -175,7 +174,6 @@ def _torch_options(
         n_ctx=n_ctx or n_ctx_train,
         n_sequences=target.options.n_sequences,
         n_vocab=target.n_vocab if spec.options.replacements is None else 0,
-        dtype=of_draft.matrices.value,
         kept=() if of_draft.vocab is None else read_kept(of_draft.vocab),
         samples=spec.options.accept is AcceptRule.REJECT,
         graphs=of_draft.graphs,

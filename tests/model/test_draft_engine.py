@@ -27,7 +27,6 @@ from offload.torch_draft.shape import read_shape  # noqa: E402
 from specoffload.bench.workloads import prompts  # noqa: E402
 from specoffload.config.command_line import read_command_line  # noqa: E402
 from specoffload.config.environment import read_host  # noqa: E402
-from specoffload.config.options import DraftType  # noqa: E402
 from specoffload.config.resolution import Config, demo_file, resolve  # noqa: E402
 from specoffload.session.draft_opening import draft_bytes, faster_engine, open_draft  # noqa: E402
 from specoffload.session.generation import GenerateOptions  # noqa: E402
@@ -47,11 +46,8 @@ def config_of(words: str) -> Config:
     own = dict(word.split("=") for word in words.split() if word not in flags)
     line = read_command_line("run", ["--device", "cpu", "-t", "1", "-c", "512", *flags])
     options = line.options
-    draft = options.of_draft
-    if "matrices" in own:
-        draft = replace(draft, matrices=DraftType(own["matrices"]))
     use_profile = "use_profile" not in own
-    options = replace(options, of_draft=draft, use_profile=use_profile)
+    options = replace(options, use_profile=use_profile)
     return resolve(options, read_host())
 
 
@@ -71,8 +67,6 @@ def plain() -> str:
         "--spec-policy fixed --draft-max 6",
         "--spec-policy p-min",
         "--spec ngram-mod,draft --spec-policy fixed",
-        "--spec-policy fixed matrices=f32",
-        "--spec-policy fixed matrices=int8",
         "--spec-accept reject --spec-policy fixed",
         "--spec-policy fixed --ctx-size-draft 40",
     ],

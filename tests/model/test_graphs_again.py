@@ -17,7 +17,6 @@ from offload.ggml.graph import GRAPH, Graph, GraphState
 from offload.ggml.library import abi
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import TENSOR
-from offload.mla.decision import Crossover
 from offload.plan.min_batch import MinBatch
 from offload.split.switch import all_on_device, stay
 from offload.streaming.device import StreamingDevice
@@ -34,7 +33,7 @@ WAYS = {
 
 
 def engine_of(
-    path: Path, way: str = "streamed", crossover: Crossover = 3, **changes: Any
+    path: Path, way: str = "streamed", crossover: int | None = 3, **changes: Any
 ) -> Engine:
     options: dict[str, Any] = {"device": "sim", "n_ctx": 1024, "n_threads": 1}
     options |= {"min_batch": MinBatch(1, 1), "streaming": WAYS[way], "mla_crossover": crossover}

@@ -303,14 +303,11 @@ class DraftedAfresh:
         self._drafter.forget(sequence)
 
 
-@pytest.mark.parametrize("device_checkpoints", [True, False], ids=["on device", "in host memory"])
 @pytest.mark.parametrize("name", ["qwen3next", "falcon-h1", "mamba2"])
-def test_a_recurrent_draft_is_rolled_back_to_what_was_kept(
-    models: Path, name: str, device_checkpoints: bool
-) -> None:
+def test_a_recurrent_draft_is_rolled_back_to_what_was_kept(models: Path, name: str) -> None:
     """The draft is the target's own model, then one of other weights."""
     target_path, other_path = write_model(models, name), write_model(models, name, 5)
-    options = EngineOptions(device="cpu", n_ctx=128, device_checkpoints=device_checkpoints)
+    options = EngineOptions(device="cpu", n_ctx=128)
     with Engine(target_path, options) as target, Engine(target_path, options) as fresh:
         pair = Recurrent(name, target, fresh)
         for path in (target_path, other_path):

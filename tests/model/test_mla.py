@@ -27,7 +27,6 @@ from offload.ggml.memory import HostRange
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import Redirect, Tensor
 from offload.mla.decision import (
-    Crossover,
     Form,
     LeftAlone,
     MlaCounters,
@@ -63,7 +62,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens an engine on `sim` whose device has the switch, with the given crossover."""
     monkeypatch.setattr(offload.streaming.device, "MlaSwitch", Recorded)
 
-    def open_engine(path: Path, crossover: Crossover, **changes: Any) -> Engine:
+    def open_engine(path: Path, crossover: int | None, **changes: Any) -> Engine:
         options = EngineOptions(device="sim", n_ctx=256, n_threads=1, mla_crossover=crossover)
         return Engine(path, replace(options, **changes))
 
@@ -185,7 +184,7 @@ def test_1_to_64_tokens_give_the_same_logits_with_the_switch_as_without(
 def test_by_default_as_many_tokens_are_replaced_as_there_are_heads(
     opened: Open, tiny_moe: Path
 ) -> None:
-    with opened(tiny_moe, "heads") as engine:
+    with opened(tiny_moe, None) as engine:
         counters = switch_of(engine).counters
         for n in range(1, N_HEAD + 1):
             before = counters.replaced
@@ -299,30 +298,14 @@ def test_streamed_experts_and_the_switch_give_the_bits_of_resident_ones_and_the_
     assert all(np.array_equal(a, b) for a, b in zip(resident, streamed, strict=True))
 
 
-@pytest.mark.parametrize("flash_attn", ["on", "off"])
-def test_auto_measures_when_the_model_is_opened_and_keeps_to_what_it_found(
-    opened: Open, tiny_moe: Path, flash_attn: str
-) -> None:
-    with opened(tiny_moe, 0, flash_attn=flash_attn) as engine:
-        expected = evaluate(engine, (1, 2, 8, 20))
-    with opened(tiny_moe, "auto", flash_attn=flash_attn) as engine:
-        switch = switch_of(engine)
-        crossover = switch.crossover
-        assert crossover is not None
-        rows = evaluate(engine, (1, 2, 8, 20))
-        assert switch.crossover == crossover
-        evaluations = (3, 1, 3, 2, 3, 8, 3, 20)
-        assert switch.counters.replaced == N_LAYERS * sum(n <= crossover for n in evaluations)
-    assert largest_difference(rows, expected) < 1e-3
-
-
 @pytest.mark.parametrize("token_major", [True, False])
 @pytest.mark.parametrize("model", ["tiny_moe", "tiny_float"])
-def test_auto_times_both_forms_for_1_to_2_n_head_tokens(
-    model: str, token_major: bool, request: pytest.FixtureRequest
+def test_a_gpu_times_both_forms_for_1_to_2_n_head_tokens(
+    model: str, token_major: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts, device = read_facts(request.getfixturevalue(model)), choose_device("sim").device
-    chosen = chosen_crossover("auto", facts, device, token_major=token_major)
+    monkeypatch.setattr(Device, "kind", "gpu")
+    chosen = chosen_crossover(None, facts, device, token_major=token_major)
     sizes = measured_sizes(N_HEAD)
     assert tuple(t.n_tokens for t in chosen.table) == sizes[: len(chosen.table)]
     assert all(t.matrix_s > 0 and t.broadcast_s > 0 for t in chosen.table)
@@ -331,7 +314,7 @@ def test_auto_times_both_forms_for_1_to_2_n_head_tokens(
 
 
 @pytest.mark.parametrize("token_major", [True, False])
-def test_what_auto_times_is_computed_for_every_token(token_major: bool) -> None:
+def test_what_is_timed_is_computed_for_every_token(token_major: bool) -> None:
     """Nodes without ggml's compute flag are skipped: the times were those of nothing."""
     kv_lora, v_dim, n_head, n_max = 64, 16, 4, 8
     device, random = choose_device("sim").device, np.random.default_rng(5)
@@ -358,30 +341,15 @@ def stored(tensor: Tensor, values: NDArray[np.float32]) -> None:
     library().ggml_backend_tensor_set(tensor.address, values.ctypes.data, 0, values.nbytes)
 
 
-def test_auto_measures_nothing_that_the_device_does_not_take(
+def test_nothing_is_measured_that_the_device_does_not_take(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Device, "supports", lambda _, node: node.shape[3] == 1)
     device = choose_device("sim").device
-    chosen = chosen_crossover("auto", read_facts(tiny_moe), device, token_major=True)
+    monkeypatch.setattr(Device, "kind", "gpu")
+    chosen = chosen_crossover(None, read_facts(tiny_moe), device, token_major=True)
     assert [timing.n_tokens for timing in chosen.table] == [1]
     assert chosen.n_tokens in (0, 1)
-
-
-def test_auto_without_memory_to_measure_says_so_and_takes_the_heads(
-    opened: Open, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_memory(*_: object, **__: object) -> None:
-        raise DoesNotFit("7 MiB of device memory could not be had")
-
-    monkeypatch.setattr(offload.mla.measure, "measure_crossover", no_memory)
-    with opened(tiny_moe, "auto") as engine:
-        engine.sequences.extend(0, [1] * N_HEAD)
-        engine.sequences.extend(0, [1] * (N_HEAD + 1))
-        assert switch_of(engine).counters.replaced == N_LAYERS
-        (note,) = [note for note in engine.notes if "MLA crossover" in note]
-        assert "7 MiB" in note
-        assert f"taking {N_HEAD}" in note
 
 
 def test_a_gpu_measures_unless_told_and_takes_one_token_where_it_cannot(
@@ -398,7 +366,7 @@ def test_a_gpu_measures_unless_told_and_takes_one_token_where_it_cannot(
     monkeypatch.setattr(offload.mla.measure, "measure_crossover", no_memory)
     chosen = chosen_crossover(None, facts, device, token_major=True)
     assert chosen.n_tokens == 1
-    assert "taking 1, one token, not measured" in chosen.note
+    assert "7 MiB of device memory could not be had): taking 1 token" in chosen.note
 
 
 def test_no_part_of_a_graph_and_no_copy_of_one_has_its_uid(opened: Open, tiny_moe: Path) -> None:
@@ -437,7 +405,8 @@ def test_a_model_without_the_projection_is_not_measured(
 ) -> None:
     monkeypatch.setattr(offload.mla.measure, "measure_crossover", None)
     device = choose_device("sim").device
-    chosen = chosen_crossover("auto", read_facts(tiny_dense), device, token_major=True)
+    monkeypatch.setattr(Device, "kind", "gpu")
+    chosen = chosen_crossover(None, read_facts(tiny_dense), device, token_major=True)
     assert (chosen.n_tokens, chosen.table) == (0, ())
 
 

@@ -52,11 +52,11 @@ def fresh(engine: Engine, tokens: list[int]) -> NDArray[np.float32]:
 def test_a_restored_checkpoint_gives_the_bits_of_a_fresh_evaluation(
     hybrid: Path, device: str, on_device: bool
 ) -> None:
-    with Engine(hybrid, options(device, device_checkpoints=on_device)) as engine:
+    with Engine(hybrid, options(device)) as engine:
         wanted = fresh(engine, [*PROMPT, 5, 6, 7])
         engine.sequences.rewind(0, 0)
         engine.sequences.extend(0, PROMPT, 0)
-        checkpoint = engine.sequences.checkpoint(0)
+        checkpoint = engine.sequences.checkpoint(0, lasting=not on_device)
         for rejected in ([5, 6, 9, 9], [8], [5, 1]):
             engine.sequences.extend(0, rejected)
             engine.sequences.restore(0, checkpoint)
@@ -199,15 +199,11 @@ def test_an_edited_conversation_is_evaluated_from_the_last_prompt_it_shares(hybr
 
 
 def test_a_session_says_how_drafts_are_taken_back(hybrid: Path) -> None:
-    spec: dict[str, object] = {"--spec-type": "suffix", "--spec-policy": "fixed"}
-    for more, words in (
-        ({}, "snapshots" if WITH_SNAPSHOTS in hybrid.name else "has no snapshots"),
-        ({"rs_snapshots": 0, "checkpoints": "host"}, "checkpoints in RAM"),
-    ):
-        given = {**spec, **more}
-        opened = config_of(model=hybrid, device="cpu", ctx_size=256, threads=1, spec_given=given)
-        with Session(opened) as session:
-            assert any("recurrent model" in note and words in note for note in session.notes)
+    given: dict[str, object] = {"--spec-type": "suffix", "--spec-policy": "fixed"}
+    words = "snapshots, longer" if WITH_SNAPSHOTS in hybrid.name else "has no snapshots"
+    opened = config_of(model=hybrid, device="cpu", ctx_size=256, threads=1, spec_given=given)
+    with Session(opened) as session:
+        assert any("recurrent model" in note and words in note for note in session.notes)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -315,7 +315,7 @@ def test_drafts_in_blocks_are_those_of_a_step_per_token(
 
 
 @pytest.mark.parametrize("architecture", PRESETS)
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_replayed_steps_are_the_eager_ones(
     architecture: str, dtype: str, models: Path, tmp_path: Path
 ) -> None:
@@ -404,15 +404,14 @@ def test_drawn_tokens_are_distributed_as_their_rows_say(three: TorchDraft) -> No
 # -- a vocabulary that is cut, or pruned ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["f32", "int8"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])  # apart, and tied
 def test_a_pruned_vocabulary_drafts_the_best_of_what_was_kept(
-    architecture: str, dtype: str, tmp_path: Path
+    architecture: str, tmp_path: Path
 ) -> None:
     path = write_synth(architecture, tmp_path / "pruned.gguf", "f32")
     kept = tuple(range(0, 512, 3))
-    whole = TorchDraftOptions(n_ctx=N_CTX, dtype=dtype, samples=True)  # type: ignore[arg-type]
-    pruned = TorchDraftOptions(n_ctx=N_CTX, dtype=dtype, samples=True, kept=kept)  # type: ignore[arg-type]
+    whole = TorchDraftOptions(n_ctx=N_CTX, dtype="f32", samples=True)
+    pruned = replace(whole, kept=kept)
     drawing = Draws(1.0, np.full((1, 1), 0.3))
     with TorchDraft(path, whole) as all_, TorchDraft(path, pruned) as some:
         assert some.layout.pieces["output"].shape == (len(kept), all_.shape.n_embd)
@@ -437,25 +436,6 @@ def test_padding_that_the_target_does_not_have_is_never_drafted(tiny: Path) -> N
         for prompt in random_prompts(512)[:20]:
             draft.rewind(0, 0)
             assert draft.draft([(0, prompt)], 4).tokens.max() < 40
-
-
-# -- int8 -----------------------------------------------------------------------------------------
-
-
-def test_int8_is_near_the_whole(files: Files) -> None:
-    outs = []
-    for dtype in ("int8", "f32"):
-        options = TorchDraftOptions(n_ctx=N_CTX, dtype=dtype)  # type: ignore[arg-type]
-        with TorchDraft(files.path, options) as draft:
-            found = []
-            for prompt in files.prompts[:30]:
-                draft.rewind(0, 0)
-                found.append(draft.draft([(0, prompt)], 1))
-            outs.append((np.array([f.tokens[0, 0] for f in found]),
-                         np.array([f.p[0, 0] for f in found])))  # fmt: skip
-    (tokens, p), (exact_tokens, exact_p) = outs
-    assert (tokens == exact_tokens).mean() >= 0.8
-    assert np.abs(p - exact_p)[tokens == exact_tokens].max() < 0.1
 
 
 # -- bad input ------------------------------------------------------------------------------------
@@ -527,7 +507,7 @@ def test_a_closed_draft_says_so_and_closes_twice(tiny: Path) -> None:
 # -- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_activations_stay_within_what_was_planned(tiny: Path, dtype: str) -> None:
     n_ctx = 4096
     prompt = np.random.default_rng(9).integers(0, 512, n_ctx - 20).tolist()

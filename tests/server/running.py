@@ -39,7 +39,6 @@ class Running:
         limits: SocketLimits | None = None,
         *,
         has_page: bool = True,
-        strict_params: bool = False,
         chat: ChatSettings | None = None,
         has_metrics: bool = False,
         watchdog: Watchdog | None = None,
@@ -51,7 +50,6 @@ class Running:
         self._limits, self._watchdog = limits, watchdog
         self._app_options = {
             "has_page": has_page,
-            "strict_params": strict_params,
             "has_metrics": has_metrics,
             "chat": chat,
         }

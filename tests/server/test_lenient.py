@@ -13,7 +13,7 @@ from fake_generator import FakeFactory
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
-from running import Running, StartServer, http
+from running import Running, http
 
 from offload.errors import BadRequest
 from specoffload.server.api.body import (
@@ -22,7 +22,6 @@ from specoffload.server.api.body import (
     REFUSED,
     header_value,
     ignored_names,
-    refuse_ignored,
     renamed,
 )
 from specoffload.server.api.requests import ChatRequest, CompletionRequest
@@ -90,17 +89,6 @@ def test_of_two_token_limits_the_newer_name_counts(server: Running) -> None:
     assert _ignored(answer) == {"max_tokens"}
 
 
-def test_with_strict_params_it_is_a_400_that_guesses_the_name(start_server: StartServer) -> None:
-    server = start_server(strict_params=True)
-    for name, hint in (("temprature", "did you mean temperature?"), ("zzzzzz", "no effect")):
-        answer = http.post(server.url + "/v1/completions", json={"prompt": "x", name: 1})
-        assert answer.status_code == 400
-        assert name in answer.json()["error"]["message"]
-        assert hint in answer.json()["error"]["message"]
-    body = {"prompt": "x", "user": "me", "n": 1, "repetition_penalty": 1.1}
-    assert http.post(server.url + "/v1/completions", json=body).status_code == 200
-
-
 class _Any(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -116,7 +104,6 @@ def test_what_would_change_the_kind_of_the_answer_is_refused_unless_it_is_off(na
 @pytest.mark.parametrize("name", sorted(INERT))
 def test_what_cannot_change_the_answer_is_not_named(name: str) -> None:
     assert ignored_names(_Any(**{name: "anything"})) == ()
-    refuse_ignored(_Any, ())
 
 
 @given(st.dictionaries(st.text(max_size=12), st.integers(1, 3), max_size=8))

@@ -41,7 +41,6 @@ def create_app(
     access: AccessRules | None = None,
     defaults: GenerateOptions | None = None,
     has_page: bool = True,
-    strict_params: bool = False,
     has_metrics: bool = False,
     chat: ChatSettings | None = None,
     renderer: Renderer | None = None,
@@ -49,7 +48,7 @@ def create_app(
     """The application. The caller starts and closes `engine` and `renderer`.
 
     `defaults` and `chat` apply where a request says nothing. `has_page` puts the chat page at `/`.
-    With `strict_params`, a parameter without effect is a 400. `has_metrics` opens /metrics.
+    `has_metrics` opens /metrics.
     """
     access = access or AccessRules()
     # No /docs, because its page loads scripts from another host. No redirects, because they would
@@ -69,7 +68,6 @@ def create_app(
         renderer or Renderer(),
         defaults or AskedOptions(),
         chat or ChatSettings(),
-        strict=strict_params,
     )
     app.include_router(status_router(context, has_metrics=has_metrics))
     for make_router in (

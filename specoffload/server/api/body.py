@@ -2,13 +2,12 @@
 
 Programs that talk to several servers send every parameter that one of them has. As those servers
 do, this one ignores parameters without effect, and names them in the answer's header
-`X-Ignored-Parameters`; with `strict` they are a 400. Parameters that would change the kind
+`X-Ignored-Parameters`. Parameters that would change the kind
 of the answer are always refused.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
@@ -84,10 +83,9 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 
 class BodyReader:
-    """Reads the bodies of one server. `strict`: a parameter without effect is refused."""
+    """Reads the bodies of one server."""
 
-    def __init__(self, *, strict: bool = False) -> None:
-        self._strict = strict
+    def __init__(self) -> None:
         self._n_bytes = 0  # of all bodies that are being read
 
     async def read(self, request: Request, kind: type[_Body], card: ModelCard) -> _Body:
@@ -110,10 +108,7 @@ class BodyReader:
     def judge(self, request: Request, body: BaseModel) -> None:
         """Note the parameters of `body` without effect, for the header. Raises BadRequest for one
         that is refused."""
-        names = ignored_names(body)
-        if self._strict:
-            refuse_ignored(type(body), names)
-        ignore(request, names)
+        ignore(request, ignored_names(body))
 
     async def _bytes(self, request: Request, limit_bytes: int) -> bytes:
         chunks: list[bytes] = []
@@ -187,14 +182,6 @@ def ignored_names(request: BaseModel) -> tuple[str, ...]:
         elif not _is_one_of(value, _OFF):
             names.append(name)
     return tuple(names)
-
-
-def refuse_ignored(kind: type[BaseModel], names: Collection[str]) -> None:
-    """Raises BadRequest for the first of `names`, with a guess of what was meant."""
-    for name in names:
-        close = difflib.get_close_matches(name[:80], [*kind.model_fields, *REFUSED, *INERT], n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise BadRequest(f"parameter {name} has no effect here{hint}")
 
 
 def ignore(request: Request, names: Collection[str]) -> None:

@@ -43,8 +43,7 @@ class Question:
 
 
 class ServerContext:
-    """`defaults` and `chat` apply where a request says nothing. With `strict`, a parameter without
-    effect is a 400."""
+    """`defaults` and `chat` apply where a request says nothing."""
 
     def __init__(
         self,
@@ -52,8 +51,6 @@ class ServerContext:
         renderer: Renderer,
         defaults: GenerateOptions,
         chat: ChatSettings,
-        *,
-        strict: bool = False,
     ) -> None:
         self.engine = engine
         self.defaults = defaults
@@ -61,7 +58,7 @@ class ServerContext:
         self.bodies: set[type[RequestModel]] = set()  # of all routes, for /openapi.json
         self._renderer = renderer
         self._chat = chat
-        self._reader = BodyReader(strict=strict)
+        self._reader = BodyReader()
         self._format: tuple[ModelCard, ChatFormat] | None = None
 
     @property
