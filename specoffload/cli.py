@@ -251,8 +251,15 @@ def trace(line: CommandLine) -> None:
 def doctor(line: CommandLine) -> None:
     """Show what this machine has, and what is missing."""
     from specoffload.commands.doctor import doctor as examine
+    from specoffload.session.costs import thread_words
 
-    examine(line.environment.profile_folder, numa=line.of(DoctorOptions).numa)
+    config = config_of(line)
+    threads_now = thread_words(config.threads, config.threads_batch)
+    examine(
+        line.environment.profile_folder,
+        threads_now=threads_now,
+        numa=line.of(DoctorOptions).numa,
+    )
 
 
 def tune_all(line: CommandLine) -> None:

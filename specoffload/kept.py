@@ -165,6 +165,20 @@ def model_hash(facts: ModelFacts) -> str:
     return digest.hexdigest()[:24]
 
 
+def _read(path: Path) -> tuple[Kept | None, str]:
+    """What a file holds; or None and a complaint, which is empty if there is no file."""
+    try:
+        return _FORM.validate_json(read_text(path, _MOST_BYTES)), ""
+    except FileNotFoundError:
+        return None, ""
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        return None, f"{path} is damaged and not used: {where}: {first['msg']:.200}"
+    except (OSError, ValueError, RecursionError) as e:
+        return None, f"{path} cannot be read and is not used: {e}"
+
+
 class KeptFile:
     """The kept file of one model on this machine."""
 
@@ -185,16 +199,9 @@ class KeptFile:
     def load(self) -> tuple[Kept, str]:
         """What is kept, and a complaint if the file cannot be used."""
         nothing = Kept(self._model, machine_words())
-        try:
-            kept = _FORM.validate_json(read_text(self.path, _MOST_BYTES))
-        except FileNotFoundError:
-            return nothing, ""
-        except ValidationError as e:
-            first = e.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            return nothing, f"{self.path} is damaged and not used: {where}: {first['msg']:.200}"
-        except (OSError, ValueError, RecursionError) as e:
-            return nothing, f"{self.path} cannot be read and is not used: {e}"
+        kept, complaint = _read(self.path)
+        if kept is None:
+            return nothing, complaint
         if (kept.model, kept.machine) != (nothing.model, nothing.machine):
             return nothing, f"{self.path} is not used: it is of another model or machine"
         if kept.hits is not None and (why := self._bad_hits(kept.hits)):
@@ -266,6 +273,79 @@ class HitKeeper:
             return ""
         self._kept_mix = self._tokens()
         return self._file.update(lambda kept: kept.count(hits, mix))
+
+
+# -- all models -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MachineNow:
+    """This machine in the words of a run's settings."""
+
+    devices: frozenset[tuple[str, str]]  # names in lower case, and descriptions
+    threads: str  # that a start without --threads uses
+    build: str
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """What is kept of one model. `why_not` says why a start measures anew; empty if it does not."""
+
+    model: str
+    measured_on: str = ""  # ISO date
+    n_sizes: int = 0  # batch sizes that were timed, over all ways
+    why_not: str = ""
+
+    def words(self, today: date) -> str:
+        """One sentence for a user."""
+        if not self.measured_on:
+            return f"speeds of {self.model}: {self.why_not}"
+        n_days = (today - date.fromisoformat(self.measured_on)).days
+        age = "today" if n_days <= 0 else "1 day ago" if n_days == 1 else f"{n_days} days ago"
+        found = f"speeds of {self.model}: {self.n_sizes} decode times of {self.measured_on} ({age})"
+        if self.why_not:
+            return f"{found}; the next start measures anew, since {self.why_not}"
+        return f"{found}, on this machine as it is now"
+
+
+def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
+    """What is kept in this folder, by model, compared with this machine."""
+    found = []
+    for path in sorted(folder.glob("*-*.json")):
+        name = path.stem.rpartition("-")[0]
+        kept, complaint = _read(path)
+        if kept is None and complaint:
+            found.append(KeptModel(name, why_not=complaint))
+        elif kept is not None and kept.model:
+            found.append(_against(name, kept, now))
+    return found
+
+
+def _against(name: str, kept: Kept, now: MachineNow) -> KeptModel:
+    """The newest run that holds on this machine, else the newest run and why it does not."""
+    if not kept.runs:
+        return KeptModel(name, why_not="uses of experts are counted, no speed is measured yet")
+    reasons = [(run, _difference(kept.machine, run, now)) for run in reversed(kept.runs)]
+    run, why_not = next((found for found in reasons if not found[1]), reasons[0])
+    n_sizes = sum(len(run.table.measured(way)) for way in run.table.ways)
+    return KeptModel(name, run.date, n_sizes, why_not)
+
+
+def _difference(machine: str, run: KeptRun, now: MachineNow) -> str:
+    """What of the machine has changed since a run was measured; empty if nothing has."""
+    device, build = run.settings.get("device", ""), run.settings.get("build", "")
+    threads = run.settings.get("threads", "")
+    name, _, description = device.partition(", ")
+    name = "cpu" if name.lower().startswith("sim") else name.lower()  # the CPU poses as a GPU
+    if machine != machine_words():
+        return f"it was measured on {machine}, and this machine has {machine_words()}"
+    if (name, description) not in now.devices:
+        return f"there is no device {device} now"
+    if build != now.build:
+        return f"the library is {now.build} now, it was {build}"
+    if threads != now.threads:
+        return f"a start uses {now.threads} threads now (one token/several), it used {threads}"
+    return ""
 
 
 # -- the machine's own file ------------------------------------------------------------------------

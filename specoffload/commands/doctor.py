@@ -6,6 +6,7 @@ import os
 import resource
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -16,20 +17,32 @@ from numa.threads import plan_threads
 from numa.topology import Topology, format_list
 from offload.store.store import room_now
 from specoffload import report
-from specoffload.kept import Tuned, load_tuned, tuned_sentence
+from specoffload.kept import (
+    KeptModel,
+    MachineNow,
+    Tuned,
+    kept_models,
+    load_tuned,
+    tuned_sentence,
+)
+
+_MOST_MODELS = 12  # of which a line tells
 
 
-def doctor(folder: Path, *, numa: bool) -> None:
-    """Print the machine, the library and its devices, and findings; with `numa`, its memory nodes.
+def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
+    """Print the machine, the library and its devices, what is kept, and findings; with `numa`, its
+    memory nodes.
 
-    `folder` holds the profiles. Raises LibraryMismatch when the library's self-test fails.
+    `folder` holds what is kept, `threads_now` are both teams' threads of a start without flags.
+    Raises LibraryMismatch when the library's self-test fails.
     """
     topology = read_topology()  # before the library starts threads
     threads = plan_threads(topology)
     machine = machine_lines(topology)
     library, not_used = library_lines(folder)
     tuned = load_tuned(folder, topology)
-    for line in (*machine, *library, _tuned_line(tuned)):
+    kept = kept_models(folder, machine_now(threads_now))
+    for line in (*machine, *library, _tuned_line(tuned), *kept_lines(kept)):
         report.paragraph(line)
     if numa:
         _show_nodes(topology)
@@ -44,6 +57,7 @@ def doctor(folder: Path, *, numa: bool) -> None:
         {
             "machine": machine,
             "library": library,
+            "kept": [asdict(model) for model in kept],
             "findings": [asdict(finding) for finding in findings],
             "last": last,
         }
@@ -133,6 +147,25 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
             "no GPU: models run on the CPU; --device sim puts the CPU in the place of a GPU"
         )
     return lines, not_used
+
+
+def machine_now(threads: str) -> MachineNow:
+    """What measured speeds depend on, as it is now."""
+    from offload.device import devices
+    from offload.native_build import library_build
+
+    there = frozenset((device.name.lower(), device.description) for device in devices())
+    return MachineNow(there, threads, library_build())
+
+
+def kept_lines(kept: Sequence[KeptModel]) -> list[str]:
+    """A sentence for each of the models measured last."""
+    newest = sorted(kept, key=lambda model: model.measured_on, reverse=True)
+    today = datetime.now(UTC).date()
+    lines = [model.words(today) for model in newest[:_MOST_MODELS]]
+    if len(newest) > _MOST_MODELS:
+        lines.append(f"speeds of {len(newest) - _MOST_MODELS} more models are kept")
+    return lines or ["speeds: none measured yet (the first start of a model measures them)"]
 
 
 def _tuned_line(tuned: Tuned) -> str:

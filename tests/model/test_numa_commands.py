@@ -60,6 +60,7 @@ def test_doctor_names_machine_library_and_findings(tmp_path: Path) -> None:
     for words in ("processors:", "memory lock limit:", "huge pages:", "self-test passed", "device"):
         assert words in done.stdout
     assert "not tuned yet" in done.stdout
+    assert "speeds: none measured yet" in done.stdout
     if ONE_NODE:
         assert "info one-node: one memory node" in done.stdout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,15 @@ from offload.plan.sharing import TokenMix
 from offload.routing import SHARES, CountedHits, RoutingRecorder
 from offload.split.costs import MeasuredCosts, SideTimes
 from specoffload.config.resolution import demo_file
-from specoffload.kept import HitKeeper, Kept, KeptDraft, KeptFile, KeptRun
+from specoffload.kept import (
+    HitKeeper,
+    Kept,
+    KeptDraft,
+    KeptFile,
+    KeptRun,
+    MachineNow,
+    kept_models,
+)
 
 RATES = tuple(np.linspace(0.1, 0.9, len(SHARES)).round(4).tolist())
 SETTINGS = {"plan": "p", "threads": "1/1", "device": "sim", "build": "b"}
@@ -203,3 +212,44 @@ def test_the_keeper_keeps_each_token_once_and_only_enough_of_them(
     assert not keeper.is_due
     tokens[0] += 1 << 16
     assert keeper.is_due, "a long session keeps them as it goes on"
+
+
+NOW = MachineNow(frozenset({("cpu", "a CPU"), ("cuda0", "a GPU")}), "1/1", "b")
+
+
+@pytest.mark.parametrize(
+    ("settings", "now", "words"),
+    [
+        ({}, NOW, "1 decode times of 2026-01-02 (3 days ago), on this machine as it is now"),
+        ({"device": "sim:vram=8MiB, a CPU"}, NOW, "on this machine as it is now"),
+        ({"device": "CUDA1, a GPU"}, NOW, "since there is no device CUDA1, a GPU now"),
+        ({"build": "old"}, NOW, "since the library is b now, it was old"),
+        ({}, replace(NOW, threads="8/8"), "a start uses 8/8 threads now (one token/several)"),
+    ],
+)
+def test_doctor_compares_what_is_kept_with_the_machine(
+    tmp_path: Path, facts: ModelFacts, settings: dict[str, str], now: MachineNow, words: str
+) -> None:
+    run = a_run(settings=SETTINGS | {"device": "CUDA0, a GPU"} | settings)
+    KeptFile(tmp_path, facts).update(lambda kept: kept.put(run))
+    KeptFile(tmp_path).update(lambda kept: None)  # the machine's own file is no model's
+    (tmp_path / "amx-0123456789ab.json").write_text('{"ok": true}')
+    (found,) = kept_models(tmp_path, now)
+    assert found.model == "target"
+    assert words in found.words(date(2026, 1, 5))
+
+
+def test_doctor_prefers_the_run_that_still_holds(tmp_path: Path, facts: ModelFacts) -> None:
+    file = KeptFile(tmp_path, facts)
+    for build, day in (("b", "2026-01-02"), ("old", "2026-01-04")):
+        run = a_run(settings=SETTINGS | {"device": "cpu, a CPU", "build": build}, date=day)
+        file.update(lambda kept, run=run: kept.put(run))  # type: ignore[misc]
+    (found,) = kept_models(tmp_path, NOW)
+    assert (found.measured_on, found.why_not) == ("2026-01-02", "")
+    data = json.loads(file.path.read_text())
+    file.path.write_text(json.dumps(data | {"machine": "96 processors"}))
+    (found,) = kept_models(tmp_path, NOW)
+    assert "it was measured on 96 processors" in found.words(date(2026, 1, 5))
+    file.path.write_text("{")
+    (found,) = kept_models(tmp_path, NOW)
+    assert "is damaged and not used" in found.words(date(2026, 1, 5))
