@@ -314,7 +314,7 @@ def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
     for path in sorted(folder.glob("*-*.json")):
         name = path.stem.rpartition("-")[0]
         kept, complaint = _read(path)
-        if kept is None and complaint:
+        if kept is None and complaint and ": format: " not in complaint:  # of another version
             found.append(KeptModel(name, why_not=complaint))
         elif kept is not None and kept.model:
             found.append(_against(name, kept, now))

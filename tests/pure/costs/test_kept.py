@@ -250,6 +250,8 @@ def test_doctor_prefers_the_run_that_still_holds(tmp_path: Path, facts: ModelFac
     file.path.write_text(json.dumps(data | {"machine": "96 processors"}))
     (found,) = kept_models(tmp_path, NOW)
     assert "it was measured on 96 processors" in found.words(date(2026, 1, 5))
+    file.path.write_text(json.dumps(data | {"format": 3}))
+    assert kept_models(tmp_path, NOW) == [], "earlier versions' files are ignored"
     file.path.write_text("{")
     (found,) = kept_models(tmp_path, NOW)
     assert "is damaged and not used" in found.words(date(2026, 1, 5))

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "flow.md").read_text(encoding="utf-8")
-WAYS = ("a token", "a GGUF path", "a flag", "a chat request")
+WAYS = ("a token", "a GGUF path", "a flag", "a decode's time", "a chat request")
+CHANGES = ("A cache rule", "A drafter", "An endpoint", "A flag")
 
 
 def way_of(thing: str) -> list[str]:
@@ -32,3 +33,11 @@ def test_every_file_that_the_page_names_exists() -> None:
     named = re.findall(r"`((?:specoffload|offload|specdec|numa)/[\w/]+\.py)`", PAGE)
     assert named
     assert [path for path in named if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_takes_at_most_six_files_that_exist(change: str) -> None:
+    section = PAGE.split(f"### {change}\n", 1)[1].split("\n##", 1)[0]
+    files = set(re.findall(r"`([\w/]+\.(?:py|md))`", section))
+    assert 3 <= len(files) <= 6
+    assert [path for path in files if not (ROOT / path).is_file()] == []
