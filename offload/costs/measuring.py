@@ -87,11 +87,11 @@ def measure_split(target: Engine) -> MeasuredCosts | None:
     with target.routing.paused(), switch.splitting(all_on_device):
         target.build_anew()  # a graph that was built without splits would be used again
         for n in (1, min(8, target.n_ctx - 1)):
-            _take_splits(target)  # those of graphs that are gone
+            take_splits(target)  # those of graphs that are gone
             for i in range(3):  # fills the slots with the experts that are used
                 sequences.extend(0, [(7 * k + i) % target.n_vocab for k in range(n)])
                 sequences.rewind(0, 0)
-            for sides in _take_splits(target):
+            for sides in take_splits(target):
                 on_device(sides, device)
                 host = host or on_host(sides)
                 link, kinds = link or on_link(sides), sides.kinds
@@ -101,7 +101,7 @@ def measure_split(target: Engine) -> MeasuredCosts | None:
     return costs_of(device, host, link, kinds) if device and host and link else None
 
 
-def _take_splits(target: Engine) -> list[Sides]:
+def take_splits(target: Engine) -> list[Sides]:
     executors = () if target.device is None else target.device.executors.values()
     found = (executor.take_split() for executor in executors)
     return [sides for sides in found if sides is not None]

@@ -193,6 +193,11 @@ class Placer:
         for cut in self.wanted.get(piece, ()):
             add(agenda.pending, cut)
 
+    def evict_all(self, agenda: Agenda) -> None:
+        """Empty all slots that no cut uses."""
+        for slot in list(agenda.slots.where.values()):
+            self._evict(agenda, slot)
+
     def forget(self, agenda: Agenda, slot: int, piece: Piece) -> None:
         """The piece is no longer in the slot."""
         if agenda.copy_reason[slot] is not None:

@@ -55,12 +55,21 @@ class Schedule:
     """Plans one graph after another over the slots of its pools. Not for several threads."""
 
     def __init__(
-        self, pools: Mapping[int, int], rule: Lrfu, depth: int, guess_limit: int = 16
+        self,
+        pools: Mapping[int, int],
+        rule: Lrfu,
+        depth: int,
+        guess_limit: int = 16,
+        *,
+        keeps: bool = True,
     ) -> None:
-        """`pools`: number of slots by pool. `depth`: cuts to copy ahead; 0 copies in `enter`."""
+        """`pools`: number of slots by pool. `depth`: cuts to copy ahead; 0 copies in `enter`.
+
+        Without `keeps` each graph starts with empty slots.
+        """
         assert depth >= 0
         self.pools = {pool: PoolSlots(n_slots) for pool, n_slots in pools.items()}
-        self.depth, self.guess_limit = depth, guess_limit
+        self.depth, self.guess_limit, self._keeps = depth, guess_limit, keeps
         self.counters = Counters()
         self._rule = rule
         self._agendas = {pool: Agenda(pool, slots, rule) for pool, slots in self.pools.items()}
@@ -88,6 +97,9 @@ class Schedule:
         self._n_cuts, self._at, self._planned = n_cuts, 0, False
         self._known = []
         self._forget_graph()
+        if not self._keeps:
+            for agenda in self._agendas.values():
+                self._placer.evict_all(agenda)
 
     def _forget_graph(self) -> None:
         self._needs.clear()

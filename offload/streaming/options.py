@@ -77,6 +77,7 @@ class StreamingOptions:
     splitter: Splitter | None = None  # divides split layers; None: by measured costs
     record_routing: bool = False  # record what routers choose for small batches, to count hits
     trace: Trace = NO_TRACE
+    cache: bool = True  # keep experts in slots for later graphs; off: copy them anew for each graph
     prefetch: bool = True  # guess the experts of small batches from the last batch, and promote
     band: bool = True  # let kernels see the range of slots that a batch uses, not all slots
     ahead: bool = True  # compute nodes that do not read the CPU's rows before those are there
@@ -174,7 +175,7 @@ def executor_maker(
         n_experts = max((pool.n_experts for pool in pools), default=0)
         rule = Lrfu.for_model(len(plan.layout.groups), n_used, n_experts)
         n_slots = {i: pool.n_slots for i, pool in enumerate(pools)}
-        schedule = Schedule(n_slots, rule, options.depth, _GUESSES)
+        schedule = Schedule(n_slots, rule, options.depth, _GUESSES, keeps=options.cache)
         return Executor(
             stream,
             host,

@@ -244,7 +244,7 @@ def ways(
     streamed = replace(streams, spec=NO_DRAFTS)
     drafting = replace(streams, use_profile=use_profile)
     plain = resolve(streamed, host)
-    serial = replace(plain.streaming, depth=0, prefetch=False)
+    serial = replace(plain.streaming, depth=0, prefetch=False, cache=False)
     return [
         ("plain", "copy, then compute", replace(plain, streaming=serial)),
         ("streamed", "copies under compute", plain),

@@ -128,13 +128,14 @@ class SessionCosts:
             words = self._fixed.words(self._kinds)
             self.notes.append(f"--min-batch: nothing is measured, by rule {words}")
             target.set_min_batch(self._fixed)
-            target.build_anew()
         splits = target.hybrid is not None and self._toggle is not Toggle.OFF
         if target.hybrid is not None and splits and not config.hybrid.asked and self._file is None:
             self.notes.append("--hybrid: nothing is measured, so no layer is split")
             splits = False
         if target.hybrid is not None:
             target.hybrid.switch.is_active = False
+        if self._kinds and self._file is None:
+            target.build_anew()  # the warm-up's graph knows other thresholds, and splits layers
         self._splits = splits
         facts = target.facts
         n_used = facts.n_experts_used if facts.n_experts else 0

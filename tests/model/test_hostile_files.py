@@ -229,15 +229,17 @@ def test_a_trace_that_cannot_be_written_leaves_no_half_of_it(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_profile_that_cannot_be_kept_is_a_failure(tmp_path: Path) -> None:
+def test_measurements_that_cannot_be_kept_are_shown_with_the_reason(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("", encoding="ascii")
     done = subprocess.run(
-        [sys.executable, "-m", "specoffload", "profile", "--n-max", "2", "-r", "1"],
+        [sys.executable, "-m", "specoffload", "profile"],
         capture_output=True,
         text=True,
         env={**os.environ, "SPECOFFLOAD_PROFILE_DIR": str(blocked / "profiles")},
     )
-    assert done.returncode == 1, done.stderr
-    assert "the profile was not stored" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "milliseconds of a decode" in done.stdout
+    assert "measurements are not kept" in done.stderr
+    assert "SPECOFFLOAD_PROFILE_DIR" in done.stderr
     assert "Traceback" not in done.stderr

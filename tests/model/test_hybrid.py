@@ -20,7 +20,7 @@ from gguf import GGUFReader
 from numpy.typing import NDArray
 
 from lab.synth import write_preset
-from offload.costs.measuring import measure_split
+from offload.costs.measuring import measure_split, take_splits
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, SlotIds, Stream
@@ -588,7 +588,7 @@ def test_a_device_with_a_pace_is_timed_with_it_and_waits_for_each_kind_of_weight
         took_s = time.perf_counter() - start_s
         assert engine.counters().n_pairs_streamed > 0
         assert took_s >= sum(least) > 0
-        (sides,) = engine._take_splits()
+        (sides,) = take_splits(engine)
         assert sides.device_s(2) >= 2 * expert_s
         assert sides.host_s(2, 1) >= 2 * expert_s
         assert sides.copies_s(3) >= 3 * copy_s
@@ -616,7 +616,7 @@ def test_biases_are_read_by_ids_in_range_when_a_layer_is_measured(models: Path) 
     path = write_preset("gpt-oss", models / "measured-gpt-oss.gguf", seed=4)
     with Engine(path, split_by(stay, path, "half")) as engine:
         engine.sequences.extend(0, [1, 2, 3])
-        (sides,) = engine._take_splits()
+        (sides,) = take_splits(engine)
         assert sides.step.ids is not None  # type: ignore[attr-defined]
         ids = sides.step.ids  # type: ignore[attr-defined]
         ctypes.memset(ids.tensor.position, 0xFF, ids.size_bytes)

@@ -94,6 +94,13 @@ def test_depth_zero_copies_in_enter_alone() -> None:
     assert (entered.hits, entered.misses) == (0, 1)
 
 
+def test_a_schedule_that_keeps_nothing_copies_for_each_graph() -> None:
+    schedule = Schedule({0: 4}, Lru(), 0, keeps=False)
+    needs = [experts(0, 1, 3, 5)]
+    first, again = run(schedule, needs), run(schedule, needs)
+    assert [copy.piece for copy in first] == [copy.piece for copy in again] == [(1, 3), (1, 5)]
+
+
 def test_a_cached_piece_is_a_hit_without_a_copy_or_a_wait() -> None:
     schedule = schedule_of(4, depth=1)
     run(schedule, [experts(0, 1, 3, 5)])
