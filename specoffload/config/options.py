@@ -165,7 +165,6 @@ class ServeOptions:
     api_key: str | None = None
     api_key_file: Path | None = None
     max_queue: int = 16
-    watchdog_s: float = 120.0  # silence after which the engine process is restarted; 0: never
     cors_origins: str | None = None
     ui: str = "auto"
     metrics: bool = False

@@ -24,7 +24,6 @@ from specoffload.errors import UsageError
 from specoffload.server.access import AccessRules, read_keys, read_origins
 from specoffload.server.api.app import create_app
 from specoffload.server.engine.client import EngineClient
-from specoffload.server.engine.health import Watchdog
 from specoffload.server.engine.process import Factory
 from specoffload.server.renderer import Renderer
 from specoffload.server.sockets import (
@@ -66,8 +65,7 @@ def serve(
         access = AccessRules(keys, origins, is_loopback(listener))
         if not keys and not access.on_loopback:
             say("warning: other machines can reach this server, and no --api-key is set")
-        watchdog = Watchdog(options.watchdog_s)
-        engine = EngineClient(factory, max_queue=options.max_queue, watchdog=watchdog, say=say)
+        engine = EngineClient(factory, max_queue=options.max_queue, say=say)
         renderer = Renderer()
         app = create_app(
             engine,
