@@ -27,6 +27,7 @@ _HOLD_S, _MOST_HOLD_S = 10.0, 320.0  # seconds of decodes without a search after
 _MOST_SAID = 20  # a larger slowdown is not told exactly: one decode may make most of it
 _N_KEPT = 31  # decodes of one size from which the expected seconds are learnt
 _LEAST_KEPT = 5
+_N_CALM = 16  # undisturbed decodes after which the expected seconds are looked up again
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,10 @@ class ThreadGovernor:
         self._settled_slowdown = 1.0  # with the reduced number of threads
         self._settled_n = n_most
         self._slow = _slow(n_most, 1.0)
+        # While nothing disturbs: the seconds up to which a decode of n tokens is not slow, and the
+        # decodes that it joins.
+        self._calm: dict[int, tuple[float, deque[float]]] = {}
+        self._n_calm = 0
         self._quiet_s = 0.0  # seconds of decodes until the next search or probe may start
         self._hold_s = _HOLD_S
         self._trusts_others = True  # until expected seconds from elsewhere have misled a search
@@ -109,6 +114,14 @@ class ThreadGovernor:
         if self._n_most == 1:
             return self.wanted
         self._quiet_s -= seconds
+        calm = self._calm.get(n_tokens)
+        if calm is not None and seconds <= calm[0]:  # nearly all decodes end here
+            calm[1].append(seconds)
+            self._n_calm += 1
+            if self._n_calm >= _N_CALM:
+                self._calm.clear()
+                self._n_calm = 0
+            return self.wanted
         expected_s = self._median(n_tokens) or (expected_s if self._trusts_others else None)
         if expected_s is None:
             self._learn(n_tokens, seconds)
@@ -135,7 +148,9 @@ class ThreadGovernor:
     def _watch(self, n_tokens: int, seconds: float, expected_s: float) -> None:
         n, recent = self._settled_n, self._recent
         is_slow = seconds > self._slow * expected_s
-        if not is_slow:
+        if is_slow:
+            self._calm.clear()
+        else:
             self._learn(n_tokens, seconds)
         recent.append((seconds, expected_s if is_slow else 0.0))
         self._weight_s += min(seconds, _MOST_WEIGHT_S)
@@ -155,7 +170,10 @@ class ThreadGovernor:
             trouble = sum(s for s, _ in judged) / sum(e for _, e in judged)
             self._search = _Search({n: trouble}, disturbed=n)
             self._want(n - 1)
-        elif n < self._n_most:
+        elif n == self._n_most:
+            if not self._n_slow and len(recent) >= _TRIAL_DECODES and self._median(n_tokens):
+                self._calm[n_tokens] = (self._slow * expected_s, self._usual[n_tokens])
+        else:
             self._probe = _Tally()
             self._want(min(n + self._probe_step, self._n_most))
 
