@@ -18,7 +18,7 @@ from offload.plan.placement import PlanForSplits
 from offload.plan.sharing import UBATCHES
 from offload.streaming.options import StreamingOptions
 from offload.trace import NO_TRACE, Trace
-from specdec.options import DrafterName, SpecOptions
+from specdec.options import DrafterName
 from specdec.whole_file import read_text
 from specoffload.chat.built_in import BUILT_IN
 from specoffload.chat.conversation import ChatSettings, ReasoningOptions
@@ -188,7 +188,7 @@ def _without(options: Options, without: frozenset[str], reasons: list[str]) -> O
     """`options` without those parts. Raises UsageError for a part that does not exist."""
     if not without:
         return options
-    sections = (StreamingOptions, SpecOptions, DraftOptions)
+    sections = (StreamingOptions, DraftOptions)
     known = {"profile"}.union(*map(_parts, sections))
     known = {name.replace("_", "-") for name in known}
     if unknown := sorted(without - known):
@@ -199,7 +199,6 @@ def _without(options: Options, without: frozenset[str], reasons: list[str]) -> O
     return replace(
         options,
         use_profile=options.use_profile and "profile" not in without,
-        spec=replace(options.spec, **_switched_off(SpecOptions, without)),
         of_draft=replace(options.of_draft, **_switched_off(DraftOptions, without)),
     )
 
