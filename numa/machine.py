@@ -151,9 +151,9 @@ def _read_gpus(base: Path) -> tuple[Gpu, ...]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the control group and /proc/self/status allow this process; None means unlimited.
+    """Limits of the control group and /proc/self/status for this process; None: unlimited.
 
-    `memory_bytes` is what the whole group may use.
+    `memory_bytes` is the limit of the whole group.
     """
 
     cpus: tuple[int, ...] | None = None

@@ -25,7 +25,7 @@ _GIB = 1 << 30
 
 
 class Strategy(StrEnum):
-    """Where pages go: on one node, in turn over all, or to the threads that read them.
+    """Placement of pages: on one node, in turn over all, or to the threads that read them.
 
     `distribute` is `rows` for threads that alternate between nodes, as llama.cpp's option does.
     """

@@ -79,10 +79,10 @@ class EngineOptions:
     n_threads: int = 1
     n_threads_batch: int = 1
     flash_attn: str = "auto"
-    type_k: str = "f16"  # of the KV cache
+    type_k: str = "f16"  # type of the KV cache's keys
     type_v: str = "f16"
     swa_full: bool = False  # keep what sliding windows have passed
-    pooling: str | None = None  # of embeddings (plan/choices.py); None: there are none
+    pooling: str | None = None  # kind of embeddings (plan/choices.py); None: no embeddings
     numa: NumaPlan | None = None  # replaces n_threads and n_threads_batch by its teams
     mla_crossover: int | None = None  # for tests: tokens up to which MLA's broadcast form is taken
     trial_folder: Path | None = None  # keeps what was tried once per build; None: tried each time
@@ -401,7 +401,7 @@ class Engine(ModelText):
 
     @property
     def numa_notes(self) -> tuple[str, ...]:
-        """Where threads and pages are, and what could not be had; empty without a NumaPlan."""
+        """The places of threads and pages, and what was refused; empty without a NumaPlan."""
         if self.numa is None:
             return ()
         placed = self.placer.notes if self.placer is not None else ()

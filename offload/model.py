@@ -32,13 +32,15 @@ class Header:
 
     metadata: dict[str, Value | tuple[Value, ...]]
     tensors: tuple[TensorEntry, ...]
-    lengths: dict[str, int] = field(default_factory=dict)  # of its arrays, long ones included
+    lengths: dict[str, int] = field(
+        default_factory=dict
+    )  # lengths of its arrays, long ones included
     has_byte_tokens: bool = True  # False: a vocabulary that the library cannot split any text with
 
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """Where one weight lies on disk."""
+    """The place of one weight on disk."""
 
     file: Path
     entry: TensorEntry

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 _NOTICE_S = 0.5  # seconds of decodes that are judged together; a shorter disturbance passes
-_ROUNDING_S = 1e-9  # of sums of seconds
+_ROUNDING_S = 1e-9  # rounding error of sums of seconds
 _MOST_WEIGHT_S = _NOTICE_S / 2  # one long decode alone is no disturbance that lasts
 _SLOW_SHARE = 0.7  # share of slow decodes among them from which fewer threads are tried
 _SLOW = 1.7  # times the expected seconds from which a decode is slow
@@ -22,7 +22,7 @@ _HEALTHY = 1.25  # tolerance above the slowdown that fewer threads have by thems
 _GAIN = 0.9  # fewer threads must take at most this share of the time
 _NOT_WORSE = 1.05  # more threads may take at most this multiple of the time to be kept
 _PROBE_AFTER_S = 2.0  # seconds of decodes before more threads are tried
-_PROBE_SHARE = 0.08  # of the time at most goes into trying more threads in vain
+_PROBE_SHARE = 0.08  # largest share of time for trying more threads in vain
 _HOLD_S, _MOST_HOLD_S = 10.0, 320.0  # seconds of decodes without a search after one in vain
 _MOST_SAID = 20  # a larger slowdown is not told exactly: one decode may make most of it
 _N_KEPT = 31  # decodes of one size from which the expected seconds are learnt

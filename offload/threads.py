@@ -169,7 +169,7 @@ class EngineThreads:
 
     @property
     def sentence(self) -> str:
-        """Where the threads are, for the start-up lines."""
+        """The threads' places, for the start-up lines."""
         if not self._teams:
             return "threads run where the kernel puts them"
         teams = ", ".join(

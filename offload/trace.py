@@ -158,7 +158,7 @@ def _clipped(slices: Iterable[Slice]) -> tuple[list[Slice], int]:
     waiting = [(*_by_start(s), i, s) for i, s in enumerate(slices)]
     heapq.heapify(waiting)
     fitting: list[Slice] = []
-    open_ends: list[int] = []  # of the slices around the next one, outermost first
+    open_ends: list[int] = []  # ends of the slices around the next one, outermost first
     moved: set[int] = set()
     while waiting:
         *_, i, slice_ = heapq.heappop(waiting)

@@ -1,4 +1,4 @@
-"""What Perfetto does not show of a trace: how much copying was hidden, and causes of waits.
+"""Figures of a trace that Perfetto does not show: how much copying was hidden, and causes of waits.
 
 Pure but for `read_events`. `docs/trace.md` lists the events it understands. Times are what was
 recorded: an event of a device that computes asynchronously covers no more than its submission.
@@ -36,7 +36,7 @@ class TraceReport:
     compute_s: float  # the device or the CPU computed
     hidden_s: float  # both at once
     stalled_s: float  # the computation waited
-    stalled_by_cause_s: dict[str, float]  # of CAUSES, those that did not occur included
+    stalled_by_cause_s: dict[str, float]  # seconds by cause, for all of CAUSES
     n_stalls: int
     copied_bytes: int
     n_dropped: int = 0  # events that the ring had no room for
@@ -46,7 +46,7 @@ class TraceReport:
 
     @property
     def overlap(self) -> float:
-        """Of the shorter of copying and computing, the share during which the other ran too."""
+        """Share of the shorter of copying and computing during which the other ran too."""
         return self.hidden_s / shorter if (shorter := min(self.copy_s, self.compute_s)) else 0.0
 
     @property
@@ -161,7 +161,7 @@ class _Copies:
 
 
 def _cause(wait: Event, copies: _Copies) -> str:
-    """What the computation waited for, of CAUSES."""
+    """The cause of a wait, one of CAUSES."""
     if wait.args["cause"] == "ids":
         return IDS_READBACK
     during = copies.during(wait.start_s, wait.end_s)

@@ -27,7 +27,7 @@ DRAFTER_ALIASES = {"draft-simple": DrafterName.DRAFT, "lookup": DrafterName.NGRA
 
 
 class PolicyName(StrEnum):
-    """What decides how many drafted tokens are verified."""
+    """The policy that decides how many drafted tokens are verified."""
 
     THROUGHPUT = "throughput"
     FIXED = "fixed"

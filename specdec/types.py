@@ -241,7 +241,7 @@ class Round:
     verify_s: float
     end: End = ""
     rollback_s: float = 0.0
-    first_row: int = 0  # of the target's decode: the row of the round's first token
+    first_row: int = 0  # row of the round's first token in the target's decode
 
     @property
     def n_drafted(self) -> int:

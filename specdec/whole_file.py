@@ -35,7 +35,7 @@ def write_json(path: Path, data: object) -> None:
         f.write((json.dumps(data, indent=1) + "\n").encode())
 
 
-MOST_BYTES = 64 << 20  # of a text file that a user names
+MOST_BYTES = 64 << 20  # largest text file that a user may name
 
 
 def read_whole(path: Path, most_bytes: int = MOST_BYTES) -> bytes:

@@ -1,4 +1,4 @@
-"""Where the program begins: `specoffload` and `python -m specoffload`.
+"""The program's entry: `specoffload` and `python -m specoffload`.
 
 Ctrl-C is taken over before anything large is imported.
 """

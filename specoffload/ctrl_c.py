@@ -37,7 +37,7 @@ class _Owed:
     """A Ctrl-C that has yet to be raised."""
 
     since_s: float
-    kept_in: Pending | None  # of the callback that it came in
+    kept_in: Pending | None  # the callback that it came in
 
     @property
     def is_raised(self) -> bool:

@@ -48,10 +48,12 @@ _HEADER_BYTES, _N_SAMPLES, _SAMPLE_BYTES = 1 << 20, 64, 4096
 
 @dataclass
 class KeptDraft:
-    """What was measured of one draft model beside the target, and learnt of the drafters."""
+    """Measurements of one draft model beside the target, and the drafters' calibration."""
 
     step_s: float = 0.0
-    step_by_depth_s: dict[int, float] = field(default_factory=dict)  # by tokens of context
+    step_by_depth_s: dict[int, float] = field(
+        default_factory=dict
+    )  # step times by tokens of context
     calibration: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,7 +62,7 @@ class KeptRun:
     """The costs of a model opened with certain settings: the words that they depend on."""
 
     settings: dict[str, str]
-    sharing: Sharing = Sharing()  # of device memory, by the plan
+    sharing: Sharing = Sharing()  # the plan's division of device memory
     table: CostTable = field(default_factory=CostTable)
     split: MeasuredCosts | None = None
     mla_tokens: int | None = None  # largest batch of the broadcast form
@@ -166,7 +168,7 @@ def model_hash(facts: ModelFacts) -> str:
 
 
 def _read(path: Path) -> tuple[Kept | None, str]:
-    """What a file holds; or None and a complaint, which is empty if there is no file."""
+    """The contents of a file, or None and a complaint, which is empty if there is no file."""
     try:
         return _FORM.validate_json(read_text(path, _MOST_BYTES)), ""
     except FileNotFoundError:
@@ -197,7 +199,7 @@ class KeptFile:
         return folder.is_dir() and any(folder.glob(f"{escape(model_file.stem)}-*.json"))
 
     def load(self) -> tuple[Kept, str]:
-        """What is kept, and a complaint if the file cannot be used."""
+        """The kept data, and a complaint if the file cannot be used."""
         nothing = Kept(self._model, machine_words())
         kept, complaint = _read(self.path)
         if kept is None:
@@ -289,7 +291,7 @@ class MachineNow:
 
 @dataclass(frozen=True)
 class KeptModel:
-    """What is kept of one model. `why_not` says why a start measures anew; empty if it does not."""
+    """A model's kept file in short. `why_not`: why a start measures anew; empty if it does not."""
 
     model: str
     measured_on: str = ""  # ISO date
@@ -309,12 +311,14 @@ class KeptModel:
 
 
 def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
-    """What is kept in this folder, by model, compared with this machine."""
+    """The kept files in this folder, by model, compared with this machine."""
     found = []
     for path in sorted(folder.glob("*-*.json")):
         name = path.stem.rpartition("-")[0]
         kept, complaint = _read(path)
-        if kept is None and complaint and ": format: " not in complaint:  # of another version
+        if (
+            kept is None and complaint and ": format: " not in complaint
+        ):  # a file of another version
             found.append(KeptModel(name, why_not=complaint))
         elif kept is not None and kept.model:
             found.append(_against(name, kept, now))
@@ -332,7 +336,7 @@ def _against(name: str, kept: Kept, now: MachineNow) -> KeptModel:
 
 
 def _difference(machine: str, run: KeptRun, now: MachineNow) -> str:
-    """What of the machine has changed since a run was measured; empty if nothing has."""
+    """The part of the machine that has changed since a run was measured; empty if none has."""
     device, build = run.settings.get("device", ""), run.settings.get("build", "")
     threads = run.settings.get("threads", "")
     name, _, description = device.partition(", ")

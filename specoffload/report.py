@@ -20,7 +20,7 @@ from rich.text import Text
 
 from specoffload.session.statistics import GenerationStats
 
-Frame = Callable[[tuple[int, int]], RenderableType]  # of a terminal's (columns, rows)
+Frame = Callable[[tuple[int, int]], RenderableType]  # takes a terminal's (columns, rows)
 
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)

@@ -77,7 +77,7 @@ _WORDS = {
 
 @dataclass
 class _Size:
-    """What is known of one batch size while serving."""
+    """The state of one batch size while serving."""
 
     way: Way
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TRIAL))
@@ -86,7 +86,7 @@ class _Size:
     n_changes: int = 0
     trial: Way | None = None
     trial_s: list[float] = field(default_factory=list)
-    cost_s: float = 0.0  # of the trial over as many decodes of the chosen way
+    cost_s: float = 0.0  # extra seconds of the trial over the chosen way
     most_cost_s: float = 0.0
     n_lost: dict[Way, int] = field(default_factory=dict)  # trials in vain, by way
     is_fresh: bool = True  # the next decode builds its graph, and is not compared

@@ -27,7 +27,7 @@ _STEP = math.sqrt(2.0)  # ratio between prefill sizes
 _MODELLED = 0.6  # relative uncertainty of a time that only the machine model knows
 _BETWEEN = 0.2  # and of a time between measured sizes that are a factor of two apart
 _ONCE = 0.06  # and of a size that was timed once
-_PREFILL_WEIGHT = 0.3  # of a prefill size in relation to decodes of one token
+_PREFILL_WEIGHT = 0.3  # weight of a prefill size; decodes of one token have 1
 _ENOUGH = 0.004  # effect below which nothing more is worth timing
 _LEAST_RETRIES = 4  # timings of a size that contradicts others
 
@@ -164,7 +164,7 @@ def uncertainty(table: CostTable, way: Way, n: int, times: Sequence[float] = ())
 
 
 def _effect(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int) -> float:
-    """What not knowing this time may cost, as a share of the time of all batches."""
+    """The cost of not knowing this time, as a share of the time of all batches."""
     error = uncertainty(table, way, n, samples.get((way, n), ()))
     weight = 1.0 / math.sqrt(n) if n <= VERIFY_MOST else _PREFILL_WEIGHT
     known = [w for w in wanted.ways if table.has(w) and n in range(1, 1 + _most(wanted, w))]

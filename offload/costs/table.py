@@ -23,7 +23,7 @@ TOLERANCE = 0.03  # relative error of a median up to which repetitions agree
 PAYS = 0.97  # another way must be this much faster: a tie is noise, and changing ways costs
 SETTLED = 3  # starts that timed a contradicting size again, after which it is believed
 _DISTURBED = 1.3  # ratio to the median from which on something else ran
-_MAD_TO_SIGMA, _MEDIAN_TO_MEAN = 1.4826, 1.2533  # of a normal distribution
+_MAD_TO_SIGMA, _MEDIAN_TO_MEAN = 1.4826, 1.2533  # ratios for a normal distribution
 _COMPUTING = 1e-4  # share of the streamed weights' time that one more token takes on the device
 _SECONDS = 1e6  # longer decodes are no measurements
 
@@ -31,7 +31,7 @@ _SECONDS = 1e6  # longer decodes are no measurements
 class Way(StrEnum):
     """How a decode computes the weights in host memory."""
 
-    IN_PLACE = "in place"  # by the CPU; also the only way of a model that does not stream
+    IN_PLACE = "in place"  # the CPU computes; the only way of a model that does not stream
     STREAMED = "streamed"  # experts are copied to the device; dense weights as in place
     SPLIT = "split"  # the CPU and the device share each layer's experts
     DENSE = "dense streamed"  # dense weights are copied; experts as in place

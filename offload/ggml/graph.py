@@ -129,7 +129,7 @@ class Graph:
         return int(self._struct.n_nodes)
 
     def addresses(self) -> list[int]:
-        """Where the nodes are, in compute order."""
+        """Addresses of the nodes, in compute order."""
         return self._addresses(0, self._struct.n_nodes)
 
     def _addresses(self, first: int, end: int) -> list[int]:

@@ -27,7 +27,7 @@ class TensorHome(Protocol):
     """Decides where tensors lie, and fills them itself."""
 
     def place(self, name: str, size_bytes: int) -> HostRange:
-        """Where the tensor's data lies; raises for a tensor that it does not know."""
+        """The address of the tensor's data; raises for an unknown tensor."""
 
     def is_filling(self) -> bool:
         """True while the model is being loaded: libllama's writes to tensors are then ignored."""
@@ -64,7 +64,7 @@ class HostBufferType:
         self.dense = Face(C.addressof(self._dense_struct))
         self._structs = self.struct, self._dense_struct
         self._native_name: int | None = None
-        self.buffers: dict[int, HostRange] = {}  # by the buffer's address
+        self.buffers: dict[int, HostRange] = {}  # ranges by the buffer's address
         self.weights: dict[str, Tensor] = {}  # those that lie where their home says, by name
         self.n_left_out = 0  # tensors that libllama wanted to copy in and its home fills
         # libllama takes types of one name for one type.

@@ -31,7 +31,7 @@ ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they ar
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Where the weights go. Devices and buffer types must live as long as the model."""
+    """Destinations of the weights. Devices and buffer types must live as long as the model."""
 
     devices: tuple[HasAddress, ...] = ()  # empty: the CPU alone
     overrides: tuple[tuple[str, HasAddress], ...] = ()  # (pattern of names, buffer type)

@@ -169,7 +169,7 @@ class Pinner:
         self._register = self._entry(lib, _REGISTER, _register_type)
         self._unregister = self._entry(lib, _UNREGISTER, _unregister_type)
         self._most_at_once_bytes = most_at_once_bytes
-        self._pinned: dict[int, list[HostRange]] = {}  # by address
+        self._pinned: dict[int, list[HostRange]] = {}  # pinned ranges by address
 
     def _entry(self, lib: Any, name: bytes, prototype: Any) -> Any:
         address = lib.ggml_backend_reg_get_proc_address(self._registry, name)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from offload.ggml.backend import Device
 from offload.ggml.tensor import Buffer, Tensor
 
-ALIGNMENT_BYTES = 256  # of tensors that we place; devices ask for at most this
+ALIGNMENT_BYTES = 256  # alignment of tensors that we place; devices ask for at most this
 VIEWS = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")  # operations that compute nothing
 
 

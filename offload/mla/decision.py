@@ -191,7 +191,7 @@ class MlaCounters:
     """Counts of what the switch did, added each time a graph is computed."""
 
     replaced: int = 0
-    copied: int = 0  # of those replaced, written elsewhere first because memory overlaps
+    copied: int = 0  # replaced nodes written elsewhere first, because memory overlaps
     left_alone: Counter[LeftAlone] = field(default_factory=Counter)
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.model import ModelFacts
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")  # -ctk, -ctv
-POOLINGS = ("none", "mean", "cls", "last")  # by llama.cpp's numbers
+POOLINGS = ("none", "mean", "cls", "last")  # in the order of llama.cpp's numbers
 OWN = "own"  # the file's; no embeddings if it names none
 OWN_OR_NONE = "own-or-none"  # the file's; a vector for each token if it names none
 

@@ -31,7 +31,7 @@ class Machine:
     link_bytes_per_s: float = 25e9  # pinned host memory to the device: PCIe 4.0 x16
     ram_bytes_per_s: float = 70e9  # what all cores together read: two channels of DDR5
     vram_bytes_per_s: float = 800e9
-    cpu_flops: float = 0.8e12  # of quantised products with many rows, all cores together
+    cpu_flops: float = 0.8e12  # quantised products with many rows, all cores together
     gpu_flops: float = 60e12
     per_layer_s: float = 60e-6  # launches of a layer's kernels
     per_switch_s: float = 40e-6  # from the device to the CPU and back
@@ -57,8 +57,8 @@ class ModelWork:
     """A model as the machine sees it. Layers are taken to be alike."""
 
     n_layers: int
-    dense: Part  # of a layer: attention, shared experts, router
-    head: Part  # of a decode's wanted rows: the output matrix
+    dense: Part  # a layer's attention, shared experts and router
+    head: Part  # the output matrix, for a decode's wanted rows
     n_expert_layers: int = 0
     expert: Part = Part()  # one expert of one layer, on average
     n_experts: int = 0

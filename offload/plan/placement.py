@@ -50,7 +50,7 @@ MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target
 # that are loaded late take device memory after the slots did, and abort without it.
 LEAST_FREE_BYTES = 512 << 20
 DEFAULT_UBATCH = 512
-LEAST_SAVED = 0.05  # of the expected time: the machine model is no more accurate
+LEAST_SAVED = 0.05  # share of the expected time: the machine model is no more accurate
 _ALIKE = 0.1  # the slots of a plan differ by up to this share from start to start
 # Products whose weights may stream: read by MUL_MAT alone, at most once a graph.
 _DENSE = re.compile(

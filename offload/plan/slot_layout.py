@@ -28,7 +28,7 @@ from offload.model import TensorEntry, layer_of
 MOST_BLOCKS = 2**31 - 1
 _ALIGNMENT = 256  # bytes; what the devices' buffers ask for at most
 _READ_AT_ONCE = 256  # elements of a row
-_LITTLE = 1 / 64  # of a stride: padding that costs nothing worth talking about
+_LITTLE = 1 / 64  # share of a stride: padding that costs almost nothing
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.weight$")
 _BIASES = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.bias$")
 _DENSE = "weight"
@@ -40,7 +40,7 @@ class SlotKind:
 
     name: str  # gate, up, down, gate_up, or bias_of one of these; "weight" of dense weights
     stride_bytes: int
-    block_bytes: int  # of the type with the smallest blocks
+    block_bytes: int  # block size of the type with the smallest blocks
 
     @property
     def most_slots(self) -> int:
@@ -146,7 +146,7 @@ def slot_layout(
     stay on the device, and slots hold copies, which are chosen by the same ids as the matrices.
     """
     by_layer: dict[int, dict[str, TensorEntry]] = {}
-    biases: dict[int, dict[str, int]] = {}  # by layer and kind: bytes of one expert's
+    biases: dict[int, dict[str, int]] = {}  # bytes of one expert's biases by layer and kind
     dense: dict[tuple[int, ...], list[Mapping[str, TensorEntry]]] = {}
     for weight in weights:
         found = _EXPERTS.match(weight.name)

@@ -40,7 +40,7 @@ class Symbol(NamedTuple):
     """A part of a rule as Lark text, and what is known of its structure."""
 
     text: str
-    alternatives: Alternatives = ()  # of a group, or of a group that is optional
+    alternatives: Alternatives = ()  # alternatives of a group, which may be optional
     is_optional: bool = False
 
 
@@ -70,7 +70,7 @@ class _GbnfReader:
         self._at = 0
         self._n_symbols = 0
         self._depth = 0
-        self._named_at: dict[str, int] = {}  # where each rule is first referred to
+        self._named_at: dict[str, int] = {}  # position of the first reference to each rule
         self._rules: dict[str, str] = {}
         self._names = {"root": "start"}  # Lark's
 

@@ -23,7 +23,7 @@ _DATA = frozenset({"const", "enum", "default", "examples"})
 # over some 60 zeros after the point, and numbers end where 64-bit integers do.
 _LEAST_BOUND = 1e-30
 _LARGEST_BOUND = 2**63 - 1024  # the largest float below 2**63
-_LARGEST_EXACT = 2**53  # of a float
+_LARGEST_EXACT = 2**53  # largest integer below which a float is exact
 _OF_OTHERS = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
 
 

@@ -1,4 +1,4 @@
-"""What a batch needs of a layer: its experts, its chunks, its range of slots. Pure."""
+"""The needs of a batch in a layer: experts, chunks and the range of slots. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from offload.routing import expected_union
 
-_WHOLE_SHARE = 0.8  # of a layer's experts: above it, copying the rest costs less than reading ids
+_WHOLE_SHARE = (
+    0.8  # share of a layer's experts from which copying the rest is cheaper than reading ids
+)
 _RANGE_STEPS = 16  # borders between ranges of slots: few ranges, and so few tensors
 _MOST_WIDER = 2  # an earlier range is kept while it is at most this much wider than needed
-_TILE_ROWS = 128  # of the matrix kernel on NVIDIA; other GPUs' kernels have no such limit
-_TILE_TOKENS = 64  # where a GPU has little shared memory, else 128
+_TILE_ROWS = 128  # rows of a tile of NVIDIA's matrix kernel; others have no such limit
+_TILE_TOKENS = 64  # tokens of a tile on GPUs with little shared memory; others have 128
 _MOST_TILE_BLOCKS = 2**30 - 1  # that kernel multiplies tiles by blocks of a row, and aborts beyond
 
 

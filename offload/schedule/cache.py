@@ -15,7 +15,7 @@ from offload.routing import HALF_LIFE_STEPS
 from offload.schedule.slots import LOADING, READY, Piece, PoolSlots
 
 NEVER = -math.inf  # the rank of a piece that was copied but never used
-_SCAN_SHARE = 0.9  # of a layer's experts; batches that verify drafts use fewer
+_SCAN_SHARE = 0.9  # share of a layer's experts; batches that verify drafts use fewer
 
 
 class Lrfu:

@@ -1,4 +1,4 @@
-"""What the schedule is told and what it answers: small tuples."""
+"""Questions to the schedule and its answers: small tuples."""
 
 from __future__ import annotations
 

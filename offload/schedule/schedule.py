@@ -46,7 +46,9 @@ from offload.schedule.slots import IN_USE, LOADING, READY, Piece, PoolSlots
 _RING = 4  # dense weights
 _LAYER_RING = 3  # layers of experts
 _LOOSE_RING = 2  # layers of experts that may be in any slots
-_LEAST_SAVED = 1 / 32  # of a graph's copies: saving fewer does not pay for shorter copies
+_LEAST_SAVED = (
+    1 / 32
+)  # share of a graph's copies below which saving does not pay for shorter copies
 
 _Units = tuple[tuple[Piece, ...], ...]
 

@@ -75,9 +75,9 @@ def nodes_ahead(
     """
     first: list[int] = []
     elsewhere: list[int] = []
-    read: list[ByteSpan] = []  # by nodes that stay behind
+    read: list[ByteSpan] = []  # bytes read by nodes that stay behind
     written = [late]
-    results: set[int] = set()  # of nodes that go first
+    results: set[int] = set()  # results of nodes that go first
     moved: set[int] = set()  # results with other memory, whose bytes no longer count
     for position, node in enumerate(nodes):
         if not node.computes:
@@ -121,8 +121,8 @@ class Ahead(NamedTuple):
     """Numbers of nodes directly behind a product that do not wait for the rows of its layer."""
 
     n_nodes: int = 0
-    n_computing: int = 0  # of them, without views
-    n_repeatable: int = 0  # of them, the first ones, which may be computed again at any time
+    n_computing: int = 0  # nodes that compute: views do not
+    n_repeatable: int = 0  # first nodes, which may be computed again at any time
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,11 @@ class _Nodes:
     """
 
     nodes: tuple[Access, ...]
-    roots: tuple[int, ...]  # by number
+    roots: tuple[int, ...]  # roots by number
     outside: tuple[tuple[int, int], ...]  # a node's number, and which of its sources it is
-    n_uses: tuple[int, ...]  # by number, of the product and the nodes
+    n_uses: tuple[int, ...]  # uses by number, of the product and the nodes
     views: dict[int, tuple[int, ...]]  # views of a result, up to the next cut
-    repeatable: tuple[bool, ...]  # by node
+    repeatable: tuple[bool, ...]  # repeatable by node
 
 
 class _Move(NamedTuple):
@@ -162,7 +162,7 @@ class Orderer:
 
     def __init__(self, device: Device) -> None:
         self._scratch = Scratch(device, "results of shared experts")
-        self._known: dict[tuple[int, tuple[int, ...]], _Nodes] = {}  # by group and operations
+        self._known: dict[tuple[int, tuple[int, ...]], _Nodes] = {}  # nodes by group and operations
         self._views = frozenset(map(op_number, VIEWS))
 
     @property
@@ -257,7 +257,7 @@ class Orderer:
         views: dict[int, list[int]],
     ) -> _Nodes:  # fmt: skip
         numbers = {address: n for n, address in enumerate(near)}
-        outside: dict[int, tuple[int, int]] = {}  # by address
+        outside: dict[int, tuple[int, int]] = {}  # spans by address
         nodes, repeatable = [], []
         for n, address in enumerate(near[1:], 1):
             computes = op_at(address) not in self._views

@@ -323,7 +323,7 @@ class SplitLayer:
     read_to: HostRange  # memory that the inputs are fetched to
     output: Tensor
     n_tokens: int
-    shares: tuple[float, ...]  # of an expert's bytes in each product
+    shares: tuple[float, ...]  # each product's share of an expert's bytes
     may_repeat: bool  # its tokens may name a slot twice (offload/split/spare.py)
     # Set in each decode:
     n_pairs: int = 0  # pairs that the CPU computes

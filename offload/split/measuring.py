@@ -19,13 +19,13 @@ from typing import Protocol
 from offload.split.costs import MeasuredCosts, side_times, slowdown
 
 _REPEATED = 3
-_ROWS = (1, 2, 4, 8, 16)  # of one expert
+_ROWS = (1, 2, 4, 8, 16)  # rows of one expert
 _EXPERTS = (2, 6)
 _OUTLASTS = 4  # what the copies beside the CPU take alone, over what its experts do
 _LEAST_S = 0.01  # and at least so long: where a thread copies, it takes a while to get a processor
 _COPIES, _MOST_COPIES = 2, 64
-_TURNS = 5  # of either side alone and both
-_LEAST_DONE = 1 / 16  # of the copies while the CPU computed: more is not believed
+_TURNS = 5  # turns of either side alone, and of both
+_LEAST_DONE = 1 / 16  # least share of the copies done while the CPU computed
 
 Measured = dict[int, list[tuple[int, float]]]  # rows -> (experts, seconds)
 
@@ -73,9 +73,9 @@ class Sides(Protocol):
 class Beside:
     """Computations of the CPU while the link copied."""
 
-    host_s: Sequence[float]  # of each computation
+    host_s: Sequence[float]  # seconds of each computation
     busy_s: float  # from the first copy to the end of the last computation
-    left_s: float  # of the copies behind that
+    left_s: float  # seconds of the copies after that
 
 
 @dataclass(frozen=True)

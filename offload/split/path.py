@@ -42,10 +42,10 @@ from offload.streaming.copy_queue import CopyQueue
 from offload.streaming.counters import StreamCounters
 from offload.streaming.cuts import Step
 
-_LEAST_PAIRS = 64  # of a host graph
+_LEAST_PAIRS = 64  # pairs that a host graph has room for at least
 _RECURS = 1.01  # recent uses above which a missing expert replaces a cached one
 _ANY_NUMBER = 1 << 30
-_WAITING_SHARE = 0.04  # of the decodes' time
+_WAITING_SHARE = 0.04  # share of the decodes' time
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Sided:
 
 @dataclass(frozen=True)
 class _Known:
-    """What was found of a layer, for all graphs with the same nodes."""
+    """The analysis of a layer, valid for all graphs with the same nodes."""
 
     operations: tuple[int, ...]
     host: HostGraph
@@ -99,7 +99,7 @@ class PromotionBudget:
     def __init__(self, waiting_share: float = _WAITING_SHARE) -> None:
         self._share = waiting_share
         self._saved_s = 0.0
-        self._price_s = 0.0  # of each copy that `most` allowed last
+        self._price_s = 0.0  # seconds of each copy that `most` allowed last
 
     def most(self, step_s: float, idle_s: float, copy_s: float) -> int:
         """Return how many copies of `copy_s` seconds the next decode may have.
@@ -139,7 +139,7 @@ class SplitPath:
         self._counters = counters
         self._graphs: dict[object, tuple[HostGraph, RowPlacer]] = {}  # the largest, by form
         self._made: list[HostGraph | RowPlacer] = []  # prepared graphs refer to all
-        self._known: dict[int, _Known] = {}  # by group
+        self._known: dict[int, _Known] = {}  # layers by group
         self._thread: ThreadPoolExecutor | None = None
         if self._pace:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts")

@@ -15,7 +15,7 @@ from offload.split.division import HIT, HOST, STREAMED, Split, SplitCosts, split
 # residents alone; of experts that nobody uses it may say anything.
 Splitter = Callable[[NDArray[np.int32], NDArray[np.bool_]], NDArray[np.uint8]]
 
-MOST_TOKENS = 64  # of a batch that is split: larger ones use nearly all experts of a layer
+MOST_TOKENS = 64  # largest batch that is split: larger ones use nearly all experts of a layer
 
 
 def stay(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:

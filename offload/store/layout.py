@@ -1,4 +1,4 @@
-"""Where streamed weights lie in host memory and which bytes of which file go there: pure.
+"""The layout of streamed weights in host memory, and the bytes of files that go there. Pure.
 
 Direct reads want file offset, address and length aligned alike, and tensors are aligned to 32 bytes
 only. So memory takes over the file's own layout: neighbouring tensors form a run, a run begins
@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Spot:
-    """Where one tensor lies: in which run's file, and from which byte of the memory on."""
+    """The place of one tensor: the file of its run, and the first byte in memory."""
 
     file: Path
     offset_bytes: int  # in the file

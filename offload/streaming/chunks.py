@@ -23,7 +23,7 @@ from offload.plan.slot_layout import SlotLayout
 from offload.schedule.batch import most_chunks
 from offload.streaming.slot_memory import SlotMemory, SlotViews
 
-_MOST_TOKENS = 128  # of a chunk; results between its nodes take scratch memory
+_MOST_TOKENS = 128  # tokens of a chunk; results between its nodes take scratch memory
 _TOKENS = 2  # the dimension of tokens in products with experts and the nodes between them
 # Operations allowed between the products, and the dimension of tokens in each of their sources.
 # None: the source is the same for all tokens.
@@ -118,7 +118,7 @@ class ChunkedStep:
     pool: int
     layer: int
     chain: Chain
-    views: Mapping[str, SlotViews]  # by kind of weight
+    views: Mapping[str, SlotViews]  # views by kind of weight
     ids: RouterIds
     n_slots: int
     most_tokens: int  # in a chunk

@@ -42,12 +42,12 @@ class CopyQueue:
             tuple(kind for kind, name in group.names.items() if name in host.weights)
             for group in layout.groups
         ]
-        self._biases: dict[tuple[int, str], HostBias] = {}  # by group and kind of weight
+        self._biases: dict[tuple[int, str], HostBias] = {}  # biases by group and kind of weight
         self._tickets: dict[Piece, Tickets] = {}
         self._fences: list[Any] = []
         self._fence_uses: list[int] = []  # each fence covers all uses up to this number
         self.last_use = 0
-        self._first_use = 1  # of this graph; earlier graphs are complete
+        self._first_use = 1  # first use of this graph; earlier graphs are complete
 
     def close(self) -> None:
         self.copier.close()

@@ -11,11 +11,11 @@ class StreamCounters:
 
     graphs: int = 0
     cuts: int = 0
-    chunks: int = 0  # of those, of tokens whose experts fitted the slots
+    chunks: int = 0  # chunks of tokens whose experts fitted the slots
     bands: int = 0  # cuts whose nodes were shown some of the slots, not all
     copies: int = 0
     streamed_bytes: int = 0
-    bounced_bytes: int = 0  # of those, through a ring of pinned memory
+    bounced_bytes: int = 0  # copied bytes that went through a ring of pinned memory
     streamed_experts: int = 0
     router_reads: int = 0
     hits: int = 0  # pieces that were there before they were needed
@@ -23,7 +23,9 @@ class StreamCounters:
     evictions: int = 0
     prefetched_used: int = 0
     prefetched_wasted: int = 0
-    n_pairs_hit: int = 0  # of a token and an expert, in split layers: on the device, no copy needed
+    n_pairs_hit: int = (
+        0  # pairs of token and expert in split layers, computed on the device without a copy
+    )
     n_pairs_streamed: int = 0  # on the device, copied for it
     n_pairs_host: int = 0  # on the CPU
     n_promoted: int = 0  # experts of split layers that were copied for later
@@ -33,7 +35,9 @@ class StreamCounters:
     n_nodes_ahead: int = 0  # computed while the CPU had rows of the layer under way
     host_s: float = 0.0  # the CPU's time for those
     split_layers: int = 0
-    split_s: float = 0.0  # of those in which the CPU had some: until its rows were handed over
+    split_s: float = (
+        0.0  # seconds of layers in which the CPU had experts, until its rows were handed over
+    )
 
     def __add__(self, other: StreamCounters) -> StreamCounters:
         names = [field.name for field in fields(self)]

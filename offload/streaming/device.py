@@ -67,7 +67,7 @@ class StreamingDevice(PyDevice):
         self.chunks, self.hybrid = chunks, hybrid
         self.is_native = False
         self._is_offered = False  # the native backend may take streamed weights in this decode
-        self._newest_uid = 0  # of the graphs that were computed
+        self._newest_uid = 0  # newest uid of a computed graph
         self.declined: Counter[str] = Counter()  # why products went to the CPU
         self._vram_bytes = vram_bytes
         self._stream_through(layout, make_executor)

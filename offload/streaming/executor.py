@@ -66,7 +66,7 @@ _WAIT_ONCE_TOKENS = 8  # the layers of batches up to this size wait once for all
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """What is known of a graph when it has been seen once."""
+    """The steps of a graph, made when it is first seen."""
 
     graph: Graph
     steps: Sequence[Step]
@@ -77,7 +77,7 @@ class _Program:
 
 @dataclass(slots=True)
 class _Running:
-    """Where the computation of one graph stands."""
+    """Progress of the computation of one graph."""
 
     graph: Graph
     done: int = 0  # nodes submitted
@@ -447,7 +447,7 @@ class Executor:
         return 0
 
     def _end_split(self, running: _Running, step: Step) -> int:
-        """Behind a split layer and the nodes that go ahead there: place the CPU's rows."""
+        """Place the CPU's rows, after a split layer and the nodes that go ahead of them."""
         layer = step.split
         assert self._split is not None
         assert layer is not None

@@ -64,8 +64,8 @@ class StreamingOptions:
     device_bytes: int | None = None  # for everything on a GPU; None: what is free, less a margin
     n_cpu_moe: NCpuMoe = None  # layers whose experts stream; None: all; "fit": as few as possible
     n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: what fits
-    reserve_bytes: int = 0  # of the budget, for others: a draft and its context
-    chunks: Chunks = "auto"  # of tokens, if the experts of a batch do not fit the slots at once
+    reserve_bytes: int = 0  # part of the budget for others: a draft and its context
+    chunks: Chunks = "auto"  # tokens of a chunk, if a batch's experts do not fit the slots
     depth: int = 8  # cuts that copies run ahead; 0: nothing is copied while the device computes
     warmup: bool = True  # size slots by what a GPU has left after a ubatch; off: by the header
     hybrid: bool = False  # split layers of small batches between the CPU and the device

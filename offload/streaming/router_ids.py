@@ -31,7 +31,7 @@ class IdExchange:
         self._buffers = Scratch(stream.device, "expert ids", _LEAST_BYTES)
         self._pinned: Buffer | None = None
         self._may_pin = True
-        self.slot_of = np.zeros(most_experts, np.int32)  # by expert, for the cut being entered
+        self.slot_of = np.zeros(most_experts, np.int32)  # slot by expert, for the cut being entered
 
     @property
     def device_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Where a torch draft can run beside a target on one of ggml's devices."""
+"""Torch devices on which a draft can run beside a target on one of ggml's devices."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ class TorchDraft:
         if drawing is not None:
             by_lane = np.zeros((n_steps, len(self._lengths)))
             by_lane[:, sequences] = drawing.uniforms
-            temperatures = np.ones(len(self._lengths))  # of lanes that take no part, too
+            temperatures = np.ones(len(self._lengths))  # unused lanes have one too
             temperatures[list(sequences)] = drawing.temperature
             drawing = Draws(temperatures, by_lane)
         n_kv = bucket(n_positions, self.n_ctx)
@@ -369,7 +369,7 @@ class TorchEngine(ModelText):
 
     @property
     def n_vocab(self) -> int:
-        """Of the file: drafts may be of fewer tokens."""
+        """The file's vocabulary; drafts may use fewer tokens."""
         return self._model.n_vocab
 
     @property

@@ -1,4 +1,4 @@
-"""Where everything of a draft lies in its one block of memory, and how much that is. Pure.
+"""The layout of a draft's one block of memory, and its size. Pure.
 
 Matrices that are read one after the other are joined: one product for query, key and value, one
 for gate and up. The KV cache has a position more than the context, where padding is written.
@@ -17,10 +17,10 @@ SIZES = {"bf16": 2, "f16": 2, "f32": 4, "c64": 8, "i64": 8, "f64": 8}
 ALIGNMENT = 256  # bytes; what cudaMalloc gives
 MAX_FED = 8  # new tokens of a sequence that one step takes; more are fed in chunks before
 _LEAST_KV = 256  # positions of the smallest bucket
-_SCRATCH_SHARE = 0.05  # of weights and KV, for the activations of a chunk
+_SCRATCH_SHARE = 0.05  # share of weights and KV for the activations of a chunk
 _LEAST_SCRATCH = 16 << 20
 _CHUNKS = (512, 256, 128, 64, 32, 16)
-_CUBLAS_WORKSPACE = 32 << 20  # of one stream on Hopper; less elsewhere
+_CUBLAS_WORKSPACE = 32 << 20  # bytes for one stream on Hopper; less elsewhere
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from offload.errors import BadModel
 from offload.model import ModelFacts
 
-_CHUNK_BYTES = 32 << 20  # of f32 rows in memory at once
+_CHUNK_BYTES = 32 << 20  # bytes of f32 rows in memory at once
 
 Rows = NDArray[np.float32]
 

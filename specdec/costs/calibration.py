@@ -23,7 +23,7 @@ _N_REGIMES = len(_ODDS)
 _OFTEN = tuple(0.6 if x == 0.0 else 0.05 for x in _OFFSETS)
 _CHANGE = 1.0 / 150.0  # chance per token of the text that the regime changes
 _MET = 0.01  # per observation, of what is remembered of the regimes met
-_DRIFT_TOKENS = 4  # of the text, before that chance is applied
+_DRIFT_TOKENS = 4  # tokens of text before that chance is applied
 _MET_OBSERVED = 16  # observations, before they are added to what was met
 _UNLIKELY = 0.02
 _LEAST, _MOST = 0.002, 0.998  # nothing is certain

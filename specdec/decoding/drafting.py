@@ -48,7 +48,9 @@ class ChainDrafting:
         self.policy = policy
         self.counters = DraftCounters()
         self._target, self._drafter, self._draws = target, drafter, draws
-        self._walks: dict[int, Mapping[str, Walk]] = {}  # by sequence and drafter; several only
+        self._walks: dict[
+            int, Mapping[str, Walk]
+        ] = {}  # walks by sequence and drafter, for several sequences
         self._n_shared = 1  # members whose batch the policy prices
 
     def propose(self, members: Sequence[BatchMember]) -> list[Draft]:

@@ -71,7 +71,7 @@ class Drafting(Protocol):
 
 @dataclass(slots=True)
 class Step:
-    """What one step did: a round of each ready member, and members whose prompts were read.
+    """The outcome of one step: a round of each ready member, and members whose prompts were read.
 
     Members in `failed` have left the loop; the exception concerns them alone. `decodes` has the
     tokens and the seconds, judging included, of each batch without parts of prompts.

@@ -112,6 +112,6 @@ class ChainDrafter:
 
 
 def _gain(request: DraftRequest, drafter: Drafter) -> float:
-    """What the policy expects of the drafter's proposal; 0 without one."""
+    """The gain that the policy expects of the drafter's proposal; 0 without one."""
     walk = request.walks.get(drafter.name)
     return 0.0 if walk is None else walk.gain

@@ -137,7 +137,7 @@ class ModelDrafter:
     def _batches(
         self, drafting: Sequence[_Growing]
     ) -> Iterator[list[tuple[int, Sequence[int], int]]]:
-        """What to feed, in order, in as few decodes as the model takes it in."""
+        """The tokens to feed, in order, in as few decodes as the model allows."""
         model, n_tokens = self._model, 0
         batch: list[tuple[int, Sequence[int], int]] = []
         for growing in drafting:
@@ -231,7 +231,7 @@ class _Growing:
         self.draws, self.temperature = draws, temperature
         self.goes_on = True
         self.n_fed = 0  # tokens of blocks that the policy was fed
-        self._n_steps = 0  # of the model, including steps that the policy did not ask for
+        self._n_steps = 0  # the model's steps, including those that the policy did not ask for
         self._tokens: list[int] = []
         self._probs: list[float] = []
         self._rows: list[NDArray[np.float64]] = []

@@ -83,7 +83,7 @@ class SuffixAutomaton:
         return (following, length + 1) if following is not None else (0, 0)
 
     def end(self, state: int) -> int:
-        """Where an occurrence of the state's strings ends."""
+        """The end of an occurrence of the state's strings."""
         return self._end[state]
 
 

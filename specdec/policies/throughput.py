@@ -32,10 +32,10 @@ from specdec.types import Draft, Round, Walk
 _RATE_ROUNDS = 20.0  # rounds that the estimate of lambda remembers
 _GROW = 1.0 / 0.985  # per token, of what is remembered of a drafter's probabilities
 _N_PROBED = 3  # tokens that a probe drafts while they are likely
-_DEAR_STEP = 0.15  # of a plain token: from here on a probe is one token
+_DEAR_STEP = 0.15  # share of a plain token's time from which on a probe is one token
 _PROBE_WEIGHT = 3.0
 _FIRST_GAP = 4  # rounds before the first probe of a drafter that stopped to pay
-_PROBE_SHARE = 0.004  # of the time that probing may take in the end
+_PROBE_SHARE = 0.004  # largest share of time for probing
 # Once speculation has won this share of the tokens, text that changes is worth more probing.
 _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
 _REBUILD_ROUNDS = 24
@@ -46,7 +46,7 @@ _LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # what speculation may lose before it mu
 
 _LOSS_MORE = 0.0015
 _TRUST_TOKENS = 3.0  # what an unseen drafter may cost; each token judged adds one
-_MOVED = 0.3  # of the log-odds of a drafter, before its drafting is thought over
+_MOVED = 0.3  # change of a drafter's log-odds after which its drafting is decided anew
 
 _CHANGED = 1.2  # ratio of T(1) to what it was, from which on the rate is another
 

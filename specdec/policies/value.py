@@ -1,4 +1,4 @@
-"""What drafting another token is worth, and what rows of a shared batch are worth.
+"""The value of drafting another token, and of rows in a shared batch.
 
 *Drafting on* is a small dynamic programme over (tokens drafted, P). With n tokens drafted, all of
 them accepted with probability P, one can stop and verify, or spend a draft step and see the next
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-N_LEVELS = 25  # of P, in equal steps of its logarithm
+N_LEVELS = 25  # levels of P, in equal steps of its logarithm
 _LOWEST = 0.02
 LEVEL = math.log(1.0 / _LOWEST) / (N_LEVELS - 1)
 _P = np.exp(-LEVEL * np.arange(N_LEVELS))

@@ -35,7 +35,7 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Equality:
-    """Of `n_texts` greedy texts of `n_tokens`, `n_equal` are the plain ones token for token;
+    """`n_equal` of `n_texts` greedy texts of `n_tokens` equal the plain ones token for token;
     `greatest_margin` is the largest of the plain texts' margins at a first difference."""
 
     n_texts: int

@@ -33,7 +33,7 @@ class TunedLlama:
     """llama.cpp's flags for one file: what it is opened with, and how that is written."""
 
     n_cpu_moe: int  # layers, counted from the first, whose experts the CPU computes
-    n_dense_layers_on_cpu: int  # of a dense model, or where even all experts on the CPU is too much
+    n_dense_layers_on_cpu: int  # used for dense models, or if all experts on the CPU do not suffice
     n_ubatch: int
     on_gpu: bool
     moe_cache_mib: int = 0  # device memory for an LRU cache of the experts on the CPU; 0: none

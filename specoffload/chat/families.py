@@ -57,7 +57,7 @@ class Family:
     layout: CallLayout
     markers: tuple[str, ...] = ()
     ends_reasoning: bool = False  # the marker of a call ends reasoning that is not closed
-    id_length: int | None = None  # of a call's id, if the template requires one
+    id_length: int | None = None  # characters of a call's id, if the template requires one
 
 
 def written(layout: CallLayout, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -304,7 +304,7 @@ FAMILIES = (
         (_FUNCTION.section, _FUNCTION.section_end),
     ),
     Family(
-        "mistral-v11",  # of Mistral's tokenizers
+        "mistral-v11",  # name in Mistral's tokenizers
         ("[TOOL_CALLS]", "[ARGS]"),
         _MISTRAL,
         CallLayout(before_name="[TOOL_CALLS]", after_name="[ARGS]", after_arguments=""),

@@ -79,7 +79,7 @@ LONG_PROMPT = 2048  # tokens, for the speed of prefill
 _LEAST_REPETITIONS = 3
 # The names of our ways in tables.
 _SHOWN = {"unwrapped": "plain CPU", "wrapped": "streamed", "spec": "with drafts"}
-_MOST_SPREAD = 0.2  # of a path's repetitions, slowest less fastest, beside the median
+_MOST_SPREAD = 0.2  # (slowest − fastest) / median of a path's repetitions
 
 
 def bench_config(
@@ -438,7 +438,7 @@ def _walk(session: Session) -> TextWalk:
 
 
 def _median_s(walk: TextWalk, n: int, repetitions: int) -> float:
-    """Of decodes of `n` tokens, new ones each time; the first warms up and does not count."""
+    """Median seconds of decodes of `n` new tokens; the first warms up and does not count."""
     if n > VERIFY_MOST:  # prefill, of which one row of logits is wanted, and which takes long
         return [walk.time_s(n, n_logits=1) for _ in range(2)][1]
     return statistics.median([walk.time_s(n) for _ in range(repetitions + 1)][1:])
@@ -479,7 +479,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     plain, mark = result.get("plain_tps"), " ?" if result.get("unreliable") else ""
     speeds = [(name, result["decode_tps"][name], p) for name, p in result["prefill_tps"].items()]
     for row in result.get("llama_server", ()):
-        draft = row["flags"][2:]  # behind -md FILE
+        draft = row["flags"][2:]  # flags after -md FILE
         cache = cache_words(row["n_cpu_moe"], row["moe_cache_mib"])
         name = " ".join(("llama-server", *cache, *draft))
         speeds.append((name, row["decode_tps"], row["prefill_tps"]))

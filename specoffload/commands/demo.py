@@ -37,8 +37,8 @@ from specoffload.session.statistics import GenerationStats
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS = 2
 _CAPTION = "T(n), a decode of n tokens"
-_OTHER_ROWS = 14  # of the screen: everything but the columns' text and the footer
-_TEXT_ROWS = (4, 16)  # of a column: at least, at most
+_OTHER_ROWS = 14  # screen rows beside the columns' text and the footer
+_TEXT_ROWS = (4, 16)  # least and most rows of a column's text
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Column:
     about: str
     text: str
     n_tokens: int
-    seconds: float  # of this column's own decoding
+    seconds: float  # seconds of this column's own decoding
     done: bool
     hidden: float | None = None  # share of the copies' time under computation; None: not known
     identical: bool | None = None  # to the first column's text; None: not compared
@@ -301,7 +301,7 @@ def frame(running: Sequence[Way]) -> report.Frame:
 
 
 def _heading(way: Way) -> str:
-    """Where it runs and what streams, in 80 columns."""
+    """The device and what streams, in 80 columns."""
     target = way.session.target
     where = target.choice.description if target.choice.on_gpu else f"simulated GPU, {_LINK} link"
     assert target.plan is not None

@@ -26,7 +26,7 @@ from specoffload.kept import (
     tuned_sentence,
 )
 
-_MOST_MODELS = 12  # of which a line tells
+_MOST_MODELS = 12  # models that get a line
 
 
 def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
@@ -150,7 +150,7 @@ def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
 
 
 def machine_now(threads: str) -> MachineNow:
-    """What measured speeds depend on, as it is now."""
+    """The settings that measured speeds depend on, as they are now."""
     from offload.device import devices
     from offload.native_build import library_build
 

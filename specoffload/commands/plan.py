@@ -62,7 +62,7 @@ class Planned:
     why_vram: str
     splits: PlanForSplits = False  # layers may be
     hits: HitCurve | None = None  # as counted; None: a guess
-    complaint: str = ""  # of counted hits that cannot be used
+    complaint: str = ""  # why counted hits cannot be used
     room: Room | None = None  # host memory for what streams; None: it stays in the page cache
     hardware: str | None = None  # --hardware
 

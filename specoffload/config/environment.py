@@ -1,4 +1,4 @@
-"""What is read once, when a command starts: environment variables and the machine.
+"""Environment variables and facts of the machine, read once when a command starts.
 
 No other module reads environment variables.
 """
@@ -32,7 +32,7 @@ class Environment:
     max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD: has no effect
     profile_folder: Path = Path(".cache/specoffload/profiles")  # need not exist
     chat_history: Path = Path(".local/state/specoffload/chat-history")  # what was typed
-    llama_cache: Path = Path(".cache/llama.cpp")  # where llama.cpp put what it fetched
+    llama_cache: Path = Path(".cache/llama.cpp")  # llama.cpp's downloads
     ollama_folders: tuple[Path, ...] = ()  # may not exist either
     without: frozenset[str] = frozenset()  # SPECOFFLOAD_WITHOUT: parts to leave out
     variables: Mapping[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from specoffload.config.values import ALL_LAYERS
 
 @dataclass(frozen=True)
 class Already:
-    """What the flag asks for is always so: accepted without a word."""
+    """A flag that asks for what is always done: accepted without a word."""
 
 
 @dataclass(frozen=True)

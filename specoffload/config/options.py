@@ -85,7 +85,7 @@ class Options:
     threads: int | None = None
     threads_batch: int | None = None
     flash_attn: Toggle = Toggle.AUTO
-    type_k: str = "f16"  # of the KV cache
+    type_k: str = "f16"  # type of the KV cache's keys
     type_v: str | None = None
     swa_full: bool = False
     vram_bytes: int | None = None
@@ -171,7 +171,7 @@ class ServeOptions:
     parallel: int | None = None
     cache_ram_mib: int = 8192  # -1: no limit
     slot_save_path: Path | None = None
-    slot_similarity: float = 0.1  # of a prompt
+    slot_similarity: float = 0.1  # share of a prompt
     embeddings: bool = False
     pooling: str | None = None  # None: as the model file says
 
@@ -244,5 +244,5 @@ class DoctorOptions:
 class TuneOptions:
     """Options of `tune` and `tune numa`."""
 
-    minutes: float = 10.0  # of `tune`
-    time_limit_s: float = 600.0  # of `tune numa`
+    minutes: float = 10.0  # limit of `tune`
+    time_limit_s: float = 600.0  # limit of `tune numa`

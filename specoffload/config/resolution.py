@@ -34,7 +34,7 @@ from specoffload.config.speculation import (
 from specoffload.errors import UsageError
 
 _USUAL_PARALLEL = 4
-_LEAST_TOKENS = 512  # of the context for each request, unless more requests were asked for
+_LEAST_TOKENS = 512  # least context of each request, unless more requests were asked for
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Config:
     cache_ram_bytes: int | None = 0  # RAM for prompts of earlier requests; None: no limit
     slot_save_path: Path | None = None
     slot_similarity: float = ServeOptions.slot_similarity
-    pooling: str | None = None  # of embeddings; None: there are none
+    pooling: str | None = None  # kind of embeddings; None: no embeddings
 
 
 def demo_file(name: str) -> Path:
@@ -147,7 +147,7 @@ def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
 
 
 def _choose_hybrid(options: Options) -> HybridChoice:
-    """What --hybrid says, else auto; a --min-batch N decides alone."""
+    """The choice of --hybrid, by default auto. A number in --min-batch decides alone."""
     if options.hybrid is not None:
         return HybridChoice(options.hybrid, asked=True)
     if isinstance(options.min_batch, MinBatch):

@@ -19,7 +19,7 @@ from specoffload.config.options import Ram, Toggle
 NEVER = 1 << 30  # tokens: no batch has as many
 ALL_LAYERS = 9999
 _ALONE = (DrafterName.NONE, DrafterName.SYNTHETIC)
-_DEBUG_LEVEL = 4  # of llama.cpp's 5
+_DEBUG_LEVEL = 4  # llama.cpp's levels go up to 5
 _MOST_SEED = 2**32 - 2  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "random"
 
 

@@ -148,7 +148,9 @@ def _in_one_sentence(name: HubName, token: str | None) -> Iterator[None]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a full disk, which is looked at before
+            warnings.simplefilter(
+                "ignore"
+            )  # the hub warns of a full disk, which was checked before
             yield
     except GatedRepoError as e:
         raise FetchFailed(
@@ -210,7 +212,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def bytes_there(repo: str, sha256: str) -> int:
-    """Of a file's bytes, those that an earlier download left."""
+    """The number of a file's bytes that an earlier download left."""
     partial = _partial(_folder(repo), sha256)
     return partial.stat().st_size if partial.exists() else 0
 
@@ -222,7 +224,7 @@ def _folder(repo: str) -> Path:
 
 
 def _partial(folder: Path, etag: str) -> Path:
-    """Where a download lies until it is whole; the ending is the hub's own: its tools clear it."""
+    """The path of a download until it is whole. The hub's own tools clear files of this ending."""
     return folder / "blobs" / f"{etag}.resumed.incomplete"
 
 

@@ -101,7 +101,7 @@ class Metrics:
         self._n_tokens_max = 0  # longest prompt with its answer
         self._delays = [0] * (len(_BOUNDS_S) + 1)
         self._delays_s = 0.0
-        self.n_restarts = 0  # of the engine process
+        self.n_restarts = 0  # restarts of the engine process
         self.n_refused = 0  # requests that found the queue full
 
     def add(self, stats: GenerationStats) -> None:

@@ -17,7 +17,7 @@ class ModelCard:
     size_bytes: int
     chat_template: str | None
     tool_use_template: str | None = None  # the file's own for conversations with tools
-    longest_token_bytes: int = 256  # of text that one token can stand for
+    longest_token_bytes: int = 256  # longest text of one token
     bos: str = ""
     eos: str = ""
     adds_bos: bool = False  # the vocabulary has `bos` before every text

@@ -30,7 +30,7 @@ from specoffload.speculation.draft_model import DraftModel, measure_step, real_t
 from specoffload.speculation.kept_tokens import read_kept
 from specoffload.speculation.vocabulary import check_same_vocabulary
 
-_DEFAULT_CTX = 4096  # of a draft whose context is not known yet
+_DEFAULT_CTX = 4096  # context of a draft that is not open yet
 _DRAFT_UBATCH = 512  # its weights are resident: more would only take memory
 # What keeps torch from computing this draft, and is no reason not to start.
 _NOT_IN_TORCH = (BadModel, DoesNotFit, DeviceUnavailable, DeviceFailed)
@@ -152,7 +152,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
 
 
 def _place(config: Config, target: Engine) -> DeviceChoice:
-    """Where the draft goes: beside the target unless it was said."""
+    """The draft's device: the target's unless a flag names another."""
     device = config.spec.of_draft.device
     return target.choice if device is None else choose_device(device)
 

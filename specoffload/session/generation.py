@@ -66,7 +66,9 @@ class Piece:
     so_far: GenerationStats | None = None  # on other pieces with tokens, if timings_per_token
     index: int = 0  # number of the answer, if a request asked for several
     stopping_word: str | None = None  # on the last piece, if a stop sequence ended the answer
-    logprobs: tuple[ChosenLogprob, ...] = ()  # of `tokens`, if asked for; an end token has none
+    logprobs: tuple[
+        ChosenLogprob, ...
+    ] = ()  # one for each of `tokens`, if asked for; an end token has none
     id_slot: int = -1  # the slot that it was made in
     # Logprobs of evaluated prompt tokens, if asked for; that of the first token is NaN.
     prompt_logprobs: tuple[ChosenLogprob, ...] = ()
@@ -80,7 +82,7 @@ class SlotInfo:
     id: int
     is_processing: bool
     n_tokens: int  # held now
-    n_prompt_tokens: int = 0  # of the request that is being answered
+    n_prompt_tokens: int = 0  # prompt tokens of the request that is being answered
     n_decoded: int = 0  # tokens of the answer so far
     n_remain: int = 0  # that may follow
 

@@ -27,7 +27,7 @@ class KeptForPlan:
 
     hits: HitCurve | None = None  # as counted of the model's routing
     decodes: tuple[MeasuredDecode, ...] = ()  # as timed on this device, by whatever plan
-    mix: TokenMix | None = None  # of what earlier runs evaluated and generated; None: too little
+    mix: TokenMix | None = None  # tokens that earlier runs evaluated and generated; None: too few
     complaint: str = ""
 
     @property

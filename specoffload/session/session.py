@@ -320,7 +320,7 @@ class Session:
         return self.batcher.step()
 
     def cancel(self, request: Running) -> None:
-        """Whoever asked has gone: its slot is free again."""
+        """Cancel a request whose client has left, which frees its slot."""
         assert isinstance(request, Request)
         self.batcher.cancel(request)
 

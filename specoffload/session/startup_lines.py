@@ -13,7 +13,7 @@ class StreamedFacts:
     streamed_bytes: int
     slot_bytes: int
     min_batch: str  # when they are computed on the device, in words
-    reasons: tuple[str, ...]  # of the plan
+    reasons: tuple[str, ...]  # the plan's reasons
     reading: str | None  # how they were read from disk; None while they are not
     split: str = ""  # sizes of batches whose layers of experts are split between both
 
@@ -55,7 +55,7 @@ class StartUp:
     speculation: tuple[str, ...]
     memory: MemoryFacts
     declined: tuple[str, ...]  # reasons for which the device left products to the CPU
-    others: tuple[str, ...]  # of MLA, memory nodes, measured choices and the configuration
+    others: tuple[str, ...]  # lines on MLA, memory nodes, measured choices and the configuration
 
 
 def startup_lines(start: StartUp) -> tuple[str, ...]:

@@ -25,13 +25,13 @@ class GenerationStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     rollback_s: float = 0.0
-    n_checkpoints: int = 0  # of a recurrent memory
+    n_checkpoints: int = 0  # checkpoints of a recurrent memory
     n_restores: int = 0
     acceptance_per_position: tuple[float, ...] = ()  # share accepted at each place of a draft
     draft_lengths: tuple[tuple[int, int], ...] = ()  # (length, rounds)
     accepted_by_source: tuple[tuple[str, int], ...] = ()  # (drafter, accepted tokens)
     decisions: tuple[tuple[str, int], ...] = ()  # (why that length, rounds), most frequent first
-    n_cached_tokens: int = 0  # of the prompt, held from the conversation before
+    n_cached_tokens: int = 0  # prompt tokens held from the conversation before
 
     @property
     def n_prefilled(self) -> int:
@@ -58,7 +58,7 @@ class EngineCounts:
     """Counters of an engine since it was opened."""
 
     streamed_bytes: int
-    n_checkpoints: int  # of a recurrent memory
+    n_checkpoints: int  # checkpoints of a recurrent memory
     n_restores: int
 
 

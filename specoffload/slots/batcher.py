@@ -43,7 +43,7 @@ from specoffload.speculation.speculation import Speculation
 
 log = logging.getLogger("specoffload.slots")
 
-_FREE_SHARE = 0.05  # by which prompt tokens may lengthen a step without counting as a piece
+_FREE_SHARE = 0.05  # share by which prompt tokens may lengthen a step without counting as a piece
 
 
 class Batcher:

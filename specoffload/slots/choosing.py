@@ -15,7 +15,7 @@ _WORTH_TOKENS = 16  # fewer tokens in common are evaluated faster than copied
 
 
 class Source(Enum):
-    """Where the first tokens of a prompt come from, which then need no evaluation."""
+    """The source of a prompt's first tokens, which then need no evaluation."""
 
     NONE = "none"
     OWN = "the slot itself"

@@ -61,7 +61,7 @@ def message_of(text: str) -> str:
 
 
 class Asks(Protocol):
-    """Whoever asks for the next message."""
+    """A source of messages."""
 
     def ask(self) -> str: ...
 

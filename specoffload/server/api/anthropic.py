@@ -223,7 +223,7 @@ class AnthropicWording(EventWording):
             "usage": {"input_tokens": 0, "output_tokens": 0},
         }
         super().__init__(parser, result)
-        self._arguments = ""  # of the open call, as JSON text
+        self._arguments = ""  # arguments of the open call, as JSON text
         self._is_open = False  # the last block is not stopped yet
         self._has_started = False
 

@@ -24,7 +24,7 @@ from specoffload.session.card import ModelCard
 HEADER = b"x-ignored-parameters"
 _OVERHEAD_BYTES = 2**20  # tools, schemas, and the JSON around a prompt
 _MOST_BYTES = 64 * 2**20
-_MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # of all bodies that are being read
+_MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # limit of all bodies that are being read
 _RETRY_AFTER_S = 2
 _STATE = "ignored"  # in the scope of a request: names without effect
 
@@ -86,7 +86,7 @@ class BodyReader:
     """Reads the bodies of one server."""
 
     def __init__(self) -> None:
-        self._n_bytes = 0  # of all bodies that are being read
+        self._n_bytes = 0  # size of all bodies that are being read
 
     async def read(self, request: Request, kind: type[_Body], card: ModelCard) -> _Body:
         """The body as `kind`. Names that no field has are left to `judge`.

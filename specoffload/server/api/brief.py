@@ -144,7 +144,7 @@ def slots_router(context: ServerContext) -> APIRouter:
     router = APIRouter(tags=["slots"])
 
     async def slots(request: Request) -> Response:
-        """What each slot holds, and the progress of its request."""
+        """The contents of each slot, and the progress of its request."""
         engine, n_ctx = context.engine, context.card.n_ctx
         if request.query_params.get("fail_on_no_slot") and engine.n_running >= engine.n_parallel:
             raise RequestFailed(unavailable("no slot available"))

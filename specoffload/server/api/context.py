@@ -55,7 +55,7 @@ class ServerContext:
         self.engine = engine
         self.defaults = defaults
         self.created = int(time.time())  # Unix seconds
-        self.bodies: set[type[RequestModel]] = set()  # of all routes, for /openapi.json
+        self.bodies: set[type[RequestModel]] = set()  # bodies of all routes, for /openapi.json
         self._renderer = renderer
         self._chat = chat
         self._reader = BodyReader()

@@ -25,7 +25,7 @@ from specoffload.session.generation import N_SEEDS, GenerateOptions
 MAX_STOPS = 256  # each is searched for in every piece of the answer
 MAX_STOP_LETTERS = 1024
 MAX_SAMPLERS = 64
-MAX_ANSWERS = 1024  # of one request: each takes its turn, and memory until the last is finished
+MAX_ANSWERS = 1024  # answers to one request: they take turns, and memory until the last is finished
 # Fields whose values go into the options as they are.
 _PLAIN = {name: flag.field for name, flag in PLAIN_FLAGS.items()} | {
     name: name

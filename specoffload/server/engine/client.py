@@ -95,7 +95,7 @@ class Ticket:
         self.client = client
         self.started_at: float | None = None  # time.monotonic() when the engine got it
         self.n_prompt_tokens = 0  # known once the engine has begun
-        self.n_tokens = 0  # of all answers so far
+        self.n_tokens = 0  # tokens of all answers
         self.said_at: float | None = None  # time.monotonic() of the last line about its prompt
         self._hear = hear
         self._give_up = give_up
