@@ -191,7 +191,7 @@ def _read_trace(file: Path) -> DraftTrace:
         report.line(
             f"{len(trace.unknown)} of {len(trace.p)} tokens are unknown: nobody drafted them when "
             "this was recorded. Drafts are cut short there, so policies that draft longer look "
-            "worse than they are; record with --spec-policy fixed --draft-max 16"
+            "worse than they are; record with --spec-policy fixed --spec-draft-n-max 16"
         )
     return trace
 
