@@ -60,10 +60,10 @@ class Decoder:
 
 
 class Embedder:
-    """Embeds one text at a time: the states that a model ends with, in a context of their own.
+    """Embeds one text at a time, in a context of its own. Close it before the model.
 
-    llama.cpp pools within one ubatch, so a longer text cannot be embedded. Close it before the
-    model.
+    An embedding is made of the model's last hidden states. llama.cpp pools them within one ubatch,
+    so a longer text cannot be embedded.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Embedder:
             options, n_ctx=n, n_batch=n, n_ubatch=n, n_sequences=1, n_outputs=n, n_rs_seq=0
         )
         self.pooling = pooling
-        self.n_most = n  # tokens of a text
+        self.n_most = n  # most tokens of a text
         self.context = EmbeddingContext(model, own, pending, POOLINGS.index(pooling))
         self.decode: Decode = self.context.decode
 
@@ -83,9 +83,9 @@ class Embedder:
         self.context.close()
 
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """[1, width], or without pooling [number of tokens, width]; of any length.
+        """Return the embedding [1, width], or [number of tokens, width] without pooling.
 
-        Raises DoesNotFit for a text that is too long.
+        Embeddings are not normalised. Raises DoesNotFit for more than `n_most` tokens.
         """
         n = len(tokens)
         if n > self.n_most:

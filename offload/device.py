@@ -23,7 +23,7 @@ class DeviceChoice:
     wrapped: bool
     on_gpu: bool
     reason: str
-    sim: SimSpec | None = None  # what the CPU posing as a GPU has; None for every other device
+    sim: SimSpec | None = None  # limits of the simulated device; None for every other device
 
 
 def devices() -> list[DeviceChoice]:
@@ -44,7 +44,7 @@ def has_gpu() -> bool:
 
 
 def choose_device(wanted: str) -> DeviceChoice:
-    """The device for `--device auto|NAME|cpu|sim`.
+    """Return the device for `--device auto|NAME|cpu|sim`. Raises DeviceUnavailable.
 
     `auto` takes the first real GPU, wrapped, else the plain CPU; `cpu` is libllama untouched;
     `sim` wraps the CPU device as if it were a GPU, `sim:...` with limits (offload/plan/sim.py).

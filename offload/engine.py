@@ -1,7 +1,7 @@
 """The engine: a model file opened on a device, its KV cache, and the sequences in it.
 
 We call `llama_decode`; during it the library calls back into `StreamingDevice` on this thread,
-several times per token. What a callback raises comes out of `Sequences.extend`.
+several times per token. `Sequences.extend` re-raises an exception that a callback raised.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ class EngineOptions:
     wrapped: bool = True  # off: libllama sees the real device, as for a draft
     n_ctx: int = 4096
     n_batch: int = 2048
-    n_ubatch: int | None = 512  # None: what the plan chooses, up to most_ubatch
+    n_ubatch: int | None = 512  # None: the plan chooses, up to most_ubatch
     most_ubatch: int = UBATCHES[-1]
     n_sequences: int = 1
     n_outputs: int = 64
-    n_rs_seq: int = 0  # tokens that a recurrent memory rolls back by snapshots, where it can
+    n_rs_seq: int = 0  # most tokens that a recurrent memory rolls back by snapshots
     n_threads: int = 1
     n_threads_batch: int = 1
     flash_attn: str = "auto"
     type_k: str = "f16"  # type of the KV cache's keys
     type_v: str = "f16"
-    swa_full: bool = False  # keep what sliding windows have passed
+    swa_full: bool = False  # keep keys that sliding windows have passed
     pooling: str | None = None  # kind of embeddings (plan/choices.py); None: no embeddings
-    numa: NumaPlan | None = None  # replaces n_threads and n_threads_batch by its teams
+    numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
     mla_crossover: int | None = None  # for tests: tokens up to which MLA's broadcast form is taken
-    trial_folder: Path | None = None  # keeps what was tried once per build; None: tried each time
+    trial_folder: Path | None = None  # results of trials, one per build; None: try at each start
 
 
 def context_spec(facts: ModelFacts, options: EngineOptions) -> ContextSpec:
@@ -125,7 +125,7 @@ class Engine(ModelText):
         )
         self.options = options = replace(options, flash_attn=flash_attn)
         self.choice: DeviceChoice = choose_device(options.device)
-        # What library and environment keep from being used, in sentences.
+        # Sentences for the user, e.g. on features that the library's build lacks.
         self.notes: list[str] = [*prepare(), *missing_in_build(has_gpu=has_gpu())]
         self.numa: NumaPlan | None = None
         if options.numa is not None:
@@ -139,7 +139,7 @@ class Engine(ModelText):
         self.device: StreamingDevice | None = None
         self.embedder: Embedder | None = None
         self.hybrid: Hybrid | None = None
-        # Off until somebody turns it on: nothing that is decoded while opening is anybody's text.
+        # Off until it is turned on: tokens decoded while opening belong to no text.
         self.routing = RoutingRecorder()
         free_before = self.choice.device.memory_bytes()[0]
         try:
@@ -164,7 +164,7 @@ class Engine(ModelText):
             is_hybrid=self._model.is_hybrid,
             n_sequences=options.n_sequences,
             n_outputs=options.n_outputs,
-            # The library aborts where a state has several ranges of cells, as sliding windows do.
+            # The library aborts if a state has several ranges of cells, as with sliding windows.
             device_checkpoints=self._model.is_recurrent
             and not self.facts.number("attention.sliding_window"),
             most_state_bytes=most_state_bytes(
@@ -206,7 +206,7 @@ class Engine(ModelText):
         self.device = StreamingDevice(
             self.choice,
             self.host,
-            # libllama reserves memory as it is told here: for all that may ever be computed there.
+            # libllama reserves memory by this threshold, so it must allow all later computations.
             MinBatch(1, 1) if self._may_be_native() else o.min_batch,
             self._pending,
             layout=self.plan.layout,
@@ -226,7 +226,7 @@ class Engine(ModelText):
             n_gpu_layers=999,
             # Repacked weights are not host memory in ggml's layout and cannot be streamed.
             use_extra_bufts=False,
-            # Mapped files let the store read what streams, and libllama only what is resident.
+            # With mapped files the store reads streamed weights, and libllama only resident ones.
             load_mode="mmap" if self.store is not None else "auto",
         )
 
@@ -250,7 +250,7 @@ class Engine(ModelText):
         )
 
     def _hybrid(self, plan: Plan) -> Hybrid | None:
-        """The two sides of layers that are split; None where none is."""
+        """Return the two sides of split layers, or None if no layer is split."""
         o, sim = self.options, self.choice.sim
         if not (o.streaming.hybrid and any(map(is_experts, plan.streamed))):
             return None
@@ -320,8 +320,10 @@ class Engine(ModelText):
         return embedder
 
     def _snapshots(self, n_ubatch: int) -> int:
-        """Snapshots of recurrent state: what they take back comes out of one ubatch, with a token
-        before it and one more (the library asserts n_ubatch > n_rs_seq + 1)."""
+        """Return the number of snapshots of recurrent state: at most `n_ubatch` - 2.
+
+        The library asserts n_ubatch > n_rs_seq + 1.
+        """
         wanted, most = self.options.n_rs_seq, max(0, n_ubatch - 2)
         if wanted > most and self._model.is_recurrent:
             self.notes.append(
@@ -331,7 +333,7 @@ class Engine(ModelText):
         return min(wanted, most)
 
     def _size_slots(self, free_before: int) -> None:
-        """Give slots what a GPU has left once all else has its memory. Raises DoesNotFit."""
+        """Give slots the GPU memory that nothing else needs. Raises DoesNotFit."""
         plan, device, o = self.plan, self.device, self.options
         if plan is None or device is None or not plan.layout.pools:
             return
@@ -362,7 +364,7 @@ class Engine(ModelText):
         )
 
     def _warm_up(self) -> None:
-        """Compute the largest ubatch once, so that all that kernels take of memory is taken."""
+        """Compute the largest ubatch once, so that kernels allocate all the memory they need."""
         device, o = self.device, self.options
         assert device is not None
         threshold, device.min_batch = o.min_batch, MinBatch(1, 1)
@@ -372,7 +374,7 @@ class Engine(ModelText):
             self._context.decode([0] * n, range(n), [0] * n, wanted)
         finally:
             device.min_batch = threshold
-        # libllama would take up this graph, split by another threshold, for a batch as large.
+        # Otherwise libllama would reuse this graph, split by another threshold, for equal batches.
         self._context.decode([0], [n], [0], [False])
         self._context.remove(0, 0)
 
@@ -381,7 +383,7 @@ class Engine(ModelText):
         return self.choice.on_gpu and o.streaming.native and o.min_batch.experts < NEVER
 
     def _answer_natively(self) -> None:
-        """Have libllama ask the backend itself which nodes it takes, where that says all."""
+        """Let libllama ask the backend directly which nodes it takes, if Python adds nothing."""
         plan, device, o = self.plan, self.device, self.options
         if plan is None or device is None or not self._may_be_native():
             return
@@ -401,7 +403,7 @@ class Engine(ModelText):
 
     @property
     def numa_notes(self) -> tuple[str, ...]:
-        """The places of threads and pages, and what was refused; empty without a NumaPlan."""
+        """Sentences on the places of threads and pages, and on refusals; () without a NumaPlan."""
         if self.numa is None:
             return ()
         placed = self.placer.notes if self.placer is not None else ()
@@ -431,24 +433,29 @@ class Engine(ModelText):
     def set_min_batch(self, value: MinBatch) -> None:
         """Compute streamed weights on the device from `value` tokens on, in graphs built from now.
 
-        libllama reuses the graph of the decode before, split as it was, while the batch has the
-        same number of tokens and of rows of logits.
+        libllama reuses the previous decode's graph, with its split, while batches have the same
+        number of tokens and of rows of logits.
         """
         if self.device is not None:
             self.device.min_batch = value
 
     def set_min_batch_by_decoding(self, value: MinBatch) -> None:
-        """As `set_min_batch`, from the next decode on: decodes 3 tokens in sequence 0 for it, which
-        are forgotten again."""
+        """Call `set_min_batch`, and make it hold from the next decode on.
+
+        Decodes 3 tokens in sequence 0 and forgets them, so that libllama builds a new graph.
+        """
         if self.device is None or value == self.device.min_batch:
             return
         self.set_min_batch(value)
         self.build_anew()
 
     def build_anew(self, *, after_logits: bool = False) -> None:
-        """Have the next decode build its graph, whatever its size: decodes 3 tokens in sequence 0
-        for it, which are forgotten again. `after_logits`: the decode before gave some, so that one
-        token without is enough."""
+        """Make the next decode build a new graph, whatever its size.
+
+        Decodes 3 tokens in sequence 0 and forgets them. With `after_logits`, the previous decode
+        returned logits, so one token without logits is enough. Does nothing if the context has no
+        room for them.
+        """
         s, start = self.sequences, self.sequences.length(0)
         batches = (1,) if after_logits else (2, 1)
         if start + sum(batches) > self.n_ctx:
@@ -463,10 +470,10 @@ class Engine(ModelText):
                     s.restore(0, checkpoint)
 
     def try_out(self) -> None:
-        """Read a word into tokens, compute one of them, and forget it.
+        """Tokenise a letter, compute one token, and forget it.
 
-        Where a file's vocabulary or weights make the library stop, it stops here, while the file is
-        still being opened, and not in the first request.
+        If a file's vocabulary or weights make the library abort, it aborts here, while the file is
+        being opened, and not in the first request.
         """
         with opening(self.facts.path):
             tokens = self.tokenize("a") or [0]
@@ -474,7 +481,7 @@ class Engine(ModelText):
             self._context.remove(0, 0)
 
     def fill_slots(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
-        """Copy the experts that were used most into slots, one each time it is advanced.
+        """Return an iterator whose every step copies one of the most used experts into a slot.
 
         `uses`: tokens that used each expert, by layer. Raises DeviceFailed if a copy failed. Drop
         the iterator when something is computed.
@@ -482,12 +489,12 @@ class Engine(ModelText):
         return iter(()) if self.device is None else self.device.fill(uses)
 
     def settle(self) -> None:
-        """Return when no copy is under way: all that are counted are in the trace, too."""
+        """Wait until no copy is under way. The trace then holds every counted copy, too."""
         if self.device is not None:
             self.device.settle()
 
     def counters(self) -> StreamCounters:
-        """Counts of the copy path since the engine was opened; all zero where nothing streams."""
+        """Counts of the copy path since the engine was opened; all zero if nothing streams."""
         total = StreamCounters()
         if self.device is not None:
             for executor in self.device.executors.values():

@@ -35,7 +35,7 @@ class Header:
     lengths: dict[str, int] = field(
         default_factory=dict
     )  # lengths of its arrays, long ones included
-    has_byte_tokens: bool = True  # False: a vocabulary that the library cannot split any text with
+    has_byte_tokens: bool = True  # False: the library cannot split text with this vocabulary
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class ModelFacts:
     weights: dict[str, WeightPlace]
 
     def number(self, key: str, default: int = 0) -> int:
-        """An integer of the architecture's metadata, e.g. `block_count`; first of an array."""
+        """An integer of the architecture's metadata, e.g. `block_count`; an array's first value."""
         value = self.header.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, tuple):
             value = value[0] if value else default
         return int(value) if isinstance(value, int | float) else default
 
     def per_layer(self, key: str, default: int = 0) -> tuple[int, ...]:
-        """An integer of the metadata for each of `n_layers`: an array's, or the one for all."""
+        """An integer of the metadata for each layer; a single number holds for all of them."""
         value = self.header.metadata.get(f"{self.architecture}.{key}", default)
         if not isinstance(value, tuple):
             return (self.number(key, default),) * self.n_layers
@@ -111,11 +111,11 @@ class ModelFacts:
 
 
 def is_experts(entry: TensorEntry) -> bool:
-    """True if it holds a layer's routed experts, [n_in, n_out, n_experts]."""
+    """True if the tensor holds a layer's routed experts, [n_in, n_out, n_experts]."""
     return bool(_EXPERTS.search(entry.name))
 
 
 def layer_of(tensor_name: str) -> int:
-    """The layer a weight belongs to, -1 for those outside the layers."""
+    """The layer that a weight belongs to; -1 for a weight outside the layers."""
     match = _LAYER.match(tensor_name)
     return int(match.group(1)) if match else -1

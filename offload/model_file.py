@@ -17,7 +17,7 @@ _PER_TOKEN = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 
 
 def read_facts(path: str | Path) -> ModelFacts:
-    """Read and check a model file's header; of a split model, those of all parts.
+    """Read and check a model file's header, or the headers of all parts of a split model.
 
     Raises BadModel with one sentence for a path that is not a usable model.
     """
@@ -59,7 +59,7 @@ def check_writes(facts: ModelFacts) -> None:
 
 
 def first_part(path: Path) -> Path:
-    """The file to open of a split model, from any of its parts."""
+    """The first part of a split model, from any of its parts; another path unchanged."""
     match = _SPLIT.match(path.name)
     if match is None or int(match["number"]) == 1:
         return path

@@ -1,8 +1,8 @@
 """The build of the native library: its identity, what works in it, and what it lacks.
 
-gcc before 12.4 and 13.3 miscompiles ggml's AMX kernels (gcc bug 114098): it reads 8 of the 64 bytes
-of the tile configuration, and the first product of two tokens ends the process. So where library
-and processor have AMX, one product is tried in a process of its own, once per build.
+gcc before 12.4 and 13.3 miscompiles ggml's AMX kernels (gcc bug 114098): they read 8 of the 64
+bytes of the tile configuration, and the first product of two tokens ends the process. So one
+product is tried in a child process, once per build, if library and processor have AMX.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def _cpu_backend_digest() -> str:
 
 
 def may_repack(weight_names: Iterable[str], folder: Path | None) -> AmxVerdict:
-    """May weights go into ggml's extra buffers, repacked for this processor?
+    """Decide whether weights may be repacked for this processor, in ggml's extra buffers.
 
-    llama.cpp 0.3.36 aborts with them on a quantised k_b of MLA, where they are AMX's.
+    With AMX's extra buffers llama.cpp 0.3.36 aborts on a quantised k_b of MLA.
     """
     if any(name.endswith("attn_k_b.weight") for name in weight_names):
         return AmxVerdict(False)
@@ -73,9 +73,9 @@ def may_repack(weight_names: Iterable[str], folder: Path | None) -> AmxVerdict:
 
 
 def amx_verdict(folder: Path | None, trial: Callable[[], str] | None = None) -> AmxVerdict | None:
-    """The result for this build, None if there is no AMX. It is tried once and kept in `folder`.
+    """Return the verdict for this build, or None without AMX. The result is kept in `folder`.
 
-    `trial` returns why AMX does not work, "" if it does; it is called if nothing is kept.
+    `trial` is called if no result is kept. It returns why AMX does not work, or "" if it works.
     """
     if amx_buffer_type() is None:
         return None
@@ -130,7 +130,7 @@ def _try_in_a_child() -> str:
 
 
 def missing_in_build(root: Path = Path("/"), *, has_gpu: bool) -> tuple[str, ...]:
-    """Sentences for what this machine has and the build does not use; `root` is for tests."""
+    """Sentences on hardware of this machine that the build does not use; `root` is for tests."""
     found = []
     if not has_gpu:
         for driver, name, flag in (

@@ -1,7 +1,6 @@
 """An engine's plan for memory nodes, made before it opens. Pure.
 
-A NumaPlan exists only if the machine has several memory nodes; on one node nothing of this costs
-anything.
+A NumaPlan exists only if the machine has several memory nodes, so one node has no extra cost.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class NumaPlan:
         return replace(self, candidate=None, decode=self.draft, batch=self.draft, reasons=())
 
     def in_mask_order(self, *, openmp: bool) -> NumaPlan:
-        """The plan as ggml carries it out: each team in the order in which a mask hands out."""
+        """Return the plan with each team in the order in which ggml's mask hands out processors."""
         decode, batch, draft = (
             team.in_mask_order(openmp=openmp) for team in (self.decode, self.batch, self.draft)
         )
@@ -61,7 +60,7 @@ class NumaPlan:
 def make_numa_plan(
     topology: Topology, candidate: Candidate, n_batch: int | None = None
 ) -> NumaPlan:
-    """The plan of a way to run; `n_batch` threads for several tokens. Raises NoSuchNode."""
+    """Plan teams for `candidate`; `n_batch`: threads for several tokens. Raises NoSuchNode."""
     threads = threads_for(topology, candidate, n_batch)
     return NumaPlan(
         topology, candidate, threads.decode, threads.batch, threads.draft, threads.reasons
@@ -88,7 +87,7 @@ def placed_weights(entries: Iterable[TensorEntry], layout: Layout) -> list[Place
 class PagePlacer:
     """Places the store's pages as the plan says, before anything is read into them.
 
-    `notes` then say how that went.
+    `notes` then say how the pages were placed, and what the kernel refused.
     """
 
     def __init__(self, plan: NumaPlan, streamed: Sequence[TensorEntry]) -> None:

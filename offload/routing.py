@@ -1,7 +1,7 @@
-"""The experts that routers choose: recorded, guessed, and the hits that slots may expect. Pure.
+"""Records and guesses the experts that routers choose, and computes expected hits. Pure.
 
-Routing does not depend on machine, plan or threads. So hits that were counted in one run hold for
-all later runs of the model.
+Routing does not depend on machine, plan or threads. So hits counted in one run hold for all later
+runs of the model.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 N_KEPT = 1024  # recorded tokens of each layer
-MOST_TOKENS = 64  # in a batch that is recorded; larger ones are prompts
+MOST_TOKENS = 64  # most tokens of a recorded batch; larger batches are prompts
 # Shares of all experts that have a slot, at which hits are counted.
 SHARES = (1/64, 1/32, 3/64, 1/16, 3/32, 1/8, 3/16, 1/4, 3/8, 1/2, 3/4)  # fmt: skip
-LEAST_TOKENS = 64  # to count hits of; the first half of them only fills the slots
+LEAST_TOKENS = 64  # least tokens to count hits of; the first half only fills the slots
 HALF_LIFE_STEPS = 4.0  # decodes after which a use counts half for the cache rule (docs/log.md)
 _HALF_LIFE_TOKENS = 2048.0  # counted tokens after which earlier counts weigh half
-_MOST_STEPS = 4000  # tokens; weights that are older are too small to be told apart
+_MOST_STEPS = 4000  # most tokens; older uses have weights too small to tell apart
 _MOST_USES = 1 << 16  # counted uses: a second's work for the largest models
 
 

@@ -1,4 +1,4 @@
-"""Sequences of tokens in a context: extended, cut, branched, saved and restored.
+"""Sequences of tokens in a context: extends, rewinds, shares, saves and restores them.
 
 libllama holds the context; this module keeps each sequence's length and what can be dropped again.
 Recurrent and hybrid memories cannot be cut: they roll back by snapshots of the last decode
@@ -37,9 +37,9 @@ class Checkpoint:
 
 @dataclass
 class RollbackCounters:
-    """Counts of how rejected tokens were taken back."""
+    """Counts of rewinds, checkpoints and restores."""
 
-    rewinds: int = 0  # cells cut, or a snapshot of the last decode taken up
+    rewinds: int = 0  # rewinds that removed cells or restored a snapshot of the last decode
     checkpoints: int = 0
     restores: int = 0
     checkpoint_bytes: int = 0  # bytes copied through host memory
@@ -100,7 +100,7 @@ class Sequences:
     # -- extending -------------------------------------------------------------------------------
 
     def extend(self, sequence: int, tokens: Sequence[int], n_logits: int | None = None) -> Rows:
-        """Append tokens; logits [n_logits, n_vocab] after each of the last `n_logits` of them.
+        """Append tokens; return logits [n_logits, n_vocab] after each of the last `n_logits`.
 
         `n_logits` defaults to all. The array is the caller's. After an error the sequence holds
         what it held before, or nothing if the model is recurrent.
@@ -214,7 +214,7 @@ class Sequences:
             )
 
     def _grown(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Take in that a decode has appended tokens: (sequence, number of tokens) of each part."""
+        """Record the appended tokens of a decode: (sequence, number of tokens) of each part."""
         n_droppable = self.n_droppable(parts)
         self._snapshots = [0] * self._n_sequences
         for sequence, n_tokens in parts:
@@ -223,8 +223,10 @@ class Sequences:
             self._snapshots[sequence] = min(n_tokens - 1, n_droppable)
 
     def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
-        """Tokens that `rewind` can take off each recurrent sequence by snapshots, right
-        after a decode of these (sequence, number of tokens); 0 if only checkpoints work.
+        """Most tokens that `rewind` can remove from each sequence of a recurrent model by snapshots
+        after a decode of `parts`, which are (sequence, number of tokens).
+
+        Returns 0 if only checkpoints work.
 
         Snapshots of several sequences are usable only if one ubatch computed all of them: the next
         ubatch may move a sequence's state to another cell without its snapshots
@@ -258,7 +260,7 @@ class Sequences:
     # -- going back ------------------------------------------------------------------------------
 
     def can_drop(self, sequence: int, n_tokens: int) -> bool:
-        """True if `rewind` can take the last `n_tokens` off the sequence as it is now."""
+        """True if `rewind` can remove the last `n_tokens` of the sequence now."""
         held = self.length(sequence)
         if n_tokens in (0, held):
             return True
@@ -267,7 +269,7 @@ class Sequences:
         return self.can_rewind or n_tokens <= self._snapshots[sequence]
 
     def _window_holds(self, sequence: int, length: int) -> bool:
-        """True if windows that end at `length` still find their keys, which get overwritten."""
+        """True if the keys of sliding windows that end at `length` are not overwritten yet."""
         if not self._n_swa:
             return True
         return self._context.first_position(sequence) <= max(0, length - self._n_swa)
@@ -313,7 +315,7 @@ class Sequences:
         return next(lengths, self._lengths[sequence])
 
     def _undo(self, sequence: int, length: int) -> None:
-        """After a failed decode: cut to `length`, or to nothing if the memory cannot be cut."""
+        """Cut to `length` after a failed decode, or to 0 if the memory cannot be cut."""
         if not (self.can_rewind and self._context.remove(sequence, length)):
             self._context.remove(sequence, 0)
             length = 0
@@ -364,16 +366,16 @@ class Sequences:
         self.rollbacks.restores += 1
 
     def _clear_if_empty(self) -> None:
-        """Clear the memory if no sequence holds a token, so that the next begins at the first cell.
+        """Clear the memory if no sequence holds a token, so that the next gets the first cell.
 
         Attention sums over cells in order, in groups counted from the first cell, so the same
-        tokens give other last bits elsewhere. Without clearing, the library may search for free
-        cells from the middle of a sliding window's memory.
+        tokens in other cells give other last bits. Without clearing, the library may search for
+        free cells from the middle of a sliding window's memory.
         """
         if not any(self._lengths):
             self._context.clear()
 
-    # -- kept elsewhere --------------------------------------------------------------------------
+    # -- sharing and saving ----------------------------------------------------------------------
 
     def can_share(self, source: int, n_tokens: int) -> bool:
         """True if another sequence can begin with the first `n_tokens` of this one."""
@@ -402,7 +404,7 @@ class Sequences:
         return self._context.state_bytes(sequence, 0)
 
     def save(self, sequence: int) -> bytes:
-        """All of the sequence, for `load`."""
+        """Return the state of the whole sequence, for `load`."""
         return self._context.state(sequence, 0)
 
     def load(self, sequence: int, state: bytes, n_tokens: int) -> None:
@@ -419,7 +421,7 @@ class Sequences:
         self._begun(sequence, n_tokens)
 
     def adopted(self, sequence: int, checkpoint: Checkpoint) -> Checkpoint:
-        """A lasting checkpoint of a saved sequence, valid for this sequence, which was loaded."""
+        """Return a lasting checkpoint of a saved sequence as one of this loaded sequence."""
         return replace(checkpoint, n_cuts=self._n_cuts[sequence])
 
     def _begun(self, sequence: int, n_tokens: int) -> None:

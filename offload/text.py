@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from offload.ggml.llama import Model
 
 LONG_CHARS = 32_768  # shorter texts are tokenised whole
-_PART_CHARS = 1024  # a part ends at the next special token after so many
+_PART_CHARS = 1024  # least characters of a part, which ends before a special token
 
 
 class TextStream:
@@ -25,12 +25,12 @@ class TextStream:
         return self._decoder.decode(self._piece(token))
 
     def finish(self) -> str:
-        """The rest at the end: a truncated character becomes U+FFFD."""
+        """Return the text of the remaining bytes; a truncated character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
 class ModelText:
-    """A model's vocabulary, mixed into what opens a model."""
+    """A model's vocabulary: a mixin for classes that open a model."""
 
     _model: Model
 
@@ -79,7 +79,7 @@ class ModelText:
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
-        """An upper bound for the bytes of text of one token: a spelling is never shorter."""
+        """An upper bound for the bytes of one token's text, which no spelling is shorter than."""
         if not self._model.has_tokenizer:
             return 1
         spellings = (self._model.token_text(token) for token in range(self._model.n_vocab))
@@ -101,8 +101,11 @@ class ModelText:
 
 
 def cutter(special: Iterable[str]) -> re.Pattern[str] | None:
-    """A pattern of the special tokens; None if there are none, or if two of them may overlap in a
-    text, because then the whole text decides which of them is found."""
+    """Return a pattern that matches the special tokens, or None if a text must not be cut.
+
+    That is so without special tokens, or if two of them may overlap in a text: then the whole text
+    decides which of them is found.
+    """
     texts = sorted({text for text in special if text}, key=lambda text: (-len(text), text))
     beginnings = {text[:n] for text in texts for n in range(1, len(text))} | set(texts)
     for text in texts:
@@ -112,8 +115,11 @@ def cutter(special: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def parts_of(text: str, special: re.Pattern[str]) -> Iterator[str]:
-    """The parts of a text; each but the first begins with a special token that no blank precedes
-    (some tokens take the blanks before them)."""
+    """Yield the parts of a text.
+
+    Each part but the first begins with a special token. No blank precedes that token, because some
+    tokens include the blanks before them.
+    """
     start = 0
     for found in special.finditer(text):
         at = found.start()

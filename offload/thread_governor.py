@@ -1,8 +1,8 @@
 """Decides how many threads compute while other programs use the processors. Pure.
 
 ggml's threads meet at a barrier after each operation and spin there. If another program takes one
-of the processors, all threads wait for the one that has none: decodes take many times as long, and
-fewer threads are faster. The governor notices that decodes take much longer than expected, tries
+of the processors, all threads wait for the thread without one. Decodes then take many times as
+long, and fewer threads are faster. If decodes take much longer than expected, the governor tries
 fewer threads, and from time to time tries more again.
 """
 
@@ -11,21 +11,21 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-_NOTICE_S = 0.5  # seconds of decodes that are judged together; a shorter disturbance passes
+_NOTICE_S = 0.5  # seconds of decodes judged together; shorter disturbances are ignored
 _ROUNDING_S = 1e-9  # rounding error of sums of seconds
-_MOST_WEIGHT_S = _NOTICE_S / 2  # one long decode alone is no disturbance that lasts
-_SLOW_SHARE = 0.7  # share of slow decodes among them from which fewer threads are tried
+_MOST_WEIGHT_S = _NOTICE_S / 2  # cap for one decode, so that one alone is no disturbance
+_SLOW_SHARE = 0.7  # share of slow decodes from which fewer threads are tried
 _SLOW = 1.7  # times the expected seconds from which a decode is slow
 _TRIAL_DECODES = 3
 _TRIAL_S = 0.3  # a trial ends early after this time
-_HEALTHY = 1.25  # tolerance above the slowdown that fewer threads have by themselves
-_GAIN = 0.9  # fewer threads must take at most this share of the time
-_NOT_WORSE = 1.05  # more threads may take at most this multiple of the time to be kept
+_HEALTHY = 1.25  # tolerated multiple of the slowdown that fewer threads cause by themselves
+_GAIN = 0.9  # largest share of the slowdown at which fewer threads are kept
+_NOT_WORSE = 1.05  # largest multiple of the slowdown at which more threads are kept
 _PROBE_AFTER_S = 2.0  # seconds of decodes before more threads are tried
 _PROBE_SHARE = 0.08  # largest share of time for trying more threads in vain
-_HOLD_S, _MOST_HOLD_S = 10.0, 320.0  # seconds of decodes without a search after one in vain
-_MOST_SAID = 20  # a larger slowdown is not told exactly: one decode may make most of it
-_N_KEPT = 31  # decodes of one size from which the expected seconds are learnt
+_HOLD_S, _MOST_HOLD_S = 10.0, 320.0  # seconds of decodes after a search in vain until the next
+_MOST_SAID = 20  # largest slowdown reported exactly; one decode may cause most of a larger one
+_N_KEPT = 31  # kept decodes of one size, whose median is the expected time
 _LEAST_KEPT = 5
 _N_CALM = 16  # undisturbed decodes after which the expected seconds are looked up again
 
@@ -34,8 +34,8 @@ _N_CALM = 16  # undisturbed decodes after which the expected seconds are looked 
 class WantedThreads:
     """Threads to compute with. `polls` is False while idle threads should sleep instead of spin.
 
-    `sentence` tells the user about a change, "" if there is nothing to tell. Each change makes a
-    new object.
+    `sentence` tells the user about a change; "" if there is nothing to tell. The object is new
+    after each change.
     """
 
     n_threads: int
@@ -69,7 +69,7 @@ class _Tally:
 class _Search:
     """A search for fewer threads. `slowdowns` by number of threads.
 
-    Other programs disturb `disturbed` threads and more; `healthy` threads ran as they should.
+    `disturbed` threads were slowed down by other programs; `healthy` threads were not.
     """
 
     slowdowns: dict[int, float]
@@ -94,8 +94,8 @@ class ThreadGovernor:
         self._settled_slowdown = 1.0  # with the reduced number of threads
         self._settled_n = n_most
         self._slow = _slow(n_most, 1.0)
-        # While nothing disturbs: the seconds up to which a decode of n tokens is not slow, and the
-        # decodes that it joins.
+        # By number of tokens, while nothing disturbs: the longest seconds of a decode that is not
+        # slow, and the undisturbed decodes that it is added to.
         self._calm: dict[int, tuple[float, deque[float]]] = {}
         self._n_calm = 0
         self._quiet_s = 0.0  # seconds of decodes until the next search or probe may start
@@ -105,11 +105,11 @@ class ThreadGovernor:
     def observe(
         self, n_tokens: int, seconds: float, expected_s: float | None = None
     ) -> WantedThreads:
-        """Take in a decode of `n_tokens` with the threads last wanted; the threads for the next.
+        """Take in a decode of `n_tokens`; return the threads for the next decode.
 
-        The median of undisturbed decodes of this size tells what it should take with all threads.
-        `expected_s` stands in for the median before there are such decodes, until a search by it
-        was in vain.
+        The expected time with all threads is the median of undisturbed decodes of this size.
+        Before there are enough such decodes, `expected_s` replaces the median, unless an earlier
+        search was in vain.
         """
         if self._n_most == 1:
             return self.wanted
@@ -191,7 +191,7 @@ class ThreadGovernor:
             return
         n, slowdown = self.wanted.n_threads, search.tally.slowdown
         search.slowdowns[n], search.tally = slowdown, _Tally()
-        # Fewer threads are slower by themselves; what is no slower than that is undisturbed.
+        # Fewer threads are slower by themselves. A decode that is no slower is undisturbed.
         if slowdown <= _HEALTHY * self._n_most / n:
             search.healthy = n
         else:
@@ -252,7 +252,8 @@ class ThreadGovernor:
 
 
 def _slow(n_threads: int, slowdown: float) -> float:
-    """Multiple of the expected seconds from which a decode with `n_threads` is slow; usually it
-    takes `slowdown` times as long."""
+    """Return the multiple of the expected seconds from which a decode with `n_threads` is slow.
+
+    `slowdown` is the usual multiple."""
     fewer = _HEALTHY * n_threads / (n_threads - 1) if n_threads > 1 else 0.0
     return max(_SLOW, fewer) * slowdown

@@ -1,8 +1,8 @@
 """The threads of an engine's decodes: bound as a NumaPlan says, or governed.
 
-On several memory nodes each thread is bound to a processor, and where it may run is read back. On
-one node threads run wherever the kernel puts them, and `offload.thread_governor` decides how many
-there are while other programs use the processors.
+On several memory nodes each thread is bound to a processor, and its affinity is read back. On one
+node threads run wherever the kernel puts them, and `offload.thread_governor` decides how many
+threads compute while other programs use the processors.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _CHECK_EVERY = 1024  # decodes; a check takes well under a millisecond
 class EngineThreads:
     """The thread pools of an engine's contexts. Close it before the contexts.
 
-    `notes` has one sentence for each thing that is not as planned; `bound` tells for each team of a
-    plan the processors that a thread was found bound to when it was last checked.
+    `notes` has one sentence for each difference from the plan. `bound` holds, by name of a team,
+    the processors that had a thread bound to them at the last check.
     """
 
     def __init__(
@@ -40,14 +40,16 @@ class EngineThreads:
         plan: NumaPlan | None = None,
         team: CpuTeam | None = None,
     ) -> None:
-        """Compute one token with `n_decode` threads and several with `n_batch`, unless a plan says
-        otherwise. `team` computes the CPU's side of split layers with the same threads."""
+        """Compute one token with `n_decode` threads and several tokens with `n_batch`.
+
+        A `plan` replaces both. `team` computes the CPU's side of split layers on the same threads.
+        """
         self._contexts, self._team = contexts, team
         self.notes: list[str] = []
         self.bound: dict[str, tuple[int, ...]] = {}
         self._n_decodes = 0
         self._teams: tuple[Team, ...] = ()
-        self.is_bound = False  # each thread of the pools to a processor
+        self.is_bound = False  # True if each thread of the pools is bound to a processor
         self._governor: ThreadGovernor | None = None
         self._pools: dict[tuple[int, bool], ThreadPool] = {}
         self._bound_pools: list[ThreadPool] = []
@@ -70,7 +72,7 @@ class EngineThreads:
         return self._n_decode_now
 
     def decoded(self, n_tokens: int, seconds: float) -> None:
-        """Take in how long a decode took; sets the threads of the next one."""
+        """Take in the seconds of a decode; set the threads of the next decode."""
         governor = self._governor
         if governor is None:
             return
@@ -89,7 +91,7 @@ class EngineThreads:
             if (n, polls) not in self._pools:
                 self._pools[n, polls] = ThreadPool(n, polls=polls)
         self._attach(self._pools[n_decode, polls], self._pools[n_batch, polls])
-        # Idle pools sleep, but their threads are taken off the machine all the same.
+        # Unused pools only sleep, but their threads are ended all the same.
         used = {(n_decode, polls), (n_batch, polls), (self._n_decode, True), (self._n_batch, True)}
         for key in self._pools.keys() - used:
             self._pools.pop(key).close()
@@ -103,7 +105,7 @@ class EngineThreads:
     # -- bound ------------------------------------------------------------------------------------
 
     def _bind(self, plan: NumaPlan) -> None:
-        """Attach bound pools and check them. What cannot be had becomes a note, not an error."""
+        """Attach bound pools and check them. A refusal becomes a note, not an error."""
         several_nodes = count_nodes() if plan.topology.is_numa else False
         # ggml frees the calling thread again after each graph if it knows several nodes.
         self._n_unchecked = 1 if several_nodes else 0
@@ -121,7 +123,7 @@ class EngineThreads:
 
     @contextmanager
     def computing(self, n_tokens: int) -> Iterator[None]:
-        """Goes around each decode if `is_bound`: binds the calling thread for its time."""
+        """Bind the calling thread during a decode. Wrap each decode in it if `is_bound`."""
         with _keeping_affinity():
             self._bind_caller(self._teams[0 if n_tokens == 1 else 1])
             yield
@@ -130,7 +132,7 @@ class EngineThreads:
             self.check()
 
     def _bind_caller(self, team: Team) -> None:
-        """Bind thread 0 of a team of one: ggml applies masks only to two threads and more."""
+        """Bind the thread of a team of one, since ggml applies masks only to two or more."""
         if team.n_threads > 1:
             return
         try:
@@ -142,7 +144,7 @@ class EngineThreads:
             )
 
     def check(self) -> None:
-        """Start each team on something tiny, then read all affinities back.
+        """Let each team compute a tiny product, then read all affinities back.
 
         Each processor of a team must have a thread that may run there and nowhere else.
         """
@@ -169,7 +171,7 @@ class EngineThreads:
 
     @property
     def sentence(self) -> str:
-        """The threads' places, for the start-up lines."""
+        """The start-up line on the processors of the threads."""
         if not self._teams:
             return "threads run where the kernel puts them"
         teams = ", ".join(
@@ -193,7 +195,7 @@ class EngineThreads:
 
 @contextmanager
 def _keeping_affinity() -> Iterator[None]:
-    """Threads started later, for copies or requests, inherit what the calling thread may use."""
+    """Restore the calling thread's affinity at the end, because later threads inherit it."""
     before = os.sched_getaffinity(0)
     try:
         yield
@@ -205,7 +207,7 @@ def _keeping_affinity() -> Iterator[None]:
 
 
 def _bound_cpus() -> set[int]:
-    """Processors that some thread of this process is bound to, and to no other."""
+    """Processors that are the only one of some thread of this process."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         try:

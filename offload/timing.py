@@ -1,7 +1,7 @@
-"""The time of a decode, as everything that measures takes it.
+"""Measures the time of a decode; all measurements use these functions.
 
-Every timed decode gets tokens that follow in a text. On tokens that were just decoded each expert
-would still lie where it is fast to reach, and a batch would seem to cost what it never costs again.
+Every timed decode gets the next tokens of a text. If it repeated tokens that were just decoded,
+their experts would still be in fast memory, and the batch would seem faster than later ones are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def decode_s(
     n_logits: int | None = None,
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Seconds of one decode, by which the sequence grows."""
+    """Append the tokens in one decode; return its seconds."""
     start_s = clock()
     sequences.extend(sequence, tokens, n_logits)
     return clock() - start_s
@@ -38,7 +38,7 @@ def median_decode_s(
 ) -> float:
     """Median seconds of the decodes of `batches`; the first warms up and does not count.
 
-    Each is taken back before the next, unless the sequence is to `grow`.
+    Each batch is rewound before the next, unless the sequence is to `grow`.
     """
     length = sequences.length(sequence)
     times = []
@@ -50,10 +50,10 @@ def median_decode_s(
 
 
 class TextWalk:
-    """Goes on through a text, at about `depth` tokens of context, batch by batch.
+    """Decodes a text batch by batch, at about `depth` tokens of context.
 
-    The memory is cut back to `depth` tokens when it holds `span` more. The text begins anew only at
-    its end.
+    Rewinds the sequence to `depth` tokens before it would exceed `depth` + `span`. Starts the text
+    again only after its end.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TextWalk:
         target.rewind(sequence, 0)
         if depth:
             target.extend(sequence, text[:depth], 0)
-        # More is taken back here than the snapshots of a last decode reach.
+        # Snapshots of the last decode cannot rewind this far.
         recurrent = depth and not target.can_rewind
         self._checkpoint = target.checkpoint(sequence) if recurrent else None
         self._at = depth if depth + span <= len(text) else 0
@@ -72,13 +72,13 @@ class TextWalk:
     def time_s(
         self, n: int, clock: Clock = time.perf_counter, n_logits: int | None = None
     ) -> float:
-        """Seconds of a decode of the next `n` tokens."""
+        """Decode the next `n` tokens; return the seconds."""
         if self._target.length(self._sequence) + n > self._end:
             self._cut_back()
         return decode_s(self._target, self._sequence, self._next(n), n_logits, clock)
 
     def lead(self, n: int, n_decodes: int, n_logits: int | None = None) -> None:
-        """Untimed decodes of the next tokens, `n` each."""
+        """Decode the next tokens without timing, in `n_decodes` batches of `n`."""
         for _ in range(n_decodes):
             self.time_s(n, n_logits=n_logits)
 

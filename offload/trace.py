@@ -30,12 +30,12 @@ Value = str | int | float
 _OF_THE_DISK = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO}  # not the path's fault
 # Perfetto takes thread 0, and one that is numbered like its process, for the same main thread.
 _PROCESS, _FIRST_THREAD = 1, 10
-_BIN_NS = 1_000_000  # the link's speed is averaged over it, since single copies are uneven
-_CAPACITY = 1 << 18  # events kept, the last ones; about 60 MB of them
+_BIN_NS = 1_000_000  # nanoseconds over which the link's speed is averaged
+_CAPACITY = 1 << 18  # newest events kept; about 60 MB of them
 
 
 class Event(NamedTuple):
-    """Something that took time, or a sample of COUNTER. Seconds of time.perf_counter."""
+    """A slice of time, or a sample of COUNTER. Times are seconds of time.perf_counter."""
 
     lane: str
     name: str
@@ -45,13 +45,13 @@ class Event(NamedTuple):
 
 
 class Trace:
-    """The last events. Threads may add at the same time."""
+    """Keeps the newest events. Several threads may add events at the same time."""
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         """`capacity`: events kept; older ones are dropped and counted."""
         self._events: deque[Event] = deque(maxlen=capacity)
         self._n_added = 0
-        self.totals: dict[str, Value] = {}  # counts of the same time, written to the file too
+        self.totals: dict[str, Value] = {}  # counts over the same time, written to the file too
 
     def __bool__(self) -> bool:
         return True
@@ -73,18 +73,18 @@ class Trace:
         self.add(COUNTER, name, at_s, at_s, **values)
 
     def restart(self) -> None:
-        """Forget what was recorded: the trace begins here."""
+        """Forget all recorded events; the trace begins now."""
         self._events.clear()
         self._n_added = 0
 
     def events(self) -> list[Event]:
-        """A copy, in the order of adding."""
+        """Return a copy of the events, in the order of adding."""
         return list(self._events)
 
     def write(self, path: str | Path) -> None:
-        """Write a trace file; times start at 0.
+        """Write a trace file, in which times start at 0.
 
-        Raises NotWritten where the disk is full or fails, OffloadError for a path that is none.
+        Raises NotWritten if the disk is full or fails, OffloadError if the path cannot be written.
         """
         slices, n_clipped = laid_out(self.events())
         other = {
@@ -124,7 +124,7 @@ NO_TRACE: Trace = _NoTrace(0)
 
 
 class Slice(NamedTuple):
-    """An event as it is drawn: nanoseconds from the first one on, on a track."""
+    """An event on a track. Times are nanoseconds since the first event."""
 
     track: int
     start_ns: int
@@ -133,10 +133,10 @@ class Slice(NamedTuple):
 
 
 def laid_out(events: Sequence[Event]) -> tuple[list[Slice], int]:
-    """The slices of all tracks by their start, and how many were clipped. Pure.
+    """Return the slices of all tracks, ordered by start, and how many were clipped. Pure.
 
-    On each track slices nest or are disjoint: one that begins in another and ends after it begins
-    where that ends instead.
+    On each track slices nest or are disjoint. A slice that begins in another and ends after it is
+    clipped: it then begins where the other ends.
     """
     zero_s = _zero_s(events)
     tracks: defaultdict[int, list[Slice]] = defaultdict(list)
@@ -194,7 +194,7 @@ def _ns(seconds: float) -> int:
 def chrome_events(
     slices: Sequence[Slice], events: Sequence[Event], n_dropped: int = 0
 ) -> list[dict[str, object]]:
-    """All that a file has: names of tracks, slices, counters. The format wants microseconds."""
+    """All events of a file: names of tracks, slices, counters. Times are in microseconds."""
     drawn: list[dict[str, object]] = [
         {
             "ph": "X",
@@ -235,7 +235,7 @@ def _track_names(used: Iterable[int]) -> list[dict[str, object]]:
 
 
 def _counters(slices: Sequence[Slice], events: Sequence[Event]) -> list[dict[str, object]]:
-    """Samples in order of time: what was recorded, and the link's speed, which copies tell."""
+    """Samples in order of time: the recorded ones, and the link's speed computed from copies."""
     zero_s = _zero_s(events)
     samples = [
         (_ns(event.start_s - zero_s), event.name, dict(event.args))
@@ -250,7 +250,7 @@ def _counters(slices: Sequence[Slice], events: Sequence[Event]) -> list[dict[str
 
 
 def link_speeds(slices: Iterable[Slice]) -> list[tuple[int, int]]:
-    """(nanosecond, bytes/s from there on) wherever the mean over _BIN_NS changes. Pure."""
+    """Return (nanosecond, bytes/s from then on) for each change of the mean over _BIN_NS. Pure."""
     carried: defaultdict[int, float] = defaultdict(float)  # bytes by bin
     for copy in (s for s in slices if s.event.lane == COPY):
         size_bytes = int(copy.event.args.get("bytes", 0))

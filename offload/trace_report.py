@@ -1,7 +1,7 @@
-"""Figures of a trace that Perfetto does not show: how much copying was hidden, and causes of waits.
+"""Computes figures that Perfetto does not show: hidden copying, and the causes of waits.
 
-Pure but for `read_events`. `docs/trace.md` lists the events it understands. Times are what was
-recorded: an event of a device that computes asynchronously covers no more than its submission.
+Pure except for `read_events`. `docs/trace.md` lists the events it understands. If a device computes
+asynchronously, its events cover only the submission of work, so these times are too short.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class TraceReport:
-    """Times of a trace; shares are 0..1, and 0 where there was nothing to share."""
+    """Times of a trace. Shares are 0 to 1, and 0 if the whole is 0."""
 
     span_s: float
-    copy_s: float  # some copy was under way
-    compute_s: float  # the device or the CPU computed
-    hidden_s: float  # both at once
-    stalled_s: float  # the computation waited
+    copy_s: float  # seconds with a copy under way
+    compute_s: float  # seconds in which the device or the CPU computed
+    hidden_s: float  # seconds of copying and computing at once
+    stalled_s: float  # seconds in which the computation waited
     stalled_by_cause_s: dict[str, float]  # seconds by cause, for all of CAUSES
     n_stalls: int
     copied_bytes: int
@@ -55,7 +55,7 @@ class TraceReport:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """While a copy was under way."""
+        """The link's mean speed while a copy was under way."""
         return self.copied_bytes / self.copy_s if self.copy_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def _event(raw: dict[str, Any]) -> Event:
 
 
 def report(events: Iterable[Event], n_dropped: int = 0, n_clipped: int = 0) -> TraceReport:
-    """The events summed up."""
+    """Sum up the events in a report."""
     ordered = sorted(events, key=lambda event: event.start_s)
     copies = [e for e in ordered if e.lane == COPY]
     waits = [e for e in ordered if e.lane == COMPUTE and "cause" in e.args]
@@ -149,13 +149,13 @@ class _Copies:
                 self._first_guess.setdefault(key, copy.start_s)
 
     def during(self, start_s: float, end_s: float) -> list[Event]:
-        """Those under way at some time in between, in order of their start."""
+        """The copies under way at some time between `start_s` and `end_s`, ordered by start."""
         first = bisect_right(self._latest_ends, start_s)
         last = bisect_left(self._starts, end_s)
         return [copy for copy in self._copies[first:last] if copy.end_s > start_s]
 
     def guessed_by(self, end_s: float, copy: Event) -> bool:
-        """True if some piece of this copy's layer had been guessed, in the same graph."""
+        """True if a predicted copy of the same layer and graph had begun by `end_s`."""
         key = copy.args["layer"], copy.args.get("graph")
         return self._first_guess.get(key, math.inf) <= end_s
 
@@ -165,7 +165,7 @@ def _cause(wait: Event, copies: _Copies) -> str:
     if wait.args["cause"] == "ids":
         return IDS_READBACK
     during = copies.during(wait.start_s, wait.end_s)
-    # Copies land in order: what is waited for is the last that ended by the end of the wait.
+    # Copies end in order, so the awaited copy is the last one that ended by the end of the wait.
     ended = [c for c in during if c.end_s <= wait.end_s + 1e-9]
     awaited = max(ended or during, key=lambda c: c.end_s, default=None)
     busy_s = length(intersection(union(_intervals(during)), [(wait.start_s, wait.end_s)]))

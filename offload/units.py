@@ -15,12 +15,14 @@ _BYTES = {
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
-_LEAST_BARE = 1 << 20  # bytes: below it a number without a unit was meant in another unit
+_LEAST_BARE = 1 << 20  # least bytes without a unit; smaller numbers were meant in another unit
 
 
 def parse_bytes(text: str) -> int:
-    """`64MiB`, `1.5GB`, `8G` (binary), `4194304`. Raises ValueError naming the text, also for a
-    number without a unit that is less than 1 MiB."""
+    """Bytes of `64MiB`, `1.5GB`, `8G` (binary) or `4194304`.
+
+    Raises ValueError, which names the text, also for a number below 1 MiB without a unit.
+    """
     n_bytes, unit = _bytes(text)
     if not unit and n_bytes < _LEAST_BARE:
         raise ValueError(f"{text} would be {n_bytes} bytes; write {text.strip()}GiB for GiB")

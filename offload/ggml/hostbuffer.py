@@ -1,7 +1,7 @@
 """Our own host buffer type, which holds streamed weights in memory that a provider allocates.
 
 ggml's scheduler leaves its tensors alone because our device supports the type, and the CPU backend
-computes on them in place because the type is host memory. So the same bytes serve copies and CPU.
+computes on them in place because the type is host memory. Copies and the CPU read the same bytes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Face:
 class HostBufferType:
     """A buffer type named `name` whose buffers are allocated by `memory`.
 
-    With a `home`, tensors lie where it says and it fills them; the allocated range then only stands
-    for the buffer. Must outlive every model loaded with it, because C keeps its address.
+    A `home` decides where tensors lie, and fills them; the allocated range is then a placeholder.
+    Must outlive every model loaded with it, because C keeps its address.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class HostBufferType:
             abi.ggml_backend_buffer_type.from_address(cpu)
         )
         self.address = C.addressof(self.struct)
-        # A face of its own for dense weights: a device may take these and leave experts, or not.
+        # A separate face for dense weights, so that a device can take these and leave experts.
         self._dense_struct = abi.ggml_backend_buffer_type.from_buffer_copy(self.struct)
         self.dense = Face(C.addressof(self._dense_struct))
         self._structs = self.struct, self._dense_struct
         self._native_name: int | None = None
         self.buffers: dict[int, HostRange] = {}  # ranges by the buffer's address
-        self.weights: dict[str, Tensor] = {}  # those that lie where their home says, by name
-        self.n_left_out = 0  # tensors that libllama wanted to copy in and its home fills
-        # libllama takes types of one name for one type.
+        self.weights: dict[str, Tensor] = {}  # tensors placed by the home, by name
+        self.n_left_out = 0  # libllama's writes ignored because the home fills the tensors
+        # libllama treats buffer types with equal names as one type.
         self._dense_name = C.create_string_buffer(f"{name}_DENSE".encode())
         names = C.addressof(self._name), C.addressof(self._dense_name)
         self._own_names = [self._thunk("get_name", None, lambda _, name=n: name) for n in names]
@@ -164,7 +164,7 @@ class HostBufferType:
         return self.holds_at(tensor.address)
 
     def holds_at(self, address: int) -> bool:
-        """The same of the tensor at an address."""
+        """True if the tensor at this address lies in one of our buffers."""
         return buffer_at(address) in self.buffers
 
 
@@ -177,7 +177,7 @@ _always = C.CFUNCTYPE(C.c_bool)(lambda: True)
 
 
 class Asked:
-    """A count of libllama's questions, once per file: the proof that nothing was populated."""
+    """Number of libllama's questions, one per file: the proof that no mapping was populated."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -185,7 +185,7 @@ class Asked:
 
 @contextmanager
 def mapping_without_reading(pending: Pending) -> Iterator[Asked]:
-    """Models loaded inside are mapped without being read. The registry is restored in any case."""
+    """Map models loaded in this block without reading them; restores the registry at its end."""
     lib = library()
     asked = Asked()
     prototype: Any = abi.PROTOTYPES["ggml_backend_reg_i.get_proc_address"]

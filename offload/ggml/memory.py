@@ -26,7 +26,7 @@ copy_bytes = C.memmove  # (destination address, source address, n bytes); releas
 
 
 class HostRange:
-    """Bytes of host memory. `owner` is kept alive with it; who gives the memory back is elsewhere.
+    """Bytes of host memory. Keeps `owner` alive, and does not free the memory itself.
 
     `address` is for this package alone.
     """
@@ -61,7 +61,8 @@ class HostRange:
     def n_resident_pages(self) -> int:
         """The number of its pages that are in memory (mincore); the range begins on a page.
 
-        Of a file that is neither owned nor writable the kernel says that all are. Raises OSError.
+        For a file that the user neither owns nor may write, the kernel reports all pages. Raises
+        OSError.
         """
         answers = np.zeros(-(-self.size_bytes // mmap.PAGESIZE), np.uint8)
         if _mincore(self.address, self.size_bytes, answers.ctypes.data) != 0:
@@ -73,7 +74,7 @@ class HostRange:
 
 
 class HostMemory(Protocol):
-    """Provides page-aligned host memory, and takes it back."""
+    """Allocates and frees page-aligned host memory."""
 
     def allocate(self, size_bytes: int) -> HostRange: ...
 
@@ -135,7 +136,7 @@ class HasAddress(Protocol):
 # Copies read pinned (page-locked) memory without a bounce buffer. CUDA's backend pins memory if
 # GGML_CUDA_REGISTER_HOST is in the environment, and asks for read-only pages, which some devices
 # refuse; then CUDA is asked for plain ones. Memory is pinned in pieces: drivers refuse 512 GiB at
-# once, and progress is told after each piece. No copy may reach over a border between two.
+# once, and progress is told after each piece. No copy may cross a border between two pieces.
 MOST_AT_ONCE_BYTES = 8 << 30  # a few seconds
 _REGISTER = b"ggml_backend_register_host_buffer"
 _UNREGISTER = b"ggml_backend_unregister_host_buffer"
@@ -143,13 +144,13 @@ _register_type = C.CFUNCTYPE(C.c_bool, C.c_void_p, C.c_size_t)
 _unregister_type = C.CFUNCTYPE(None, C.c_void_p)
 
 Register = Callable[[int, int], bool]  # (address, bytes) -> True if it is pinned now
-# Where one registered piece ends and the next begins, of all memory that is pinned in this process.
+# Addresses at which one pinned piece ends and the next begins, in the whole process; ascending.
 _borders: list[int] = []
 
 
 @dataclass(frozen=True)
 class PinResult:
-    """True if the memory is pinned; else `reason` says why not."""
+    """`ok`: the memory is pinned. `reason` says how it was pinned, or why not."""
 
     ok: bool
     reason: str
@@ -177,7 +178,7 @@ class Pinner:
 
     @property
     def can_pin(self) -> bool:
-        """True if the backend offers it at all."""
+        """True if the backend has functions to pin memory and to unpin it."""
         return self._register is not None and self._unregister is not None
 
     def pin(
@@ -185,11 +186,12 @@ class Pinner:
     ) -> PinResult:
         """Page-lock a range, all of it or nothing. A refusal is a result, not an error.
 
-        `on_progress` is told the share that is pinned. Nothing stays pinned if it raises.
+        `on_progress` receives the pinned share, 0 to 1. Nothing stays pinned if it raises.
 
-        Children of this process do not get the range: they would have to copy it, since pages that
-        a device reads cannot be shared. The memory-lock limit is told where it may be the cause;
-        NVIDIA's driver does not count against it, so it does not keep us from asking.
+        Child processes do not inherit the range. Pages that a device reads cannot be shared, so a
+        child would have to copy them. The reason of a refusal names the memory-lock limit if that
+        may be the cause. A low limit does not stop the attempt, because NVIDIA's driver does not
+        count against it.
         """
         if not self.can_pin:
             return PinResult(False, f"the {self.backend_name} backend cannot pin memory of ours")
@@ -235,7 +237,7 @@ class Pinner:
         return True
 
     def unpin(self, memory: HostRange) -> None:
-        """Give the range back; nothing for one that is not pinned."""
+        """Unpin the range. Does nothing if it is not pinned."""
         pieces = self._pinned.pop(memory.address, [])
         for piece in pieces:
             self._unregister(piece.address)
@@ -257,7 +259,7 @@ def pieces_of(address: int, size_bytes: int) -> list[tuple[int, int]]:
 
 
 def plain_register(maps: Path = Path("/proc/self/maps")) -> Register | None:
-    """cudaHostRegister without the read-only flag; None where no CUDA runtime is loaded."""
+    """Return cudaHostRegister without the read-only flag, or None if no CUDA runtime is loaded."""
     try:
         lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

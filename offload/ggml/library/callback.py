@@ -3,7 +3,7 @@
 ctypes prints and drops an exception that leaves a callback, and C then reads an uninitialised
 result: an int is arbitrary, a bool is true, a pointer is junk; Ctrl-C is swallowed. So each
 callback goes through `guard`, which keeps the first exception and hands C a declared failure value.
-Whoever called into C asks `Pending.raise_first()` when it returns.
+A caller of C functions calls `Pending.raise_first()` when they have returned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Pending:
-    """The first exception raised inside callbacks since it was last asked for."""
+    """Keeps the first exception raised in callbacks until it is re-raised or forgotten."""
 
     def __init__(self) -> None:
         self.first: BaseException | None = None
@@ -25,13 +25,13 @@ class Pending:
             self.first = exception
 
     def raise_first(self) -> None:
-        """Re-raise with the traceback of the place it came from, and forget it."""
+        """Re-raise the kept exception, if any, with its own traceback, and forget it."""
         first, self.first = self.first, None
         if first is not None:
             raise first
 
     def forget(self) -> None:
-        """Drop an error that nobody asked for; a Ctrl-C is raised after all."""
+        """Forget the kept exception, but raise it if it is KeyboardInterrupt."""
         if isinstance(self.first, KeyboardInterrupt):
             self.raise_first()
         self.first = None

@@ -1,13 +1,17 @@
 """Ctrl-C during a decode, without a Python call per graph node.
 
-While C computes, Python cannot run its signal handlers, so KeyboardInterrupt would wait for the end
-of the decode. ggml asks an abort callback after each node; a Python one costs a microsecond a node.
-Instead CPython's own C-level handler writes the signal's number to the wake-up file descriptor:
-ours is a memory file mapped at a fixed address, and the abort callback is libc's `strlen` of that
-memory, zero until a signal came. Only the main thread can install it; elsewhere decodes run to
-their end. A signal whose handler returns, such as a changed window size, aborts a decode as well:
-it is redone. Backends without an abort callback compute what they were given to its end, so whoever
-gives them parts of a graph asks `requested` before each.
+Python cannot run its signal handlers while C computes, so KeyboardInterrupt would wait for the end
+of the decode. ggml calls an abort callback after each node; a Python callback costs a microsecond
+per node. Instead, CPython's C-level handler writes the signal's number to the wake-up file
+descriptor. Our descriptor is a memory file, mapped at a fixed address. The abort callback is libc's
+`strlen` of that memory, which is zero until a signal comes.
+
+Only the main thread can set the descriptor; decodes on other threads run to their end. A signal
+whose handler returns, such as a changed window size, aborts the decode as well, and the decode is
+redone.
+
+Backends without an abort callback compute each submitted graph to its end. So code that submits
+parts of a graph calls `requested` before each part.
 
 `signal` is used without its Python wrappers: they look up each handler in an enum, which raises an
 exception and takes more than 10 us per decode.
@@ -46,11 +50,11 @@ class _Flag:
 
 
 _flag: _Flag | None = None
-_heeded = False  # within a decode that a signal may abort
+_heeded = False  # True during a decode that a signal may abort
 
 
 def requested() -> bool:
-    """True if a signal came within the decode under way and may end it; takes 0.1 us."""
+    """True if a signal came during the current decode and may abort it; takes 0.1 us."""
     return _heeded and _flag is not None and _flag.memory[0] != 0
 
 
@@ -64,11 +68,11 @@ def watch(lib: Any, context: int) -> None:
 
 @contextmanager
 def deferred(pending: Pending) -> Iterator[None]:
-    """For the time of one call into C, SIGINT's handler must not raise.
+    """Keep SIGINT's handler from raising during one call into C.
 
-    It may run at the entry of a callback, before the guard's `try`, and the exception would be lost
-    in C. What it raises is kept in `pending`. Does nothing outside of the main thread, and where
-    the signal is ignored or not Python's.
+    The handler may run at the entry of a callback, before the guard's `try`, and its exception
+    would be lost in C. So the exception is kept in `pending`. Does nothing outside the main thread,
+    or if SIGINT has no Python handler.
     """
     handler = c_signal.getsignal(c_signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
@@ -91,7 +95,7 @@ def deferred(pending: Pending) -> Iterator[None]:
 def during_decode(pending: Pending, *, can_abort: bool) -> AbstractContextManager[None]:
     """Route signals to the abort flag for the time of one decode; handlers are `deferred`.
 
-    Unless it `can_abort`, only the library itself looks at the flag, where it was told to.
+    With `can_abort` False, `requested` stays False; contexts given to `watch` still see the flag.
     """
     handled = callable(c_signal.getsignal(c_signal.SIGINT))  # else nothing writes to the descriptor
     if _flag is None or not handled or threading.current_thread() is not threading.main_thread():

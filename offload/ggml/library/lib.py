@@ -243,16 +243,19 @@ def _apply_check(name: str, check: Callable[[str, Any], Any], result: Any, *_: A
     return check(name, result)
 
 
-# Without the first ggml refuses to pin memory of ours; without the second an assertion starts a
-# debugger. What is set already stays.
+# Without the first variable ggml refuses to pin our memory. Without the second a failed assertion
+# starts a debugger. Values that the user has set stay.
 _SET = (b"GGML_CUDA_REGISTER_HOST", b"GGML_NO_BACKTRACE")
-# It runs branches of a graph on several streams, and takes the nodes it is given for ggml's own.
+# With this variable CUDA runs branches of a graph on several streams, and expects ggml's own nodes.
 _CLEARED = b"GGML_CUDA_GRAPH_OPT"
 
 
 @functools.cache
 def prepare() -> tuple[str, ...]:
-    """Call before the first load. A sentence for each thing that the user had set otherwise."""
+    """Set ggml's environment variables; call it before the first load.
+
+    Returns a sentence for each of the user's variables that is ignored.
+    """
     libc = C.CDLL(None)
     libc.getenv.restype = C.c_char_p
     libc.getenv.argtypes = [C.c_char_p]

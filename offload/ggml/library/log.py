@@ -27,7 +27,7 @@ _kept: list[Any] = []  # C keeps a pointer to the callback for the life of the p
 
 
 def _on_text(level: int, text: bytes | None, _: Any) -> None:
-    """A line, or a piece of one: its level is that of the first piece."""
+    """Take in a line or a piece of one. The first piece's level holds for the whole line."""
     global _last_level, _unfinished
     words = (text or b"").decode("utf-8", "replace")
     if level != _CONTINUE:
@@ -39,7 +39,7 @@ def _on_text(level: int, text: bytes | None, _: Any) -> None:
 
 
 def _end_line() -> None:
-    """Dots alone are the library's bar of progress, which the program has one of its own for."""
+    """Log the collected line. Drop lines of dots: they are the library's progress bar."""
     global _unfinished
     line, _unfinished = _unfinished.strip("\n"), ""
     if not line.strip(". "):
@@ -58,7 +58,7 @@ def capture(lib: Any) -> None:
 
 @contextmanager
 def opening(path: Path) -> Iterator[None]:
-    """For the time a model file is being opened: its name goes into the last words."""
+    """Name this model file in the message of an assertion that fails in the block."""
     global _opening
     _opening = str(path)
     try:
@@ -68,9 +68,9 @@ def opening(path: Path) -> Iterator[None]:
 
 
 def stop_in_one_sentence(lib: Any) -> None:
-    """An assertion inside ggml ends the process: with its message and our exit code, no backtrace.
+    """Make a failed assertion in ggml end the process with one line and our exit code.
 
-    While a model is being opened the file is to blame, so the code is that of bad input.
+    While a model is being opened the file is to blame, so the exit code is that of bad input.
     """
 
     def on_abort(message: bytes | None) -> None:

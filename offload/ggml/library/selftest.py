@@ -1,13 +1,14 @@
 """Checks before the structures of abi.py are laid over the installed library's memory.
 
-A stale mirror does not fail, it calls another function: the slot of graph_compute was event_wait's
-in 0.3.16. So at load, in this order, each step safe if the ones before it held:
+A stale mirror does not fail: it calls another function. In 0.3.16, for example, the slot of
+graph_compute was event_wait's. So the library is checked at load, in this order. Each step is safe
+if the steps before it passed:
 the version; ctypes' layout against the compiler's; ggml_tensor_overhead(); the type table by name
 and block; the CPU device, its registry, buffer type and buffer through mirrored vtables; then a
 small graph, whose mirrored fields are compared with the public accessors before it is computed
 through the mirrored vtable and its numbers compared with Python's.
 
-The device registry comes up here, so what it reads from the environment must be set before.
+The device registry is initialised here, so the environment variables that it reads must be set.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ SIZE = C.c_size_t
 INT = C.c_int
 I64 = C.c_int64
 
-# name -> result, *arguments. Names of devices and the like are compared by address: behind a
-# wrong vtable entry there may be no string to read.
+# name -> result, *arguments. Names of devices and the like are compared by address, because a
+# wrong vtable entry may return no string.
 _GRAPH_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ggml_tensor_overhead": (SIZE,),
     "ggml_graph_overhead_custom": (SIZE, SIZE, C.c_bool),
@@ -89,7 +90,7 @@ _GRAPH_FUNCTIONS: dict[str, tuple[Any, ...]] = {
 class Functions:
     """The functions of _GRAPH_FUNCTIONS as attributes, for the self-test and single products.
 
-    Handles and names stay addresses: behind a wrong vtable entry there may be no string to read.
+    Handles and names stay addresses, because a wrong vtable entry may return no string.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -122,7 +123,7 @@ _BLOCKS = (
 
 
 class Loaded(Protocol):
-    """The loaded library, as far as it is asked: `structs` is the module llama_cpp.llama_cpp."""
+    """The checked part of the loaded library: `structs` is the module llama_cpp.llama_cpp."""
 
     @property
     def structs(self) -> ModuleType: ...
@@ -297,7 +298,7 @@ def _check_graph(call: Functions, device: int, held: tuple[int, _Graph]) -> None
 
 
 def _check_nodes(call: Functions, g: _Graph) -> None:
-    """ggml_cgraph through the mirror and the accessors; pointers before what they lead to."""
+    """Compare ggml_cgraph by mirror and by accessors; each pointer before its target."""
     mirror = abi.ggml_cgraph.from_address(g.address)
     same("graph.size", mirror.size, call.ggml_graph_size(g.address))
     same("graph.n_nodes", mirror.n_nodes, call.ggml_graph_n_nodes(g.address))
@@ -421,7 +422,7 @@ def _read(tensor: int, n: int) -> list[float]:
 
 
 def same(what: str, mirror: object, library: object) -> None:
-    """Raise unless what is seen through the mirror is what the library says."""
+    """Raise LibraryMismatch unless the mirror's value equals the library's."""
     if mirror != library:
         raise misfit(f"{what} is {mirror!r} by the mirror, {library!r} by the library")
 

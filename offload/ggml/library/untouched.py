@@ -1,11 +1,12 @@
-"""libllama by itself, as a program of its own: none of our devices, buffers or schedules.
+"""Runs plain libllama as a separate program, without our devices, buffers and schedules.
 
     python -m offload.ggml.library.untouched < requests
 
-Each line of standard input is a JSON object, each line of standard output its answer. `open` loads
-a model as `llama-server -ngl 99 --n-cpu-moe N --no-mmap` does (llama.cpp's own offload of large
-batches is on, its weights may be repacked), `prefill`, `decode` and `follow` evaluate tokens in
-sequence 0 from position `start` on, `tokenize` reads text, `close` ends.
+Each line of standard input is a JSON object, each line of standard output its answer. The request
+`open` loads a model as `llama-server -ngl 99 --n-cpu-moe N --no-mmap` does: llama.cpp's own offload
+of large batches is on, and its weights may be repacked. `prefill`, `decode` and `follow` evaluate
+tokens in sequence 0 from position `start` on. `tokenize` turns text into tokens. `close` ends the
+program.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Untouched:
         devices = (C.c_void_p * 2)(device, None)
         params.devices = C.cast(devices, C.c_void_p)
         if asked["cpu_weights"]:
-            # Not mapped: libllama then takes the device's own pinned buffer for them.
+            # Without mmap libllama keeps these weights in the device's own pinned buffer.
             params.load_mode = _LOAD_WITHOUT_MMAP
             cpu = C.CFUNCTYPE(C.c_void_p)(("ggml_backend_cpu_buffer_type", llama._lib))()
             pattern = C.create_string_buffer(asked["cpu_weights"].encode())
@@ -80,7 +81,7 @@ class Untouched:
         llama.llama_model_free(self._model)
 
     def tokenize(self, text: str) -> dict[str, Any]:
-        """Its tokens, begun as the model wants texts to begin."""
+        """Return the text's tokens, after the special tokens that begin a text of this model."""
         raw = text.encode()
         out = (llama.llama_token * (len(raw) + 8))()
         n = llama.llama_tokenize(self._vocab, raw, len(raw), out, len(out), True, False)
@@ -89,7 +90,7 @@ class Untouched:
         return {"tokens": list(out[:n])}
 
     def prefill(self, tokens: Sequence[int], start: int) -> dict[str, Any]:
-        """Evaluate `tokens` from position `start` on; seconds, and the likeliest next token."""
+        """Evaluate `tokens` from position `start` on; return seconds and the likeliest token."""
         llama.llama_memory_seq_rm(self._memory, 0, start, -1)
         began = time.perf_counter()
         for at in range(0, len(tokens), self._n_batch):
@@ -97,7 +98,7 @@ class Untouched:
         return {"s": time.perf_counter() - began, "next": self._likeliest()}
 
     def decode(self, token: int, n_tokens: int, start: int) -> dict[str, Any]:
-        """`n_tokens` greedy tokens one by one, the first behind `token`; seconds and tokens."""
+        """Decode `n_tokens` greedy tokens one by one after `token`; return seconds and tokens."""
         llama.llama_memory_seq_rm(self._memory, 0, start, -1)
         tokens: list[int] = []
         began = time.perf_counter()
@@ -108,8 +109,10 @@ class Untouched:
         return {"s": time.perf_counter() - began, "tokens": tokens}
 
     def follow(self, tokens: Sequence[int], start: int) -> dict[str, Any]:
-        """Evaluate `tokens` one by one from position `start` on; of each the seconds, and the
-        likeliest token behind it."""
+        """Evaluate `tokens` one by one from position `start` on.
+
+        Returns the seconds of each token, and the likeliest token after it.
+        """
         llama.llama_memory_seq_rm(self._memory, 0, start, -1)
         seconds, following = [], []
         for i, token in enumerate(tokens):
@@ -135,7 +138,7 @@ class Untouched:
 
 
 def answer_requests(requests: TextIO, answers: TextIO) -> None:
-    """One answer per request until `close` or the end of `requests`; errors are answers too."""
+    """Write one answer per request until `close` or the end of `requests`, also for errors."""
     opened: Untouched | None = None
     try:
         for line in requests:
