@@ -21,7 +21,7 @@ _BLOCK = np.dtype([("scale", "<f2"), ("values", "i1", 32)])  # Q8_0
 
 
 def amx_buffer_type() -> int | None:
-    """ggml's buffer type of weights repacked for AMX: None where build or processor has none."""
+    """ggml's buffer type for weights repacked for AMX; None if build or processor lacks AMX."""
     lib = library()
     device = lib.ggml_backend_dev_by_type(abi.GGML_BACKEND_DEVICE_TYPE_CPU)
     registry = lib.ggml_backend_dev_backend_reg(device)
@@ -39,10 +39,10 @@ def amx_buffer_type() -> int | None:
 
 
 def amx_product_is_right() -> bool:
-    """Compute a product of 17 tokens with AMX, on numbers that have an exact result.
+    """Compute a product of 17 tokens with AMX; True if the numbers, which are exact, are right.
 
-    Where the library was miscompiled this ends the process with SIGSEGV: call it in one of its own.
-    Raises DeviceFailed where there is no AMX.
+    Call it in a child process: a miscompiled library ends the process with SIGSEGV. Raises
+    DeviceFailed without AMX.
     """
     buft = amx_buffer_type()
     if buft is None:

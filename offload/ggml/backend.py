@@ -24,7 +24,7 @@ _KINDS = {
 
 
 class Device:
-    """A device that ggml knows. Equal if the addresses are."""
+    """A device that ggml knows. Devices with the same address are equal."""
 
     def __init__(self, address: int) -> None:
         self._lib = library()
@@ -49,11 +49,11 @@ class Device:
 
     @property
     def kind(self) -> str:
-        """cpu, gpu, or other for accelerators that stand beside the CPU."""
+        """`cpu`, `gpu`, or `other` for accelerators that assist the CPU."""
         return _KINDS.get(self._lib.ggml_backend_dev_type(self.address), "other")
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Free and total."""
+        """Free and total bytes of device memory."""
         free, total = C.c_size_t(), C.c_size_t()
         self._lib.ggml_backend_dev_memory(self.address, C.byref(free), C.byref(total))
         return free.value, total.value
@@ -67,9 +67,9 @@ class Device:
 
     @property
     def events_hold_parts(self) -> bool:
-        """True if each event has to be synchronised for what it holds to be used again.
+        """True if each event must be synchronised before its resources can be reused.
 
-        Vulkan's backend frees command buffers there; CUDA's events hold nothing.
+        Vulkan's backend frees command buffers when it synchronises; CUDA's events hold nothing.
         """
         return self.name.startswith("Vulkan")
 
@@ -82,29 +82,29 @@ class Device:
         return bool(self._lib.ggml_backend_dev_supports_buft(self.address, buffer_type))
 
     def open(self) -> Stream:
-        """A stream of its own, to be closed."""
+        """Open a new stream; the caller closes it."""
         return Stream(self._lib.ggml_backend_dev_init(self.address, None), self)
 
     def allocate(self, size_bytes: int, what: str) -> Buffer:
-        """Zeroed device memory of `size_bytes`, padded for kernels that read past a row's end.
+        """Allocate zeroed device memory, padded for kernels that read past a row's end.
 
-        Raises DoesNotFit, which names `what` the memory was for.
+        `what` says in errors what the memory is for. Raises DoesNotFit.
         """
         return Buffer(self.buffer_type, size_bytes + _PADDING_BYTES, what)
 
     def pinned_memory(self, size_bytes: int) -> Buffer | None:
-        """Pinned host memory; None if the device has none."""
+        """Allocate pinned host memory; returns None if the device offers none."""
         kind = self._lib.ggml_backend_dev_host_buffer_type(self.address)
         if not kind:
             return None
         made = Buffer(kind, size_bytes, "a ring of pinned memory")
         if made.kind == kind:
             return made
-        made.close()  # CUDA's gives pageable memory where it can pin no more
+        made.close()  # CUDA's backend returns pageable memory if it cannot pin more
         return None
 
     def event(self) -> StreamEvent:
-        """Raises DeviceFailed."""
+        """Make an event; the caller closes it. Raises DeviceFailed."""
         made = self._lib.ggml_backend_event_new(self.address)
         if not made:
             raise DeviceFailed("the device refused to make another event")
@@ -118,7 +118,7 @@ def all_devices() -> list[Device]:
 
 
 class StreamEvent:
-    """A point in a stream that another one can wait for."""
+    """A point in a stream that another stream or the host can wait for."""
 
     __slots__ = ("_lib", "address")
 
@@ -126,7 +126,7 @@ class StreamEvent:
         self._lib, self.address = library(), address
 
     def synchronize(self) -> None:
-        """Wait on the host until it has passed."""
+        """Return when the event has passed."""
         self._lib.ggml_backend_event_synchronize(self.address)
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class RouterIds:
         self._unsigned = self.values.view(np.uint32)  # negative ids are large ones
 
     def check(self) -> None:
-        """Raises DeviceFailed for a number that is no expert: reading it would pass the end."""
+        """Raise DeviceFailed for a number of no expert, which would be read past the weight's end."""
         if self._unsigned.size and self._unsigned.max() >= self.n_experts:
             wrong = self.values[self._unsigned >= self.n_experts][0]
             raise DeviceFailed(
@@ -242,16 +242,16 @@ class Stream:
         return ids.values
 
     def record(self, event: StreamEvent) -> None:
-        """The event has passed when all that is enqueued so far is complete."""
+        """Let the event pass when everything enqueued so far is complete."""
         self._lib.ggml_backend_event_record(event.address, self.address)
 
     def wait(self, event: StreamEvent) -> None:
-        """Let all that is enqueued from now on start after the event has passed."""
+        """Start everything enqueued from now on only after the event has passed."""
         self._lib.ggml_backend_event_wait(self.address, event.address)
 
 
 def fill_from(memory: HostRange, source: Tensor, source_bytes: int, size_bytes: int) -> None:
-    """Copy `size_bytes` at `source_bytes` of a tensor in host memory, without Python's lock."""
+    """Copy `size_bytes` at `source_bytes` of a tensor in host memory; releases the GIL."""
     copy_bytes(memory.address, source.position + source_bytes, size_bytes)
 
 

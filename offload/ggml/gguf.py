@@ -1,6 +1,7 @@
-"""GGUF headers, read by the library's own parser: metadata values and the tensor table.
+"""Reads GGUF headers with the library's parser: metadata values and the tensor table.
 
-Nothing of the weights is read. A file the parser refuses raises BadModel with the parser's reason.
+Weights are not read. A file that the parser refuses raises BadModel with the parser's reason.
+
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SCALARS: dict[int, Any] = {
     12: C.c_double,
 }
 _STRING, _ARRAY = 8, 9
-_MAX_ARRAY = 4096  # longer ones are vocabularies, which nobody reads through here
+_MAX_ARRAY = 4096  # most entries of an array that is read; longer ones are vocabularies
 
 
 class _InitParams(C.Structure):
@@ -82,8 +83,11 @@ def read_header(path: Path) -> Header:
 
 
 def _has_byte_tokens(lib: Library, context: int, metadata: Mapping[str, object]) -> bool:
-    """False for a SentencePiece vocabulary without a token for each byte: the library looks those
-    up for any character it does not know, and ends the process where one is missing."""
+    """False for a SentencePiece vocabulary without a token for each byte.
+
+    The library looks these tokens up for unknown characters, and ends the process if one is
+    missing.
+    """
     if metadata.get("tokenizer.ggml.model") != "llama":
         return True
     key = lib.gguf_find_key(context, b"tokenizer.ggml.tokens")

@@ -1,4 +1,4 @@
-"""Handles of ggml graphs: their nodes, their parts, and copies with other nodes for some."""
+"""Handles of ggml graphs: their nodes, their parts, and copies with some nodes replaced."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from offload.ggml.tensor import (
 from offload.model import layer_of
 
 GRAPH = abi.ggml_cgraph
-_LOOKED_AHEAD = 32  # nodes: backends that fuse look past the end of a list
+_LOOKED_AHEAD = 32  # padding nodes, because backends that fuse look past a list's end
 # Preparing reads the nodes of a graph and their sources, and up to four more sources in a row that
 # are computed elsewhere (an expert's scale has that many, offload/split/cpu_side.py).
 _LEVELS = 6
-# Our uids never equal ggml's, which count from 1, and are never used twice. So what is remembered
-# by a uid is never applied to a later graph at the same address.
+# Our uids never equal ggml's, which count from 1, and are never used twice. So data cached by uid
+# is never applied to a later graph at the same address.
 _uids = itertools.count(1 << 63)
 
 
@@ -58,15 +58,15 @@ def as_product(address: int, index: int = -1) -> Product:
 
 
 class GraphState:
-    """A snapshot of everything that preparing reads of a graph, except its uid.
+    """A snapshot of all data that preparing a graph reads, except the graph's uid.
 
-    Graphs with equal snapshots can share what preparing has found out.
+    Graphs with equal snapshots can share the results of preparing.
     """
 
     __slots__ = ("_bytes", "_hash")
 
     def __init__(self, parts: Sequence[bytes], sample: bytes) -> None:
-        """`sample` is hashed: bytes that tell most graphs apart. Hashing all would take longer."""
+        """`sample`: bytes that differ between most graphs, to hash; hashing all takes longer."""
         self._bytes = tuple(parts)
         self._hash = hash(sample)
 
@@ -82,7 +82,7 @@ class GraphState:
 
 
 class Graph:
-    """A graph at an address. Equal if the addresses are. Only graphs that we make are owned."""
+    """A graph at an address; equal addresses make equal graphs. Owns only graphs that we make."""
 
     __slots__ = ("_kept", "_struct", "_uids", "address", "parts")
 
@@ -104,7 +104,7 @@ class Graph:
     def of(cls, nodes: Sequence[Tensor]) -> Graph:
         """A graph of our own nodes. Backends do not fuse them, because they have no use counts."""
         array = _array([node.address for node in nodes])
-        # Backends look each node up: an empty table needs one place, which is free.
+        # Backends look each node up in the table, so an empty one needs one free place.
         used, keys, counts = C.c_uint32(0), C.c_size_t(0), C.c_int32(0)
         struct = GRAPH()
         struct.n_nodes, struct.nodes = len(nodes), C.addressof(array)
@@ -159,7 +159,7 @@ class Graph:
                     yield product
 
     def last_layer(self) -> int:
-        """The highest layer whose weights a node reads; -1 if none does."""
+        """The highest layer whose weights a node reads; -1 if no node reads a layer's weights."""
         sources = (source_at(node, i) for node in self.addresses() for i in (0, 1))
         return max((layer_of(Tensor(at).name) for at in sources if at), default=-1)
 
@@ -233,8 +233,8 @@ class Graph:
     def part(self, first: int, end: int, redirected: Sequence[Redirect] | None = None) -> Graph:
         """Nodes [first, end) as a graph, kept as long as this one.
 
-        `redirected` are the sources that currently point elsewhere. The part gets the same uid
-        whenever they point alike; it gets none if this is None or the graph has no uid.
+        `redirected` are the sources that currently point elsewhere. The part gets the same uid for
+        the same targets. It gets no uid if `redirected` is None or the graph has no uid.
 
         CUDA's backend looks up captured graphs by their first node. Each part therefore begins with
         a node of its own that computes nothing, so that parts with the same beginning differ.

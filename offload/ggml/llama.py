@@ -31,7 +31,7 @@ ON_DEVICE = 2  # LLAMA_STATE_SEQ_FLAGS_ON_DEVICE: the tensors stay where they ar
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Destinations of the weights. Devices and buffer types must live as long as the model."""
+    """Where the weights go. Devices and buffer types must live as long as the model."""
 
     devices: tuple[HasAddress, ...] = ()  # empty: the CPU alone
     overrides: tuple[tuple[str, HasAddress], ...] = ()  # (pattern of names, buffer type)
@@ -54,8 +54,9 @@ class Model:
         pending: Pending,
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Raises BadModel with libllama's reason, DoesNotFit where that is memory, or whatever a
-        callback of ours raised."""
+        """Raises BadModel with libllama's reason, DoesNotFit if memory is missing, or an exception
+        that a callback raised.
+        """
         self._lib = lib = library()
         self.path = path
         params = lib.llama_model_default_params()
@@ -95,7 +96,7 @@ class Model:
             raise BadModel(f"{path}: the library refuses it ({reason})")
         self.vocab: int = lib.llama_model_get_vocab(self.handle)
         self.n_vocab: int = lib.llama_vocab_n_tokens(self.vocab)
-        # Answers for tokens asked before; the library takes ten times as long.
+        # Cached answers for single tokens; the library takes ten times as long.
         self._pieces: dict[tuple[int, bool], bytes] = {}
         self._is_end: dict[int, bool] = {}
 
@@ -153,12 +154,12 @@ class Model:
 
     @property
     def may_cut_texts(self) -> bool:
-        """True for BPE and SentencePiece that add nothing behind a text."""
+        """True for BPE and SentencePiece vocabularies that append nothing to a text."""
         kind = self._lib.llama_vocab_type(self.vocab)
         return kind in _CUT_KINDS and not self._lib.llama_vocab_get_add_eos(self.vocab)
 
     def special_texts(self, *, parse_special: bool) -> list[str]:
-        """The texts of the tokens that the library looks for before it splits a text otherwise."""
+        """The texts of the tokens that the library splits a text at before anything else."""
         attribute = self._lib.llama_vocab_get_attr
         kinds = _USER_DEFINED | (_CONTROL | _UNKNOWN if parse_special else 0)
         ids = (i for i in range(self.n_vocab) if attribute(self.vocab, i) & kinds)
@@ -233,13 +234,13 @@ class ContextOptions:
     n_ubatch: int = 512
     n_sequences: int = 1
     n_outputs: int = 64  # rows of one decode whose logits may be asked for
-    n_rs_seq: int = 0  # snapshots of recurrent state; the library clamps it where it has none
+    n_rs_seq: int = 0  # snapshots of recurrent state; the library lowers it if it has fewer
     n_threads: int = 1
     n_threads_batch: int = 1
     flash_attn: str = "auto"
     type_k: str = "f16"
     type_v: str = "f16"
-    swa_full: bool = False  # keep all of what windows have passed, at the full cache's size
+    swa_full: bool = False  # keep all keys that windows have passed; takes a full-size cache
 
 
 class _Batch:
@@ -254,7 +255,7 @@ class _Batch:
         self._seq_rows = np.array([first + i * stride for i in range(capacity)], np.uint64)
         self._wanted = np.zeros(capacity, np.int8)
         self.raw = struct()
-        self._is_one = False  # a row of one sequence, with its logits wanted, was there last
+        self._is_one = False  # the last batch was a single row with its logits wanted
         for name, array in (
             ("token", self._token),
             ("pos", self._pos),
@@ -341,11 +342,11 @@ class Context:
         self.n_batch = int(lib.llama_n_batch(self.handle))
         self.n_ubatch = int(lib.llama_n_ubatch(self.handle))
         self._batch = _Batch(lib.structs.llama_batch, options.n_batch, options.n_sequences)
-        self._output_at = 0  # the library's buffer of logits, and what it is as an array
+        self._output_at = 0  # address of the library's buffer of logits, below as an array
         self._output = np.empty((0, model.n_vocab), np.float32)
         self.n_vocab = model.n_vocab
-        # A decode that a signal aborts is redone, which recurrent memory does not allow; with it,
-        # signals wait for the end of the decode.
+        # A decode that a signal aborts is redone. Recurrent memory does not allow that, so signals
+        # then wait for the end of the decode.
         self._can_abort = not model.is_recurrent
         if self._can_abort:
             interrupt.watch(lib, self.handle)
@@ -362,7 +363,7 @@ class Context:
         sequences: Sequence[int],
         wanted: Sequence[bool],
     ) -> NDArray[np.float32]:
-        """Evaluate one batch; logits [number wanted, n_vocab], a copy, in batch order.
+        """Evaluate one batch; return a copy of the logits [number wanted, n_vocab], in batch order.
 
         `sequences` gives each row its sequence.
         Raises what a callback raised, KeyboardInterrupt, DoesNotFit when the KV cache is full, or
@@ -371,7 +372,7 @@ class Context:
         batch = self._batch.fill(tokens, positions, sequences, wanted)
         self._pending.forget()
         while (status := self._decode_once(batch)) == _ABORTED:
-            # A signal came whose handler returned: drop what the aborted decode left and redo it.
+            # The signal's handler returned: remove what the aborted decode wrote, and redo it.
             for sequence, position in zip(sequences, positions, strict=True):
                 self.remove(sequence, position)
         if status != 0:
@@ -420,7 +421,7 @@ class Context:
         self._lib.llama_memory_clear(self._memory, False)
 
     def first_position(self, sequence: int) -> int:
-        """The smallest position that all of the memory still holds; -1 for an empty sequence."""
+        """The smallest position that every layer still holds; -1 for an empty sequence."""
         return int(self._lib.llama_memory_seq_pos_min(self._memory, sequence))
 
     def copy_sequence(self, source: int, target: int, start: int = -1, end: int = -1) -> None:

@@ -1,7 +1,7 @@
-"""Tensors of our own with one row per pair of token and expert.
+"""Makes tensors with one row per pair of token and expert.
 
 The library reads shapes and sources when a graph is submitted. So one graph serves any number of
-pairs and any layer: what differs is written into it before each submission.
+pairs and any layer: shapes and places are written into it before each submission.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Stamp:
 
 
 class Place:
-    """The place of a tensor of our own, set to that of another tensor as often as needed."""
+    """Moves a tensor of our own to the place of another tensor, as often as needed."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -70,7 +70,7 @@ class HostRows:
     """Host memory with one row of numbers per pair, shared by numpy and ggml."""
 
     def __init__(self, buffer: Buffer, offset_bytes: int, n_rows: int, n: int, of: str) -> None:
-        """`of` is f32, or i32 with `n` 0: a single number per row, in a tensor [1, n_rows]."""
+        """`of`: type, f32 or i32. `n`: numbers per row; 0: one number, in a tensor [1, n_rows]."""
         size_bytes = 4 * max(1, n) * n_rows
         self.memory = buffer.host_range.part(offset_bytes, size_bytes)
         self.array: NDArray[Any] = self.memory.array().view(np.float32 if of == "f32" else np.int32)

@@ -1,9 +1,9 @@
-"""A ggml device that is another one with some entries of its vtable replaced by Python.
+"""A ggml device that wraps another and replaces some entries of its vtable by Python.
 
 libllama takes any device in `llama_model_params.devices`. `PyDevice` copies a real device's vtable
-and overrides what a device needs to have its own name, to answer which operations it takes, and to
-see each graph before it is computed. Copying a backend keeps its `context` and `guid`, so every
-native entry that is not replaced goes on working on our copy.
+and overrides entries: for its own name, for the operations that it takes, and to see each graph
+before it is computed. A copied backend keeps its `context` and `guid`, so every native entry that
+is not replaced works on our copy.
 
 Ownership: C keeps addresses, never references. Thunks, names and structures live in fields of the
 PyDevice, which must outlive every model and context that uses it. Inner streams are freed when
@@ -57,7 +57,7 @@ class PyDevice:
         self._lib = library()
         self.inner, self.name, self.pending, self.host = inner, name, pending, host
         self.streams: dict[int, WrappedStream] = {}
-        self.n_asked = 0  # nodes that Python was asked for
+        self.n_asked = 0  # calls of supports_op that reached Python
         self._keep: list[Any] = []
         self._name = C.create_string_buffer(name.encode())
         self._products = op_number("MUL_MAT"), op_number("MUL_MAT_ID")
@@ -72,7 +72,7 @@ class PyDevice:
     def takes(self, product: Product) -> bool:
         """True if this device computes this product with a weight in `host`.
 
-        Asked while a graph is built; all other nodes are the inner device's to answer for.
+        Called while a graph is built. The inner device decides about all other nodes.
         """
         return self.inner.supports(product.node)
 
@@ -81,7 +81,7 @@ class PyDevice:
         return stream.inner.compute(graph)
 
     def memory_bytes(self) -> tuple[int, int]:
-        """Free and total."""
+        """Free and total bytes of device memory, as libllama sees them."""
         return self.inner.memory_bytes()
 
     def opened(self, stream: WrappedStream) -> None:
@@ -93,8 +93,9 @@ class PyDevice:
     def answer_natively(self) -> bool:
         """Let the inner device's native code decide which nodes the open streams take.
 
-        The scheduler asks thousands of times per graph; now it asks `inner` instead of Python, and
-        `host.offer` decides about weights in host memory. Returns False if `inner` cannot do that.
+        The scheduler asks thousands of times per graph. From now on it asks `inner` instead of
+        Python. `host.offer` sets the answer for weights in host memory. Returns False if `inner`
+        cannot do that.
         """
         if self.host is None or not self.host.pass_for(self.inner):
             return False
@@ -157,7 +158,7 @@ class PyDevice:
         self.struct.reg = C.addressof(self._registry)
 
     def _on_supports_op(self, _: int, node: int) -> bool:
-        # Asked for every node of every graph that is built: handles are made for few.
+        # Called for every node of every graph that is built, so make handles only for products.
         self.n_asked += 1
         host = self.host
         if host is not None and op_at(node) in self._products and host.holds_at(source_at(node, 0)):

@@ -1,4 +1,4 @@
-"""Helpers of all code that computes other nodes than those of ggml's own graph."""
+"""Helpers for code that replaces nodes of ggml's graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VIEWS = ("VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE", "NONE")  # operations that c
 
 
 def aligned(size_bytes: int) -> int:
-    """Round up, so that a tensor behind these bytes is aligned."""
+    """Round bytes up, so that a tensor after them is aligned."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -22,13 +22,13 @@ def is_any(node: Tensor, ops: Sequence[str]) -> bool:
 
 
 class Scratch:
-    """Device memory for results of rewritten nodes. All graphs use the same bytes, in turn.
+    """Device memory for results of rewritten nodes. All graphs use the same bytes in turn.
 
     Prepared graphs keep the addresses, so a buffer that became too small stays until `close`.
     """
 
     def __init__(self, device: Device, what: str, least_bytes: int = 0) -> None:
-        """`what` names the memory in errors. A buffer has at least `least_bytes`."""
+        """`what` names the memory in errors. `least_bytes`: the smallest size of a buffer."""
         self._device, self._what, self._least_bytes = device, what, least_bytes
         self._buffers: list[Buffer] = []  # the last is the largest
 

@@ -15,9 +15,9 @@ _CUDA = re.compile(r"^(?:CUDA|ROCm)(\d+)$")
 
 
 def torch_name(ggml_device: str, *, on_gpu: bool) -> str:
-    """torch's name of a device of ggml's: "cpu" where that is no GPU. torch is not imported.
+    """Return torch's name of one of ggml's devices: "cpu", or "cuda:N". Does not import torch.
 
-    Raises DeviceUnavailable: torch is absent, or has no devices of that kind.
+    Raises DeviceUnavailable if torch is not installed, or has no devices of that kind.
     """
     if importlib.util.find_spec("torch") is None:
         raise DeviceUnavailable(

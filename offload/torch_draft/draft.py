@@ -1,6 +1,6 @@
-"""The draft as its user sees it: sequences that are fed, drafted from, and cut back by length.
+"""A draft model in torch: its sequences are fed, drafted from, and rewound by length.
 
-`TorchEngine` adds the vocabulary of the file, and takes the place of an Engine in a session.
+`TorchEngine` adds the vocabulary of the file, so that it can replace an Engine in a session.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ from offload.torch_draft.weights import check_weights
 class Drafted:
     """Drafted tokens [n_steps, n_parts], in the order of the parts asked for.
 
-    `p` is the greatest probability, `gap` its distance to the second greatest. With draws, `rows`
-    [n_steps, n_parts, n_out] are the whole distributions.
+    `p` is the greatest probability, `gap` its difference to the second greatest. With draws, `rows`
+    [n_steps, n_parts, n_out] are the whole distributions. `kept` [n_out] are the token ids of their
+    columns; None: all tokens in order.
     """
 
     tokens: NDArray[np.int64]
@@ -74,8 +75,8 @@ class TorchDraft:
         options: TorchDraftOptions | None = None,
         capturer: Capturer | None = None,
     ) -> None:
-        """Raises BadModel (architecture, tensors, quantisation), DoesNotFit, BadRequest, and
-        DeviceFailed where a step cannot be computed on this GPU.
+        """Raises BadModel (architecture, tensors, quantisation), DoesNotFit, BadRequest, or
+        DeviceFailed if this GPU cannot compute a step.
 
         `capturer` replaces the way steps are captured.
         """
@@ -84,7 +85,7 @@ class TorchDraft:
         self.shape: DraftShape = read_shape(self.facts)
         check_weights(self.facts)
         check_kept(o.kept, o.n_vocab or self.shape.n_vocab)
-        self.n_ctx = self.n_batch = self.n_outputs = o.n_ctx  # any length goes, in chunks
+        self.n_ctx = self.n_batch = self.n_outputs = o.n_ctx  # any length, fed in chunks
         self.n_vocab = min(o.n_vocab or self.shape.n_vocab, self.shape.n_vocab)
         self.n_steps_max = o.n_steps
         self.layout: DraftLayout = lay_out(self.shape, o)
@@ -104,14 +105,14 @@ class TorchDraft:
         self.counters: StepCounters = self._steps.counters
         self._kept = np.asarray(o.kept, np.int64) if o.kept else None
         self._lengths = [0] * o.n_sequences
-        self._parts: tuple[int, ...] = ()  # sequences of the draft in hand
+        self._parts: tuple[int, ...] = ()  # sequences of the last draft
         if self._device.type == "cuda":
             # Finish work of the default stream before another stream reads its results.
             torch.cuda.synchronize(self._device)
             self.try_out()
 
     def try_out(self) -> None:
-        """Draft two tokens and forget them, so that a device that cannot compute a step fails here.
+        """Draft two tokens and forget them, to find out whether the device can compute a step.
 
         Closes the draft before it raises DeviceFailed or DoesNotFit.
         """
@@ -125,12 +126,12 @@ class TorchDraft:
             raise
 
     def close(self) -> None:
-        """Give the memory back; safe to call twice."""
+        """Free the memory; safe to call twice."""
         if self._capturer is not None:
             self._capturer.close()
         self._capturer = self._network = self._steps = None
         if self._device.type == "cuda":
-            # The library's workspaces belong to streams that are gone; torch keeps them.
+            # torch keeps cuBLAS's workspaces even after their streams are gone.
             getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
             torch.cuda.empty_cache()
 
@@ -158,7 +159,7 @@ class TorchDraft:
         self._lengths[sequence] = length
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Append tokens in chunks, without drafting: a prompt."""
+        """Append the tokens of a prompt in chunks, without drafting."""
         self._check(sequence, tokens, 0)
         at = 0
         with self._failing(), torch.inference_mode(), self._working() as (network, capturer):
@@ -178,9 +179,10 @@ class TorchDraft:
     def extend(
         self, sequence: int, tokens: Sequence[int], n_logits: int | None = None
     ) -> NDArray[np.float32]:
-        """Append tokens; logits [n_logits, n_vocab] after each of the last `n_logits`, default all.
+        """Append tokens; return logits [n_logits, n_vocab] after each of the last `n_logits`.
 
-        The slow way to draft: all logits are copied for each token. Pruned tokens get -inf.
+        `n_logits` defaults to all. Drafting with it is slow, because all logits of each token are
+        copied to the host. Pruned tokens get -inf.
         """
         n = len(tokens) if n_logits is None else n_logits
         if not tokens or not 0 <= n <= len(tokens):
@@ -217,7 +219,7 @@ class TorchDraft:
         return [self.extend(sequence, tokens, n) for sequence, tokens, n in parts]
 
     def checkpoint(self, sequence: int) -> int:
-        """The length, which is enough to cut back to it."""
+        """Return the length, which `restore` rewinds to."""
         return self.length(sequence)
 
     def restore(self, sequence: int, checkpoint: object) -> None:
@@ -233,10 +235,11 @@ class TorchDraft:
         drawing: Draws | None = None,
         top_k: int = 0,
     ) -> Drafted:
-        """Append the new tokens of each (sequence, tokens), together, and draft `n_steps` more.
+        """Append the new tokens of each (sequence, tokens) in one batch, and draft `n_steps` more.
 
-        Each sequence then holds its tokens and all drafted ones but the last. Without draws, `p`
-        and `gap` are of the softmax over the `top_k` greatest logits, 0: over all.
+        Each sequence then holds its new tokens and all drafted tokens but the last. Without draws,
+        `p` and `gap` come from the softmax over the `top_k` greatest logits; 0: over all. Raises
+        BadRequest, DoesNotFit or DeviceFailed.
         """
         for sequence, tokens in parts:
             self._check(sequence, tokens, n_steps - 1)
@@ -268,8 +271,10 @@ class TorchDraft:
         drawing: Draws | None = None,
         top_k: int = 0,
     ) -> Drafted:
-        """Go on from the tokens last drafted, on these sequences of that draft. Nothing is fed
-        from the host; the last token drafted is appended first."""
+        """Draft `n_steps` more tokens on these sequences of the last draft.
+
+        The last drafted token is appended first. The host feeds no tokens.
+        """
         strange = [s for s in sequences if s not in self._parts]
         if strange:
             raise BadRequest(f"sequence {strange[0]} was not in the last draft")
@@ -352,7 +357,7 @@ class TorchDraft:
 
 
 class TorchEngine(ModelText):
-    """Tokens are libllama's, which reads the file without its weights. Close it, or use `with`."""
+    """A draft and its vocabulary, which libllama reads without weights. Close it, or use `with`."""
 
     def __init__(self, path: str | Path, options: TorchDraftOptions | None = None) -> None:
         """Raises what TorchDraft raises, and BadModel for a file that libllama refuses."""
@@ -378,7 +383,7 @@ class TorchEngine(ModelText):
         return self.sequences.n_ctx
 
     def close(self) -> None:
-        """Give all of it back; safe to call twice."""
+        """Free everything; safe to call twice."""
         self.sequences.close()
         self._model.close()
 
@@ -390,7 +395,7 @@ class TorchEngine(ModelText):
 
 
 def check_kept(kept: Sequence[int], n_vocab: int) -> None:
-    """Raises BadRequest where a pruned vocabulary is not a rising list of token ids."""
+    """Raise BadRequest unless `kept` is an ascending list of token ids below `n_vocab`."""
     for i, token in enumerate(kept):
         if not 0 <= token < n_vocab:
             raise BadRequest(f"kept token {token} is not in the vocabulary of {n_vocab}")

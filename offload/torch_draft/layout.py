@@ -1,7 +1,7 @@
-"""The layout of a draft's one block of memory, and its size. Pure.
+"""Lays out a draft's block of memory, and computes its size. Pure.
 
-Matrices that are read one after the other are joined: one product for query, key and value, one
-for gate and up. The KV cache has a position more than the context, where padding is written.
+Query, key and value matrices are joined for a single product, and so are gate and up. The KV cache
+has one position more than the context; padding is written there.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from offload.torch_draft.shape import DraftShape
 DType = Literal["bf16", "f32"]  # f32 is exact, for comparisons
 DTYPES: tuple[DType, ...] = ("bf16", "f32")
 SIZES = {"bf16": 2, "f16": 2, "f32": 4, "c64": 8, "i64": 8, "f64": 8}
-ALIGNMENT = 256  # bytes; what cudaMalloc gives
-MAX_FED = 8  # new tokens of a sequence that one step takes; more are fed in chunks before
+ALIGNMENT = 256  # bytes, as cudaMalloc aligns
+MAX_FED = 8  # most new tokens per sequence in one step; more are fed in chunks before
 _LEAST_KV = 256  # positions of the smallest bucket
 _SCRATCH_SHARE = 0.05  # share of weights and KV for the activations of a chunk
 _LEAST_SCRATCH = 16 << 20
@@ -49,14 +49,14 @@ class TorchDraftOptions:
     n_sequences: int = 1
     n_vocab: int = 0  # tokens that may be drafted; 0: all of the file
     dtype: DType = "bf16"
-    kept: tuple[int, ...] = ()  # a pruned vocabulary: ids that may be drafted, rising
+    kept: tuple[int, ...] = ()  # ascending ids of a pruned vocabulary; (): all tokens
     samples: bool = False  # drafts may be drawn, with their distributions
     graphs: bool = True  # off: steps on CUDA run kernel by kernel
-    n_threads: int = 1  # on the CPU
+    n_threads: int = 1  # torch's threads on the CPU
 
     @property
     def n_steps(self) -> int:
-        """Most steps at once; draws keep a distribution of the whole vocabulary for each."""
+        """Most steps at once: fewer with draws, which keep a whole distribution for each step."""
         return 16 if self.samples else 64
 
     def n_out(self, shape: DraftShape) -> int:
@@ -66,7 +66,7 @@ class TorchDraftOptions:
 
 @dataclass(frozen=True)
 class DraftLayout:
-    """The block's pieces by name, and bytes by purpose."""
+    """The block's pieces by name, and its bytes by purpose."""
 
     pieces: dict[str, BlockPiece] = field(default_factory=dict)
     weight_bytes: int = 0
@@ -84,7 +84,7 @@ class DraftLayout:
 
 
 def lay_out(shape: DraftShape, options: TorchDraftOptions) -> DraftLayout:
-    """One block for weights, KV cache and all that a replayed graph reads and writes."""
+    """Lay out weights, KV cache, and the inputs and results of replayed graphs in one block."""
     block = _Block()
     _weights(block, shape, options)
     weights = block.end
@@ -117,19 +117,19 @@ def lay_out(shape: DraftShape, options: TorchDraftOptions) -> DraftLayout:
 
 
 def cache_dtype(dtype: DType) -> str:
-    """The type of the KV cache: libllama's, unless all is to be exact."""
+    """The KV cache's type: f16 as in libllama, or f32 if the weights are f32."""
     return "f32" if dtype == "f32" else "f16"
 
 
 def chunk_length(shape: DraftShape, n_kv: int, scratch_bytes: int) -> int:
-    """Tokens of a prompt whose activations fit `scratch_bytes`, at `n_kv` positions seen."""
+    """Tokens of a prompt whose activations fit `scratch_bytes`, if they attend to `n_kv`."""
     scores = shape.n_head * n_kv * 12  # in f32, their softmax in f32 and rounded, and the mask
     rows = 4 * (6 * shape.n_embd + 2 * shape.n_qkv + 3 * shape.n_ff)
     return next((n for n in _CHUNKS if n * (scores + rows) <= scratch_bytes), _CHUNKS[-1])
 
 
 def bucket(n_positions: int, n_ctx: int) -> int:
-    """Positions that attention reads where `n_positions` are held: few sizes, few graphs."""
+    """Round positions up to the number that attention reads: few sizes need few graphs."""
     n = _LEAST_KV
     while n < n_positions:
         n *= 2
@@ -169,7 +169,7 @@ def _weights(block: _Block, shape: DraftShape, options: TorchDraftOptions) -> No
 
 
 def _head_scratch(n_out: int, n_sequences: int) -> int:
-    """Logits and what softmax, argmax and a draw make of them, and the library's workspace."""
+    """Bytes of logits, of the results of softmax, argmax and draws, and of cuBLAS's workspace."""
     return n_out * n_sequences * (3 * 4 + 2 * 8) + _CUBLAS_WORKSPACE
 
 

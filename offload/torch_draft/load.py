@@ -1,4 +1,4 @@
-"""From a GGUF file into one contiguous block of memory."""
+"""Loads a draft's weights from a GGUF file into one contiguous block of memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = {
 
 
 def allocate(layout: DraftLayout, device: torch.device, name: str) -> dict[str, Tensor]:
-    """The block's pieces by name, zero. Raises DoesNotFit with what is free and what is needed."""
+    """Allocate the block; return its pieces by name, all zero. Raises DoesNotFit."""
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         if free_bytes < layout.total_bytes:
@@ -55,7 +55,7 @@ def fill(
     shape: DraftShape,
     options: TorchDraftOptions,
 ) -> None:
-    """Read every weight."""
+    """Read every weight of the file into the block's tensors."""
     reader = WeightReader(facts)
     target = _Target(tensors)
     _fill_ends(target, reader, shape, options)
@@ -106,7 +106,7 @@ def _fill_ends(
 
 
 def _reordered(rows: Rows, order: NDArray[np.int64]) -> Rows:
-    """The values of each head in the order that rotation here wants."""
+    """Return the rows with each head's values in the order of `Rope.order`."""
     heads = rows.reshape(-1, len(order), *rows.shape[1:])
     return heads[:, order].reshape(rows.shape)
 
@@ -121,7 +121,7 @@ class _Target:
         self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(values)))
 
     def matrix(self, name: str, rows: Rows, first: int = 0) -> None:
-        """Rows from `first` on."""
+        """Write `rows` from row `first` on."""
         values = torch.from_numpy(np.ascontiguousarray(rows))
         part = slice(first, first + len(rows))
         self.tensors[name][part].copy_(values)

@@ -1,9 +1,9 @@
-"""The forward pass of a dense decoder over tensors that stay where they are.
+"""The forward pass of a dense decoder over tensors at fixed addresses.
 
-Every product of a step is a kernel of the library's, every shape is known before it starts, and
-nothing asks the device for a number: a step can be captured as a CUDA graph. Activations that are
-multiplied are in the weights' type, what is added up (the residual stream, scores, logits) in f32.
-Attention is in f16 beside bf16 weights, as libllama's KV cache is: 8 times finer.
+A step can be captured as a CUDA graph: every product is a library kernel, every shape is known
+before the step starts, and no number is read from the device. Factors of products are in the
+weights' type. Sums (the residual stream, scores, logits) are in f32. With bf16 weights attention is
+in f16, like libllama's KV cache, because f16 is 8 times finer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
 
 
 class Network:
-    """The weights of a block and the layers over them; holds no memory of its own."""
+    """Computes a draft's layers over the tensors of a block. Owns no memory."""
 
     def __init__(self, shape: DraftShape, tensors: Mapping[str, Tensor], dtype: DType) -> None:
         """`tensors` are the block's pieces by name."""
@@ -58,7 +58,7 @@ class Network:
         self._columns = torch.arange(self._n_slots, device=device)
 
     def output(self, n_out: int) -> Tensor:
-        """The output matrix; of a tied one the embedding's first rows."""
+        """Return the output matrix; if it is tied, the embedding's first `n_out` rows."""
         if "output" in self._t:
             return self._t["output"]
         return self._t["token_embd"][:n_out]
@@ -66,9 +66,9 @@ class Network:
     def hidden(self, tokens: Tensor, positions: Tensor, n_kv: int, lane: int = 0) -> Tensor:
         """The residual stream [n_lanes, n_tokens, n_embd] after all layers.
 
-        `tokens` and `positions` are [n_lanes, n_tokens], of the lanes from `lane` on. Keys and
-        values are written at the positions, and the first `n_kv` of each lane are seen up to
-        one's own.
+        `tokens` and `positions` are [n_lanes, n_tokens], for the lanes from `lane` on. Keys and
+        values are written at the positions. A token attends to the positions of its lane up to its
+        own, among the first `n_kv`.
         """
         s = self.shape
         n_lanes, n_tokens = tokens.shape
@@ -84,11 +84,11 @@ class Network:
         return x.view(n_lanes, n_tokens, s.n_embd)
 
     def logits(self, x: Tensor, n_out: int) -> Tensor:
-        """[n, n_out] in f32 from rows of the residual stream [n, n_embd]."""
+        """Logits [n, n_out] in f32 from rows of the residual stream [n, n_embd]."""
         return product(self._normed(x, "output_norm"), self.output(n_out))
 
     def _turns_of(self, positions: Tensor) -> Tensor:
-        """The factors of each head's pairs: queries scaled, values as they are."""
+        """Rotary factors of each head's pairs: scaled for queries, 1 for values."""
         s = self.shape
         turns = self._turns[positions.flatten()][:, None, :]
         q = (turns * s.attention_scale).expand(-1, s.n_head, -1)

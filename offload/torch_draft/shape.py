@@ -1,4 +1,4 @@
-"""The shape of a draft by its file (llama, qwen2 or qwen3), and its rotation. Pure.
+"""Reads a draft's sizes and rotary embedding from its file (llama, qwen2 or qwen3). Pure.
 
 Names and defaults of metadata are llama.cpp's (src/llama-model.cpp).
 """
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from offload.errors import BadModel
 from offload.model import ModelFacts
 
-# llama.cpp turns pairs of neighbours in llama files, and halves of a head in qwen's.
+# False: llama.cpp rotates pairs of neighbours; True: pairs of values half a head apart.
 _HALVES = {"llama": False, "qwen2": True, "qwen3": True}
 ARCHITECTURES = tuple(_HALVES)
-_INERT = frozenset({"rope_freqs.weight"})  # read elsewhere, or the same in every file
+_INERT = frozenset({"rope_freqs.weight"})  # tensors outside the graph, read elsewhere
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class DraftShape:
 
 
 def read_shape(facts: ModelFacts) -> DraftShape:
-    """Raises BadModel, naming what is not supported."""
+    """Read the shape from the file's header. Raises BadModel, which names what is unsupported."""
     name = facts.path.name
     architecture = facts.architecture
     if architecture not in _HALVES:
@@ -111,7 +111,7 @@ def read_shape(facts: ModelFacts) -> DraftShape:
 
 
 def _check_weights(facts: ModelFacts, shape: DraftShape) -> None:
-    """Every tensor is one that the graph uses, of the size it uses: none is left out unseen."""
+    """Raise BadModel unless the file's tensors are those of the graph, with the same shapes."""
     name = facts.path.name
     wanted = dict(shape.weights())
     for tensor, place in facts.weights.items():
@@ -163,15 +163,17 @@ def _float(facts: ModelFacts, key: str, default: float) -> float:
     return float(value) if isinstance(value, int | float) else default
 
 
-# Rotary position embedding. llama.cpp turns pairs (0, 1), (2, 3), ... in llama files (ggml's NORM)
-# and (0, n/2), (1, n/2 + 1), ... in qwen's (NEOX). Products of queries and keys do not change when
-# both have their values in another order, so rows of the second kind are reordered at loading.
+# Rotary position embedding. llama.cpp rotates pairs (0, 1), (2, 3), ... in llama files (NORM), and
+# (0, n/2), (1, n/2 + 1), ... in qwen's (NEOX). Reordering the values of queries and keys alike does
+# not change their products, so NEOX rows are reordered at loading.
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """llama.cpp's `rope.scaling.*`. `factor` stretches positions; YaRN (arXiv 2309.00071) only
-    those of slow frequencies."""
+    """llama.cpp's `rope.scaling.*`. `factor` stretches positions.
+
+    YaRN (arXiv 2309.00071) stretches only those of slow frequencies.
+    """
 
     kind: str = "linear"
     factor: float = 1.0
@@ -183,7 +185,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Rope:
-    """`halves`: values turn with those half a rotation away (NEOX), not with their neighbours."""
+    """Rotary embedding. `halves`: pairs are half a head apart (NEOX), not neighbours."""
 
     head_size: int
     base: float
@@ -191,7 +193,7 @@ class Rope:
     scaling: Scaling
 
     def order(self) -> NDArray[np.int64]:
-        """Which value of a head, as the file has it, comes first, second, ... here."""
+        """Return the file's index of each value of a head, in the order used here [head_size]."""
         order = np.arange(self.head_size)
         if self.halves:
             half = self.head_size // 2
@@ -201,7 +203,7 @@ class Rope:
     def turns(
         self, n_positions: int, divisors: NDArray[np.float32] | None = None
     ) -> NDArray[np.complex64]:
-        """[n_positions, head_size / 2]: what each pair, as a complex number, is multiplied by.
+        """Return each pair's complex factor [n_positions, head_size / 2].
 
         `divisors` [head_size / 2] are the file's rope_freqs.
         """
@@ -213,7 +215,7 @@ class Rope:
     def _frequencies(
         self, divisors: NDArray[np.float32] | None
     ) -> tuple[NDArray[np.float64], float]:
-        """Angle per position of each pair, and what the pairs' length is multiplied by."""
+        """Return each pair's angle per position, and the factor on the length of all pairs."""
         half, s = self.head_size // 2, self.scaling
         plain = self.base ** (-np.arange(half) / half)
         if divisors is not None:
@@ -227,7 +229,7 @@ class Rope:
         return mixed, grown * s.attention_factor
 
     def _correction(self) -> tuple[float, float]:
-        """Between which pairs YaRN goes from turning as trained to turning slower."""
+        """Return the two pairs between which YaRN goes from trained to slower rotation."""
         s = self.scaling
 
         def pair(n_turns: float) -> float:

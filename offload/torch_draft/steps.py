@@ -1,10 +1,11 @@
-"""Steps of a draft: one token each, fed to the next on the device, one copy to the host at the end.
+"""Runs a draft's steps: each drafts one token and feeds the next step on the device.
 
-A step is captured once per (lanes, tokens fed, positions seen) as a CUDA graph, and replayed. A
-graph replays kernels on the addresses it was captured with, so a step touches only tensors that
-outlive it, asks the device for no number, and has the same shapes each time
-(docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs"). A lane is the place of a sequence;
-lanes that take no part are fed nothing, and compute into the position behind the context.
+The results are copied to the host once, at the end. A step is captured once per (lanes, tokens fed,
+positions seen) as a CUDA graph, and replayed. A graph replays kernels on the addresses it was
+captured with. So a step touches only tensors that outlive it, reads no number from the device, and
+has the same shapes each time (docs.pytorch.org/docs/stable/notes/cuda.html, "CUDA Graphs"). A lane
+is the place of a sequence. Unused lanes are fed nothing, and write to the position after the
+context.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from offload.torch_draft.layout import MAX_FED, TorchDraftOptions, fed_length
 from offload.torch_draft.network import Network
 
 Step = Callable[[], None]
-_N_WARM_UP = 3  # the library chooses kernels and makes its workspaces in the first runs
+_N_WARM_UP = 3  # runs before a capture, in which libraries choose kernels and workspaces
 
 
 class Capturer(Protocol):
-    """A way to run steps. All of a draft's work is done within `working`."""
+    """A way to run steps. A draft submits all its work within `working`."""
 
     captures: bool
 
@@ -36,12 +37,14 @@ class Capturer(Protocol):
         ...
 
     def capture(self, step: Step) -> Step:
-        """A function that runs `step` from now on. May run it first: state that it changes is the
-        caller's to put back."""
+        """Return a function that runs `step`.
+
+        May run `step` at once; the caller restores the state that it changes.
+        """
         ...
 
     def wait(self) -> None:
-        """Until all that was submitted is done."""
+        """Return when all submitted work is done."""
         ...
 
     def close(self) -> None: ...
@@ -72,8 +75,8 @@ class Eager:
 class CudaGraphs:
     """One side stream for warm-up, capture and replay, and one pool of memory for all graphs.
 
-    The pool may be shared because nothing a graph leaves behind lies in it: what comes out of a
-    step is written to tensors of the block.
+    The graphs can share the pool because no result stays in it: steps write their results to
+    tensors of the block.
     """
 
     captures = True
@@ -94,7 +97,7 @@ class CudaGraphs:
                 step()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may copy weights meanwhile: their calls are none of ours.
+        # Other threads may copy weights meanwhile; their CUDA calls must not end the capture.
         capturing = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
@@ -121,14 +124,16 @@ class StepCounters:
     n_steps: int = 0  # tokens drafted per sequence, by replay or without
     n_replays: int = 0  # steps that replayed a captured graph
     n_captures: int = 0
-    n_host_copies: int = 0  # results brought to the host, each a wait for the device
-    n_fed: int = 0  # tokens of histories evaluated, drafted ones apart
+    n_host_copies: int = 0  # copies of results to the host, each with a wait for the device
+    n_fed: int = 0  # evaluated tokens, without drafted ones
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Tokens are drawn by uniform numbers [n_steps, n_parts], at one temperature for all parts or
-    at one for each [n_parts]."""
+    """Uniform numbers [n_steps, n_parts] to draw tokens by, and temperatures.
+
+    `temperature` is a number for all parts, or [n_parts].
+    """
 
     temperature: float | NDArray[np.float64]
     uniforms: NDArray[np.float64]
@@ -144,7 +149,7 @@ class _Key:
 
 
 class Steps:
-    """The captured steps and the tensors they go through."""
+    """Captures and replays steps on the tensors of a draft's block."""
 
     def __init__(
         self,
@@ -176,7 +181,7 @@ class Steps:
         self._host_out = torch.zeros_like(self._out, device="cpu", pin_memory=pinned)
         self._host_rows = _host_twin(self._rows, pinned)
 
-    # -- what a draft asks ------------------------------------------------------------------------
+    # -- drafting ---------------------------------------------------------------------------------
 
     def begin(self, fed: Mapping[int, tuple[int, Sequence[int]]]) -> int:
         """Stage tokens, lane -> (position of the first, tokens), which `run` uploads.
@@ -193,7 +198,7 @@ class Steps:
         return fed_length(max(len(tokens) for _, tokens in fed.values()))
 
     def go_on(self, lanes: Sequence[int]) -> None:
-        """The next `run` continues on these lanes, from the tokens the last one drafted."""
+        """Make the next `run` continue on these lanes from the last drafted tokens."""
         self._staged[: 1 + self._options.n_sequences] = 0
         for lane in lanes:
             self._staged[1 + lane] = 1
@@ -263,7 +268,7 @@ class Steps:
             return self._replays[key]
         with self._capturer.working():
             kept = self._inputs.clone()
-            # Warm-up runs the step: with nothing fed it writes behind the context only.
+            # Warm-up runs the step. With nothing fed, it writes only after the context.
             self._inputs.zero_()
             if self._draws is not None:
                 self._draws.fill_(0.5)
@@ -296,13 +301,13 @@ class Steps:
         self._at += 1
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A token of each row by its uniform number; p and gap are of the greatest two."""
+        """Draw each row's token; return tokens, greatest probabilities, and gaps to the second."""
         assert self._draws is not None
         assert self._rows is not None
         n, n_seq = logits.shape[0], self._options.n_sequences
         q = torch.softmax(logits / self._draws[:n, None].float(), -1)
         self._rows[:, :n].index_copy_(0, self._at, q[None])
-        # In f64, so that what is drawn is distributed as the row says to the last token.
+        # Sums are in f64, so that draws follow the row's distribution up to the last token.
         total = q.cumsum(-1, dtype=torch.float64)
         uniform = self._draws[n_seq:].view(-1, n_seq).index_select(0, self._at)[0, :n]
         token = torch.searchsorted(total, (uniform * total[:, -1])[:, None], right=True)[:, 0]
@@ -312,9 +317,9 @@ class Steps:
 
 
 def greedy(logits: Tensor, top_k: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """The likeliest token of each row, its probability, and how far that is above the second.
+    """Return each row's likeliest token, its probability, and the gap to the second probability.
 
-    Probabilities are over the `top_k` greatest logits, 0: over all.
+    Probabilities are softmaxes over the `top_k` greatest logits; 0: over all logits.
     """
     if top_k > 1:
         best, tokens = logits.topk(top_k, -1)

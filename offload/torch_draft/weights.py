@@ -1,4 +1,4 @@
-"""Weights of a GGUF file as f32 rows: any type that gguf's own dequantisation reads."""
+"""Reads weights of a GGUF file as f32 rows, in any type that the gguf package dequantises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = NDArray[np.float32]
 
 
 class WeightReader:
-    """Reads the tensors of `facts`, mapped; a chunk of a large matrix at a time."""
+    """Reads the tensors of `facts` from mapped files, large matrices chunk by chunk."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self._facts = facts
@@ -29,7 +29,7 @@ class WeightReader:
         return name in self._facts.weights
 
     def whole(self, name: str) -> Rows:
-        """[n_out, n_in] of a matrix, [1, n] of a vector."""
+        """Return a matrix [n_out, n_in], or a vector as [1, n]."""
         return np.concatenate([rows for _, rows in self.chunks(name)])
 
     def vector(self, name: str) -> Rows:
@@ -37,7 +37,7 @@ class WeightReader:
         return values
 
     def chunks(self, name: str) -> Iterator[tuple[int, Rows]]:
-        """(first row, rows [n, n_in]) from the top of a matrix to its end."""
+        """Yield (first row, rows [n, n_in]) of a matrix in order."""
         place = self._facts.weights[name]
         shape = place.entry.shape
         n_in, n_rows = shape[0], shape[1] if len(shape) > 1 else 1
@@ -68,7 +68,7 @@ def check_weights(facts: ModelFacts) -> None:
 
 
 def can_dequantize(ggml_name: str) -> bool:
-    """True where gguf has the way back from this type, named as ggml does."""
+    """True if the gguf package dequantises this type, named as in ggml."""
     kind = _kind(ggml_name)
     if kind is None:
         return False
