@@ -154,7 +154,7 @@ class RouterIds:
         self._unsigned = self.values.view(np.uint32)  # negative ids are large ones
 
     def check(self) -> None:
-        """Raise DeviceFailed for a number of no expert, which would be read past the weight's end."""
+        """Raise DeviceFailed for a number of no expert: kernels would read past the weight."""
         if self._unsigned.size and self._unsigned.max() >= self.n_experts:
             wrong = self.values[self._unsigned >= self.n_experts][0]
             raise DeviceFailed(

@@ -1,7 +1,6 @@
 """Reads GGUF headers with the library's parser: metadata values and the tensor table.
 
 Weights are not read. A file that the parser refuses raises BadModel with the parser's reason.
-
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""libllama's samplers over rows of logits, in the order asked for, after a grammar's mask.
+"""Runs libllama's samplers over rows of logits, in the options' order, after a grammar's mask.
 
-The target's own chain chooses at every position, and a drafted token is accepted while it equals
-the choice, so any chain keeps its distribution. The chain chooses once per position and keeps each
-choice, so samplers with state (mirostat, the random numbers of XTC, penalties, DRY) are in the same
-state as without drafts.
+The target's own chain chooses at every position. A drafted token is accepted if it equals that
+choice, so drafts do not change the distribution of any chain. The chain chooses once per position
+and keeps each choice. So samplers with state (mirostat, the random numbers of XTC, penalties, DRY)
+have the same state as without drafts.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class _TokenArray(C.Structure):
 
 _TOKEN = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 _NARROWING = frozenset({"top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc"})
-_MIROSTAT_TOKENS = 100  # that mirostat 1 estimates the slope of a distribution from
-# A mask takes milliseconds. A grammar that is made to take more holds up every other request.
+_MIROSTAT_TOKENS = 100  # tokens from which mirostat 1 estimates a distribution's slope
+# A mask takes milliseconds. A malicious grammar takes longer, and delays all other requests.
 _GRAMMAR_S = 10.0
 _GRAMMAR_S_PER_TOKEN = 0.02
 
@@ -52,13 +52,13 @@ def grammar_tokens(model: Model) -> GrammarTokens:
 
 
 class SamplerChain:
-    """Chooses tokens for one sequence; `choose` is followed by `accepted` for what was kept.
+    """Chooses tokens for one sequence. After `choose`, call `accepted` with the kept token.
 
-    First the biases and the grammar's mask, then the samplers in their order, then the draw.
+    The order is: biases and the grammar's mask, then the samplers, then the draw.
     """
 
     def __init__(self, model: Model, options: SamplingOptions, prompt: Sequence[int] = ()) -> None:
-        """`prompt` is what penalties look back at.
+        """`prompt`: earlier tokens, which penalties look back at.
 
         Raises BadRequest for a grammar or schema that cannot be followed, and for a bias of a token
         that does not exist.
@@ -95,7 +95,7 @@ class SamplerChain:
         o = self._options
         names = list(o.order)
         if o.is_greedy:
-            # What only narrows leaves the likeliest token the likeliest.
+            # Samplers that only remove tokens do not change which token is the likeliest.
             names = names[: names.index("temperature")] if "temperature" in names else []
             while names and names[-1] in _NARROWING:
                 names.pop()
@@ -217,12 +217,14 @@ class SamplerChain:
 
     @property
     def has_distribution(self) -> bool:
-        """False for mirostat and adaptive-p: each draw changes the next distribution, so there is
-        none to name without drawing."""
+        """False for mirostat and adaptive-p.
+
+        Their draws change the next distribution, so it is unknown before the draw.
+        """
         return not (self._options.mirostat or ADAPTIVE in self._options.samplers)
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
-        """The token this chain samples from logits [n_vocab]. `accepted` tells it earlier tokens.
+        """Sample a token from logits [n_vocab]. `accepted` reports earlier tokens to the chain.
 
         Raises BadRequest when grammar and biases leave no token.
         """
@@ -314,7 +316,7 @@ class SamplerChain:
         return self._filled(self._biased(logits), ids)
 
     def _allowed(self) -> NDArray[np.bool_] | None:
-        """True for each token that may be chosen; None where all may."""
+        """True for each token that may be chosen; None if all tokens may be."""
         if self._grammar is None:
             if not len(self._banned):
                 return None
@@ -361,7 +363,7 @@ class SamplerChain:
     def accepted(self, token: int) -> None:
         """Tell samplers and grammar which token was kept.
 
-        Raises BadRequest for one that the grammar refuses.
+        Raises BadRequest for a token that the grammar refuses.
         """
         if self._grammar is not None:
             self._grammar.accept(token)

@@ -1,6 +1,6 @@
-"""Handles of ggml tensors (nodes of graphs, weights, and tensors of our own) and of buffers.
+"""Handles of ggml's buffers and tensors: nodes of graphs, weights, and tensors of our own.
 
-ggml's tensors live as long as their graph or model; only tensors of our own making are owned.
+ggml's tensors live as long as their graph or model. A handle owns only a tensor that we made.
 `Redirect` and `Relocation` change ggml's tensors for a while and restore them.
 """
 
@@ -27,7 +27,7 @@ _BUFFER = TENSOR.buffer.offset
 _DATA = TENSOR.data.offset
 _VIEW_SRC = TENSOR.view_src.offset
 _POINTER = C.sizeof(C.c_void_p)
-_LOWEST = 4096  # no tensor lies below; numpy takes no array at address 0
+_LOWEST = 4096  # lowest address of a tensor; numpy refuses arrays at address 0
 _int_at = C.c_int.from_address
 _pointer_at = C.c_void_p.from_address
 
@@ -53,7 +53,7 @@ def data_at(address: int) -> int:
 
 
 def root_at(address: int) -> int:
-    """Address of the tensor whose memory the one at `address` sees: itself if it is no view."""
+    """Address of the tensor that the one at `address` is a view of, or `address` itself."""
     return _pointer_at(address + _VIEW_SRC).value or address
 
 
@@ -63,8 +63,7 @@ def size_at(address: int) -> int:
 
 
 class _Everywhere:
-    """The address space as an array of overlapping tensors, one every 8 bytes. Only indexed
-    elements are read."""
+    """The address space as overlapping tensors, one every 8 bytes. Reads only indexed elements."""
 
     __array_interface__ = {  # noqa: RUF012
         "version": 3,
@@ -135,7 +134,7 @@ class Buffer:
 
 
 class Tensor:
-    """A tensor at an address. Equal if the addresses are."""
+    """A tensor at an address. Tensors with the same address are equal."""
 
     __slots__ = ("_kept", "_struct", "address")
 
@@ -202,13 +201,13 @@ class Tensor:
 
     @property
     def is_on_host(self) -> bool:
-        """True if the CPU can read it where it lies."""
+        """True if the tensor lies in host memory."""
         buffer = self._struct.buffer
         return bool(buffer) and bool(library().ggml_backend_buffer_is_host(buffer))
 
     @property
     def is_output(self) -> bool:
-        """True if the caller of the graph wants to read it."""
+        """True if the tensor is flagged as an output of its graph."""
         return bool(self._struct.flags & abi.GGML_TENSOR_FLAG_OUTPUT)
 
     def is_op(self, name: str) -> bool:
@@ -226,7 +225,7 @@ class Tensor:
         return Tensor(address) if address else None
 
     def lie_at(self, memory: HostRange) -> None:
-        """Place the data there."""
+        """Point the tensor's data to `memory`."""
         self._struct.data = memory.address
 
     # -- making ----------------------------------------------------------------------------------

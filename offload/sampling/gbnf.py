@@ -1,9 +1,9 @@
-"""GBNF, llama.cpp's grammar notation, as a Lark grammar for `llguidance`. Pure, and linear.
+"""Translates GBNF, llama.cpp's grammar notation, to Lark for `llguidance`. Pure, in linear time.
 
-Notation: grammars/README.md of llama.cpp. Besides, `%json {...}` is JSON that follows a schema.
+Notation: grammars/README.md of llama.cpp. In addition, `%json {...}` is JSON that follows a schema.
 Lark as llguidance reads it: https://github.com/guidance-ai/llguidance. A lexer that takes the
-longest match would change the language of a grammar such as `[a-z]* "end"`. So each character is a
-lexeme of its own, and the parser alone decides, as in llama.cpp.
+longest match would change the language of a grammar such as `[a-z]* "end"`. So each character is
+its own lexeme, and the parser alone decides, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from offload.errors import BadRequest
 from offload.sampling.json_schema import read_schema
 
 MOST_GRAMMAR_BYTES = 256 * 1024
-DEEPEST_GRAMMAR = 64  # brackets in brackets
-MOST_REPEATED = 2000  # llama.cpp refuses more
+DEEPEST_GRAMMAR = 64  # most nested brackets
+MOST_REPEATED = 2000  # most repetitions of a symbol, as in llama.cpp
 MOST_SYMBOLS = 20_000  # characters, classes and references of all rules
 
 _NAME = re.compile(r"[A-Za-z0-9-]+")
@@ -32,7 +32,7 @@ _LAST_CHARACTER = 0x10FFFF
 _EMPTY = '""'
 _ANY = "/(?s:.)/"
 _SIGNS: dict[tuple[int, int | None], str] = {(0, None): "*", (1, None): "+", (0, 1): "?"}
-# If only one text can follow, any tokens that spell it may, not only the tokeniser's own.
+# If only one text can follow, allow all tokens that spell it, not only the tokeniser's choice.
 _HEAD = '%llguidance {"no_forcing": true}'
 
 
@@ -48,10 +48,10 @@ Alternatives = tuple[tuple[Symbol, ...], ...]
 
 
 def lark_of_gbnf(text: str, token_of: Callable[[str], int]) -> str:
-    """The Lark grammar of the same language; the rule `root` becomes `start`.
+    """Return a Lark grammar of the same language, in which the rule `root` is named `start`.
 
-    `token_of` is the id of a token that the grammar names as `<text>`; it raises BadRequest if
-    that is not one token. Raises BadRequest with line and column.
+    `token_of` returns the id of a token that the grammar names as `<text>`, and raises BadRequest
+    if the text is not one token. Raises BadRequest with line and column.
     """
     try:
         size = len(text.encode())
@@ -122,7 +122,7 @@ class _GbnfReader:
         return tuple(found)
 
     def _symbol(self, *, nested: bool) -> Symbol | None:
-        """The next one, or None where a sequence ends."""
+        """Read the next symbol; returns None at the end of a sequence."""
         self._n_symbols += 1
         if self._n_symbols > MOST_SYMBOLS:
             self._fail(f"the grammar has over {MOST_SYMBOLS} symbols")
@@ -166,7 +166,7 @@ class _GbnfReader:
         return Symbol(_text(inside), inside)
 
     def _times(self, *, nested: bool) -> tuple[int, int | None] | None:
-        """(least, most) of a repetition that follows."""
+        """Read a repetition; returns (least, most), or None if there is none."""
         simple: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
         sign = self._peek()
         if sign in simple:
@@ -233,7 +233,7 @@ class _GbnfReader:
             ranges.append((first, last))
         self._at += 1
         if not ranges:
-            return Symbol(_EMPTY)  # nothing, negated or not, as llama.cpp has it
+            return Symbol(_EMPTY)  # an empty class, negated or not, matches "" as in llama.cpp
         return Symbol(_one_of(ranges, negated))
 
     def _character(self) -> int:
@@ -302,7 +302,7 @@ class _GbnfReader:
         return found[0]
 
     def _skip(self, *, newlines: bool) -> None:
-        """Spaces and comments."""
+        """Skip spaces and comments, and newlines if asked to."""
         text, at = self._text, self._at
         blank = " \t\r\n" if newlines else " \t"
         while at < len(text):
@@ -330,7 +330,7 @@ def _text(alternatives: Alternatives) -> str:
 
 
 def _one_of(ranges: Sequence[tuple[int, int]], negated: bool = False) -> str:
-    """One character of these ranges, ends included; `negated`: any other character."""
+    """Match a character in these ranges, ends included, or with `negated` any other character."""
     inside = "".join(f"\\x{{{a:x}}}-\\x{{{b:x}}}" for a, b in ranges)
     return f"/[{'^' if negated else ''}{inside}]/"
 
@@ -344,9 +344,9 @@ def _repeated(symbol: Symbol, least: int, most: int | None) -> Symbol:
 
 
 def _looped(name: str, alternatives: Alternatives) -> str:
-    """A rule's alternatives, with `r ::= a r | b` and `r ::= (a r)?` written as `a* b`.
+    """Return a rule's alternatives; `r ::= a r | b` and `r ::= (a r)?` are written as loops.
 
-    An Earley parser follows a recursion at the right end at a cost that grows with each turn.
+    In an Earley parser each turn of a recursion at the right end costs more than the turn before.
     """
     if len(alternatives) == len(alternatives[0]) == 1:
         only = alternatives[0][0]

@@ -1,6 +1,6 @@
-"""Grammars and JSON schemas, and the tokens that they allow next, by `llguidance`.
+"""Computes the tokens that a grammar or a JSON schema allows next, with `llguidance`.
 
-Compiling and each mask have limits; beyond them the request ends with an error. docs/results.md
+Compiling and masks have limits, beyond which the request ends with an error. docs/results.md
 compares its speed with llama.cpp's grammars.
 """
 
@@ -18,7 +18,7 @@ from offload.errors import BadRequest
 from offload.sampling.gbnf import lark_of_gbnf
 from offload.sampling.json_schema import read_schema
 
-_MOST_WORDS = 300  # characters of a reason that reach a client
+_MOST_WORDS = 300  # most characters of a reason in an error message
 # Parser items per mask and per character: a hundred times what common grammars need, and about
 # one second of one core.
 _LIMITS = {"step_max_items": 100_000, "max_items_in_row": 4_000, "verbose_errors": False}
@@ -47,8 +47,8 @@ class _Tokens:
         self.eos_token_id = vocabulary.ends[0]
         self.bos_token_id = None
         self.tokens = [vocabulary.piece(i, special=True) for i in range(vocabulary.n_vocab)]
-        # As in llama.cpp, a control token is the text it is written as: a grammar with <|channel|>
-        # asks for that token.
+        # As in llama.cpp, a control token matches its text: a grammar with <|channel|> matches that
+        # token.
         self.special_token_ids = list(vocabulary.ends)
         self._vocabulary = vocabulary
 
@@ -114,7 +114,7 @@ class Grammar:
         return mask.view(np.bool_)
 
     def accept(self, token: int) -> None:
-        """Raises BadRequest for a token that may not follow."""
+        """Move past `token`. Raises BadRequest if it may not follow."""
         if not self.allows(token):
             raise BadRequest(f"token {token} was chosen, and the grammar refuses it")
         if not self._is_over:
@@ -150,7 +150,7 @@ def grammar_of(
         return Grammar(tokens(), LLMatcher.grammar_from_lark(lark))
     if json_schema is not None:
         try:
-            # As text, since it refuses integers of over 64 bits in a dict, also as bounds.
+            # The schema is passed as text: llguidance refuses integers over 64 bits in a dict.
             schema = json.dumps(read_schema(json_schema))
             source = LLMatcher.grammar_from_json_schema(schema)
         except ValueError as e:  # a number beyond a float, or half a character

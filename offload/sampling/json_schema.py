@@ -1,4 +1,4 @@
-"""JSON schemas, adapted for llguidance to what llama.cpp takes for granted. Pure."""
+"""Adapts JSON schemas so that llguidance reads them as llama.cpp does. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from offload.errors import BadRequest
 
 MOST_SCHEMA_BYTES = 256 * 1024
 DEEPEST_SCHEMA = 64
-# As in llama.cpp's converter, since small models indent for ever if white space is free.
+# White space is limited, as in llama.cpp's converter: otherwise small models indent for ever.
 _WHITE_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
-# llguidance ignores unknown keywords, and takes oneOf for anyOf, as llama.cpp does.
+# These options make llguidance ignore unknown keywords and treat oneOf as anyOf, as in llama.cpp.
 _OPTIONS: dict[str, Any] = {
     "x-guidance": {"whitespace_pattern": _WHITE_SPACE, "lenient": True, "coerce_one_of": True}
 }
@@ -30,7 +30,7 @@ _OF_OTHERS = frozenset({"additionalProperties", "unevaluatedProperties", "patter
 def read_schema(text: str) -> dict[str, Any]:
     """The schema in a JSON text, adapted for llguidance.
 
-    Raises BadRequest, with the place in the text if that is not JSON.
+    Raises BadRequest, with the place in the text if the text is not JSON.
     """
     if len(text) > MOST_SCHEMA_BYTES:
         raise BadRequest(
@@ -50,8 +50,11 @@ def read_schema(text: str) -> dict[str, Any]:
 
 
 def _schema(node: Any, depth: int, *, closed: bool) -> Any:
-    """Close objects without `additionalProperties`, as llama.cpp does: small models would add
-    properties for ever."""
+    """Return the adapted schema of `node`.
+
+    With `closed`, objects that say nothing of other properties may have none, as in llama.cpp,
+    because small models would add properties for ever.
+    """
     if depth > DEEPEST_SCHEMA:
         raise BadRequest(f"the JSON schema is nested over {DEEPEST_SCHEMA} deep")
     if isinstance(node, list):
@@ -74,8 +77,11 @@ def _schema(node: Any, depth: int, *, closed: bool) -> Any:
 
 
 def _narrow(node: dict[str, Any], name: str, sign: int) -> None:
-    """Move a bound that llguidance cannot follow inwards, to the next one that it can. Numbers
-    within the new bound are within the old one. `sign` is 1 for a lower bound, -1 for an upper."""
+    """Move a bound that llguidance cannot follow inwards, to the next one that it can.
+
+    Numbers within the new bound are within the old one. `sign`: 1 for a lower bound, -1 for an
+    upper bound.
+    """
     for key in (name, "exclusive" + name.capitalize()):
         bound = node.get(key)
         if not isinstance(bound, int | float) or isinstance(bound, bool):
@@ -95,7 +101,7 @@ def _narrow(node: dict[str, Any], name: str, sign: int) -> None:
 
 
 def _whole(value: Any) -> Any:
-    """4.0 as the integer 4, which JSON takes for the same."""
+    """Return a float without a fraction as an integer, e.g. 4 for 4.0; JSON treats both alike."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT:
         return int(value)
     return value

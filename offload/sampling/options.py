@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from offload.errors import BadRequest
 
-LEAST_TEMPERATURE = 1e-4  # lower is greedy, since dividing logits by less overflows
+LEAST_TEMPERATURE = 1e-4  # lower temperatures mean greedy, since dividing logits by them overflows
 SAMPLERS = (  # in llama.cpp's order
     *("penalties", "dry", "top_n_sigma", "top_k", "typ_p"),
     *("top_p", "min_p", "xtc", "temperature"),
@@ -22,7 +22,7 @@ _ALIASES = {
     **{"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typicalp": "typ_p"},
     **{"typical": "typ_p", "topnsigma": "top_n_sigma"},
 }
-MOST_BREAKERS = 32  # each is searched for in every token of the vocabulary
+MOST_BREAKERS = 32  # most breakers, as each is searched for in every token of the vocabulary
 MOST_BIASES = 4096
 _LARGEST = 1000.0
 
@@ -60,7 +60,7 @@ class SamplingOptions:
     min_keep: int = 0
     samplers: tuple[str, ...] = SAMPLERS  # applied in this order
     logit_bias: tuple[tuple[int | str, float], ...] = ()  # -inf: never; a text: each of its tokens
-    n_probs: int = 0  # over 0: give logprobs of each token and of the `n_probs` likeliest
+    n_probs: int = 0  # above 0: report logprobs of each token and of the `n_probs` likeliest
     post_sampling_probs: bool = False  # probabilities after the samplers, not of the raw logits
     seed: int | None = None  # None: libllama draws one
 
@@ -102,8 +102,7 @@ class SamplingOptions:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The samplers that change anything, in order. Mirostat follows the temperature alone, as
-        in llama.cpp."""
+        """The samplers that change anything, in order; with mirostat, as in llama.cpp, only one."""
         if self.mirostat:
             return ("temperature",)
         named = (name for name in self.samplers if name != ADAPTIVE)
@@ -149,7 +148,7 @@ def sampler_letters(letters: str) -> tuple[str, ...]:
 
 
 def checked(options: Options, n_ctx: int) -> Options:
-    """The options with samplers by their one name and counts of tokens within a context of `n_ctx`.
+    """Return the options with canonical names of samplers, and counts of tokens up to `n_ctx`.
 
     Raises BadRequest for a parameter out of range, or a grammar beside a schema.
     """

@@ -21,7 +21,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ChosenLogprob:
-    """A chosen token, and the likeliest ones at its place, the likeliest first."""
+    """A chosen token, and the likeliest tokens at its position, likeliest first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -30,7 +30,7 @@ class ChosenLogprob:
 def raw_logprobs(
     logits: NDArray[np.float32], token: int, n: int, piece: Callable[[int], bytes]
 ) -> ChosenLogprob:
-    """By the model's own distribution, softmax(logits [n_vocab]), before any sampler."""
+    """Logprobs of `token` and the `n` likeliest by softmax(logits [n_vocab]), before samplers."""
     highest = float(logits.max())
     rest = float(np.log(np.exp(logits - highest, dtype=np.float64).sum()))
     n = min(n, len(logits))
@@ -50,7 +50,10 @@ def left_logprobs(
     n: int,
     piece: Callable[[int], bytes],
 ) -> ChosenLogprob:
-    """By what a chain of samplers left: tokens `ids` [n] with probabilities `p` [n]."""
+    """Logprobs of `token` and the `n` likeliest of the tokens `ids` that samplers left.
+
+    `p` are the probabilities of `ids`.
+    """
     order = np.argsort(-p, kind="stable")[:n]
 
     def told(i: int, probability: float) -> TokenLogprob:

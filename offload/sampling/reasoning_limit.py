@@ -1,6 +1,6 @@
-"""Reasoning that ends after a number of tokens, by choosing the tokens that close it.
+"""Ends reasoning after a number of tokens, by choosing the tokens that close it.
 
-llama.cpp has the same as --reasoning-budget.
+llama.cpp's option for it is --reasoning-budget.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LimitedReasoning:
         self._due: deque[int] = deque()
         self._is_over = False
         self._is_open = False
-        self._text = b""  # the answer until it reasons, then its last bytes that may hold the end
+        self._text = b""  # the answer's start; while reasoning, its last bytes
         if limit.is_open:
             self._open()
 
@@ -70,7 +70,7 @@ class LimitedReasoning:
         return self._due[0] if self._due else None
 
     def accepted(self, token: int, piece: bytes) -> None:
-        """Told the answer's next token, and its bytes `piece`."""
+        """Take in the answer's next token, whose bytes are `piece`."""
         if self._due:
             self._due.popleft()
         elif not self._is_over:
@@ -109,7 +109,7 @@ class LimitedReasoning:
 
 
 class LimitedSampler:
-    """A sampler whose choice is overruled while reasoning is being ended."""
+    """A sampler whose choice is replaced while reasoning is being closed."""
 
     def __init__(
         self, sampler: AnswerSampler, limit: LimitedReasoning, piece: Callable[[int], bytes]
@@ -121,8 +121,10 @@ class LimitedSampler:
         return self._sampler.has_distribution
 
     def choose(self, logits: NDArray[np.float32], history: Sequence[int]) -> int:
-        """The sampler's choice, or the token that must come next. The sampler is asked in both
-        cases, for the probabilities it reports."""
+        """Return the sampler's choice, or the token that must come next.
+
+        The sampler chooses in both cases, because it reports probabilities.
+        """
         chosen = self._sampler.choose(logits, history)
         due = self._limit.due
         return chosen if due is None else due
