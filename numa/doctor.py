@@ -11,9 +11,9 @@ from numa.topology import ONE_NODE, Topology, format_list
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence on what is so, one on what to do; `code` is stable for scripts.
+    """`sentence` says what was found, `advice` what to do. `code` is stable for scripts.
 
-    "bad" costs a large factor, "warn" some, "info" nothing.
+    Severity "bad" slows decodes down by a large factor, "warn" somewhat, "info" not at all.
     """
 
     code: str

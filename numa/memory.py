@@ -1,9 +1,9 @@
-"""Anonymous memory whose pages lie where a placement says: carries out what `numa.place` decides.
+"""Anonymous memory whose pages are placed as `numa.place` decides.
 
-Call `apply` before the weights are loaded and `collapse` after. Threads bound to a node touch its
-pages first, which needs no privilege and no mapping per slab; if one policy covers the whole
-memory, `mbind` is asked first. Each refusal of the kernel is a sentence in the report that says
-what was done instead.
+Call `apply` before the weights are loaded and `collapse` after. If one policy covers the whole
+memory, `mbind` is tried first. Otherwise threads bound to a node touch its pages first, which needs
+no privilege and no mapping per slab. For each refusal of the kernel, the report has a sentence that
+says what was done instead.
 """
 
 import random
@@ -17,7 +17,7 @@ from numa import sys
 from numa.errors import NoSuchNode, PlacementRefused
 from numa.place import HUGE_PAGE_BYTES, PAGE_BYTES, Placement
 
-_TOUCH_BYTES = 64 << 20  # per call, so that threads of a node share its ranges evenly
+_TOUCH_BYTES = 64 << 20  # bytes touched per call, so that threads share a node's ranges evenly
 _SAMPLE_PAGES = 4096
 _GOOD_ENOUGH = 0.97
 
@@ -49,7 +49,7 @@ class PlacedMemory:
         self.mapped_bytes = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         base = sys.map_anonymous(self.mapped_bytes + HUGE_PAGE_BYTES)
         self.address = -(-base // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        # Alignment leaves over a front and a back; they are given back.
+        # Unmap the unaligned bytes before and after the block.
         front = self.address - base
         if front:
             sys.unmap(base, front)
@@ -66,7 +66,7 @@ class PlacedMemory:
         notes = list(placement.notes)
         how = self._bind_whole(placement, notes)
         if len(placement.ranges) > 1:
-            # A huge page faulted in at once would span nodes; `collapse` makes those that do not.
+            # A huge page faulted in now may span nodes; `collapse` makes only those that do not.
             self._advise_or_note(sys.MADV_NOHUGEPAGE, notes)
         work = _work_lists(placement, cpus_of_node, self.mapped_bytes, by_policy=how == "mbind")
         with ThreadPoolExecutor(max_workers=len(work)) as pool:
@@ -135,14 +135,14 @@ class PlacedMemory:
     def collapse(self, on_block: Callable[[int, int], bool] = lambda *_: True) -> tuple[str, ...]:
         """Make the placement's huge blocks huge, contents kept; returns what was refused.
 
-        Call it after loading. `on_block` is told the bytes done and the bytes in all after each
-        block; False ends the work.
+        Call it after loading. `on_block` gets the bytes done and the total bytes after each block,
+        and returns False to stop.
         """
         assert self.placement is not None, "call apply first"
         if not self.placement.huge:
             return ()
         notes: list[str] = []
-        # MADV_COLLAPSE obeys NOHUGEPAGE, and only its opposite takes that back.
+        # MADV_COLLAPSE obeys MADV_NOHUGEPAGE, which only MADV_HUGEPAGE revokes.
         self._advise_or_note(sys.MADV_HUGEPAGE, notes)
         total, done = sum(stop - start for start, stop in self.placement.huge), 0
         for start, stop in self.placement.huge:
@@ -162,7 +162,7 @@ class PlacedMemory:
         sys.advise(self.address + start_bytes, size_bytes, sys.MADV_COLLAPSE)
 
     def huge_bytes(self) -> int:
-        """Bytes of it in huge pages; 0 if unknown."""
+        """Bytes of this memory in huge pages; 0 if unknown."""
         return huge_bytes_at(self.address)
 
     def close(self) -> None:

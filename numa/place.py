@@ -1,4 +1,4 @@
-"""Which node each page of the streamed weights should lie on. Pure: byte ranges in and out.
+"""Chooses the node of each page of the streamed weights. Pure: byte ranges in and out.
 
 ggml gives thread i of n a contiguous slab of every matrix's rows, the same slab in each decode of
 one token, once `ggml_numa_init` has run on a machine with `Topology.ggml_is_numa`. Strategy `rows`
@@ -38,7 +38,7 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run. `node` is set for `single`; `huge_pages` collapses the blocks that fit."""
+    """One way to run. `node` is set for `single`; `huge_pages`: make suitable blocks huge."""
 
     strategy: Strategy
     n_threads: int
@@ -129,7 +129,7 @@ def placement_for(
 
 
 def place_whole(strategy: Strategy, size_bytes: int, nodes: Sequence[int]) -> Placement:
-    """Everything on one node, or page by page in turn over several."""
+    """Place everything on one node, or page by page in turn over several."""
     whole = NodeRange(0, _rounded_up(size_bytes), tuple(nodes))
     return Placement(strategy, size_bytes, (whole,))
 
@@ -140,7 +140,7 @@ def place_rows(
     team_nodes: Sequence[int],
     strategy: Strategy = Strategy.ROWS,
 ) -> Placement:
-    """Each page on the node whose threads read most of it when one token is decoded.
+    """Place each page on the node whose threads read most of it when one token is decoded.
 
     Pages that no product reads follow the page before them.
     """
@@ -162,9 +162,9 @@ def place_rows(
 
 
 def node_reads(weights: Iterable[PlacedWeight], team_nodes: Sequence[int]) -> list[NodeRead]:
-    """Who reads what when one token is decoded, in the order of the weights.
+    """Return the bytes that each node reads when one token is decoded, in order of the weights.
 
-    Read from llama.cpp as vendored in llama-cpp-python 0.3.36, ggml-cpu.c:
+    The rule is that of llama.cpp in llama-cpp-python 0.3.36, ggml-cpu.c:
     ggml_compute_forward_mul_mat and _mul_mat_id where ggml_is_numa().
     """
     found: list[NodeRead] = []
@@ -180,11 +180,11 @@ def node_reads(weights: Iterable[PlacedWeight], team_nodes: Sequence[int]) -> li
 
 
 def _thread_reads(weight: PlacedWeight, n_threads: int) -> Iterable[tuple[int, int, int]]:
-    """(start, stop, thread), ascending. All experts are listed: any of them may be chosen."""
+    """Yield (start, stop, thread) in ascending order, for all experts: any may be chosen."""
     at, n_matrices = weight.offset_bytes, weight.n_matrices
     matrix_bytes = weight.n_rows * weight.row_bytes
     if not weight.routed and weight.n_rows <= n_matrices:
-        # ggml cuts activations instead of rows if they are more: each thread takes whole heads.
+        # With more matrices than rows, ggml divides activations, so each thread takes whole heads.
         slabs, step_bytes, starts = _slabs(n_matrices, n_threads), matrix_bytes, [at]
     else:
         slabs, step_bytes = _slabs(weight.n_rows, n_threads), weight.row_bytes
@@ -196,8 +196,7 @@ def _thread_reads(weight: PlacedWeight, n_threads: int) -> Iterable[tuple[int, i
 
 
 def _slabs(n_rows: int, n_threads: int) -> list[tuple[int, int]]:
-    """ggml's [first, last) rows of each thread: ceil(n_rows / n_threads) rows as long as any are
-    left."""
+    """ggml's rows [first, last) of each thread: ceil(n_rows / n_threads) while rows are left."""
     step = -(-n_rows // n_threads)
     return [(min(step * i, n_rows), min(step * (i + 1), n_rows)) for i in range(n_threads)]
 
@@ -205,8 +204,8 @@ def _slabs(n_rows: int, n_threads: int) -> list[tuple[int, int]]:
 def with_huge_pages(placement: Placement) -> Placement:
     """Mark the 2 MiB blocks that may become huge; the memory is aligned to 2 MiB.
 
-    A block whose pages lie on one node, up to 2 % of them, moves there as a whole. Other blocks
-    keep small pages. Interleaved ranges take all blocks, which then go in turn.
+    A block with at least 98 % of its pages on one node moves there as a whole. Other blocks keep
+    small pages. In interleaved ranges all blocks become huge, and take turns over the nodes.
     """
     n_blocks = placement.ranges[-1].stop_bytes // HUGE_PAGE_BYTES
     if any(len(r.nodes) > 1 for r in placement.ranges):
@@ -230,7 +229,7 @@ def with_huge_pages(placement: Placement) -> Placement:
 
 
 def _ranges_of(owners: bytearray, nodes: Sequence[int]) -> tuple[NodeRange, ...]:
-    """The runs of equal owners, which index `nodes`. Unread pages follow the page before them."""
+    """Join runs of equal owners (indices of `nodes`); unread pages follow the page before them."""
     ranges: list[NodeRange] = []
     # The next page of each value, looked up anew only when the walk has passed it.
     upcoming = {k: owners.find(k) for k in (*range(len(nodes)), _UNREAD)}
@@ -279,7 +278,7 @@ def locality(placement: Placement, reads: Sequence[NodeRead]) -> float:
 
 
 def fit_memory(placement: Placement, free_bytes: Mapping[int, int]) -> Placement:
-    """Move what does not fit a node to the node with most room left, and say so in a note.
+    """Move ranges that do not fit their node to the node with most room, with a note.
 
     `free_bytes` is the free memory per node. Raises PlacementRefused if all have too little.
     """

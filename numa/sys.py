@@ -92,7 +92,7 @@ _ADVICE_NAMES = {
 def touch(address: int, size_bytes: int) -> None:
     """Make whole pages present, on the calling thread's node unless a policy says otherwise.
 
-    Content is kept. Raises PlacementRefused, for want of memory too.
+    Keeps the contents. Raises PlacementRefused, also if memory runs out.
     """
     try:
         advise(address, size_bytes, MADV_POPULATE_WRITE)
@@ -106,7 +106,7 @@ def touch(address: int, size_bytes: int) -> None:
 
 
 def bind_pages(address: int, size_bytes: int, mode: int, nodes: Sequence[int]) -> None:
-    """mbind(2): a policy for a range.
+    """Set a memory policy for a range of pages with mbind(2).
 
     MPOL_PREFERRED without nodes is "where the first toucher runs", whatever the process's policy.
     Raises PlacementRefused: EPERM in containers without CAP_SYS_NICE, ENOSYS where it is unknown.

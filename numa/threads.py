@@ -1,4 +1,4 @@
-"""Which processor each compute thread runs on. Pure: decides, touches nothing.
+"""Chooses the processor of each compute thread. Pure: binds nothing itself.
 
 Threads get one physical core each and are numbered node by node, so that ggml's contiguous row
 slabs become one slab per node. A core or two stay free for the API process and the device's host
@@ -75,7 +75,7 @@ class ThreadPlan:
 
 
 def threads_for(topology: Topology, candidate: Candidate, n_batch: int | None = None) -> ThreadPlan:
-    """The plan a candidate runs with: its threads, on its node, in its order.
+    """Plan the threads of a candidate, on its node, in its order.
 
     Raises NoSuchNode for a node that does not exist or has no processor.
     """
@@ -154,7 +154,7 @@ def _spare(
     gpu_node: int | None,
     reasons: list[str],
 ) -> tuple[Core, ...]:
-    """The cores left free, near the GPU if there is one, for its host threads."""
+    """Choose the cores to leave free, near the GPU if there is one, for its host threads."""
     if n_spare is None:
         wanted = 2 if topology.gpus else 1
         allowed = sum(len(cores) >= n for n in (_MIN_CORES_TO_SPARE_ONE, _MIN_CORES_TO_SPARE_TWO))

@@ -1,4 +1,4 @@
-"""Choose strategy, threads and page size by measuring: the search, and the form it is kept in.
+"""Chooses strategy, threads and page size by measuring: the search and its stored result.
 
 Pure but for the callback: `search` asks `measure(candidate)` for decode times and picks the best.
 No strategy wins everywhere (docs/background.md, NUMA) and all combinations would take an hour, so
@@ -41,7 +41,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class TuneResult:
-    """The winner, everything tried and why. `machine` is what it is valid for (`fingerprint`)."""
+    """The winner, all trials and the reasons. `machine`: the valid machine's `fingerprint`."""
 
     best: Candidate
     trials: tuple[Trial, ...]
@@ -150,7 +150,7 @@ def search(
     progress: Callable[[int, int, Candidate], None] = lambda done, total, candidate: None,
     clock: Callable[[], float],
 ) -> TuneResult:
-    """Measure what is worth it within the time limit; the best, with the numbers and why.
+    """Measure promising candidates within the time limit; return the best with all numbers.
 
     `measure` gives seconds by number of tokens, e.g. {1: 0.08, 8: 0.21}, and may raise NumaError
     for a candidate that cannot be placed. Raises NumaError if every candidate was refused.

@@ -1,8 +1,8 @@
 """ggml's compute threads: pools of them, and the CPU device's stream that computes with a pool.
 
-Without OpenMP a pool holds the threads, and a graph that is computed without a pool starts threads
-and joins them again. With OpenMP a pool holds none: it carries the masks that libgomp's threads
-apply to themselves at the start of each graph of two threads or more
+Without OpenMP a pool holds threads; a graph that is computed without a pool starts threads and
+joins them again. With OpenMP a pool holds no threads. It holds the masks that libgomp's threads
+apply to themselves at the start of each graph, if there are two threads or more
 (ggml-cpu.c:ggml_graph_compute).
 """
 
@@ -21,8 +21,8 @@ from offload.ggml.library.lib import library
 from offload.ggml.llama import Context
 from offload.ggml.tensor import new_tensor
 
-# Idle threads spin for 131072 rounds, a few milliseconds, before they sleep: longer than from one
-# split layer to the next. ggml's own 50 times as long would slow down a draft beside the target.
+# Idle threads spin for 131072 rounds, a few milliseconds, before they sleep. That is longer than
+# the time between two split layers. ggml's default, 50 times as long, would slow down a draft.
 _POLL = 1
 _NUMA_DISABLED = 0  # enum ggml_numa_strategy: count the nodes, leave affinities alone
 
@@ -31,8 +31,8 @@ class ThreadPool:
     """Threads that compute graphs, and wait for the next graph in between."""
 
     def __init__(self, threads: Team | int, *, polls: bool = True) -> None:
-        """A number of threads runs wherever the kernel puts them; thread i of a team is bound to
-        one processor, the i-th set bit of the team's mask.
+        """`threads`: a number of threads that run wherever the kernel puts them, or a team, whose
+        thread i is bound to the processor of the i-th set bit of the team's mask.
 
         Idle threads sleep at once if `polls` is False. Raises NoSuchNode for processors beyond
         ggml's mask, DeviceFailed without memory.
@@ -58,8 +58,8 @@ class ThreadPool:
     def run_once(self) -> None:
         """Compute a product of 64 rows with all threads, from the calling thread.
 
-        Whether a decode starts the threads depends on the model and on what the device computes.
-        This always does, so that affinities read back afterwards prove something. Takes about 50 us
+        A decode starts the threads or not, depending on the model and on the device's share. This
+        product always starts them, so that their affinities can be read back. Takes about 50 us
         once the threads run. Raises DeviceFailed.
         """
         team = CpuTeam()
@@ -87,7 +87,7 @@ def attach(context: Context, decode: ThreadPool, batch: ThreadPool) -> None:
 
 
 def detach(context: Context) -> None:
-    """Leave the context without pools of ours; nothing for a closed one."""
+    """Detach our pools from the context. Does nothing for a closed context."""
     if context.handle:
         library().llama_detach_threadpool(context.handle)
 
@@ -108,7 +108,7 @@ class CpuTeam:
         self._pools, self._chosen = pools, -1
 
     def open(self) -> None:
-        """Make the stream now; nothing if it is open."""
+        """Open the stream now. Does nothing if it is open."""
         if self._stream is None:
             self._stream = cpu_device().open()
             self._chosen = -1
@@ -142,9 +142,9 @@ def cpu_device() -> Device:
 
 
 def check(status: int, what: str) -> int:
-    """The ggml_status, if it is that of success or of a decode that a signal ended.
+    """Return `status` if it means success, or a decode that a signal aborted.
 
-    Raises DeviceFailed for any other.
+    Raises DeviceFailed for any other status.
     """
     if status not in (abi.GGML_STATUS_SUCCESS, abi.GGML_STATUS_ABORTED):
         raise DeviceFailed(f"{what} failed with ggml status {status}")
@@ -153,10 +153,10 @@ def check(status: int, what: str) -> int:
 
 @functools.cache
 def count_nodes() -> bool:
-    """Let ggml count the memory nodes; True if it found several and partitions statically.
+    """Let ggml count the memory nodes; True if it found several, and so partitions rows statically.
 
-    Once per process: ggml complains of a second call. Not through llama_numa_init, which leaves the
-    call out for the strategy "disabled" and resets every thread's affinity for all others.
+    Called once per process, since ggml logs a complaint at a second call. llama_numa_init cannot be
+    used: it skips the call for "disabled", and resets every thread's affinity otherwise.
     """
     lib = library()
     lib.ggml_numa_init(_NUMA_DISABLED)

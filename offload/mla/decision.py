@@ -1,4 +1,4 @@
-"""When the value projection of multi-head latent attention runs as matrix-vector products.
+"""Decides when latent attention's (MLA's) value projection runs as matrix-vector products.
 
 llama.cpp always computes it as one matrix product per head, over permuted views:
 
@@ -6,9 +6,9 @@ llama.cpp always computes it as one matrix product per head, over permuted views
       permute -> mul_mat with v_b [kv_lora, v_dim, n_head] -> [v_dim, n_tokens, n_head]
       permute -> cont -> [v_dim, n_head, n_tokens]
 
-For few tokens matrix-vector products are faster (docs/background.md, MLA): `attended` read as
-[kv_lora, 1, n_head, n_tokens], `v_b` broadcast over the tokens, and the product
-[v_dim, 1, n_head, n_tokens] already lies as `cont` would have put it. This file decides, from
+Matrix-vector products are faster for few tokens (docs/background.md, MLA). `attended` is read as
+[kv_lora, 1, n_head, n_tokens], and `v_b` is broadcast over the tokens. The product
+[v_dim, 1, n_head, n_tokens] then already has the layout that `cont` makes. This file decides from
 shapes and addresses alone; offload/mla/switch.py changes the graph.
 """
 
@@ -43,7 +43,7 @@ class LeftAlone(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A tensor's shape and where it lies: `ne` elements, `nb` strides in bytes, `data` address."""
+    """A tensor's shape `ne`, strides `nb` in bytes, and address `data`."""
 
     ne: Dims
     nb: Dims
@@ -51,7 +51,7 @@ class Memory:
 
     @property
     def size_bytes(self) -> int:
-        """From the first byte to the last, gaps included; rows of unquantised elements."""
+        """Bytes from the first to the last, gaps included, for unquantised elements."""
         return self.nb[0] + sum(
             (n - 1) * stride for n, stride in zip(self.ne, self.nb, strict=True)
         )
@@ -71,7 +71,7 @@ def strides(ne: Dims, element_bytes: int) -> Dims:
 
 
 def _lies_as(ne: Dims, nb: Dims, expected: Dims) -> bool:
-    """True if the strides are the expected ones, where dimensions of one element do not count."""
+    """True if the strides are the expected ones; dimensions of one element do not count."""
     return all(n == 1 or a == b for n, a, b in zip(ne, nb, expected, strict=True))
 
 
@@ -128,7 +128,7 @@ class ValueProjection:
 
 
 def is_value_projection(site: ValueProjection) -> bool:
-    """True if the shapes are those of a value projection, so that both forms mean the same."""
+    """True if the shapes are those of a value projection, so that both forms compute the same."""
     weight, product, permuted = site.weight_ne, site.product, site.permuted
     swapped = (product.ne[0], product.ne[2], product.ne[1], product.ne[3])
     swapped_nb = (product.nb[0], product.nb[2], product.nb[1], product.nb[3])
@@ -149,10 +149,11 @@ def is_value_projection(site: ValueProjection) -> bool:
 
 
 def token_stride(attended: Memory) -> int | None:
-    """Bytes from one token of the attention output to the next; None if that is no one number.
+    """Bytes from one token of the attention output to the next; None if they differ.
 
-    With flash attention it lies as [kv_lora, n_head, n_tokens], so the vectors are contiguous;
-    without, as [kv_lora, n_tokens, n_head] per stream, and they are read with that stride.
+    With flash attention the output is [kv_lora, n_head, n_tokens], so a token's vectors are
+    contiguous. Without, it is [kv_lora, n_tokens, n_head] per stream, and vectors are read with
+    strides.
     """
     _, n_tokens, n_head, n_streams = attended.ne
     if n_streams == 1:
@@ -163,12 +164,12 @@ def token_stride(attended: Memory) -> int | None:
 
 
 def decide(site: ValueProjection, crossover: int) -> Form | LeftAlone:
-    """The form of one site, given the most tokens for which the broadcast form is wanted.
+    """Return the form of one site. `crossover`: most tokens for which the site is replaced.
 
-    The allocator gives `output` memory that is free once `product` is computed, and the attention
-    output is the first thing to become free: often both lie at the same place. The broadcast form
-    would then overwrite what it still reads. It is written over the old product instead, which is
-    of the same size, still alive until `output` is made, and never overlaps what it was made from.
+    The allocator gives `output` memory that is free once `product` is computed. That is often the
+    memory of the attention output, so the broadcast form would overwrite its own input. Then the
+    result is written over the old product instead: that has the same size, stays allocated until
+    `output` is made, and does not overlap its sources.
     """
     if site.n_tokens > crossover:
         return LeftAlone.ABOVE_CROSSOVER
@@ -191,7 +192,7 @@ class MlaCounters:
     """Counts of what the switch did, added each time a graph is computed."""
 
     replaced: int = 0
-    copied: int = 0  # replaced nodes written elsewhere first, because memory overlaps
+    copied: int = 0  # replaced sites of Form.COPIED, whose memory overlaps
     left_alone: Counter[LeftAlone] = field(default_factory=Counter)
 
     @staticmethod
@@ -230,7 +231,7 @@ def hopeless(timing: Timing) -> bool:
 def choose_crossover(table: Sequence[Timing]) -> int:
     """The measured batch up to which the broadcast form wins by geometric mean; 0 if it never does.
 
-    The mean over all smaller batches, not the first loss, so that one noisy point decides nothing.
+    The mean covers all smaller batches, so that one noisy measurement decides nothing.
     """
     best, best_gain, gain = 0, 0.0, 0.0
     for timing in sorted(table, key=lambda timing: timing.n_tokens):

@@ -1,7 +1,7 @@
-"""Chooses the MLA crossover when a model is opened; on a GPU it is measured.
+"""Chooses the MLA crossover when a model is opened, on a GPU by measuring.
 
-Measured on a weight of the model's shape and type, all zero: it costs what the real one costs, and
-nothing of the model has to be loaded yet.
+The measurement uses a weight of zeros with the model's shape and type. That takes the same time as
+the real weight, and needs no loaded model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WEIGHT = "attn_v_b.weight"
 
 @dataclass(frozen=True)
 class ChosenCrossover:
-    """Most tokens that are replaced, None: as many as heads; and how that was found."""
+    """`n_tokens`: most tokens for the broadcast form; None: the number of heads."""
 
     n_tokens: int | None
     table: tuple[Timing, ...] = ()
@@ -42,11 +42,12 @@ class ChosenCrossover:
 def chosen_crossover(
     wanted: int | None, facts: ModelFacts, device: Device, *, token_major: bool
 ) -> ChosenCrossover:
-    """`wanted`, else the crossover for a model on a device. Raises DeviceFailed.
+    """Return `wanted`, or if it is None the crossover for this model and device.
 
-    On a GPU it is measured. If it cannot be measured, it is one token, because above that CUDA's
-    kernels read the weight once per token. On the CPU it is as many tokens as heads.
-    `token_major`: attention leaves a token's heads side by side, as with flash attention.
+    On a GPU the crossover is measured. If memory for that is missing, it is one token, because
+    above that CUDA's kernels read the weight once per token. On the CPU it is the number of heads.
+    `token_major`: attention leaves a token's heads side by side, as flash attention does.
+    Raises DeviceFailed.
     """
     if wanted is not None:
         return ChosenCrossover(wanted)
@@ -94,7 +95,7 @@ def measure_crossover(
 
 
 class _Bench:
-    """Room for both forms, and their nodes for any number of tokens."""
+    """Device memory for both forms, and their nodes for any number of tokens."""
 
     def __init__(
         self, device: Device, weight_type: str, shape: tuple[int, int, int], n_max: int,

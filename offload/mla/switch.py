@@ -1,7 +1,7 @@
 """Replaces value projections in a graph by their broadcast form, as decision.py decides.
 
-ggml's graph itself stays as it is. A copy of its list of nodes gets our tensors instead of the old
-nodes, at the addresses of the old results. So the graph remains one computation, and later steps
+ggml's graph is not changed. In a copy of its list of nodes our tensors replace the old nodes, and
+write to the addresses of the old results. So the graph remains one computation, and later steps
 look for their nodes in the copy.
 """
 
