@@ -164,7 +164,7 @@ class Limits:
 def read_limits(root: Path) -> Limits:
     """The tightest limits of this process's control group (version 1 or 2) and of its parents.
 
-    A container sees the host's /sys: only these files tell which part of the machine is its own.
+    A container sees the host's /sys; only these files say which part of the machine it may use.
     Raises BadTopology for a file with unexpected content.
     """
     cpus = _status_list(root, "Cpus_allowed_list")

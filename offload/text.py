@@ -79,7 +79,7 @@ class ModelText:
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
-        """An upper bound for the bytes of one token's text, which no spelling is shorter than."""
+        """An upper bound for the bytes of one token's text: the longest spelling."""
         if not self._model.has_tokenizer:
             return 1
         spellings = (self._model.token_text(token) for token in range(self._model.n_vocab))

@@ -254,6 +254,7 @@ class ThreadGovernor:
 def _slow(n_threads: int, slowdown: float) -> float:
     """Return the multiple of the expected seconds from which a decode with `n_threads` is slow.
 
-    `slowdown` is the usual multiple."""
+    `slowdown` is the usual multiple.
+    """
     fewer = _HEALTHY * n_threads / (n_threads - 1) if n_threads > 1 else 0.0
     return max(_SLOW, fewer) * slowdown
