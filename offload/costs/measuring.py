@@ -1,4 +1,4 @@
-"""Times decodes of an engine in every way that it can compute them, in one pass over a text."""
+"""Times an engine's decodes in every way that it can compute them, in one pass over a text."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from offload.timing import TextWalk
 LEAD_TOKENS = 16  # tokens decoded before a timed decode, where weights stream through slots
 _SEQUENCE = 0
 _SPAN, _LONG_SPAN = 320, 1024  # tokens of context, before the memory is cut back
-_DEPTH, _DEEP_BELOW_S = 16, 0.02  # context of the first decode, for models with a T(1) below that
-_LEAD_BELOW_S = 0.05  # T(1) below which a graph that is built anew would show
-_IN_PART_FROM_S = 0.4  # decodes that take so long are broken off after some layers
-_LEAST_LAYERS = 2
-_LEAST_ROOM = 8  # tokens of context
+_DEPTH, _DEEP_BELOW_S = 16, 0.02  # tokens of context of the first decode, if T(1) is below 0.02 s
+_LEAD_BELOW_S = 0.05  # T(1) below which building a graph would show in the time
+_IN_PART_FROM_S = 0.4  # seconds of a decode from which it is broken off after some layers
+_LEAST_LAYERS = 2  # fewest layers timed in such a decode
+_LEAST_ROOM = 8  # tokens of context that are too few to measure in
 
 Progress = Callable[[float], None]
 
@@ -52,8 +52,11 @@ def n_most_at_once(target: Engine) -> int:
 
 
 def ways_of(target: Engine, *, fixed: bool, splits: bool) -> tuple[Way, ...]:
-    """The ways to be timed, the usual one first. `fixed`: the user's threshold decides between the
-    CPU and streaming. `splits`: layers may be split."""
+    """Return the ways to time, the usual one first.
+
+    `fixed`: the user's threshold decides between the CPU and streaming. `splits`: layers may be
+    split.
+    """
     kinds = streamed_kinds(target)
     found = [Way.FIXED] if fixed and kinds else [Way.IN_PLACE]
     if not fixed:
@@ -73,9 +76,9 @@ _SETTINGS = {
 
 
 def measure_split(target: Engine) -> MeasuredCosts | None:
-    """Times of both sides of a split layer and of the link; None if no layer can be split.
+    """Return the times of a split layer's sides and of the link, or None if one is unknown.
 
-    Decodes tokens in sequence 0, which has to be empty and is left so. Raises DeviceFailed.
+    Decodes tokens in sequence 0, which must be empty, and leaves it empty. Raises DeviceFailed.
     """
     if target.hybrid is None:
         return None
@@ -87,8 +90,8 @@ def measure_split(target: Engine) -> MeasuredCosts | None:
     with target.routing.paused(), switch.splitting(all_on_device):
         target.build_anew()  # a graph that was built without splits would be used again
         for n in (1, min(8, target.n_ctx - 1)):
-            take_splits(target)  # those of graphs that are gone
-            for i in range(3):  # fills the slots with the experts that are used
+            take_splits(target)  # forgets split layers of earlier graphs
+            for i in range(3):  # fills the slots with the experts that these tokens use
                 sequences.extend(0, [(7 * k + i) % target.n_vocab for k in range(n)])
                 sequences.rewind(0, 0)
             for sides in take_splits(target):
@@ -109,9 +112,11 @@ def take_splits(target: Engine) -> list[Sides]:
 
 @dataclass(frozen=True)
 class Pass:
-    """One measuring pass, whose entries `table` gets. Without `most_s` it has a first start's
-    budget. Each size is timed at least `n_least` times; those up to `n_verify` with a row of logits
-    for each token."""
+    """Options of one measuring pass, which adds its entries to `table`.
+
+    The pass takes about `most_s` seconds, or a first start's budget if that is None. Each size is
+    timed at least `n_least` times. Sizes up to `n_verify` compute a row of logits for each token.
+    """
 
     table: CostTable
     ways: tuple[Way, ...]
@@ -120,16 +125,16 @@ class Pass:
     n_least: int = 1
     n_verify: int = VERIFY_MOST
     edges: tuple[int, ...] = ()
-    again: frozenset[tuple[Way, int]] = frozenset()  # if any, these alone, in half the time
+    again: frozenset[tuple[Way, int]] = frozenset()  # if not empty, the only sizes: half the time
     on_progress: Progress = lambda share: None
     on_entry: Callable[[], None] = lambda: None
 
 
 def measure(target: Engine, text: Sequence[int], wanted: Pass) -> float:
-    """Time decodes of `target` on running text, whose sequence is left empty; the seconds spent.
+    """Time decodes of `target` on running text. Returns the seconds spent, and empties sequence 0.
 
-    Each timed decode gets the tokens that follow, since a batch that was just decoded would find
-    all of its experts in the slots. The text's experts are counted as hits.
+    Each timed decode gets the next tokens of the text. A batch that was just decoded would find all
+    of its experts in the slots. Routing is recorded meanwhile if the options say so.
     """
     before, is_on = target.min_batch, target.routing.is_on
     switch = None if target.hybrid is None else target.hybrid.switch
@@ -147,7 +152,7 @@ def measure(target: Engine, text: Sequence[int], wanted: Pass) -> float:
 
 
 class _Measuring:
-    """One pass: its walk through the text, and the time it has."""
+    """The state of one pass: its place in the text, and its budget in seconds."""
 
     def __init__(self, target: Engine, text: Sequence[int], wanted: Pass) -> None:
         self._target, self._pass, self._text = target, wanted, text
@@ -160,7 +165,7 @@ class _Measuring:
         self._way: Way | None = None
         self._fixed = target.min_batch
         self._last = (Way.FIXED, 0)  # the way and size of the last timed decode
-        # Streamed prefill is compared up to the ubatch; where nothing streams T(n) is all.
+        # Prefill is timed up to the ubatch if there are ways to compare, otherwise not at all.
         n_most = n_most_at_once(target) if len(wanted.ways) > 1 else wanted.n_verify
         self._n_most = min(n_most, target.n_ctx - 1, len(text))
         span = max(_LONG_SPAN if wanted.n_least > 1 else _SPAN, self._n_most)
@@ -205,13 +210,13 @@ class _Measuring:
         if self._target.hybrid is not None:
             switch = self._target.hybrid.switch
             switch.is_active, switch.unsplit = way is Way.SPLIT, frozenset()
-        # No timed decode has one token and no row of logits: each that follows builds its graph.
+        # Timed decodes have a row of logits. So the next one builds its graph for the new way.
         self._walk.time_s(1, n_logits=0)
 
     def _times(self, way: Way, n: int) -> list[float]:
-        """The mean time of decodes that follow each other at one place of the text."""
+        """Return one time in seconds: the mean of consecutive decodes of `n` tokens."""
         self._go(way)
-        rows = None if n <= VERIFY_MOST else 1  # all of a verification's, the last of a prompt's
+        rows = None if n <= VERIFY_MOST else 1  # rows of logits; None: one for each token
         table = self._pass.table
         expected_s = table.seconds(way, n) if table.measured(way) else 0.0
         if expected_s >= _IN_PART_FROM_S and self._part(way, n) < 1.0:
@@ -229,7 +234,7 @@ class _Measuring:
         return [statistics.fmean(run)]
 
     def _n_timed(self, way: Way, n: int) -> int:
-        """Layers that tell what all take: more than the slots hold, for those are not copied."""
+        """Return how many layers to time: more than the slots hold, as held ones are not copied."""
         facts = self._target.facts
         share = 1.0
         if way is Way.STREAMED and facts.n_experts:
@@ -238,7 +243,10 @@ class _Measuring:
         return max(_LEAST_LAYERS, round(held) + 1)
 
     def _part(self, way: Way, n: int) -> float:
-        """The share of a long decode that has to be waited for: the layers timed, and one more."""
+        """Return the share of a decode that is computed before it is broken off; 1 if it is not.
+
+        That is the layers timed, and one more to warm up.
+        """
         table, n_layers = self._pass.table, self._n_timed(way, n) + 1
         if way in (Way.SPLIT, Way.FIXED) or n_layers >= len(self._layers):
             return 1.0
@@ -247,8 +255,11 @@ class _Measuring:
         return n_layers / len(self._layers)
 
     def _in_part_s(self, n: int, rows: int | None, n_layers: int) -> float:
-        """A decode of the next tokens, broken off after `n_layers` of its layers and a first one
-        that warms up: all layers are taken to be like these."""
+        """Return the seconds of a decode of the next `n` tokens, judged by some of its layers.
+
+        The decode is broken off after one layer to warm up and `n_layers` timed ones. All layers
+        are taken to be like these.
+        """
         assert self._target.device is not None
         clock = LayerClock(self._layers[1], self._layers[1 + n_layers])
         with self._target.device.timing_layers(clock):
@@ -259,11 +270,11 @@ class _Measuring:
 
 
 def too_short(target: Engine, text: Sequence[int]) -> bool:
-    """True if the context or the text has no room to measure in."""
+    """True if the context or the text is too short to measure in."""
     return min(len(text), target.n_ctx) <= _LEAST_ROOM
 
 
 def use_split_costs(target: Engine, costs: MeasuredCosts | None) -> None:
-    """Have layers split by these costs; without them hits go to the device, others to the CPU."""
+    """Split layers by these costs from now on. Does nothing if they are None."""
     if target.hybrid is not None and costs is not None:
         target.hybrid.switch.splitter = ByCosts(costs.costs())

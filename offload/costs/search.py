@@ -1,8 +1,8 @@
-"""Which decode to time next, so that a start's few seconds decide the most. Pure.
+"""Chooses which decode to time next, to use the few seconds of a start best. Pure.
 
-Each (way, batch size) is worth what its uncertainty may cost: the error of T(n) where the way is
-the fastest, and the seconds that a wrong choice of way would lose where it may be. The machine
-model's times count as uncertain, so a first start times what the model knows least.
+Each (way, batch size) is valued by what its uncertainty may cost. If the way is the fastest, that
+is the error of T(n). If it only may be the fastest, that is the time a wrong choice would lose. The
+machine model's times count as uncertain, so a first start times what the model knows least.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from offload.costs.table import (
 from offload.plan.min_batch import VERIFY_MOST
 
 _GRID = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 33, 40, 48, 56, 64)
-_SPANNING = (64, 8)
+_SPANNING = (64, 8)  # batch sizes that are timed in every way after one token
 _STEP = math.sqrt(2.0)  # ratio between prefill sizes
 _MODELLED = 0.6  # relative uncertainty of a time that only the machine model knows
-_BETWEEN = 0.2  # and of a time between measured sizes that are a factor of two apart
-_ONCE = 0.06  # and of a size that was timed once
+_BETWEEN = 0.2  # relative uncertainty of an interpolated time, a factor of two from a measured size
+_ONCE = 0.06  # relative uncertainty of a size that was timed once
 _PREFILL_WEIGHT = 0.3  # weight of a prefill size; decodes of one token have 1
 _ENOUGH = 0.004  # effect below which nothing more is worth timing
 _LEAST_RETRIES = 4  # timings of a size that contradicts others
@@ -36,19 +36,22 @@ Samples = dict[tuple[Way, int], list[float]]  # seconds of each timing
 
 @dataclass(frozen=True)
 class Wanted:
-    """The measurement: `ways` that may be chosen, for batches of up to `n_verify` rows of logits
-    and prefill of up to `n_most` tokens. `part(way, n)` is the share of a decode that has to be
-    waited for, since long ones are broken off. `edges` are sizes of interest beside the grid."""
+    """What to measure: ways and batch sizes.
+
+    `ways` may be chosen for verification of up to `n_verify` tokens and prefill of up to `n_most`.
+    `edges` are batch sizes to time besides the grid. `part(way, n)` is the share of a decode that
+    timing it takes, because long decodes are broken off.
+    """
 
     ways: tuple[Way, ...]
     n_verify: int = VERIFY_MOST
     n_most: int = VERIFY_MOST
     n_split: int = VERIFY_MOST  # the largest batch that may be split
-    n_repeats: int = 12  # timings of a size at most
-    n_least: int = 1  # timings of each size of the grid at least, whatever they are worth
-    since: str = ""  # entries of that date on count for `n_least`: an interrupted run goes on
+    n_repeats: int = 12  # most timings of a size
+    n_least: int = 1  # least timings of each size; above 1 every size is timed in turn
+    since: str = ""  # date from which stored entries count for `n_least`, to continue a run
     edges: tuple[int, ...] = ()
-    again: frozenset[tuple[Way, int]] = frozenset()  # if any, these alone are timed
+    again: frozenset[tuple[Way, int]] = frozenset()  # if not empty, the only sizes to time
     part: Callable[[Way, int], float] = field(default=lambda way, n: 1.0)
 
     def sizes(self, way: Way) -> list[int]:
@@ -75,10 +78,10 @@ def budget_s(one_s: float, n_ways: int) -> float:
 def next_size(
     table: CostTable, samples: Samples, wanted: Wanted, left_s: float
 ) -> tuple[Way, int] | None:
-    """The way and size to time next; None if nothing is worth it or fits `left_s`.
+    """Return the way and size to time next, or None if nothing is worth it or fits `left_s`.
 
-    One token in every way comes first, whatever it takes, then the ends and the middle of
-    verification batches.
+    One token in every way comes first, even if it does not fit `left_s`. The sizes in `_SPANNING`
+    follow, in every way in which they are expected to take at most a quarter of `left_s`.
     """
     if wanted.again:
         return _next_again(table, samples, wanted, left_s)
@@ -132,7 +135,7 @@ def _is_done(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: in
 def _next_again(
     table: CostTable, samples: Samples, wanted: Wanted, left_s: float
 ) -> tuple[Way, int] | None:
-    """The size of `wanted.again` that was timed least, up to a few times each."""
+    """Return the least timed entry of `wanted.again`, or None if all were timed a few times."""
     counts = {at: len(samples.get(at, ())) for at in wanted.again}
     open_ = [
         at for at, n in counts.items()
@@ -142,14 +145,14 @@ def _next_again(
 
 
 def expected_s(table: CostTable, wanted: Wanted, way: Way, n: int) -> float:
-    """Seconds that timing this size is expected to take."""
+    """Return the seconds that timing this size is expected to take; 0 for an unknown way."""
     if not table.has(way):
         return 0.0
     return table.seconds(way, n) * wanted.part(way, n)
 
 
 def uncertainty(table: CostTable, way: Way, n: int, times: Sequence[float] = ()) -> float:
-    """Relative uncertainty of `table.seconds(way, n)`, from this start's timings and the table."""
+    """Return the relative uncertainty of `table.seconds(way, n)`; `times`: this start's timings."""
     measured = table.measured(way)
     if n in measured:
         entry = measured[n]
@@ -164,7 +167,7 @@ def uncertainty(table: CostTable, way: Way, n: int, times: Sequence[float] = ())
 
 
 def _effect(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int) -> float:
-    """The cost of not knowing this time, as a share of the time of all batches."""
+    """Return the cost of not knowing this time, relative to that of a decode of one token."""
     error = uncertainty(table, way, n, samples.get((way, n), ()))
     weight = 1.0 / math.sqrt(n) if n <= VERIFY_MOST else _PREFILL_WEIGHT
     known = [w for w in wanted.ways if table.has(w) and n in range(1, 1 + _most(wanted, w))]
@@ -174,14 +177,14 @@ def _effect(table: CostTable, samples: Samples, wanted: Wanted, way: Way, n: int
     others = [w for w in known if w is not way and _compete(w, way)]
     rival_s = min((table.seconds(w, n) for w in others), default=math.inf)
     if own_s <= rival_s:
-        # T(n) itself is uncertain; so is the choice, if the rival is close.
+        # This way is the fastest, so T(n) is uncertain. The choice is too, if the rival is close.
         risk = max(0.0, own_s * (1 + error) - rival_s) / own_s if rival_s < math.inf else 0.0
         return weight * (error if n <= VERIFY_MOST else risk)
     return weight * max(0.0, rival_s - own_s * (1 - error)) / rival_s
 
 
 def _compete(a: Way, b: Way) -> bool:
-    """True if a batch goes one of these ways or the other; dense weights are decided apart."""
+    """True if a batch may go either way. `DENSE` competes with `IN_PLACE` alone."""
     return Way.IN_PLACE in (a, b) or Way.DENSE not in (a, b)
 
 
@@ -190,7 +193,7 @@ def _most(wanted: Wanted, way: Way) -> int:
 
 
 def _doubted(samples: Mapping[tuple[Way, int], Sequence[float]]) -> set[tuple[Way, int]]:
-    """Timed sizes whose times contradict those of other sizes of their way."""
+    """Return timed (way, size)s whose times contradict those of other sizes of the same way."""
     by_way: dict[Way, dict[int, float]] = {}
     for (way, n), times in samples.items():
         if times:
@@ -206,9 +209,9 @@ def fill(
     date: str,
     on_entry: Callable[[], None] = lambda: None,
 ) -> None:
-    """Time sizes while that is worth it and `left_s` is above 0; the table gets their entries.
+    """Time sizes until `next_size` returns None, and add their entries to the table.
 
-    `time_size` returns the seconds of each of its decodes. `on_entry` is told of every new entry.
+    `time_size` returns the seconds of each of its decodes. `on_entry` is called after each entry.
     """
     samples: Samples = {}
     while (chosen := next_size(table, samples, wanted, left_s())) is not None:

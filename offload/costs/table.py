@@ -1,8 +1,8 @@
-"""The cost table: seconds of a decode by way and batch size, and what follows from it. Pure.
+"""The cost table: seconds of a decode by way and batch size, and the choices they imply. Pure.
 
 A *way* is how the weights in host memory are computed. The table answers every question about
-speed: min-batch is where streaming crosses the CPU, a batch is split where splitting is fastest,
-and T(n), which drafts are priced by, is the least of the ways at n.
+speed. Min-batch is the size from which streaming beats the CPU. A batch is split if splitting is
+its fastest way. T(n), by which drafts are priced, is the least time of all ways at n.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from statistics import fmean, median, quantiles
 
 from offload.plan.min_batch import NEVER, MinBatch, Regime, by_rule, regimes
 
-CONTRADICTS = 1.2  # ratio of a time to what the other sizes allow: more than noise
+CONTRADICTS = 1.2  # ratio of a time to what the other sizes allow, above which it is no noise
 TOLERANCE = 0.03  # relative error of a median up to which repetitions agree
-PAYS = 0.97  # another way must be this much faster: a tie is noise, and changing ways costs
+PAYS = 0.97  # ratio of times below which another way is chosen; changing ways costs time
 SETTLED = 3  # starts that timed a contradicting size again, after which it is believed
-_DISTURBED = 1.3  # ratio to the median from which on something else ran
+_DISTURBED = 1.3  # ratio to the median above which a time counts as disturbed
 _MAD_TO_SIGMA, _MEDIAN_TO_MEAN = 1.4826, 1.2533  # ratios for a normal distribution
 _COMPUTING = 1e-4  # share of the streamed weights' time that one more token takes on the device
-_SECONDS = 1e6  # longer decodes are no measurements
+_SECONDS = 1e6  # seconds from which a time is taken for an error
 
 
 class Way(StrEnum):
@@ -40,17 +40,16 @@ class Way(StrEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One decode time. `spread` is half the interquartile range over the median; `n_timed` 0 marks
-    a time of the machine model; `n_retried` counts starts that found a doubted time as long."""
+    """One decode time."""
 
     seconds: float
-    spread: float = 0.0
-    n_timed: int = 0
+    spread: float = 0.0  # half the interquartile range over the median
+    n_timed: int = 0  # number of timings; 0: the time comes from the machine model
     date: str = ""  # ISO date of the last measurement
-    n_retried: int = 0
+    n_retried: int = 0  # starts that timed a doubted size again and found it as long
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless this is a time."""
+        """Raise ValueError for times that are not positive or too long, and for negative counts."""
         counts = self.n_timed >= 0 and self.n_retried >= 0
         if not (0.0 < self.seconds < _SECONDS and 0.0 <= self.spread < _SECONDS and counts):
             raise ValueError(f"{self.seconds} s, timed {self.n_timed} times, is no measurement")
@@ -61,13 +60,13 @@ class Entry:
 
 
 def typical(times: Sequence[float]) -> float:
-    """Mean of the undisturbed times: texts have cheap tokens, and no decode is too fast."""
+    """Return the mean of the undisturbed times. Short ones count: some tokens are just cheap."""
     most = _DISTURBED * median(times)
     return fmean([t for t in times if t <= most])
 
 
 def relative_error(times: Sequence[float]) -> float:
-    """Standard error of the median over the median; infinite for a single time."""
+    """Return the standard error of the median over the median, infinite for a single time."""
     if len(times) < 2 or (middle := median(times)) <= 0.0:
         return math.inf
     deviation = median([abs(t - middle) for t in times])
@@ -75,7 +74,7 @@ def relative_error(times: Sequence[float]) -> float:
 
 
 def entry_of(times: Sequence[float], date: str = "") -> Entry:
-    """The entry of a size whose decodes took `times` seconds."""
+    """Return the entry for a size whose decodes took `times` seconds."""
     spread = 0.0
     if len(times) > 1:
         low, middle, high = quantiles(times, n=4, method="inclusive")
@@ -84,10 +83,10 @@ def entry_of(times: Sequence[float], date: str = "") -> Entry:
 
 
 def agreeing(seconds: Mapping[int, float]) -> dict[int, float]:
-    """The longest times up to `seconds` that do not contradict each other, by batch size.
+    """Return `seconds` by batch size, lowered as little as needed to end all contradictions.
 
-    A batch takes no longer than a larger one, nor than smaller ones that it can be cut into.
-    Disturbances only make decodes longer, so the shorter of two contradicting times is believed.
+    A batch takes no longer than a larger one, and no longer than smaller ones that it can be cut
+    into. Disturbances only lengthen decodes, so the shorter of two contradicting times is believed.
     """
     sizes = sorted(seconds)
     low = list(accumulate([seconds[n] for n in reversed(sizes)], min))[::-1]
@@ -97,7 +96,7 @@ def agreeing(seconds: Mapping[int, float]) -> dict[int, float]:
         return dict(zip(sizes, low, strict=True))
     for i, n in enumerate(sizes):
         for j in range(i):
-            rest = bisect_left(sizes, n - sizes[j])  # the least size that holds what is left
+            rest = bisect_left(sizes, n - sizes[j])  # least size that holds the other n - sizes[j]
             if rest < i:
                 low[i] = min(low[i], low[j] + low[rest])
             else:
@@ -106,33 +105,36 @@ def agreeing(seconds: Mapping[int, float]) -> dict[int, float]:
 
 
 def contradicting(seconds: Mapping[int, float]) -> list[int]:
-    """Batch sizes whose time is longer, by more than noise, than the other sizes allow."""
+    """Return the batch sizes whose time exceeds what the other sizes allow by more than noise."""
     most = agreeing(seconds)
     return [n for n in sorted(seconds) if seconds[n] > CONTRADICTS * most[n]]
 
 
 def is_believed(retried_s: float, stated_s: float, most_s: float) -> bool:
-    """True if a repeated time replaces a doubted one: it agrees with the other sizes, which allow
-    `most_s`, or is shorter by more than noise."""
+    """True if a repeated time replaces a doubted one.
+
+    It does if it agrees with the other sizes, which allow `most_s`, or if it is shorter than the
+    doubted one, `stated_s`, by more than noise.
+    """
     return retried_s <= CONTRADICTS * most_s or CONTRADICTS * retried_s < stated_s
 
 
 @dataclass
 class CostTable:
-    """Entries by way and batch size, of a model with `n_experts` a layer, `n_used` by a token."""
+    """Entries by way and batch size. A token uses `n_used` of a layer's `n_experts` experts."""
 
     n_experts: int = 0
     n_used: int = 0
     ways: dict[Way, dict[int, Entry]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ValueError for sizes that no batch has."""
+        """Raise ValueError for sizes below 1, or if a token uses more experts than there are."""
         bad = [n for entries in self.ways.values() for n in entries if n < 1]
         if bad or self.n_used > self.n_experts:
             raise ValueError(f"no batch has {bad} tokens, or a token uses too many experts")
 
     def entries(self, way: Way) -> dict[int, Entry]:
-        """Measured entries of a way; the modelled ones while none is measured."""
+        """Return the measured entries of a way, or the modelled ones if none is measured."""
         known = self.ways.get(way, {})
         measured = {n: e for n, e in known.items() if not e.is_modelled}
         return measured or known
@@ -162,11 +164,13 @@ class CostTable:
     # -- the one interpolation ---------------------------------------------------------------------
 
     def seconds(self, way: Way, n: int) -> float:
-        """Seconds of a decode of `n` tokens: on the line between the known sizes around n, beyond
-        them as the machine model goes on, or else on the line through the last two.
+        """Return the seconds of a decode of `n` tokens.
 
-        Streaming grows with the share of the weights that n tokens need, everything else with the
-        tokens. Raises KeyError for a way without entries.
+        Between known sizes the time is interpolated. Beyond the last measured size it grows as the
+        machine model's times do, or on the line through the last two sizes if there is no model.
+
+        Streaming is interpolated over the share of the weights that n tokens need, everything else
+        over n. Raises KeyError for a way without entries.
         """
         entries = self.ways[way]
         measured = {size: e.seconds for size, e in entries.items() if not e.is_modelled}
@@ -178,7 +182,7 @@ class CostTable:
             factor = measured[last] / _on_line(points, self._at(way, last))
             return factor * _on_line(points, self._at(way, n)) if n != last else measured[last]
         if len(known) == 1 and way is Way.IN_PLACE and self.n_experts:
-            # Reading experts grows with their share and computing with the tokens.
+            # The CPU reads experts in proportion to their share, and computes in proportion to n.
             ((size, seconds),) = known.items()
             share = self._need(n) / self._need(size)
             return seconds * math.sqrt(max(1.0, n / size) * max(1.0, share))
@@ -191,15 +195,20 @@ class CostTable:
         return self._need(n) if way in (Way.STREAMED, Way.DENSE) else float(n)
 
     def _need(self, n: int) -> float:
-        """The share of the streamed weights that n tokens need, each choosing at random."""
+        """Return the share of the streamed weights that n tokens need if each chooses at random.
+
+        A small amount for each token is added, for the device's computation.
+        """
         share = 1.0 - (1.0 - self.n_used / self.n_experts) ** n if self.n_experts else 1.0
         return share + _COMPUTING * n
 
     # -- derived answers ---------------------------------------------------------------------------
 
     def min_batch(self, n_most: int) -> MinBatch:
-        """Thresholds from which streaming pays, for batches of up to `n_most` tokens; by rule for
-        weights of which nothing was measured."""
+        """Return the thresholds from which streaming pays, for batches of up to `n_most` tokens.
+
+        Weights without times get the threshold of ik_llama.cpp's rule.
+        """
         rule = by_rule(self.n_experts, self.n_used)
         found: list[list[int]] = []
         for way, guess in ((Way.STREAMED, rule.experts), (Way.DENSE, rule.dense)):
@@ -210,8 +219,11 @@ class CostTable:
         return MinBatch(experts[0], dense[0], *prefill)
 
     def threshold(self, way: Way, regime: Regime, guess: int) -> int:
-        """The least size of the regime from which on `way` beats the CPU at every size, or
-        `NEVER`; `guess` if either way is missing."""
+        """Return the least size of the regime from which on `way` beats the CPU at every size.
+
+        Returns `NEVER` if there is none. If either way has no times, returns `guess`, moved into
+        the regime.
+        """
         if not (self.has(way) and self.has(Way.IN_PLACE)):
             return max(guess, regime.first) if guess <= regime.last else NEVER
         found = NEVER
@@ -224,14 +236,15 @@ class CostTable:
         return found
 
     def split_sizes(self, most: int) -> list[int]:
-        """Batch sizes up to `most` at which splitting layers is the fastest way."""
+        """Return the batch sizes up to `most` at which splitting layers is the fastest way."""
         known = self.has(Way.SPLIT)
         return [n for n in range(1, most + 1) if known and self.best(n)[0] is Way.SPLIT]
 
     def best(self, n: int, ways: Collection[Way] | None = None) -> tuple[Way, float]:
-        """The fastest way of experts at `n` tokens, of those allowed, and its seconds.
+        """Return the fastest allowed way of experts at `n` tokens, and its seconds.
 
-        Streaming dense weights saves as much in every way of experts.
+        If streaming dense weights saves time, the saving is subtracted for every way of experts.
+        Raises KeyError if no allowed way has times.
         """
         dense_s = 0.0
         if self.has(Way.DENSE) and self.has(Way.IN_PLACE):
@@ -244,17 +257,20 @@ class CostTable:
         return way, max(self.seconds(way, n) + dense_s, 1e-9)
 
     def curve(self, n_max: int, ways: Collection[Way] | None = None) -> list[float]:
-        """T(1) to T(n_max), each in its fastest way."""
+        """Return T(1) to T(n_max) in seconds, each in its fastest way."""
         return [self.best(n, ways)[1] for n in range(1, n_max + 1)]
 
     def doubted(self, way: Way, most: int = 1 << 30) -> list[int]:
-        """Measured sizes up to `most` whose times contradict others, unless starts settled them."""
+        """Return measured sizes up to `most` whose times contradict others and are not settled.
+
+        A size is settled after `SETTLED` starts that timed it again in vain.
+        """
         found = {n: e for n, e in self.measured(way).items() if n <= most}
         seconds = {n: e.seconds for n, e in found.items()}
         return [n for n in contradicting(seconds) if found[n].n_retried < SETTLED]
 
     def retried(self, way: Way, n: int, entry: Entry) -> None:
-        """Take a time measured again for a doubted size, and count the retry if it was in vain."""
+        """Take a repeated time for a doubted size, and count the retry if the doubt remains."""
         before = self.ways[way][n]
         most = agreeing({m: e.seconds for m, e in self.measured(way).items()})
         kept = entry if is_believed(entry.seconds, before.seconds, most[n]) else before
@@ -281,7 +297,7 @@ def _on_line(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers, neighbours together: "1 to 3, 8"."""
+    """Return ascending numbers as text, with neighbours joined: "1 to 3, 8"."""
     parts: list[list[int]] = []
     for n in numbers:
         if parts and parts[-1][1] == n - 1:

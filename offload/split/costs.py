@@ -1,8 +1,8 @@
-"""Measured costs of split layers: times by rows as whole arrays. Pure.
+"""Measured costs of split layers, as arrays of times by number of rows. Pure.
 
-What is measured is how long one side takes for some experts of some rows each. A line through the
-numbers of experts gives what one takes and what is paid once; between the numbers of rows that were
-measured costs lie on the line between them, and never fall.
+Each measurement is one side's time for some experts of equally many rows. A line over the numbers
+of experts gives the fixed time, which is paid once. One expert's time follows from the rest.
+Times between measured numbers of rows are interpolated, and never fall as rows increase.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True)
 class SideTimes:
-    """One side's times: by rows the seconds of one expert, and what is paid once."""
+    """One side's times: seconds of one expert by its rows, and seconds that are paid once."""
 
     by_rows_s: Mapping[int, float]
     fixed_s: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless these are times of experts."""
+        """Raise ValueError for rows out of range, or for times that are negative or infinite."""
         rows, seconds = [*self.by_rows_s], [*self.by_rows_s.values(), self.fixed_s]
         if not rows or not all(1 <= n <= MOST_ROWS for n in rows):
             raise ValueError(f"times of {sorted(rows)} rows are none of experts")
@@ -35,7 +35,7 @@ class SideTimes:
             raise ValueError(f"{seconds} are no times in seconds")
 
     def array(self) -> NDArray[np.float64]:
-        """Seconds of one expert of 0, 1, ... rows, up to the most that was measured."""
+        """Return seconds of one expert of 0, 1, ... rows, up to the most rows measured."""
         rows = sorted(self.by_rows_s)
         seconds = [self.by_rows_s[n] for n in rows]
         at = np.arange(max(rows[-1], 1) + 1)
@@ -48,17 +48,17 @@ class SideTimes:
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Everything that was measured of one kind of layer, in seconds."""
+    """The measured costs of one kind of layer, in seconds."""
 
     host: SideTimes
     device: SideTimes
-    copy_s: float  # one expert through the link, while the CPU computes
-    host_slowdown: float = 1.0  # the CPU's times while the link copies over those while it rests
-    link_slowdown: float = 1.0  # the link's while the CPU computes over those while it rests
+    copy_s: float  # seconds of one expert's copy, while the CPU computes
+    host_slowdown: float = 1.0  # factor on the CPU's times while the link copies
+    link_slowdown: float = 1.0  # factor on the link's times while the CPU computes
     kinds: tuple[float, ...] = (1.0,)  # each kind's share of an expert, in the order of copying
 
     def __post_init__(self) -> None:
-        """Raises ValueError unless these are times, slowdowns and shares."""
+        """Raise ValueError unless these are times, slowdowns and shares."""
         if not 0.0 <= self.copy_s < math.inf:
             raise ValueError(f"{self.copy_s} s is no time of a copy")
         if not all(1.0 <= slow < math.inf for slow in (self.host_slowdown, self.link_slowdown)):
@@ -68,7 +68,7 @@ class MeasuredCosts:
 
     @property
     def words(self) -> str:
-        """As a part of a sentence: an expert of one row on either side, and its copy."""
+        """A clause for messages: times of an expert of one row on either side, and of its copy."""
         host_s, device_s = self.host.array()[1], self.device.array()[1]
         link_s = self.copy_s / self.link_slowdown
         return (
@@ -78,7 +78,7 @@ class MeasuredCosts:
         )
 
     def costs(self) -> SplitCosts:
-        """The same as arrays, for the split."""
+        """Return these costs as arrays, for the split."""
         return SplitCosts(
             self.host.array(),
             self.device.array(),
@@ -92,11 +92,11 @@ class MeasuredCosts:
 
 
 def side_times(measured: Mapping[int, Sequence[tuple[int, float]]]) -> SideTimes:
-    """One side's times from (experts, seconds) by rows.
+    """Return one side's times, from measured (experts, seconds) by rows.
 
-    Each number of rows that was measured at several numbers of experts gives a line over them; what
-    is paid once is the median of where these begin, 0 if there is none. Raises ValueError where
-    nothing was measured.
+    Each number of rows that was measured with several numbers of experts gives a line. The fixed
+    time is the median of these lines' times at no experts, or 0 if there is no line. Raises
+    ValueError if nothing was measured.
     """
     if not measured or not all(measured.values()):
         raise ValueError("a side's times need a measurement at each number of rows")
@@ -110,8 +110,10 @@ def side_times(measured: Mapping[int, Sequence[tuple[int, float]]]) -> SideTimes
 
 
 def _at_none(points: Sequence[tuple[int, float]]) -> float:
-    """Seconds at no experts on the line through points of several numbers; neither it nor what an
-    expert adds is below 0."""
+    """Return the seconds at no experts on the line fitted to `points` (experts, seconds).
+
+    Neither the result nor the line's slope is below 0.
+    """
     numbers = np.array([n for n, _ in points], np.float64)
     seconds = np.array([s for _, s in points])
     spread = numbers - numbers.mean()
@@ -120,5 +122,5 @@ def _at_none(points: Sequence[tuple[int, float]]) -> float:
 
 
 def slowdown(alone_s: Sequence[float], beside_copies_s: Sequence[float]) -> float:
-    """A side's times while the other reads memory too, over those while it rests; at least 1."""
+    """Return a side's median time beside the other's work, over its time alone; at least 1."""
     return max(1.0, float(np.median(beside_copies_s) / np.median(alone_s)))

@@ -1,10 +1,11 @@
-"""Times of a split layer's two sides, taken on the layer itself: what the split decides by.
+"""Measures a split layer's two sides and the link. The split is decided by these times.
 
-The device computes a layer's products again, with experts of as many rows each, in whatever slots;
-the CPU a few experts of its own; the link copies experts over themselves. Every number is a median.
+The device computes the layer's products again, with the same number of rows for each expert, in
+randomly chosen slots. The CPU computes a few random experts of the layer. The link copies experts
+into the slots that they are in already. Every time is a median.
 
-CPU and link read the same RAM. So both are also timed beside each other, in turn with each alone:
-the CPU's experts while the link copies, and the link while the CPU computes.
+CPU and link read the same RAM, so each slows the other down. Turns alternate: the CPU alone, the
+link alone, then both at once.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from offload.split.costs import MeasuredCosts, side_times, slowdown
 _REPEATED = 3
 _ROWS = (1, 2, 4, 8, 16)  # rows of one expert
 _EXPERTS = (2, 6)
-_OUTLASTS = 4  # what the copies beside the CPU take alone, over what its experts do
-_LEAST_S = 0.01  # and at least so long: where a thread copies, it takes a while to get a processor
+_OUTLASTS = 4  # ratio of the copies' time to the time of the CPU's experts, each timed alone
+_LEAST_S = 0.01  # least time of the copies: a copying thread has to get a processor first
 _COPIES, _MOST_COPIES = 2, 64
 _TURNS = 5  # turns of either side alone, and of both
 _LEAST_DONE = 1 / 16  # least share of the copies done while the CPU computed
@@ -31,15 +32,15 @@ Measured = dict[int, list[tuple[int, float]]]  # rows -> (experts, seconds)
 
 
 class Sides(Protocol):
-    """A split layer as it was computed last: what its sides take now. Nothing is under way."""
+    """A split layer of the last decode, to be timed again. Call while nothing is under way."""
 
     @property
     def n_pairs(self) -> int:
-        """Pairs of a token and an expert that a computation of it has."""
+        """Pairs (token, expert) that the layer computes."""
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of that computation: an expert has no more rows."""
+        """Tokens that the layer computes, which is the most rows that one expert can have."""
 
     @property
     def n_slots(self) -> int: ...
@@ -48,10 +49,10 @@ class Sides(Protocol):
     def n_experts(self) -> int: ...
 
     def device_s(self, n_experts: int) -> float:
-        """The device's seconds for all pairs, spread over so many experts in slots."""
+        """Return the device's seconds for all pairs, spread over `n_experts` experts in slots."""
 
     def host_s(self, n_experts: int, n_rows: int) -> float:
-        """The CPU's seconds for so many experts of so many rows each."""
+        """Return the CPU's seconds for `n_experts` experts of `n_rows` rows each."""
 
     @property
     def kinds(self) -> tuple[float, ...]:
@@ -59,14 +60,17 @@ class Sides(Protocol):
 
     @property
     def can_copy(self) -> bool:
-        """True if one of the layer's experts is in a slot, to be copied there again."""
+        """True if one of the layer's experts is in a slot, so that it can be copied there again."""
 
     def copies_s(self, n: int) -> float:
-        """The link's seconds for so many experts."""
+        """Return the link's seconds for copies of `n` experts."""
 
     def beside_copies(self, n: int, until_s: float, n_experts: int, n_rows: int) -> Beside:
-        """Have so many experts copied, and the CPU compute meanwhile: once, and again as long as it
-        would end before `until_s`."""
+        """Copy `n` experts while the CPU computes `n_experts` of `n_rows` rows each.
+
+        The CPU computes at least once. It repeats while the next computation is expected to end
+        within `until_s` seconds of the first copy.
+        """
 
 
 @dataclass(frozen=True)
@@ -75,21 +79,25 @@ class Beside:
 
     host_s: Sequence[float]  # seconds of each computation
     busy_s: float  # from the first copy to the end of the last computation
-    left_s: float  # seconds of the copies after that
+    left_s: float  # from the end of the last computation to the end of the last copy
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """An expert's copy alone, and how much longer either side takes while the other is busy."""
+    """Seconds of an expert's copy, and the slowdowns of CPU and link while the other is busy."""
 
-    copy_s: float
+    copy_s: float  # while the CPU rests
     host_slowdown: float = 1.0
     link_slowdown: float = 1.0
 
 
 def on_device(sides: Sides, measured: Measured) -> None:
-    """Add the device's times at the numbers of rows that the layer's pairs can be spread to, no
-    token using an expert twice."""
+    """Time the device and add (experts, seconds) to `measured`, by rows of each expert.
+
+    Times 1, 2, 4, ... rows up to the number of tokens, so that no token uses an expert twice. Skips
+    a number that does not divide the pairs, or that needs more experts than there are or have
+    slots.
+    """
     n_rows = 1
     while n_rows <= sides.n_tokens:
         n_experts = sides.n_pairs // n_rows
@@ -100,7 +108,7 @@ def on_device(sides: Sides, measured: Measured) -> None:
 
 
 def on_host(sides: Sides) -> Measured:
-    """The CPU's times."""
+    """Return the CPU's times: (experts, seconds) by rows of each expert."""
     found: Measured = {}
     for n_rows, n_experts in _sizes(sides.n_experts):
         seconds = _median(partial(sides.host_s, n_experts, n_rows))
@@ -115,7 +123,7 @@ def _sizes(n_experts: int) -> Iterator[tuple[int, int]]:
 
 
 def on_link(sides: Sides) -> LinkTimes | None:
-    """The link's times; None where no expert can be copied."""
+    """Return the link's times, or None if no expert of the layer is in a slot."""
     if not sides.can_copy:
         return None
     n_experts, n_rows = min(sides.n_experts, min(_EXPERTS)), 1
@@ -123,7 +131,7 @@ def on_link(sides: Sides) -> LinkTimes | None:
     copy_s = _median(partial(sides.copies_s, _COPIES)) / _COPIES
     long_s = max(_OUTLASTS * once_s, _LEAST_S)
     n = max(_COPIES, math.ceil(min(_MOST_COPIES, long_s / max(copy_s, 1e-9))))
-    if n * copy_s < once_s:  # copies that end so soon slow nothing for long
+    if n * copy_s < once_s:  # the copies end too soon to slow the CPU down
         return LinkTimes(copy_s)
     host_s: list[float] = []
     host_beside_s: list[float] = []
@@ -134,7 +142,8 @@ def on_link(sides: Sides) -> LinkTimes | None:
         copies_s.append(sides.copies_s(n))
         beside = sides.beside_copies(n, copies_s[-1], n_experts, n_rows)
         host_beside_s += beside.host_s
-        # What was left took its own time, and all before it as long as the CPU was busy.
+        # The copies left when the CPU had finished ran alone. The others took `busy_s`, which is
+        # scaled up to all copies.
         done = max(_LEAST_DONE, 1.0 - beside.left_s / copies_s[-1])
         copies_beside_s.append(beside.busy_s / done)
     return LinkTimes(
@@ -147,7 +156,10 @@ def on_link(sides: Sides) -> LinkTimes | None:
 def costs_of(
     device: Measured, host: Measured, link: LinkTimes, kinds: Sequence[float]
 ) -> MeasuredCosts:
-    """`kinds`: as of `Sides`. Raises ValueError where a side has no times."""
+    """Return the costs of split layers. `kinds`: as in `Sides`.
+
+    Raises ValueError if a side has no times.
+    """
     return MeasuredCosts(
         side_times(host),
         side_times(device),
@@ -159,5 +171,5 @@ def costs_of(
 
 
 def _median(timed: Callable[[], float]) -> float:
-    timed()  # touches memory that nobody used for long
+    timed()  # warm-up: touches memory that was not used for long
     return median(timed() for _ in range(_REPEATED))

@@ -22,9 +22,9 @@ from offload.streaming.cuts import Step
 
 @dataclass(frozen=True)
 class SplitSides:
-    """The two sides of a layer and the link, to be timed. Nothing may be under way.
+    """The two sides of a split layer and the link, to be timed while nothing is under way.
 
-    Its results go to memory that the next graph writes before it reads it.
+    The results go to memory that the next graph writes before it reads it.
     """
 
     stream: Stream
@@ -34,8 +34,8 @@ class SplitSides:
     layer: SplitLayer
     slots: PoolSlots
     copier: Copier
-    settle: Callable[[], None]  # until no copy is under way
-    copy: Callable[[Sequence[tuple[int, int]]], object]  # experts into slots, one after the other
+    settle: Callable[[], None]  # returns when no copy is under way
+    copy: Callable[[Sequence[tuple[int, int]]], object]  # copies (expert, slot) pairs in order
     kinds: tuple[float, ...]
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
@@ -56,10 +56,11 @@ class SplitSides:
         return self.step.n_experts
 
     def device_s(self, n_experts: int) -> float:
-        """Return the device's seconds for all pairs, spread over so many experts in slots.
+        """Return the device's seconds for all pairs, spread over `n_experts` slots.
 
-        Takes other slots each time, so that they are in no cache; at least as many as a token uses,
-        so that no token names one twice (offload/split/spare.py). Raises DeviceFailed.
+        Each call picks random slots, so that their contents are in no cache. `n_experts` is at
+        least the number that a token uses, so that no token names a slot twice
+        (offload/split/spare.py). Raises DeviceFailed.
         """
         step, stream = self.step, self.stream
         assert step.slot_ids is not None
@@ -68,10 +69,10 @@ class SplitSides:
         values[:] = slots[np.arange(values.size) % n_experts].reshape(values.shape)
         stream.upload(step.slot_ids)
         if step.ids is not None:
-            # Biases and factors of experts are read by the router's own ids, whose memory later
-            # nodes have used for something else: out of range they end the process.
+            # Experts' biases and factors are read by the router's own ids. Later nodes have
+            # overwritten these ids, and ids out of range would end the process.
             stream.upload(step.ids)
-        # What goes ahead is the device's meanwhile.
+        # The device also computes the nodes that go ahead of the CPU's rows.
         part = self.graph.part(step.at, step.last + 1 + step.ahead.n_repeatable)
         pointed = []
         for reader in step.readers:
@@ -91,24 +92,24 @@ class SplitSides:
                 redirect.back()
 
     def host_s(self, n_experts: int, n_rows: int) -> float:
-        """Raises DeviceFailed."""
+        """Return the CPU's seconds for `n_experts` of `n_rows` rows each. Raises DeviceFailed."""
         return self.split.host_s(self.layer, self.n_experts, n_experts, n_rows)
 
     @property
     def can_copy(self) -> bool:
-        """Raises DeviceFailed."""
-        self.settle()  # what a slow link still brings for later
+        """True if one of the layer's experts is in a slot. Raises DeviceFailed."""
+        self.settle()  # waits for promoted experts that are still being copied
         return bool(self._in_slots())
 
     def copies_s(self, n: int) -> float:
-        """Raises DeviceFailed."""
+        """Return the link's seconds for copies of `n` experts. Raises DeviceFailed."""
         start_s = time.perf_counter()
         self._begin_copies(n)
         self.settle()
         return time.perf_counter() - start_s
 
     def beside_copies(self, n: int, until_s: float, n_experts: int, n_rows: int) -> Beside:
-        """Raises DeviceFailed."""
+        """Time the CPU while the link copies, as in `Sides`. Raises DeviceFailed."""
         start_s = time.perf_counter()
         self._begin_copies(n)
         host_s: list[float] = []
@@ -121,14 +122,14 @@ class SplitSides:
         return Beside(host_s, busy_s, time.perf_counter() - start_s - busy_s)
 
     def _begin_copies(self, n: int) -> None:
-        """Have experts in slots copied there again, so many, each as often as any other."""
+        """Enqueue `n` copies of experts into the slots they are in, each expert in turn."""
         self.copier.begin()
         copies = itertools.islice(itertools.cycle(self._in_slots()), n)
         while batch := list(itertools.islice(copies, self.n_slots)):
             self.copy(batch)
 
     def _in_slots(self) -> list[tuple[int, int]]:
-        """The layer's experts that have one, and which."""
+        """Return (expert, slot) for the layer's experts that are in slots."""
         slots, group = self.slots, self.step.group
         return [
             (expert, slot)

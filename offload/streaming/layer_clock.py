@@ -1,8 +1,8 @@
-"""The time of some layers of a decode, which is broken off behind them.
+"""Times some layers of a decode, and then breaks the decode off.
 
-A large batch of a large model takes a minute, and its layers are alike: a few of them tell what all
-take. Layers are told apart where their streamed weights are about to be read, on the device or by
-the CPU.
+A large batch of a large model takes a minute. Its layers are alike, so the time of a few of them
+tells the time of all. The clock is read when a layer's streamed weights are about to be read, on
+the device or by the CPU.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import time
 
 
 class BrokenOff(Exception):
-    """The decode was broken off where its clock had it: nothing failed."""
+    """The layer clock broke the decode off. Nothing failed."""
 
 
 class LayerClock:
-    """Times from `first` to `last`, layers whose weights stream; breaks the decode off at `last`.
+    """Times layers `first` to `last`, whose weights stream, and breaks the decode off at `last`.
 
-    The time is that of the layers' streamed products and of what comes between them.
+    The time covers the layers' streamed products and everything between them.
     """
 
     def __init__(self, first: int, last: int) -> None:
@@ -28,11 +28,14 @@ class LayerClock:
         self._took_s = 0.0
 
     def wants(self, layer: int) -> bool:
-        """True if `reached` has to hear of this layer."""
+        """True if `reached` has to be called for this layer."""
         return layer >= (self.first if self._began_s is None else self.last)
 
     def reached(self, layer: int) -> None:
-        """All that precedes the streamed products of `layer` is computed. Raises BrokenOff."""
+        """Note that everything before the streamed products of `layer` is computed.
+
+        Raises BrokenOff at the last layer to be timed.
+        """
         now_s = time.perf_counter()
         if self._began_s is None:
             self._began_s, self._began_at = now_s, layer
@@ -41,7 +44,10 @@ class LayerClock:
             raise BrokenOff
 
     def seconds_of(self, layers: list[int]) -> float:
-        """The time of all these layers, those whose weights stream, once it is broken off."""
+        """Return the seconds that all of `layers` would take. Call after `BrokenOff`.
+
+        `layers`: all layers whose weights stream.
+        """
         n = sum(self._began_at <= layer < self._ended_at for layer in layers)
         assert n, "a decode is broken off where streamed weights are read"
         return self._took_s * len(layers) / n

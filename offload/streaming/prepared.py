@@ -1,4 +1,4 @@
-"""Prepared graphs, kept for when the same graph comes again.
+"""A cache of prepared graphs.
 
 libllama builds its graph anew whenever the number of tokens changes, as it does at each step of
 speculation. It builds in the same memory: a graph of the same form has the same nodes at the same
@@ -14,8 +14,9 @@ from offload.ggml.graph import Graph, GraphState
 from offload.mla.decision import MlaCounters
 
 Run = Callable[[], int]  # computes a graph; a ggml_status
-# Of the states of graphs. One of 60 layers takes 2 MiB, and what was found out about it as much
-# again: this keeps the sizes of batches that speculation alternates between, 16 and more.
+# Cap on the bytes of kept graph states. The state of a graph of 60 layers takes 2 MiB, and what was
+# prepared for it as much again. So the cap keeps graphs of 16 batch sizes, which is enough for the
+# sizes that speculation alternates between.
 _MOST_BYTES = 32 << 20
 
 
@@ -23,17 +24,17 @@ _MOST_BYTES = 32 << 20
 class PreparedGraph:
     """One of ggml's graphs, and how to compute it."""
 
-    uid: int  # the graph's, given by ggml
+    uid: int  # the graph's number, given by ggml
     run: Run
     mla: MlaCounters  # counts that each computation adds
-    streams: bool  # some of its weights stream, so that its executor knows the layers
+    streams: bool  # True if some of its weights stream; its executor then tells the layer clock
 
 
 class PreparedGraphs:
-    """Prepared graphs by their addresses, and those that were at these addresses before."""
+    """Prepared graphs: the current one at each address, and earlier ones for reuse."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
-        """`most_bytes`: of the states of graphs that are kept; those used last stay."""
+        """`most_bytes` caps the states of kept graphs. The least recently used are evicted."""
         self._most_bytes = most_bytes
         self._current: dict[Graph, PreparedGraph] = {}
         self._kept: dict[tuple[Hashable, Graph, GraphState], PreparedGraph] = {}  # used last: last
@@ -52,11 +53,11 @@ class PreparedGraphs:
         circumstances: Callable[[], Hashable],
         prepare: Callable[[], PreparedGraph],
     ) -> PreparedGraph:
-        """The prepared graph: the one that ggml kept, one that it built alike before, or a new one.
+        """Return the prepared `graph`: the current one, an equal earlier one, or a new one.
 
-        `as_built` gives a graph that needs no preparing, or None. `circumstances`: all that
-        preparing depends on beside the graph. ggml gives the part at an address a new uid when it
-        splits a model's graph anew, and never uses the old one again.
+        `as_built` returns a graph that needs no preparing, or None. `circumstances` returns all
+        that preparing depends on beside the graph. When ggml splits a model's graph anew, it gives
+        the part at an address a new uid, and never uses the old uid again.
         """
         uid = graph.uid
         current = self._current.get(graph)
