@@ -1,13 +1,13 @@
-"""Keeps the cost table true while serving, and finds ways that have become faster. Pure.
+"""Corrects the cost table while serving, and finds ways that have become faster. Pure.
 
-Every decode corrects the time of the way it went: a factor for the machine, one for the way and
-one for the batch size. Now and then a few decodes go another way. At most a hundredth of the time
-is risked for that, and a trial ends once it has cost its share.
+Each decode corrects three factors: the machine's, its way's and its batch size's. Now and then, in
+a *trial*, a few decodes go another way. Trials may cost at most a hundredth of the time, and each
+trial ends once it has cost its share.
 
-A size whose time contradicts others, because the machine was busy when it was measured, would never
-be drafted for and so never be corrected. It is planned with at the least time that the others allow
-where that costs little. Its next decode decides: either it agrees with the others, or the kernels
-are uneven and the longer time stands.
+A busy machine may leave a size with a time that contradicts those of other sizes. Such a *doubted*
+size looks slow, so no drafts of that size would be made, and its time would never be corrected. So
+if little is risked, drafts are planned as if the size took the least plausible time. Its next
+decode decides: either it agrees with the other sizes, or the longer time stands.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from offload.costs.table import (
 
 _BUFFERED = 8  # decodes that are learnt from together, since caches are cold between decodes
 _OF_MACHINE, _OF_WAY, _OF_SIZE = 0.03, 0.02, 0.03  # learning rates of the three factors
-_SHARED = 0.15  # share of what sizes in use have in common that moves to their way's factor
-_FADE, _UNUSED = 0.9, 0.02  # decay of how much a size is in use, and when it is forgotten
+_SHARED = 0.15  # share of the used sizes' common factor that moves to their way's factor
+_FADE, _UNUSED = 0.9, 0.02  # decay of a size's weight of use, and weight at which it is dropped
 _KNOWN_AFTER = 12  # decodes after which a size that was never timed counts as known
-_OUTLIER = 3.0  # ratio to the expectation from which on something else happened
-_RISKED = 0.01  # share of the time that trials may cost
-_CREDIT = 2.0  # decodes of the fastest size that may be risked at once
+_OUTLIER = 3.0  # cap on the ratio of a time to the expected one
+_RISKED = 0.01  # share of the served time that trials may cost
+_CREDIT = 2.0  # decodes that trials may cost in advance, at the start and after a surprise
 _REVIEW = 32  # refreshes between searches for contradictions
-_MOST_RETRIES = 40  # the price of one more retry doubles with each
+_MOST_RETRIES = 40  # cap on counted retries; each doubles the price of the next
 _TRIAL = 8  # decodes that are compared in a trial, and before it
-_FIRST_TRIAL, _MOST_BETWEEN = 64, 1 << 14  # decodes of a size between its trials
-_SURPRISE = 1.15  # ratio of a size's time to its usual one that puts every way in doubt
-_STEADY = 128  # decodes of a size at least between two surprises
+_FIRST_TRIAL, _MOST_BETWEEN = 64, 1 << 14  # least and most decodes of a size between its trials
+_SURPRISE = 1.15  # ratio of a size's time to its usual one at which all ways are tried again
+_STEADY = 128  # least decodes of a size between two surprises
 
 Ways = Callable[[int], Sequence[Way]]  # batch size -> the ways that it may go
 
 
 @dataclass(frozen=True)
 class Change:
-    """Batches of `n_tokens` go another way from now on; seconds are medians of both."""
+    """Batches of `n_tokens` go another way from now on."""
 
     n_tokens: int
     way: Way
-    seconds: float
+    seconds: float  # median of the trial
     before: Way
-    before_s: float
+    before_s: float  # median of the way before
 
     @property
     def words(self) -> str:
@@ -88,18 +88,18 @@ class _Size:
     trial_s: list[float] = field(default_factory=list)
     cost_s: float = 0.0  # extra seconds of the trial over the chosen way
     most_cost_s: float = 0.0
-    n_lost: dict[Way, int] = field(default_factory=dict)  # trials in vain, by way
-    is_fresh: bool = True  # the next decode builds its graph, and is not compared
-    usual_s: float = 0.0  # its time when ways were last thought over
-    n_steady: int = 0  # decodes since that time changed
+    n_lost: dict[Way, int] = field(default_factory=dict)  # lost trials by way
+    is_fresh: bool = True  # True if the next decode builds its graph, so that it is not compared
+    usual_s: float = 0.0  # median seconds at the last surprise or change of way
+    n_steady: int = 0  # decodes since the last surprise
 
 
 class Learner:
     """T(n) and the way of each batch size, corrected by `took`.
 
-    `times[n-1]` is T(n) in seconds; `planned` is the same but for doubted sizes that are to be
-    tried, whose seconds are in `tried`. `n_plans` counts changes of that choice, `n_retries` the
-    decodes that tried a size, `n_trials` and `n_changes` those of ways.
+    `times[n-1]` is T(n) in seconds. `planned` is the same list, except that doubted sizes to be
+    tried have their shorter seconds from `tried`. Counts: `n_plans` changes of the sizes in
+    `tried`, `n_retries` decodes of such sizes, `n_trials` trials of ways, `n_changes` changed ways.
     """
 
     def __init__(
@@ -113,14 +113,17 @@ class Learner:
         on_ways: Callable[[int], None] = lambda n: None,
         say: Callable[[str], None] = lambda sentence: None,
     ) -> None:
-        """`ways(n)` are those that a batch of n may go, the usual one first. `relative`: the table
-        is in units of T(1) until the first decode. `on_ways(n)` is told when the answers of `way`
-        have changed, for the size n and perhaps others."""
+        """`n_max`: the largest batch that is known at first.
+
+        `ways(n)` are the ways that a batch of n tokens may go, the usual one first. `relative`: the
+        table is in units of T(1) until the first decode. `on_ways(n)` is called when `way(n)` may
+        have changed; 0 stands for any size. `say` gets sentences for the user.
+        """
         self._table, self._ways, self._n_table = table, ways, n_max
         self._measured = {way: frozenset(table.measured(way)) for way in table.ways}
         self._on_ways, self._say = on_ways, say
         self.draft_step_s, self.is_relative = draft_step_s, relative
-        self._replay = 0.0  # mean time of taking rejected drafts back, over that of a decode
+        self._replay = 0.0  # mean ratio of a rewind's time to its decode's
         self._machine = 1.0
         self._of_way: dict[Way, float] = {}
         self._base: dict[Way, list[float]] = {}
@@ -130,8 +133,8 @@ class Learner:
         self._pending: list[tuple[int, Way, float]] = []
         self._in_use: dict[tuple[Way, int], float] = {}
         self._n_seen: dict[tuple[Way, int], int] = {}
-        self._settled_way: dict[Way, float] = {}  # factors at which unused sizes were chosen
-        self._doubted: dict[int, int] = {}  # size -> retries that found it as long as it stands
+        self._settled_way: dict[Way, float] = {}  # way factors when unused sizes were chosen
+        self._doubted: dict[int, int] = {}  # doubted size -> retries that did not end the doubt
         self._most: dict[int, float] = {}
         self._least: dict[int, float] = {}
         self._served_s = self._risked_s = 0.0
@@ -146,19 +149,19 @@ class Learner:
     # -- what is known -----------------------------------------------------------------------------
 
     def way(self, n: int) -> Way:
-        """The way of the next decode of `n` tokens."""
+        """Return the way of the next decode of `n` tokens."""
         size = self._sizes.get(n)
         if size is not None:
             return size.way if size.trial is None else size.trial
         return self._chosen[n - 1] if n <= len(self._chosen) else self._ways(n)[0]
 
     def expected_s(self, n: int, way: Way) -> float:
-        """Seconds of a decode of `n` tokens that goes this way."""
+        """Return the expected seconds of a decode of `n` tokens that goes this way."""
         factor = self._machine * self._of_way[way] * self._of_size[way][n - 1]
         return self._base[way][n - 1] * factor
 
     def reach(self, n_max: int) -> None:
-        """Know batches of up to `n_max` tokens."""
+        """Extend the known batch sizes up to `n_max` tokens."""
         first = len(self.times) + 1
         if n_max < first:
             return
@@ -183,7 +186,7 @@ class Learner:
     # -- learning ----------------------------------------------------------------------------------
 
     def took(self, n: int, seconds: float) -> None:
-        """A decode of `n` tokens went the way of `way(n)`, and nothing is under way."""
+        """Learn from a finished decode of `n` tokens that went the way of `way(n)`."""
         if seconds <= 0.0:
             return
         if n > len(self.times):
@@ -213,7 +216,11 @@ class Learner:
     def observe(
         self, n: int, verify_s: float, rollback_s: float, n_draft_steps: int, draft_s: float
     ) -> None:
-        """Drafting took `draft_s`, and taking rejected tokens of `n` rows back `rollback_s`."""
+        """Learn the costs of drafting and of rewinding from one step.
+
+        `n_draft_steps` steps of a drafter took `draft_s` seconds. The decode of `n` rows took
+        `verify_s`, and rewinding its rejected tokens took `rollback_s`.
+        """
         if n_draft_steps:
             step_s = draft_s / n_draft_steps
             rate = _OF_SIZE if self.draft_step_s > 0 else 1.0
@@ -255,7 +262,7 @@ class Learner:
             self._plan()
 
     def _share(self) -> None:
-        """Move what the sizes in use of a way have in common to the way's factor."""
+        """Move a part of the common factor of each way's used sizes to the way's own factor."""
         for way, of_size in self._of_size.items():
             uses = {n: use for (w, n), use in self._in_use.items() if w is way}
             total = sum(uses.values())
@@ -268,7 +275,7 @@ class Learner:
         self._in_use = {at: _FADE * use for at, use in self._in_use.items() if use > _UNUSED}
 
     def _settle_unused(self) -> None:
-        """Choose anew for sizes that were not decoded yet, once a way's factor has changed."""
+        """Choose the ways of sizes not decoded yet again, if a way's factor changed by a tenth."""
         moved = [abs(math.log(f / self._settled_way[w])) for w, f in self._of_way.items()]
         if len(moved) < 2 or max(moved) < 0.1:
             return
@@ -282,7 +289,7 @@ class Learner:
             self._on_ways(0)
 
     def _restate(self) -> None:
-        """T(n) of the chosen ways, all sizes at once: it is done every few decodes."""
+        """Compute T(n) of all sizes anew. Runs every few decodes, so it has to be fast."""
         of_ways = {}
         for way, base in self._base.items():
             factor = self._machine * self._of_way[way]
@@ -319,7 +326,7 @@ class Learner:
         self._on_ways(n)
 
     def _perhaps_doubt(self, size: _Size, now_s: float) -> None:
-        """Try all ways soon if a size's time is another than it was: the rates have changed."""
+        """Let all ways be tried soon if the size's time has changed markedly from its usual one."""
         size.n_steady += _TRIAL
         usual_s, size.usual_s = size.usual_s or now_s, size.usual_s or now_s
         if max(now_s, usual_s) < _SURPRISE * min(now_s, usual_s) or size.n_steady < _STEADY:
@@ -329,7 +336,7 @@ class Learner:
         self._risked_s -= _CREDIT * now_s
 
     def _judge(self, n: int, size: _Size, seconds: float, *, is_fresh: bool) -> None:
-        """A decode of a trial: it goes on until enough are compared, or it has cost too much."""
+        """Judge a decode of a trial. The trial ends if it has enough decodes or costs too much."""
         assert size.trial is not None
         before_s, way = median(size.recent_s), size.trial
         size.cost_s += seconds - before_s
@@ -340,7 +347,7 @@ class Learner:
             return
         size.trial, size.n_since = None, 0
         self._risked_s += max(0.0, size.cost_s)
-        if size.trial_s:  # the trial is the best that is known of this way
+        if size.trial_s:  # the trial's median is the best estimate for this way
             found_s = median(size.trial_s)
             self._of_size[way][n - 1] *= found_s / self.expected_s(n, way)
             self._n_seen[way, n] = self._n_seen.get((way, n), 0) + len(size.trial_s)
@@ -362,7 +369,7 @@ class Learner:
     # -- sizes in doubt ----------------------------------------------------------------------------
 
     def _review(self) -> None:
-        """Find the sizes in doubt anew."""
+        """Find the doubted sizes anew, and choose those to try."""
         seconds = dict(enumerate(self.times, 1))
         most = agreeing(seconds)
         found = [n for n, s in seconds.items() if s > CONTRADICTS * most[n]]
@@ -372,7 +379,7 @@ class Learner:
         self._plan()
 
     def _plan(self) -> None:
-        """Choose the sizes in doubt to try: those that cost no more than may be risked."""
+        """Choose the doubted sizes to try: those that cost no more than may be risked."""
         tried: dict[int, float] = {}
         if self._doubted:
             left_s = self._left_s()
@@ -389,7 +396,7 @@ class Learner:
         self.tried = tried
 
     def _retried(self, n: int, way: Way, seconds: float) -> bool:
-        """Judge a doubted size by a decode of it; True if that replaces its time."""
+        """Judge a doubted size by one decode. Returns True if `seconds` replaces its time."""
         is_tried, most_s = n in self.tried, self._most[n]
         self.n_retries += is_tried
         is_replaced = is_believed(seconds, self.times[n - 1], most_s)
@@ -397,7 +404,8 @@ class Learner:
             self._risked_s += seconds - self.tried[n]
             self._doubted[n] = min(self._doubted[n] + 1, _MOST_RETRIES)
         if is_replaced:
-            # The base is corrected: a factor would be taken for what the machine does now.
+            # Correct the base. Factors stand for the machine's present state, and the stored time
+            # was wrong from the start.
             self._base[way][n - 1] *= seconds / self.expected_s(n, way)
             self._n_seen[way, n] = self._n_seen.get((way, n), 0) + 1
             self._restate()
@@ -409,10 +417,10 @@ class Learner:
     # -- to be kept --------------------------------------------------------------------------------
 
     def table(self, date: str) -> CostTable:
-        """The table as it stands now; sizes that were decoded count as timed on `date`.
+        """Return the corrected table. Sizes that were decoded count as timed on `date`.
 
-        A size whose time agreed with others before and contradicts them now keeps its old one:
-        another program kept the machine busy.
+        A size keeps its old time if that agreed with other sizes and the new one contradicts them.
+        Another program then probably kept the machine busy.
         """
         if self._pending:
             self._refresh()
@@ -443,8 +451,11 @@ class Learner:
 
 
 def least_plausible(most: Mapping[int, float], doubted: Collection[int]) -> dict[int, float]:
-    """The least time of each doubted size, by its neighbours that are not: that of the one below,
-    else a part of that of the one above."""
+    """Return the least plausible seconds of each doubted size, from sizes that are not doubted.
+
+    That is the time of the next smaller one. If there is none, it is the time of the next larger
+    one, divided by the number of such batches that make up the larger one.
+    """
     found: dict[int, float] = {}
     below_s = 0.0
     for n in sorted(most):

@@ -210,7 +210,7 @@ class _Measuring:
         if self._target.hybrid is not None:
             switch = self._target.hybrid.switch
             switch.is_active, switch.unsplit = way is Way.SPLIT, frozenset()
-        # Timed decodes have a row of logits. So the next one builds its graph for the new way.
+        # No timed decode is like this one, without logits. So the next builds its graph anew.
         self._walk.time_s(1, n_logits=0)
 
     def _times(self, way: Way, n: int) -> list[float]:

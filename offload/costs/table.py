@@ -166,8 +166,9 @@ class CostTable:
     def seconds(self, way: Way, n: int) -> float:
         """Return the seconds of a decode of `n` tokens.
 
-        Between known sizes the time is interpolated. Beyond the last measured size it grows as the
-        machine model's times do, or on the line through the last two sizes if there is no model.
+        Between known sizes the time is interpolated. Beyond the last measured size, or if only one
+        is measured, it follows the machine model's times. Without a model it goes on along the line
+        through the last two sizes.
 
         Streaming is interpolated over the share of the weights that n tokens need, everything else
         over n. Raises KeyError for a way without entries.

@@ -1,9 +1,9 @@
-"""A machine's time for a batch of tokens, from a model's header: pure, small, in one place.
+"""The machine model: a batch's expected time, from a model's header. Pure.
 
-Every part of a layer is bound by the slowest of what it moves and what it computes (the roofline
-model: Williams, Waterman and Patterson, 2009). Experts are chosen independently and uniformly, so
-that n tokens use E · (1 - (1 - k/E)^n) of E experts; texts use fewer. It ranks plans and gives the
-first guess of a threshold; what is measured on the machine replaces it.
+Each part of a layer takes the longer of two times, that of moving its bytes and that of computing
+(the roofline model: Williams, Waterman and Patterson, 2009). The model assumes that tokens choose
+experts independently and uniformly, so n tokens use E · (1 - (1 - k/E)^n) of E experts. Real texts
+use fewer. The model ranks plans and gives a first threshold, until measured times replace it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from offload.model import ModelFacts, is_experts, layer_of
 from offload.plan.min_batch import VERIFY_MOST
 from offload.routing import HitCurve, expected_union
 
-# Share of all experts that have a slot -> share of uses that find theirs there, least recently used
-# leaving first: reported for a layer of 512 experts, 10 of them used (llama.cpp #27861).
+# Pairs (share of all experts that have a slot, share of uses that hit) with LRU eviction. Reported
+# for a layer of 512 experts of which a token uses 10 (llama.cpp #27861).
 _HITS = ((0.125, 0.67), (0.25, 0.81), (1.0, 1.0))
-_SMALL, _STEP = 16, 2**0.25  # sizes that a modelled table has all of, and steps between others
-_AHEAD = 0.5  # a batch that uses this share of a layer's experts has all copied before its router
+_SMALL, _STEP = 16, 2**0.25  # a modelled table has all sizes up to 16, then steps of this ratio
+_AHEAD = 0.5  # share of a layer's used experts from which all are copied before the router runs
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The bytes that a machine moves and the operations it computes in a second, sustained."""
+    """Sustained rates of a machine, and its fixed costs. The defaults are typical values."""
 
     link_bytes_per_s: float = 25e9  # pinned host memory to the device: PCIe 4.0 x16
-    ram_bytes_per_s: float = 70e9  # what all cores together read: two channels of DDR5
+    ram_bytes_per_s: float = 70e9  # reads of all cores together: two channels of DDR5
     vram_bytes_per_s: float = 800e9
     cpu_flops: float = 0.8e12  # quantised products with many rows, all cores together
     gpu_flops: float = 60e12
     per_layer_s: float = 60e-6  # launches of a layer's kernels
-    per_switch_s: float = 40e-6  # from the device to the CPU and back
+    per_switch_s: float = 40e-6  # one change from the device to the CPU and back
 
 
 TYPICAL = Machine()
@@ -42,37 +42,37 @@ TYPICAL = Machine()
 
 @dataclass(frozen=True)
 class Part:
-    """Weights that are computed together: what is read, and multiplications for each token."""
+    """Weights that are computed together: their bytes, and multiplications for each token."""
 
     size_bytes: float = 0.0
     n_weights: float = 0.0  # matrix elements that one token is multiplied with
 
     def seconds(self, bytes_per_s: float, flops: float, n_tokens: float) -> float:
-        """Time for `n_tokens` where the weights lie in memory of that bandwidth."""
+        """Return the seconds for `n_tokens`, reading at `bytes_per_s` and computing at `flops`."""
         return float(max(self.size_bytes / bytes_per_s, 2 * self.n_weights * n_tokens / flops))
 
 
 @dataclass(frozen=True)
 class ModelWork:
-    """A model as the machine sees it. Layers are taken to be alike."""
+    """A model's weights, as the machine model counts them. Layers are taken to be alike."""
 
     n_layers: int
     dense: Part  # a layer's attention, shared experts and router
-    head: Part  # the output matrix, for a decode's wanted rows
+    head: Part  # the output matrix
     n_expert_layers: int = 0
     expert: Part = Part()  # one expert of one layer, on average
     n_experts: int = 0
     n_used: int = 0
-    hits: HitCurve | None = None  # as counted; None: a guess
+    hits: HitCurve | None = None  # hits counted of this model; None: `hit_rate` guesses them
 
     def union(self, n_tokens: float) -> float:
-        """Expected number of a layer's experts that `n_tokens` use."""
+        """Return the expected number of a layer's experts that `n_tokens` use."""
         return expected_union(n_tokens, self.n_used, self.n_experts)
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """The sharing of device memory: layers and slots."""
+    """How device memory is shared between slots and resident layers."""
 
     n_slots: int = 0  # for experts
     n_resident: int = 0  # layers whose experts are resident
@@ -83,7 +83,7 @@ class Sharing:
 
 
 def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
-    """The work of a token, from the header, with the hits that were counted of its routing."""
+    """Return the work of a model, from its header. `hits` were counted of its routing, if known."""
     dense_bytes, dense_n, expert_bytes, expert_n, head_bytes, head_n = 0, 0, 0, 0, 0, 0
     layers: set[int] = set()
     tied = not any(entry.name == "output.weight" for entry in facts.loaded)
@@ -113,10 +113,11 @@ def model_work(facts: ModelFacts, hits: HitCurve | None = None) -> ModelWork:
 
 
 def hit_rate(share: float, in_use: float) -> float:
-    """A guess of the share of uses that find their expert in a slot.
+    """Return a guess of the share of uses that hit, that is find their expert in a slot.
 
-    `share` of all experts have one; a step touches `in_use` of them. Where the slots hold less than
-    a step touches, each is taken again before it is used: nothing hits.
+    `share` is the share of all experts that have a slot, `in_use` the share that a step uses. If
+    the slots hold no more than a step uses, each expert is evicted before its next use, and nothing
+    hits.
     """
     if share >= 1.0:
         return 1.0
@@ -133,11 +134,11 @@ def hit_rate(share: float, in_use: float) -> float:
 
 
 def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: float) -> float:
-    """Share of the `n_pieces` experts of a layer that a batch uses which have a slot: as counted,
-    else a guess.
+    """Return the expected share of hits if a batch uses `n_pieces` experts of each layer.
 
-    The layers that stream share the slots. Hits are counted of tokens that are decoded alone; of
-    the experts of several no more hit than have slots.
+    Uses counted hits if there are any, otherwise `hit_rate`. All streamed layers share the slots.
+    Hits were counted for tokens that are decoded alone. So the result is capped at the share of the
+    used experts that the slots can hold.
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
     if not n_streamed or not work.n_experts:
@@ -150,7 +151,7 @@ def expected_hits(work: ModelWork, sharing: Sharing, n_pieces: float) -> float:
 
 
 def cpu_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
-    """A decode whose streamed weights the CPU computes where they lie."""
+    """Return the seconds of a decode whose streamed weights the CPU computes in place."""
     n_streamed = work.n_expert_layers - sharing.n_resident
     experts = Part(
         work.union(n_tokens) * work.expert.size_bytes, work.n_used * work.expert.n_weights
@@ -165,7 +166,7 @@ def cpu_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) ->
 
 
 def streamed_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
-    """A decode whose streamed weights are copied into slots and computed by the device."""
+    """Return the seconds of a decode whose streamed weights are copied and run on the device."""
     total = _resident_s(machine, work, sharing, n_tokens)
     n_streamed = work.n_expert_layers - sharing.n_resident
     if n_streamed:
@@ -184,11 +185,11 @@ def hybrid_s(
     n_tokens: int,
     hits: float | None = None,
 ) -> float:
-    """A decode whose streamed experts are split: each in a slot, copied, or computed by the CPU.
+    """Return the seconds of a decode whose streamed layers are split between CPU and device.
 
-    `hits` is the share of a layer's used experts that have a slot, by default as expected. All
-    experts cost alike, so that the split is one of shares: the layer ends when both sides have done
-    what they can at once, and no sooner than all misses have left RAM, by whichever way.
+    `hits` is the share of a layer's used experts that have a slot; None: `expected_hits`. All
+    experts cost alike, so each layer takes the longest of three times: CPU and device share all its
+    experts; CPU and link share the misses; all misses are read from RAM.
     """
     n_streamed = work.n_expert_layers - sharing.n_resident
     total = _resident_s(machine, work, sharing, n_tokens)
@@ -213,7 +214,7 @@ def hybrid_s(
 
 
 def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
-    """The part of a decode that the device computes whatever becomes of the streamed weights."""
+    """Return the seconds of a decode's resident weights, which the device always computes."""
     gpu = machine.vram_bytes_per_s, machine.gpu_flops
     experts = Part(
         work.union(n_tokens) * work.expert.size_bytes, work.n_used * work.expert.n_weights
@@ -227,20 +228,20 @@ def _resident_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: i
 
 
 def _expert_layer_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
-    """One layer's streamed experts: copies, and the computation that they are hidden behind."""
+    """Return the seconds of one layer's streamed experts: copies and computing, less overlap."""
     if min(work.n_experts, n_tokens * work.n_used) > sharing.n_slots:
         return _in_chunks_s(machine, work, sharing, n_tokens)
     pieces = work.union(n_tokens)
     copy_s, compute_s = _copy_s(machine, work, sharing, pieces), _compute_s(machine, work, n_tokens)
     if pieces < _AHEAD * work.n_experts:
-        return copy_s + compute_s + machine.per_switch_s  # the router has to be heard first
+        return copy_s + compute_s + machine.per_switch_s  # copies wait for the router's ids
     dense_s = work.dense.seconds(machine.vram_bytes_per_s, machine.gpu_flops, n_tokens)
     spare = max(0.0, sharing.n_slots - pieces) * work.expert.size_bytes / machine.link_bytes_per_s
     return copy_s + compute_s - min(compute_s + dense_s, spare, copy_s)
 
 
 def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int) -> float:
-    """The same where the slots hold the experts of some tokens at a time."""
+    """Return the seconds of one layer's streamed experts, computed in chunks of tokens."""
     n_chunk = max(1, sharing.n_slots // max(1, work.n_used))
     whole, rest = divmod(n_tokens, n_chunk)
     seconds = machine.per_switch_s
@@ -252,9 +253,9 @@ def _in_chunks_s(machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: 
 
 
 def _copy_s(machine: Machine, work: ModelWork, sharing: Sharing, pieces: float) -> float:
-    """Copying what of `pieces` experts has no slot yet."""
+    """Return the seconds of copying those of a layer's `pieces` used experts that have no slot."""
     n_streamed = work.n_expert_layers - sharing.n_resident
-    # Slots for less than a step touches: each is taken again before it is used.
+    # If the slots hold no more than a step uses, each is overwritten before its next use.
     holds = sharing.n_slots > pieces * n_streamed
     missed = 1.0 - (expected_hits(work, sharing, pieces) if holds else 0.0)
     return missed * pieces * work.expert.size_bytes / machine.link_bytes_per_s
@@ -269,7 +270,7 @@ def _compute_s(machine: Machine, work: ModelWork, n_tokens: int) -> float:
 def best_s(
     machine: Machine, work: ModelWork, sharing: Sharing, n_tokens: int, *, hybrid: bool = False
 ) -> float:
-    """A decode by the faster side, or by both if layers may be split (`hybrid`)."""
+    """Return the seconds of a decode in its fastest way. With `hybrid` layers may be split."""
     seconds = min(
         cpu_s(machine, work, sharing, n_tokens), streamed_s(machine, work, sharing, n_tokens)
     )
@@ -279,7 +280,7 @@ def best_s(
 def prefill_s(
     machine: Machine, work: ModelWork, sharing: Sharing, n_prompt: int, n_ubatch: int
 ) -> float:
-    """A prompt of `n_prompt` tokens, `n_ubatch` at a time."""
+    """Return the seconds of a prompt of `n_prompt` tokens, in ubatches of `n_ubatch`."""
     whole, rest = divmod(n_prompt, n_ubatch)
     total = whole * best_s(machine, work, sharing, n_ubatch) if whole else 0.0
     return total + (best_s(machine, work, sharing, rest) if rest else 0.0)
@@ -288,9 +289,10 @@ def prefill_s(
 def crossover(
     cpu: Callable[[int], float], streamed: Callable[[int], float], most: int
 ) -> int | None:
-    """The least number of tokens from which on streaming is faster, up to `most`; None: never.
+    """Return the least number of tokens from which streaming is no slower, or None if never.
 
-    Where a side's costs are jagged, the least size such that no probed larger one loses.
+    `cpu` and `streamed` return seconds by number of tokens. Sizes up to `most` are probed. If the
+    times are jagged, streaming loses at no larger probed size.
     """
     sizes = sorted({round(2 ** (i / 4)) for i in range(4 * most.bit_length())} | {most})
     sizes = [n for n in sizes if n <= most]
@@ -314,8 +316,10 @@ def crossover(
 def modelled(
     machine: Machine, work: ModelWork, sharing: Sharing, n_most: int, *, splits: bool = False
 ) -> CostTable:
-    """The cost table of a machine, for batches of up to `n_most` tokens: what it is expected to
-    take before anything is measured. With `splits` layers may be split in small batches."""
+    """Return a cost table of expected times, for batches of up to `n_most` tokens.
+
+    It serves until something is measured. With `splits` small batches have times of split layers.
+    """
     sizes = [*range(1, min(_SMALL, n_most) + 1)]
     while sizes[-1] < n_most:
         sizes.append(min(n_most, math.ceil(sizes[-1] * _STEP)))
@@ -333,7 +337,7 @@ def modelled(
 def modelled_crossover(
     machine: Machine, work: ModelWork, sharing: Sharing, most: int = 8192
 ) -> int | None:
-    """From how many tokens on streaming beats the CPU on this machine; None: never."""
+    """Return the number of tokens from which streaming beats the CPU, or None if never."""
     return crossover(
         lambda n: cpu_s(machine, work, sharing, n),
         lambda n: streamed_s(machine, work, sharing, n),

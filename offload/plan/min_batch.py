@@ -1,8 +1,8 @@
-"""The number of tokens from which streaming beats the CPU, as an option of the device. Pure.
+"""Min-batch: the number of tokens from which streamed weights are computed on the device. Pure.
 
-Verification and prefill have thresholds of their own: a model of many experts may lose at every
-verification batch and win in prefill. The cost table (offload/costs/table.py) decides both; where
-nothing could be timed, ik_llama.cpp's rule holds (docs/background.md, min-batch).
+Verification and prefill have separate thresholds. With many experts, streaming may lose to the CPU
+at every verification batch and still win in prefill. The cost table (offload/costs/table.py) sets
+both. If nothing was timed, ik_llama.cpp's rule sets them (docs/background.md, min-batch).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 VERIFY_MOST = 64  # tokens of the largest verification batch: larger ones are prefill
 NEVER = 1 << 30
-_RULE_TOKENS = 32  # ik_llama.cpp's, per expert that a token does not use
-_STEP = 1.05  # ratio between prefill sizes that are looked at
+_RULE_TOKENS = 32  # ik_llama.cpp's threshold for dense weights
+_STEP = 1.05  # ratio between prefill sizes at which times are compared
 
 
 @dataclass(frozen=True)
 class MinBatch:
     """The number of tokens from which a streamed weight's product runs on the device.
 
-    Below it the CPU computes the product in place, at native speed. `prefill_...` are for batches
-    above `VERIFY_MOST` tokens; None: the same. `swapped` are batch sizes whose experts go the
-    other way, as was found while serving.
+    Below it the CPU computes the product in place. `prefill_...` are for batches above
+    `VERIFY_MOST` tokens; None: the same threshold. `swapped` are batch sizes whose experts go the
+    other way than the threshold says, because that was found faster while serving.
     """
 
     experts: int = 32
@@ -43,7 +43,7 @@ class MinBatch:
         return n_tokens >= first
 
     def words(self, kinds: Sequence[str] = ("experts", "dense")) -> str:
-        """The thresholds of these kinds as a part of a sentence."""
+        """Return a clause for messages: the thresholds of these kinds of weights."""
         words = {
             "experts": _words(self.experts, self.prefill_experts),
             "dense": _words(self.dense, self.prefill_dense),
@@ -71,7 +71,7 @@ class Regime:
     last: int
 
     def sizes(self) -> list[int]:
-        """Sizes worth looking at, both ends included."""
+        """Return the batch sizes at which times are compared, both ends included."""
         out, n = [], self.first
         while n < self.last:
             out.append(n)
@@ -80,16 +80,19 @@ class Regime:
 
 
 def regimes(n_most: int) -> tuple[Regime, ...]:
-    """Verification, and prefill up to `n_most` tokens, the ubatch."""
+    """Return the regimes of verification and of prefill up to `n_most` tokens, the ubatch."""
     verify = Regime(1, min(VERIFY_MOST, n_most))
     return (verify, Regime(VERIFY_MOST + 1, n_most)) if n_most > VERIFY_MOST else (verify,)
 
 
 def rule(n_experts: int, n_used: int) -> int:
-    """ik_llama.cpp's: 32 tokens per expert of which one is used; llama.cpp's 32 where all are."""
+    """Return ik_llama.cpp's threshold: 32 tokens times the ratio of all experts to used ones.
+
+    For models without experts it is llama.cpp's, 32 tokens.
+    """
     return math.ceil(_RULE_TOKENS * n_experts / n_used) if n_experts and n_used else _RULE_TOKENS
 
 
 def by_rule(n_experts: int, n_used: int) -> MinBatch:
-    """The thresholds of a machine on which nothing is timed."""
+    """Return the thresholds to use if nothing is timed."""
     return MinBatch(rule(n_experts, n_used), _RULE_TOKENS)

@@ -1,8 +1,8 @@
-"""Placement of weights: pure, from a header and a budget, before anything is loaded.
+"""Makes the plan from a model's header and a budget, before anything is loaded. Pure.
 
-Routed experts lie in host memory and stream through slots, or are resident in some layers.
-Everything else is resident while it fits. What does not fit of it streams too: whole layers, spread
-evenly over the model. Every choice has its reason.
+Routed experts are kept in host memory and stream through slots; those of some layers may be
+resident. Dense weights are resident while they fit. If they do not fit, the dense weights of whole
+layers stream too, spread evenly over the model. The plan gives a reason for each choice.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from offload.plan.slot_layout import SlotLayout, slot_layout
 from offload.routing import HitCurve
 
 MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target
-# A GPU keeps this much free whatever --vram asks for: cuBLAS's workspaces, CUDA graphs and kernels
-# that are loaded late take device memory after the slots did, and abort without it.
+# Bytes that stay free on a GPU, whatever --vram asks for. cuBLAS's workspaces, CUDA graphs and
+# kernels that are loaded late take device memory after the slots did. They abort without it.
 LEAST_FREE_BYTES = 512 << 20
 DEFAULT_UBATCH = 512
-LEAST_SAVED = 0.05  # share of the expected time: the machine model is no more accurate
-_ALIKE = 0.1  # the slots of a plan differ by up to this share from start to start
-# Products whose weights may stream: read by MUL_MAT alone, at most once a graph.
+LEAST_SAVED = 0.05  # least share of time saved; the machine model is no more accurate than that
+_ALIKE = 0.1  # share by which the slots of one plan differ from start to start
+# Dense weights that may stream: read by MUL_MAT alone, at most once in a graph.
 _DENSE = re.compile(
     r"^blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa|kv_b|k_b|v_b|gate)"
     r"|ffn_(up|down|gate|up_shexp|down_shexp|gate_shexp))\.weight$"
@@ -61,7 +61,7 @@ _AT_LEAST = ", more if their tokens choose alike"
 
 PlanForSplits = bool | Literal["auto"]
 NCpuMoe = int | Literal["fit"] | None
-Chunks = Literal["auto", "on", "off"]  # auto: if they are expected to be faster than the CPU
+Chunks = Literal["auto", "on", "off"]  # auto: if chunks are expected to be faster than the CPU
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Plan:
     resident_bytes: int
     layout: SlotLayout
     reasons: tuple[str, ...]
-    reserve_bytes: int = 0  # caches, buffers and what others hold
+    reserve_bytes: int = 0  # device memory for caches, buffers and others such as a draft
     n_ubatch: int = DEFAULT_UBATCH
     min_batch: int | None = None  # tokens from which streaming is expected to pay; None: never
-    chunk_tokens: int = 0  # larger batches go in chunks, whose experts fit the slots; 0: none do
+    chunk_tokens: int = 0  # larger batches are computed in chunks of this size; 0: no chunks
     declined: tuple[str, ...] = ()  # batches that the CPU computes because slots are too few
     n_resident: int = 0  # layers whose experts are resident
     chunks: Chunks = "auto"
@@ -95,10 +95,10 @@ class Plan:
         return self.layout.size_bytes
 
     def patterns(self, *, experts: bool | None = None) -> tuple[str, ...]:
-        """Return regular expressions for libllama that match exactly the streamed weights.
+        """Return regular expressions that match exactly the streamed weights, for libllama.
 
-        With `experts` those of experts alone (True) or of all others (False). One expression for
-        each kind of weight, over the layers that stream.
+        `experts`: match only experts' weights (True) or only others (False); None: match both.
+        There is one expression for each kind of weight, with the layers that stream.
         """
         layers: dict[str, list[int]] = defaultdict(list)
         for entry in self.streamed:
@@ -110,8 +110,10 @@ class Plan:
         )
 
     def with_room(self, room_bytes: int) -> Plan:
-        """Return the plan with slots of `room_bytes`. Raises DoesNotFit if not even one token's
-        experts fit."""
+        """Return the plan with as many slots as fit `room_bytes`.
+
+        Raises DoesNotFit if not even one token's experts fit.
+        """
         whole = self.layout.with_slots([pool.most_slots for pool in self.layout.pools])
         return self._through(_sized(whole, room_bytes))
 
@@ -120,8 +122,11 @@ class Plan:
         return self._through(self.layout.with_slots(n_slots))
 
     def with_chunks(self, chunks: Chunks) -> Plan:
-        """Return the plan with batches in chunks of tokens always, never, or if that is expected to
-        be faster than the CPU, if their experts do not fit the slots at once."""
+        """Return the plan with this rule for batches whose experts do not fit the slots at once.
+
+        "on": compute them in chunks of tokens. "off": leave them to the CPU. "auto": use chunks if
+        streaming is expected to beat the CPU within a ubatch.
+        """
         return replace(self, chunks=chunks)._through(self.layout)
 
     def _through(self, layout: SlotLayout) -> Plan:
@@ -150,7 +155,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The limits of a plan, and what others hold of its memory."""
+    """The request for a plan: its limits, and the device memory that others hold."""
 
     facts: ModelFacts
     budget_bytes: int | None
@@ -183,16 +188,17 @@ def make_plan(
     host_bytes: int | None = None,
     mix: TokenMix | None = None,
 ) -> Plan:
-    """Plan for a device with `budget_bytes` for everything (None: no limit).
+    """Return a plan for a device with `budget_bytes` for everything (None: no limit).
 
-    `reserve_bytes` of it go to others, such as a draft, and what `context` takes besides; with
-    `most_ubatch` its ubatch is chosen, up to that. `n_gpu_layers` keeps that many layers' dense
-    weights resident and streams the rest. `n_cpu_moe` streams the experts of that many layers only;
-    "fit" chooses by expected time which are resident. With `hybrid` layers are going to be split,
-    so that slots serve every batch; `hits` were counted of this model. "auto" plans for splits only
-    if that is expected to save time by counted hits, or did by `decodes`. What streams takes at
-    most `host_bytes` of host memory if any plan allows it. `mix` weighs prompts against generated
-    tokens; None takes `Workload`'s.
+    `reserve_bytes`: part of the budget for others, such as a draft. `context`: its memory is part
+    of the budget too. `most_ubatch`: choose the context's ubatch, up to this. `n_gpu_layers`: keep
+    the dense weights of this many layers resident, and stream the rest. `n_cpu_moe`: stream the
+    experts of this many layers only; "fit" chooses the number by expected time.
+
+    `hybrid`: True if layers will be split, so that slots serve every batch. "auto" plans for splits
+    if measured `decodes` were faster that way, or else if that is expected to save time by `hits`,
+    counted of this model. `host_bytes`: most host memory for streamed weights, if any plan allows
+    it. `mix`: proportion of prompt to generated tokens; None: that of `Workload`.
 
     Raises DoesNotFit if not even the smallest working set fits the device.
     """
@@ -265,9 +271,10 @@ def make_plan(
 
 
 def workload_of(context: ContextSpec | None, mix: TokenMix | None = None) -> Workload:
-    """Return the prompt and the generated tokens by whose time a plan is chosen.
+    """Return the prompt and the generated tokens whose expected time decides between plans.
 
-    A prompt as long as the context, up to 8,192 tokens, and 512 tokens, or as many as `mix` says.
+    The prompt is as long as the context, up to 8,192 tokens. 512 tokens are generated after it, or
+    as many as `mix` says.
     """
     usual = Workload()
     n_prompt = usual.n_prompt if context is None else min(context.n_ctx, UBATCHES[-1])
@@ -302,7 +309,10 @@ def _dense_streamed(n_gpu_layers: int | None, n_layers: int) -> Sequence[int]:
 
 
 def _unlimited(asked: _Asked, n_expert_layers: int, experts: Sequence[TensorEntry]) -> Choice:
-    """Stream all experts, with a slot for each, unless a number of layers was asked for."""
+    """Return the choice without a budget: all experts stream, each with a slot of its own.
+
+    `n_cpu_moe` and `n_gpu_layers` change which layers stream.
+    """
     resident = 0 if asked.n_cpu_moe == "fit" else _resident(asked.n_cpu_moe, n_expert_layers)[0]
     weights = Weights(asked.facts, experts, [])
     n_dense = 0 if asked.n_gpu_layers is None else asked.facts.n_layers - asked.n_gpu_layers
@@ -351,7 +361,10 @@ def _plan(
 
 
 def _expert_slots(layout: SlotLayout) -> int:
-    """Return all slots for experts, or those of a pool with fewer than a layer has experts."""
+    """Return the slots of all expert pools together.
+
+    If some pools have fewer slots than a layer has experts, returns the slots of the smallest.
+    """
     pools = [pool for pool in layout.pools if pool.n_experts]
     tight = [pool.n_slots for pool in pools if pool.n_slots < pool.n_experts]
     return min(tight, default=sum(pool.n_slots for pool in pools))
@@ -396,7 +409,7 @@ def _reasons(asked: _Asked, choice: Choice, experts: Sequence[TensorEntry]) -> l
 
 @dataclass(frozen=True)
 class MeasuredDecode:
-    """Seconds of a decode of one token, as an earlier start measured it with such a sharing."""
+    """The seconds of a decode of one token, measured by an earlier start with this sharing."""
 
     sharing: Sharing
     seconds: float
@@ -404,15 +417,15 @@ class MeasuredDecode:
 
 @dataclass(frozen=True)
 class SplitRoom:
-    """Whether slots get the room of resident layers, and why."""
+    """The decision whether slots get the room of resident layers, and its reason."""
 
     pays: bool
-    saved: float  # share of the expected time without, if layers are split either way
+    saved: float  # share of the time that is saved by more slots, if layers are split either way
     why: str
 
 
 def measured_s(decodes: Sequence[MeasuredDecode], sharing: Sharing) -> float | None:
-    """Return the last measured seconds of a decode with such a sharing, or None."""
+    """Return the last measured seconds of a decode with about this sharing, or None."""
     for decode in reversed(decodes):
         its = decode.sharing
         same = replace(its, n_slots=0) == replace(sharing, n_slots=0)
@@ -430,11 +443,11 @@ def split_room(
     with_room: tuple[Sharing, int],
     decodes: Sequence[MeasuredDecode] = (),
 ) -> SplitRoom:
-    """Compare two plans, each a sharing and its ubatch.
+    """Decide between two plans, `without` and `with_room` for more slots: (sharing, ubatch) each.
 
     If layers are split, an expert in a slot is computed on the device in every batch. So a slot may
-    be worth more than its share of a resident layer. Measured decodes of both plans decide; without
-    them the machine model does.
+    be worth more than its share of a resident layer. Measured decodes of both plans decide. If one
+    has none, the machine model decides.
     """
     assert work.hits is not None
     shares = without[0], with_room[0]
@@ -468,7 +481,7 @@ def split_room(
 
 
 def hit_words(work: ModelWork, sharing: Sharing) -> str:
-    """Say which hits a plan for split layers assumes, and where they come from."""
+    """Return a sentence on the hits that a plan for split layers assumes, and their source."""
     rate = expected_hits(work, sharing, work.union(1))
     if work.hits is not None:
         return f"Speed assumes {rate:.0%} of experts already on the GPU ({work.hits.source})"

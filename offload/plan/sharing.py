@@ -1,7 +1,7 @@
-"""Shares device memory out between layers, slots and the buffers of a ubatch, by expected time.
+"""Divides device memory between resident layers, slots and a ubatch's buffers. Pure.
 
-Pure. The machine model prices every way of sharing for a prompt and the tokens generated after it,
-and the fastest that fits is taken.
+The machine model gives each way of sharing an expected time, for a prompt and the tokens generated
+after it. The fastest way that fits is chosen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offload.plan.slot_layout import SlotLayout, SlotPool, slot_layout
 
 UBATCHES = (512, 1024, 2048, 4096, 8192)
 SMALL_UBATCHES = (128, 256)  # they leave room for more slots where memory is short
-_AHEAD = 8  # a ring has room for one in so many experts of the next layer
+_AHEAD = 8  # a ring has room for an eighth of the next layer's experts
 _LOOKED_UP = frozenset(
     {
         *("token_embd.weight", "per_layer_token_embd.weight", "position_embd.weight"),
@@ -43,15 +43,20 @@ class TokenMix:
     n_generated: float
 
     def workload(self, n_prompt: int) -> Workload:
-        """A prompt of `n_prompt` tokens, with the generated ones in this proportion."""
+        """Return a prompt of `n_prompt` tokens with generated tokens in this proportion.
+
+        If the mix has no prompt tokens, returns a workload of decoding alone.
+        """
         if not self.n_prompt:
             return Workload(0, 1)
         return Workload(n_prompt, n_prompt * self.n_generated / self.n_prompt)
 
     @property
     def rounded(self) -> TokenMix:
-        """The same to a power of two, so that a plan does not change from start to start; both
-        numbers must be above 0."""
+        """The mix rounded to a power of two, so that plans do not change from start to start.
+
+        Both numbers must be above 0.
+        """
         return TokenMix(2.0 ** round(math.log2(self.n_prompt / self.n_generated)), 1)
 
     @property
@@ -71,7 +76,7 @@ DECODING = TokenMix(0, 1)
 
 @dataclass(frozen=True)
 class Choice:
-    """A way of sharing device memory, and what it is expected to take."""
+    """A way of sharing device memory, and its expected time."""
 
     streamed_experts: frozenset[int]  # layers whose experts stream
     streamed_dense: frozenset[int]
@@ -86,18 +91,18 @@ class Choice:
 
 
 def spread(n: int, n_layers: int) -> frozenset[int]:
-    """`n` of the layers, evenly over the model: the link then works while the others compute."""
+    """Return `n` layers, spread evenly so that the link copies while other layers compute."""
     n = max(0, min(n, n_layers))
     return frozenset(i for i in range(n_layers) if (i + 1) * n // n_layers > i * n // n_layers)
 
 
 def ring_slots(pool: SlotPool) -> int:
-    """Slots for all experts of a layer and some of the next."""
+    """Return the number of slots of a ring: all experts of a layer and some of the next."""
     return min(pool.most_slots, pool.n_experts + max(1, pool.n_experts // _AHEAD))
 
 
 def least_slots(layout: SlotLayout) -> list[int]:
-    """For each pool what one token needs of a layer, or twice a layer's dense weights."""
+    """Return the least slots of each pool: one token's experts, or twice a layer's dense weights."""
     needed = []
     for index, pool in enumerate(layout.pools):
         if pool.n_experts:
@@ -109,7 +114,7 @@ def least_slots(layout: SlotLayout) -> list[int]:
 
 
 class Weights:
-    """The weights of a model that can stream, and what that saves."""
+    """The weights of a model that can stream, and their bytes."""
 
     def __init__(
         self, facts: ModelFacts, experts: Sequence[TensorEntry], dense: Sequence[TensorEntry]
@@ -121,7 +126,7 @@ class Weights:
         n_layers, n = facts.n_layers, len(self.expert_layers)
         expert_bytes, dense_bytes = _bytes_by_layer(experts), _bytes_by_layer(dense)
         every = [frozenset(self.expert_layers[i] for i in spread(n - r, n)) for r in range(n + 1)]
-        # By number of layers whose experts are resident: those whose experts stream, their bytes.
+        # By number of layers with resident experts: the layers whose experts stream, their bytes.
         self.experts = [(chosen, sum(expert_bytes[i] for i in chosen)) for chosen in every]
         # By number of layers whose dense weights stream: these layers, their bytes.
         some = [spread(d, n_layers) for d in range(n_layers + 1)]
@@ -140,10 +145,10 @@ def _bytes_by_layer(entries: Sequence[TensorEntry]) -> dict[int, int]:
 
 
 def device_bytes(facts: ModelFacts) -> int:
-    """Bytes of the weights that would be on the device if none streamed.
+    """Return the bytes of the weights that would be on the device if none streamed.
 
-    Embeddings of tokens and layers are looked up by the CPU, in host memory; the device has a copy
-    where they are the output matrix too.
+    The CPU looks embeddings up in host memory. The device has a copy of the token embeddings if
+    they are also the output matrix.
     """
     tied = not any(entry.name == "output.weight" for entry in facts.loaded)
     looked_up = _LOOKED_UP - {"token_embd.weight"} if tied else _LOOKED_UP
@@ -164,11 +169,12 @@ def choose_sharing(
     hybrid: bool = False,
     host_bytes: int | None = None,
 ) -> Choice | None:
-    """The fastest way that fits `budget_bytes`; None if none fits. With `hybrid` layers may be
-    split, and experts in slots are computed there in every batch.
+    """Return the fastest way of sharing that fits `budget_bytes`, or None if none fits.
 
-    `reserve_bytes(n_ubatch)` is what the context takes. `n_resident` and `n_dense_streamed` are the
-    numbers of layers that may be tried. What streams takes at most `host_bytes` of host memory.
+    `reserve_bytes(n_ubatch)` returns the bytes to keep for the context. `ubatches`, `n_resident`
+    and `n_dense_streamed` are the numbers to try. Streamed weights take at most `host_bytes` of
+    host memory. With `hybrid` layers may be split: the device then computes experts in slots in
+    every batch.
     """
     best: Choice | None = None
     for n_ubatch in ubatches:
@@ -180,7 +186,7 @@ def choose_sharing(
             if host_bytes is not None and choice.streamed_bytes > host_bytes:
                 continue
             if not choice.streams and n_ubatch not in SMALL_UBATCHES:
-                return choice  # with all weights there, a larger ubatch would only take memory
+                return choice  # all weights are resident, so a larger ubatch would only take memory
             seconds = expected_s(machine, work, workload, choice.sharing, n_ubatch, hybrid=hybrid)
             if best is None or seconds < best.expected_s:
                 best = replace(choice, expected_s=seconds)
@@ -196,11 +202,11 @@ def _ways(
     *,
     needs_ring: bool,
 ) -> Iterator[Choice]:
-    """The ways that fit and may be best.
+    """Yield the ways that fit `left_bytes` and may be the fastest.
 
-    Experts become resident only while as few dense weights stream as may, since every token uses
-    those. With prompts in the workload they do so only with what a ring leaves: the header tells
-    free memory within a few per cent, and one slot too few takes prompts off the device.
+    More experts than the least become resident only if as few dense weights as possible stream,
+    because every token uses dense weights. With `needs_ring`, they do so only if a layer's experts
+    still have slots. With too few slots, prompts would not run on the device.
     """
     fewest = n_dense_streamed[0]
     numbers = [(n, fewest) for n in n_resident]
@@ -221,7 +227,7 @@ def _ways(
 
 @dataclass(frozen=True)
 class LeastBytes:
-    """The least memory that a model runs in."""
+    """The least device memory that a model runs in."""
 
     resident_bytes: int
     slot_bytes: int
@@ -284,17 +290,17 @@ def expected_s(
     *,
     hybrid: bool,
 ) -> float:
-    """Expected time of the workload; with `hybrid` layers of its decodes may be split."""
+    """Return the expected seconds of the workload. With `hybrid` its decodes may split layers."""
     n_rounds = workload.n_generated / workload.n_batch
     prompt_s = prefill_s(machine, work, sharing, workload.n_prompt, n_ubatch)
     return prompt_s + n_rounds * best_s(machine, work, sharing, workload.n_batch, hybrid=hybrid)
 
 
 def sized(layout: SlotLayout, room_bytes: int) -> SlotLayout | None:
-    """The layout with as many slots as `room_bytes` hold; None if it does not hold the least.
+    """Return the layout with as many slots as fit `room_bytes`, or None if not even the least fit.
 
-    Every pool gets what one token needs, then a ring, then its share of the rest by the bytes that
-    stream through it.
+    Each pool first gets the slots that one token needs, and then a ring. The rest is shared in
+    proportion to the bytes that each pool still lacks.
     """
     if layout.size_bytes <= room_bytes:
         return layout
@@ -303,8 +309,8 @@ def sized(layout: SlotLayout, room_bytes: int) -> SlotLayout | None:
         return None
     experts = [pool.n_experts > 0 for pool in layout.pools]
     rings = [ring_slots(pool) if pool.n_experts else 0 for pool in layout.pools]
-    # Dense weights are read in a circle: slots for more than the next two layers hold nothing in
-    # time, so that experts have what is left.
+    # Dense weights are read in a circle, so slots beyond two layers' would be overwritten before
+    # their next use. Experts, if there are any, get all that is left.
     everything = [
         pool.most_slots if is_expert or not any(experts) else 0
         for pool, is_expert in zip(layout.pools, experts, strict=True)
@@ -317,14 +323,14 @@ def sized(layout: SlotLayout, room_bytes: int) -> SlotLayout | None:
 def _grown(
     layout: SlotLayout, counts: Sequence[int], wanted: Sequence[int], room_bytes: int
 ) -> list[int]:
-    """`counts` grown towards `wanted`, all by the same share of the way, within `room_bytes`."""
+    """Return `counts` grown towards `wanted`, all by the same share, within `room_bytes`."""
     missing = [max(0, most - n) for n, most in zip(counts, wanted, strict=True)]
     size = sum(n * pool.slot_bytes for n, pool in zip(missing, layout.pools, strict=True))
     left = room_bytes - layout.with_slots(counts).size_bytes
     if size <= left:
         return [n + more for n, more in zip(counts, missing, strict=True)]
     grown = [n + more * left // size for n, more in zip(counts, missing, strict=True)]
-    # What rounding down left goes to the largest slots first, a few at most.
+    # Rounding down left a few slots' room. The pools with the largest slots get it first.
     for i in sorted(range(len(grown)), key=lambda i: -layout.pools[i].slot_bytes):
         spare = room_bytes - layout.with_slots(grown).size_bytes
         more = min(counts[i] + missing[i] - grown[i], spare // layout.pools[i].slot_bytes)

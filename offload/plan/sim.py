@@ -1,9 +1,9 @@
-"""`--device sim:vram=64MiB,bw=2GB/s,latency=20us`: a GPU that one does not have. Pure.
+"""Parses a simulated device: `--device sim:vram=64MiB,bw=2GB/s,latency=20us`. Pure.
 
-The CPU device poses as a GPU with a memory budget, and copies are held to a link's bandwidth. It
-runs the scheduler's code as a GPU does: it tests it anywhere, and tells what a machine would do.
-With `expert=` and `host=` each expert of a layer that is split takes at least as long as that on
-the device and on the CPU (docs/hybrid.md).
+The CPU poses as a GPU with a memory budget, and copies are held to a link's speed. It runs the same
+code as a GPU, so it tests that code anywhere and shows how another machine would behave. `expert=`
+and `host=` set the least time of an expert of a split layer, on the device and on the CPU
+(docs/hybrid.md).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SimSpec:
 
 
 def parse_sim(device: str) -> SimSpec:
-    """The text behind `sim:`. Raises DeviceUnavailable naming what is wrong."""
+    """Parse `device`, such as "sim:vram=64MiB". Raises DeviceUnavailable for a bad value."""
     _, _, text = device.partition(":")
     values: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
