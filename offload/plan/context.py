@@ -1,9 +1,9 @@
 """Device memory that a context takes beside weights and slots: caches, states, buffers. Pure.
 
-What libllama allocates follows from the header: `llama_kv_cache` and its siblings are sized by the
-formulas below exactly. Compute buffers are what ggml's graph allocator makes of one layer's
-activations; their width per token was fitted to what it reserves for the published shapes, and
-`tests/model/test_plan_memory.py` holds it against the library itself.
+The sizes follow from the header. `llama_kv_cache` and its siblings are sized exactly by the
+formulas below. Compute buffers are sized by ggml's graph allocator for one layer's activations.
+Their width per token was fitted to what it reserves for the published shapes.
+`tests/model/test_plan_memory.py` compares it with the library.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from offload.plan.choices import CACHE_TYPES
 
 _F32 = 4
 _MASK = 2  # bytes of an attention mask's cell
-_NOTES_BYTES = 64  # written of a saved cell: position, sequences; layers' few bytes are among them
+_NOTES_BYTES = 64  # bytes of a saved cell beside its values: position, sequences, layers' few bytes
 _PAD = 256  # libllama pads contexts and windows to this many cells
 _Q8_1 = 36 / 32  # bytes a value takes when a device quantises activations for a product
 _RECURRENT = re.compile(r"^blk\.\d+\.(ssm_(conv1d|a|in)|shortconv|time_mix)")
 _ATTENTION = re.compile(r"^blk\.\d+\.attn_(k|kv_a_mqa|qkv)\.weight$")
-# Every n-th layer attends to all tokens, the others to a window: what the library assumes where
-# the header has no pattern.
+# The library's default if the header has no pattern: every n-th layer attends to all tokens, the
+# others to a window. Values of n by architecture.
 _WINDOW_PERIOD: Mapping[str, int] = {
     **{"gemma2": 2, "gpt-oss": 2, "gemma3n": 5, "gemma3": 6, "plamo3": 8},
     **{name: 4 for name in ("afmoe", "cohere2", "exaone-moe", "exaone4", "llama4", "mellum")},
@@ -38,8 +38,8 @@ _WINDOW: Mapping[str, int] = {
     **{"gemma2": 4096, "exaone4": 4096, "smallthinker": 4096, "exaone-moe": 128, "llama4": 8192}
 }
 _FIXED_WINDOW = frozenset({"llama4"})
-# Rows of the residual stream alive beside a dense feed-forward part, where not 4: attention runs
-# beside it, or the stream is several.
+# Rows of the residual stream that are alive beside a dense feed-forward part, if not 4. Either
+# attention runs beside that part, or there are several streams.
 _STREAMS = {"cohere2": 5, "gemma3n": 14}
 _SPARSE = frozenset({"deepseek32", "glm-dsa"})  # attention through a lightning indexer
 
@@ -65,12 +65,12 @@ class ContextSpec:
 
 @dataclass(frozen=True)
 class ContextMemory:
-    """Device memory of one context, by what it is for."""
+    """Device memory of one context, by purpose."""
 
     kv_bytes: int
     recurrent_bytes: int
-    compute_bytes: int  # what ggml's scheduler reserves for a ubatch's graph
-    pool_bytes: int  # what the device's kernels take besides, while they run
+    compute_bytes: int  # buffers that ggml's scheduler reserves for a ubatch's graph
+    pool_bytes: int  # temporary memory of the device's kernels
 
     @property
     def total_bytes(self) -> int:
@@ -78,7 +78,7 @@ class ContextMemory:
 
 
 def context_memory(facts: ModelFacts, spec: ContextSpec) -> ContextMemory:
-    """The memory that a context of this model takes."""
+    """Return the device memory that a context of this model takes."""
     shape = _Shape(facts)
     return ContextMemory(
         _kv_bytes(shape, spec),
@@ -89,27 +89,34 @@ def context_memory(facts: ModelFacts, spec: ContextSpec) -> ContextMemory:
 
 
 def most_state_bytes(facts: ModelFacts, spec: ContextSpec) -> int:
-    """A bound on the bytes of one saved sequence, generous because the plan counts by formulas:
-    twice the memory of the whole context, and what the library notes of each cell and layer."""
+    """Return an upper bound on the bytes of one saved sequence.
+
+    It is generous, because the plan counts by formulas: twice the caches and states of the whole
+    context, and the library's notes on each cell.
+    """
     memory = context_memory(facts, spec)
     return 2 * (memory.kv_bytes + memory.recurrent_bytes) + _NOTES_BYTES * _padded(spec.n_ctx)
 
 
 def forgetting_window(facts: ModelFacts) -> int:
-    """Tokens that windowed layers still hold when others hold all; 0: every layer holds all."""
+    """Return the tokens that layers with a window hold, or 0 if every layer holds all tokens."""
     shape = _Shape(facts)
     return shape.window if shape.windowed else 0
 
 
 def type_of_values(facts: ModelFacts, type_k: str) -> str:
-    """The type of V where only K's was chosen: MLA keeps one cache for both."""
+    """Return the cache type of V if only K's was chosen: K's for MLA, otherwise f16.
+
+    MLA keeps one cache for both.
+    """
     return type_k if _Shape(facts).is_mla else "f16"
 
 
 def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: str) -> str:
-    """The flash attention that these cache types need: `flash_attn`, or "on" for a quantised V.
+    """Return the flash attention to use with these cache types: "on" if V is quantised.
 
-    The rules are `llama_init_from_model`'s. Raises BadRequest for types that it refuses.
+    Otherwise returns `flash_attn`. The rules are those of `llama_init_from_model`. Raises
+    BadRequest for types that it refuses.
     """
     for flag, kind in (("-ctk", type_k), ("-ctv", type_v)):
         if kind not in CACHE_TYPES:
@@ -138,13 +145,13 @@ def _is_quantised(kind: str) -> bool:
 
 
 def row_bytes(kind: str, n_values: int) -> int:
-    """Bytes of `n_values` values of a ggml type, whose blocks they fill."""
+    """Return the bytes of `n_values` values of a ggml type; they must fill whole blocks."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
     return int(n_values // block * size)
 
 
 class _Shape:
-    """The parts of a header that decide about memory."""
+    """The parts of a header that memory sizes depend on."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self.facts = facts
@@ -169,7 +176,7 @@ class _Shape:
 
     @cached_property
     def window(self) -> int:
-        """Tokens that a layer with a window attends to; 0: no layer has one."""
+        """Tokens that a layer with a window attends to; 0: no layer has a window."""
         architecture = self.facts.architecture
         default = _WINDOW.get(architecture, 0)
         asked = self.facts.number("attention.sliding_window", default)
@@ -177,7 +184,7 @@ class _Shape:
 
     @cached_property
     def windowed(self) -> frozenset[int]:
-        """Layers that attend to a window of the last tokens alone."""
+        """Layers that attend only to a window of the last tokens."""
         facts = self.facts
         if not self.window:
             return frozenset()
@@ -195,7 +202,7 @@ class _Shape:
 
     @cached_property
     def caching(self) -> tuple[int, ...]:
-        """Layers with keys and values of their own; later ones may share those of earlier ones."""
+        """Layers with keys and values of their own. The last layers may share earlier layers'."""
         default = 20 if self.facts.architecture == "gemma3n" else self.n_layers
         shared = self.facts.number("attention.shared_kv_layers", self.n_layers - default)
         return tuple(i for i in sorted(self.attending) if i < self.n_layers - shared)
@@ -217,7 +224,7 @@ def _window_cells(shape: _Shape, spec: ContextSpec) -> int:
 
 
 def _kv_bytes(shape: _Shape, spec: ContextSpec) -> int:
-    """Keys and values of every layer that has them. For MLA the latent keys alone, once."""
+    """Return the bytes of all layers' keys and values. MLA has only latent keys, stored once."""
     facts = shape.facts
     heads_kv = facts.per_layer("attention.head_count_kv", max(1, *shape.n_head, 1))
     total = 0
@@ -239,7 +246,7 @@ def _kv_bytes(shape: _Shape, spec: ContextSpec) -> int:
 
 
 def _recurrent_bytes(shape: _Shape, spec: ContextSpec) -> int:
-    """States of the recurrent layers in f32: each sequence's, its snapshots, one checkpoint."""
+    """Return the bytes of recurrent states, in f32: sequences, their snapshots, one checkpoint."""
     if not shape.recurrent:
         return 0
     facts = shape.facts
@@ -260,7 +267,10 @@ def _recurrent_bytes(shape: _Shape, spec: ContextSpec) -> int:
 
 
 def _compute_bytes(shape: _Shape, spec: ContextSpec) -> int:
-    """The graph allocator's buffer: activations of the widest part of a layer, masks, logits."""
+    """Return the bytes of the graph allocator's buffer.
+
+    It holds activations of the widest part of a layer and masks, or the logits if they are larger.
+    """
     n_ctx = _padded(spec.n_ctx)
     width = _F32 * max(_attention_width(shape), _ffn_width(shape))
     width += _MASK * n_ctx
@@ -268,7 +278,7 @@ def _compute_bytes(shape: _Shape, spec: ContextSpec) -> int:
         width += _MASK * _window_cells(shape, spec)
     if not spec.flash_attn:
         width += _F32 * (1 + max(shape.n_head, default=1)) * n_ctx
-    if shape.facts.architecture in _SPARSE:  # the indexer's scores, and the mask of what it chose
+    if shape.facts.architecture in _SPARSE:  # the indexer's scores, and the mask of its choice
         width += 3 * _MASK * n_ctx
         width += _F32 * 64 * shape.facts.number("attention.indexer.top_k")
     logits = min(spec.n_outputs, spec.n_ubatch) * shape.n_vocab * _F32
@@ -277,7 +287,7 @@ def _compute_bytes(shape: _Shape, spec: ContextSpec) -> int:
 
 
 def _attention_width(shape: _Shape) -> int:
-    """Values of one token that are alive at once in the attention of a layer."""
+    """Return the values of one token that are alive at once in a layer's attention."""
     facts = shape.facts
     heads = max(shape.n_head, default=1)
     residual = 4 * shape.n_embd
@@ -288,7 +298,7 @@ def _attention_width(shape: _Shape) -> int:
 
 
 def _ffn_width(shape: _Shape) -> int:
-    """The same for its feed-forward part: dense, shared and routed."""
+    """Return the values of one token that are alive at once in a layer's feed-forward part."""
     facts, n_embd = shape.facts, shape.n_embd
     streams = _STREAMS.get(facts.architecture, 4)
     dense = 3 * max(facts.per_layer("feed_forward_length"), default=0) + streams * n_embd
@@ -308,7 +318,11 @@ def _ffn_width(shape: _Shape) -> int:
 
 
 def _pool_bytes(shape: _Shape, spec: ContextSpec) -> int:
-    """Activations quantised for the widest product; f16 copies of a quantised cache's layer."""
+    """Return the bytes of kernels' temporary memory.
+
+    It holds activations quantised for the widest product, and f16 copies of one layer of a
+    quantised cache.
+    """
     facts = shape.facts
     ffn = max(facts.per_layer("feed_forward_length"), default=0)
     routed = facts.n_experts_used * shape.n_embd

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 VERIFY_MOST = 64  # tokens of the largest verification batch: larger ones are prefill
 NEVER = 1 << 30
-_RULE_TOKENS = 32  # ik_llama.cpp's threshold for dense weights
+_RULE_TOKENS = 32  # tokens in ik_llama.cpp's rule, before the ratio of all experts to used ones
 _STEP = 1.05  # ratio between prefill sizes at which times are compared
 
 

@@ -102,7 +102,7 @@ def ring_slots(pool: SlotPool) -> int:
 
 
 def least_slots(layout: SlotLayout) -> list[int]:
-    """Return the least slots of each pool: one token's experts, or twice a layer's dense weights."""
+    """Return the least slots by pool: one token's experts, or twice a layer's dense weights."""
     needed = []
     for index, pool in enumerate(layout.pools):
         if pool.n_experts:
@@ -259,7 +259,7 @@ def least_bytes(
 
 
 def _least_expert_bytes(layout: SlotLayout) -> int:
-    """Slots for one token's experts."""
+    """Return the bytes of slots for one token's experts."""
     return sum(max(1, pool.n_used) * pool.slot_bytes for pool in layout.pools)
 
 

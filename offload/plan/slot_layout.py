@@ -1,16 +1,16 @@
-"""Device memory cut into slots: one number per expert, whatever its matrices and types. Pure.
+"""Divides device memory into slots. One slot number holds a whole expert. Pure.
 
-The experts of one layer share their fate: gate, up and down of an expert are routed to together. So
-they are one *piece*, and a slot number stands for room for all of them:
+The router always uses gate, up and down of an expert together. So they are one *piece*, and a slot
+number stands for room for all of them:
 
     pool "experts"      slot 0        slot 1        slot 2
       kind "gate"     | expert 7    | expert 0    | ...        memory of its own, one stride
       kind "up"       | expert 7    | expert 0    | ...
       kind "down"     | expert 7    | expert 0    | ...
 
-Layers whose weights differ in type share the slots of a pool: the stride of a kind has room for the
-largest of its matrices, and is a whole number of blocks of every type, since the device's kernels
-count strides in blocks. A dense weight is a piece by itself, in a pool of one kind.
+Layers whose weights differ in type may share the slots of a pool. The stride of a kind then has
+room for its largest matrix. It is a whole number of blocks of every type, because the device's
+kernels count strides in blocks. A dense weight is a piece by itself, in a pool of one kind.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from offload.model import TensorEntry, layer_of
 
 # Kernels count the blocks of a tensor, slots included, in C's int.
 MOST_BLOCKS = 2**31 - 1
-_ALIGNMENT = 256  # bytes; what the devices' buffers ask for at most
-_READ_AT_ONCE = 256  # elements of a row
-_LITTLE = 1 / 64  # share of a stride: padding that costs almost nothing
+_ALIGNMENT = 256  # bytes of the strictest alignment of the devices' buffers
+_READ_AT_ONCE = 256  # elements of a row that kernels read at once
+_LITTLE = 1 / 64  # ratio of padding to matrix that costs almost nothing
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.weight$")
 _BIASES = re.compile(r"^blk\.(\d+)\.ffn_(up|down|gate|gate_up)_exps\.bias$")
 _DENSE = "weight"
@@ -44,7 +44,7 @@ class SlotKind:
 
     @property
     def most_slots(self) -> int:
-        """More would be more blocks than kernels can count."""
+        """Number of slots whose blocks kernels can still count."""
         return max(1, MOST_BLOCKS // -(-self.stride_bytes // self.block_bytes))
 
 
@@ -69,17 +69,17 @@ class SlotPool:
         return self.n_slots * self.slot_bytes
 
     def holds(self, n_tokens: int) -> bool:
-        """True if all experts that so many tokens may use fit at once."""
+        """True if all experts that `n_tokens` tokens may use fit the slots at once."""
         return self.n_slots >= min(self.n_experts, n_tokens * self.n_used)
 
     @property
     def n_pieces(self) -> int:
-        """All that could ever be cached."""
+        """Number of all pieces that stream through the pool."""
         return self.n_groups * max(1, self.n_experts)
 
     @property
     def most_slots(self) -> int:
-        """Slots that are of use: room for everything, within what kernels can count."""
+        """Number of useful slots: one for each piece, but no more than kernels can count."""
         return min(self.n_pieces, *(kind.most_slots for kind in self.kinds))
 
 
@@ -89,8 +89,8 @@ class WeightGroup:
 
     pool: int
     layer: int
-    names: Mapping[str, str]  # kind -> tensor
-    matrix_bytes: Mapping[str, int]  # kind -> bytes that one piece copies of it
+    names: Mapping[str, str]  # kind -> tensor name
+    matrix_bytes: Mapping[str, int]  # kind -> bytes that are copied for one piece
 
     @property
     def piece_bytes(self) -> int:
@@ -99,7 +99,7 @@ class WeightGroup:
 
 
 def bias_of(kind: str) -> str:
-    """The kind of the biases of matrices of a kind."""
+    """Return the name of the kind that holds the biases of matrices of `kind`."""
     return f"{kind}_bias"
 
 
@@ -115,12 +115,12 @@ class SlotLayout:
         return sum(pool.size_bytes for pool in self.pools)
 
     def with_slots(self, n_slots: Sequence[int]) -> SlotLayout:
-        """The same with that many slots in each pool."""
+        """Return the layout with `n_slots[i]` slots in pool i."""
         pools = [replace(pool, n_slots=n) for pool, n in zip(self.pools, n_slots, strict=True)]
         return replace(self, pools=tuple(pools))
 
     def places(self) -> dict[str, tuple[int, str]]:
-        """Each streamed tensor's group, as an index of `groups`, and kind."""
+        """Return (index into `groups`, kind) of each streamed tensor, by the tensor's name."""
         return {
             name: (index, kind)
             for index, group in enumerate(self.groups)
@@ -136,13 +136,13 @@ def slot_layout(
     *,
     only: Collection[str] | None = None,
 ) -> SlotLayout:
-    """Pools for these weights, each with as many slots as are of use.
+    """Return the layout for these weights. Each pool has all slots that are of use.
 
-    Layers share a pool while on average at most `most_padding` of a slot's bytes stay empty because
-    another layer's types are larger. With `only` the layout is that of the weights of these names:
-    they share as all weights together do, so that a part never needs more than the whole.
+    Layers with different types share a pool while on average at most `most_padding` of a slot's
+    bytes stay empty. With `only`, just the weights with these names get slots. They are assigned to
+    pools as all weights together would be, so that a part never needs more than the whole.
 
-    Biases of experts among `weights` get room in the slots of their layer. They do not stream: they
+    Experts' biases among `weights` get room in the slots of their layer. They do not stream: they
     stay on the device, and slots hold copies, which are chosen by the same ids as the matrices.
     """
     by_layer: dict[int, dict[str, TensorEntry]] = {}
@@ -188,12 +188,12 @@ def slot_layout(
 
 @dataclass(frozen=True, order=True)
 class _Matrix:
-    """One matrix of a piece: what fits a slot is decided by these alone."""
+    """One matrix of a piece, with all that decides whether it fits a slot."""
 
     kind: str
     block_bytes: int
     size_bytes: int
-    is_overrun: bool  # kernels read past its last row, and must not find another type's bytes there
+    is_overrun: bool  # True if kernels read past its last row, where no other type's bytes may lie
 
 
 def _matrices(member: Mapping[str, TensorEntry], n_pieces: int) -> tuple[_Matrix, ...]:
@@ -211,7 +211,7 @@ def _matrices(member: Mapping[str, TensorEntry], n_pieces: int) -> tuple[_Matrix
 def _sharing(
     members: Sequence[Mapping[str, TensorEntry]], n_pieces: int, most_padding: float
 ) -> list[list[Mapping[str, TensorEntry]]]:
-    """The members of each pool. Each mixture of types goes to the first pool that takes it."""
+    """Return the members of each pool. A mixture of types joins the first pool that it fits."""
     mixtures: dict[tuple[_Matrix, ...], list[Mapping[str, TensorEntry]]] = {}
     for member in members:
         mixtures.setdefault(tuple(sorted(_matrices(member, n_pieces))), []).append(member)
@@ -229,7 +229,7 @@ def _sharing(
 
 
 def _padding(parts: Sequence[tuple[_Matrix, ...]]) -> float:
-    """The share of a slot that stays empty on average; inf where there is no common stride."""
+    """Return the mean share of a slot that stays empty; inf if there is no common stride."""
     kinds = _kinds(parts)
     if kinds is None:
         return math.inf
@@ -238,7 +238,7 @@ def _padding(parts: Sequence[tuple[_Matrix, ...]]) -> float:
 
 
 def _kinds(parts: Sequence[tuple[_Matrix, ...]]) -> tuple[SlotKind, ...] | None:
-    """The kinds of a pool that all the parts fit; None where one has no common stride."""
+    """Return the kinds of a pool that all parts fit, or None if a kind has no common stride."""
     by_kind: dict[str, set[_Matrix]] = {}
     for matrix in (matrix for part in parts for matrix in part):
         by_kind.setdefault(matrix.kind, set()).add(matrix)
@@ -254,7 +254,7 @@ def _kinds(parts: Sequence[tuple[_Matrix, ...]]) -> tuple[SlotKind, ...] | None:
 def _narrowed(
     kinds: Sequence[SlotKind], parts: Sequence[tuple[_Matrix, ...]]
 ) -> tuple[SlotKind, ...]:
-    """The kinds of a pool of which only these parts are left: no wider than before."""
+    """Return the kinds of a pool reduced to these parts. No stride is wider than before."""
     alone = {kind.name: kind for kind in _kinds(parts) or ()}
     left = {matrix.kind for part in parts for matrix in part}
     both = [(kind, alone.get(kind.name, kind)) for kind in kinds if kind.name in left]
@@ -262,19 +262,19 @@ def _narrowed(
 
 
 def _bias_kinds(biases: Sequence[Mapping[str, int]]) -> tuple[SlotKind, ...]:
-    """The kinds of a pool's biases, whose sizes are given by layer and kind."""
+    """Return the kinds of a pool's biases. `biases`: for each layer, bytes by kind."""
     names = dict.fromkeys(name for of_layer in biases for name in of_layer)
     return tuple(SlotKind(name, max(b.get(name, 0) for b in biases), 4) for name in names)
 
 
 def _stride(matrices: Collection[_Matrix]) -> int | None:
-    """Room for the largest, in whole blocks of all of them; None if they cannot share."""
+    """Return bytes for the largest matrix in whole blocks of all types, or None if none will do."""
     largest = max(matrix.size_bytes for matrix in matrices)
     blocks = math.lcm(*(matrix.block_bytes for matrix in matrices))
     if len(matrices) > 1 and any(matrix.is_overrun for matrix in matrices):
         return None
     if largest % blocks == 0:
-        return largest  # neighbouring experts then go in one copy
+        return largest  # without padding, one copy takes several neighbouring experts
     for unit, most in ((math.lcm(blocks, _ALIGNMENT), _LITTLE), (blocks, 4 * _LITTLE)):
         stride = -(-largest // unit) * unit
         if stride - largest <= most * largest:
@@ -283,7 +283,7 @@ def _stride(matrices: Collection[_Matrix]) -> int | None:
 
 
 def _block_bytes(weight: TensorEntry) -> int:
-    """Bytes of one block of the type; a matrix' row for a type that we do not know."""
+    """Return the bytes of one block of the weight's type, or of one row if gguf lacks the type."""
     try:
         return int(GGML_QUANT_SIZES[GGMLQuantizationType[weight.type.upper()]][1])
     except KeyError:

@@ -1,13 +1,13 @@
-"""Nodes that the device computes before the CPU's rows of a split layer are there.
+"""Finds nodes that the device can compute before the CPU's rows of a split layer arrive.
 
 llama.cpp builds a layer's shared expert after the weighting and the sum of the other experts, which
-wait for the CPU's rows. The shared expert reads nothing of them, so it can be computed directly
-behind the layer's last product, while the CPU works.
+wait for the CPU's rows. The shared expert does not read those rows. So it can be computed directly
+after the layer's last product, while the CPU works.
 
-ggml gives results their memory by node order: two nodes that write at different times may write the
-same bytes. So a node may go before others only if it reads nothing that they write, and writes
-nothing that they read or write. If only its own result is in the way, the result gets other memory,
-provided that all nodes that read it are known.
+ggml assigns memory by node order, so two nodes may write the same bytes at different times. A node
+may go before others only if it reads nothing that they write, and writes nothing that they read or
+write. If only the place of its result is in the way, the result gets other memory, provided that
+all nodes that read it are known.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offload.ggml.tensor import (
     source_at,
 )
 
-_BESIDE = 20  # nodes behind a layer's last product, apart from a view and a sum for each expert
+_BESIDE = 20  # nodes after the last product to look at, besides a view and a sum for each expert
 _INTEGERS = ("i8", "i16", "i32", "i64")
 
 
@@ -45,12 +45,12 @@ class ByteSpan(NamedTuple):
 
 
 class Access(NamedTuple):
-    """A node's use of tensors, which are numbered."""
+    """The tensors that a node uses, by number."""
 
     tensor: int  # its result
     reads: tuple[int, ...]
-    computes: bool = True  # False: the tensor is a view, and nothing happens
-    can_lie_elsewhere: bool = False  # only nodes of the list read its result, or views of it
+    computes: bool = True  # False: the node is a view and computes nothing
+    can_lie_elsewhere: bool = False  # True if only nodes of the list read its result or views of it
 
 
 class Chosen(NamedTuple):
@@ -70,8 +70,8 @@ def nodes_ahead(
 ) -> Chosen:
     """Return the nodes that may be computed before `late` is written and before all other nodes.
 
-    Both groups keep their order, and all results stay the same. By tensor: `roots` is the tensor
-    whose memory it sees (itself if it is no view), `spans` its bytes.
+    Both groups keep their order, and all results stay the same. `roots[t]` is the tensor whose
+    memory tensor t sees, t itself if it is no view. `spans[t]` is tensor t's bytes.
     """
     first: list[int] = []
     elsewhere: list[int] = []
@@ -109,7 +109,7 @@ def _overlap(some: Iterable[ByteSpan], others: Sequence[ByteSpan]) -> bool:
 
 
 class Behind(NamedTuple):
-    """A layer's last product, and the nodes behind it that may change places."""
+    """A layer's last product, and the end of the nodes after it that may be reordered."""
 
     group: int  # the layer's group of weights
     at: int  # the product's position in the graph
@@ -118,16 +118,16 @@ class Behind(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """Numbers of nodes directly behind a product that do not wait for the rows of its layer."""
+    """Counts of the nodes directly after a layer's last product that need not wait for its rows."""
 
     n_nodes: int = 0
-    n_computing: int = 0  # nodes that compute: views do not
-    n_repeatable: int = 0  # first nodes, which may be computed again at any time
+    n_computing: int = 0  # nodes that compute, that is all but views
+    n_repeatable: int = 0  # leading nodes that may be computed again at any time
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """A graph to compute in place of another: the same nodes, and other memory for some results."""
+    """A reordered graph: the nodes of another one, some with other memory for their results."""
 
     graph: Graph
     ahead: Sequence[Ahead]  # one for each layer
@@ -136,21 +136,21 @@ class Ordered:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """The nodes behind a layer's last product, up to the last that may go ahead.
+    """The nodes after a layer's last product, up to the last one that may go ahead.
 
-    Tensors are numbered: the product is 0, then come the nodes, then what they read from elsewhere.
+    Tensors are numbered: the product is 0, then come the nodes, then other tensors that they read.
     """
 
     nodes: tuple[Access, ...]
-    roots: tuple[int, ...]  # roots by number
-    outside: tuple[tuple[int, int], ...]  # a node's number, and which of its sources it is
-    n_uses: tuple[int, ...]  # uses by number, of the product and the nodes
+    roots: tuple[int, ...]  # roots by tensor number
+    outside: tuple[tuple[int, int], ...]  # (node's number, source's index) of each other tensor
+    n_uses: tuple[int, ...]  # uses of the product and the nodes, by tensor number
     views: dict[int, tuple[int, ...]]  # views of a result, up to the next cut
     repeatable: tuple[bool, ...]  # repeatable by node
 
 
 class _Move(NamedTuple):
-    """A result and its views, with their offset in the scratch memory."""
+    """The addresses of a result and its views, and the result's place in the scratch memory."""
 
     addresses: Sequence[int]
     offset_bytes: int
@@ -158,7 +158,7 @@ class _Move(NamedTuple):
 
 
 class Orderer:
-    """Orders the graphs of one device."""
+    """Reorders the graphs of one device."""
 
     def __init__(self, device: Device) -> None:
         self._scratch = Scratch(device, "results of shared experts")
@@ -173,9 +173,9 @@ class Orderer:
         self._scratch.close()
 
     def order(self, graph: Graph, layers: Sequence[Behind]) -> Ordered:
-        """Move nodes that need not wait for the CPU's rows behind each layer's last product.
+        """Move nodes that need not wait for the CPU's rows directly after their layer's last product.
 
-        Raises DoesNotFit.
+        Raises DoesNotFit if there is no memory for moved results.
         """
         addresses = graph.addresses()
         order = addresses.copy()
@@ -223,7 +223,7 @@ class Orderer:
         return known, *_found(known, near)
 
     def _learn(self, graph: Graph, near: Sequence[int]) -> _Nodes:
-        """Look at the nodes of a layer whose last product is the first at `near`."""
+        """Analyse the nodes of a layer whose last product is the first at `near`."""
         numbers = {address: n for n, address in enumerate(near)}
         n_uses = [0] * len(near)
         views: dict[int, list[int]] = {}
@@ -287,9 +287,10 @@ def _found(known: _Nodes, near: Sequence[int]) -> tuple[Chosen, Sequence[ByteSpa
 
 
 def _is_repeatable(address: int) -> bool:
-    """True if the node does no harm when it reads other numbers than it should.
+    """True if the node does no harm when its sources hold wrong values.
 
-    Indices out of range end the process. Writes through a view may last, as in a cache.
+    Wrong integers may be indices out of range, which end the process. A write through a view may
+    last, as in a cache.
     """
     sources = (Tensor(source).type for source in _sources(address))
     return root_at(address) == address and not any(kind in _INTEGERS for kind in sources)
