@@ -1,10 +1,10 @@
-"""Divides a layer's experts between slots, link and CPU, so that both sides end soonest. Pure.
+"""Divides a layer's experts between device and CPU, so that the later side ends soonest. Pure.
 
 The CPU computes its experts in place while the device computes those in slots and the link brings
 more. Hits stay on the device: its product cannot skip a pair, so it would save nothing if the CPU
 computed one. Experts with equally many rows cost alike, and a copy saves most for the expert with
-the most rows. So misses are streamed from the most rows down, and every such cut is priced,
-including no miss streamed and all of them. With one token the best cut is the optimum. With more
+the most rows. So misses are streamed in descending order of rows. A *cut* is how many are streamed,
+and each cut from none to all is priced. With one token the best cut is the optimum. With more
 tokens it is at most the time of one miss from it (tests/pure/split/test_split.py).
 
 The model of a layer:
@@ -44,7 +44,7 @@ class SplitCosts:
     device_s: NDArray[np.float64]  # the device's time for one expert
     host_fixed_s: float  # paid once if the CPU computes any expert
     device_fixed_s: float  # paid once if the device computes any expert
-    copy_s: float  # one expert through the link, while the CPU reads memory too
+    copy_s: float  # the link's time for one expert, while the CPU reads memory too
     host_slowdown: float = 1.0  # factor on the CPU's times while the link copies
     link_slowdown: float = 1.0  # factor on the link's times while the CPU computes
     kinds: tuple[float, ...] = (1.0,)  # each kind's share of an expert, in the order of copying
@@ -52,7 +52,7 @@ class SplitCosts:
     _tables: list[_Tables] = field(default_factory=list, init=False, repr=False)
 
     def tables(self, most_rows: int, n_misses: int) -> _Tables:
-        """Return tables for up to so many rows and misses. They are kept for other layers."""
+        """Return tables for at least these rows and misses. They are kept for other layers."""
         found = self._tables[0] if self._tables else None
         if found is None or found.most_rows < most_rows or found.most_misses < n_misses:
             most = (0, 0) if found is None else (found.most_rows, found.most_misses)
@@ -75,7 +75,7 @@ class _Tables:
 
     most_rows: int
     most_misses: int
-    by_rows_s: NDArray[np.float64]  # [lines + 2, rows]: differences; then each side's seconds
+    by_rows_s: NDArray[np.float64]  # [lines + 2, rows]: lines' changes, then CPU's, device's s
     work: NDArray[np.float64]  # [lines, 1]: factor on the CPU's seconds
     copies_s: NDArray[np.float64]  # [lines, n + 1]: fixed time and n copies
     n_ends: int  # number of ends: the CPU's and one for each stage
@@ -86,7 +86,7 @@ class _Tables:
     def of(cls, costs: SplitCosts, most_rows: int, most_misses: int) -> _Tables:
         slow, link_slow, copy_s = costs.host_slowdown, costs.link_slowdown, costs.copy_s
         fixed_s, stages = costs.device_fixed_s, _stages(costs.kinds, all_of_them=link_slow > 1.0)
-        # Each (once, of the CPU's work, of the device's, of the link's copies at their slowest).
+        # Each line: (fixed seconds, factors on the CPU's, the device's and the slow link's time).
         lines = [(0.0, slow, 0.0, 0.0)]
         lines += [(fixed_s, 0.0, products, link) for link, products in stages]
         if slow > 1.0 or link_slow > 1.0:  # from when the other side rests
@@ -110,7 +110,7 @@ class _Tables:
         """Return seconds until the CPU and each stage end: [1 + stages, misses streamed].
 
         `rows`: a zero, the rows of the hits, and those of the misses in the order of streaming. The
-        first `n_left` hits are computed by the CPU all the same.
+        CPU computes the first `n_left` hits.
         """
         sums = self.by_rows_s.take(rows, axis=1).cumsum(axis=1)
         n_misses = sums.shape[1] - 1 - n_hits
@@ -164,7 +164,7 @@ class Split:
     kind: NDArray[np.uint8]  # HIT, STREAMED or HOST; meaningless for unused experts
     cpu_s: float
     device_s: float
-    link_s: float = 0.0  # part of the device's, in which the link copies
+    link_s: float = 0.0  # part of `device_s` in which the link copies
 
     @property
     def idle_s(self) -> float:
@@ -206,7 +206,7 @@ def split_pairs(
 def _split_of_token(
     ids: NDArray[np.int32], resident: NDArray[np.bool_], costs: SplitCosts
 ) -> Split:
-    """Return it for one token: only the numbers of hits and misses matter."""
+    """Return the best division for one token: only its numbers of hits and misses matter."""
     there = resident[ids]
     misses = ids[~there]
     counts = len(ids) - len(misses), len(misses)
@@ -225,7 +225,7 @@ def _split(misses: NDArray[np.integer], n_experts: int, cut: _Cut, costs: SplitC
 
 
 def _best_cut(rows: NDArray[np.integer], n_hits: int, costs: SplitCosts) -> _Cut:
-    """Return the best cut, and of equal ones the one that copies least.
+    """Return the best cut. If several are equal, return the one that copies least.
 
     `rows`: a zero, the rows of the hits and those of the misses, both descending.
     """
@@ -236,11 +236,11 @@ def _best_cut(rows: NDArray[np.integer], n_hits: int, costs: SplitCosts) -> _Cut
 
 
 def expected(ids: NDArray[np.int32], kind: NDArray[np.uint8], costs: SplitCosts) -> Split:
-    """Return a given division with its expected times."""
+    """Return the given division, `kind` of each expert, with its expected times."""
     rows = np.bincount(ids.ravel(), minlength=len(kind))
     hosts, hits, streamed = (rows[(rows > 0) & (kind == side)] for side in (HOST, HIT, STREAMED))
     n_hits, n_copies = len(hosts) + len(hits), len(streamed)
-    # Like a cut: the CPU has the first experts, and all behind the hits are streamed.
+    # Price it as a cut: the CPU's experts count as the first hits, and all misses are streamed.
     ends = costs.tables(int(rows.max(initial=0)), n_copies).ends_s(
         np.concatenate((_BEFORE, hosts, hits, streamed)), n_hits, len(hosts)
     )

@@ -1,9 +1,9 @@
-"""The path of split layers: which are split, who computes each expert, and what is promoted.
+"""Runs split layers: finds them, chooses a side for each expert, and promotes experts.
 
-One synchronisation, needed for the router's ids anyway, also fetches the rows that the experts
-read. After the division the device gets all its work. If the device computes asynchronously, the
-caller computes the CPU's pairs before it submits what reads their rows. `sim` computes on the
-caller's thread, so there another thread computes them.
+The synchronisation that fetches the router's ids also fetches the rows that the experts read. After
+the division the device gets all its work. If the device computes asynchronously, the caller's
+thread computes the CPU's pairs before it submits the nodes that read their rows. `sim` with a pace
+computes on the caller's thread, so another thread computes the CPU's pairs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from offload.streaming.cuts import Step
 _LEAST_PAIRS = 64  # pairs that a host graph has room for at least
 _RECURS = 1.01  # recent uses above which a missing expert replaces a cached one
 _ANY_NUMBER = 1 << 30
-_WAITING_SHARE = 0.04  # share of the decodes' time
+_WAITING_SHARE = 0.04  # share of the decodes' time that may be spent waiting for promotions
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Sided:
     rows: NDArray[np.intp]  # number of tokens that use each expert [n_experts]
     on_device: NDArray[np.intp]
     on_host: NDArray[np.intp]
-    missed: bool  # the CPU computes some, or some are copied
+    missed: bool  # True if some experts are computed by the CPU or copied, though not in a slot
 
 
 @dataclass(frozen=True)
@@ -137,15 +137,15 @@ class SplitPath:
         self.switch, self._team, self._pace = hybrid.switch, hybrid.team, hybrid.pace
         self._stream, self._schedule, self._copies = stream, schedule, copies
         self._counters = counters
-        self._graphs: dict[object, tuple[HostGraph, RowPlacer]] = {}  # the largest, by form
-        self._made: list[HostGraph | RowPlacer] = []  # prepared graphs refer to all
+        self._graphs: dict[object, tuple[HostGraph, RowPlacer]] = {}  # largest graph by form's key
+        self._made: list[HostGraph | RowPlacer] = []  # all made ones; prepared graphs refer to them
         self._known: dict[int, _Known] = {}  # layers by group
         self._thread: ThreadPoolExecutor | None = None
         if self._pace:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="experts")
         self._running: Future[int] | None = None
         self._random = np.random.default_rng(0)  # for measuring
-        self._step_s = self._idle_s = 0.0  # expected of layers since the last `promote`
+        self._step_s = self._idle_s = 0.0  # expected times of layers since the last `promote`
         self._promotions = PromotionBudget()
 
     @property
@@ -244,11 +244,11 @@ class SplitPath:
             self._counters.layers_out_of_order += 0 if in_order else len(whole)
 
     def promote(self, steps: Sequence[Step], guess: RoutingGuess) -> None:
-        """Have experts copied for later graphs that the CPU would else compute again.
+        """Copy experts for later graphs, which would otherwise be computed by the CPU again.
 
         For each layer with missing experts, pick the missing expert most likely to be used again,
         or any missing expert while slots are free. Copy the likeliest ones first, as many as the
-        link has time for; none if it copies for this graph already.
+        link has time for. Copies nothing if the link copies for this graph already.
         """
         missed = [step for step in steps if step.split is not None and step.missed]
         if not missed:
@@ -279,7 +279,8 @@ class SplitPath:
     def divide(self, step: Step, layer: SplitLayer, ids: NDArray[np.int32]) -> Sided:
         """Choose a side for each expert of `ids` [n_tokens, n_used], and start the CPU's.
 
-        The layer's inputs were fetched. The device gets no more experts than have slots.
+        Call it after the layer's inputs were fetched. The device gets no more experts than there
+        are slots.
         """
         rows = np.bincount(ids.ravel(), minlength=step.n_experts)
         used = rows.nonzero()[0]
@@ -339,15 +340,17 @@ class SplitPath:
     def spare_slots(
         self, step: Step, layer: SplitLayer, slots: Sequence[int], n_host: int
     ) -> list[int]:
-        """Return slots that the device reads for the CPU's pairs: it computes those too, with any
-        expert, and its results are overwritten."""
+        """Return slots that the device reads for the CPU's pairs.
+
+        The device computes those pairs too, with any expert. Their results are overwritten.
+        """
         if layer.may_repeat:
             return [slots[0] if slots else 0] * n_host
         n_slots = self._schedule.pools[step.pool].n_slots
         return other_slots(slots, min(n_host, step.n_used), n_slots) if n_host else []
 
     def began(self, layer: SplitLayer, nth: int) -> None:
-        """The copies that a layer's `nth` product waits for have arrived."""
+        """Note that the copies for a layer's `nth` product have arrived, for the device's pace."""
         if self._pace:
             took_s = layer.shares[nth] * layer.n_on_device * self._pace.device_s
             layer.ends_s = max(layer.ends_s, time.perf_counter()) + took_s
@@ -357,7 +360,7 @@ class SplitPath:
         return layer.n_pairs > 0 or bool(self._pace)
 
     def finish(self, layer: SplitLayer) -> int:
-        """Place the CPU's rows, after the device got its work. Returns a ggml_status.
+        """Compute and place the CPU's rows, after the device got its work. Returns a ggml_status.
 
         Raises DeviceFailed.
         """
@@ -391,7 +394,7 @@ class SplitPath:
     def host_s(self, layer: SplitLayer, n_all: int, n_experts: int, n_rows: int) -> float:
         """Return the CPU's seconds for `n_experts` of the layer's `n_all`, of `n_rows` rows each.
 
-        Takes other experts each time, so that they are in no cache. Raises DeviceFailed.
+        Each call picks random experts, so that their weights are in no cache. Raises DeviceFailed.
         """
         experts = self._random.choice(n_all, n_experts, replace=False)
         ids = np.repeat(experts.astype(np.int32), n_rows)[: layer.host.most, None]
@@ -403,7 +406,7 @@ class SplitPath:
         return time.perf_counter() - start_s
 
     def wait_for_device(self, start_s: float, n_experts: int) -> None:
-        """Return no sooner than a device with a pace has computed so many experts."""
+        """Sleep until a device with a pace would have computed `n_experts` since `start_s`."""
         _wait_until(start_s + n_experts * self._pace.device_s)
 
 

@@ -20,7 +20,7 @@ _NOT_QUANTISED = ("f32", "f16", "bf16")
 
 
 def may_repeat(n_tokens: int, types: Collection[str]) -> bool:
-    """True if a token of such a batch may name a slot twice, with weights of these types."""
+    """True if a token may name a slot twice, in a batch of `n_tokens` with weights of `types`."""
     return n_tokens == 1 and not any(name in _NOT_QUANTISED for name in types)
 
 

@@ -1,4 +1,4 @@
-"""The batches whose layers are split between the CPU and the device, and who splits them."""
+"""Decides which batches have split layers, and which splitter divides their experts."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from numpy.typing import NDArray
 
 from offload.split.division import HIT, HOST, STREAMED, Split, SplitCosts, split_pairs
 
-# (ids [n_tokens, n_used], resident [n_experts]) -> HIT, STREAMED or HOST of each expert. HIT is for
-# residents alone; of experts that nobody uses it may say anything.
+# (ids [n_tokens, n_used], resident [n_experts]) -> HIT, STREAMED or HOST for each expert. Only
+# resident experts may be HIT. Values for unused experts have no meaning.
 Splitter = Callable[[NDArray[np.int32], NDArray[np.bool_]], NDArray[np.uint8]]
 
 MOST_TOKENS = 64  # largest batch that is split: larger ones use nearly all experts of a layer
 
 
 def stay(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Hits on the device and all others on the CPU: nothing is copied while somebody waits."""
+    """Compute hits on the device and all other experts on the CPU, so that nothing is copied."""
     return np.where(resident, np.uint8(HIT), np.uint8(HOST))
 
 
 def all_on_device(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Nothing on the CPU, as far as slots reach: what is missing is copied."""
+    """Compute all experts on the device, and copy the missing ones, as far as slots suffice."""
     return np.where(resident, np.uint8(HIT), np.uint8(STREAMED))
 
 
 @dataclass(frozen=True, eq=False)
 class ByCosts:
-    """A splitter: what these costs expect to end first."""
+    """A splitter that divides experts so that both sides end soonest by these costs."""
 
     costs: SplitCosts
 
@@ -43,22 +43,22 @@ class ByCosts:
         resident: NDArray[np.bool_],
         rows: NDArray[np.intp] | None = None,
     ) -> Split:
-        """With the times that are expected; `rows` as in `split_pairs`."""
+        """Return the division with its expected times. Arguments: as in `split_pairs`."""
         return split_pairs(ids, resident, self.costs, rows)
 
 
 @dataclass
 class HybridSwitch:
-    """Shared by the device, which takes products for it, and the executors that split layers."""
+    """State of splitting, shared by the device that takes products and the executors that split."""
 
     splitter: Splitter = stay
-    declined: str = ""  # why no layer of this model is split; found at its first graph
-    is_active: bool = True  # off while others are measured
-    unsplit: frozenset[int] = frozenset()  # sizes of batches that go by min-batch alone
+    declined: str = ""  # reason why no layer of this model is split; found at its first graph
+    is_active: bool = True  # False while other ways are measured
+    unsplit: frozenset[int] = frozenset()  # batch sizes for which min-batch alone decides
 
     @contextmanager
     def splitting(self, splitter: Splitter) -> Iterator[None]:
-        """Split layers by `splitter` for a while, also if they are not split otherwise."""
+        """Split layers by `splitter` inside the context, even if splitting is off outside it."""
         before = self.splitter, self.is_active
         self.splitter, self.is_active = splitter, True
         try:
@@ -70,7 +70,7 @@ class HybridSwitch:
         """True if layers of such a batch are split, whatever its min-batch."""
         return (
             self.is_active
-            and 0 < n_tokens <= MOST_TOKENS  # 0: of the last layer, where no logits are wanted
+            and 0 < n_tokens <= MOST_TOKENS  # 0 tokens: the last layer, if no logits are wanted
             and not self.declined
             and n_tokens not in self.unsplit
         )

@@ -1,4 +1,4 @@
-"""Proof that the copy path ran: one counter for each thing it can do."""
+"""Counts what the copy path does, to prove that it ran."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StreamCounters:
     graphs: int = 0
     cuts: int = 0
     chunks: int = 0  # chunks of tokens whose experts fitted the slots
-    bands: int = 0  # cuts whose nodes were shown some of the slots, not all
+    bands: int = 0  # cuts whose nodes saw a range of the slots, not all of them
     copies: int = 0
     streamed_bytes: int = 0
     bounced_bytes: int = 0  # copied bytes that went through a ring of pinned memory
@@ -26,14 +26,14 @@ class StreamCounters:
     n_pairs_hit: int = (
         0  # pairs of token and expert in split layers, computed on the device without a copy
     )
-    n_pairs_streamed: int = 0  # on the device, copied for it
-    n_pairs_host: int = 0  # on the CPU
-    n_promoted: int = 0  # experts of split layers that were copied for later
-    n_filled: int = 0  # experts copied while nobody waited: a warm start
-    n_recorded: int = 0  # tokens of a layer whose experts were recorded, for expected hits
-    layers_out_of_order: int = 0  # whole layers that were read from wherever their experts lay
-    n_nodes_ahead: int = 0  # computed while the CPU had rows of the layer under way
-    host_s: float = 0.0  # the CPU's time for those
+    n_pairs_streamed: int = 0  # pairs in split layers, computed on the device after a copy
+    n_pairs_host: int = 0  # pairs in split layers, computed by the CPU
+    n_promoted: int = 0  # experts of split layers that were copied for later batches
+    n_filled: int = 0  # experts copied between two graphs, for a warm start
+    n_recorded: int = 0  # tokens whose experts were recorded, for each layer, for expected hits
+    layers_out_of_order: int = 0  # whole layers that were read from any slots
+    n_nodes_ahead: int = 0  # nodes computed while the CPU had rows of the layer under way
+    host_s: float = 0.0  # seconds in which the CPU computed pairs of split layers
     split_layers: int = 0
     split_s: float = (
         0.0  # seconds of layers in which the CPU had experts, until its rows were handed over

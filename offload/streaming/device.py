@@ -1,7 +1,7 @@
 """The wrapped device through which weights are streamed.
 
-`llama_decode` runs on our thread; during it the library calls `StreamingDevice.compute`, once per
-part of the model that the device computes, also on this thread.
+`llama_decode` runs on our thread. The library calls `StreamingDevice.compute` from it, on the same
+thread, once for each part of the graph that the device computes.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ class StreamingDevice(PyDevice):
         chunks: bool = False,
         hybrid: HybridSwitch | None = None,
     ) -> None:
-        """`layout` limits what the device takes. `vram_bytes` is what it says it has.
+        """`layout`: the slots, which limit the products that the device takes.
 
-        With `chunks` it takes batches of which not all experts have slots at once, and whatever
-        their min-batch those whose layers `hybrid` splits.
+        `vram_bytes`: device memory to report; None: the real one's. `chunks`: take batches whose
+        experts do not have slots at once. `hybrid`: take batches whose layers it splits, whatever
+        their min-batch. `mla_crossover`: see MlaSwitch.
 
-        `mla_crossover`: see MlaSwitch. Changing `min_batch` later is for graphs that are built
-        from then on; ggml builds one anew when the number of tokens changes.
+        Changing `min_batch` later affects graphs that are built from then on. ggml builds a graph
+        anew when the number of tokens changes.
         """
         super().__init__(choice.device, WRAPPED_NAME, pending, host)
         self.choice, self.min_batch, self.trace = choice, min_batch, trace
@@ -97,9 +98,9 @@ class StreamingDevice(PyDevice):
             executor.close()
 
     def use_slots(self, layout: SlotLayout, make_executor: MakeExecutor) -> None:
-        """After `release_slots`: stream through these, whose memory is taken at once.
+        """Stream through new slots, and take their memory at once. Call after `release_slots`.
 
-        Raises DoesNotFit, and has none then.
+        Raises DoesNotFit. The device then has no slots.
         """
         assert self.host is not None
         self._stream_through(layout, make_executor)
@@ -126,14 +127,16 @@ class StreamingDevice(PyDevice):
         self.executors.pop(stream).close()
 
     def answer_natively(self) -> bool:
-        """Decide by whole decodes what is computed here, not by nodes (`expect`). False where some
-        products stay with the CPU whatever the number of tokens, or the backend does not allow it.
+        """Let the backend decide for whole decodes what is computed here (`expect`), not by nodes.
+
+        Returns False, and changes nothing, if some products were declined or if the backend does
+        not allow it.
         """
         self.is_native = not self.declined and super().answer_natively()
         return self.is_native
 
     def expect(self, n_tokens: int) -> None:
-        """A decode in ubatches of so many tokens comes next."""
+        """Prepare for a decode in ubatches of `n_tokens` tokens."""
         if self.is_native:
             assert self.host is not None
             experts = self._streams(n_tokens, experts=True)
@@ -144,7 +147,7 @@ class StreamingDevice(PyDevice):
     # -- which products it takes -------------------------------------------------------------------
 
     def takes(self, product: Product) -> bool:
-        """True if a product with a streamed weight runs here; what stands against it is counted."""
+        """True if a product with a streamed weight runs here. Counts the reason if it does not."""
         experts = product.ids is not None
         if not self._streams(product.n_tokens, experts=experts):
             return False
@@ -169,8 +172,10 @@ class StreamingDevice(PyDevice):
         return self.hybrid is not None and self.hybrid.splits(n_tokens)
 
     def _has_room(self, product: Product, pool: SlotPool) -> bool:
-        """True if all experts that the batch may use fit the slots, at once or in chunks, or the
-        CPU computes those that do not."""
+        """True if the slots suffice for the batch.
+
+        They do if all experts that it may use fit at once or in chunks, or if its layers are split.
+        """
         n_tokens = product.n_tokens
         if self.chunks or pool.holds(n_tokens) or self._splits(n_tokens):
             return True
@@ -181,7 +186,7 @@ class StreamingDevice(PyDevice):
         return False
 
     def _pool_of(self, weight: Tensor) -> SlotPool | None:
-        """The slots that the weight streams through; None if it has none, read as it is here."""
+        """Return the slots that the weight streams through; None for views and weights without."""
         if weight not in self._pool_of_weight:
             pool = None if weight.is_view else self._pools.get(weight.name)
             self._pool_of_weight[weight] = pool
@@ -206,7 +211,7 @@ class StreamingDevice(PyDevice):
 
     @contextmanager
     def timing_layers(self, clock: LayerClock) -> Iterator[None]:
-        """Decodes tell `clock` of the layers they reach, and end where it raises BrokenOff."""
+        """Tell `clock` of the layers that decodes reach. Decodes end when it raises BrokenOff."""
         self._clock = clock
         for executor in self.executors.values():
             executor.clock = clock
@@ -216,28 +221,31 @@ class StreamingDevice(PyDevice):
             self._clock = None
             for executor in self.executors.values():
                 executor.clock = None
-            take_errors()  # a decode that is broken off failed in the library's eyes
+            take_errors()  # the library logs a decode that is broken off as failed
 
     def _tell(self, clock: LayerClock, stream: WrappedStream, graph: Graph) -> None:
-        """Before a part without streamed weights: the CPU has computed those before it."""
+        """Tell `clock` of the layer before a part without streamed weights is computed.
+
+        The CPU has computed the streamed products of earlier layers.
+        """
         layer = graph.last_layer()
         if clock.wants(layer):
             stream.inner.synchronize()
             clock.reached(layer)
 
     def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
-        """As Executor.fill, for the stream that was opened first: the one that generates."""
+        """Run Executor.fill for the stream that was opened first, which generates tokens."""
         for executor in [*self.executors.values()][:1]:
             yield from executor.fill(uses)
 
     def settle(self) -> None:
-        """Return when nothing is under way; a trace knows of all copies that are counted."""
+        """Return when nothing is under way. A trace then contains all counted copies."""
         for stream, executor in self.executors.items():
             stream.inner.synchronize()
             executor.settle()
 
     def decoding(self, active: bool) -> None:
-        """A decode begins or has ended: between our graphs, libllama computes on the CPU."""
+        """Note that a decode begins or has ended. Between our graphs, libllama uses the CPU."""
         if not active and self.trace and self._cpu_since_s is not None:
             self.trace.add(CPU, "CPU part of the graph", self._cpu_since_s, time.perf_counter())
         self._cpu_since_s = time.perf_counter() if active else None
@@ -248,7 +256,7 @@ class StreamingDevice(PyDevice):
         return self._prepared.n_recognised
 
     def _of(self, stream: WrappedStream, graph: Graph) -> PreparedGraph:
-        """The prepared graph, kept if ggml keeps the graph: finding its cuts takes 3 us a node."""
+        """Return the prepared graph. It is kept if ggml keeps the graph: preparing costs time."""
         if graph.uid:
             return self._prepared.of(
                 graph,
@@ -256,14 +264,15 @@ class StreamingDevice(PyDevice):
                 lambda: self._circumstances(stream),
                 lambda: self._prepare(stream, graph),
             )
-        prepared = self._prepare(stream, graph)  # a view, which ggml may change
-        self._not_kept.append(prepared)  # what was submitted may refer to it
+        prepared = self._prepare(stream, graph)  # a view of a graph, which ggml may change
+        self._not_kept.append(prepared)  # submitted work may refer to it
         return prepared
 
     def _as_built(self, stream: WrappedStream, graph: Graph) -> PreparedGraph | None:
-        """The graph without changes if it has no streamed weights and MLA is not switched.
+        """Return the unchanged graph if it has no streamed weights and MLA is not switched.
 
-        Small batches have such a graph for each layer whose experts the CPU computes.
+        Otherwise returns None. Small batches have such a graph for each layer whose experts the CPU
+        computes.
         """
         assert self.host is not None
         if self.mla.crossover != 0:
@@ -277,7 +286,10 @@ class StreamingDevice(PyDevice):
         return PreparedGraph(graph.uid, lambda: inner.compute(graph), MlaCounters(), streams=False)
 
     def _circumstances(self, stream: WrappedStream) -> Hashable:
-        """All that preparing depends on beside the graph, but for the slots (`release_slots`)."""
+        """Return all that preparing depends on, except the graph and the slots.
+
+        `release_slots` clears what was prepared for the slots.
+        """
         assert self.host is not None
         hybrid = self.hybrid
         splits = hybrid and (hybrid.is_active, hybrid.declined, hybrid.unsplit)
