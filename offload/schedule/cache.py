@@ -1,4 +1,4 @@
-"""The cache rule: which pieces are worth keeping, and a queue of those that are worth least. Pure.
+"""The cache rule, which decides what is evicted first, and a queue of pieces to evict. Pure.
 
 The rule gives each piece a rank, and the piece with the lowest rank is evicted first. A rank may
 change only when the piece is used, and only upwards. So `VictimQueue` can stay sorted lazily: it
@@ -19,7 +19,7 @@ _SCAN_SHARE = 0.9  # share of a layer's experts; batches that verify drafts use 
 
 
 class Lrfu:
-    """Keep what is used often; the weight of a use halves every `half_life` cuts.
+    """A cache rule that keeps often used pieces. A use's weight halves every `half_life` cuts.
 
     Recency first, frequency second (LRFU: Lee and others, IEEE Transactions on Computers 50, 2001):
     a piece used in this cut outranks any piece with one earlier use, and pieces that recur stay
@@ -42,7 +42,10 @@ class Lrfu:
         return cls(HALF_LIFE_STEPS * max(1, n_cuts), n_used, math.ceil(_SCAN_SHARE * n_experts))
 
     def touched(self, pieces: Collection[Piece], now: int) -> None:
-        """A cut uses the pieces. `now` is the number of the use; it grows by one with each cut."""
+        """Raise the ranks of pieces that a cut uses.
+
+        `now` is the number of the use, which grows by one with each cut.
+        """
         rank, new, log2 = self._rank, now / self._half_life, math.log2
         if len(pieces) >= self._n_scan:
             new -= log2(len(pieces) / self._n_used)
@@ -79,20 +82,20 @@ class VictimQueue:
         self.dropped: list[int] = []  # slots to offer again when a new graph begins
 
     def renew(self, slot: int) -> None:
-        """The slot has been given to another piece, which is not plain yet."""
+        """Note that the slot was given to another piece, which is not plainly cached yet."""
         self._version[slot] += 1
         self.queued[slot] = False
         self.dropped.append(slot)
 
     def offer(self, slot: int) -> None:
-        """The slot may be plain now."""
+        """Queue a slot whose piece may be plainly cached now."""
         piece = self._slots.piece[slot]
         if piece is not None and not self.queued[slot]:
             self.queued[slot] = True
             heapq.heappush(self._heap, (self._rule.rank(piece), slot, self._version[slot]))
 
     def offer_dropped(self) -> None:
-        """Nothing is wanted any more, so that every slot may be plain."""
+        """Queue all dropped slots again. Call it when no piece is wanted any more."""
         dropped, self.dropped = self.dropped, []
         for slot in dropped:
             self.offer(slot)

@@ -1,4 +1,4 @@
-"""Questions to the schedule and its answers: small tuples."""
+"""The schedule's inputs and outputs, as small tuples."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Span(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """A cut may run. Says what it reads and what it has to wait for."""
+    """The slots that an entered cut reads, and the copies that it has to wait for."""
 
-    slots: tuple[int, ...]  # in the order of the need's pieces
-    waits: tuple[Piece, ...]  # the computation has to come after the copies of these
-    issued: tuple[Copy, ...]  # to be enqueued before that
-    hits: int  # pieces that were there before the need was known, cached or guessed
+    slots: tuple[int, ...]  # slots in the order of the need's pieces
+    waits: tuple[Piece, ...]  # pieces whose copies the computation has to wait for
+    issued: tuple[Copy, ...]  # copies to enqueue before waiting
+    hits: int  # pieces that were in slots, cached or guessed, before the need was known
     misses: int  # pieces that were copied because of the need
     use: int  # number of this use of the slots; grows by one with each cut
 

@@ -1,4 +1,4 @@
-"""Decides when each streamed piece is copied, and over what: a pure, deterministic planner.
+"""Decides when each streamed piece is copied, and which piece it replaces. Pure, deterministic.
 
 A graph computes its *cuts* in order 0..n-1; each uses some streamed pieces. Copies go into one
 queue in order. For every graph the executor calls
@@ -42,7 +42,7 @@ from offload.schedule.commands import (
 from offload.schedule.placing import Agenda, Placer, add, discard
 from offload.schedule.slots import IN_USE, LOADING, READY, Piece, PoolSlots
 
-# Number of units that the others stream through beside the kept ones, at most (docs/log.md).
+# Most units of slots through which the other pieces stream, beside the kept ones (docs/log.md).
 _RING = 4  # dense weights
 _LAYER_RING = 3  # layers of experts
 _LOOSE_RING = 2  # layers of experts that may be in any slots
@@ -113,7 +113,7 @@ class Schedule:
             agenda.clear()
 
     def need(self, need: Need) -> None:
-        """Say what a cut uses, as soon as it is known."""
+        """Tell the schedule what a cut uses. Call it as soon as that is known, once for each cut."""
         cut = need.cut
         assert self._at <= cut < self._n_cuts, need
         assert cut not in self._needs, need
@@ -192,7 +192,7 @@ class Schedule:
             yield out
 
     def _expire(self, agenda: Agenda, guess: Need) -> None:
-        """The cut's need is known now, so pieces guessed for it become plainly cached."""
+        """Make pieces guessed for a cut plainly cached, because the cut's need is known now."""
         discard(agenda.guesses, guess.cut)
         for piece in guess.pieces:
             if agenda.guessed_for.get(piece) == guess.cut:
@@ -358,7 +358,7 @@ class Schedule:
         return waits, misses
 
     def leave(self, cut: int) -> None:
-        """The entered cut was submitted, and a fence is behind it."""
+        """Release the slots of an entered cut. Call it after the cut was submitted and fenced."""
         agenda, slots = self._open.pop(cut)
         agenda.slots.release(slots)
         queued, offer = agenda.queue.queued, agenda.queue.offer
@@ -368,20 +368,20 @@ class Schedule:
         agenda.retry()
 
     def used_elsewhere(self, pieces: Collection[Piece]) -> None:
-        """A cut uses only these pieces, without slots; it is not entered."""
+        """Count the use of pieces by a cut that uses no slots and is not entered."""
         self._use += 1
         self._rule.touched(pieces, self._use)
 
     def arrived(self, pool: int, piece: Piece) -> None:
-        """A copy that no computation waits for is complete."""
+        """Mark a piece's slot as READY: its copy is complete, and no computation waits for it."""
         slots = self._agendas[pool].slots
         slots.landed(slots.where[piece])
         self._placer.in_flight.discard(piece)
 
     def abort(self) -> None:
-        """A step failed: forget pieces whose copies or cuts are in doubt, and keep READY ones.
+        """After a failed graph, forget pieces whose copies or cuts are in doubt; keep READY ones.
 
-        Copies may still be under way; the caller drains the queue.
+        Copies may still be under way. The caller drains the queue.
         """
         for agenda in self._agendas.values():
             for slot, piece in agenda.slots.abort():

@@ -173,7 +173,7 @@ class Orderer:
         self._scratch.close()
 
     def order(self, graph: Graph, layers: Sequence[Behind]) -> Ordered:
-        """Move nodes that need not wait for the CPU's rows up to their layer's last product.
+        """Move nodes that need not wait for the CPU's rows directly after a layer's last product.
 
         Raises DoesNotFit if there is no memory for moved results.
         """

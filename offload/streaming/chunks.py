@@ -1,12 +1,12 @@
-"""A layer's experts for some tokens at a time, if a batch uses more experts than have slots.
+"""Computes a layer's experts in chunks of tokens, if a batch uses more experts than have slots.
 
 The products with a layer's experts (gate, up, down) and the nodes between them are a *chain*. It is
 taken out of the graph and computed in chunks of tokens: for each chunk every node gets a twin that
 computes these tokens only, after their experts got slots. Only the last node's results are kept
 from one chunk to the next, so the twins of all other nodes share scratch memory.
 
-ggml's allocator lets the last node overwrite what only the first nodes read. A second chunk would
-then read what the first one wrote. Such an input is copied to scratch memory before.
+ggml's allocator lets the last node overwrite an input that only the first nodes read. The second
+chunk would then read results of the first. So such an input is copied to scratch memory first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offload.plan.slot_layout import SlotLayout
 from offload.schedule.batch import most_chunks
 from offload.streaming.slot_memory import SlotMemory, SlotViews
 
-_MOST_TOKENS = 128  # tokens of a chunk; results between its nodes take scratch memory
+_MOST_TOKENS = 128  # most tokens of a chunk, to limit the scratch memory of its results
 _TOKENS = 2  # the dimension of tokens in products with experts and the nodes between them
 # Operations allowed between the products, and the dimension of tokens in each of their sources.
 # None: the source is the same for all tokens.
@@ -45,7 +45,7 @@ class Chain:
     """Nodes of one layer that are computed in chunks of tokens, in the graph's order."""
 
     nodes: tuple[Tensor, ...]
-    positions: tuple[int, ...]  # in the graph
+    positions: tuple[int, ...]  # positions of the nodes in the graph
     kinds: Mapping[Tensor, str]  # kind of weight by product
     ids: Tensor  # the router's choice [n_used, n_tokens]
     copied: Tensor | None = None  # an input that the last node overwrites
@@ -56,7 +56,7 @@ class Chain:
         return self.positions[-1]
 
     def scratch_bytes(self, most_tokens: int) -> int:
-        """Memory for the twins of a chunk, and behind them for the copied input."""
+        """Return the bytes of scratch memory for a chunk's twins, followed by the copied input."""
         kept = [node for node in self.nodes[:-1] if not is_any(node, VIEWS)]
         between = sum(_scratch_bytes(node, most_tokens) for node in kept)
         return between + (0 if self.copied is None else aligned(self.copied.size_bytes))
@@ -112,8 +112,8 @@ class ChunkedStep:
     """A chain to compute in chunks. Its cuts are numbered from `cut` on, one for each chunk."""
 
     cut: int
-    n_cuts: int  # at most
-    at: int  # position in the graph without chains before which the chain is computed
+    n_cuts: int  # most cuts, one for each chunk
+    at: int  # position in the graph without chains; the chain is computed before that node
     group: int
     pool: int
     layer: int
@@ -121,7 +121,7 @@ class ChunkedStep:
     views: Mapping[str, SlotViews]  # views by kind of weight
     ids: RouterIds
     n_slots: int
-    most_tokens: int  # in a chunk
+    most_tokens: int  # most tokens of a chunk
     ids_at: tuple[Buffer, int] | None = None  # place for the chunks' slot ids
     scratch: Buffer | None = None
     copy: Tensor | None = None  # node that copies an input, before the chain
@@ -204,9 +204,9 @@ def without_chains(graph: Graph, chunked: Sequence[ChunkedStep], scratch: Buffer
 
 
 def chains_of(graph: Graph, members: Sequence[tuple[Product, str]]) -> list[Chain]:
-    """Return the chains of one layer's products: one chain if the nodes between allow it.
+    """Return the chains of one layer's products: a single one if the nodes between allow it.
 
-    Otherwise each product is a chain, and its experts are copied again for each.
+    Otherwise each product is a chain of its own, and experts are copied again for each chain.
     """
     together = _together(graph, members)
     if together is not None:
@@ -243,7 +243,7 @@ def _together(graph: Graph, members: Sequence[tuple[Product, str]]) -> Chain | N
 
 
 def _guarded(chain: Chain, others: Sequence[Tensor]) -> Chain | None:
-    """Return the chain with the input that has to be copied, or None if a copy does not suffice.
+    """Return the chain, with the input to copy if there is one, or None if a copy does not suffice.
 
     `others` are nodes within the chain's part of the graph. They are computed before the chain.
     """

@@ -1,4 +1,4 @@
-"""Puts the schedule's copies into the copy queue, and knows what to wait for."""
+"""Enqueues the schedule's copies, and orders computation after them."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class CopyQueue:
     # -- when a graph is first seen ----------------------------------------------------------------
 
     def prepare(self, steps: Iterable[Step], order: Iterable[tuple[int, tuple[str, ...]]]) -> None:
-        """Copy each group's kinds in the `order` (group, kinds) in which the graph uses them.
+        """From now on, copy each group's kinds in the `order` (group, kinds) of the graph's use.
 
-        Biases that the graph reads from slots are fetched to host memory, and copied from there
-        into the slots of experts that are there already.
+        Biases that the graph reads from slots are fetched to host memory. From there they are
+        copied into the slots of experts that were cached before.
         """
         for group, kinds in order:
             # Kinds that this graph does not read may be read by another one.
@@ -90,7 +90,7 @@ class CopyQueue:
         self._first_use = self.last_use + 1
 
     def enqueue(self, copies: Sequence[Copy]) -> None:
-        """Enqueue what the schedule issued."""
+        """Enqueue the copies that the schedule issued."""
         for (_, reason), of_cut in itertools.groupby(copies, lambda copy: (copy.cut, copy.reason)):
             batch = list(of_cut)
             tickets = self.copy(batch)
@@ -147,7 +147,7 @@ class CopyQueue:
             self._counters.streamed_bytes += transfer.size_bytes
 
     def tickets_of(self, pieces: Sequence[Piece]) -> list[Tickets]:
-        """Return the tickets of the pieces' copies, each once."""
+        """Return the tickets of the pieces' copies, without duplicates."""
         found = (self._tickets.get(piece) for piece in pieces)
         return list({id(tickets): tickets for tickets in found if tickets is not None}.values())
 
@@ -192,17 +192,17 @@ class CopyQueue:
             raise
 
     def abandon(self) -> None:
-        """Return when no copy is under way, and forget the slots of unfinished ones."""
+        """Return when no copy is under way, and free the slots of unfinished copies."""
         self._schedule.abort()
         self.copier.abandon()
 
     # -- between two graphs ------------------------------------------------------------------------
 
     def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
-        """Copy experts into slots, the most used first, one each time the iterator is advanced.
+        """Copy experts into slots, the most used first: one for each step of the iterator.
 
         `uses`: number of tokens that used each expert, by layer. Raises DeviceFailed if a copy
-        failed. Drop the iterator before something is computed.
+        failed. Drop the iterator before the next graph is computed.
         """
         found: dict[int, list[tuple[int, Piece]]] = {}  # (uses, piece) by pool
         for number, group in enumerate(self._layout.groups):

@@ -194,10 +194,11 @@ class DeviceCopier:
 
 
 class _CopyTimer:
-    """Waits for copies' events on its own thread, to note in the trace when they were done.
+    """Waits for copies' events on its own thread, and adds the copies' times to the trace.
 
-    A device does not tell when a copy began. It is taken to begin when it was enqueued or when the
-    copy before it was done, whichever is later. Copies under one event share its time by bytes.
+    A device does not tell when a copy began. Copies with one event count as begun when the first
+    was enqueued or when the event before was done, whichever is later. They share the time by
+    bytes.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -255,7 +256,7 @@ class _Worker:
         self._queue.put(work)
 
     def _until(self, number: int) -> None:
-        """Return when that much work is done. Raises DeviceFailed if work failed."""
+        """Return when the first `number` works are done. Raises DeviceFailed if one failed."""
         if self._n_done < number:
             start_s = time.perf_counter()
             with self._progress:
@@ -339,7 +340,7 @@ class ThreadCopier(_Worker):
         self._until(self._n_enqueued)
 
     def _carry_out(self, transfer: Transfer, enqueued_s: float) -> None:
-        began_s = time.perf_counter()  # later than the link's time where a sleep was too long
+        began_s = time.perf_counter()  # later than the link's time if a sleep was too long
         start_s = max(self._link_free_s, enqueued_s)
         self._link_free_s = start_s + self._link.duration_s(transfer.size_bytes)
         try:
@@ -365,7 +366,7 @@ class ThreadCopier(_Worker):
 
 
 class NoCopier(ThreadCopier):
-    """Copies nothing: for computing once with whatever the slots hold."""
+    """Copies nothing, to compute once with whatever the slots hold."""
 
     def copy(self, transfer: Transfer, after: Any) -> None: ...
 
@@ -379,7 +380,7 @@ class _Part:
 
 
 class _Ticket:
-    """A point in the queue. When the thread has come to it, an event of the copy stream."""
+    """A point in the queue. Its event is set when the thread has come to it."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -32,7 +32,7 @@ class SlotRead:
 
     redirect: Redirect
     views: SlotViews  # the slots as tensors like the source
-    slots: Tensor | None = None  # what it reads in this decode
+    slots: Tensor | None = None  # slots that the source is in this decode
 
 
 @dataclass(slots=True)
@@ -59,22 +59,22 @@ class Step:
     pool: int
     layer: int
     readers: tuple[Reader, ...]
-    need: Need | None  # None: known when the router's ids have been read
+    need: Need | None  # None: unknown until the router's ids have been read
     ids: RouterIds | None  # the router's choice, if it may have to be read back
     n_experts: int  # 0: dense
     n_tokens: int  # 0: dense
     biases: Mapping[str, Tensor]  # biases that are read from slots, by kind of weight
-    either: bool = False  # a whole layer that may be read in order or from any slots
+    either: bool = False  # True for a whole layer that may be read in order or from any slots
     slot_ids: SlotIds | None = None
     split: SplitLayer | None = None  # set if the CPU computes some of the experts
     routing: LayerRouting | None = None  # record of what the router chooses
     ahead: Ahead = Ahead()  # nodes behind the last reader that need not wait for the CPU's rows
     last: int = field(init=False)  # position of the last reader
     # Decided in each decode:
-    in_order: bool = False  # the experts lie in order, so that the router's ids are slot numbers
-    slots_seen: tuple[int, int] = (0, 0)  # first and number of the slots that the nodes see
-    missed: bool = True  # something had to be copied for it in the last decode
-    use: int = 0  # number of its last use of the slots
+    in_order: bool = False  # True if experts lie in order: the router's ids are slot numbers
+    slots_seen: tuple[int, int] = (0, 0)  # first slot and number of slots that the nodes see
+    missed: bool = True  # True if a piece had to be copied in the last decode
+    use: int = 0  # number of the cut's last use of the slots
     waits: list[Tickets] = field(default_factory=list)  # copies that its readers wait for
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Step:
 
     @property
     def end(self) -> int:
-        """Position of the node before which the CPU's rows are placed."""
+        """Position of the node before which the CPU's rows have to be placed."""
         return self.last + 1 + self.ahead.n_nodes
 
     @property
@@ -122,8 +122,9 @@ class Step:
 class Stop(NamedTuple):
     """A node before which the executor has to act.
 
-    It is the `nth` reader of a step, or the place of a chunked step. A split layer has one more:
-    behind its last reader and the nodes that go ahead there, the CPU's rows are placed.
+    It is the `nth` reader of a step, or the place of a chunked step. A split layer has one more
+    stop, at which the CPU's rows are placed. It comes after the last reader and the nodes that go
+    ahead.
     """
 
     at: int  # position in the graph
@@ -140,7 +141,7 @@ def stops_of(steps: Sequence[Step], chunked: Sequence[ChunkedStep] = ()) -> list
 
 
 def behind_of(steps: Sequence[Step], chunked: Sequence[ChunkedStep], n_nodes: int) -> list[Behind]:
-    """Return the nodes behind each split layer that may change places, up to the next stop."""
+    """Return the nodes after each split layer that may be reordered, up to the next stop."""
     stops = sorted([step.at for step in chunked] + [r.index for s in steps for r in s.readers])
     stops.append(n_nodes)
     return [

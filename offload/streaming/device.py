@@ -129,8 +129,7 @@ class StreamingDevice(PyDevice):
     def answer_natively(self) -> bool:
         """Let the backend decide for whole decodes what is computed here (`expect`), not by nodes.
 
-        Returns False, and changes nothing, if some products were declined or if the backend does
-        not allow it.
+        Returns False if some products were declined, or if the backend does not allow it.
         """
         self.is_native = not self.declined and super().answer_natively()
         return self.is_native

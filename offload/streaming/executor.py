@@ -1,10 +1,10 @@
-"""Runs graphs between their cuts while the next weights are being copied.
+"""Runs graphs from cut to cut while the next weights are being copied.
 
-The schedule decides what is copied (offload/schedule), the copy queue copies it, and the executor
-leads both through a graph.
+The schedule (offload/schedule) decides what is copied, and the copy queue copies it. The executor
+steers both through a graph.
 
-When a graph is first seen, `prepare` finds its cuts, its split layers and its layers in chunks,
-and the *stops*: the nodes before which something has to be done.
+When a graph is first seen, `prepare` finds its cuts, its split layers and its layers in chunks. It
+also finds the *stops*, the nodes before which the executor has to act.
 
 In each decode, the computation goes from stop to stop:
 
@@ -106,9 +106,9 @@ class Executor:
     ) -> None:
         """`host` holds the weights that stream through the slots of `layout`.
 
-        With `hybrid` layers of the batches that it names are split between the CPU and the device.
-        `recorder` records what routers choose for small batches, while it is on. The last three:
-        as in StreamingOptions.
+        With `hybrid`, layers of the batches that its switch names are split. `recorder` records
+        what routers choose for small batches, while it is on. `prefetch`, `band` and `ahead`: as in
+        StreamingOptions.
         """
         self._stream, self._host, self._layout = stream, host, layout
         self.schedule, self._trace = schedule, trace
@@ -136,7 +136,7 @@ class Executor:
 
     @property
     def working_bytes(self) -> int:
-        """Device memory that graphs needed beside slots."""
+        """Bytes of device memory that graphs needed beside slots."""
         parts = (self._split, self._orderer, self._scratch, self.ids)
         return sum(part.device_bytes for part in parts if part is not None)
 
@@ -150,7 +150,7 @@ class Executor:
         self.copies.settle()
 
     def fill(self, uses: Mapping[int, Sequence[int]]) -> Iterator[None]:
-        """As CopyQueue.fill."""
+        """Copy experts into slots between two graphs, as CopyQueue.fill does."""
         self._stream.synchronize()
         for _ in self.copies.fill(uses):
             self._count()
@@ -159,9 +159,10 @@ class Executor:
     # -- when a graph is first seen ----------------------------------------------------------------
 
     def prepare(self, graph: Graph, products: Sequence[Product]) -> Callable[[], int]:
-        """Find out what stays the same each time the graph is computed.
+        """Prepare what stays the same each time the graph is computed. Raises DoesNotFit.
 
-        Returns a function that computes it: a ggml_status; raises DeviceFailed if a copy failed.
+        Returns a function that computes the graph and returns a ggml_status. That function raises
+        DeviceFailed if a copy failed.
         """
         split = {} if self._split is None else self._split.find(graph, products, self._layout)
         whole = [product for product in products if product.ids not in split]
@@ -189,9 +190,9 @@ class Executor:
         return partial(self._run, _Program(graph, steps, stops, n_cuts, relocations))
 
     def _record(self, steps: Sequence[Step]) -> None:
-        """Have the routing of these layers recorded, if they compute the same small batch.
+        """Record the routing of these layers, if all of them compute the same small batch.
 
-        The last layer of a prompt computes fewer tokens, those whose logits are wanted.
+        The last layer of a prompt differs: it computes only the tokens whose logits are wanted.
         """
         routed = [step for step in steps if step.ids is not None]
         sizes = {step.n_tokens for step in routed}
@@ -241,7 +242,7 @@ class Executor:
         self.copies.abandon()
 
     def _announce(self, program: _Program) -> None:
-        """Tell the schedule what is known and what is guessed before anything runs."""
+        """Tell the schedule all known needs and guesses before the graph runs."""
         schedule = self.schedule
         schedule.begin(program.n_cuts)
         if self._split is not None:
