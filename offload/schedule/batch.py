@@ -10,7 +10,7 @@ from offload.routing import expected_union
 _WHOLE_SHARE = (
     0.8  # share of a layer's experts from which copying the rest is cheaper than reading ids
 )
-_RANGE_STEPS = 16  # borders between ranges of slots: few ranges, and so few tensors
+_RANGE_STEPS = 16  # possible borders of a range of slots; few ranges need few tensors
 _MOST_WIDER = 2  # an earlier range is kept while it is at most this much wider than needed
 _TILE_ROWS = 128  # rows of a tile of NVIDIA's matrix kernel; others have no such limit
 _TILE_TOKENS = 64  # tokens of a tile on GPUs with little shared memory; others have 128

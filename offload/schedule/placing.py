@@ -1,9 +1,14 @@
 """Gives slots to pieces, and decides what is evicted for them. Pure; used by the schedule alone.
 
-A slot is taken in this order: free; plainly cached, as the cache rule ranks; guessed, the farthest
-cut first; needed at a cut farther than the one served, the farthest first. If the computation is at
-the cut and cannot go on otherwise (`forced`), anything that is not in use. A guess may take the
-first two, and guesses for cuts farther than its own.
+Slots are taken in this order:
+
+1. free slots
+2. plainly cached pieces, the lowest rank of the cache rule first
+3. guessed pieces, the farthest cut first
+4. pieces needed at a farther cut than the one served, the farthest first
+5. anything not in use, if the computation is at the cut and cannot go on otherwise (`forced`)
+
+A guess may take the first two, and pieces guessed for farther cuts than its own.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ class Agenda:
         self.clear()
 
     def clear(self) -> None:
-        """A new graph: nothing is known, and all contents are plainly cached."""
+        """Start a new graph: no need is known, and all contents are plainly cached."""
         self.pending: list[int] = []  # cuts that need something not placed yet, in order
         self.guesses: list[int] = []  # cuts with a guess not placed yet, in order
         self.guessed_for: dict[Piece, int] = {}  # guessed pieces that are there -> their cut
@@ -41,7 +46,7 @@ class Agenda:
         self.retry()
 
     def retry(self) -> None:
-        """Something may fit now that did not before."""
+        """Try pending pieces again, because they may fit now."""
         self.stuck = self.guessing_stuck = False
 
     def keep(self, pieces: frozenset[Piece]) -> None:
@@ -199,7 +204,7 @@ class Placer:
             self._evict(agenda, slot)
 
     def forget(self, agenda: Agenda, slot: int, piece: Piece) -> None:
-        """The piece is no longer in the slot."""
+        """Forget why the piece was copied and what it was guessed for. It has left the slot."""
         if agenda.copy_reason[slot] is not None:
             self.counters.prefetched_wasted += agenda.copy_reason[slot] != NEEDED
             agenda.copy_reason[slot] = None
@@ -244,7 +249,7 @@ class Placer:
         return min(possible)[-1] if possible else None
 
     def _anchors(self, agenda: Agenda, need: Need, forced: bool) -> set[int]:
-        """Return where the region has to begin for those of the need's pieces that cannot move."""
+        """Return the first slots of regions that the need's immovable pieces require."""
         slots, anchors = agenda.slots, set()
         for i, piece in enumerate(need.pieces):
             slot = slots.where.get(piece)

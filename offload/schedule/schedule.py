@@ -113,7 +113,7 @@ class Schedule:
             agenda.clear()
 
     def need(self, need: Need) -> None:
-        """Tell the schedule what a cut uses. Call it as soon as that is known, once for each cut."""
+        """Tell the schedule what a cut uses, once for each cut, as soon as that is known."""
         cut = need.cut
         assert self._at <= cut < self._n_cuts, need
         assert cut not in self._needs, need

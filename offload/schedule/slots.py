@@ -16,7 +16,7 @@ holds: gate, up and down of one expert of a layer, or a dense weight as `(group,
 1. A state changes when something is *decided*, not when the device does it. READY means that the
    compute queue contains the wait, not that the bytes have arrived.
 2. All copies go through one queue in order. So a LOADING slot may be given to another piece: the
-   later copy lands later. `last_use` says which use of a slot a copy into it has to come after.
+   later copy lands later. `last_use` is the use of a slot that a copy into it has to come after.
 3. A piece is in at most one slot.
 """
 
@@ -90,7 +90,7 @@ class PoolSlots:
         self.loading.setdefault(group, set()).add(expert)
 
     def landed(self, slot: int) -> None:
-        """The slot's copy is complete, or the computation was ordered behind it."""
+        """Make a LOADING slot READY: its copy is complete, or the computation waits for it."""
         self._move(slot, (LOADING,), READY)
         self._no_longer_loading(slot)
 
@@ -104,7 +104,7 @@ class PoolSlots:
         return piece
 
     def acquire(self, slots: Iterable[int], use: int) -> None:
-        """Use number `use` begins to read ready slots."""
+        """Mark slots as read by use number `use`. They must be READY or IN_USE."""
         # The same as _move, without a call for every expert of every layer.
         state, users, last_use, counts = self.state, self.users, self.last_use, self.counts
         for slot in slots:
@@ -118,7 +118,7 @@ class PoolSlots:
             last_use[slot] = use
 
     def release(self, slots: Iterable[int]) -> None:
-        """A use of these slots was submitted; `last_use` covers its reads."""
+        """End a use of these slots, which was submitted; `last_use` covers its reads."""
         users, state, counts = self.users, self.state, self.counts
         for slot in slots:
             if not users[slot]:

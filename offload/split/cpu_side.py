@@ -239,7 +239,7 @@ class HostGraph:
         return self._inputs.first(n_tokens * self._rows_per_token)
 
     def fill(self, weights: LayerWeights, ids: NDArray[np.int32], pairs: NDArray[np.intp]) -> None:
-        """Choose the pairs to compute next: indices into `ids` [n_tokens, n_used], flattened."""
+        """Choose the pairs to compute next. `pairs`: indices into `ids` [n_tokens, n_used]."""
         n = len(pairs)
         self._count.set(n)
         experts = ids.ravel()[pairs]

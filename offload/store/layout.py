@@ -1,8 +1,8 @@
 """The layout of streamed weights in host memory, and the bytes of files that go there. Pure.
 
-Direct reads want file offset, address and length aligned alike, and tensors are aligned to 32 bytes
-only. So memory takes over the file's own layout: neighbouring tensors form a run, a run begins
-and ends on page borders of the file, and a tensor's address equals its file offset modulo a page.
+Direct reads need file offset, address and length aligned alike, but tensors are aligned to 32 bytes
+only. So memory keeps the file's own layout. Neighbouring tensors form a run, which begins and ends
+on page borders of the file. A tensor's address equals its file offset modulo a page.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 from offload.model import WeightPlace
 
 PAGE_BYTES = 4096
-_GAP_BYTES = 64 << 10  # less than this between two tensors is read along with them
+_GAP_BYTES = 64 << 10  # smaller gaps between two tensors are read along with them
 
 
 @dataclass(frozen=True)
 class Run:
     """Bytes [start, stop) of a file and their place in the memory; all three page aligned.
 
-    `end_bytes` is where the last tensor ends: the file must have that much, `stop` may lie behind
-    its end.
+    The last tensor ends at `end_bytes`, which the file must reach. `stop` may be beyond the file's
+    end.
     """
 
     file: Path
@@ -64,7 +64,8 @@ class Layout:
 class Chunk:
     """One read: `size_bytes` of a file from `start_bytes`, to `at_bytes` of the memory.
 
-    `least_bytes` must come; the rest lies behind the last tensor and perhaps behind the file's end.
+    At least `least_bytes` must be read. The rest is after the last tensor, and may be after the
+    file's end.
     """
 
     file: Path

@@ -1,8 +1,8 @@
-"""Parallel reads of file chunks into our memory, past the page cache if possible.
+"""Reads file chunks into our memory in parallel, past the page cache if possible.
 
-Chunks that are in the page cache already are copied from there; the others are read directly
-(O_DIRECT), or through the cache if the file system refuses that. Afterwards the cache's copies are
-dropped. Reader threads share one list of work, and the first failure stops them all.
+Chunks that are in the page cache already are copied from there. Others are read directly
+(O_DIRECT), or through the cache if the file system refuses direct reads. Afterwards the cache's
+copies are dropped. Reader threads share one list of chunks, and the first failure stops them all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offload.ggml.memory import HostRange
 from offload.store.layout import PAGE_BYTES, Chunk
 
 _POLL_S = 0.05
-_READAHEAD_BYTES = 128 << 10  # the kernel brings no more per call than a device's read-ahead size
+_READAHEAD_BYTES = 128 << 10  # bytes for each call; the kernel reads no more than its read-ahead
 
 
 @dataclass
@@ -28,8 +28,8 @@ class ReadCounters:
     """Counts of the readers' work."""
 
     direct_bytes: int = 0
-    cached_bytes: int = 0  # were in the page cache already
-    buffered_bytes: int = 0  # read through the page cache, because direct reads are refused
+    cached_bytes: int = 0  # bytes that were in the page cache already
+    buffered_bytes: int = 0  # bytes read through the page cache, because direct reads are refused
     reads: int = 0
     peak_readers: int = 0  # threads that were reading at the same time
 
@@ -39,7 +39,7 @@ class ReadCounters:
 
 
 class OpenFile:
-    """A model file opened twice: through the page cache, and past it where that works."""
+    """A model file opened twice: through the page cache, and past it if that works."""
 
     def __init__(self, path: Path) -> None:
         """Raises BadModel."""
@@ -70,7 +70,7 @@ class OpenFile:
     def is_cached(self, start_bytes: int, size_bytes: int) -> bool:
         """True if all of a range that begins on a page is known to be in the page cache.
 
-        Asking with a read that may not wait would start read-ahead of what is not.
+        Testing with a read that may not wait would start read-ahead of missing pages.
         """
         size_bytes = min(size_bytes, len(self._mapping) - start_bytes)
         if not self._tells or size_bytes <= 0:
@@ -179,13 +179,13 @@ class Readers:
                     "while it was being loaded"
                 )
             done += n
-        # Whatever of these bytes was in the page cache, before or because of us, is a second copy.
+        # The page cache's copy of these bytes, if there is one, is a second copy of the weights.
         file.forget(chunk.start_bytes, chunk.size_bytes)
 
     def _read_some(
         self, file: OpenFile, start_bytes: int, view: memoryview, is_cached: bool
     ) -> int:
-        # After a short read the rest may not begin on a page, which direct reads want.
+        # Direct reads have to begin on a page. After a short read, the rest may not.
         if file.is_direct and not is_cached and start_bytes % PAGE_BYTES == 0:
             try:
                 n = os.preadv(file.direct, [view], start_bytes)
@@ -207,7 +207,7 @@ class Readers:
 
 
 class ReadAhead:
-    """A thread that has the kernel bring file ranges into the page cache, for libllama to find."""
+    """A thread that makes the kernel read file ranges into the page cache, for libllama."""
 
     def __init__(self, ranges: Sequence[tuple[OpenFile, int, int]]) -> None:
         """`ranges` are (file, start, stop) in bytes, in the order in which they are wanted."""

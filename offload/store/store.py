@@ -1,8 +1,8 @@
 """The store: host memory of the streamed weights, filled from the file by readers of its own.
 
-`loading()` goes around the loading of the model: libllama asks where each tensor lies (`place`),
-and the readers begin. Then `finish()` waits for them. libllama itself reads only resident weights.
-The memory is given back when libllama frees its buffer, or by `close()`.
+Load the model inside `loading()`. libllama then asks for each tensor's memory (`place`), and the
+readers begin. Afterwards `finish()` waits for them. libllama itself reads only resident weights.
+The memory is freed when libllama frees its buffer, or by `close()`.
 
 Pages are made huge after the reading. Asking for huge pages before it (MADV_HUGEPAGE) makes the
 reads wait for the kernel to find and clear 2 MiB at a time: loading took two to three times as long
@@ -59,10 +59,10 @@ class Room:
 
 
 def room_now(root: Path = Path("/")) -> Room:
-    """Return the lesser of the machine's available memory and what the control group allows.
+    """Return the memory available on the machine or in the control group, whichever is less.
 
-    Only this process's own memory is subtracted from the group's limit: the page cache counts
-    against it too, but gives way.
+    Only this process's own memory is subtracted from the group's limit. The page cache counts
+    against the limit too, but the kernel drops it when memory is needed.
     """
     machine = Room(psutil.virtual_memory().available, "free memory")
     limit = read_limits(root).memory_bytes
@@ -204,8 +204,11 @@ class Store:
         make_memory: Callable[[int], PlacedMemory] = PlacedMemory,
         place_pages: PlacePages | None = None,
     ) -> None:
-        """Touches nothing yet. `make_memory` gets a size in bytes; `place_pages` gets the memory
-        before anything is read into it."""
+        """Make a store without opening files or taking memory, which `loading` does.
+
+        `make_memory` gets a size in bytes. `place_pages` gets the memory before anything is read
+        into it.
+        """
         self.options = options or StoreOptions()
         self.layout = plan_layout(facts.weights[entry.name] for entry in streamed)
         names = self.layout.spots
@@ -224,11 +227,11 @@ class Store:
     # -- for libllama ----------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int) -> HostRange:
-        """Return addresses that stand for the buffer; `place` says where its tensors lie."""
+        """Return reserved addresses that stand for the buffer. `place` returns tensors' memory."""
         return self._addresses.allocate(size_bytes)
 
     def free(self, memory: HostRange) -> None:
-        """libllama gives the buffer back, and no longer reads the weights."""
+        """Free the buffer and close the store. libllama no longer reads the weights."""
         self._addresses.free(memory)
         self.close()
 
@@ -258,7 +261,7 @@ class Store:
 
     @contextmanager
     def loading(self, pending: Pending) -> Iterator[Store]:
-        """Open the store for the loading of the model; give the memory back if that fails.
+        """Open the store for the loading of the model, and close it if that fails.
 
         Raises DoesNotFit before anything is read if there is not enough memory, and BadModel if a
         file cannot be opened or is shorter than its header says.
@@ -276,7 +279,8 @@ class Store:
     def start_reading(self) -> None:
         """Start the readers, for the tensors placed so far; later calls do nothing.
 
-        Call it when libllama has placed them all: it may leave some out (layers that only draft).
+        Call it when libllama has placed all tensors that it wants. It may leave some out, for
+        example those of layers that only draft.
         """
         with self._starting:
             held = self._held
@@ -314,10 +318,11 @@ class Store:
     def finish(self, on_progress: OnProgress = lambda *_: None) -> StoreReport:
         """Wait for the readers, pin the memory, and drop the page cache's copies.
 
-        Pages are made huge before they are pinned, else in the background from here on.
-        `on_progress` gets the step and its fraction meanwhile. Raises BadModel for a file cut
-        short, and whatever stopped a reader or what `on_progress` raises; then the weights are not
-        usable and the store is closed.
+        If the memory is pinned, its pages are made huge first. Otherwise they are made huge in the
+        background from here on. `on_progress` gets the step and its fraction.
+
+        Raises BadModel for a file cut short, and any exception of a reader or of `on_progress`. The
+        store is then closed.
         """
         held = self._held
 
@@ -375,7 +380,7 @@ class Store:
         )
 
     def huge_pages(self, *, wait: bool = False) -> HugePages:
-        """Return the weights in huge pages by now; with `wait`, when all are made."""
+        """Return the bytes in huge pages by now; with `wait`, after all of them were made."""
         maker = self._held.huge
         if maker is not None:
             return maker.wait() if wait else maker.so_far()
@@ -383,7 +388,7 @@ class Store:
         return HugePages(0, where)
 
     def close(self) -> None:
-        """Stop the readers and give everything back; the tensors' addresses are void.
+        """Stop the readers and free all memory and files. Tensors' addresses become invalid.
 
         A second call does nothing. A buffer's reserved addresses stay until libllama frees it.
         """
@@ -445,8 +450,10 @@ class Store:
         self._held.ahead.start()
 
     def _check_sizes(self) -> None:
-        """Raise BadModel for a file that shrank since its header was read, which would end libllama
-        with SIGBUS."""
+        """Raise BadModel for a file that shrank since its header was read.
+
+        libllama would be ended by SIGBUS.
+        """
         ends = [(run.file, run.end_bytes) for run in self.layout.runs]
         ends += [(file, stop) for file, _, stop in _ranges(self._resident)]
         for file, end in ends:

@@ -1,8 +1,8 @@
-"""The options of streaming, the parts that a plan and a device call for, and slots of fitting size.
+"""The options of streaming, the executor that they call for, and the sizing of slots.
 
-What a context takes is known from the header within a few per cent, but not what a driver and its
-kernels take. So on a GPU one ubatch is computed with few slots and without copies. Then the free
-memory is read, and the slots get it (`for_warm_up`, `room_left`, `fitted`).
+The header tells a context's memory within a few per cent, but not the memory of a driver and its
+kernels. So on a GPU one ubatch is computed with few slots and without copies. Then the free memory
+is read, and the slots get it (`for_warm_up`, `room_left`, `fitted`).
 """
 
 from __future__ import annotations
@@ -222,9 +222,8 @@ def room_left(
 ) -> int:
     """Return the bytes for slots, when everything else but `others_bytes` has its memory.
 
-    `device_bytes` is the most that may be used, less if `LEAST_FREE_BYTES` would not stay free;
-    None: all but a margin. If the driver does not tell what is in use, the plan's own estimate
-    counts.
+    `device_bytes` is the most that may be used; None: all but a margin. `LEAST_FREE_BYTES` stay
+    free. If the driver does not report memory in use, returns the plan's own estimate.
     """
     used = free_before - free_now
     if used < plan.resident_bytes // 2:
@@ -235,9 +234,10 @@ def room_left(
 
 
 def fitted(plan: Plan, room_bytes: int, use: Callable[[Plan], None]) -> Plan:
-    """Return the plan with slots for `room_bytes` that `use` accepted, fewer if it refused.
+    """Return the plan with as many slots in `room_bytes` as `use` accepts.
 
-    Raises DoesNotFit if not even the least fits.
+    `use` raises DoesNotFit to refuse. It is then called again with fewer slots. Raises DoesNotFit
+    if not even the least slots fit.
     """
     while True:
         sized = plan.with_room(room_bytes)

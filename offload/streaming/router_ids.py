@@ -1,4 +1,4 @@
-"""The router's ids on their way to the host, and slot ids on their way to the device."""
+"""Reads the router's ids back to the host, and uploads slot ids to the device."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class IdExchange:
             offset += aligned(step.ids_bytes)
 
     def _pinned_memory(self, steps: Sequence[Step]) -> NDArray[np.uint8]:
-        """Return pinned host memory, none where there is none. The host waits for other copies."""
+        """Return pinned host memory, or an empty array if there is none."""
         if self._pinned is None and self._may_pin and any(step.ids is not None for step in steps):
             self._pinned = self._stream.device.pinned_memory(_PINNED_BYTES)
             self._may_pin = self._pinned is not None
@@ -111,7 +111,7 @@ class IdExchange:
         assert step.ids_at is not None
         buffer, start = step.ids_at
         like = step.ids.tensor.part(1, 0, len(ids))
-        # Pageable, so that the values may be changed as soon as the copy was enqueued.
+        # Pageable memory, so that the values may be changed as soon as the copy was enqueued.
         slot_ids = SlotIds(like, buffer, start + offset, None)
         self.send(slot_ids, ids, experts, slots)
         return slot_ids
