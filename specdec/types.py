@@ -47,20 +47,27 @@ class Target(Protocol):
     def extend(
         self, sequence: int, tokens: Sequence[int], n_logits: int | None = None
     ) -> NDArray[np.float32]:
-        """Append tokens; logits [n_logits or len(tokens), n_vocab] after each of the last
-        `n_logits` of them. The array is the caller's."""
+        """Append tokens and return logits [n_logits or len(tokens), n_vocab].
+
+        The rows are those after each of the last `n_logits` tokens. The caller owns the array.
+        """
         ...
 
     def extend_batch(
         self, parts: Sequence[tuple[int, Sequence[int], int]]
     ) -> list[NDArray[np.float32]]:
-        """One decode for several sequences: (sequence, tokens, n_logits) of each, and as in
-        `extend` the rows of each. `n_batch` tokens and `n_outputs` rows at most."""
+        """Decode one batch for several sequences; `parts` are (sequence, tokens, n_logits).
+
+        Returns the logits of each part, as `extend` does. A batch has at most `n_batch` tokens and
+        `n_outputs` rows of logits.
+        """
         ...
 
     def n_droppable(self, parts: Sequence[tuple[int, int]]) -> int:
-        """Tokens that `rewind` takes off each sequence of a recurrent memory right after a decode
-        of these (sequence, number of tokens), by the snapshots that it leaves; 0: checkpoints only.
+        """The number of last tokens that `rewind` can remove from a sequence of a recurrent memory.
+
+        It holds right after a decode of these (sequence, number of tokens), which leaves snapshots.
+        0: only checkpoints can be restored.
         """
         ...
 
@@ -74,8 +81,10 @@ class Target(Protocol):
 
 
 class Drawing(Protocol):
-    """How a block's tokens are drawn: uniform numbers [n_steps, n_parts], and temperatures
-    [n_parts], or one temperature for all parts."""
+    """The numbers by which a block's tokens are drawn.
+
+    `uniforms` is [n_steps, n_parts]. `temperature` is [n_parts], or one value for all parts.
+    """
 
     @property
     def temperature(self) -> float | NDArray[np.float64]: ...
@@ -117,9 +126,11 @@ class BlockModel(Target, Protocol):
         drawing: Drawing | None = None,
         top_k: int = 0,
     ) -> Block:
-        """Append each sequence's tokens and draft `n_steps` more; the memory then holds all of
-        them except the last. Probabilities of tokens that are not drawn are shares among the
-        `top_k` likeliest tokens, 0: among all."""
+        """Append each sequence's tokens and draft `n_steps` more.
+
+        The memory then holds all of them except the last. Without `drawing`, probabilities are
+        shares among the `top_k` likeliest tokens (0: among all).
+        """
         ...
 
     def draft_more(
@@ -129,7 +140,7 @@ class BlockModel(Target, Protocol):
         drawing: Drawing | None = None,
         top_k: int = 0,
     ) -> Block:
-        """Append the last drafted token of each sequence, and draft on."""
+        """Append the last drafted token of each sequence, and draft `n_steps` more."""
         ...
 
 
@@ -149,7 +160,7 @@ class Chooser(Protocol):
 class Decision:
     """The number of drafted tokens that a policy verifies, and the reason.
 
-    `rest` is for how many further rounds it holds: they draft nothing and nobody is asked.
+    `rest` is the number of further rounds that draft nothing and ask neither drafter nor policy.
     """
 
     n_tokens: int
@@ -158,7 +169,7 @@ class Decision:
 
 
 class Walk(Protocol):
-    """The decision on one draft: fed each drafted token's probability as it comes."""
+    """A policy's running decision on one draft, fed the probability of each drafted token."""
 
     @property
     def wants(self) -> bool:
@@ -195,11 +206,11 @@ class Walk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A drafter's proposal, as far as the policy kept it.
+    """A drafter's proposal: the tokens that the policy kept, and those that it dropped.
 
     `dropped` are (token, p) drafted after the kept ones. They are not verified, but the target's
-    next token says whether the first of them was right. `rows` are the distributions [n_vocab]
-    that the kept tokens were drawn from, for rejection sampling.
+    next token tells whether the first of them was right. `rows` are the distributions [n_vocab]
+    that the kept tokens were drawn from. Rejection sampling needs them.
     """
 
     tokens: tuple[int, ...]
@@ -208,14 +219,15 @@ class Draft:
     decision: Decision
     dropped: tuple[tuple[int, float], ...] = ()
     rows: tuple[NDArray[np.float64], ...] = ()
-    n_steps: int = 0  # decodes of a draft model spent on it
+    n_steps: int = 0  # steps of the draft model spent on this draft
     catch_up_s: float = 0.0  # seconds in which the draft model read a prompt, before any step
-    # The likeliest (token, p) at each position, dropped ones too; only where a log shows them.
+    # The likeliest (token, p) at each position of the kept and dropped tokens; empty without a log.
     candidates: tuple[tuple[tuple[int, float], ...], ...] = ()
     others: tuple[Draft, ...] = ()  # what a chain's other drafters proposed; not verified
 
     def judged_by(self, emitted: Sequence[int]) -> tuple[tuple[float, bool], ...]:
-        """(p, right) of the drafted tokens, up to the first that differs from `emitted`."""
+        """Pairs (p, right) of the kept and dropped tokens, through the first that differs from
+        `emitted`."""
         pairs = []
         drafted = (*zip(self.tokens, self.probs, strict=True), *self.dropped)
         for (token, p), answer in zip(drafted, emitted, strict=False):
@@ -229,9 +241,10 @@ class Draft:
 class Round:
     """One request's part of a step: draft, verify, accept. Times in seconds.
 
-    `emitted` are the tokens gained, accepted drafts first; `end` says why no round follows:
-    "end" (an end token, the last of `emitted`), "length" (n_predict), "context" (target full).
-    `draft_s` is without the draft's `catch_up_s`, which comes once per prompt.
+    `emitted` are the tokens gained, accepted drafts first. `end` says why no round follows:
+    "end" (the last emitted token is an end token), "length" (n_predict tokens are emitted) or
+    "context" (the target is full). `draft_s` excludes the draft's `catch_up_s`, which occurs once
+    per prompt.
     """
 
     draft: Draft
@@ -249,14 +262,15 @@ class Round:
 
     @property
     def evidence(self) -> tuple[tuple[float, bool], ...]:
-        """(draft p, right) of each drafted token up to the first that the target rejected."""
+        """Pairs (draft p, right) of each drafted token through the first wrong one."""
         return self.draft.judged_by(self.emitted)
 
 
 class Policy(Protocol):
-    """Decides draft lengths; `learn` is told every finished round.
+    """Decides draft lengths. `learn` is called with every finished round.
 
-    A draft model's probabilities are shares among its `p_top_k` likeliest tokens, 0: among all.
+    The walks expect a draft model's probabilities as shares among its `p_top_k` likeliest tokens
+    (0: among all).
     """
 
     name: str
@@ -271,8 +285,10 @@ class Policy(Protocol):
 
 
 class DraftRequest:
-    """A question to drafters: at most `limit` tokens to follow `history`, as many as `policy`
-    keeps. `walks` are those that `begin` began, by drafter."""
+    """Asks drafters for at most `limit` tokens after `history`; `policy` decides how many.
+
+    `walks` holds the walks begun so far, by name of drafter.
+    """
 
     __slots__ = ("history", "limit", "policy", "sequence", "walks")
 
@@ -282,12 +298,12 @@ class DraftRequest:
         self.walks: dict[str, Walk] = {}
 
     def begin(self, limit: int, source: str) -> Walk:
-        """The policy's walk for a draft of at most `limit` tokens by the drafter `source`."""
+        """Begin the policy's walk for a draft of at most `limit` tokens by the drafter `source`."""
         walk = self.walks[source] = self.policy.begin(limit, source)
         return walk
 
     def reading(self, history: Sequence[int]) -> DraftRequest:
-        """The same question about another text, with the same walks."""
+        """The same request for another text, sharing the same walks."""
         other = DraftRequest(self.sequence, history, self.policy, self.limit)
         other.walks = self.walks
         return other
@@ -296,8 +312,9 @@ class DraftRequest:
 class Drafter(Protocol):
     """Proposes tokens for any number of sequences.
 
-    In each step the loop calls `propose`, decodes the batch with the target, and calls `learn`,
-    while the target still has the rows of that decode: those of a round begin at its `first_row`.
+    In each step the loop calls `propose`, decodes the batch with the target, and calls `learn`.
+    During `learn` the target still has the rows of that decode. The rows of a round begin at its
+    `first_row`.
     """
 
     name: str
@@ -308,9 +325,12 @@ class Drafter(Protocol):
         ...
 
     def learn(self, sequence: int, round_: Round) -> None:
-        """Told every round in which it was asked."""
+        """Learn from a finished round of the sequence."""
         ...
 
     def forget(self, sequence: int) -> None:
-        """The sequence starts anew; what is kept for it may be compared or dropped."""
+        """Called when another text begins in the sequence.
+
+        The drafter may drop its state of the old text, or compare it with the new one.
+        """
         ...

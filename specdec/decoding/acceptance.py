@@ -1,8 +1,8 @@
-"""Two ways to judge a draft, which both leave the distribution of texts unchanged.
+"""Two ways to judge a draft. Both leave the distribution of texts unchanged.
 
-- `match` keeps a drafted token if the target's sampler chooses it. Every emitted token is then
-  chosen by the sampler from the target's logits for its prefix, as without a draft, whatever
-  samplers, grammar and penalties there are.
+- `match` keeps a drafted token if the target's sampler chooses it. The sampler chooses every
+  emitted token from the target's logits for its prefix, as it does without a draft. This holds for
+  all samplers, grammars and penalties.
 - `reject` accepts a drafted token with probability min(1, p/q). On rejection the token is drawn
   from max(0, p - q), so each emitted token has exactly the target's distribution p, whatever the
   draft's q is (Leviathan et al., Chen et al. 2023). It accepts more often than `match`, but needs
@@ -23,8 +23,11 @@ from specdec.types import Chooser, Draft, IsEnd
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`emitted` holds the `n_accepted` drafted tokens and then one token of the target's own,
-    unless an accepted token ended the text."""
+    """The outcome of judging a draft.
+
+    `emitted` holds the `n_accepted` drafted tokens, then one token that the target chose, unless an
+    accepted token ended the text.
+    """
 
     n_accepted: int
     emitted: list[int]
@@ -90,7 +93,7 @@ class Distribution(Protocol):
 class RejectionAcceptance:
     """Accepts a drafted token with probability min(1, p/q).
 
-    A draft without `rows` counts as certain of its tokens (q = 1), which is right for n-grams.
+    A draft without `rows`, such as one by n-grams, is judged with q = 1.
     """
 
     def __init__(self, distribution: Distribution, rng: np.random.Generator) -> None:

@@ -1,8 +1,8 @@
-"""Drafts for the loop's members, and what is learnt from their rounds.
+"""Proposes drafts for the loop's members, and learns from their rounds.
 
-Sequences that are decoded together share the rows of one batch, and with them its price. So
-`throughput` decides over all of them how many tokens of each draft are verified: the most probable
-tokens, as long as the batch pays. Other policies decide for each sequence alone.
+Sequences that are decoded together share one batch and its price. So `throughput` decides for all
+of them together how many tokens of each draft are verified. It takes the most probable tokens as
+long as they pay. Other policies decide for each sequence alone.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from specdec.types import (
 class DraftCounters:
     """How often several sequences were drafted for, and decided on, together."""
 
-    draft_batches: int = 0  # times that the draft model served several sequences at once
+    draft_batches: int = 0  # steps in which the draft model served several sequences at once
     joint_steps: int = 0  # batches whose draft lengths were all chosen together
-    joint_changed: int = 0  # lengths in them that the sequence alone would not have had
+    joint_changed: int = 0  # draft lengths that the joint choice changed
 
 
 class ChainDrafting:
@@ -93,11 +93,11 @@ class ChainDrafting:
         self._drafter.forget(sequence)
 
     def _limit(self, member: BatchMember, n_members: int) -> int:
-        """Most tokens of a member's draft.
+        """The most tokens that a member's draft may have.
 
-        A round of m drafted tokens feeds m + 1 tokens and may emit m + 1. Drawn drafts of all
-        members fit a decode from the start: if one were cut afterwards, what is kept would depend
-        on what was drawn.
+        A round of m drafted tokens feeds m + 1 tokens and may emit m + 1. Drawn drafts get equal
+        shares of the batch, so that none has to be cut later. Cutting one would make the kept
+        tokens depend on the drawn ones.
         """
         target = self._target
         n_rows = min(target.n_outputs, target.n_batch) // (n_members if self._draws else 1)
@@ -109,7 +109,7 @@ class ChainDrafting:
     # -- several together ------------------------------------------------------------------------
 
     def _cut_to_fit(self, drafts: list[Draft]) -> list[Draft]:
-        """Cut the longest drafts if the rows of all do not fit one decode."""
+        """Cut the longest drafts if all drafts together need more rows than one decode takes."""
         n_most = min(self._target.n_outputs, self._target.n_batch) - len(drafts)
         n_over = sum([len(draft.tokens) for draft in drafts]) - n_most
         while n_over > 0:
@@ -122,10 +122,10 @@ class ChainDrafting:
     def _together(
         self, members: Sequence[BatchMember], drafts: list[Draft], policy: Throughput
     ) -> list[Draft]:
-        """The drafts, cut to what pays over all members.
+        """Cut the drafts to the lengths that pay for all members together.
 
-        A drawn draft stays as its walk left it, since that decided on each token before it was
-        drawn; rejection sampling is exact only for those.
+        Drawn drafts are not cut. Rejection sampling is exact only if the decision to verify a token
+        is made before the token is drawn, as the walk makes it.
         """
         if not any([not d.rows and (d.tokens or d.dropped) for d in drafts]):
             return drafts
@@ -174,10 +174,10 @@ class ChainDrafting:
 
 
 def cut(draft: Draft, n: int) -> Draft:
-    """The draft with its first `n` tokens kept, of kept and dropped ones; the rest is dropped."""
+    """Keep the first `n` of the draft's kept and dropped tokens, and drop the rest."""
     tokens = (*draft.tokens, *(t for t, _ in draft.dropped))
     probs = (*draft.probs, *(p for _, p in draft.dropped))
-    # A drawn token that is not the target's choice says nothing about the draft's quality.
+    # A drawn token that differs from the target's choice says nothing about the draft's quality.
     dropped = () if draft.rows else tuple(zip(tokens[n:], probs[n:], strict=True))
     return replace(
         draft,
@@ -190,7 +190,7 @@ def cut(draft: Draft, n: int) -> Draft:
 
 
 def _reached(draft: Draft, policy: Throughput, bounds: DraftBounds) -> list[float]:
-    """For each token that may be kept: the calibrated probability that it and all before it are
+    """The calibrated probability, for each token that may be kept, that it and all before it are
     accepted."""
     out, product = [], 1.0
     probs = (*draft.probs, *(p for _, p in draft.dropped))
@@ -213,13 +213,13 @@ def decode(
     n_cached: int = 0,
     acceptance: Acceptance | None = None,
 ) -> Iterator[Round]:
-    """Rounds of at most `n_predict` tokens after `prompt`, until an end token or a full context.
+    """Generate at most `n_predict` tokens after `prompt`, until an end token or a full context.
 
-    The target's sequence must hold exactly the first `n_cached` tokens of the prompt; the others
-    except the last are evaluated when the first round is asked for. `chooser` samples the target;
+    The target's sequence must hold exactly the first `n_cached` tokens of the prompt. The others
+    except the last are evaluated when the first round is asked for. `chooser` samples the target.
     `acceptance` replaces acceptance by match. Without a drafter and a policy every round is one
-    token. Raises SpecDecError for an empty prompt or a sequence of another length, before any
-    round. Exceptions of the target pass through, with the round undone.
+    token. Raises SpecDecError before any round if the prompt is empty or the sequence has another
+    length. Exceptions of the target pass through after the round is undone.
     """
     check_start(target, sequence, prompt, n_cached)
     accept = acceptance or MatchAcceptance(chooser)

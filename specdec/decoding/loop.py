@@ -1,8 +1,8 @@
-"""The decoding loop: draft, verify in one batch, accept, take back what was rejected.
+"""The decoding loop: draft, verify in one batch, accept, rewind.
 
-One request is a loop of one member. A server's requests share a loop, and with it the rows and the
-price of each batch. After every step the target holds all of a member's history but the last
-token, so a generation that is left at any time leaves a sequence that the next can continue.
+A single request is a loop of one member. A server's requests share a loop, and so the rows and the
+price of each batch. After every step the target holds a member's whole history except the last
+token. So a generation may stop after any step, and the next one can continue its sequence.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ NO_DRAFT = Draft((), (), "none", Decision(0, "no drafter", rest=maxsize))
 class BatchMember:
     """A generation in `sequence`, of at most `n_left` further tokens.
 
-    `history` is the prompt and then what was emitted; it grows. At the beginning the target holds
-    the first `n_cached` tokens of it.
+    `history` is the prompt followed by the emitted tokens, and grows. At the beginning the target
+    holds its first `n_cached` tokens.
     """
 
     sequence: int
@@ -40,9 +40,9 @@ class BatchMember:
     is_end: IsEnd
     n_cached: int = 0
     bounds: DraftBounds = NO_BOUNDS  # limits of the request's drafts
-    end: End = field(default="")  # set when it is over
-    # Called with the number of a prompt token and the logits [n, n_vocab] after it and those
-    # behind it. Without it no logits of the prompt are computed.
+    end: End = field(default="")  # reason of the end; empty before
+    # Called as (index of the first of n prompt tokens, logits [n, n_vocab] after each of them).
+    # None: no logits of the prompt are computed.
     hear_prompt: Callable[[int, NDArray[np.float32]], None] | None = None
 
 
@@ -51,21 +51,22 @@ Rounds = Sequence[tuple[BatchMember, Round]]
 
 
 class Drafting(Protocol):
-    """Proposes drafts to the loop, and learns from what became of them."""
+    """Proposes drafts to the loop, and learns from their rounds."""
 
     def propose(self, members: Sequence[BatchMember]) -> list[Draft]:
-        """A draft for each member, in order; all of their rows fit one decode."""
+        """A draft for each member, in order. The rows of all drafts together fit one decode."""
         ...
 
     def learn(self, rounds: Rounds, draft_s: float, *, is_priced: bool) -> None:
-        """Told of each step, in which drafting took `draft_s` seconds.
+        """Learn from the rounds of a step, in which drafting took `draft_s` seconds.
 
-        Its times say nothing of a batch of these rows unless `is_priced`: other work was in it.
+        Without `is_priced` the step's times must not be used as times of a batch of these rows,
+        since the step included other work.
         """
         ...
 
     def forget(self, sequence: int) -> None:
-        """Another text begins in the sequence."""
+        """Called when another text begins in the sequence."""
         ...
 
 
@@ -73,8 +74,8 @@ class Drafting(Protocol):
 class Step:
     """The outcome of one step: a round of each ready member, and members whose prompts were read.
 
-    Members in `failed` have left the loop; the exception concerns them alone. `decodes` has the
-    tokens and the seconds, judging included, of each batch without parts of prompts.
+    Members in `failed` have left the loop; the exception of each concerns only that member.
+    `decodes` holds (tokens, seconds including judging) of each batch without prompt tokens.
     """
 
     rounds: Rounds = ()
@@ -84,7 +85,7 @@ class Step:
 
 
 class DecodingLoop:
-    """Members that share a target: each step decodes one batch for all of them."""
+    """Decodes one batch a step for all its members, which share a target."""
 
     def __init__(
         self,
@@ -104,43 +105,46 @@ class DecodingLoop:
 
     @property
     def n_ready(self) -> int:
-        """Members that have a round in the next step."""
+        """Number of members whose prompts are evaluated."""
         return len(self._ready)
 
     @property
     def n_reading(self) -> int:
-        """Members whose prompt is not evaluated yet."""
+        """Number of members whose prompt is not evaluated yet."""
         return len(self._reading)
 
     def is_reading(self, member: BatchMember) -> bool:
-        """True while a part of its prompt is to be evaluated."""
+        """True while a part of the member's prompt is still to be evaluated."""
         return member in self._reading
 
     @property
     def members(self) -> list[BatchMember]:
-        """All members; those that have rounds come first."""
+        """All members; those with an evaluated prompt come first."""
         return [*self._ready, *self._reading]
 
     def add(self, member: BatchMember) -> None:
-        """Raises SpecDecError for an empty prompt, or a sequence that does not hold exactly the
-        first `n_cached` tokens of it."""
+        """Add a member to the loop.
+
+        Raises SpecDecError if its prompt is empty, or if the sequence does not hold exactly the
+        first `n_cached` tokens of the prompt.
+        """
         check_start(self._target, member.sequence, member.history, member.n_cached)
         if self._drafting is not None:
             self._drafting.forget(member.sequence)
         self._place(member)
 
     def remove(self, member: BatchMember) -> None:
-        """Take a member out; its sequence stays as it is."""
+        """Remove a member from the loop. Its sequence is not changed."""
         for members in (self._ready, self._reading):
             if member in members:
                 members.remove(member)
         self._rest = 0
 
     def step(self, n_prompt_tokens: int | None = None) -> Step:
-        """Decode one batch: every ready member's last token with its draft, and up to
-        `n_prompt_tokens` of the prompts that wait (None: as many as a decode takes).
+        """Decode one batch: every ready member's last token and draft, and parts of prompts.
 
-        What the target or a draft model raises passes through, with the step undone.
+        At most `n_prompt_tokens` tokens of waiting prompts are evaluated (None: as many as a decode
+        takes). Exceptions of the target or a draft model pass through after the step is undone.
         """
         most = self._target.n_batch
         n_tokens = most if n_prompt_tokens is None else min(n_prompt_tokens, most)
@@ -183,7 +187,7 @@ class DecodingLoop:
             self._ready.append(member)
 
     def _read(self, n_tokens: int) -> Step:
-        """Evaluate up to `n_tokens` of the prompts, in one batch with the rounds if any."""
+        """Evaluate up to `n_tokens` prompt tokens, in one batch with the ready members' rounds."""
         target = self._target
         if self._ready:
             began = perf_counter()
@@ -204,8 +208,10 @@ class DecodingLoop:
         return step
 
     def _pieces(self, n_tokens: int, n_logits: int) -> list[Piece]:
-        """The next tokens of the prompts, first come first served; at most `n_logits` of tokens
-        whose logits are wanted."""
+        """The next at most `n_tokens` tokens of the prompts, first come first served.
+
+        At most `n_logits` of them are tokens whose logits are wanted.
+        """
         pieces = []
         for member in self._reading:
             if n_tokens <= 0:
@@ -214,7 +220,7 @@ class DecodingLoop:
             n_most = n_tokens if member.hear_prompt is None else min(n_tokens, n_logits)
             piece = member.history[held : min(held + n_most, len(member.history) - 1)]
             if not piece:
-                continue  # no row of logits is left for it; those behind it may want none
+                continue  # no row of logits is left; later members may want none
             pieces.append((member, piece))
             n_tokens -= len(piece)
             n_logits -= _n_logits((member, piece))
@@ -223,7 +229,7 @@ class DecodingLoop:
     # -- rounds ----------------------------------------------------------------------------------
 
     def _proposed(self) -> list[Draft]:
-        """A draft for each ready member, or the empty drafts that still hold."""
+        """A draft for each ready member. While drafting rests, the last empty drafts are reused."""
         if self._rest:
             self._rest -= 1
         elif self._drafting is None:
@@ -236,8 +242,8 @@ class DecodingLoop:
     def _plain(self, member: BatchMember, draft: Draft, draft_s: float) -> Step:
         """A round of the only member without a draft: one decode of its last token.
 
-        It does what `_verified` does, at a fraction of the cost: most rounds of a drafter that
-        does not pay end here.
+        It does what `_verified` does, at a fraction of the cost. Most rounds take this path while a
+        drafter does not pay.
         """
         history, target = member.history, self._target
         n_history = len(history)
@@ -266,8 +272,8 @@ class DecodingLoop:
         return Step(rounds, decodes=((1, verify_s),))
 
     def _verified(self, drafts: list[Draft], pieces: list[Piece], began: float) -> Step:
-        """One decode of every ready member's last token and draft and of the pieces of prompts,
-        judged and rolled back. Drafting began at `began`."""
+        """Decode every ready member's last token and draft with the prompts' pieces, then judge the
+        drafts and rewind. `began` is when drafting began, in seconds of perf_counter."""
         members = self._ready
         drafted = perf_counter()
         draft_s = drafted - began - max([draft.catch_up_s for draft in drafts])
@@ -301,8 +307,11 @@ class DecodingLoop:
         fed: list[list[int]],
         pieces: list[Piece],
     ) -> tuple[list[Verdict | Exception], list[Rollback]]:
-        """Decode and judge. If a member's sampler raises, its verdict is that exception and the
-        member is as it was; if the decode raises, all members are."""
+        """Decode and judge.
+
+        If a member's sampler raises an Exception, the member is restored and its verdict is that
+        exception. If the decode raises, all members are restored and the exception passes through.
+        """
         target = self._target
         lengths = [len(member.history) for member in members]
         parts = [(m.sequence, f, len(f)) for m, f in zip(members, fed, strict=True)]
@@ -338,7 +347,7 @@ class DecodingLoop:
     # -- ends --------------------------------------------------------------------------------------
 
     def _closed(self, member: BatchMember, round_: Round) -> Round:
-        """The round, with `end` set if it was the member's last."""
+        """Count the round's tokens. Returns it, with `end` set if it was the member's last."""
         history = member.history
         member.n_left -= len(round_.emitted)
         if member.is_end(history[-1]):
@@ -350,22 +359,23 @@ class DecodingLoop:
         return replace(round_, end=member.end) if member.end else round_
 
     def _leave(self) -> None:
-        """Members that have ended leave the loop."""
+        """Remove the members that have ended."""
         if any([member.end for member in self._ready]):
             self._ready = [member for member in self._ready if not member.end]
             self._rest = 0
 
     def _sort_out(self) -> None:
-        """After a failed decode: a recurrent memory may have lost what it held of a member, whose
-        text then has to be read again."""
+        """Place the ready members again after a failed decode.
+
+        A recurrent memory may have lost a member's text, which then has to be read again.
+        """
         members, self._ready = self._ready, []
         for member in members:
             self._place(member)
 
 
 def check_start(target: Target, sequence: int, prompt: Sequence[int], n_cached: int) -> None:
-    """Raises SpecDecError unless `sequence` holds exactly the first `n_cached` tokens of a prompt
-    that is longer than that."""
+    """Raises SpecDecError unless `sequence` holds `n_cached` tokens and `prompt` is longer."""
     if not prompt:
         raise SpecDecError("the prompt is empty: decoding starts from at least one token")
     if not 0 <= n_cached < len(prompt):
@@ -381,7 +391,7 @@ def check_start(target: Target, sequence: int, prompt: Sequence[int], n_cached: 
 
 
 def _n_logits(piece: Piece) -> int:
-    """Rows of logits that are wanted of a part of a prompt."""
+    """Number of rows of logits wanted for a part of a prompt."""
     member, tokens = piece
     return 0 if member.hear_prompt is None else len(tokens)
 
@@ -402,17 +412,18 @@ def _tell(target: Target, pieces: Sequence[Piece], rows: Sequence[NDArray[np.flo
 
 
 class Rollback:
-    """One verification of `sequence`. Create it before extending; call `keep` afterwards.
+    """Undoes the rejected part of one verification of `sequence`.
 
-    Memory that can be cut is rewound, and so is recurrent memory with snapshots of its last
-    tokens. Of other recurrent memory a checkpoint is taken before verification; it is restored on
-    partial acceptance, and the accepted tokens are decoded again without asking for logits.
+    Create it before the sequence is extended and call `keep` afterwards. Memory that can be cut is
+    rewound, and so is recurrent memory with snapshots of its last tokens. For other recurrent
+    memory a checkpoint is taken before verification. On partial acceptance it is restored, and
+    the accepted tokens are decoded again without logits.
     """
 
     __slots__ = ("_checkpoint", "_length", "_sequence", "_target")
 
     def __init__(self, target: Target, sequence: int, n_drafted: int, n_droppable: int) -> None:
-        """`n_droppable` is the target's `n_droppable` of the decode that verifies."""
+        """`n_droppable` is what `target.n_droppable` returned for the decode that verifies."""
         self._target = target
         self._sequence = sequence
         self._length = target.length(sequence)
@@ -420,7 +431,7 @@ class Rollback:
         self._checkpoint = target.checkpoint(sequence) if needs_checkpoint else None
 
     def keep(self, fed: Sequence[int], n: int) -> None:
-        """Keep the first `n` of the tokens fed since."""
+        """Keep the first `n` of the tokens `fed` since creation, and rewind the others."""
         if n == len(fed):
             return
         target, sequence = self._target, self._sequence
@@ -432,7 +443,7 @@ class Rollback:
             target.extend(sequence, fed[:n], 0)
 
     def undo(self) -> None:
-        """Go back to where it began, when a round fails."""
+        """Restore the sequence to its state at creation, after a failed round."""
         target, sequence = self._target, self._sequence
         if self._checkpoint is None:
             _take_back(target, sequence, self._length)
@@ -441,9 +452,9 @@ class Rollback:
 
 
 def _take_back(target: Target, sequence: int, length: int) -> None:
-    """Go back to `length` tokens after a decode that may have failed, without a checkpoint.
+    """Rewind to `length` tokens, without a checkpoint, after a decode that may have failed.
 
-    A recurrent memory keeps one token more: the first token fed, which is part of the history.
+    A recurrent memory keeps one more token: the first token fed, which is part of the history.
     """
     if target.length(sequence) > length:
         target.rewind(sequence, length + (0 if target.can_rewind else 1))

@@ -1,4 +1,4 @@
-"""Statistics of speculation: what the rounds of one or many generations amounted to."""
+"""Statistics of speculation, summed over the rounds of one or more generations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 @dataclass(slots=True)
 class SpecStats:
-    """Sums over rounds. Times in seconds; `per_position[i]` counts (drafted, accepted) there."""
+    """Sums over rounds. Times are in seconds.
+
+    `per_position[i]` counts the drafted and the accepted tokens at position i of a draft.
+    """
 
     n_rounds: int = 0
     n_tokens: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
-    n_could_accept: int = 0  # tokens drafted, not verified, and then found in the text
+    n_could_accept: int = 0  # unverified drafted tokens that the text then continued with
     n_draft_steps: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -30,7 +33,8 @@ class SpecStats:
     lengths: Counter[int] = field(default_factory=Counter)  # draft length -> rounds
     sources: Counter[str] = field(default_factory=Counter)  # drafter -> accepted tokens
     reasons: Counter[str] = field(default_factory=Counter)
-    _unverified: list[tuple[int, ...]] = field(default_factory=list)  # the text may still follow
+    # Dropped tokens that later rounds may still emit.
+    _unverified: list[tuple[int, ...]] = field(default_factory=list)
 
     def add(self, round_: Round) -> None:
         draft = round_.draft
@@ -62,8 +66,11 @@ class SpecStats:
         self._add_reason(draft.decision.reason)
 
     def _follow(self, round_: Round) -> None:
-        """Count what longer drafts would have gained: tokens dropped behind a wholly accepted
-        draft, as far as the text continues with them."""
+        """Count the tokens that longer drafts would have gained.
+
+        These are tokens dropped after a wholly accepted draft, as far as the text continues with
+        them.
+        """
         draft, emitted = round_.draft, round_.emitted
         followed = [(tokens, emitted) for tokens in self._unverified]
         if draft.dropped and round_.n_accepted == len(draft.tokens):

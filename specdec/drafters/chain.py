@@ -1,8 +1,8 @@
-"""Several drafters, one draft: the proposal of the greatest expected value is verified.
+"""Several drafters, one draft: the proposal of greatest expected value is verified.
 
-Proposals of drafters without a model cost nothing. All of them are shown to the policy, and the
-best is compared with what the draft model has brought lately. llama.cpp takes the first proposal
-that is not empty.
+Proposals of drafters without a model cost nothing, so the policy values all of them. The draft
+model is asked if the best of them is worth less than the draft model's recent proposals. llama.cpp
+takes the first proposal that is not empty.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from specdec.drafters.ngrams import nothing
 from specdec.types import Draft, Drafter, DraftRequest, Round
 
 _MEMORY = 0.15
-_PROBE_ROUNDS = 16  # the draft model is asked at least this often, so that its value is known
+_PROBE_ROUNDS = 16  # longest interval between questions to the draft model, in steps
 
 
 class _Offer:
-    """The best proposal for one request so far, and all there were."""
+    """All proposals for one request so far, and the best of them."""
 
     __slots__ = ("best", "drafts", "gain")
 
@@ -37,11 +37,12 @@ class _Offer:
         if not self.best.tokens:
             self.best = paid
         elif paid.tokens and gain >= self.gain:
-            # It was chosen for what it drew, so its tokens are no longer distributed as its rows
-            # say. Rejection sampling takes them as certain, which is exact for any proposal.
+            # The choice of this draft depended on its drawn tokens, so they no longer have the
+            # distribution in its rows. Without rows, rejection sampling assumes q = 1, which is
+            # exact for any proposal.
             self.best = replace(paid, rows=())
         else:
-            # The model's steps were spent on this round, whoever's tokens it verifies.
+            # The draft model's steps count for this round even if another draft is verified.
             n_steps = self.best.n_steps + paid.n_steps
             catch_up_s = self.best.catch_up_s + paid.catch_up_s
             self.best = replace(self.best, n_steps=n_steps, catch_up_s=catch_up_s)
@@ -56,7 +57,10 @@ class _Offer:
 
 
 class ChainDrafter:
-    """`free` drafters cost nothing to ask; `paid`, if any, spends draft steps."""
+    """Verifies the best proposal of `free` drafters, which cost nothing, and of `paid`.
+
+    `paid` is a drafter that spends draft steps, or None.
+    """
 
     name = "chain"
 
@@ -80,7 +84,7 @@ class ChainDrafter:
     def _ask(
         self, requests: Sequence[DraftRequest], offers: Sequence[_Offer], paid: Drafter
     ) -> None:
-        """Ask the draft model for the requests whose best offer is worth less than its usual."""
+        """Ask the draft model where the best free offer is below its usual gain, or if it is due."""
         self._since_paid += 1
         is_due = self._paid_gain is None or self._since_paid >= _PROBE_ROUNDS
         usual = self._paid_gain or 0.0
@@ -95,8 +99,8 @@ class ChainDrafter:
         drafts = paid.propose([request for request, _ in poor])
         for (request, offer), draft in zip(poor, drafts, strict=True):
             gain, walk = _gain(request, paid), request.walks.get(paid.name)
-            # Steps count for whether to ask again. They do not count for which draft to verify,
-            # now that both are there.
+            # The price of the draft steps counts for the decision to ask again. It does not count
+            # for the choice between drafts, since the steps are already spent.
             net = gain - (0.0 if walk is None else walk.spent)
             before = net if self._paid_gain is None else self._paid_gain
             self._paid_gain = before + _MEMORY * (net - before)

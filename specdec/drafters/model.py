@@ -1,13 +1,13 @@
 """A draft model as drafter: greedy or sampled, one token a call or in blocks.
 
-A model that feeds its own tokens back (`BlockModel`) drafts several tokens before it is asked
-again, since bringing tokens to the host and deciding takes more time than a step on a GPU. The
-policy is fed a block's probabilities one by one, and decides as if they came one by one. Other
-models are asked token by token.
+A model that feeds its own tokens back (`BlockModel`) drafts several tokens a call, since copying
+tokens to the host and deciding takes longer than a step on a GPU. The policy is fed a block's
+probabilities one by one, as if the tokens were drafted one by one. Other models are asked token by
+token.
 
 Sampled drafts are for rejection sampling, which is exact only if the decision to verify a token
-does not depend on which token was drawn. So the policy is fed the greatest probability of the
-token's row, and every drawn token is verified, whatever follows it.
+does not depend on which token was drawn. So the policy is fed the greatest probability in the
+token's row, and every drawn token that is kept is verified.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from specdec.types import (
     Walk,
 )
 
-BATCHED_TAIL = 8  # most new tokens of a sequence that join the others' decode
+BATCHED_TAIL = 8  # most missing tokens of a sequence that are not evaluated in a decode of its own
 _FIRST_BLOCK = 4
 _BLOCK_MEMORY = 0.25  # weight of the newest draft's length
 
 
 @dataclass(frozen=True)
 class BlockDraws:
-    """The numbers that a block's tokens are drawn by: `temperature` [n_parts], `uniforms`
-    [n_steps, n_parts]."""
+    """Temperatures [n_parts] and uniform numbers [n_steps, n_parts] to draw a block's tokens by."""
 
     temperature: NDArray[np.float64]
     uniforms: NDArray[np.float64]
@@ -56,10 +55,10 @@ class DraftSampling(Protocol):
 class ModelDrafter:
     """Drafts with `model`; nothing else may use its sequences.
 
-    With `sampling`, tokens are drawn and their distributions are kept for rejection sampling;
-    without, the likeliest tokens are drafted. `n_vocab` cuts off padding that the target's
-    vocabulary does not have. `n_candidates` likeliest tokens are kept of each position, if the
-    model drafts token by token.
+    With `sampling`, tokens are drawn and their distributions are kept for rejection sampling.
+    Without it, the likeliest tokens are drafted. `n_vocab` cuts off padding that the target's
+    vocabulary lacks. A model that drafts token by token keeps the `n_candidates` likeliest tokens
+    of each position in its drafts.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class ModelDrafter:
         self._sampling = sampling
         self._n_candidates = n_candidates
         self._memory = DraftMemory(model)
-        self._usual = float(_FIRST_BLOCK)  # length of drafts lately
+        self._usual = float(_FIRST_BLOCK)  # running mean of draft lengths
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         found = [self._begin(request) for request in requests]
@@ -101,8 +100,8 @@ class ModelDrafter:
             return Draft((), (), self.name, Decision(0, walk.reason, walk.rest))
         draws, temperature = None, 0.0
         if self._sampling is not None:
-            # One number of the request's generator seeds all draws of the draft. How many numbers
-            # a request uses then does not depend on the lengths of blocks.
+            # One number of the request's generator seeds all draws of the draft. So the count of
+            # numbers that a request uses does not depend on the lengths of blocks.
             draws = np.random.default_rng(self._sampling.rng(sequence).integers(1 << 62))
             temperature = self._sampling.temperature(sequence)
         growing = _Growing(asked, walk, limit, self._n_candidates, draws, temperature)
@@ -137,7 +136,7 @@ class ModelDrafter:
     def _batches(
         self, drafting: Sequence[_Growing]
     ) -> Iterator[list[tuple[int, Sequence[int], int]]]:
-        """The tokens to feed, in order, in as few decodes as the model allows."""
+        """The tokens to feed, in order, grouped into decodes that the model allows."""
         model, n_tokens = self._model, 0
         batch: list[tuple[int, Sequence[int], int]] = []
         for growing in drafting:
@@ -162,20 +161,24 @@ class ModelDrafter:
         self._remember(max([f.n_fed for f in begun]), max([f.limit for f in begun]))
 
     def _block_length(self, n_drafted: int) -> int:
-        """Length of the next block of a draft that has `n_drafted` tokens: first as long as
-        drafts were lately, then a quarter of that."""
+        """Length of the next block of a draft that has `n_drafted` tokens.
+
+        The first block is as long as recent drafts, and later ones are a quarter of that.
+        """
         return max(1, round(self._usual) if n_drafted == 0 else round(self._usual) // 4)
 
     def _remember(self, n_fed: int, limit: int) -> None:
-        """The policy took `n_fed` tokens of a draft. A draft that the end of the text cut short
-        says nothing of the next."""
+        """Update the usual length of drafts with `n_fed`, the tokens that the policy took.
+
+        A draft cut short by its `limit` does not lower the usual length.
+        """
         if n_fed < limit or n_fed > self._usual:
             self._usual += _BLOCK_MEMORY * (n_fed - self._usual)
 
     def _step(
         self, model: BlockModel, drafting: Sequence[_Growing], n: int, *, begins: bool
     ) -> None:
-        """Draft a block of `n` tokens for each, and note what the model holds then."""
+        """Draft a block of `n` tokens for each draft, and record what the model holds then."""
         memory, drawing, top_k = self._memory, self._drawing(drafting, n), drafting[0].top_k
         if begins:
             block = model.draft([(f.sequence, f.feed) for f in drafting], n, drawing, top_k)
@@ -193,7 +196,7 @@ class ModelDrafter:
             growing.take(drafted, probs[part], block, part)
 
     def _drawing(self, drafting: Sequence[_Growing], n: int) -> BlockDraws | None:
-        """Each sequence's own numbers and temperature, whatever else is in the batch."""
+        """Each sequence's own random numbers and temperature; None without sampling."""
         if self._sampling is None:
             return None
         uniforms = [f.draws.random(n) for f in drafting if f.draws is not None]
@@ -230,7 +233,7 @@ class _Growing:
         self.walk, self.limit, self._n_candidates = walk, limit, n_candidates
         self.draws, self.temperature = draws, temperature
         self.goes_on = True
-        self.n_fed = 0  # tokens of blocks that the policy was fed
+        self.n_fed = 0  # block tokens whose probabilities the policy was fed
         self._n_steps = 0  # the model's steps, including those that the policy did not ask for
         self._tokens: list[int] = []
         self._probs: list[float] = []
@@ -256,7 +259,7 @@ class _Growing:
         p = float(q.max())
         goes_on = self.walk.feed(p)
         if not goes_on and self.walk.n_best <= len(self._tokens):
-            return False  # not worth verifying, which was decided without drawing the token
+            return False  # a token not worth verifying is not drawn
         ends = q.cumsum()
         token = min(int(ends.searchsorted(draws.random() * ends[-1], "right")), len(q) - 1)
         self._tokens.append(token)
@@ -273,7 +276,7 @@ class _Growing:
             self.goes_on = goes_on = self.walk.feed(p)
             self.n_fed += 1
             if is_drawn and not goes_on and self.walk.n_best <= len(self._tokens):
-                return  # not worth verifying, which was decided without looking at the token
+                return  # the decision not to verify must not depend on the token
             self._tokens.append(tokens[step])
             self._probs.append(p)
             if is_drawn:
@@ -303,7 +306,7 @@ def softmax(x: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def _share_of_best(logits: NDArray[np.float32], best: float, top_k: int) -> float:
-    """The softmax of the greatest logit, `best`, among the `top_k` greatest, 0: among all."""
+    """The softmax of the greatest logit, `best`, among the `top_k` greatest (0: among all)."""
     if 0 < top_k < len(logits):
         logits = np.partition(logits, -top_k)[-top_k:]
     return float(1.0 / np.exp(logits - best).sum(dtype=np.float64))
@@ -319,22 +322,22 @@ def _likeliest(logits: NDArray[np.float32], p_best: float, n: int) -> tuple[tupl
 
 
 class _HeldTokens:
-    """One sequence of the model's memory, as far as it is known here."""
+    """The tokens and the checkpoint that one sequence of the model is known to hold."""
 
     __slots__ = ("checkpoint", "checkpoint_length", "n_checked", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.n_checked = 0  # first tokens known to equal the history
+        self.n_checked = 0  # number of first tokens known to equal the history
         self.checkpoint: object = None
         self.checkpoint_length = -1
 
 
 class DraftMemory:
-    """The sequences of a draft model, brought up to a text before each draft.
+    """The sequences of a draft model, updated to the current text before each draft.
 
-    Accepted tokens stay and rejected ones are taken back, so that a round decodes one or two new
-    tokens and then one for each drafted token; the last drafted token is never decoded.
+    Accepted tokens stay and rejected ones are rewound. So a round usually decodes one or two new
+    tokens, and then all drafted tokens but the last.
     """
 
     def __init__(self, model: Target) -> None:
@@ -343,8 +346,11 @@ class DraftMemory:
         self.n_rows = 0  # tokens decoded so far
 
     def tail(self, sequence: int, history: Sequence[int]) -> tuple[list[int], float]:
-        """The last tokens of `history` that the model lacks, few enough for a step, and the
-        seconds it took to evaluate those before them, which happens once per prompt."""
+        """The last tokens of `history` that the model lacks, and the seconds spent on earlier ones.
+
+        If more than BATCHED_TAIL tokens are missing, as after a new prompt, all but the last are
+        evaluated here.
+        """
         new = self._missing(sequence, history)
         if len(new) <= BATCHED_TAIL:
             return new, 0.0
@@ -354,12 +360,12 @@ class DraftMemory:
         return new[-1:], perf_counter() - began
 
     def fed(self, sequence: int, tokens: Sequence[int]) -> None:
-        """The model was extended by these tokens."""
+        """Record that the model was extended by these tokens."""
         self._held[sequence].tokens += tokens
         self.n_rows += len(tokens)
 
     def mark(self, sequence: int) -> None:
-        """All that is held now is history; what follows is draft."""
+        """Record that all tokens held now are history. The tokens fed later are drafted ones."""
         held = self._held[sequence]
         held.n_checked = len(held.tokens)
         if not self._model.can_rewind:
@@ -367,18 +373,18 @@ class DraftMemory:
             held.checkpoint_length = len(held.tokens)
 
     def forget(self, sequence: int) -> None:
-        """The history may be another: compare what is held from its first token."""
+        """Compare the held tokens with the history from the first token next time."""
         if sequence in self._held:
             self._held[sequence].n_checked = 0
 
     def _missing(self, sequence: int, history: Sequence[int]) -> list[int]:
-        """Cut the model back to what it shares with `history`; the tokens it lacks."""
+        """Cut the model back to what it shares with `history`. Returns the tokens it lacks."""
         held = self._held.setdefault(sequence, _HeldTokens())
         if self._model.length(sequence) != len(held.tokens):
-            # A decode failed: a recurrent memory lost what it held, or it was not noted here.
+            # A decode failed: the model's tokens differ from those recorded here.
             self._model.rewind(sequence, 0)
             held = self._held[sequence] = _HeldTokens()
-        # The last token of the history is decoded anew, since its logits are wanted.
+        # The last token of the history is always decoded, since its logits are needed.
         tokens, most = held.tokens, min(len(held.tokens), len(history) - 1)
         n = min(held.n_checked, most)
         while n < most and tokens[n] == history[n]:
@@ -388,7 +394,7 @@ class DraftMemory:
         return list(history[n:])
 
     def _cut(self, sequence: int, held: _HeldTokens, n: int) -> int:
-        """Roll the model back to at most `n` tokens; how many it holds then."""
+        """Rewind the model to at most `n` tokens. Returns the number that it then holds."""
         if self._model.can_rewind:
             self._model.rewind(sequence, n)
         elif 0 <= held.checkpoint_length <= n:

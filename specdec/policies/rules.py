@@ -1,4 +1,4 @@
-"""Draft lengths by a plain rule: `fixed`, llama.cpp's `p-min`, and the limits of one request."""
+"""Policies that ignore costs: `fixed`, llama.cpp's `p-min`, and the draft limits of one request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from specdec.types import Policy, Round, Walk
 
-P_TOP_K = 10  # llama.cpp's draft sampler keeps ten candidates; its thresholds were tuned on that
+P_TOP_K = 10  # candidates that llama.cpp's draft sampler keeps; its p-min values assume them
 
 
 class RuleWalk:
@@ -45,7 +45,7 @@ class RuleWalk:
 
     @property
     def gain(self) -> float:
-        """Expected accepted tokens; the costs of drafts are not known to a rule."""
+        """Expected number of accepted tokens; costs are unknown here and not subtracted."""
         return self._sums[self.n_best]
 
 
@@ -87,9 +87,10 @@ class PMin:
 
 @dataclass(frozen=True, slots=True)
 class DraftBounds:
-    """llama-server's speculative.n_max, n_min and p_min of a request; None: the policy decides.
+    """A request's speculative.n_max, n_min and p_min (llama-server). None: the policy decides.
 
-    Most tokens of a draft, fewest (a shorter draft is dropped), and least probability of each.
+    `n_max` is the largest number of tokens of a draft. Drafts of fewer than `n_min` tokens are
+    dropped. A draft ends before the first token whose probability is below `p_min`.
     """
 
     n_max: int | None = None
@@ -102,12 +103,12 @@ class DraftBounds:
         return self.n_min is not None or self.p_min is not None
 
     def n_allowed(self, probs: tuple[float, ...]) -> int:
-        """How many of the first tokens, which have these probabilities, may be kept."""
+        """The number of tokens before the first whose probability in `probs` is below `p_min`."""
         p_min = self.p_min or 0.0
         return next((i for i, p in enumerate(probs) if p < p_min), len(probs))
 
     def kept(self, n: int) -> int:
-        """`n`, or 0 if that is fewer than `n_min`."""
+        """Returns `n`, or 0 if `n` is below `n_min`."""
         return n if n >= (self.n_min or 0) else 0
 
 
@@ -115,7 +116,10 @@ NO_BOUNDS = DraftBounds()
 
 
 def bounded(policy: Policy, bounds: DraftBounds) -> Policy:
-    """`policy` within `bounds`, which replace the limits of `p-min`."""
+    """Returns `policy` limited by the `n_min` and `p_min` of `bounds`.
+
+    For a `PMin` policy they replace its own values. The caller applies `bounds.n_max`.
+    """
     if not bounds.needs_policy:
         return policy
     if isinstance(policy, PMin):
@@ -138,7 +142,7 @@ class _Bounded:
 
 
 class _BoundedWalk:
-    """The policy's walk; it never sees an unlikely token or those behind it."""
+    """The policy's walk, ended before the first token less likely than the request's `p_min`."""
 
     __slots__ = ("_bounds", "_is_over", "_p_min", "_walk")
 

@@ -1,10 +1,11 @@
 """`throughput`, the default: the most tokens per second over the long run.
 
 By renewal theory the best round maximises its tokens minus lambda times its time, where lambda is
-the best achievable rate; here lambda is a running estimate (Dinkelbach's iteration). A drafted
-token is worth its calibrated chance of being reached and accepted. Drafting goes on while what may
-follow is worth the step (`value.drafting_on`). Verifying nothing is always a candidate, and a
-drafter that does not pay is asked only now and then, so a hopeless one costs next to nothing.
+the best achievable rate. Here lambda is a running estimate (Dinkelbach's iteration). The value of a
+drafted token is the calibrated probability that it and all before it are accepted. Drafting goes
+on while the expected value of further tokens exceeds the price of a draft step
+(`value.drafting_on`). Verifying no draft is always an option. A drafter that does not pay is probed
+only now and then, so it costs next to nothing.
 """
 
 from __future__ import annotations
@@ -30,36 +31,37 @@ from specdec.policies.value import (
 from specdec.types import Draft, Round, Walk
 
 _RATE_ROUNDS = 20.0  # rounds that the estimate of lambda remembers
-_GROW = 1.0 / 0.985  # per token, of what is remembered of a drafter's probabilities
+_GROW = 1.0 / 0.985  # growth of the weight of observed probabilities, per token
 _N_PROBED = 3  # tokens that a probe drafts while they are likely
-_DEAR_STEP = 0.15  # share of a plain token's time from which on a probe is one token
+_DEAR_STEP = 0.15  # price of a draft step, in tokens, above which a probe drafts one token
 _PROBE_WEIGHT = 3.0
-_FIRST_GAP = 4  # rounds before the first probe of a drafter that stopped to pay
+_FIRST_GAP = 4  # rounds before the first probe of a drafter that stopped paying
 _PROBE_SHARE = 0.004  # largest share of time for probing
-# Once speculation has won this share of the tokens, text that changes is worth more probing.
+# Gained share of the tokens above which more probing pays, and the larger share of time for it.
 _AHEAD, _PROBE_SHARE_AHEAD = 0.04, 0.02
 _REBUILD_ROUNDS = 24
-_PROBE_AGES = 6  # rounds that a probe in vain counts for
-_IDLE_ROUNDS = 32  # a drafter that is not asked is thought over again at multiples of these
+_PROBE_AGES = 6  # rounds by which a failed probe ages a drafter's plan
+_IDLE_ROUNDS = 32  # interval, in rounds, at which a drafter that is not asked is reconsidered
 _MOST_ALONE = 32  # rounds without a draft that are learnt from together
-_LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # what speculation may lose before it must prove itself
+_LOSS_TOKENS, _LOSS_SHARE = 2.0, 0.003  # allowed loss: tokens, plus a share of emitted tokens
 
 _LOSS_MORE = 0.0015
-_TRUST_TOKENS = 3.0  # what an unseen drafter may cost; each token judged adds one
-_MOVED = 0.3  # change of a drafter's log-odds after which its drafting is decided anew
+_TRUST_TOKENS = 3.0  # tokens that an unseen drafter may cost; each token judged adds one
+_MOVED = 0.3  # change of a drafter's log-odds after which its plan is rebuilt
 
-_CHANGED = 1.2  # ratio of T(1) to what it was, from which on the rate is another
+_CHANGED = 1.2  # change of the plain decode's time, as a ratio, that resets lambda
 
 _LAST_LEVEL = N_LEVELS - 1
 
 
 class _Source:
-    """One drafter as it is known: the probabilities it offers, and the worth of drafting on.
+    """What is known of one drafter: its probabilities, and the value of drafting on.
 
-    `seen` are decaying counts of its calibrated probabilities, by `value.CENTRES`. `onwards` and
-    `price` are the plan made of them `age` rounds ago, for draft steps of `step` tokens and odds
-    off by `offset`. While `not_asked` is set it is left alone until round `until`; a probe in vain
-    doubles the `gap` to the next one.
+    `seen` holds decaying counts of its calibrated probabilities, by `value.CENTRES`. `onwards` and
+    `price` are the plan that was made from them `age` rounds ago. The plan assumes that a draft
+    step costs `step` tokens and that the log-odds are off by `offset`. While `not_asked` is set,
+    the drafter is not asked until round `until`. A failed probe doubles `gap`, the number of rounds
+    until the next probe.
     """
 
     __slots__ = (
@@ -78,7 +80,7 @@ class _Source:
     )
 
     def __init__(self) -> None:
-        # A drafter nobody has seen is hoped to be decent; four tokens outweigh that.
+        # Prior: an unseen drafter is assumed to be decent. A few observations outweigh it.
         self.seen = [0.25] * N_CENTRES
         self.seen[-5:] = [0.5, 0.5, 0.5, 0.5, 0.25]
         self.scale = 1.0
@@ -94,7 +96,7 @@ class _Source:
         self.offset = 0.0
 
     def see(self, q: float, weight: float) -> None:
-        # Later observations weigh more, instead of all earlier ones less.
+        # Earlier counts decay relative to new ones: the weight grows, so they need no update.
         self.scale *= _GROW
         self.seen[CENTRE_OF[int(q * 1000)]] += weight * self.scale
 
@@ -111,16 +113,16 @@ class _Source:
 
 
 def offset_of(regimes: list[tuple[float, float]]) -> float:
-    """The mean log-odds by which a drafter is off now."""
+    """The log of the mean odds factor by which a drafter's probabilities are off now."""
     return (
         math.log(sum([w * o for w, o in regimes])) if len(regimes) > 1 else math.log(regimes[0][1])
     )
 
 
 class ThroughputWalk:
-    """One draft being decided, in tokens gained over verifying nothing.
+    """Decides the length of one draft, by the tokens gained over verifying nothing.
 
-    Steps already drafted are spent, so only those still to come, and the verification, count.
+    Steps already drafted are spent. Only further steps and the verification count as costs.
     """
 
     __slots__ = (
@@ -221,7 +223,7 @@ class ThroughputWalk:
 
 
 class _NotAsked:
-    """The walk of a drafter that is not asked, in this round and `rest` further ones."""
+    """The walk of a drafter that is not asked in this round and in `rest` further rounds."""
 
     __slots__ = ("reason", "rest")
     wants = False
@@ -237,9 +239,9 @@ class _NotAsked:
 
 
 class Throughput:
-    """The policy over a profile. `paid` names the drafters whose tokens cost a draft step.
+    """The policy for the costs in `profile`. `paid` names drafters whose tokens cost a draft step.
 
-    `costs` are those of the profile as serving corrects them; without them it does not change.
+    `costs` are the profile's costs, corrected while serving. Without them the profile stays fixed.
     """
 
     name = "throughput"
@@ -261,7 +263,7 @@ class Throughput:
         self._paid = paid
         self._sources: dict[str, _Source] = {}
         self._walks: dict[str, ThroughputWalk] = {}
-        # lambda = tokens / seconds, both decaying; it starts as plain decoding
+        # lambda = tokens / seconds, both decaying. It starts at the rate of plain decoding.
         self._tokens = 4.0
         self._n_tokens = 0
         self._n_rounds = 0
@@ -333,7 +335,7 @@ class Throughput:
         return walk
 
     def _think_anew(self) -> None:
-        """Sizes of batches came into doubt, or are no longer: every drafter's plan is another."""
+        """Make every drafter's plan anew, since the planned batch times changed."""
         self._n_plans = self._costs.n_plans
         for known in self._sources.values():
             known.age, known.until = _REBUILD_ROUNDS, 0
@@ -342,7 +344,7 @@ class Throughput:
             self._seconds = self._tokens / self._plain_rate
 
     def _affordable(self, limit: int, known: _Source) -> int:
-        """The longest draft to risk on what has been seen of a drafter; a probe's at least."""
+        """Cap the draft so that its cost fits the trust in the drafter, but not below a probe."""
         price, step, budget = known.price, known.step, _TRUST_TOKENS + known.n_judged
         if limit <= _N_PROBED or price[limit] + limit * step <= budget:
             return limit
@@ -393,9 +395,11 @@ class Throughput:
         emitted: Sequence[int],
         walks: Mapping[str, Walk] | None = None,
     ) -> None:
-        """Count what drafters that were not chosen would have had accepted. Without it, one that
-        was poor once would never be chosen again. `walks` are theirs where several sequences
-        share the batch."""
+        """Learn from the drafts that were not chosen, by comparing them with `emitted`.
+
+        Otherwise a drafter that was poor once would never be chosen again. `walks` are the walks of
+        these drafts by drafter; pass them if several sequences share the batch.
+        """
         for draft in others:
             for p, right in draft.judged_by(emitted):
                 self.calibration.observe(draft.source, p, right)
@@ -408,8 +412,8 @@ class Throughput:
     def settle(self, source: str, round_: Round, n_judged: int, walk: Walk | None = None) -> None:
         """Learn what a draft was worth in a batch of several sequences.
 
-        `walk` is the sequence's own; without it the walk that was begun for `source` counts. The
-        caller calls `observe`, `elapse` and `account`.
+        `walk` is the sequence's own walk. Without it, the walk last begun for `source` is used. The
+        caller must call the calibration's `observe` and `elapse`, and `account`, itself.
         """
         begun = self._walks.pop(source, None)
         walk = begun if walk is None else walk
@@ -423,7 +427,7 @@ class Throughput:
         steps_s = round_.draft.n_steps * self._costs.draft_step_s / self._step_shared_by
         extra_s = float(extra_time(times, 1 + self._beside)[n_drafted]) + steps_s
         has_gained = len(round_.emitted) - 1 > extra_s * self._plain_rate
-        # A prompt that the draft model had to read first is part of what asking it took.
+        # Time in which the draft model read the prompt first is part of the price of asking it.
         spent = walk.n * known.step + self.rate * round_.draft.catch_up_s
         self._judge(known, walk, spent, has_gained)
 
@@ -438,8 +442,11 @@ class Throughput:
         rollback_s: float = 0.0,
         n_expected: float | None = None,
     ) -> None:
-        """One decode of `n_rows` rows after `n_steps` draft decodes gave `n_emitted` tokens,
-        where `n_expected` were to be expected: less noise for lambda than what came."""
+        """Learn from one decode of `n_rows` rows, after `n_steps` draft decodes.
+
+        `n_emitted` tokens were gained. `n_expected`, if given, is their expected number, which
+        makes lambda less noisy than the actual number.
+        """
         if self._alone_s:
             self._learn_alone()
         self._n_rounds += 1
@@ -449,7 +456,7 @@ class Throughput:
         keep = 1.0 - 1.0 / _RATE_ROUNDS
         took = self._took(n_rows, n_steps)
         self._n_tokens += n_emitted
-        if not is_retry:  # a size in doubt has a budget of its own
+        if not is_retry:  # retried sizes have a budget of their own
             self._won += n_emitted - took * self._plain_rate
         self._tokens = self._tokens * keep + (n_emitted if n_expected is None else n_expected)
         self._seconds = self._seconds * keep + took
@@ -463,10 +470,10 @@ class Throughput:
             self._seconds = self._tokens * self._costs.times[0]
 
     def _learn_alone(self) -> None:
-        """As `account` of each round without a draft that has not been learnt from yet.
+        """Do what `account` does, for all pending rounds without a draft.
 
-        They come in bulk, since a round of a small model ends in caches that its decode emptied:
-        there the same lines take three times as long.
+        They are learnt from in bulk, because a decode empties the processor's caches. After every
+        single round of a small model, the same code would take three times as long.
         """
         alone_s, self._alone_s = self._alone_s, []
         n = len(alone_s)
@@ -480,8 +487,10 @@ class Throughput:
         self._seconds = self._seconds * keep + come * self._costs.times[0]
 
     def share_batch(self, n_sequences: int) -> None:
-        """From now on each verification has rows of `n_sequences` sequences, at least one of each,
-        and one draft decode serves all of them."""
+        """Plan for batches of `n_sequences` sequences from now on.
+
+        Each batch then has at least one row of each sequence, and one draft decode serves all.
+        """
         if n_sequences - 1 != self._beside:
             self._learn_alone()
             self._beside = n_sequences - 1
@@ -509,14 +518,15 @@ class Throughput:
             known.gap, known.until = _FIRST_GAP, 0
             return
         known.age += _PROBE_AGES
-        # A probe that did gain is followed even from behind, up to where it could do harm.
+        # A probe that gained tokens is followed up even while speculation is behind, unless it is
+        # far behind.
         if (has_gained and self._budget > -_LOSS_TOKENS - _LOSS_MORE * self._n_tokens) or (
             walk.best > walk.n * known.step and not self._is_behind
         ):
-            known.gap, known.until = _FIRST_GAP, 0  # what found something is followed by another
+            known.gap, known.until = _FIRST_GAP, 0  # no wait after a successful probe
             known.age = _REBUILD_ROUNDS
             return
-        # What the time of a plain token is worth.
+        # Tokens that lambda gives for the time of one plain token.
         plain = self.rate / self._plain_rate
         share = _PROBE_SHARE_AHEAD if self._won > _AHEAD * self._n_tokens else _PROBE_SHARE
         longest = max(_FIRST_GAP, int(spent / (plain * share)))

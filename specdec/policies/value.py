@@ -1,13 +1,13 @@
 """The value of drafting another token, and of rows in a shared batch.
 
-*Drafting on* is a small dynamic programme over (tokens drafted, P). With n tokens drafted, all of
-them accepted with probability P, one can stop and verify, or spend a draft step and see the next
-token's probability. The value of that follows from the distribution of such probabilities, which
-is observed. A bump of jagged costs is crossed if the tokens behind it are worth the cost.
+*Drafting on* is a small dynamic programme over (tokens drafted, P), where P is the probability that
+all n drafted tokens are accepted. At each state the policy can stop and verify, or spend a draft
+step and see the next token's probability. The value of a step follows from the observed
+distribution of these probabilities. A draft passes a bump in the costs if the tokens after it are
+worth the cost.
 
-*In a shared batch*, rows already there make further rows cheaper. The marginal cost of a drafted
-token is T(rows + 1) - T(rows) at the size of the whole batch, so the most probable tokens over all
-sequences are taken as long as they pay.
+*In a shared batch*, the marginal cost of a drafted token is T(rows + 1) - T(rows) at the size of
+the whole batch. The most probable tokens over all sequences are taken as long as they pay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EDGES = (CENTRES[1:] + CENTRES[:-1]) / 2
 _GRID = 1000
 CENTRE_OF = tuple(int(np.searchsorted(_EDGES, i / _GRID, side="right")) for i in range(_GRID + 1))
 
-# Where P * q lies between the levels: the level below and the weight of the one after it.
+# Position of P * q between the levels: the index of the level before, and the next one's weight.
 _AT = np.minimum(
     -np.log(np.maximum(_P[:, None] * CENTRES[None, :], _LOWEST)) / LEVEL, N_LEVELS - 1.000001
 )
@@ -44,8 +44,7 @@ _FLAT_LOW = _ROW * N_LEVELS + _BELOW.ravel()
 
 
 def longest_of_use(price: NDArray[np.float64], step: float) -> int:
-    """The longest draft that could pay if all its tokens were certain: beyond it each further
-    token costs more than the one it may bring."""
+    """The draft length of greatest value if all drafted tokens were accepted."""
     at_best = np.arange(len(price)) * (1.0 - step) - price
     return int(at_best.argmax())
 
@@ -55,9 +54,10 @@ def drafting_on(
 ) -> NDArray[np.float64]:
     """Value [limit, N_LEVELS] of drafting the next token with n drafted and P at a level.
 
-    In tokens, on top of the expected accepted tokens so far. `price[n]` is what verifying n
-    drafted tokens costs over verifying none, in tokens; `step` a draft step's; `weights`
-    [N_CENTRES] the distribution of the next token's probability, summing to 1.
+    Values are in tokens, on top of the expected accepted tokens so far. `price[n]` is the extra
+    cost of verifying n drafted tokens instead of none, in tokens. `step` is the cost of a draft
+    step, in tokens. `weights` [N_CENTRES] is the distribution of the next token's probability and
+    sums to 1.
     """
     limit = len(price) - 1
     out = np.empty((limit, N_LEVELS))
@@ -73,7 +73,7 @@ def drafting_on(
 
 
 def _moves(weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[N_LEVELS, N_LEVELS]: from a level of P to the levels of P times the next probability."""
+    """Transition probabilities [N_LEVELS, N_LEVELS] from P to P times the next probability."""
     low = (weights * (1.0 - _WEIGHT)).ravel()
     high = (weights * _WEIGHT).ravel()
     size = N_LEVELS * N_LEVELS
@@ -85,7 +85,10 @@ def _moves(weights: NDArray[np.float64]) -> NDArray[np.float64]:
 def moved(
     weights: NDArray[np.float64], regimes: Sequence[tuple[float, float]]
 ) -> NDArray[np.float64]:
-    """`weights` [N_CENTRES] when the odds have other factors: (chance, factor) each."""
+    """Returns `weights` [N_CENTRES] after the odds of each probability are multiplied.
+
+    `regimes` are (chance, factor) pairs of the possible factors.
+    """
     q = sum((w * CENTRES * o / (1.0 - CENTRES + CENTRES * o) for w, o in regimes), np.zeros(1))
     below = np.clip(np.searchsorted(CENTRES, q, side="right") - 1, 0, N_CENTRES - 2)
     part = np.clip((q - CENTRES[below]) / (CENTRES[below + 1] - CENTRES[below]), 0.0, 1.0)
@@ -98,12 +101,12 @@ def moved(
 
 
 def extra_time(times: NDArray[np.float64], n_sequences: int) -> NDArray[np.float64]:
-    """A sequence's share of the time that 0, 1, 2, ... drafted tokens of its own add to a batch of
-    `n_sequences`; `times[n - 1]` is T(n).
+    """Seconds that 0, 1, 2, ... drafted tokens of one sequence add to a batch of `n_sequences`.
 
-    How many rows the others will have is not known yet. If all of them draft as much, T is paid by
-    all; if none does, it is this one's alone. The less of the two counts: a draft that turns out
-    too long is cut when the lengths are chosen together, one that was never made is lost.
+    `times[n - 1]` is T(n). The number of the other sequences' rows is not known yet. If all draft
+    equally, they share the extra time; if no other drafts, this sequence pays it alone. The smaller
+    value is returned: a draft that is too long is cut when the lengths are chosen together, but
+    a draft that was never made is lost.
     """
     first = times[n_sequences - 1]
     alone = np.asarray(times[n_sequences - 1 :] - first, np.float64)
@@ -117,9 +120,10 @@ def extra_time(times: NDArray[np.float64], n_sequences: int) -> NDArray[np.float
 
 
 def best_count(gains: Sequence[float], times: Sequence[float], n_rows: int, rate: float) -> int:
-    """The best number of `gains` (probabilities, falling) to verify beside `n_rows` rows.
+    """The best number of drafted tokens to verify in a batch that has `n_rows` rows already.
 
-    `times[n-1]` is T(n); `rate` the best tokens per second. Never more than T is known for.
+    `gains` are the tokens' probabilities in falling order. `times[n - 1]` is T(n) and limits the
+    size of the batch. `rate` is the best achievable rate, in tokens per second.
     """
     base = times[n_rows - 1]
     best, best_value, total = 0, 0.0, 0.0
@@ -138,11 +142,11 @@ def allocate(
     *,
     n_beside: int = 0,
 ) -> tuple[int, ...]:
-    """The number of tokens of each sequence's draft to verify together, where `n_beside` rows
-    besides one of each sequence are in the batch already.
+    """The number of drafted tokens to verify for each sequence of a batch.
 
-    `chains[s][k]` is the probability that sequence s's first k + 1 drafted tokens are all
-    accepted; it falls with k, so the most probable tokens of a sequence are its first.
+    `chains[s][k]` is the probability that the first k + 1 drafted tokens of sequence s are all
+    accepted. It falls with k, so the most probable tokens of a sequence are its first. The batch
+    already holds one row of each sequence and `n_beside` further rows.
     """
     order = sorted(((p, s) for s, chain in enumerate(chains) for p in chain), key=lambda t: -t[0])
     n = best_count([p for p, _ in order], times, len(chains) + n_beside, rate)
@@ -153,10 +157,10 @@ def allocate(
 
 
 def level(chains: Sequence[Sequence[float]], times: Sequence[float], rate: float) -> int:
-    """The number of tokens of every sequence's draft to verify together, the same for all.
+    """The number of drafted tokens to verify, the same for every sequence of a batch.
 
-    For recurrent memory, which computes sequences of different lengths in batches of their own:
-    there the rows of one do not make those of another cheaper.
+    Recurrent memory needs equal lengths: it computes sequences of different lengths in separate
+    batches, where the rows of one do not make those of another cheaper.
     """
     n_rows = len(chains)
     best, best_value, total = 0, 0.0, 0.0
