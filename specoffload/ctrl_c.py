@@ -1,14 +1,16 @@
 """Ctrl-C is never lost: KeyboardInterrupt is raised only where it arrives.
 
-Python runs a signal's handler between two bytecodes of the main thread, wherever that is. Three
-places drop an exception: a callback before its guard's `try` (ctypes prints and forgets it), an
-import (its module locks are released by weak reference callbacks), and a finaliser. There it is
-owed instead: a callback's guard keeps it, so that C stops soon, and a thread reminds the main
-thread until it is somewhere from which it can be raised.
+Python runs a signal's handler between any two bytecodes of the main thread. Three places drop an
+exception that the handler raises:
+- a callback before its guard's `try` (ctypes prints and forgets it),
+- an import (its module locks are released by weak reference callbacks),
+- a finaliser.
+There the exception is postponed. A callback's guard keeps it, so that C stops soon. A thread sends
+the signal again until the main thread is at a place where the exception can be raised.
 
-Before the commands are imported, and after the last of them has returned, nothing is open: the
-process leaves at once. It does so as well where the main thread is in C and does not come back to
-Python in time, as libllama while it makes a large context.
+Before the commands are imported, and after they have returned, nothing is open, so the process
+exits at once. It also exits at once if the main thread is in C and does not return to Python in
+time, for example while libllama makes a large context.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from offload.ggml.library.callback import Pending, pending_around
 
 EXIT_CODE = 130
 _REMIND_S = 0.02
-_MOST_IMPORT_S = 0.3  # an import may end first; then the process leaves without it
+_MOST_IMPORT_S = 0.3  # seconds that an import may take to end before the process exits
 _MOST_IN_C_S = 0.8
 _IMPORTS = frozenset({"<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"})
 
@@ -37,11 +39,11 @@ class _Owed:
     """A Ctrl-C that has yet to be raised."""
 
     since_s: float
-    kept_in: Pending | None  # the callback that it came in
+    kept_in: Pending | None  # holder of the callback in which it arrived; None outside of one
 
     @property
     def is_raised(self) -> bool:
-        """True once whoever called into C has taken it."""
+        """True once the code that called into C has taken the exception."""
         return self.kept_in is not None and not isinstance(self.kept_in.first, KeyboardInterrupt)
 
 
@@ -49,7 +51,7 @@ class _State:
     leave_at_once = True
     owed: _Owed | None = None
     handled_s = -1.0  # when the handler last ran
-    woken: int = -1  # the end of a pipe that a signal's number is written to
+    woken: int = -1  # write end of the pipe for signal numbers; `asleep` is the read end
     asleep: int = -1
 
 
@@ -64,12 +66,12 @@ def install() -> None:
 
 
 def commands_begin() -> None:
-    """From here on things are open that want to be closed."""
+    """Raise KeyboardInterrupt at Ctrl-C from now on, since commands have things to close."""
     _State.leave_at_once = False
 
 
 def commands_have_ended() -> None:
-    """From here on, only the interpreter has something left to do."""
+    """Exit at once at Ctrl-C from now on, since only the interpreter's own end is left."""
     _State.owed = None
     _State.leave_at_once = True
 
@@ -95,7 +97,7 @@ def _on_interrupt(_: int, frame: FrameType | None) -> None:
     else:
         _State.owed = None
         if owed is not None and owed.kept_in is not None and not owed.is_raised:
-            owed.kept_in.first = None  # C has returned to somebody who does not ask
+            owed.kept_in.first = None  # C returned to code that does not raise it
         raise KeyboardInterrupt
 
 
@@ -131,7 +133,7 @@ def _on_unraisable(what: sys.UnraisableHookArgs) -> None:
 
 
 def _watch() -> None:
-    """Ends the process where a Ctrl-C finds the main thread in C for too long."""
+    """Exit if the handler does not run soon after a Ctrl-C, since the main thread is in C."""
     while number := os.read(_State.asleep, 1):
         if number[0] != signal.SIGINT:
             continue

@@ -1,8 +1,8 @@
-"""The kept file: everything measured or counted of one model on one machine, for later starts.
+"""The kept file: measurements and counts of one model on one machine, for later starts.
 
-One readable JSON file per model and machine lies in the profile folder; `machine.json` beside them
-keeps what holds for every model. This module alone says why something was kept or not used. Files
-of earlier versions are ignored.
+The profile folder has one readable JSON file per model and machine, and `machine.json` for data
+that holds for every model. Only this module says why something was kept or not used. Files of
+earlier versions are ignored.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ MACHINE_FILE = "machine.json"
 LEAST_MIX_TOKENS = 4096  # tokens counted over all runs before plans use their mix
 MIX_HALF_LIFE_TOKENS = float(1 << 18)  # newer tokens after which older ones weigh half
 _MOST_BYTES = 4 << 20
-_MOST_RUNS = 24  # kept of one model; the oldest goes
-_SLOTS_ALIKE = 0.1  # relative difference of slots up to which two runs are the same
-_OFTEN, _OFTEN_MIX = 4 * N_KEPT, 1 << 16  # tokens after which a long session keeps its counts
+_MOST_RUNS = 24  # runs kept of one model; beyond them the oldest is dropped
+_SLOTS_ALIKE = 0.1  # relative difference of slots up to which two runs count as equal
+_OFTEN, _OFTEN_MIX = 4 * N_KEPT, 1 << 16  # new tokens after which a session saves its counts
 _HEADER_BYTES, _N_SAMPLES, _SAMPLE_BYTES = 1 << 20, 64, 4096
 
 
@@ -59,7 +59,7 @@ class KeptDraft:
 
 @dataclass
 class KeptRun:
-    """The costs of a model opened with certain settings: the words that they depend on."""
+    """The costs of a model opened with certain settings. `settings` are in words, by name."""
 
     settings: dict[str, str]
     sharing: Sharing = Sharing()  # the plan's division of device memory
@@ -72,7 +72,7 @@ class KeptRun:
     drafts: dict[str, KeptDraft] = field(default_factory=dict)
 
     def difference(self, settings: Mapping[str, str], sharing: Sharing) -> str:
-        """The first setting that differs, in words; empty if this run's costs hold."""
+        """The first setting that differs, in words; empty if this run's costs are valid."""
         for name in {**self.settings, **settings}:
             mine, theirs = self.settings.get(name, ""), settings.get(name, "")
             if mine != theirs:
@@ -85,7 +85,10 @@ class KeptRun:
 
 
 def alike(a: Sharing, b: Sharing) -> bool:
-    """True if decodes cost the same: free memory differs a little from start to start."""
+    """True if decodes of both plans cost about the same.
+
+    The numbers of slots may differ a little, since free memory varies from start to start.
+    """
     same = (a.n_resident, a.n_dense_streamed) == (b.n_resident, b.n_dense_streamed)
     return same and abs(a.n_slots - b.n_slots) <= _SLOTS_ALIKE * max(a.n_slots, b.n_slots)
 
@@ -105,13 +108,13 @@ class Kept:
 
     @property
     def mix_for_plan(self) -> TokenMix | None:
-        """The proportion that a plan is made for; None if the runs had too few tokens."""
+        """The mix of prompt and generated tokens to plan for; None if too few were counted."""
         if self.mix.n_prompt + self.mix.n_generated < LEAST_MIX_TOKENS:
             return None
         return TokenMix(max(1, self.mix.n_prompt), max(1, self.mix.n_generated)).rounded
 
     def run(self, settings: Mapping[str, str], sharing: Sharing) -> tuple[KeptRun | None, str]:
-        """The run of these settings, or None and why there is none."""
+        """The run of these settings and its date in words, or None and the reason."""
         why = "nothing was measured yet"
         for run in reversed(self.runs):
             difference = run.difference(settings, sharing)
@@ -121,12 +124,12 @@ class Kept:
         return None, why
 
     def put(self, run: KeptRun) -> None:
-        """Keep a run in the place of the one with its settings."""
+        """Keep a run, replacing the one with the same settings."""
         others = [r for r in self.runs if r.difference(run.settings, run.sharing)]
         self.runs = [*others, run][-_MOST_RUNS:]
 
     def count(self, hits: CountedHits | None, mix: TokenMix) -> None:
-        """Add counts; earlier ones weigh less the more is counted later."""
+        """Add counts. The weight of earlier counts decays with the number of added tokens."""
         if self.hits is not None and (hits is None or hits.n_used == self.hits.n_used):
             hits = self.hits if hits is None else self.hits.merged(hits)
         self.hits = hits
@@ -141,20 +144,20 @@ _FORM: TypeAdapter[Kept] = TypeAdapter(Kept)
 
 
 def today() -> str:
-    """The ISO date that is kept with what is measured now."""
+    """Today's ISO date (UTC), which is kept with new measurements."""
     return datetime.now(UTC).date().isoformat()
 
 
 @functools.cache
 def machine_words() -> str:
-    """The machine that measurements hold for: its processors and memory."""
+    """This machine's processors and memory, in words. Measurements hold only for this machine."""
     memory_gib = round(psutil.virtual_memory().total / (1 << 30))
     name = platform.processor() or platform.machine()
     return f"{os.cpu_count()} processors ({name}), {memory_gib} GiB"
 
 
 def model_hash(facts: ModelFacts) -> str:
-    """Hash of the header, sizes and sampled bytes of every part: 600 GB are not read."""
+    """Hash of the size, the header and sampled bytes of every part; files are not read whole."""
     digest = hashlib.sha256()
     for path in sorted({facts.path, *(place.file for place in facts.weights.values())}):
         size = path.stat().st_size
@@ -168,7 +171,7 @@ def model_hash(facts: ModelFacts) -> str:
 
 
 def _read(path: Path) -> tuple[Kept | None, str]:
-    """The contents of a file, or None and a complaint, which is empty if there is no file."""
+    """The contents of a file, or None and a complaint. No complaint if there is no file."""
     try:
         return _FORM.validate_json(read_text(path, _MOST_BYTES)), ""
     except FileNotFoundError:
@@ -195,7 +198,7 @@ class KeptFile:
 
     @staticmethod
     def may_exist(folder: Path, model_file: Path) -> bool:
-        """False if no file is kept for a model of that name: its header need not be read."""
+        """False if no file is kept for a model of that name, so that its header need not be read."""
         return folder.is_dir() and any(folder.glob(f"{escape(model_file.stem)}-*.json"))
 
     def load(self) -> tuple[Kept, str]:
@@ -211,9 +214,9 @@ class KeptFile:
         return kept, ""
 
     def update(self, change: Callable[[Kept], None]) -> str:
-        """Apply `change` to what is kept now and write it, whole or not at all.
+        """Apply `change` to the kept data and write the file, whole or not at all.
 
-        Returns a sentence if that is not possible, which ends no run, else nothing.
+        Returns a sentence if it cannot be written, else "". A failure does not end the run.
         """
         kept, _ = self.load()
         change(kept)
@@ -226,7 +229,7 @@ class KeptFile:
         return ""
 
     def _bad_hits(self, hits: CountedHits) -> str:
-        """Why these cannot be hits of this model; empty if they can."""
+        """The reason why these cannot be hits of this model; empty if they can."""
         rates = [rate for of_layer in hits.layers.values() for rate in of_layer]
         if hits.n_experts != self._n_experts or not 0 < hits.n_used <= hits.n_experts:
             return f"hits of {hits.n_experts} experts, {hits.n_used} of them used"
@@ -240,20 +243,20 @@ class KeptFile:
 
 
 class HitKeeper:
-    """Keeps what a session's recorder has and its runs' tokens, at its end and after long use."""
+    """Keeps a session's recorded hits and token counts, at its end and during long use."""
 
     def __init__(
         self, file: KeptFile, n_experts: int, recorder: RoutingRecorder,
         tokens: Callable[[], TokenMix],
     ) -> None:  # fmt: skip
-        """`tokens` tells what the session has evaluated and generated so far."""
+        """`tokens` returns the tokens that the session has evaluated and generated so far."""
         self._file, self._n_experts, self._recorder = file, n_experts, recorder
         self._tokens, self._kept_mix = tokens, TokenMix(0, 0)
         self._n_kept = 0
 
     @property
     def is_due(self) -> bool:
-        """True if a session that goes on has much that was not kept."""
+        """True if many tokens were counted since the last `keep`."""
         new = self._new_tokens()
         n_recorded = self._recorder.n_tokens - self._n_kept
         return n_recorded >= _OFTEN or new.n_prompt + new.n_generated >= _OFTEN_MIX
@@ -263,8 +266,10 @@ class HitKeeper:
         return TokenMix(now.n_prompt - kept.n_prompt, now.n_generated - kept.n_generated)
 
     def keep(self) -> str:
-        """Count what was recorded since the last time and keep it if it is enough; a sentence if
-        that is not possible."""
+        """Add the records since the last call to the kept file, if there are enough.
+
+        Returns a sentence if the file cannot be written, else "".
+        """
         mix, hits = self._new_tokens(), None
         n_new = min(self._recorder.n_tokens - self._n_kept, N_KEPT)
         if n_new >= LEAST_TOKENS:
@@ -282,16 +287,16 @@ class HitKeeper:
 
 @dataclass(frozen=True)
 class MachineNow:
-    """This machine in the words of a run's settings."""
+    """This machine's devices, threads and build, in the words of a run's settings."""
 
     devices: frozenset[tuple[str, str]]  # names in lower case, and descriptions
-    threads: str  # that a start without --threads uses
+    threads: str  # thread counts of a start without --threads
     build: str
 
 
 @dataclass(frozen=True)
 class KeptModel:
-    """A model's kept file in short. `why_not`: why a start measures anew; empty if it does not."""
+    """A summary of a model's kept file. `why_not` says why a start would measure anew, or ""."""
 
     model: str
     measured_on: str = ""  # ISO date
@@ -299,7 +304,7 @@ class KeptModel:
     why_not: str = ""
 
     def words(self, today: date) -> str:
-        """One sentence for a user."""
+        """The summary as one sentence for a user."""
         if not self.measured_on:
             return f"speeds of {self.model}: {self.why_not}"
         n_days = (today - date.fromisoformat(self.measured_on)).days
@@ -326,7 +331,8 @@ def kept_models(folder: Path, now: MachineNow) -> list[KeptModel]:
 
 
 def _against(name: str, kept: Kept, now: MachineNow) -> KeptModel:
-    """The newest run that holds on this machine, else the newest run and why it does not."""
+    """A summary of the newest run that is valid on this machine, else of the newest run and why
+    it is not."""
     if not kept.runs:
         return KeptModel(name, why_not="uses of experts are counted, no speed is measured yet")
     reasons = [(run, _difference(kept.machine, run, now)) for run in reversed(kept.runs)]
@@ -357,14 +363,14 @@ def _difference(machine: str, run: KeptRun, now: MachineNow) -> str:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The NUMA choice measured on this machine, or None and, if there is something to say, why."""
+    """The NUMA choice measured on this machine, or None and the reason, which may be empty."""
 
     result: TuneResult | None = None
     why_not: str = ""
 
 
 def load_tuned(folder: Path, topology: Topology) -> Tuned:
-    """The kept choice if it is for this machine as it is now."""
+    """The kept NUMA choice, if it was measured on this machine in its present form."""
     kept, complaint = KeptFile(folder).load()
     if kept.numa is None:
         return Tuned(None, complaint and f"{complaint}; run {TUNE} again")
@@ -386,7 +392,7 @@ def save_tuned(folder: Path, result: TuneResult) -> Path:
 
 
 def tuned_sentence(result: TuneResult) -> str:
-    """The start-up line of a tuned choice, with its numbers."""
+    """The start-up line of a tuned NUMA choice, with the times of its decodes."""
     trial = next(t for t in result.trials if t.candidate == result.best)
     times = ", ".join(f"T({n}) {s * 1e3:.1f} ms" for n, s in sorted(trial.seconds.items()))
     return f"measured by {TUNE}: {times}"

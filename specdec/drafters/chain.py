@@ -84,7 +84,10 @@ class ChainDrafter:
     def _ask(
         self, requests: Sequence[DraftRequest], offers: Sequence[_Offer], paid: Drafter
     ) -> None:
-        """Ask the draft model where the best free offer is below its usual gain, or if it is due."""
+        """Ask the draft model for requests whose best offer is below its usual gain.
+
+        If it is due for a probe, it is asked for all requests.
+        """
         self._since_paid += 1
         is_due = self._paid_gain is None or self._since_paid >= _PROBE_ROUNDS
         usual = self._paid_gain or 0.0

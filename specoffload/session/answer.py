@@ -1,4 +1,4 @@
-"""Tokens become the text of an answer: whole characters, stop sequences, why it ended."""
+"""Turns tokens into the text of an answer: whole characters, stop sequences, finish reason."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Answer:
         self._text, self._is_end = text, is_end
         self._stops = StopScanner(stops)
         self.finish: FinishReason = "length"  # until something else ends it
-        self.id_slot = -1  # the slot that it is made in
+        self.id_slot = -1  # number of the slot that makes the answer
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[ChosenLogprob] = ()) -> Piece:
-        """The piece of these tokens, up to the end of the answer. An end token has no logprobs."""
+        """The piece for these tokens, cut at the end of the answer. An end token has no logprobs."""
         shown, n_kept, n_told = "", 0, 0
         for token in tokens:
             n_kept += 1
@@ -40,7 +40,7 @@ class Answer:
         )
 
     def last_piece(self, stats: GenerationStats) -> Piece:
-        """The text that was held back, and how the answer ended, when no token follows."""
+        """The last piece: the text held back, the finish reason and `stats`."""
         word = self._stops.word
         text = ""
         if word is None:
@@ -49,12 +49,12 @@ class Answer:
 
 
 class StopScanner:
-    """Hides a stop sequence and what follows; holds back text that may begin one."""
+    """Removes a stop sequence and all text after it. Holds back text that may begin one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
-        self.word: str | None = None  # the stop sequence that came
+        self.word: str | None = None  # the stop sequence that was found
 
     @property
     def stopped(self) -> bool:

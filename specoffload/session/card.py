@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ModelCard:
-    """The loaded model, as far as a client may ask."""
+    """Facts about the loaded model that clients may ask for."""
 
     name: str
     n_ctx: int
@@ -16,10 +16,10 @@ class ModelCard:
     n_params: int
     size_bytes: int
     chat_template: str | None
-    tool_use_template: str | None = None  # the file's own for conversations with tools
+    tool_use_template: str | None = None  # the model file's template for chats with tools
     longest_token_bytes: int = 256  # longest text of one token
     bos: str = ""
     eos: str = ""
-    adds_bos: bool = False  # the vocabulary has `bos` before every text
+    adds_bos: bool = False  # True if the tokenizer puts `bos` before every text
     notes: tuple[str, ...] = field(default=())  # start-up lines: plan, device, what is not active
     n_parallel: int = 1  # requests that run at once

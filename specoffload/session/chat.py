@@ -1,4 +1,4 @@
-"""Answers of chats: options by the model's format, and answers as content and reasoning."""
+"""Chat answers: options for the model's chat format, and answers split into content and reasoning."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def format_of(card: ModelCard, settings: ChatSettings) -> ChatFormat:
 
 
 def check_options(conversation: Conversation, options: GenerateOptions) -> None:
-    """Raises BadRequest for two forms that the answer cannot have at once."""
+    """Raises BadRequest for a grammar together with a forced tool call."""
     if conversation.must_call and options.grammar is not None:
         raise BadRequest("grammar and a tool_choice that forces a call exclude each other")
 
 
 def _limit(form: AnswerForm, n_tokens: int | None, message: str) -> ReasoningLimit | None:
-    """None without a budget, and for a format that has no reasoning of its own."""
+    """The limit for `n_tokens` of reasoning; None without a budget or a format with reasoning."""
     if n_tokens is None:
         return None
     if isinstance(form.family.calls, HarmonyCalls):
@@ -52,8 +52,11 @@ def _limit(form: AnswerForm, n_tokens: int | None, message: str) -> ReasoningLim
 
 
 def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOptions:
-    """`options` with what the model's format adds: stops, markers to show, and the grammar of
-    calls, or of an answer in JSON after reasoning. A grammar of the request's own comes first."""
+    """Returns `options` with the additions of the model's chat format.
+
+    These are stops, markers to show, the reasoning limit, and the grammar of tool calls or of
+    a JSON answer. A grammar in `options` has priority.
+    """
     found = replace(
         options,
         stop=(*options.stop, *prompt.stops),
@@ -70,11 +73,11 @@ def answer_options(prompt: ChatPrompt, options: GenerateOptions) -> GenerateOpti
 def answer(
     session: Session, form: ChatFormat, conversation: Conversation, options: GenerateOptions
 ) -> tuple[int, Iterator[Delta | Piece]]:
-    """The number of the prompt's tokens, and the answer's deltas as they come.
+    """Returns the number of prompt tokens and an iterator over the answer's deltas.
 
-    Pieces among the deltas have no text: one for each evaluated part of the prompt, and the last,
-    with the finish reason and the statistics. A JSON schema of `options` holds for the answer
-    behind any reasoning. Raises BadRequest or DoesNotFit.
+    Pieces among the deltas have no text. There is one for each evaluated part of the prompt, and
+    a last one with the finish reason and the statistics. A JSON schema in `options` applies to the
+    answer after any reasoning. Raises BadRequest or DoesNotFit.
     """
     asked = replace(conversation, schema=options.json_schema)
     check_options(asked, options)

@@ -1,6 +1,6 @@
-"""A session's costs: kept by an earlier start or measured now, corrected while serving, and kept.
+"""A session's costs: loaded or measured at the start, corrected while serving, and kept at the end.
 
-One table answers everything: --min-batch auto, --hybrid auto, and T(n), which drafts are priced by.
+One table serves --min-batch auto, --hybrid auto, and T(n), which is the price of drafts.
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ from specoffload.speculation.draft_model import DraftModel, real_text, step_by_d
 
 _STEP = "measuring this machine"
 _UNPRICED = CostProfile((1.0,), relative=True)  # for policies that read no T(n)
-_LEAST_DECODES = 16  # a session that decoded fewer keeps nothing
+_LEAST_DECODES = 16  # decodes below which a session keeps nothing at its end
 
 log = logging.getLogger("specoffload.session")
 
 
 def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
-    """The words that decode times depend on, beside the slots. `fixed` is the user's threshold."""
+    """The settings that decode times depend on, besides the number of slots.
+
+    `fixed` is the user's --min-batch, or None for auto.
+    """
     o, plan = target.options, target.plan
     parts = [f"flash-attn {o.flash_attn}", f"ubatch {o.n_ubatch}"]
     if plan is not None:
@@ -69,12 +72,12 @@ def settings_of(target: Engine, fixed: MinBatch | None) -> dict[str, str]:
 
 
 def thread_words(n_threads: int, n_threads_batch: int) -> str:
-    """Both teams' numbers of threads, as settings have them."""
+    """Thread counts in the form that kept settings use: one token / several tokens."""
     return f"{n_threads}/{n_threads_batch}"
 
 
 def draft_key(draft: DraftModel | None) -> str:
-    """The words that a draft's time depends on; empty without one."""
+    """The settings that a draft model's time depends on, in words; empty without a draft model."""
     if draft is None:
         return ""
     o = draft.options
@@ -88,14 +91,14 @@ def draft_key(draft: DraftModel | None) -> str:
 
 @dataclass(frozen=True)
 class Thorough:
-    """How `tune` measures: within `most_s` seconds, each size at least `n_least` times."""
+    """How `tune` measures: for at most `most_s` seconds, each size at least `n_least` times."""
 
     most_s: float
     n_least: int
 
 
 class SessionCosts:
-    """Opens with the measurement; `on_step` learns from decodes, and `close` keeps it all."""
+    """Loads or measures costs when opened. `on_step` learns from decodes; `close` saves the costs."""
 
     def __init__(
         self,
@@ -108,9 +111,12 @@ class SessionCosts:
         drafts: bool = False,
         thorough: Thorough | None = None,
     ) -> None:
-        """May measure for some seconds. `drafts`: T(n) is wanted for drafts. `say` gets a sentence
-        when batches go another way in the middle of an answer. Raises BadProfile, and DeviceFailed
-        if layers cannot be split though --hybrid on asks for it."""
+        """Load the kept costs, or measure for some seconds.
+
+        `drafts`: T(n) is needed to price drafts. `say` is called with a sentence if batches are
+        computed another way from then on. Raises BadProfile if the context is too short to measure
+        in, and DeviceFailed if --hybrid on is given and layers cannot be split.
+        """
         self._config, self._target, self._draft, self._say = config, target, draft, say
         self._on_progress, self._thorough = on_progress, thorough
         spec = config.spec
@@ -156,7 +162,7 @@ class SessionCosts:
 
     @property
     def _needs_table(self) -> bool:
-        """True if there is something to choose or to price by the table."""
+        """True if the table is needed to choose a way or to price drafts."""
         ways = self._ways()
         chooses = len(ways) > (1 if self._toggle is not Toggle.ON or not self._splits else 2)
         return self._prices or chooses or self._thorough is not None
@@ -165,7 +171,7 @@ class SessionCosts:
         return ways_of(self._target, fixed=self._fixed is not None, splits=self._splits)
 
     def _open(self) -> None:
-        """Find the costs that are kept, or measure them; then go by them."""
+        """Load the kept costs, measure those that are missing, and apply them."""
         target, began = self._target, perf_counter()
         if not (self._needs_table or self._splits):
             self._say_not_split()
@@ -198,7 +204,7 @@ class SessionCosts:
         self._say_chosen(how)
 
     def _measure_if_needed(self) -> bool:
-        """Measure what is missing; True if something was."""
+        """Measure the missing costs. Returns True if something was measured anew."""
         target, run = self._target, self.run
         is_new = False
         if self._splits and run.split is None:
@@ -234,7 +240,7 @@ class SessionCosts:
         if self._toggle is Toggle.ON:
             raise error
         target = self._target
-        self._splits = False  # what nobody asked for is no reason not to start
+        self._splits = False  # --hybrid auto: the session starts without split layers
         target.sequences.rewind(0, 0)
         target.build_anew()
         flag = f"--hybrid {self._toggle}"
@@ -242,11 +248,11 @@ class SessionCosts:
 
     @property
     def _n_verify(self) -> int:
-        """Tokens of the largest verification batch that this run can decode."""
+        """Tokens of the largest verification batch that this session can decode."""
         return min(VERIFY_MOST, self._target.n_ctx - 1, self._target.options.n_outputs)
 
     def _is_short(self) -> bool:
-        """True if the kept T(n) ends below what this run may draft and measure."""
+        """True if the kept T(n) lacks batch sizes that this session may draft and can measure."""
         wanted = min(1 + self._config.spec.longest, self._n_verify)
         return self._prices and self.run.n_verify < wanted
 
@@ -279,7 +285,7 @@ class SessionCosts:
             self.run.n_least = thorough.n_least
 
     def _expected(self, ways: Sequence[Way]) -> CostTable:
-        """The machine model's table: a first start times what it is least sure of."""
+        """The machine model's costs. A first start times the sizes that are least certain."""
         target = self._target
         if target.plan is None or self._fixed is not None:
             return replace(self._nothing, ways={})
@@ -292,7 +298,7 @@ class SessionCosts:
         return [(way, n) for way in ways for n in table.doubted(way, most)]
 
     def _time_again(self, ways: Sequence[Way], text: Sequence[int]) -> None:
-        """Time sizes again that contradict others; a time that stays is believed in the end."""
+        """Time batch sizes again whose times contradict others."""
         found, table = self._doubted(ways), self.run.table
         again = replace(self._nothing, ways={})
         wanted = Pass(again, tuple(ways), today(), again=frozenset(found))
@@ -305,7 +311,7 @@ class SessionCosts:
     # -- going by the table ------------------------------------------------------------------------
 
     def _choose(self) -> MinBatch:
-        """The thresholds by the table, or the user's."""
+        """The user's thresholds if given, else those that the table implies."""
         if self._fixed is not None or not self._kinds:
             return self._target.min_batch
         return self.run.table.min_batch(n_most_at_once(self._target))
@@ -314,14 +320,17 @@ class SessionCosts:
         return min(MOST_TOKENS, n_most_at_once(self._target)) if self._splits else 0
 
     def _ways_at(self, n: int) -> tuple[Way, ...]:
-        """The ways that a batch of `n` tokens may go, the usual one first."""
+        """The ways to compute a batch of `n` tokens, the usual one first."""
         ways = tuple(way for way in self._ways() if way is not Way.DENSE)
         if n > self._most_split():
             return tuple(way for way in ways if way is not Way.SPLIT)
         return (Way.SPLIT,) if self._toggle is Toggle.ON else ways
 
     def _learns(self) -> bool:
-        """Begin to learn, if there is a table; else split all or nothing."""
+        """Start the learner and return True if the table has the ways that batches may go.
+
+        Otherwise split all layers or none, and return False.
+        """
         target = self._target
         known = [way for way in self._ways() if self.run.table.has(way)]
         if (
@@ -335,7 +344,7 @@ class SessionCosts:
             )  # fmt: skip
             measured = [way for way in known if self.run.table.measured(way)]
             if measured:
-                # Threads are governed by these times until the engine has seen some of its own.
+                # The expected times for the control of threads, until the engine has its own times.
                 usual = dict(enumerate(self.run.table.curve(VERIFY_MOST, measured), 1))
                 target.threads.expected_s = usual.get
             self._go(0)
@@ -347,7 +356,7 @@ class SessionCosts:
         return False
 
     def _go(self, n_tokens: int) -> None:
-        """Have batches go the ways that the learner says."""
+        """Make the engine compute each batch size the way that the learner chose."""
         learner, target = self.learner, self._target
         if learner is None:
             return
@@ -365,11 +374,11 @@ class SessionCosts:
             switch = target.hybrid.switch
             switch.is_active = self._splits
             switch.unsplit = frozenset(n for n, way in ways.items() if way is not Way.SPLIT)
-        with suppress(OffloadError):  # without room for it the next decode may be as the one before
+        with suppress(OffloadError):  # without room for a new graph the old one stays in use
             target.build_anew(after_logits=n_tokens > 0)
 
     def _price(self) -> None:
-        """The curve that the policy begins with."""
+        """Set the calibration, and the profile that the policy begins with."""
         spec, table = self._config.spec, self.run.table
         self.calibration = Calibration.from_data(self._kept_draft().calibration)
         if spec.batch_costs is not None:
@@ -397,13 +406,13 @@ class SessionCosts:
 
     @property
     def priced(self) -> Learner | None:
-        """The costs that a policy reads while it serves; None if it reads none."""
+        """The learner whose costs the policy reads while serving; None if it reads none."""
         return self._batch_costs or (self.learner if self._prices else None)
 
     # -- lines -------------------------------------------------------------------------------------
 
     def _say_not_split(self) -> None:
-        """The line for a user who asked for split layers, or would have them but for a flag."""
+        """Add a line if no layer is split though the user asked for it or a flag prevents it."""
         chosen, streams = self._config.hybrid, "experts" in self._kinds
         flag = f"--hybrid {chosen.toggle}"
         if self._target.hybrid is not None:
@@ -446,7 +455,7 @@ class SessionCosts:
         self.notes.append(f"split layers: {words}")
 
     def _both(self, sizes: Sequence[int] = (1,)) -> str:
-        """Both times of the first of these sizes, in brackets."""
+        """The split and the best other time of the first of these sizes, in brackets, or ""."""
         table, n = self.run.table, sizes[0]
         others = [way for way in self._ways_at(n) if way is not Way.SPLIT and table.has(way)]
         if not others or not table.has(Way.SPLIT):
@@ -476,7 +485,7 @@ class SessionCosts:
         return self.learner is not None or self._batch_costs is not None
 
     def counters(self) -> dict[str, float]:
-        """Trials and changes of ways, and decodes of sizes whose time was in doubt."""
+        """Numbers of trials and changes of ways, and of decodes that retried a doubtful size."""
         learner = self.learner
         if learner is None:
             return {}
@@ -487,7 +496,7 @@ class SessionCosts:
         }
 
     def close(self) -> None:
-        """Keep what was learnt."""
+        """Write the learnt costs to the kept file, unless there were too few decodes."""
         learner = self.learner
         if self._file is None or learner is None or self._n_decodes < _LEAST_DECODES:
             return
@@ -503,11 +512,11 @@ class SessionCosts:
         return self.run.drafts.setdefault(draft_key(self._draft), KeptDraft())
 
     def _keep_on(self) -> None:
-        """Keep what a thorough measurement has so far, so that it can be interrupted."""
+        """Save the results of a thorough measurement so far, so that it can be interrupted."""
         self._keep()
 
     def _keep(self) -> str:
-        """Write the run, unless a more thorough one was kept meanwhile."""
+        """Write the run, unless a more thorough one is kept. Returns a complaint, or ""."""
         run = self.run
         if self._file is None or not (run.table.is_measured or run.split):
             return ""

@@ -23,7 +23,7 @@ def describe(
     speculation: Speculation | None,
     chosen: tuple[str, ...],
 ) -> StartUp:
-    """`chosen` are the lines of what was measured while opening."""
+    """The facts for the start-up lines. `chosen` are lines on measurements made while opening."""
     spec, device = config.spec, target.device
     notes = (*spec.reasons, "every token is decoded alone")
     return StartUp(

@@ -1,6 +1,6 @@
-"""Opening the draft model, by libllama or in torch, and the device memory it is left.
+"""Opens the draft model in libllama or torch, and tells the device memory that it needs.
 
-Whoever calls closes what is returned; a failure on the way closes what this module opened.
+The caller closes the returned model. After a failure this module closes what it has opened.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from specoffload.speculation.draft_model import DraftModel, measure_step, real_t
 from specoffload.speculation.kept_tokens import read_kept
 from specoffload.speculation.vocabulary import check_same_vocabulary
 
-_DEFAULT_CTX = 4096  # context of a draft that is not open yet
-_DRAFT_UBATCH = 512  # its weights are resident: more would only take memory
-# What keeps torch from computing this draft, and is no reason not to start.
+_DEFAULT_CTX = 4096  # assumed context in tokens before the draft model is open
+_DRAFT_UBATCH = 512  # largest ubatch of a draft; its weights are resident, so more is of no use
+# Errors after which the draft is computed in libllama instead of torch.
 _NOT_IN_TORCH = (BadModel, DoesNotFit, DeviceUnavailable, DeviceFailed)
 
 
 @dataclass(frozen=True)
 class OpenedDraft:
-    """The draft model, and the lines that say why this engine computes it."""
+    """The draft model, and start-up lines on the choice of its engine."""
 
     model: DraftModel
     notes: tuple[str, ...] = ()
 
 
 def draft_bytes(config: Config) -> int:
-    """Device memory that the target leaves to the draft: its weights and its context, by the
-    engine that needs more where either may be chosen."""
+    """Bytes of device memory for the draft's weights and context.
+
+    If either engine may be chosen, the larger need of both counts.
+    """
     if config.draft is None:
         return 0
     facts = read_facts(config.draft)
@@ -76,16 +78,16 @@ def _torch_bytes(config: Config, facts: ModelFacts, n_ctx: int) -> int:
 
 
 def _llama_ctx(config: Config, n_ctx: int) -> int:
-    """Cells of libllama's draft: beside all that the target holds, the drafts of each request."""
+    """KV cells of libllama's draft: those of the target, and the drafts of the other requests."""
     return n_ctx + MOST_DRAFTED * (config.parallel - 1)
 
 
 def _of_draft(config: Config, options: EngineOptions) -> EngineOptions:
-    """The draft's own options over the target's."""
+    """Returns `options` of the target, changed for the draft model."""
     options = replace(
         options,
         n_ubatch=min(config.ubatch_size or _DRAFT_UBATCH, _DRAFT_UBATCH),
-        n_rs_seq=0,  # it decodes token by token, which leaves no snapshots
+        n_rs_seq=0,  # decoding token by token leaves no snapshots
         type_k="f16",
         type_v="f16",
     )
@@ -93,12 +95,11 @@ def _of_draft(config: Config, options: EngineOptions) -> EngineOptions:
 
 
 def open_draft(config: Config, target: Engine) -> OpenedDraft | None:
-    """The draft model, where there is one: resident and never wrapped, since it is small and must
-    answer at once.
+    """Open the draft model, all of it resident. Returns None if there is none.
 
-    By the engine that `--draft-engine` names, else by the faster, else by libllama with the
-    reason. Raises OffloadError, UsageError where torch is asked for and cannot do what else is,
-    or VocabularyMismatch for a draft of another family.
+    The engine is the one that `--draft-engine` names, else the faster one, or libllama if torch
+    cannot compute the draft. Raises OffloadError, UsageError if torch is asked for together with
+    options that it lacks, or VocabularyMismatch for a draft of another family.
     """
     if config.draft is None:
         return None
@@ -143,7 +144,7 @@ def _open_llama(config: Config, path: Path, target: Engine) -> Engine:
         wrapped=False,
         stream_experts=False,
         n_ctx=_llama_ctx(config, target.n_ctx),
-        # Threads typed for the draft alone are taken as they are, not bound.
+        # Threads are not bound if the user gave their number for the draft.
         numa=None
         if config.numa is None or "n_threads" in spec.draft_options
         else config.numa.for_draft(),
@@ -160,8 +161,11 @@ def _place(config: Config, target: Engine) -> DeviceChoice:
 def _torch_options(
     config: Config, path: Path, target: Engine, place: DeviceChoice
 ) -> TorchDraftOptions:
-    """Raises DeviceUnavailable where torch is not there, or not for this device, and BadModel for a
-    draft that it cannot compute. torch is not imported."""
+    """The options of the draft in torch, which is not imported here.
+
+    Raises DeviceUnavailable if torch is missing or does not support the device, and BadModel for
+    a draft that it cannot compute.
+    """
     spec = config.spec
     of_draft = spec.of_draft
     device = torch_name(place.name, on_gpu=place.on_gpu)
@@ -191,7 +195,7 @@ def _open_torch(path: Path, options: TorchDraftOptions) -> DraftModel:
 def faster_engine(
     config: Config, path: Path, target: Engine, options: TorchDraftOptions
 ) -> OpenedDraft:
-    """The engine whose token takes less time, by an earlier measurement or one made now."""
+    """Open the draft in the engine whose token takes less time, by a kept or a new measurement."""
     if not config.spec.use_profile or config.spec.profile_dir is None:
         why = "nothing is measured without a profile; --draft-engine torch takes torch unmeasured"
         return _llama_because(why, config, path, target)
@@ -217,7 +221,7 @@ def faster_engine(
 
 
 def _settings(options: TorchDraftOptions, target: Engine) -> str:
-    """Settings that the time of a token depends on, beside file and device, in words."""
+    """The settings that the time of a token depends on, besides file and device, in words."""
     torch = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else "none"
     return (
         f"context {options.n_ctx}, {options.dtype}, {len(options.kept)} tokens kept, "
@@ -229,8 +233,10 @@ def _settings(options: TorchDraftOptions, target: Engine) -> str:
 def _measured(
     config: Config, path: Path, target: Engine, options: TorchDraftOptions
 ) -> dict[str, float]:
-    """Seconds of a token by engine; one engine after the other, so that the device holds the draft
-    once."""
+    """Measure the seconds of a token by engine.
+
+    The engines are opened one after the other, so that the device holds the draft only once.
+    """
     check_device(options.device)
     with _open_llama(config, path, target) as llama:
         text = real_text(llama)

@@ -1,4 +1,4 @@
-"""A generation's options, the pieces of its answer, and what the server needs of a session."""
+"""A generation's options, the pieces of its answer, and the server's interface to a session."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ N_SEEDS = 2**32 - 1  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "rando
 
 @dataclass(frozen=True)
 class GenerateOptions(SamplingOptions):
-    """Length, sampling and stops of one answer, by llama.cpp's names where they mean the same."""
+    """Length, sampling and stops of one answer. Names are llama.cpp's if the meaning is the same."""
 
     temperature: float = 0.0
     n_predict: int | None = None  # None: until the end of the context
@@ -36,21 +36,23 @@ class GenerateOptions(SamplingOptions):
     spm_infill: bool = False  # the suffix before the prefix, as some models were trained
     cache_prompt: bool = True  # reuse first tokens that a slot or host memory holds
     id_slot: int = -1  # the slot to run in; -1: the one that holds most of the prompt
-    # Most and fewest tokens of a draft, and the least probability of each; None: the policy
-    # decides. A `draft_max` of 0: no drafts.
+    # Limits of drafts: most tokens (0: no drafts), fewest tokens, and least probability of a token.
+    # None: the policy decides.
     draft_max: int | None = None
     draft_min: int | None = None
     draft_p_min: float | None = None
-    time_limit_s: float | None = None  # from its first step; then the answer ends as it is
+    time_limit_s: float | None = None  # seconds, from getting a slot, after which the answer ends
     timings_per_token: bool = False  # each piece has the statistics so far
-    prompt_logprobs: int | None = None  # likeliest tokens given beside each prompt token
-    n: int = 1  # answers to the prompt, which is evaluated once; their seeds follow one another
+    prompt_logprobs: int | None = None  # number of likeliest tokens given with each prompt token
+    n: int = 1  # number of answers to the prompt, which is evaluated once; seeds count up from one
 
 
 @dataclass(frozen=True)
 class AskedOptions(GenerateOptions):
-    """llama-server's defaults, for people and requests. `GenerateOptions` is greedy, for
-    measurements."""
+    """Options with llama-server's defaults, for people and requests.
+
+    The defaults of `GenerateOptions` are greedy, for measurements.
+    """
 
     temperature: float = 0.8
 
@@ -69,7 +71,7 @@ class Piece:
     logprobs: tuple[
         ChosenLogprob, ...
     ] = ()  # one for each of `tokens`, if asked for; an end token has none
-    id_slot: int = -1  # the slot that it was made in
+    id_slot: int = -1  # number of the slot that made this piece
     # Logprobs of evaluated prompt tokens, if asked for; that of the first token is NaN.
     prompt_logprobs: tuple[ChosenLogprob, ...] = ()
     n_prompt_read: int | None = None  # evaluated tokens of the prompt, on pieces before the answer
@@ -77,14 +79,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class SlotInfo:
-    """A slot of the model: the place of one request, and of the prompt it leaves behind."""
+    """The state of a slot, a place for one request and the text it holds afterwards."""
 
     id: int
     is_processing: bool
-    n_tokens: int  # held now
+    n_tokens: int  # tokens held now
     n_prompt_tokens: int = 0  # prompt tokens of the request that is being answered
     n_decoded: int = 0  # tokens of the answer so far
-    n_remain: int = 0  # that may follow
+    n_remain: int = 0  # tokens that may follow
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ SlotAction = Literal["save", "restore", "erase"]
 
 
 class Running(Protocol):
-    """A request under way. Take `pieces` from the left; after `error`, none follows."""
+    """A request in progress. Take `pieces` from the left; none follows after `error`."""
 
     @property
     def pieces(self) -> deque[Piece]: ...
@@ -121,7 +123,7 @@ class Generator(Protocol):
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]: ...
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Their text, special tokens written out."""
+        """The text of `tokens`, with special tokens written out."""
         ...
 
     def piece(self, token: int) -> bytes:
@@ -129,11 +131,11 @@ class Generator(Protocol):
         ...
 
     def fill_tokens(self, fill: Fill, options: GenerateOptions) -> list[int]:
-        """The prompt that fills in text. Raises NotSupported for a model that cannot."""
+        """The prompt's tokens for filling in the middle. Raises NotSupported if the model cannot."""
         ...
 
     def embed(self, tokens: Sequence[int]) -> tuple[NDArray[np.float32], bool]:
-        """[1, width] and True, or a row for each token and False where nothing pools them.
+        """Embeddings [1, width] and True if pooled; [n_tokens, width] and False without pooling.
 
         Raises NotSupported for a model without embeddings, and DoesNotFit.
         """
@@ -146,19 +148,19 @@ class Generator(Protocol):
     def start(
         self, tokens: Sequence[int], options: GenerateOptions, beside: Running | None = None
     ) -> Running:
-        """A request for one answer (`n` is the caller's to count), on which `step` works. With
-        `beside`, a request of the same prompt, it waits for that one's evaluation of it.
+        """Queue a request for one answer; `options.n` is ignored. `step` works on it.
 
-        Raises when the prompt is empty or does not fit.
+        If `beside` is given, the request waits until `beside` has evaluated the same prompt. Raises
+        BadRequest if the prompt is empty, and DoesNotFit.
         """
         ...
 
     def step(self) -> Sequence[Running]:
-        """Work on every request for a moment; returns those that have news."""
+        """Decode one batch for all requests. Returns those with a new piece or an error."""
         ...
 
     def cancel(self, request: Running) -> None:
-        """The client has gone."""
+        """Cancel a request whose client has left."""
         ...
 
     @property
@@ -167,17 +169,17 @@ class Generator(Protocol):
         ...
 
     def use_idle_time(self) -> bool:
-        """Do some milliseconds of useful work while there is no request. True if there is more."""
+        """Do some milliseconds of useful work between requests. Returns True if there is more."""
         ...
 
     def slots(self) -> tuple[SlotInfo, ...]: ...
 
     def change_slot(self, number: int, action: SlotAction, filename: str) -> SlotResult:
-        """Save, restore or erase what an idle slot holds."""
+        """Save the text of an idle slot to a file, restore it, or erase it."""
         ...
 
     def prepare(self) -> None:
-        """Prepare what later requests would have to wait for."""
+        """Do slow preparations before the first request, so that no request waits for them."""
         ...
 
     def close(self) -> None: ...

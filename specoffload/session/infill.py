@@ -1,6 +1,6 @@
-"""Filling in the middle: the prompt of a model that was trained to do so. Pure.
+"""Filling in the middle: the prompt for a model that was trained to do so. Pure.
 
-The layout is llama-server's /infill: what else is known, the prefix, the suffix, then the marker
+The layout is that of llama-server's /infill: other files, the prefix, the suffix, then the marker
 after which the model writes the middle (https://arxiv.org/abs/2207.14255).
 """
 

@@ -1,4 +1,4 @@
-"""Opening the target: the options of its engine, with what earlier starts kept for its plan."""
+"""Opens the target: makes its engine's options, with kept data of earlier starts for its plan."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from specoffload.session.progress import OnProgress, ignore
 
 @dataclass(frozen=True)
 class KeptForPlan:
-    """The evidence of earlier starts that a plan takes, and a complaint where it cannot be used."""
+    """Data of earlier starts for the plan. `complaint` says why kept data cannot be used, or ""."""
 
-    hits: HitCurve | None = None  # as counted of the model's routing
-    decodes: tuple[MeasuredDecode, ...] = ()  # as timed on this device, by whatever plan
+    hits: HitCurve | None = None  # hit rates counted from the model's routing
+    decodes: tuple[MeasuredDecode, ...] = ()  # decodes timed on this device, with any plan
     mix: TokenMix | None = None  # tokens that earlier runs evaluated and generated; None: too few
     complaint: str = ""
 
@@ -43,7 +43,7 @@ def open_target(
     on_progress: OnProgress = ignore,
     kept: KeptForPlan = NOTHING_KEPT,
 ) -> Engine:
-    """The model that answers. Raises OffloadError."""
+    """Open the target, and try it out if --warmup is on. Raises OffloadError."""
     engine = Engine(config.model, target_options(config, kept), on_progress)
     try:
         if config.streaming.warmup:
@@ -90,7 +90,7 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
 
 
 def kept_for_plan(config: Config) -> KeptForPlan:
-    """The evidence that was kept of the model, as far as its plan asks for it."""
+    """Load the kept data of the model that its plan needs."""
     folder = config.spec.profile_dir if config.spec.use_profile else None
     if folder is None or not KeptFile.may_exist(folder, config.model):
         return NOTHING_KEPT
@@ -105,7 +105,7 @@ def kept_for_plan(config: Config) -> KeptForPlan:
 
 
 def _decodes(kept: Kept, config: Config) -> tuple[MeasuredDecode, ...]:
-    """Decodes of one token, timed by whatever plan with these threads, device and library."""
+    """Kept times of one-token decodes with these threads, device and library, and any plan."""
     choice = choose_device(config.device)
     place = {
         "threads": thread_words(config.threads, config.threads_batch),

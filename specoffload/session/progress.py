@@ -8,4 +8,4 @@ OnProgress = Callable[[str, float], None]
 
 
 def ignore(step: str, done: float) -> None:
-    """For whoever does not watch."""
+    """An `OnProgress` that does nothing."""

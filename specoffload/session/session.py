@@ -1,6 +1,6 @@
-"""An opened model and the generations it runs: what every command and the server work with.
+"""An opened model and its generations, as used by every command and by the server.
 
-`run`, `serve`, `bench` and `tune` all open a Session; nothing else puts the parts together.
+`run`, `serve`, `bench` and `tune` all open a Session. No other code puts the parts together.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger("specoffload.session")
 
 
 class Session:
-    """A target, perhaps a draft, and the conversation they hold. Close it, or use `with`."""
+    """An opened target, perhaps a draft model, and their requests. Close it, or use `with`."""
 
     def __init__(
         self,
@@ -60,18 +60,19 @@ class Session:
         thorough: Thorough | None = None,
         on_news: Callable[[str], None] = log.warning,
     ) -> None:
-        """May measure for some seconds; `on_progress` hears which step is how far. With
-        `keeps_hits` what is decoded is somebody's text: the hits it has are counted and kept.
-        `prices`: T(n) is measured though nothing is drafted; `thorough`: and how thoroughly.
-        `on_news` gets a sentence when batches are computed another way from now on, in the middle
-        of an answer.
+        """Open the model, which may include some seconds of measuring.
 
-        Raises OffloadError or SpecDecError when something does not open or fit together; whatever
-        ends the opening, Ctrl-C too, frees what was opened.
+        `on_progress` is called with the current step and its finished fraction. `keeps_hits`: the
+        decoded texts are a user's, so expert hits are counted and kept. `prices`: T(n) is measured
+        even if nothing is drafted. `thorough` says how thoroughly to measure. `on_news` is called
+        with a sentence if batches are computed another way from then on, perhaps within an answer.
+
+        Raises OffloadError or SpecDecError if a part cannot be opened or parts do not fit together.
+        Any exception, Ctrl-C included, frees the parts that were opened.
         """
         self.config = config
         self.speculation: Speculation | None = None  # None: every token is decoded alone
-        self._filling: Iterator[None] | None = None  # copies experts until somebody asks
+        self._filling: Iterator[None] | None = None  # copies experts until the first request
         self._untraced_bytes = 0  # streamed before the trace began
         with ExitStack() as opened:
             opened.callback(self._write_trace)  # the last thing done
@@ -113,7 +114,7 @@ class Session:
             self._closing = opened.pop_all()
 
     def _keep_hits(self, opened: ExitStack) -> None:
-        """From here on what routers choose is somebody's text: it is recorded, and kept."""
+        """Record the experts that routers choose from now on, and keep the counts."""
         spec, recorder = self.config.spec, self.target.routing
         if not spec.use_profile or spec.profile_dir is None or not self.target.facts.n_experts:
             return
@@ -140,8 +141,10 @@ class Session:
         self.batcher.on_step.append(step)
 
     def use_idle_time(self) -> bool:
-        """Copy one of the experts that were used most at the end of the last run into a slot, until
-        the first request comes. True if there are more."""
+        """Copy one expert that earlier runs used most into a slot. Returns True if there are more.
+
+        Does nothing once the first request has come.
+        """
         if self._filling is None:
             return False
         try:
@@ -155,7 +158,7 @@ class Session:
         return False
 
     def _end_filling(self) -> None:
-        """Something is computed next."""
+        """Stop filling slots, since a request comes next."""
         if self._filling is None:
             return
         self._filling = None
@@ -164,10 +167,12 @@ class Session:
                  "were used most at the end of the last run", n)  # fmt: skip
 
     def prepare(self) -> None:
-        """Make ready what the first grammar would make all others wait for: 1.3 s for a vocabulary
-        of 150,000 tokens. llguidance holds Python's lock meanwhile, so that a thread would not
-        help; but before the first generation nobody waits."""
-        with suppress(BadRequest):  # who sends a grammar is told
+        """Prepare the vocabulary for grammars, which takes 1.3 s for 150,000 tokens.
+
+        Otherwise the first grammar would block all requests for that time. A thread would not help,
+        since llguidance holds Python's lock meanwhile. No request waits yet.
+        """
+        with suppress(BadRequest):  # a request with a grammar gets the error
             grammar_tokens(self.target.model)
 
     def close(self) -> None:
@@ -183,7 +188,7 @@ class Session:
     # -- its trace -----------------------------------------------------------------------------
 
     def _begin_trace(self) -> None:
-        """Begin the trace here: measurements that opened the session are not what it is for."""
+        """Begin the trace here, so that it excludes the measurements made while opening."""
         trace = self.config.streaming.trace
         if not trace:
             return
@@ -193,10 +198,10 @@ class Session:
         self.batcher.on_step.append(StepTrace(trace, self.piece).add)
 
     def _end_trace(self) -> None:
-        """Before the target is closed: what its counters say of the same time."""
+        """Add the target's counters for the traced time. Call it before the target is closed."""
         trace = self.config.streaming.trace
         if trace:
-            with suppress(DeviceFailed):  # closing goes on; who decoded was told
+            with suppress(DeviceFailed):  # closing goes on; the decode has reported the failure
                 self.target.settle()
             copied = self.target.counters().streamed_bytes - self._untraced_bytes
             trace.totals["streamed_bytes"] = copied
@@ -238,7 +243,7 @@ class Session:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The start-up lines, as things are now."""
+        """The start-up lines for the present state."""
         start = describe(self.config, self.target, self.draft, self.speculation, self._chosen)
         return startup_lines(start)
 
@@ -246,7 +251,7 @@ class Session:
         return self.target.tokenize(text, add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
-        """Their text, special tokens written out."""
+        """The text of `tokens`, with special tokens written out."""
         return self.target.detokenize(tokens, special=True)
 
     def piece(self, token: int) -> bytes:
@@ -254,9 +259,9 @@ class Session:
         return self.target.model.piece(token, special=True)
 
     def fill_tokens(self, fill: Fill, options: GenerateOptions) -> list[int]:
-        """The prompt that fills in text, with room left for an answer.
+        """The prompt's tokens for filling in the middle, with room left for an answer.
 
-        Raises NotSupported for a model that was not trained to.
+        Raises NotSupported for a model that was not trained for it.
         """
         n_answer = self.target.n_ctx // 4 if options.n_predict is None else options.n_predict
         n_room = max(self.target.n_ctx - n_answer, self.target.n_ctx // 2)
@@ -270,7 +275,7 @@ class Session:
         )
 
     def embed(self, tokens: Sequence[int]) -> tuple[NDArray[np.float32], bool]:
-        """[1, width] and True, or a row for each token and False where nothing pools them.
+        """Embeddings [1, width] and True if pooled; [n_tokens, width] and False without pooling.
 
         Raises NotSupported for a model without embeddings, and DoesNotFit.
         """
@@ -293,10 +298,10 @@ class Session:
     # -- generating ----------------------------------------------------------------------------
 
     def generate(self, prompt: str | Sequence[int], options: GenerateOptions) -> Iterator[Piece]:
-        """Pieces of text; the last has a finish reason and the statistics.
+        """Generate pieces of text. The last has a finish reason and the statistics.
 
-        Raises BadRequest or DoesNotFit before the first piece. Closing the iterator early leaves
-        the sequence as far as it was verified.
+        Raises BadRequest or DoesNotFit before the first piece. If the iterator is closed early, the
+        sequence keeps the verified tokens.
         """
         self._end_filling()
         tokens = self._prompt_tokens(prompt)
@@ -305,10 +310,10 @@ class Session:
     def start(
         self, tokens: Sequence[int], options: GenerateOptions, beside: Running | None = None
     ) -> Request:
-        """A request beside others; `step` works on it until it is over or cancelled.
+        """Queue a request. `step` works on it until it is over or cancelled.
 
-        It waits until `beside`, a request of the same prompt, has evaluated that. Raises BadRequest
-        or DoesNotFit for one that cannot be answered.
+        If `beside` is given, the request waits until `beside` has evaluated the same prompt. Raises
+        BadRequest or DoesNotFit for a request that cannot be answered.
         """
         assert beside is None or isinstance(beside, Request)
         self._end_filling()
@@ -316,7 +321,7 @@ class Session:
         return self.batcher.start(tokens, self._n_predict(tokens, options), options, beside)
 
     def step(self) -> list[Request]:
-        """Decode one batch for all requests; those that have a new piece, or an error."""
+        """Decode one batch for all requests. Returns those with a new piece or an error."""
         return self.batcher.step()
 
     def cancel(self, request: Running) -> None:
@@ -341,7 +346,7 @@ class Session:
         return change_slot(self.batcher.slots, self.config.slot_save_path, number, action, filename)
 
     def forget(self) -> None:
-        """Drop what is cached of the conversation: the next prompt is evaluated whole."""
+        """Drop all cached prompts, so that the next prompt is evaluated whole."""
         self.batcher.forget()
 
     def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
@@ -359,7 +364,7 @@ class Session:
         return tokens
 
     def _n_predict(self, tokens: Sequence[int], options: GenerateOptions) -> int:
-        """The most tokens of an answer. Raises DoesNotFit when there is no room for any."""
+        """The most tokens that the answer may have. Raises DoesNotFit if there is no room for one."""
         room = self.target.n_ctx - len(tokens)
         if room < 1:
             raise DoesNotFit(

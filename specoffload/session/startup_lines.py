@@ -1,4 +1,4 @@
-"""The lines that a session says of itself: what is active, what is not, and why. Pure."""
+"""A session's start-up lines: what is active, what is not, and why. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StreamedFacts:
-    """Weights in host memory and the device memory they stream through."""
+    """Streamed weights, and the device memory of their slots."""
 
     streamed_bytes: int
     slot_bytes: int
-    min_batch: str  # when they are computed on the device, in words
+    min_batch: str  # batches whose streamed weights the device computes, in words
     reasons: tuple[str, ...]  # the plan's reasons
-    reading: str | None  # how they were read from disk; None while they are not
-    split: str = ""  # sizes of batches whose layers of experts are split between both
+    reading: str | None  # sentence on reading the weights from disk; None without a report
+    split: str = ""  # sizes of batches with split layers
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class DraftFacts:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """The target's ways of taking rejected tokens back."""
+    """The target's ways of rewinding rejected tokens."""
 
     architecture: str
     can_rewind: bool
-    n_rs_seq: int  # tokens that snapshots take back
+    n_rs_seq: int  # tokens that snapshots can rewind
     device_checkpoints: bool
     speculates: bool
 
 
 @dataclass(frozen=True)
 class StartUp:
-    """Everything that the lines are made of."""
+    """The facts from which the start-up lines are made."""
 
     device: str
     device_description: str
@@ -59,7 +59,7 @@ class StartUp:
 
 
 def startup_lines(start: StartUp) -> tuple[str, ...]:
-    """All of them, in the order in which they are shown."""
+    """All start-up lines, in the order in which they are shown."""
     return (
         *device_lines(start),
         *weight_lines(start),

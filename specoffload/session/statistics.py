@@ -1,4 +1,4 @@
-"""The statistics of a generation, added up round by round: plain data in and out."""
+"""The statistics of a generation, summed round by round. Plain data in and out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GenerationStats:
     n_rounds: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
-    n_could_accept: int = 0  # drafted and not verified, and the text then had them
+    n_could_accept: int = 0  # unverified drafted tokens that the text then continued with
     streamed_bytes: int = 0
     n_draft_steps: int = 0  # decodes of the draft model
     draft_s: float = 0.0
@@ -31,12 +31,14 @@ class GenerationStats:
     draft_lengths: tuple[tuple[int, int], ...] = ()  # (length, rounds)
     accepted_by_source: tuple[tuple[str, int], ...] = ()  # (drafter, accepted tokens)
     decisions: tuple[tuple[str, int], ...] = ()  # (why that length, rounds), most frequent first
-    n_cached_tokens: int = 0  # prompt tokens held from the conversation before
+    n_cached_tokens: int = 0  # prompt tokens that were held already, and not evaluated
 
     @property
     def n_prefilled(self) -> int:
-        """Tokens of the prompt that were evaluated in `prefill_s`: not those from a cache, and not
-        the last, which the first decode evaluates."""
+        """Number of prompt tokens evaluated in `prefill_s`.
+
+        Cached tokens do not count, nor does the last token, which the first decode evaluates.
+        """
         return max(0, self.n_prompt_tokens - self.n_cached_tokens - 1)
 
     @property
@@ -66,7 +68,7 @@ class Tally:
     """Adds rounds up. Times are seconds of one clock, which the caller reads."""
 
     def __init__(self, before: EngineCounts, now_s: float) -> None:
-        """`before` is what the engine had counted when the generation began, at `now_s`."""
+        """`before` are the engine's counts when the generation began, at `now_s`."""
         self._before = before
         self._n_prompt = self._n_cached = 0
         self._start_s = self._first_s = now_s
@@ -74,12 +76,12 @@ class Tally:
         self._n_tokens = 0
 
     def evaluated(self, n_prompt_tokens: int, n_cached_tokens: int, now_s: float) -> None:
-        """The prompt has been, but for its last token, which the first round decodes."""
+        """Record that the prompt is evaluated, except its last token. The first round decodes it."""
         self._n_prompt, self._n_cached = n_prompt_tokens, n_cached_tokens
         self._first_s = now_s
 
     def count(self, round_: Round, n_kept: int) -> None:
-        """A round, of whose tokens the answer has the first `n_kept`."""
+        """Add a round. The answer has the first `n_kept` of its tokens."""
         self._spec.add(round_)
         self._n_tokens += n_kept
 

@@ -2,8 +2,8 @@
 
 Each step decodes one batch: the last token and the draft of every running request, and pieces of
 waiting prompts. The sequences share the cells of one KV cache. If it is full, the prompts of idle
-slots go to host memory. If there is no idle slot, the request that came last waits until there is
-room again, and continues where it was.
+slots move to host memory. If there is no idle slot, the request that got its slot last waits until
+there is room again. It then continues its text.
 """
 
 from __future__ import annotations
@@ -60,15 +60,17 @@ class Batcher:
         store_bytes: int | None = 0,
         similar: float = SIMILAR,
     ) -> None:
-        """`store_bytes` of host memory keep prompts whose slots others need; `similar` is that of
-        `choose`."""
+        """`store_bytes` of host memory keep prompts whose slots others need (None: no limit).
+
+        `similar` is passed to `choose`.
+        """
         self._similar = similar
         self._target, self._speculation = target, speculation
         self._sequences = target.sequences
         drafts = None if draft is None else draft.sequences
         self.slots = [Slot(i, self._sequences, drafts, n_checkpoints) for i in range(n_slots)]
         self.store = PromptStore(store_bytes, can_cut=self._sequences.can_rewind)
-        self.on_round: list[Callable[[Round], None]] = []  # told of every round
+        self.on_round: list[Callable[[Round], None]] = []  # called with every round
         self.on_step: list[Callable[[float, float, Step], None]] = []  # (start, end in s, step)
         self._loop = DecodingLoop(self._sequences) if speculation is None else speculation.loop()
         self._share = PromptShare(
@@ -95,10 +97,10 @@ class Batcher:
         options: GenerateOptions,
         beside: Request | None = None,
     ) -> Request:
-        """A request for at most `n_predict` tokens after `tokens`, on which `step` works as soon as
-        `beside` has evaluated the same prompt.
+        """Queue a request for at most `n_predict` tokens after `tokens`.
 
-        Raises BadRequest for sampling parameters that cannot be used.
+        If `beside` is given, the request waits until `beside` has evaluated the same prompt. Raises
+        BadRequest for sampling parameters or an `id_slot` that cannot be used.
         """
         n_slots, wanted = len(self.slots), options.id_slot
         if not -1 <= wanted < n_slots:
@@ -128,8 +130,10 @@ class Batcher:
     def generate(
         self, tokens: Sequence[int], n_predict: int, options: GenerateOptions
     ) -> Iterator[Piece]:
-        """The pieces of a request, which is worked on when the next piece is asked for. Raises the
-        error that ended it; closing the iterator early cancels it."""
+        """Run a request and yield its pieces; asking for the next piece runs steps.
+
+        Raises the error that ended the request. Closing the iterator early cancels the request.
+        """
         request = self.start(tokens, n_predict, options)
         try:
             while True:
@@ -144,7 +148,7 @@ class Batcher:
             self.cancel(request)
 
     def cancel(self, request: Request) -> None:
-        """Free the slot of a request whose client has gone. Does nothing if it is over."""
+        """Cancel a request and free its slot. Does nothing if the request is over."""
         if request.is_over:
             return
         if request in self._waiting:
@@ -153,7 +157,7 @@ class Batcher:
         request.close()
 
     def step(self) -> list[Request]:
-        """Decode one batch. The requests that have a new piece, or an error."""
+        """Decode one batch. Returns the requests that have a new piece or an error."""
         news = self._admit()
         if self._loop.is_idle:
             return news
@@ -185,19 +189,19 @@ class Batcher:
         return tuple(infos)
 
     def forget(self) -> None:
-        """Drop what is kept of prompts, except those of running requests."""
+        """Drop all kept prompts, except those of running requests."""
         self.store.clear()
         for slot in self.slots:
             if not slot.is_busy:
                 slot.clear()
 
     def _times(self) -> Sequence[float]:
-        """Seconds of a decode by number of tokens, as far as known."""
+        """Seconds of a decode by number of tokens, starting at 1; empty if unknown."""
         policy = None if self._speculation is None else self._speculation.policy
         return policy.costs.times if isinstance(policy, Throughput) else ()
 
     def _after(self, step: Step) -> list[Request]:
-        """Turn a step's results into pieces and ends of requests."""
+        """Turn a step's results into pieces and ends of requests. Returns those with news."""
         news = []
         for member in step.read:
             request = self._running[member]
@@ -218,7 +222,7 @@ class Batcher:
         return news + [self._failed(self._running[member], e) for member, e in step.failed]
 
     def _evaluated(self, request: Request) -> None:
-        """Told that all of the prompt except its last token has been evaluated."""
+        """Record that all of the prompt except its last token has been evaluated."""
         assert request.slot is not None
         request.slot.mark()
         self.n_prompt_tokens += request.n_prompt - request.n_cached
@@ -244,7 +248,7 @@ class Batcher:
     def _admit(self) -> list[Request]:
         """Give slots to waiting requests while the context has room for them.
 
-        Requests that have nothing to generate are over at once.
+        Requests that have nothing to generate end at once and are returned.
         """
         news: list[Request] = []
         while self._waiting and not (self._is_full and self._running):
@@ -265,8 +269,10 @@ class Batcher:
         return news
 
     def _next(self) -> Request | None:
-        """The first waiting request of the prompt with the fewest running answers, so that a client
-        that asks for many answers does not keep out the others."""
+        """The first waiting request of the prompt with the fewest running answers.
+
+        So a client that asks for many answers does not block other clients.
+        """
         n_running = Counter([request.asked_with for request in self._running.values()])
         may_begin = (request for request in self._waiting if self._may_begin(request))
         return min(may_begin, key=lambda r: n_running[r.asked_with], default=None)
@@ -301,7 +307,7 @@ class Batcher:
         )
 
     def _leave(self, request: Request) -> None:
-        """Free its slot, which keeps the text it holds."""
+        """Free the request's slot. The slot keeps the text that it holds."""
         slot, member = request.slot, request.member
         if slot is None or member is None:
             return
@@ -313,12 +319,12 @@ class Batcher:
         slot.is_busy = False
 
     def _may_begin(self, request: Request) -> bool:
-        """False while another request evaluates its prompt or uses the slot it asks for."""
+        """False while another request evaluates the same prompt or uses the slot asked for."""
         slot = request.options.id_slot
         return request.may_begin and (slot < 0 or not self.slots[slot].is_busy)
 
     def _slot_for(self, request: Request) -> Slot | None:
-        """A free slot, made to hold as much of the request's beginning as is available."""
+        """A free slot that holds as much of the request's beginning as is available, or None."""
         tokens, options = request.history, request.options
         reuses = _reuses(request)
         states, n_stored = self._states(tokens), self.store.reusable(tokens)
@@ -344,11 +350,11 @@ class Batcher:
     def _clear_others(self, slot: Slot, request: Request) -> None:
         """Move the prompts of all other slots to host memory, for a request that runs alone.
 
-        Attention rounds by the places and the number of used cells, so the logits of the request
-        would depend on those prompts. With `cache_prompt`, prompts that do not fit in host memory
-        stay. All stay with sliding windows, which are not saved whole. All stay if the request
-        drafts: its logits depend on the lengths of its drafts anyway, and a draft model would have
-        to read the prompts again.
+        The rounding of attention depends on the places and the number of used cells, so the logits
+        of the request would depend on those prompts. With `cache_prompt`, some prompts stay: those
+        that do not fit in host memory, and all if sliding windows cannot be saved whole. All stay
+        also if the request drafts. Its logits depend on the lengths of its drafts anyway, and a
+        draft model would have to read the prompts again.
         """
         reuses = _reuses(request)
         drafts = self._speculation is not None and request.options.draft_max != 0
@@ -362,11 +368,11 @@ class Batcher:
                 other.clear()
 
     def _load(self, slot: Slot, stored: StoredPrompt) -> None:
-        """Put a stored prompt into an empty slot, where there is room for it."""
+        """Load a stored prompt into an empty slot, unless there is no room for it."""
         while sum([s.n_held for s in self.slots]) + len(stored.tokens) > self._sequences.n_ctx:
             idle = self._least_used()
             if idle is None:
-                return  # it is evaluated instead, and has to wait for room anyway
+                return  # the prompt is evaluated instead, once there is room
             self._store(idle)
             idle.clear()
         with suppress(DeviceFailed):
@@ -378,7 +384,7 @@ class Batcher:
         return min(idle, key=lambda s: s.last_used, default=None)
 
     def _states(self, tokens: Sequence[int]) -> list[SlotState]:
-        """The slots as `choose` needs them for a prompt."""
+        """The state of every slot for the prompt `tokens`, as `choose` takes it."""
         texts = {r.slot.number: r.history for r in self._running.values() if r.slot is not None}
         states = []
         for slot in self.slots:
@@ -398,8 +404,10 @@ class Batcher:
         return states
 
     def _store(self, slot: Slot) -> None:
-        """Keep what a slot holds in host memory, if there is room. Only the first of several
-        failures in a row is logged."""
+        """Save a slot's prompt to host memory if there is room.
+
+        Only the first of several failures in a row is logged.
+        """
         try:
             self.store.add(slot.tokens, slot.checkpoints, slot.save)
         except (DeviceFailed, DoesNotFit, MemoryError) as e:
@@ -411,7 +419,10 @@ class Batcher:
             self._can_keep = True
 
     def _make_room(self, error: DoesNotFit) -> list[Request]:
-        """Free cells: clear an idle slot, or make the request that came last wait again."""
+        """Free cells: clear the least recently used idle slot, or make the last request wait again.
+
+        Returns that request if it is the only one, failed with `error`.
+        """
         slot = self._least_used()
         if slot is None:
             request = [*self._running.values()][-1]
@@ -427,7 +438,7 @@ class Batcher:
 
 
 def _reuses(request: Request) -> bool:
-    """True if tokens of its prompt that are held somewhere need no evaluation."""
+    """True if the request may skip evaluating prompt tokens that a slot or the store holds."""
     return request.options.cache_prompt and request.hear_prompt is None
 
 
@@ -438,24 +449,26 @@ def _never(_: int) -> bool:
 class PromptShare:
     """Decides how many prompt tokens a step evaluates beside the rounds of running requests. Pure.
 
-    A long prompt in one piece would make all others wait. One token at a time would make its own
-    client wait, and the device would read its weights for little. So a step takes as many prompt
-    tokens as cost next to nothing, by the measured T(n). It takes a whole piece if the running
-    requests have had as much time since the last piece as that took, so both get half of the time.
+    Most steps take as many prompt tokens as cost next to nothing by the measured T(n). A step takes
+    a whole piece if the steps since the last piece took as long as that piece did. So prompts and
+    running requests each get half of the time.
     """
 
     def __init__(self, n_piece: int, *, rides_along: bool = True) -> None:
-        """`n_piece` tokens are a whole piece. Without `rides_along` no token is free: recurrent
-        memory computes sequences of different lengths one after the other."""
+        """`n_piece` is the number of tokens of a whole piece.
+
+        Without `rides_along` no prompt token is free. That is for recurrent memory, which computes
+        sequences of different lengths one after the other.
+        """
         self._n_piece, self._rides_along = n_piece, rides_along
         self._is_piece = False  # the step under way takes a whole piece
         self._piece_s = 0.0  # seconds of the last step with a whole piece
         self._rounds_s = 0.0  # seconds of the steps since then
 
     def n_tokens(self, n_rows: int, times: Sequence[float]) -> int | None:
-        """Prompt tokens for a step with `n_rows` rows of running requests; None: no limit.
+        """The number of prompt tokens for a step with `n_rows` rows of requests; None: no limit.
 
-        `times[n - 1]` is T(n) as far as it is known.
+        `times[n - 1]` is T(n); sizes that are not measured are missing.
         """
         self._is_piece = self._rounds_s >= self._piece_s
         if not n_rows:
@@ -465,7 +478,7 @@ class PromptShare:
         return min(self._n_piece, free_tokens(n_rows, times)) if self._rides_along else 0
 
     def took(self, step_s: float, *, has_rounds: bool, has_prompts: bool) -> None:
-        """Told how long the step took that `n_tokens` was last asked for."""
+        """Record the seconds of the step for which `n_tokens` was called last."""
         if not has_rounds:
             self._piece_s = self._rounds_s = 0.0
         elif has_prompts and self._is_piece:
@@ -475,7 +488,7 @@ class PromptShare:
 
 
 def free_tokens(n_rows: int, times: Sequence[float]) -> int:
-    """The tokens that join a batch of `n_rows` rows at next to no cost."""
+    """The number of tokens that lengthen a batch of `n_rows` rows by at most 5% of its time."""
     if not 0 < n_rows <= len(times):
         return 0
     most_s = times[n_rows - 1] * (1.0 + _FREE_SHARE)

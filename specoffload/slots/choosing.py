@@ -1,4 +1,4 @@
-"""The slot that a request gets, and prompts that are kept in host memory for others. Pure."""
+"""Chooses the slot for a request, and keeps prompts of reused slots in host memory. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from enum import Enum
 from offload.errors import DoesNotFit
 from offload.sequences import Checkpoint
 
-SIMILAR = 0.1  # share of a prompt; less in common is chance, such as a template's first words
-_MUCH_LOST = 0.5  # share of what a slot holds, from which it is worth keeping elsewhere
-_WORTH_TOKENS = 16  # fewer tokens in common are evaluated faster than copied
+SIMILAR = 0.1  # share of a prompt below which a common beginning is chance, such as a template's
+_MUCH_LOST = 0.5  # share of a slot's tokens above which their loss is worth a copy
+_WORTH_TOKENS = 16  # number of tokens below which evaluating is faster than copying
 
 
 class Source(Enum):
-    """The source of a prompt's first tokens, which then need no evaluation."""
+    """The place that holds a prompt's first tokens, so that they need no evaluation."""
 
     NONE = "none"
     OWN = "the slot itself"
@@ -25,13 +25,13 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class SlotState:
-    """A slot as the choice sees it, for one prompt."""
+    """The state of a slot with regard to one prompt."""
 
     number: int
     is_busy: bool
     n_held: int
-    n_reusable: int  # tokens of the prompt that it need not evaluate
-    n_shareable: int  # that another slot can take over from it
+    n_reusable: int  # tokens of the prompt that need no evaluation in this slot
+    n_shareable: int  # tokens of the prompt that another slot can take over from it
     last_used: int
 
     def without_reuse(self) -> SlotState:
@@ -61,10 +61,11 @@ def choose(
 ) -> SlotChoice | None:
     """The slot for a prompt of `n_prompt` tokens, of which host memory holds `n_stored`.
 
-    None if all are busy. `wanted` is the number of the only slot that will do (-1: any). `similar`
-    is the least share of the prompt that an idle slot must hold to be chosen for it (0: no slot
-    is). The longest beginning wins; of equal ones, the one that copies least. A slot that would
-    lose much is copied to an empty slot instead.
+    Returns None if all are busy. `wanted` is the number of the only allowed slot (-1: any).
+    `similar` is the least share of the prompt that an idle slot must hold to be chosen for its text
+    (0: never). The source with the longest beginning wins. Among equal ones, the source that copies
+    least wins. If the chosen slot would lose much of its text, the beginning is shared with an
+    empty slot instead.
     """
     idle = [slot for slot in slots if not slot.is_busy and wanted in (-1, slot.number)]
     if not idle:
@@ -87,13 +88,13 @@ def choose(
 
 
 def _loses_much(slot: SlotState, n_reused: int) -> bool:
-    """True if much of what the slot holds would be lost."""
+    """True if the slot would lose much of its text by keeping only `n_reused` tokens."""
     lost = slot.n_held - n_reused
     return lost >= _WORTH_TOKENS and lost > _MUCH_LOST * slot.n_held
 
 
 def common(held: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many first tokens are equal. The last of `tokens` never counts: its logits are wanted."""
+    """Number of equal first tokens, without the last of `tokens`, whose logits are needed."""
     n = 0
     for a, b in zip(held, tokens[:-1], strict=False):
         if a != b:
@@ -107,7 +108,7 @@ def common(held: Sequence[int], tokens: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class StoredPrompt:
-    """A sequence as it was: its tokens, its state, and checkpoints of a recurrent one."""
+    """A saved sequence: its tokens, its state, and its checkpoints if its memory is recurrent."""
 
     tokens: tuple[int, ...]
     state: bytes
@@ -118,7 +119,7 @@ class StoredPrompt:
         return len(self.state) + sum(len(c.state) for c in self.checkpoints)
 
     def reusable(self, tokens: Sequence[int], *, can_cut: bool) -> int:
-        """The number of a prompt's first tokens that this state spares."""
+        """The number of a prompt's first tokens that need no evaluation with this state."""
         n = common(self.tokens, tokens)
         if can_cut or n == len(self.tokens):
             return n
@@ -144,7 +145,7 @@ class PromptStore:
         return len(self._prompts)
 
     def fits(self, n_bytes: int) -> bool:
-        """True if a prompt of that size can be stored, if need be instead of all others."""
+        """True if a prompt of that size can be stored, after evicting others if necessary."""
         return self._limit_bytes is None or n_bytes <= self._limit_bytes
 
     def add(
@@ -171,11 +172,11 @@ class PromptStore:
             self._prompts.pop(0)
 
     def reusable(self, tokens: Sequence[int]) -> int:
-        """The most first tokens of a prompt that a stored one spares."""
+        """The most first tokens of a prompt that need no evaluation with a stored prompt."""
         return max((p.reusable(tokens, can_cut=self._can_cut) for p in self._prompts), default=0)
 
     def take(self, tokens: Sequence[int]) -> StoredPrompt:
-        """The stored prompt that `reusable` found, which leaves the store."""
+        """Remove the stored prompt that `reusable` found, and return it."""
         best = max(self._prompts, key=lambda p: p.reusable(tokens, can_cut=self._can_cut))
         self._prompts.remove(best)
         return best

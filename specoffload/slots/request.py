@@ -24,8 +24,10 @@ from specoffload.slots.slot import Slot
 
 
 class PromptLogprobs:
-    """The probabilities of a prompt's own tokens and of the `n_top` likeliest beside each, for
-    OpenAI's `echo` with `logprobs`. Logits are not kept."""
+    """Log probabilities of a prompt's tokens and of the `n_top` likeliest at each place.
+
+    They are for OpenAI's `echo` with `logprobs`. Logits are not kept.
+    """
 
     def __init__(self, tokens: Sequence[int], n_top: int, piece: Callable[[int], bytes]) -> None:
         self._tokens, self._n_top, self._piece = tuple(tokens), n_top, piece
@@ -39,8 +41,10 @@ class PromptLogprobs:
         return self._n_known == len(self._tokens)
 
     def hear(self, start: int, rows: NDArray[np.float32]) -> None:
-        """Take the logits after token number `start` and the tokens behind it. A part that is
-        evaluated again, after a failure or for want of room, counts once."""
+        """Take logits `rows` [n, n_vocab] after the n prompt tokens from index `start` on.
+
+        Tokens that are evaluated again, as after a failure, count once.
+        """
         for at, row in enumerate(rows, start + 1):
             if at == self._n_known and not self.is_complete:
                 found = raw_logprobs(row, self._tokens[at], self._n_top, self._piece)
@@ -48,14 +52,17 @@ class PromptLogprobs:
                 self._n_known += 1
 
     def take(self) -> tuple[ChosenLogprob, ...]:
-        """The new ones, in the prompt's order."""
+        """The entries that were not taken yet, in the prompt's order."""
         found, self._untold = tuple(self._untold), []
         return found
 
 
 class Request:
-    """A prompt and what has become of it. `pieces` are for the client, in order; the last has a
-    finish reason. After `error`, no piece follows."""
+    """A prompt and the state of its answer.
+
+    `pieces` are for the client, in order. The last has a finish reason. After `error`, no piece
+    follows.
+    """
 
     def __init__(
         self,
@@ -70,14 +77,14 @@ class Request:
     ) -> None:
         """`beside` is a request with the same prompt, which evaluates it for both."""
         self.n_prompt = len(tokens)
-        self.history = list(tokens)  # prompt and emitted tokens, also behind a stop sequence
+        self.history = list(tokens)  # prompt and emitted tokens, also those after a stop sequence
         self.n_left = n_predict
         self.options, self.is_end = options, is_end
         self.sampler = sampler
         self.pieces: deque[Piece] = deque()
         self.error: Exception | None = None
         self.is_over = False
-        self.slot: Slot | None = None  # while it has one
+        self.slot: Slot | None = None  # None while the request waits or is over
         self.member: BatchMember | None = None
         self._answer = answer
         self._prompt_logprobs = prompt_logprobs
@@ -91,7 +98,10 @@ class Request:
         self._deadline_s: float | None = None
 
     def begin(self, counts: EngineCounts, n_cached: int, id_slot: int) -> None:
-        """Told that it has a slot, perhaps not its first, which holds `n_cached` of its tokens."""
+        """Record that the request got a slot, which holds `n_cached` of its tokens.
+
+        May be called again, if the request had to wait. Times count from the first call.
+        """
         self._answer.id_slot = id_slot
         if self._tally is not None:
             return
@@ -101,14 +111,14 @@ class Request:
             self._deadline_s = now_s + self.options.time_limit_s
 
     def read(self) -> None:
-        """A part of the prompt was evaluated."""
+        """Add a piece without text for an evaluated part of the prompt."""
         logprobs = self._prompt_logprobs
         told = () if logprobs is None else logprobs.take()
         n_read = None if self.slot is None else self.slot.n_held
         self.pieces.append(Piece("", prompt_logprobs=told, n_prompt_read=n_read))
 
     def evaluated(self) -> None:
-        """All of the prompt but its last token has been."""
+        """Record that all of the prompt but its last token has been evaluated."""
         if not self._is_evaluated and self._tally is not None:
             self._is_evaluated = True
             self._tally.evaluated(self.n_prompt, self.n_cached, perf_counter())
@@ -117,14 +127,16 @@ class Request:
 
     @property
     def hear_prompt(self) -> Callable[[int, NDArray[np.float32]], None] | None:
-        """Takes the logits of the prompt; None if they are not wanted. While they are, all of the
-        prompt has to be evaluated, whatever a slot holds of it."""
+        """The function that takes the prompt's logits, or None if they are not wanted.
+
+        While it is not None, the whole prompt has to be evaluated, even if a slot holds part of it.
+        """
         logprobs = self._prompt_logprobs
         return None if logprobs is None or logprobs.is_complete else logprobs.hear
 
     @functools.cached_property
     def rng(self) -> np.random.Generator:
-        """Random numbers for drafts that are drawn, and for judging them."""
+        """Random numbers for drawing drafts and for judging them."""
         return np.random.default_rng(self.options.seed)
 
     @property
@@ -141,16 +153,16 @@ class Request:
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Tokens of the prompt, of the answer so far, and of what may follow."""
+        """Numbers of tokens: of the prompt, of the answer so far, and those that may follow."""
         return self.n_prompt, len(self.history) - self.n_prompt, self.n_left
 
     @property
     def is_late(self) -> bool:
-        """True when its time is up."""
+        """True if the request's time limit has passed."""
         return self._deadline_s is not None and perf_counter() > self._deadline_s
 
     def take(self, round_: Round, counts: Callable[[], EngineCounts]) -> bool:
-        """Make a piece of a round's tokens. True if the answer ends with it."""
+        """Add the piece with a round's tokens. Returns True if the answer ends with it."""
         assert self._tally is not None
         piece = self._answer.take(round_.emitted, self.sampler.take_logprobs())
         self.n_left -= len(round_.emitted)
@@ -173,6 +185,6 @@ class Request:
         self.close()
 
     def close(self) -> None:
-        """Nothing follows. May be called again."""
+        """Mark the request as over and free its sampler. May be called again."""
         self.is_over = True
         self.sampler.close()

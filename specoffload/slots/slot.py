@@ -1,8 +1,9 @@
-"""A slot: one sequence of the target and of the draft, and what they hold of past requests.
+"""A slot: one sequence of the target and of the draft, with the text of past requests.
 
-A recurrent memory cannot be cut where a new prompt differs. So a checkpoint is kept of the end of
-each prompt, as llama.cpp's server does (--ctx-checkpoints): a conversation that goes on differently
-is evaluated again from the last prompt that both have in common, not from its first token.
+A recurrent memory cannot be cut at the place where a new prompt differs. So the slot keeps
+a checkpoint at the end of each prompt, as llama.cpp's server does (--ctx-checkpoints). If
+a conversation changes, it is evaluated again from the last common checkpoint, not from its first
+token.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from specoffload.slots.choosing import common
 _HEADER = Struct("<III")
 _MAGIC, _VERSION = 0x67677371, 3
 _TOKEN_BYTES = 4
-_STATE_HEAD_BYTES = 8  # a magic and the sequence, which a state in memory has and a file has not
-_MOST_NAME_BYTES = 200  # file systems take 255, and a file being written has a longer name
+_STATE_HEAD_BYTES = 8  # magic and sequence at the head of a state in memory, not in a file
+_MOST_NAME_BYTES = 200  # below the 255 of file systems, since a file being written has a suffix
 
 
 class Slot:
@@ -38,8 +39,8 @@ class Slot:
     ) -> None:
         self.number = number
         self.is_busy = False
-        self.last_used = 0  # a running number, greater for later
-        self.tokens: list[int] = []  # those that the target holds, while no request runs
+        self.last_used = 0  # running number of the last use by a request
+        self.tokens: list[int] = []  # tokens that the target holds, while no request runs
         self._target, self._draft = target, draft
         self._checkpoints: deque[Checkpoint] = deque(maxlen=n_checkpoints)
 
@@ -53,19 +54,24 @@ class Slot:
         return tuple(self._checkpoints)
 
     def reusable(self, tokens: Sequence[int]) -> int:
-        """The number of tokens of a prompt that need not be evaluated here. Its last always is."""
+        """The number of a prompt's tokens that need no evaluation in this slot.
+
+        The last token never counts, since it is always evaluated.
+        """
         n = common(self.tokens, tokens)
         if self._target.can_drop(self.number, self.n_held - n):
             return n
         return max((c.length for c in self._checkpoints if c.length <= n), default=0)
 
     def reuse(self, tokens: Sequence[int]) -> int:
-        """Cut the sequence back to what it shares with `tokens`, without the last of them, which
-        is evaluated anew; how many tokens it holds then."""
+        """Cut the sequence back to the beginning that it shares with `tokens[:-1]`.
+
+        The last token is always evaluated again. Returns the number of tokens held then.
+        """
         target, number = self._target, self.number
         n = common(self.tokens, tokens)
         self._drop_checkpoints(n)
-        self.tokens = []  # until it is known what is left
+        self.tokens = []  # stays empty if the calls below raise
         if target.can_drop(number, target.length(number) - n):
             target.rewind(number, n)
         elif self._checkpoints:
@@ -76,18 +82,18 @@ class Slot:
         return self.n_held
 
     def mark(self) -> None:
-        """The prompt has been evaluated: keep a checkpoint of it where cutting is impossible."""
+        """Keep a checkpoint of the evaluated prompt if the memory cannot be cut."""
         newest = self._checkpoints[-1].length if self._checkpoints else 0
         if not self._target.can_rewind and self._checkpoints.maxlen and self.n_held > newest:
             self._checkpoints.append(self._target.checkpoint(self.number, lasting=True))
 
     def keep(self, history: Sequence[int]) -> None:
-        """The sequence holds the beginning of `history`."""
+        """Record that the sequence holds the beginning of `history`."""
         self.tokens = list(history[: self.n_held])
         self._drop_checkpoints(len(self.tokens))
 
     def clear(self) -> None:
-        """Drop everything, the draft's too: its cells are for others."""
+        """Drop everything that the target and the draft hold, which frees their cells."""
         self._target.rewind(self.number, 0)
         if self._draft is not None:
             self._draft.rewind(self.number, 0)
@@ -95,7 +101,7 @@ class Slot:
         self._checkpoints.clear()
 
     def share(self, source: Slot, n_tokens: int, tokens: Sequence[int]) -> None:
-        """Begin with the first `n_tokens` of another slot, which are those of `tokens`."""
+        """Replace the content by the first `n_tokens` of slot `source`, which begin `tokens`."""
         self.clear()
         self._target.share(source.number, self.number, n_tokens)
         self.tokens = list(tokens[:n_tokens])
@@ -106,33 +112,40 @@ class Slot:
         return self._target.saved_bytes(self.number) + sum(len(c.state) for c in self._checkpoints)
 
     def save(self) -> bytes:
-        """All that the target holds, for `load`."""
+        """The target's state of this sequence, in the form that `load` takes."""
         return self._target.save(self.number)
 
     def load(self, tokens: Sequence[int], state: bytes, checkpoints: Sequence[Checkpoint]) -> None:
-        """Hold what a slot held when it was saved, with its checkpoints. Raises DeviceFailed when
-        there is no room for it: the slot is empty then."""
+        """Restore a saved sequence with its checkpoints.
+
+        Raises DeviceFailed if there is no room for it. The slot is then empty.
+        """
         self.clear()
         self._target.load(self.number, state, len(tokens))
         self.tokens = list(tokens)
         self._checkpoints.extend(self._target.adopted(self.number, c) for c in checkpoints)
 
     def write(self, path: Path) -> int:
-        """Write what the slot holds to a file; its bytes. Raises OSError, BadRequest."""
+        """Write the slot's sequence to a file. Returns the bytes written.
+
+        Raises OSError, and BadRequest if the slot is empty.
+        """
         if not self.tokens:
             raise BadRequest(f"slot {self.number} holds nothing to save")
         return write_sequence(path, self._target, self.number, self.tokens)
 
     def read(self, path: Path) -> int:
-        """Hold what was written to a file; its bytes. Raises OSError, BadRequest: then the slot
-        is empty."""
+        """Restore the sequence that was written to a file. Returns the bytes read.
+
+        Raises OSError or BadRequest. The slot is then empty.
+        """
         self.clear()
         self.tokens, n_bytes = read_sequence(path, self._target, self.number)
         self.mark()
         return n_bytes
 
     def _drop_checkpoints(self, n_tokens: int) -> None:
-        """Those of more than `n_tokens`."""
+        """Drop the checkpoints of more than `n_tokens` tokens."""
         while self._checkpoints and self._checkpoints[-1].length > n_tokens:
             self._checkpoints.pop()
 
@@ -145,8 +158,8 @@ def change_slot(
 ) -> SlotResult:
     """Save an idle slot to a file in `folder`, restore it from there, or erase it.
 
-    Raises BadRequest for a slot that does not exist or is busy, a name that leads out of `folder`,
-    and a file that cannot be read; NotWritten for a file that cannot be written.
+    Raises BadRequest if the slot does not exist or is busy, the name leads out of `folder`, or the
+    file cannot be read. Raises NotWritten if the file cannot be written.
     """
     if not 0 <= number < len(slots):
         raise BadRequest(f"slot {number} does not exist: there are slots 0 to {len(slots) - 1}")
@@ -184,9 +197,12 @@ def file_of(folder: Path | None, filename: str) -> Path:
 
 
 def write_sequence(path: Path, sequences: Sequences, sequence: int, tokens: Sequence[int]) -> int:
-    """Write the sequence, which holds `tokens`, in the format of llama.cpp's server, whole or not
-    at all; the bytes written. libllama's own functions end the process on a file that was cut
-    short. Raises OSError, BadRequest."""
+    """Write the sequence, which holds `tokens`, whole or not at all. Returns the bytes written.
+
+    The format is that of llama.cpp's server. libllama's own functions are not used, since they end
+    the process on a truncated file. Raises OSError, and BadRequest if the sequence does not hold
+    as many tokens.
+    """
     if len(tokens) != sequences.length(sequence):
         raise BadRequest(f"sequence {sequence} holds {sequences.length(sequence)} tokens")
     state = sequences.save(sequence)
@@ -198,10 +214,10 @@ def write_sequence(path: Path, sequences: Sequences, sequence: int, tokens: Sequ
 
 
 def read_sequence(path: Path, sequences: Sequences, sequence: int) -> tuple[list[int], int]:
-    """Make the sequence what `path` holds; its tokens, and the bytes read.
+    """Load the sequence from the file `path`. Returns its tokens and the bytes read.
 
-    Raises OSError for a file that is not regular or is larger than any sequence of this context,
-    and BadRequest for a file that is not of this model; the sequence is empty then.
+    Raises OSError if the file is not regular or is larger than any sequence of this context. Raises
+    BadRequest if the file is damaged or of another model. The sequence is then empty.
     """
     sequences.rewind(sequence, 0)
     most_tokens_bytes = _HEADER.size + _TOKEN_BYTES * sequences.n_ctx
