@@ -198,7 +198,7 @@ class KeptFile:
 
     @staticmethod
     def may_exist(folder: Path, model_file: Path) -> bool:
-        """False if no file is kept for a model of that name, so that its header need not be read."""
+        """False if no file is kept for a model of that name. Spares reading its header."""
         return folder.is_dir() and any(folder.glob(f"{escape(model_file.stem)}-*.json"))
 
     def load(self) -> tuple[Kept, str]:

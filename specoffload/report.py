@@ -1,4 +1,4 @@
-"""Everything the program shows a person, in one place: lines, tables, progress bars."""
+"""All output of the program for people: lines, tables, progress bars."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _err = Console(stderr=True, highlight=False)
 
 
 def only_data(on: bool) -> None:
-    """Nothing but what `data` is given goes to standard output."""
+    """If `on`, write only values given to `data` to standard output (--json)."""
     _out.quiet = on
 
 
 def data(value: object) -> None:
-    """For scripts: one line of JSON, where --json asks for it."""
+    """Write `value` as one line of JSON, if `only_data` is on."""
     if _out.quiet:
         sys.stdout.write(json.dumps(value) + "\n")
         sys.stdout.flush()
 
 
 def raw(written: str) -> None:
-    """Output in a format of another tool, as it is, to standard output."""
+    """Write text unchanged to standard output, for formats of other tools."""
     sys.stdout.write(written)
     sys.stdout.flush()
 
@@ -53,7 +53,7 @@ def text(piece: str) -> None:
 
 
 def echo(prompt: str) -> None:
-    """A prompt in front of its continuation, where a person reads both."""
+    """Write a prompt before its continuation, if standard output is a terminal."""
     if _out.is_terminal:
         text(prompt)
 
@@ -64,21 +64,24 @@ _shows_library = False
 
 
 def is_of_output(error: OSError) -> bool:
-    """True for what writing to standard output raises: nobody reads it, or its disk is full."""
+    """True for errors of writing to standard output: a closed pipe or a full disk."""
     return error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EIO)
 
 
 def no_more_output(error: OSError) -> None:
-    """Output cannot be written: said once, but to those who have only read enough."""
+    """Report once that output cannot be written, unless a reader just closed the pipe."""
     if error.errno != errno.EPIPE:
         _err.print(f"specoffload: output cannot be written: {error.strerror}")
-    # What is still held for it would be tried, and told of, at the interpreter's end.
+    # The interpreter would otherwise try to flush the rest at its end, and report the error again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def be_verbose(*, library: bool = False) -> None:
-    """Standard error gets all that our modules log from here on, and warnings of others with their
-    names; with `library` everything that is logged."""
+    """Show log lines on standard error from now on.
+
+    Lines of this project's modules are shown from INFO up, others from WARNING up with their name.
+    With `library`, all lines are shown.
+    """
     global _shows_library
     _shows_library = library
     handler = logging.StreamHandler(sys.stderr)
@@ -97,7 +100,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 
 class _Marked(logging.Formatter):
-    """Lines of others begin with their name."""
+    """Puts the name of the library before log lines that are not this project's."""
 
     def format(self, record: logging.LogRecord) -> str:
         words = super().format(record)
@@ -117,7 +120,7 @@ def is_verbose() -> bool:
 
 
 def console() -> Console:
-    """Standard output, for what draws on it."""
+    """The rich console of standard output."""
     return _out
 
 
@@ -127,8 +130,7 @@ def line(words: str) -> None:
 
 
 def paragraph(words: str) -> None:
-    """A sentence of results that may be longer than a terminal is wide: broken between words there,
-    whole on a pipe."""
+    """Write a sentence of results to standard output, wrapped only on a terminal."""
     _out.print(words, markup=False, soft_wrap=not _out.is_terminal)
 
 
@@ -170,7 +172,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[float], None]]:
-    """A bar that is fed fractions of 1; it leaves nothing behind, and nothing on a pipe."""
+    """A progress bar on standard error; call the yielded function with fractions of 1.
+
+    The bar disappears at the end. Nothing is shown if standard error is no terminal.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
                TimeElapsedColumn())  # fmt: skip
     shown = _err.is_terminal
@@ -181,7 +186,7 @@ def progress(what: str) -> Iterator[Callable[[float], None]]:
 
 @contextmanager
 def steps(what: str) -> Iterator[Callable[[str, float], None]]:
-    """A bar as `progress`, that is told which step is under way; its clock moves by itself."""
+    """A progress bar like `progress`; call the yielded function with (step, fraction of 1)."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
                TimeElapsedColumn())  # fmt: skip
     shown = _err.is_terminal
@@ -201,8 +206,10 @@ def steps(what: str) -> Iterator[Callable[[str, float], None]]:
 
 @contextmanager
 def live(frames_per_s: float) -> Iterator[Callable[[Frame], None]]:
-    """A screen that is drawn over, on standard output; its last frame stays. A pipe gets that
-    alone."""
+    """A screen on standard output; call the yielded function with each frame to draw.
+
+    The last frame stays. A pipe gets only the last frame.
+    """
     last: list[Frame] = []
     due_s = 0.0
     with Live(console=_out, auto_refresh=False, vertical_overflow="crop") as screen:

@@ -1,11 +1,11 @@
-"""Calibration: the worth of a drafter's probability, learnt from what the target accepted.
+"""Calibration: maps a drafter's probabilities to chances of acceptance, learnt from the target.
 
-Binned Beta counts with decay, one set per drafter. The prior of a probability is itself, so an
-unseen drafter is taken at its word.
+Each drafter has binned Beta counts with decay. The prior of a probability is the probability
+itself, so an unseen drafter is trusted.
 
-The bins are slow. A text that turns from one that the drafter guesses well into another is
-followed by a filter over a hidden regime, by how much log-odds of acceptance are off just now. It
-changes without notice, to one of the regimes that were met before.
+The bins change slowly. A text may suddenly become easier or harder for the drafter. A filter over
+a hidden regime follows such changes. The regime is the offset of the log-odds of acceptance at
+present. It may change at any token, more likely to a regime that was met before.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from specdec.errors import BadProfile
 
-# Regimes, as factors of the odds of acceptance; the middle one is none.
+# Regimes, as offsets of the log-odds of acceptance. The middle one is no offset.
 _OFFSETS = (-4.5, -2.7, -1.5, -0.7, 0.0, 0.7, 1.5, 2.7, 4.5)
 _ODDS = tuple(math.exp(x) for x in _OFFSETS)
 _N_REGIMES = len(_ODDS)
 _OFTEN = tuple(0.6 if x == 0.0 else 0.05 for x in _OFFSETS)
 _CHANGE = 1.0 / 150.0  # chance per token of the text that the regime changes
-_MET = 0.01  # per observation, of what is remembered of the regimes met
-_DRIFT_TOKENS = 4  # tokens of text before that chance is applied
-_MET_OBSERVED = 16  # observations, before they are added to what was met
+_MET = 0.01  # weight of one observation in the shares of the regimes met
+_DRIFT_TOKENS = 4  # tokens of text after which `_CHANGE` is applied
+_MET_OBSERVED = 16  # observations after which the shares of the regimes met are updated
 _UNLIKELY = 0.02
 _LEAST, _MOST = 0.002, 0.998  # nothing is certain
 
@@ -77,11 +77,11 @@ class _Bins:
         self.accepted = [0.0] * N_BINS
         self.sum_p = [0.0] * N_BINS
         self.shift = 0.0  # log-odds by which the drafter as a whole is off, the bins' prior
-        self.slope = 1.0  # and by which its log-odds are to be multiplied
-        self.now = list(_OFTEN)  # chance of each regime
-        self.often = list(_OFTEN)  # as they were met
-        self.elapsed = 0  # tokens of the text since `now`
-        self.n_observed = 0  # and observations since `often`
+        self.slope = 1.0  # factor of the drafter's log-odds, also part of the bins' prior
+        self.now = list(_OFTEN)  # present chance of each regime
+        self.often = list(_OFTEN)  # long-term share of each regime
+        self.elapsed = 0  # tokens of text since the last update of `now` for elapsed text
+        self.n_observed = 0  # observations since the last update of `often`
 
 
 class Calibration:
@@ -102,7 +102,7 @@ class Calibration:
         return sum(w * q * odds / (1.0 - q + q * odds) for w, odds in self.regimes(source))
 
     def usual(self, source: str, p: float) -> float:
-        """The same whatever the regime is: as the bins have it."""
+        """The calibrated probability by the bins alone, without the present regime."""
         bins = self._sources.get(source)
         if bins is None:
             return min(_MOST, max(_LEAST, p))
@@ -114,7 +114,7 @@ class Calibration:
         return _MOST if q > _MOST else q if q > _LEAST else _LEAST
 
     def regimes(self, source: str) -> list[tuple[float, float]]:
-        """(chance, factor of the odds) of the regimes that may be now; chances sum to 1."""
+        """(chance, factor of the odds) of the regimes that are likely now; chances sum to 1."""
         bins = self._sources.get(source)
         if bins is None:
             return [(1.0, 1.0)]
@@ -125,18 +125,18 @@ class Calibration:
         return [(w / total, o) for w, o in likely] if len(likely) > 1 else [(1.0, likely[0][1])]
 
     def elapse(self, source: str, n_tokens: int) -> None:
-        """The text went on by `n_tokens`: the regime may have changed, observed or not."""
+        """Record that the text grew by `n_tokens`, in which the regime may have changed."""
         bins = self._sources.get(source)
         if bins is not None:
             bins.elapsed += n_tokens
 
     def elapse_all(self, n_tokens: int) -> None:
-        """As `elapse`, for every source: the text goes on for those that drafted nothing too."""
+        """Call `elapse` for every source, including those that drafted nothing."""
         for bins in self._sources.values():
             bins.elapsed += n_tokens
 
     def observe(self, source: str, p: float, accepted: bool) -> None:
-        """One drafted token whose prefix was confirmed."""
+        """Learn from one drafted token whose predecessors were all right."""
         bins = self._sources.get(source)
         if bins is None:
             bins = self._sources[source] = _Bins()
@@ -188,7 +188,7 @@ class Calibration:
 
     @classmethod
     def from_data(cls, data: Any) -> Calibration:
-        """Raises BadProfile when the counts are no counts."""
+        """The calibration from `as_data`. Raises BadProfile for damaged data."""
         calibration = cls()
         if not isinstance(data, dict):
             raise BadProfile("its calibration is no JSON object")

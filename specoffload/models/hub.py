@@ -1,7 +1,7 @@
 """Fetches models from the Hugging Face hub, or any server that speaks its API (HF_ENDPOINT).
 
-huggingface_hub does the fetching: its cache, its progress bars, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE
-are the ones people have set. It is imported only where a name asks for it.
+huggingface_hub does the fetching, so its cache, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE apply. It is
+imported only if a name refers to the hub.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _PARTIAL_CONTENT = 206  # HTTP status
 
 
 def fetch(name: HubName, *, offline: bool = False, token: str | None = None) -> Path:
-    """The model's file, or its first part, on this disk; what is not there is downloaded.
+    """The path of the model's file or of its first part. Missing files are downloaded.
 
-    Raises UsageError for a name that does not exist, FetchFailed for what stands in the way.
+    Raises UsageError for a name that does not exist, and FetchFailed if the download fails.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -59,7 +59,7 @@ def fetch(name: HubName, *, offline: bool = False, token: str | None = None) -> 
 
 
 def cached_model(name: HubName) -> Path | None:
-    """The file as it was last fetched, if all of it was."""
+    """The path of the file as last fetched; None if it was not fetched completely."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
@@ -76,7 +76,7 @@ def cached_model(name: HubName) -> Path | None:
 
 
 class _Unreachable(FetchFailed):
-    """The hub cannot be asked now; what was fetched before may do."""
+    """The hub cannot be reached now. A file fetched before may be used instead."""
 
 
 def _chosen(name: HubName, files: list[str]) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def _download(name: HubName, token: str | None) -> Path:
 
 
 def _check_room(name: HubName, files: Sequence[str], info: ModelInfo) -> None:
-    """Raises FetchFailed before anything is fetched that the disk cannot hold."""
+    """Raises FetchFailed if the disk has no room for the missing files."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     missing_bytes = sum(
@@ -121,7 +121,7 @@ def _check_room(name: HubName, files: Sequence[str], info: ModelInfo) -> None:
 
 
 def _remember(name: HubName, commit: str | None) -> None:
-    """Note what `main` was: a commit that is asked for by its number leaves no such note."""
+    """Write the commit of `main` to the cache, which downloads by commit do not do."""
     from huggingface_hub import constants
 
     note = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}" / "refs/main"
@@ -132,7 +132,7 @@ def _remember(name: HubName, commit: str | None) -> None:
 
 @contextmanager
 def _in_one_sentence(name: HubName, token: str | None) -> Iterator[None]:
-    """The hub's errors as ours."""
+    """Turn errors of the hub, the network and the disk into FetchFailed or UsageError."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -190,7 +190,7 @@ _NO_ROOM = {
 
 
 def _suggestion(name: HubName, token: str | None) -> str:
-    """The nearest name that the hub knows, as the end of a sentence; "" if it tells of none."""
+    """The end of a sentence: the nearest name that the hub knows, else a hint at HF_TOKEN."""
     owner, _, model = name.repo.partition("/")
     found = [*_ids(token, search=model), *_ids(token, author=owner)]
     near = difflib.get_close_matches(name.repo, found, 1, cutoff=0.3) or found[:1]
@@ -204,7 +204,7 @@ def _ids(token: str | None, **asked: str) -> list[str]:
     list_models: Callable[..., Iterable[object]] = HfApi(token=token).list_models
     try:
         return [str(getattr(model, "id", "")) for model in list_models(limit=50, **asked)]
-    except Exception:  # a suggestion is worth no second error
+    except Exception:  # no second error because of a suggestion
         return []
 
 
@@ -212,7 +212,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def bytes_there(repo: str, sha256: str) -> int:
-    """The number of a file's bytes that an earlier download left."""
+    """Number of bytes of a file that an interrupted download left."""
     partial = _partial(_folder(repo), sha256)
     return partial.stat().st_size if partial.exists() else 0
 
@@ -224,16 +224,16 @@ def _folder(repo: str) -> Path:
 
 
 def _partial(folder: Path, etag: str) -> Path:
-    """The path of a download until it is whole. The hub's own tools clear files of this ending."""
+    """The path of an unfinished download. The hub's own tools delete files with this ending."""
     return folder / "blobs" / f"{etag}.resumed.incomplete"
 
 
 def fetch_blob(repo: str, file: str, commit: str | None, token: str | None) -> None:
-    """Bring a large file into the hub's cache, going on with what is there of it.
+    """Download a large file into the hub's cache, resuming an interrupted download.
 
-    What is small, whole already, or better fetched otherwise (Xet's parallel downloads, where
-    HF_XET_HIGH_PERFORMANCE asks for them or plain HTTP ends) is left to huggingface_hub.
-    Raises FetchFailed for a content that is not the hub's, and what huggingface_hub raises.
+    Other files are left to huggingface_hub: small ones, complete ones, and those that Xet
+    downloads. Xet is used if HF_XET_HIGH_PERFORMANCE is set or the file is too large for plain
+    HTTP. Raises FetchFailed if the content differs from the hub's, and errors of huggingface_hub.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.utils import WeakFileLock
@@ -261,10 +261,10 @@ def fetch_blob(repo: str, file: str, commit: str | None, token: str | None) -> N
 
 
 def _go_on(partial: Path, url: str, token: str | None, size_bytes: int, file: str) -> bool:
-    """Download the rest of a file; True if something of it was there before.
+    """Download the rest of a file. Returns True if a part of it was there before.
 
-    A broken connection is retried while it brings new bytes. Redirects are followed without the
-    token.
+    A broken connection is retried as long as each try brings new bytes. Redirects are followed
+    without the token.
     """
     with partial.open("ab") as there:
         if there.tell() > size_bytes:
@@ -274,7 +274,7 @@ def _go_on(partial: Path, url: str, token: str | None, size_bytes: int, file: st
             while (n_before := there.tell()) < size_bytes:
                 try:
                     _append(there, url, token, lambda n: bar(n / size_bytes))
-                except OSError:  # the disk's or, as HfHubHTTPError, the hub's refusal
+                except OSError:  # an error of the disk, or the hub's refusal (HfHubHTTPError)
                     raise
                 except Exception:
                     if there.tell() == n_before:
@@ -286,7 +286,7 @@ def _go_on(partial: Path, url: str, token: str | None, size_bytes: int, file: st
 
 
 def _append(there: IO[bytes], url: str, token: str | None, on_size: Callable[[int], None]) -> None:
-    """Append what follows the bytes that are there already."""
+    """Append the bytes after those that are there. If the server ignores ranges, start anew."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers = build_hf_headers(token=token)
@@ -303,7 +303,7 @@ def _append(there: IO[bytes], url: str, token: str | None, on_size: Callable[[in
 
 
 def _check(partial: Path, sha256: str, file: str) -> None:
-    """Raises FetchFailed, and removes what lies there, where it is not what the hub has."""
+    """Raises FetchFailed and deletes the file if its SHA-256 differs from the hub's."""
     with partial.open("rb") as there:
         found = hashlib.file_digest(there, "sha256").hexdigest()
     if found != sha256:

@@ -1,4 +1,4 @@
-"""Models on this machine: in the caches of the hub and of llama.cpp, and those of ollama."""
+"""Models on this machine: in the caches of the hub, of llama.cpp and of ollama."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specoffload.models.names import OllamaName, is_first_part, is_model, parts_
 
 @dataclass(frozen=True)
 class CachedModel:
-    """`name` is what a command takes; `missing` says what an unfinished one lacks."""
+    """A model in a cache. Commands take its `name`. `missing` says which parts it lacks, or ""."""
 
     name: str
     cache: str
@@ -23,7 +23,7 @@ class CachedModel:
 
 
 def cached_models(hub: Path, llama: Path, ollama_folders: Sequence[Path]) -> Iterator[CachedModel]:
-    """All of them, cache by cache, by name."""
+    """All cached models, cache by cache, sorted within each."""
     for folder in sorted(hub.glob("models--*")):
         yield from _of_repository(folder)
     for path in sorted(llama.glob("*.gguf")):
@@ -60,7 +60,7 @@ _MODEL = "application/vnd.ollama.image.model"
 
 
 def find_ollama(name: OllamaName, folders: Sequence[Path]) -> Path:
-    """The blob of `name`. Raises UsageError naming the nearest model that is there."""
+    """The GGUF file of `name`. Raises UsageError, which names the nearest installed model."""
     known = dict(installed_ollama(folders))
     if path := known.get(str(name)):
         return path

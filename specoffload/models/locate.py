@@ -1,4 +1,4 @@
-"""Whatever names a model, down to a file on this disk, before anything is opened."""
+"""Finds the file of a model by its path or name, before anything is opened."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from specoffload.models.names import HubName, OllamaName, model_in, read_hub_nam
 
 
 def located(options: Options, environment: Environment) -> Options:
-    """`options` with files for `model` and `draft`; what is missing is fetched.
+    """Returns `options` with files for `model` and `draft`. Missing files are fetched.
 
-    A model that is found by a name answers by it. Raises UsageError or FetchFailed.
+    A model that is found by a name gets this name as alias. Raises UsageError or FetchFailed.
     """
     words = (options.model, options.hf_repo, "model", "hf_repo")
     model, name = _found(words, options.hf_file, options, environment)

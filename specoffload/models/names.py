@@ -50,7 +50,7 @@ def read_hub_name(text: str, file: str = "") -> HubName | None:
 
 
 def read_name(text: str) -> HubName | OllamaName | None:
-    """The model that a word names, unless it can only be a path or a text."""
+    """The model that `text` names; None if it can only be a path or a prompt."""
     ollama = _OLLAMA.fullmatch(text)
     if ollama:
         return OllamaName(ollama[1], ollama[2] or OLLAMA_TAG)
@@ -94,7 +94,7 @@ def choose_file(files: Sequence[str], name: str, whose: str) -> tuple[str, ...]:
 
 
 def is_model(file: str) -> bool:
-    """False for projectors, importance matrices and what only drafts for another model."""
+    """False for projectors, importance matrices and models that can only draft for another."""
     name = file.rpartition("/")[2]
     return name.endswith(".gguf") and not any(word in name for word in _NO_MODELS)
 
@@ -142,12 +142,12 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 def is_first_part(name: str) -> bool:
-    """True for a whole model too."""
+    """True for the first part of a split model, and for a model in one file."""
     return not _LATER_PART.search(name)
 
 
 def model_in(folder: Path) -> Path:
-    """Its model's file, or first part. Raises UsageError where there is none, or several."""
+    """The model file in `folder`, or its first part. Raises UsageError unless there is one model."""
     files = sorted(path for path in folder.glob("*.gguf") if is_model(path.name))
     firsts = [path for path in files if is_first_part(path.name)] or files[:1]
     if not firsts:

@@ -23,7 +23,7 @@ class Answer:
         self.id_slot = -1  # number of the slot that makes the answer
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[ChosenLogprob] = ()) -> Piece:
-        """The piece for these tokens, cut at the end of the answer. An end token has no logprobs."""
+        """The piece for these tokens, up to the end of the answer. End tokens have no logprobs."""
         shown, n_kept, n_told = "", 0, 0
         for token in tokens:
             n_kept += 1

@@ -1,4 +1,4 @@
-"""Chat answers: options for the model's chat format, and answers split into content and reasoning."""
+"""Chat answers: options for the model's chat format; answers split into content and reasoning."""
 
 from __future__ import annotations
 

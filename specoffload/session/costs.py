@@ -98,7 +98,7 @@ class Thorough:
 
 
 class SessionCosts:
-    """Loads or measures costs when opened. `on_step` learns from decodes; `close` saves the costs."""
+    """Loads or measures costs when opened. `on_step` learns from decodes; `close` saves them."""
 
     def __init__(
         self,

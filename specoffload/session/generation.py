@@ -23,7 +23,7 @@ N_SEEDS = 2**32 - 1  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "rando
 
 @dataclass(frozen=True)
 class GenerateOptions(SamplingOptions):
-    """Length, sampling and stops of one answer. Names are llama.cpp's if the meaning is the same."""
+    """Length, sampling and stops of one answer, under llama.cpp's names if they mean the same."""
 
     temperature: float = 0.0
     n_predict: int | None = None  # None: until the end of the context
@@ -131,7 +131,7 @@ class Generator(Protocol):
         ...
 
     def fill_tokens(self, fill: Fill, options: GenerateOptions) -> list[int]:
-        """The prompt's tokens for filling in the middle. Raises NotSupported if the model cannot."""
+        """The prompt's tokens for filling in the middle. May raise NotSupported."""
         ...
 
     def embed(self, tokens: Sequence[int]) -> tuple[NDArray[np.float32], bool]:

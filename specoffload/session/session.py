@@ -364,7 +364,7 @@ class Session:
         return tokens
 
     def _n_predict(self, tokens: Sequence[int], options: GenerateOptions) -> int:
-        """The most tokens that the answer may have. Raises DoesNotFit if there is no room for one."""
+        """The most tokens that the answer may have. Raises DoesNotFit if there is no room."""
         room = self.target.n_ctx - len(tokens)
         if room < 1:
             raise DoesNotFit(

@@ -76,7 +76,7 @@ class Tally:
         self._n_tokens = 0
 
     def evaluated(self, n_prompt_tokens: int, n_cached_tokens: int, now_s: float) -> None:
-        """Record that the prompt is evaluated, except its last token. The first round decodes it."""
+        """Record that all prompt tokens but the last are evaluated; the first round decodes it."""
         self._n_prompt, self._n_cached = n_prompt_tokens, n_cached_tokens
         self._first_s = now_s
 

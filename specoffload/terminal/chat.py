@@ -40,8 +40,10 @@ class Order:
 
 
 def read_order(text: str) -> Order | None:
-    """None for a message; `//` begins one that starts with a slash. Raises UsageError for an
-    order that does not exist, or lacks its file."""
+    """The order in `text`, or None if it is a message. `//` begins a message that starts with `/`.
+
+    Raises UsageError for an order that does not exist or lacks its file.
+    """
     if not text.startswith("/") or text.startswith("//"):
         return None
     word, _, argument = text[1:].strip().partition(" ")
@@ -56,7 +58,7 @@ def read_order(text: str) -> Order | None:
 
 
 def message_of(text: str) -> str:
-    """The text of a message as it is meant: one leading slash of two is taken off."""
+    """The text of a message, with one of two leading slashes removed."""
     return text[1:] if text.startswith("//") else text
 
 
@@ -67,7 +69,7 @@ class Asks(Protocol):
 
 
 def converse(talk: Talk, keyboard: Asks, console: Console) -> None:
-    """Until Ctrl-D or /exit. Ctrl-C ends an answer, never the conversation."""
+    """Converse until Ctrl-D or /exit. Ctrl-C ends an answer, never the conversation."""
     while True:
         try:
             text = keyboard.ask()

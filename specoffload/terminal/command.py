@@ -26,8 +26,11 @@ _Part = TypeVar("_Part")
 
 @contextmanager
 def opened(config: Config, remarks: Sequence[str] = ()) -> Iterator[Session]:
-    """`remarks` on the command line are always said; what else there is to say, with --verbose.
-    What changes while it answers is said at the end, not within an answer."""
+    """Open a session with a progress bar, and close it at the end of the block.
+
+    `remarks` on the command line are always shown. Start-up lines are shown with --verbose. News
+    during answers is shown at the end.
+    """
     for words in remarks:
         report.note(words)
     news: list[str] = []
@@ -43,7 +46,7 @@ def opened(config: Config, remarks: Sequence[str] = ()) -> Iterator[Session]:
 
 
 class PromptBar:
-    """A bar while a prompt is being evaluated, for which pieces without text stand."""
+    """A progress bar for the evaluation of a prompt, moved by pieces without text."""
 
     def __init__(self, session: Session, n_prompt: int) -> None:
         self._session, self._n_prompt = session, max(1, n_prompt)
@@ -51,7 +54,7 @@ class PromptBar:
         self._show: Callable[[float], None] | None = None
 
     def takes(self, part: object) -> bool:
-        """True for a part that is the bar's; the first that is not ends it."""
+        """True if `part` only moves the bar. The first other part ends the bar."""
         if not isinstance(part, Piece) or part.text or part.stats is not None:
             self.close()
             return False
@@ -73,13 +76,13 @@ class PromptBar:
 
 
 def with_bar(parts: Iterable[_Part], n_prompt: int, session: Session) -> Iterator[_Part]:
-    """The parts that are not the bar's."""
+    """Yield the parts of the answer; parts that report on the prompt move a progress bar."""
     with PromptBar(session, n_prompt) as bar:
         yield from (part for part in parts if not bar.takes(part))
 
 
 def say_how_it_went(last: Piece) -> None:
-    """Two lines on standard error; with --verbose, all that is known of the speculation."""
+    """Show two lines of statistics on standard error, and with --verbose those of speculation."""
     if last.stats is None:
         return
     for words in report.summary(last.stats):
@@ -89,7 +92,7 @@ def say_how_it_went(last: Piece) -> None:
 
 
 def as_data(session: Session, message: Message, last: Piece) -> dict[str, Any]:
-    """An answer for a script to read."""
+    """An answer as data for scripts (--json)."""
     stats = last.stats
     return {
         "model": session.card.name,
@@ -125,7 +128,7 @@ def answer_once(
     own: ChatOptions,
     remarks: Sequence[str] = (),
 ) -> None:
-    """Answer one message, and say in two lines how it went."""
+    """Answer one message in a new session, and show two lines of statistics."""
     with opened(config, remarks) as session:
         answer_text(session, question, options, own)
 
@@ -133,8 +136,10 @@ def answer_once(
 def answer_text(
     session: Session, question: str, options: GenerateOptions, own: ChatOptions
 ) -> Piece:
-    """Answer one message by the model's template, and say in two lines how it went. Returns the
-    last piece."""
+    """Answer one message in the model's chat format, and show two lines of statistics.
+
+    Returns the last piece.
+    """
     talk = _talk(session, _format(session, own), options, own)
     message, last = Message(), Piece("")
 

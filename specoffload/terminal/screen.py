@@ -1,4 +1,4 @@
-"""An answer on the terminal as it comes: Markdown, with the reasoning dimmed before it."""
+"""Shows an answer on the terminal while it is written: Markdown, after the dimmed reasoning."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 
 
 def whole_blocks(text: str) -> tuple[str, str]:
-    """`text` cut in two: blocks to which nothing can be added, and the rest.
+    """Cut `text` in two: complete Markdown blocks, and the rest.
 
-    Blocks end at an empty line outside of a fence; a list goes on behind one, so it is whole only
-    where something else has begun.
+    Blocks end at an empty line outside of a fence. A list may continue after an empty line, so it
+    is complete only once another block has begun.
     """
     cut = at = 0
     fence = ""
@@ -49,7 +49,7 @@ _FRAMES_PER_S = 12
 
 
 def show_answer(parts: Iterable[Delta | Piece], console: Console) -> None:
-    """Show it to the end; what was shown stays, however it ends. A pipe gets the content alone."""
+    """Show an answer until it ends. The shown text stays after errors. A pipe gets only content."""
     if console.quiet or not console.is_terminal:
         _show_plain(parts, console)
         return
@@ -72,7 +72,7 @@ def _show_plain(parts: Iterable[Delta | Piece], console: Console) -> None:
 
 
 class _Answer:
-    """Whole blocks are printed for good; the one that is being written is drawn over."""
+    """Prints complete blocks once, and redraws the block that is being written."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -111,7 +111,7 @@ class _Answer:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-        # The end of it, as far as it goes on the screen: what is drawn over must be visible.
+        # Only the last lines that fit on the screen, since lines out of sight cannot be redrawn.
         width, height = self._console.size
         end = self._rest.rstrip("\n")[-width * height :]
         lines = Text(end).wrap(self._console, width)

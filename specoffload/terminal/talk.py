@@ -1,4 +1,4 @@
-"""A conversation: its messages, and what can be done with them. Nothing of it is shown here."""
+"""A conversation: its messages, and the operations on them. This module shows nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Answer = Callable[[Conversation], Iterator[Delta | Piece]]
 
 
 class Talk:
-    """Messages of OpenAI's shape, oldest first. `stats` are the last answer's."""
+    """Messages in OpenAI's form, oldest first, and the statistics of the last answer."""
 
     def __init__(self, answer: Answer, system: str = "") -> None:
         self.messages: list[dict[str, str]] = []
@@ -35,7 +35,7 @@ class Talk:
 
     @property
     def system(self) -> str:
-        """The instructions that stand before everything; "" for none."""
+        """The system message; "" if there is none."""
         first = self.messages[:1]
         return first[0]["content"] if first and first[0]["role"] == "system" else ""
 
@@ -50,8 +50,10 @@ class Talk:
         self.messages = self.messages[:1] if self.system else []
 
     def ask(self, text: str) -> Iterator[Delta | Piece]:
-        """The answer as it comes. However it ends, what came of it stays in the conversation; a
-        question that nothing came of does not."""
+        """Ask a question and yield the answer while it is written.
+
+        A partial answer stays in the conversation. A question without any answer is removed.
+        """
         self.messages.append({"role": "user", "content": text})
         so_far = Message()
         try:
@@ -71,7 +73,7 @@ class Talk:
                 self.messages.pop()
 
     def retry(self) -> Iterator[Delta | Piece]:
-        """The last question once more. Raises UsageError if there was none."""
+        """Answer the last question again. Raises UsageError if there was none."""
         asked = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
             raise UsageError("nothing was asked yet")
@@ -80,16 +82,16 @@ class Talk:
         return self.ask(text)
 
     def save(self, path: Path) -> None:
-        """As JSON. Raises UsageError where it cannot be written."""
+        """Write the conversation as JSON. Raises UsageError if the file cannot be written."""
         try:
             write_json(path, {"messages": self.messages})
         except OSError as e:
             raise UsageError(f"{path}: cannot be written ({e.strerror})") from e
 
     def load(self, path: Path) -> None:
-        """Go on with what `save` wrote, or with a list of messages.
+        """Replace the messages by those in a file of `save`, or in a JSON list of messages.
 
-        Raises UsageError, and keeps what it has.
+        Raises UsageError if the file cannot be used; the messages are then unchanged.
         """
         try:
             found = json.loads(read_text(path))
