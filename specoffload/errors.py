@@ -68,7 +68,7 @@ _MEANINGS: tuple[tuple[type[Exception], Meaning], ...] = (
 
 
 def meaning_of(error: BaseException) -> Meaning:
-    """The first matching row; anything unknown is a failure of ours."""
+    """The meaning of an error by the first matching row. Unknown errors count as failures."""
     for kind, meaning in _MEANINGS:
         if isinstance(error, kind):
             return meaning

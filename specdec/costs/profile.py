@@ -18,8 +18,10 @@ _LEAST, _MOST = 1e-30, 1e30
 
 @dataclass(frozen=True)
 class Timed:
-    """A batch size that was timed, not interpolated: how often, and its spread, half the
-    interquartile range over T(n)."""
+    """A batch size that was timed, not interpolated.
+
+    `spread` is half the interquartile range, divided by T(n).
+    """
 
     n: int
     n_repeats: int
@@ -28,11 +30,11 @@ class Timed:
 
 @dataclass(frozen=True)
 class CostProfile:
-    """`step_s[n-1]` is T(n) in seconds, or in units of T(1) when `relative`.
+    """A cost curve: `step_s[n - 1]` is T(n) in seconds, or in units of T(1) if `relative`.
 
-    `draft_step_s` is the time of one draft decode in the same unit, 0 when unknown or free. `timed`
-    are the sizes that were measured; none where that is not known. `title` says for people what was
-    measured on what.
+    `draft_step_s` is the time of one draft decode in the same unit (0: unknown or free). `timed`
+    lists the measured sizes and is empty if they are not known. `title` tells people which model
+    was measured on which device.
     """
 
     step_s: tuple[float, ...]
@@ -56,7 +58,7 @@ class CostProfile:
         return len(self.step_s)
 
     def time(self, n: int) -> float:
-        """T(n); beyond the profile it continues as the last quarter of it rises."""
+        """T(n). Beyond the profile it is extrapolated by the slope of the last quarter."""
         if n <= len(self.step_s):
             return self.step_s[n - 1]
         return self.step_s[-1] + (n - len(self.step_s)) * self._slope()
@@ -115,14 +117,13 @@ class LiveCosts(Protocol):
     is_relative: bool  # times are in units of T(1) until the first decode
 
     def reach(self, n_max: int) -> None:
-        """Know batches of up to `n_max` rows."""
+        """Extend the times to batches of up to `n_max` rows."""
         ...
 
     def observe(
         self, n: int, verify_s: float, rollback_s: float, n_draft_steps: int, draft_s: float
     ) -> None:
-        """A verification of n rows took `verify_s`, taking rejected tokens back `rollback_s`, and
-        its drafting `draft_s`."""
+        """Learn the seconds of a verification of n rows, of its rewind, and of its drafting."""
         ...
 
 

@@ -1,8 +1,8 @@
 """`ngram-cache`: prompt lookup with counts, kept across runs in llama.cpp's cache file.
 
-Contexts of 4 down to 1 tokens are looked up, the conversation's own counts before those of the
-file. A token's probability is its share of what followed the context. The files are those of
-llama.cpp's `-lcs` and `-lcd`.
+Contexts of 4 down to 1 tokens are looked up, first in the conversation's own counts and then in
+those of the files. A token's probability is its share of the tokens that followed the context. The
+files are those of llama.cpp's `-lcs` and `-lcd`.
 """
 
 from __future__ import annotations
@@ -130,13 +130,13 @@ class NgramCache(HistoryDrafter):
         static: LookupCache | None = None,
         dynamic: LookupCache | None = None,
     ) -> None:
-        """`dynamic` counts all conversations, for its file."""
+        """`static` is only read. `dynamic` counts all conversations, and the caller saves it."""
         self._n_draft = n_draft
         self._static = static
         self.dynamic = dynamic
         self._own: dict[int, LookupCache] = {}
         self._indexed: dict[int, list[int]] = {}
-        self._stale: set[int] = set()  # sequences whose history may be another
+        self._stale: set[int] = set()  # sequences whose next history may be a new text
 
     def _propose(self, asked: DraftRequest) -> Draft:
         history, own = asked.history, self._counted(asked.sequence, asked.history)
@@ -157,8 +157,8 @@ class NgramCache(HistoryDrafter):
     def _counted(self, sequence: int, history: Sequence[int]) -> LookupCache:
         """The sequence's own counts, with the new tokens of `history`.
 
-        A conversation that continues is counted once. If it was changed, the file keeps what it
-        has counted: those tokens did follow each other.
+        A conversation that continues is counted once. If it was changed, the dynamic cache keeps
+        its counts, since those tokens did follow each other.
         """
         own = self._own.setdefault(sequence, LookupCache())
         indexed = self._indexed.setdefault(sequence, [])

@@ -1,4 +1,4 @@
-"""llama.cpp's n-gram drafters, which draft what followed the last n tokens before.
+"""llama.cpp's n-gram drafters, which draft the tokens that followed the same n-gram before.
 
 `ngram-simple` takes the latest earlier occurrence, `ngram-map-k` remembers how much was accepted
 after each key, `ngram-map-k4v` counts several continuations of a key, and `ngram-mod` shares one
@@ -44,7 +44,7 @@ class HistoryDrafter(ABC):
     def _propose(self, asked: DraftRequest) -> Draft: ...
 
     def learn(self, sequence: int, round_: Round) -> None:
-        """Told of a round; most learn from the text instead, at their next proposal."""
+        """Does nothing by default: most drafters learn from the text at their next proposal."""
         return
 
     @abstractmethod
@@ -65,7 +65,7 @@ class HistoryDrafter(ABC):
 
 @lru_cache(maxsize=256)
 def nothing(source: str, reason: str) -> Draft:
-    """The empty draft; one object for equal arguments."""
+    """An empty draft. Equal arguments give the same object."""
     return Draft((), (), source, Decision(0, reason))
 
 
@@ -87,8 +87,8 @@ class _Entry(Generic[T]):
 class PerSequence(Generic[T]):
     """One value per sequence, made anew if the history does not continue the one seen before.
 
-    Values survive a turn of a conversation: indexing takes 1 to 3 us a token, which would be 0.1 s
-    at each turn of a long one.
+    Otherwise the value is reused at the next turn of a conversation. Indexing takes 1 to 3 us
+    a token, so indexing a long conversation again at each turn would take 0.1 s.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -96,7 +96,7 @@ class PerSequence(Generic[T]):
         self._entries: dict[int, _Entry[T]] = {}
 
     def of(self, sequence: int, history: Sequence[int]) -> T:
-        """The sequence's value, which the caller brings up to `history`."""
+        """The sequence's value. The caller must update it with the new tokens of `history`."""
         entry = self._entries.get(sequence)
         if entry is None or (entry.is_stale and not _continues(entry.tokens, history)):
             entry = self._entries[sequence] = _Entry(self._make(), [])
@@ -105,12 +105,12 @@ class PerSequence(Generic[T]):
         return entry.value
 
     def get(self, sequence: int) -> T | None:
-        """The sequence's value as it is."""
+        """The sequence's value without changes, or None if it has none."""
         entry = self._entries.get(sequence)
         return None if entry is None else entry.value
 
     def forget(self, sequence: int) -> None:
-        """The next history may be another: compare it first."""
+        """Compare the next history with the last one before the value is reused."""
         if sequence in self._entries:
             self._entries[sequence].is_stale = True
 
@@ -164,9 +164,9 @@ class NgramSimple(HistoryDrafter):
 
 @dataclass(slots=True)
 class _Fate:
-    """How drafts after a key fared."""
+    """The occurrences of a key, and the acceptance of drafts after it."""
 
-    at: int = 0  # the latest place
+    at: int = 0  # index of the token after the key's latest occurrence
     hits: int = 0
     n_accepted: int = 0
 
@@ -326,7 +326,7 @@ class NgramMod(HistoryDrafter):
         return self._offer(asked, tokens, [match_probability(n)] * len(tokens))
 
     def _index(self, sequence: int, history: Sequence[int]) -> int:
-        """Add the new tokens of `history` to the table; the hash of its last n tokens."""
+        """Add the new tokens of `history` to the table. Returns the hash of its last n tokens."""
         n, slots = self._n, self._slots
         indexed = self._indexed.of(sequence, history)
         hashed, i, end = indexed.hashed, indexed.n_tokens, len(history)

@@ -1,8 +1,8 @@
 """`suffix`: the longest suffix of the text that occurred before, in the text or in a corpus.
 
-A suffix automaton takes each token in amortised constant time and knows the longest repeated
-suffix at any moment; the draft is what followed its previous occurrence. Longer matches are
-likelier to continue, so a token's probability rises with the match.
+A suffix automaton takes each token in amortised constant time and always knows the longest repeated
+suffix. The draft is the text that followed the suffix's previous occurrence. Longer matches are
+likelier to continue, so a token's probability rises with the length of the match.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SuffixAutomaton:
     def repeated(self) -> tuple[int, int]:
         """(length, end) of the longest suffix of the text that occurred before; (0, -1) if none.
 
-        Notes the present place for the suffixes, so that the next call finds the latest one.
+        Records the present place for these suffixes, so that later calls find the latest one.
         """
         state = self._link[self._last]
         found = (self._length[state], self._end[state]) if state > 0 else (0, -1)
@@ -75,7 +75,8 @@ class SuffixAutomaton:
         return found
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Match one more token of another text; the state and length of its longest suffix."""
+        """Match one more token of another text. Returns the state and length of its longest suffix
+        that occurs in this text."""
         while state and token not in self._next[state]:
             state = self._link[state]
             length = self._length[state]

@@ -1,8 +1,8 @@
-"""A draft model of another vocabulary: its text is read as the target's tokens.
+"""A draft model of another vocabulary, translated through text.
 
-The history is translated as text, and so is the draft on its way back. Replacement pairs turn one
-family's special tokens into the other's. Probabilities are the draft's: a target token is as
-likely as all draft tokens that begin before it ends.
+The history is converted to text and tokenised for the draft model. Its drafts are converted back
+in the same way. Replacement pairs turn one family's special tokens into the other's. The
+probability of a target token is the product of those of the draft tokens that begin before its end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def replace_all(text: str, pairs: Sequence[tuple[str, str]]) -> str:
 
 
 class _Side:
-    """The history as the draft reads it."""
+    """A sequence's history in the draft's tokens. `n_read` target tokens are translated."""
 
     __slots__ = ("n_read", "tokens")
 
@@ -64,7 +64,7 @@ class TranslatedDrafter:
         ]
 
     def _read(self, asked: DraftRequest) -> DraftRequest | Draft:
-        """The request in the draft's words, or the empty draft."""
+        """The request in the draft's tokens, or an empty draft if there is nothing to translate."""
         history = asked.history
         side = self._sides.setdefault(asked.sequence, _Side())
         text = self._target.detokenize(history[side.n_read :])
@@ -100,7 +100,7 @@ class TranslatedDrafter:
     def _probabilities(
         self, tokens: Sequence[int], ends: Sequence[int], probs: Sequence[float]
     ) -> tuple[float, ...]:
-        """Each target token's probability: of the draft tokens begun by its end."""
+        """The probability of each target token. Each draft token counts for one target token."""
         out = []
         used = 0
         for i in range(len(tokens)):

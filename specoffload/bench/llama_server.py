@@ -198,7 +198,7 @@ def measure_server(
     texts: Sequence[str],
     n_predict: int,
 ) -> ServerSpeed:
-    """Start it, write after each text (the first twice, as warm-up), stop it.
+    """Start llama-server, have it continue each text, and stop it. The first text is a warm-up too.
 
     Raises DeviceUnavailable if it cannot be started, DeviceFailed if it does not answer.
     """
@@ -223,10 +223,10 @@ def followed_s(
     n_ctx: int,
     n_threads: int,
 ) -> list[float]:
-    """Start it, have it decode a given text token by token, stop it. Seconds of each token behind
-    the first `n_warm`, by the server's own clock.
+    """Seconds of each token of a given text after the first `n_warm`, by the server's own clock.
 
-    Every request is one token longer than the last, whose tokens the server still has. Raises as
+    Starts llama-server, has it decode `tokens` one by one, and stops it. Every request is one token
+    longer than the last, whose tokens the server still holds. Raises the errors of
     `measure_server`, and DeviceFailed if the server evaluates more than the new token.
     """
     found = []

@@ -35,8 +35,10 @@ class Load:
 
 
 class Watch:
-    """Measures what other programs take of the processors from now on: all that is used, less what
-    this process and its children use."""
+    """Measures the processor time of other programs from now on.
+
+    It is all used time, less that of this process and its children.
+    """
 
     def __init__(self) -> None:
         n_all = psutil.cpu_count() or 1
@@ -79,14 +81,14 @@ def _own_s() -> float:
 
 
 def look_at_load() -> Load:
-    """Looks for a third of a second, in which this process does nothing."""
+    """Measure the load for a third of a second, in which this process does nothing."""
     watch = Watch()
     time.sleep(_LOOK_S)
     return watch.others()
 
 
 def load_sentence(load: Load) -> str:
-    """A warning where others disturb what is timed, else nothing. Pure."""
+    """A warning if other programs disturb the timing, else nothing. Pure."""
     if not load.is_busy:
         return ""
     return (

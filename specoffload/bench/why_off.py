@@ -7,7 +7,7 @@ from specoffload.session.statistics import GenerationStats
 
 
 def why_off(stats: GenerationStats, costs: CostProfile) -> str:
-    """A sentence where most rounds drafted nothing, else nothing."""
+    """A sentence with the reason if most rounds drafted nothing, else nothing."""
     n_off = sum(rounds for length, rounds in stats.draft_lengths if length == 0)
     if not stats.n_rounds or 2 * n_off < stats.n_rounds:
         return ""

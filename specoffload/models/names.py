@@ -147,7 +147,7 @@ def is_first_part(name: str) -> bool:
 
 
 def model_in(folder: Path) -> Path:
-    """The model file in `folder`, or its first part. Raises UsageError unless there is one model."""
+    """The file, or first part, of the only model in `folder`. Raises UsageError otherwise."""
     files = sorted(path for path in folder.glob("*.gguf") if is_model(path.name))
     firsts = [path for path in files if is_first_part(path.name)] or files[:1]
     if not firsts:

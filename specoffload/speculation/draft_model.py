@@ -1,6 +1,6 @@
-"""A draft model as a session holds it, by whichever engine, and the time of its token.
+"""A session's draft model, in either engine, and the measured time of its token.
 
-Imports torch for nobody.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 DraftModel: TypeAlias = "Engine | TorchEngine"
 
 SEQUENCE = 0
-DRAFT_DEPTHS = (16, 512)  # tokens of context behind which a draft's token is timed
-_N_STEPS = 16  # tokens that are timed, after as many that are not
-_BLOCK, _N_BLOCKS = 8, 3  # tokens of a block whose model drafts by itself, and blocks timed
+DRAFT_DEPTHS = (16, 512)  # context lengths in tokens at which a draft's token is timed
+_N_STEPS = 16  # number of timed tokens, after as many for warm-up
+_BLOCK, _N_BLOCKS = 8, 3  # tokens of a timed block, and number of timed blocks
 
 
 def real_text(engine: DraftModel) -> list[int]:
-    """Tokens of the embedded pair's prompts, code and prose: the experts that a batch uses depend
-    on its text."""
+    """Tokens of the embedded pair's prompts, code and prose.
+
+    Measurements need real text, since the experts that a batch uses depend on it.
+    """
     rows = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))
     text = "\n".join(row["text"] for row in rows)
     return engine.tokenize(text, add_special=False, parse_special=False)
@@ -37,7 +39,10 @@ def real_text(engine: DraftModel) -> list[int]:
 def step_by_depth_s(
     draft: Target, text: Sequence[int], depths: Sequence[int] = DRAFT_DEPTHS
 ) -> dict[int, float]:
-    """Seconds of one token of the draft behind each depth of context that it has room for."""
+    """Seconds of one token of the draft after each number of context tokens in `depths`.
+
+    Depths without room in the context or the text are lowered.
+    """
     room = min(len(text), draft.n_ctx) - 2 * _N_STEPS
     return {
         depth: measure_step(draft, text, depth=depth)
@@ -48,7 +53,7 @@ def step_by_depth_s(
 def measure_step(
     draft: Target, text: Sequence[int], clock: Clock = perf_counter, depth: int = 0
 ) -> float:
-    """The mean time of one token of the draft behind `depth` tokens of context."""
+    """Mean seconds of one token of the draft after `depth` tokens of context."""
     n = max(1, min(_N_STEPS, draft.n_ctx // 2, len(text) // 2))
     draft.rewind(SEQUENCE, 0)
     if depth:
@@ -70,7 +75,7 @@ def measure_step(
 def _blocks_s(
     draft: BlockModel, text: Sequence[int], n_steps: int, clock: Clock
 ) -> tuple[float, int]:
-    """Seconds of blocks of `n_steps` tokens, their way to the host included, and their tokens."""
+    """Seconds of the timed blocks, copies to the host included, and their number of tokens."""
     took, depth = 0.0, draft.length(SEQUENCE)
     for i in range(2 * _N_BLOCKS):
         began = clock()

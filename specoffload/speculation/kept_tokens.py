@@ -9,7 +9,7 @@ from specoffload.errors import UsageError
 
 
 def read_kept(path: Path) -> tuple[int, ...]:
-    """The ids; text behind a # is not read. Raises UsageError with the line that is none."""
+    """The token ids in the file. Text after a # is ignored. Raises UsageError for a bad line."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as e:

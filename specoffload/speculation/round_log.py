@@ -15,10 +15,10 @@ log = logging.getLogger("specoffload.speculation")
 
 
 class DuplicateCells:
-    """A running count of attention cells beyond one for each token that a sequence holds.
+    """Counts attention cells beyond one for each token that a sequence holds.
 
-    A rollback that leaves cells of rejected tokens makes such (llama.cpp #19493). The size of a
-    sequence's state tells its cells, so that nothing has to be copied.
+    They exist if a rollback leaves cells of rejected tokens (llama.cpp #19493). The number of cells
+    follows from the size of a sequence's state, so nothing has to be copied.
     """
 
     def __init__(self, sequences: Sequences, n_sequences: int) -> None:
@@ -33,8 +33,10 @@ class DuplicateCells:
         self._other_bytes = sizes[0] - self._cell_bytes
 
     def count(self) -> int | None:
-        """The duplicates now; None where cells cannot be counted: a memory without any, or one
-        that drops what sliding windows have passed."""
+        """The present number of duplicates; None if cells cannot be counted.
+
+        That is so for a memory without cells, or one that drops tokens outside sliding windows.
+        """
         if self._cell_bytes <= 0 or not self._sequences.saves_all:
             return None
         total = 0

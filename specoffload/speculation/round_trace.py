@@ -1,8 +1,8 @@
 """Recording rounds for the simulator: (draft p, accepted) of every token of the text.
 
-A token that nobody drafted (the target's own after a full acceptance, rounds without a draft) is
-recorded as unknown, p null. A trace knows most where drafts were long, whatever came of them:
-record with `--spec-policy fixed --draft-max 16`.
+A token that was not drafted is recorded as unknown, with p null. Such are the target's own token
+after full acceptance, and rounds without a draft. Long drafts make a trace more informative even if
+they are rejected, so record with `--spec-policy fixed --draft-max 16`.
 """
 
 from __future__ import annotations

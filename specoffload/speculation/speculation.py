@@ -31,7 +31,7 @@ log = logging.getLogger("specoffload.speculation")
 
 
 class Speculation:
-    """Opened once the engines and the session's costs are."""
+    """The drafter, policy and acceptance of a session. Needs opened engines and costs."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Speculation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines on who drafts, who decides, and where the costs are from."""
+        """Start-up lines on the drafters, the policy and the longest draft."""
         options = self._config.options
         names = ", ".join(options.drafters)
         line = f"speculation: drafts by {names}, lengths by {self.policy.name}"
@@ -102,7 +102,7 @@ class Speculation:
 
     @property
     def counters(self) -> DraftCounters:
-        """Proof of what was drafted and decided together."""
+        """Numbers of drafts and decisions made together for several sequences."""
         return self._drafting.counters
 
     @property
@@ -126,8 +126,10 @@ class Speculation:
     def acceptance(
         self, sequence: int, chooser: AnswerSampler, temperature: float, rng: np.random.Generator
     ) -> Acceptance:
-        """Judges the drafts of a request that begins in `sequence`; `rng` are its random numbers
-        for drafts that are drawn."""
+        """The acceptance rule for the drafts of a request that begins in `sequence`.
+
+        `rng` gives the request's random numbers for drawing drafts and for judging them.
+        """
         options = self._config.options
         if options.accept is AcceptRule.REJECT:
             self._sampling.begin(sequence, temperature, rng)
@@ -141,7 +143,7 @@ class Speculation:
         return self._trace is not None or self._round_log is not None
 
     def watch(self, round_: Round) -> None:
-        """Note a round in the trace and in the log."""
+        """Add a round to the trace and to the log, if they are on."""
         if self._trace is not None:
             self._trace.add(round_)
         if self._round_log is not None:
@@ -177,9 +179,9 @@ class RequestSampling:
         self._of: dict[int, tuple[float, np.random.Generator]] = {}
 
     def begin(self, sequence: int, temperature: float, rng: np.random.Generator) -> None:
-        """A request's temperature, and its random numbers: for drafting and for judging."""
-        # A greedy request accepts the likeliest token alone. Its drafts are drawn sharply all the
-        # same, so that what the draft says of a token stays a probability.
+        """Set the temperature and the random numbers of the request in `sequence`."""
+        # A greedy request accepts only the likeliest token. Its drafts are drawn at a low
+        # temperature nevertheless, so that the draft still gives probabilities.
         self._of[sequence] = (temperature if temperature > 0 else 0.3, rng)
 
     def temperature(self, sequence: int) -> float:
