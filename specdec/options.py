@@ -35,7 +35,7 @@ class PolicyName(StrEnum):
 
 
 class AcceptRule(StrEnum):
-    """When a drafted token is kept: if the sampler chooses it too, or by rejection sampling."""
+    """The rule that keeps a drafted token: if the sampler chooses it, or by rejection sampling."""
 
     MATCH = "match"
     REJECT = "reject"
@@ -79,7 +79,7 @@ class SpecOptions:
 
     @property
     def is_on(self) -> bool:
-        """True if anything drafts."""
+        """True if any drafter is named."""
         return self.drafters not in ((), (DrafterName.NONE,))
 
     def name(self, option: str) -> str:

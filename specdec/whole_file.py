@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that becomes `path` if the block succeeds, and is deleted if it fails.
+    """A temporary file that becomes `path` if the block succeeds, and is deleted if it fails.
 
     Its name is unique until then, since servers share profiles. Raises OSError.
     """

@@ -198,7 +198,7 @@ def measure_server(
     texts: Sequence[str],
     n_predict: int,
 ) -> ServerSpeed:
-    """Start llama-server, have it continue each text, and stop it. The first text is a warm-up too.
+    """Start llama-server, have it continue each text, and stop it. The first text also warms it up.
 
     Raises DeviceUnavailable if it cannot be started, DeviceFailed if it does not answer.
     """

@@ -59,12 +59,12 @@ class Llama:
         return list(self._ask({"do": "tokenize", "text": text})["tokens"])
 
     def prefill(self, tokens: Sequence[int], start: int = 0) -> tuple[float, int]:
-        """Decode tokens in one batch. Returns the seconds and the likeliest next token."""
+        """Evaluate tokens from position `start` on. Returns seconds and the likeliest next token."""
         answer = self._ask({"do": "prefill", "tokens": list(tokens), "start": start})
         return float(answer["s"]), int(answer["next"])
 
     def decode(self, token: int, n_tokens: int, start: int) -> Decoded:
-        """`n_tokens` greedy tokens behind `token`, which is put at position `start`."""
+        """`n_tokens` greedy tokens after `token`, which is put at position `start`."""
         answer = self._ask({"do": "decode", "token": token, "n_tokens": n_tokens, "start": start})
         return Decoded(tuple(answer["tokens"]), float(answer["s"]))
 
