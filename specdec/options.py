@@ -79,7 +79,7 @@ class SpecOptions:
 
     @property
     def is_on(self) -> bool:
-        """True if any drafter is named."""
+        """True if a drafter other than `none` is named."""
         return self.drafters not in ((), (DrafterName.NONE,))
 
     def name(self, option: str) -> str:

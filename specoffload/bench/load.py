@@ -12,7 +12,7 @@ import psutil
 from specoffload import report
 
 _LOOK_S = 0.3
-_BUSY = 0.2  # share of the processors' time above which other programs disturb timing
+_BUSY = 0.2  # share of the processors' time from which other programs disturb timing
 _IDLE = ("idle", "iowait")
 _COUNTED_TWICE = ("guest", "guest_nice")  # they are part of user and nice
 

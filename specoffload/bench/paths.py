@@ -59,7 +59,7 @@ class Llama:
         return list(self._ask({"do": "tokenize", "text": text})["tokens"])
 
     def prefill(self, tokens: Sequence[int], start: int = 0) -> tuple[float, int]:
-        """Evaluate tokens from position `start` on. Returns seconds and the likeliest next token."""
+        """Evaluate tokens from position `start` on. Returns (seconds, likeliest next token)."""
         answer = self._ask({"do": "prefill", "tokens": list(tokens), "start": start})
         return float(answer["s"]), int(answer["next"])
 
