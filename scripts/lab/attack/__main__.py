@@ -1,19 +1,19 @@
-"""Attacks the program on this machine, and checks that nobody else notices.
+"""Attacks the program on this machine, and checks that its other clients are served as before.
 
     scripts/lab/run attack                         every part, small
     scripts/lab/run attack --scale large           10,000 requests, 1,000 model files, ...
-    scripts/lab/run attack --part http --seed 7 --only 1234       one try, as a breach is printed
+    scripts/lab/run attack --part http --seed 7 --only 1234       one try, to repeat a breach
     scripts/lab/run attack --part http --scale large --only 0-2500
 
 Parts: http (malformed requests while a witness asks), headers (model files with one field of their
 header changed), limits (descriptors, disk, memory), kills (kill -9, SIGTERM and SIGINT at random
-moments), overload (64 clients over a queue of 16). Everything is on loopback, in process groups of
-its own that are ended, with the embedded pair and tiny models in a temporary folder; try number i
-of a seed is always the same.
+moments), overload (64 clients over a queue of 16). Servers listen on loopback. They run in process
+groups of their own, which are killed at the end. The models are the embedded pair and tiny ones in
+a temporary folder. Try number i of a seed is always the same.
 
-It checks that no process dies that others use, that no log has a traceback, that every request has
-an answer in 30 s, that the witness's texts are those that it is given alone, and that memory is
-back to within 20 % afterwards. The exit status is 1 where something of this was not so.
+The checks: no process that others use dies, no log has a traceback, every request has an answer in
+30 s, the witness gets the same texts as when it is the only client, and memory is back to within
+20 % afterwards. The exit status is 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from lab.attack.program import bad_lines, serving
 
 @dataclass(frozen=True)
 class Part:
-    """`run` gets a seed, the numbers of the tries and an empty folder."""
+    """One part. `run` takes a seed, the numbers of the tries and an empty folder."""
 
     run: Callable[[int, range, Path], Outcome]
     n_tries: Mapping[str, int]
 
 
 def overload_part(seed: int, numbers: range, folder: Path) -> Outcome:
-    """64 clients, `numbers` seconds."""
+    """Ask with 64 clients for `len(numbers)` seconds."""
     outcome = Outcome("overload", 1)
     command = f"{ATTACK} --part overload --only 0-{numbers.stop}"
     with serving(folder / "overload.log", SERVE) as server:
@@ -76,7 +76,7 @@ PARTS = {
 
 
 def numbers_of(text: str | None, n: int) -> range:
-    """`7`, `100-200` (without 200), or all."""
+    """The numbers that `text` names: `7`, or `100-200` (200 excluded). None: all `n`."""
     if text is None:
         return range(n)
     first, dash, end = text.partition("-")

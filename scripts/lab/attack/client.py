@@ -1,5 +1,8 @@
-"""Clients: one request over a connection of its own, byte for byte as it is given; a witness, which
-asks honestly all the time; and more clients than the queue has places."""
+"""Clients for attacks.
+
+One sends a request over its own connection, byte for byte. A witness sends valid requests all the
+time. An overload is more clients than the queue has places.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ LOOPBACK = "127.0.0.1"
 
 
 class NoAnswer(Exception):
-    """The server did not answer in time, or in a way that is none of HTTP's."""
+    """The server did not answer in time, or its answer is not valid HTTP."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """`headers` are added to those that every request has, or take their place."""
+    """One HTTP request. `headers` extend or replace the headers that every request has."""
 
     path: str
     body: bytes = b""
@@ -45,14 +48,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """Headers' names are in small letters."""
+    """One HTTP answer. Header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
 
     def json(self) -> Any:
-        """Raises ValueError."""
+        """The body, parsed. Raises ValueError if it is not JSON."""
         return json.loads(self.body)
 
 
@@ -61,7 +64,7 @@ def ask_for(path: str, body: Any, **headers: str) -> Request:
 
 
 async def send(port: int, request: Request, patience_s: float = PATIENCE_S) -> Answer:
-    """The whole answer. Raises NoAnswer."""
+    """Send the request and return the whole answer. Raises NoAnswer."""
     try:
         return read(await send_raw(port, request.raw(port), patience_s))
     except TimeoutError as e:
@@ -78,13 +81,16 @@ async def send_raw(
     ends: bool = False,
     leaves: bool = False,
 ) -> bytes:
-    """All that the server says until it closes. `ends`: nothing is sent afterwards. `leaves`: the
-    client waits for the first byte alone. Raises TimeoutError or OSError."""
+    """Send `data` and return all that the server sends until it closes the connection.
+
+    `ends`: the client closes its sending side afterwards. `leaves`: the client waits only for the
+    first byte. Raises TimeoutError or OSError.
+    """
     async with asyncio.timeout(patience_s):
         parts: list[bytes] = []
         reader, writer = await asyncio.open_connection(LOOPBACK, port)
         try:
-            with suppress(OSError):  # refused before all was sent: the answer can still be read
+            with suppress(OSError):  # after an early refusal, the answer can still be read
                 writer.write(data)
                 await writer.drain()
                 if ends:
@@ -101,7 +107,7 @@ async def send_raw(
 
 
 def read(data: bytes) -> Answer:
-    """An answer of its bytes, interim ones skipped. Raises NoAnswer."""
+    """Parse an answer, skipping interim answers. Raises NoAnswer."""
     head, separator, body = data.partition(b"\r\n\r\n")
     lines = head.decode("latin-1").split("\r\n")
     words = lines[0].split(" ", 2)
@@ -121,7 +127,7 @@ def _header(line: str) -> tuple[str, str]:
 
 
 def dechunked(body: bytes) -> bytes:
-    """HTTP's chunks put together. Raises NoAnswer where the last one is missing."""
+    """Join the chunks of a body. Raises NoAnswer if the last chunk is missing."""
     parts: list[bytes] = []
     at = 0
     while (end := body.find(b"\r\n", at)) >= 0:
@@ -149,7 +155,7 @@ class Overload:
 
     @property
     def spread(self) -> tuple[int, int]:
-        """Answers of the least and of the most served client."""
+        """The fewest and the most answers that any client got."""
         counts = [self.answers[client] for client in range(self.n_clients)]
         return min(counts), max(counts)
 
@@ -167,13 +173,13 @@ class Overload:
 
 
 def completion(prompt: str, n_tokens: int, **headers: str) -> Request:
-    """Greedy, of a fixed length."""
+    """A request for a greedy completion of exactly `n_tokens` tokens."""
     body = {"prompt": prompt, "max_tokens": n_tokens, "temperature": 0, "ignore_eos": True}
     return ask_for("/v1/completions", body, **headers)
 
 
 async def text_of(port: int, prompt: str, n_tokens: int) -> str:
-    """The answer that a single client gets. Raises NoAnswer."""
+    """The text that one request gets. Raises NoAnswer."""
     answer = await send(port, completion(prompt, n_tokens))
     if answer.status != 200:
         raise NoAnswer(f"{answer.status}: {answer.body[:200]!r}")
@@ -189,11 +195,12 @@ async def overload(
     n_answers: int | None = None,
     duration_s: float | None = None,
 ) -> Overload:
-    """Each client asks as soon as it has its answer, or when it was told to, until there are
-    `n_answers` of all together or `duration_s` are over.
+    """Send requests from `n_clients` clients until they have `n_answers` in all, or `duration_s`
+    seconds have passed.
 
-    `texts` are the prompts and the answers that are due. Clients differ by X-Forwarded-For, as
-    behind a proxy on this machine.
+    A client sends its next request when it has its answer, or after the time that a refusal named.
+    `texts` maps prompts to the expected answers. Each client has its own X-Forwarded-For address,
+    as behind a proxy on this machine.
     """
     found = Overload(n_clients)
     began_s = time.monotonic()
@@ -238,8 +245,8 @@ async def overload(
 
 # -- the witness: is it served as if it were alone? ----------------------------------------------
 
-# Of these, those are asked whose answer is decided: quantised kernels round by batch size, and the
-# likeliest two tokens might swap where they are close (docs/server.md, Slots).
+# The witness uses only candidates whose answers do not depend on rounding. Quantised kernels round
+# differently by batch size, so two tokens with close scores might swap (docs/server.md, Slots).
 CANDIDATES = (
     'if __name__ == "__',
     "def __init__(self, name):\n        self.",
@@ -259,7 +266,7 @@ CANDIDATES = (
     "from collections import ",
     "raise NotImplemented",
 )
-_LEAST_MARGIN = 1.3  # in log probability; rounding was seen to move logits by so much at most
+_LEAST_MARGIN = 1.3  # log probability; the largest change by rounding that was seen
 _MOST_PROMPTS = 4
 N_TOKENS = 6
 _PAUSE_S = 0.2
@@ -267,11 +274,12 @@ _PAUSE_S = 0.2
 
 @dataclass
 class Witness:
-    """`lost` are answers that it did not get, or not as it must."""
+    """A client that sends valid requests and checks the texts. `lost` lists missing and wrong
+    answers."""
 
     port: int
     texts: dict[str, str]
-    bears_deaths: bool = False  # 500 and 503 of a killed engine are no loss
+    bears_deaths: bool = False  # True: a 500 of a killed engine is not counted as lost
     n_answers: int = 0
     n_told_to_wait: int = 0
     longest_s: float = 0.0
@@ -306,9 +314,9 @@ class Witness:
 
 
 async def decided_texts(port: int) -> dict[str, str]:
-    """Prompts whose answers do not depend on rounding, and what one client alone is given.
+    """Prompts whose answers do not depend on rounding, each with its answer.
 
-    Raises NoAnswer, also where there is no such prompt.
+    Raises NoAnswer, also if there is no such prompt.
     """
     margins = {}
     for prompt in CANDIDATES:
@@ -326,7 +334,7 @@ async def decided_texts(port: int) -> dict[str, str]:
 
 
 def _margin(steps: list[dict[str, float]]) -> float:
-    """The least lead of the likeliest token over the next, in log probability."""
+    """The smallest lead of the likeliest token over the second, in log probability."""
     ahead = []
     for step in steps:
         best = sorted(step.values(), reverse=True)

@@ -1,5 +1,5 @@
-"""Grammars and JSON schemas that are made to stop a server: each is to be an answer or one clear
-sentence, soon."""
+"""Grammars and JSON schemas that try to stall a server. Each must soon get an answer, or an error
+of one clear sentence."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Model files with one field of their header changed: each runs, or is refused in one sentence.
+"""Model files with one changed header field: each must run, or be refused in one sentence.
 
-Every file is given to `specoffload run` in a process that is forked after the imports, so that a
-thousand of them take minutes.
+`specoffload run` opens every file in a process that is forked after the imports. So a thousand
+files take minutes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lab.attack.outcome import Breach, Outcome
 from lab.attack.program import bad_lines
 from lab.synth import write_preset
 
-# Attention with MLA and experts, experts with grouped queries, a dense one, a recurrent one.
+# MLA with experts, grouped queries with experts, a dense model, a recurrent one.
 ARCHITECTURES = ("deepseek-v3", "qwen3-30b-a3b", "mistral-large", "qwen3-next-80b-a3b")
 _LIMIT_S = 30.0
-_ADDRESSES = 8 << 30  # a file may ask for more; the machine has others to serve
+_ADDRESSES = 8 << 30  # address space of one process, in bytes
 _WORDS = ("run", "-p", "a b", "-n", "2", "-c", "128", "-m")
-_MOST_LETTERS = 1500  # longest output of a refusal
+_MOST_LETTERS = 1500  # characters of the longest output of a refusal
 
 
 def headers_part(seed: int, numbers: range, folder: Path) -> Outcome:
@@ -42,7 +42,7 @@ def headers_part(seed: int, numbers: range, folder: Path) -> Outcome:
     fields = [fields_of(folder / f"{name}.gguf") for name in ARCHITECTURES]
     outcome.figures["fields"] = sum(map(len, fields))
     _import_all()
-    for name in ARCHITECTURES:  # else every file might be refused for another reason
+    for name in ARCHITECTURES:  # unchanged files, which must run
         ended, breach = run_forked([*_WORDS, str(folder / f"{name}.gguf")], folder)
         if ended != "runs":
             said = (folder / "said.txt").read_text()
@@ -50,7 +50,8 @@ def headers_part(seed: int, numbers: range, folder: Path) -> Outcome:
     for number in numbers:
         rng = Random(f"{seed}/{number}")
         which, turn = number % len(wholes), number // len(wholes)
-        # Each field comes once before any comes twice; a step that no count of fields divides.
+        # Every field is changed once before any is changed twice. 7919 is a prime that divides no
+        # number of fields.
         field = fields[which][(turn * 7919) % len(fields[which])]
         path = folder / "mutated.gguf"
         path.write_bytes(mutated(rng, wholes[which], field))
@@ -75,7 +76,7 @@ def _import_all() -> None:
 
 
 def run_forked(words: Sequence[str], folder: Path) -> tuple[str, str]:
-    """How the program ended with these words, and what was wrong with that."""
+    """Run the program with these words. Returns how it ended, and what was wrong or ""."""
     said = folder / "said.txt"
     child = os.fork()
     if child == 0:
@@ -98,7 +99,7 @@ def run_forked(words: Sequence[str], folder: Path) -> tuple[str, str]:
 
 
 def _become_the_program(words: Sequence[str], said: Path) -> None:
-    """In the child: never returns."""
+    """Run the program in the forked child, with its output in `said`. Never returns."""
     code = 70
     try:
         out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -128,7 +129,7 @@ def _become_the_program(words: Sequence[str], said: Path) -> None:
 
 
 def _waited(child: int) -> int | None:
-    """Its status; None for one that had to be killed."""
+    """The child's wait status. Returns None if it had to be killed after _LIMIT_S seconds."""
     end_s = time.monotonic() + _LIMIT_S
     while time.monotonic() < end_s:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -142,7 +143,8 @@ def _waited(child: int) -> int | None:
 
 @dataclass(frozen=True)
 class Field:
-    """Bytes `at` to `at + size` of a file: numbers of dtype `kind`, or text (uint8)."""
+    """A field in the bytes `at` to `at + size` of a file: a number of dtype `kind`, or text
+    (uint8)."""
 
     name: str  # the key or tensor that it belongs to
     at: int
@@ -151,7 +153,8 @@ class Field:
 
 
 def fields_of(path: Path) -> list[Field]:
-    """Every field of a header; of an array its type, its length, and its first and last element."""
+    """Every field of a header. Long arrays count only with their type, length and first and last
+    elements."""
     reader = GGUFReader(path)
     begin = reader.data.ctypes.data
     found = [Field("magic", 0, 4, np.dtype(np.uint32))]
@@ -166,7 +169,7 @@ def fields_of(path: Path) -> list[Field]:
 
 
 def mutated(rng: Random, data: bytes, field: Field) -> bytes:
-    """The file with another value in that field, or cut there."""
+    """The file's bytes with another value in `field`, or cut inside it."""
     if rng.random() < 0.05:
         return data[: field.at + rng.randrange(field.size + 1)]
     before, after = data[: field.at], data[field.at + field.size :]
@@ -176,7 +179,7 @@ def mutated(rng: Random, data: bytes, field: Field) -> bytes:
 
 
 def _text(rng: Random, old: bytes) -> bytes:
-    """Another text of the same length; the length itself stays."""
+    """Another text of the same length."""
     if not old:
         return old
     at = rng.randrange(len(old))

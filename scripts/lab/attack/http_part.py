@@ -17,7 +17,7 @@ SERVE = (
     *("-n", "8", "--time-limit", "10", "--metrics", "--max-queue", "16"),
 )
 _N_AT_ONCE = 6
-_WARM = 200  # requests before memory is looked at for the first time
+_WARM = 200  # requests before the first measurement of memory
 _MOST_GROWTH = 1.2
 _SETTLE_S = 1.5
 
@@ -73,7 +73,7 @@ def figures_of(witness: Witness) -> dict[str, object]:
 
 
 async def _settled(program: Program) -> int:
-    """Resident bytes when nothing is under way."""
+    """Resident bytes of the program, after a pause without requests."""
     await asyncio.sleep(_SETTLE_S)
     return program.rss_bytes()
 
@@ -95,7 +95,8 @@ async def _send_all(port: int, seed: int, numbers: range, outcome: Outcome) -> N
 
 
 async def send_one(port: int, sent: Attack) -> str:
-    """How it ended, in a word. Raises NoAnswer where it must not end so."""
+    """Send one request. Returns its status, or "closed" or "left". Raises NoAnswer for an end that
+    is not allowed."""
     try:
         data = await send_raw(port, sent.data, ends=sent.ends, leaves=sent.leaves)
     except TimeoutError as e:
@@ -120,7 +121,7 @@ def _judged(answer: Answer) -> str:
     can_be = answer.status < 500 or answer.status == 501
     if answer.status == 503 and "retry-after" in answer.headers:
         can_be = True
-    # An event of a stream that broke off has its status within.
+    # A stream that broke off has status 200, and the error's code in its last event.
     failed = b"Traceback" in answer.body or b'"code": 500' in answer.body[-2000:]
     if not can_be or failed:
         raise NoAnswer(f"{answer.status}: {answer.body[-300:]!r}")

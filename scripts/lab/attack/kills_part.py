@@ -23,7 +23,8 @@ _BACK_S = 30.0
 
 
 def kills_part(seed: int, numbers: range, folder: Path) -> Outcome:
-    """Number 0 kills the engine again and again, 1 the API process; the others send signals."""
+    """Number 0 kills the engine several times and number 1 the API process. The others send
+    signals."""
     outcome = Outcome("kills", len(numbers))
     for number in numbers:
         rng = Random(f"{seed}/{number}")
@@ -39,7 +40,8 @@ def kills_part(seed: int, numbers: range, folder: Path) -> Outcome:
 
 
 async def _kill_engines(rng: Random, folder: Path, outcome: Outcome, n_kills: int = 3) -> list[str]:
-    """Under load; every client is told, and the witness is served as before when it is over."""
+    """Kill the engine `n_kills` times under load. Every client must get an answer or an error. The
+    witness must get its usual texts afterwards."""
     with serving(folder / "kills.log", SERVE) as server:
         witness = Witness(server.port, await decided_texts(server.port), bears_deaths=True)
         over = asyncio.Event()
@@ -64,7 +66,7 @@ async def _kill_engines(rng: Random, folder: Path, outcome: Outcome, n_kills: in
 
 
 async def witness_again(witness: Witness) -> None:
-    """Once more for each prompt, now that nothing may go wrong."""
+    """Let the witness ask for one more second, in which no error is allowed."""
     witness.bears_deaths = False
     over = asyncio.Event()
     asyncio.get_running_loop().call_later(1.0, over.set)
@@ -72,7 +74,8 @@ async def witness_again(witness: Witness) -> None:
 
 
 async def _load(port: int, over: asyncio.Event) -> list[str]:
-    """Ask until it is over; returns responses that are neither answers nor errors after a kill."""
+    """Send requests until `over` is set. Returns each response that is neither an answer nor an
+    error of a killed engine."""
     found = []
     while not over.is_set():
         body = {"prompt": "import os\n", "max_tokens": 40, "ignore_eos": True}
@@ -89,7 +92,7 @@ async def _load(port: int, over: asyncio.Event) -> list[str]:
 
 
 def _kill_the_server(rng: Random, folder: Path, outcome: Outcome) -> list[str]:
-    """Nothing of it may stay."""
+    """Kill the API process under load. None of its children may survive."""
     with serving(folder / "killed.log", SERVE) as server:
         children = server.parts()[1:]
         over = asyncio.Event()
@@ -108,7 +111,7 @@ def _kill_the_server(rng: Random, folder: Path, outcome: Outcome) -> list[str]:
 
 
 def _signal(rng: Random, folder: Path, outcome: Outcome) -> list[str]:
-    """At a random moment, to the process or to its group, idle or at work."""
+    """Send SIGTERM or SIGINT at a random moment, to the process or to its group."""
     sent = rng.choice((signal.SIGTERM, signal.SIGINT))
     to_group, after_s = rng.random() < 0.5, rng.uniform(0.0, 5.0)
     server = Program(folder / "signals.log", SERVE)
@@ -124,7 +127,7 @@ def _signal(rng: Random, folder: Path, outcome: Outcome) -> list[str]:
         outcome.tally[f"{sent.name} {code}"] += 1
         _, alive = psutil.wait_procs(children, timeout=10)
         found = [f"{p.pid} outlives {sent.name} after {after_s:.2f} s" for p in alive]
-        # Before its first line Python itself dies of SIGTERM.
+        # Before the program's first line, the signal may kill Python itself.
         allowed = {0, 130} if began else {0, 130, -sent}
         if code not in allowed:
             found.append(f"exit code {code} of {sent.name} after {after_s:.2f} s")

@@ -1,4 +1,5 @@
-"""Too few descriptors, no room on the disk, little memory: one sentence, or served all the same."""
+"""Too few descriptors, a full disk, little memory: the program must still work, or say in one
+sentence why it cannot."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ _RUN = ("run", "-p", "import os", "-n", "4", "-c", "256", "-t", "1")
 _MB = 1 << 20
 _LIMIT_S = 60.0
 
-Case = Callable[[Path], tuple[str, str]]  # how it ended, and what was wrong with that
+Case = Callable[[Path], tuple[str, str]]  # returns how it ended, and what was wrong or ""
 
 
 def limits_part(seed: int, numbers: range, folder: Path) -> Outcome:
-    """`numbers` choose among the cases."""
+    """Run the cases with these numbers."""
     outcome = Outcome("limits")
     for number, (name, case) in enumerate(CASES):
         if number not in numbers:
@@ -49,8 +50,8 @@ def _run(
     allowed: Sequence[int] = (0, 1, 2),
     stdout: int | IO[bytes] = subprocess.PIPE,
 ) -> tuple[str, str]:
-    """How the program ended under these limits, and what was wrong with that."""
-    # A disk that is full gives an error and no signal.
+    """Run the program under these limits. Returns how it ended, and what was wrong or ""."""
+    # Ignore SIGXFSZ, because a full disk gives an error and no signal.
     code = (
         "import runpy, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "runpy.run_module('specoffload', run_name='__main__')"
@@ -77,7 +78,7 @@ def _run(
 
 
 def _few_descriptors(folder: Path) -> tuple[str, str]:
-    """More connections than there are descriptors, and one client that is served."""
+    """Open more connections than there are descriptors; one more client must be served."""
     limits = {resource.RLIMIT_NOFILE: (110, 110)}
     with serving(folder / "descriptors.log", SERVE, limits) as server, ExitStack() as stack:
         for _ in range(200):
@@ -91,7 +92,8 @@ def _few_descriptors(folder: Path) -> tuple[str, str]:
 
 
 def _server_with_little_memory(folder: Path) -> tuple[str, str]:
-    """The engine process may die of it: the API process tells who asks."""
+    """Serve with little memory. The engine process may die; the API process must then answer with
+    an error."""
     addresses = 1500 * _MB
     limits = {resource.RLIMIT_AS: (addresses, addresses)}
     try:
@@ -129,7 +131,7 @@ def _nowhere_to_write(folder: Path) -> tuple[str, str]:
 
 
 def _nobody_reads(folder: Path) -> tuple[str, str]:
-    """As `specoffload run | true`."""
+    """Write to a closed pipe, as `specoffload run | true` does."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as out:

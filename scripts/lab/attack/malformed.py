@@ -1,4 +1,4 @@
-"""Malformed requests of a seeded generator: number `i` of a seed is always the same bytes."""
+"""Malformed requests from a seeded generator: number `i` of a seed is always the same bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOOL = {
 _CHAT: dict[str, Any] = {"messages": _SAYS, "max_tokens": 2}
 _TEXT: dict[str, Any] = {"prompt": "import os\n", "max_tokens": 2}
 
-# Every endpoint with a body, and one that it answers.
+# Every endpoint that takes a body, each with a valid body.
 ENDPOINTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": _CHAT,
     "/chat/completions": {**_CHAT, "tools": [_TOOL]},
@@ -59,7 +59,7 @@ _SPECIAL = "<|im_start|><|endoftext|><s></s><|eot_id|><start_of_turn>[INST]"
 
 
 def hostile_value(rng: Random) -> Any:
-    """Something that is of no field's kind, or far too much of it."""
+    """A value that has no field's type, or is far too long."""
     n = rng.choice((0, 1, 7, 300, 5000))
     kind = rng.randrange(24)
     if kind < 8:
@@ -139,7 +139,7 @@ def _with_fields(rng: Random, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constrained(rng: Random, body: dict[str, Any]) -> dict[str, Any]:
-    """A grammar or a schema, whole or with a piece of it gone."""
+    """`body` with a hostile grammar or schema, sometimes damaged."""
     if rng.random() < 0.5:
         text = rng.choice(list(HOSTILE_GRAMMARS.values()))
         if rng.random() < 0.5:
@@ -163,7 +163,7 @@ def _constrained(rng: Random, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _long(rng: Random, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """More text, or more of it, than anything takes."""
+    """`body` with more text, messages or stop sequences than any request may have."""
     text = rng.choice(("x", "é", " ", "\n", _SPECIAL, "<0x0A>", "a b ")) * rng.choice(
         (5000, 60_000)
     )
@@ -179,7 +179,7 @@ def _long(rng: Random, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def hostile_body(rng: Random) -> tuple[str, bytes]:
-    """A path, and what to send there."""
+    """A path, and a hostile body for it."""
     path = rng.choice(list(ENDPOINTS))
     body: dict[str, Any] = json.loads(json.dumps(ENDPOINTS[path]))
     kind = rng.random()
@@ -243,9 +243,12 @@ _METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE",
 
 @dataclass(frozen=True)
 class Attack:
-    """What is sent. `may_hang_up`: it is no request of HTTP's, so the server may close without a
-    word. `ends`: nothing more is sent after it, so that the server need not wait for it. `leaves`:
-    the client does not wait for its answer."""
+    """One request as bytes.
+
+    `may_hang_up`: it is not valid HTTP, so the server may close without an answer. `ends`: the
+    client closes its sending side afterwards, so the server need not wait for more. `leaves`: the
+    client does not wait for the whole answer.
+    """
 
     data: bytes
     may_hang_up: bool = False

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_MOST_SHOWN = 20  # breaches of a part
+_MOST_SHOWN = 20  # most breaches shown of each part
 
 
 @dataclass(frozen=True)
 class Breach:
-    """Something that must not be, and the command that shows it again."""
+    """A failed check, and the command that repeats it."""
 
     what: str
     command: str
@@ -23,7 +23,7 @@ class Breach:
 
 @dataclass
 class Outcome:
-    """The result of one part: `figures` to show, `tally` of how its tries ended."""
+    """The result of one part. `tally` counts how its tries ended; `figures` are also shown."""
 
     part: str
     n_tries: int = 0
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def show(outcomes: list[Outcome], console: Console) -> None:
-    """A table of them, then the breaches with their commands."""
+    """Print the outcomes as a table, then the breaches with their commands."""
     table = Table("part", "tries", "seconds", "how they ended", "figures", "breaches")
     for outcome in outcomes:
         ended = ", ".join(f"{n} {what}" for what, n in outcome.tally.most_common())

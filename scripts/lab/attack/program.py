@@ -1,4 +1,4 @@
-"""`specoffload` as a process group of its own that always ends, its memory and its log."""
+"""Runs `specoffload serve` in a process group that is always ended; reads its memory and log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import psutil
 from lab import ROOT
 
 PATIENCE_S = 60.0
-# Lines that no log may have: a traceback, an interpreter or a libc that gives up.
+# Texts that no log may have: of a traceback, or of a crash in the interpreter or libc.
 _LAST_WORDS = ("Traceback (most recent", "Exception ignored", "Fatal Python", "terminate called")
 
 Limits = Mapping[int, tuple[int, int]]
@@ -36,7 +36,7 @@ def environment() -> dict[str, str]:
 
 
 def with_limits(limits: Limits) -> Callable[[], None]:
-    """For `preexec_fn`: resource limits of the process to be, and no core files."""
+    """A `preexec_fn` that sets these resource limits and turns core files off."""
 
     def set_them() -> None:
         for which, value in {resource.RLIMIT_CORE: (0, 0), **limits}.items():
@@ -46,12 +46,12 @@ def with_limits(limits: Limits) -> Callable[[], None]:
 
 
 def bad_lines(log: str) -> list[str]:
-    """The lines of a log that must not be."""
+    """The lines of a log that show a crash."""
     return [line for line in log.splitlines() if any(word in line for word in _LAST_WORDS)]
 
 
 class Program:
-    """A server that was started; `port` is known when it listens."""
+    """A server process. `port` is known once it listens."""
 
     def __init__(self, log: Path, flags: Sequence[str] = (), limits: Limits | None = None) -> None:
         self.log = log
@@ -106,7 +106,7 @@ class Program:
         return []
 
     def engine(self) -> psutil.Process | None:
-        """The child that holds the model: the largest."""
+        """The largest child, which holds the model; None without children."""
         children = self.parts()[1:]
         return max(children, key=_rss_bytes, default=None)
 
@@ -115,7 +115,7 @@ class Program:
         return sum(map(_rss_bytes, self.parts()))
 
     def end(self, patience_s: float = 30.0) -> int:
-        """SIGTERM, and its exit code. What is left of its group is killed."""
+        """Send SIGTERM and return the exit code. Kills what is left of the process group."""
         children = self.parts()[1:]
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
@@ -142,7 +142,7 @@ def _rss_bytes(process: psutil.Process) -> int:
 
 @contextmanager
 def serving(log: Path, flags: Sequence[str], limits: Limits | None = None) -> Iterator[Program]:
-    """A healthy server, whose processes are gone afterwards. Raises TimeoutError."""
+    """Start a server, yield it when it is healthy, and kill it afterwards. Raises TimeoutError."""
     program = Program(log, flags, limits)
     try:
         program.wait_until_listening()
