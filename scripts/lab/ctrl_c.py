@@ -1,14 +1,14 @@
-"""Presses Ctrl-C at each moment of a run, and tells of every one that was lost or late.
+"""Presses Ctrl-C at many moments of a run, and reports each one that was ignored or too slow.
 
     scripts/lab/run ctrl-c                        # 100 tries, 50 ms apart
     scripts/lab/run ctrl-c --tries 20 --step 0.3 -- MODEL.gguf -p hello
     scripts/lab/run ctrl-c -- --device sim -f LONG.txt
 
-What follows `--` are the words of `specoffload run`; without any, the embedded pair is run on the
-sim device, whose callbacks are all Python's, with a profile measured each time. So the moments lie
-in imports, opening, profiling and decoding. A try passes if the program exits with 130 within
-`--within` seconds and says nothing of an exception. Before the program's first line the interpreter
-answers by itself: such tries are counted apart.
+The words after `--` go to `specoffload run`. Without any, the embedded pair runs on `sim`, whose
+callbacks are all in Python, and measures a profile each time. So the moments lie in imports,
+opening, profiling and decoding. A try passes if the program exits with 130 within `--within`
+seconds and prints no exception. Tries before the program's first line are counted apart, because
+the interpreter handles them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOISE = ("Traceback", "Exception ignored", "Fatal")
 
 @dataclass(frozen=True)
 class Try:
-    """One Ctrl-C: when it was pressed, and what became of it."""
+    """One Ctrl-C: when it was pressed, and how the program ended."""
 
     at_s: float
     exit_code: int | None  # None: it did not end
@@ -41,11 +41,11 @@ class Try:
 
     @property
     def too_early(self) -> bool:
-        """True if the interpreter had not come to the program."""
+        """True if the interpreter had not reached the program's own code."""
         return "KeyboardInterrupt" in self.errors and str(ROOT) not in self.errors
 
     def bad(self, within_s: float) -> str:
-        """Empty if it is as it should be."""
+        """What is wrong with this try; "" if nothing is."""
         if self.ended_before:
             return "the run had ended already"
         if self.too_early:
@@ -59,7 +59,7 @@ class Try:
 
 
 def press(words: list[str], at_s: float, within_s: float) -> Try:
-    """Start, wait, press, and see."""
+    """Start a run, press Ctrl-C after `at_s` seconds, and wait up to `within_s` for its end."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as errors:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         process = subprocess.Popen(

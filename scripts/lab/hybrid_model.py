@@ -1,7 +1,7 @@
-"""docs/hybrid-model.md: decodes with and without split layers, by the machine model.
+"""Makes docs/hybrid-model.md: decodes with and without split layers, by the machine model.
 
-From headers alone: no model is opened, no time is measured. Hits come from routing that is drawn or
-was recorded, through the cache rule that is built in, and from what others published.
+It reads headers only: no model is opened, no time is measured. Hits come from drawn or recorded
+routing through the built-in cache rule, and from published measurements.
 """
 
 from __future__ import annotations
@@ -64,16 +64,17 @@ NO_DAY = date(1, 1, 1)  # nothing was counted on one
 Parameters = tuple[float, float, float]
 # Time constant of a drift in tokens, its weight and that of lasting popularity, over noise of 1.
 DRAWN: dict[str, Parameters] = {
-    "code": (8.0, 0.6, 0.2),  # fitted to what was recorded: scripts/lab/run record-routing
+    "code": (8.0, 0.6, 0.2),  # fitted to recorded routing by scripts/lab/run record-routing
     "prose": (2.0, 0.8, 1.3),
-    "drifting": (60.0, 1.2, 0.4),  # as llama.cpp #27861 reports of 512 experts
+    "drifting": (60.0, 1.2, 0.4),  # like llama.cpp #27861's figures for 512 experts
 }
 FITTED = ("code", "prose")
 ROUTINGS = (*DRAWN, "published")
 
 
 class Published(NamedTuple):
-    """Hits that others measured: share of all experts that have a slot, share of uses."""
+    """Published hits of one model. `points` are (share of all experts that have a slot, share of
+    uses that hit)."""
 
     model: str
     experts: str
@@ -104,7 +105,7 @@ FLASH_NEXT, QWEN3_30B, DEEPSEEK_V4, GPT_OSS, ORNITH = (
     Published("gpt-oss-120b", "4 of 128", ((0.03, 0.085),), "LRU: Helldez/BigMoeOnEdge #33"),
     Published("Ornith-1.5-35B-A3B", "8 of 256", ((0.22, 0.741),), "FlashML-org/FreeToken #231"),
 )  # fmt: skip
-# By model of the tables: those of its kind, or what comes nearest.
+# Published hits by title of the tables' models: of that model, or of the most similar one.
 NEAREST: dict[str, tuple[tuple[float, float], ...]] = {
     "DeepSeek-R1": DEEPSEEK_V4.points,
     "gpt-oss-120b": (*GPT_OSS.points, *QWEN3_30B.points[1:]),
@@ -185,7 +186,8 @@ def draw(
 
 
 def repeats(routing: NDArray[np.integer]) -> NDArray[np.float64]:
-    """The share of uses that the same layer uses again so many tokens later, at DISTANCES."""
+    """For each of DISTANCES, the share of uses that the same layer repeats that many tokens
+    later."""
     found = []
     for distance in DISTANCES:
         now, later = routing[:-distance, :, :, None], routing[distance:, :, None, :]
@@ -201,7 +203,7 @@ def curve(
     n_used: int,
     half_life_steps: float = HALF_LIFE_STEPS,
 ) -> HitCurve:
-    """Hits by the share of experts that have a slot."""
+    """The hit rate by the share of experts that have a slot."""
     if routing == "published":
         return HitCurve(NEAREST[title], 0, NO_DAY)
     drawn = draw(n_experts, n_used, DRAWN[routing], N_TOKENS, N_LAYERS)
@@ -233,22 +235,24 @@ def plan_of(
 
 
 def expert_room_bytes(facts: ModelFacts, gib: int) -> int:
-    """Device memory that llama.cpp has for experts beside all other weights and the context."""
+    """Bytes of device memory that llama.cpp has left for experts after all other weights and the
+    context."""
     context = context_memory(facts, ContextSpec(N_CTX, UBATCHES[0])).total_bytes
     return max(0, gib * GIB - context - (device_bytes(facts) - facts.expert_bytes))
 
 
 def n_cpu_moe(facts: ModelFacts, gib: int) -> Sharing:
-    """The rival `--n-cpu-moe`: as many layers' experts resident as fit, and no slots."""
+    """llama.cpp's `--n-cpu-moe`: the experts of as many layers as fit are resident; no slots."""
     n_layers = model_work(facts).n_expert_layers
     n_fit = int(expert_room_bytes(facts, gib) // (facts.expert_bytes / n_layers))
     return Sharing(0, min(n_layers, n_fit))
 
 
 def lru_cache(facts: ModelFacts, gib: int, machine: Machine, work: ModelWork) -> Sharing:
-    """The rival `--moe-cache-mib`: slots for what the fastest number of resident layers leaves.
+    """llama.cpp's `--moe-cache-mib`: some layers are resident, and the rest of the room is slots.
 
-    `work` has the hits of an LRU cache.
+    The number of resident layers is the one with the fastest decode. `work` has the hits of an LRU
+    cache.
     """
     n_fit = n_cpu_moe(facts, gib).n_resident
     n_pieces = int(expert_room_bytes(facts, gib) // work.expert.size_bytes)
@@ -257,8 +261,8 @@ def lru_cache(facts: ModelFacts, gib: int, machine: Machine, work: ModelWork) ->
 
 
 def lru_hits(work: ModelWork, sharing: Sharing) -> float:
-    """Hits of the LRU cache: none where a token uses more experts than have slots, since each slot
-    is then taken again before its expert returns."""
+    """The hit rate of the LRU cache. It is 0 unless there are more slots than experts that a token
+    uses, because each expert is otherwise evicted before its next use."""
     n_streamed = work.n_expert_layers - sharing.n_resident
     holds = sharing.n_slots > work.n_used * n_streamed
     return expected_hits(work, sharing, work.n_used) if holds else 0.0
@@ -305,7 +309,7 @@ def _slots(work: ModelWork, sharing: Sharing, hits: float, seconds: float) -> st
 
 
 def batch_table(all_facts: Sequence[ModelFacts]) -> str:
-    """T(n) of the second machine."""
+    """The table of T(n) on the second machine."""
     (gib, machine) = list(MACHINES.values())[1]
     lines = [
         "| model | | " + " | ".join(f"{n}" for n in SIZES) + " |",
@@ -326,7 +330,8 @@ def batch_table(all_facts: Sequence[ModelFacts]) -> str:
 
 
 def recorded_table() -> str:
-    """The embedded pair's recorded routing beside what is drawn for as many experts."""
+    """The table of the embedded pair's recorded routing, beside drawn routing for as many
+    experts."""
     shares = (0.25, 0.375, 0.5, 0.625, 0.75)
     with np.load(RECORDED) as data:
         n_experts = int(data["n_experts"])

@@ -1,9 +1,9 @@
-"""Python's share of a layer of streamed weights, in microseconds, and of a whole step.
+"""Measures Python's time per layer of streamed weights, in microseconds, and its share of a step.
 
-Small random models on `sim` with a slot for everything. They are decoded until nothing is copied
-any more, so that what is left is deciding (*promoting*: a few times, so that experts still are):
-CPU time of the calling thread inside the device's callback that is not spent in native code,
-medians of decodes. Prints one JSON object.
+The models are small and random, on `sim`, with a slot for every piece. They are decoded until
+nothing is copied any more, so that only decisions are left (*promoting*: only a few times, so that
+experts are still promoted). The time is the calling thread's CPU time inside the device's callback,
+less the time in native code; figures are medians over decodes. Prints one JSON object.
 
 Usage: scripts/lab/run layer-cost [REPETITIONS]
 """
@@ -47,7 +47,7 @@ def half(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint
 
 
 class HalfByCosts(ByCosts):
-    """Splits by costs as if every second expert had no slot. A copy never pays."""
+    """Splits by costs as if every second expert of a batch had no slot. A copy never pays."""
 
     def split(
         self,
@@ -98,7 +98,7 @@ CASES: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 
 
 class Clock:
-    """Seconds inside the device's callback, and how many of them native code had."""
+    """Counts the CPU seconds inside the device's callback, and those of them in native code."""
 
     def __init__(self) -> None:
         self.callback_s = self.native_s = 0.0
@@ -132,8 +132,8 @@ class Clock:
 def measure(
     clock: Clock, path: Path, n_tokens: int, streaming: StreamingOptions, n: int, most_warm: int
 ) -> dict[str, Any]:
-    """Medians of `n` decodes of the same tokens, after some, `most_warm` at most, that fill the
-    slots."""
+    """Medians of `n` decodes of the same `n_tokens` tokens. Up to `most_warm` decodes fill the
+    slots first."""
     options = EngineOptions(
         device="sim",
         streaming=streaming,
@@ -174,7 +174,7 @@ def n_uses(counters: StreamCounters) -> int:
 
 
 def _fill(engine: Engine, tokens: list[int], most: int) -> None:
-    """Decode until nothing is copied any more."""
+    """Decode until a decode copies nothing, at most `most` times."""
     for i in range(most):
         n_copies = engine.counters().copies
         engine.sequences.extend(0, tokens, n_logits=1)

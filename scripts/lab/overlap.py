@@ -1,11 +1,13 @@
-"""Are transfers hidden behind compute? Measured on `sim`.
+"""Measures on `sim` how far copies are hidden behind computation.
 
-Each case runs the same model three ways in one process, with one compute thread and the other
-core for the link: everything resident (compute alone), streamed one copy at a time (serial), and
-streamed by schedule (step). The link's bandwidth is chosen so that copies take as long as the
-computation, where overlap matters most, or half as long again for verification batches, whose
-computation would otherwise want the memory bandwidth that the link's thread takes. Perfect overlap
-is step = max(copy, compute), none is their sum.
+Each case runs the same model three ways in one process: everything resident (compute alone),
+streamed one copy at a time (serial), and streamed by schedule (step). One thread computes, and
+another core serves the link.
+
+The link's bandwidth is chosen so that copies take as long as the computation, where overlap matters
+most. For verification batches copies take half as long again, because their computation competes
+with the link's thread for memory bandwidth. With perfect overlap, step = max(copy, compute);
+without any, step is their sum.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from specoffload.bench.load import warn_of_load
 from specoffload.commands.bench import commit, machine
 
 LIMIT = 1.10
-# What people run; and much computation for each byte, so that the simulated link, which is a thread
-# that copies memory, does not take the memory bandwidth that the computation needs.
+# A common quantisation with much computation per byte. The simulated link is a thread that copies
+# memory, and must not take the memory bandwidth that the computation needs.
 _QUANT = {"quant": "q4_K"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of work. `slots` is the share of what streams that the slots hold."""
+    """One model and batch size. `slots` is the share of the streamed weights that has slots."""
 
     name: str
     preset: str
@@ -45,7 +47,7 @@ class Case:
     overrides: dict[str, Any]
     n_gpu_layers: int | None = None
     slots: float = 0.15
-    copy_share: float = 1.0  # copy time wanted, of the compute time
+    copy_share: float = 1.0  # wanted ratio of copy time to compute time
 
 
 CASES = (
@@ -71,8 +73,8 @@ CASES = (
         | _QUANT,
         copy_share=1.5,
     ),
-    # Not one of the three that must hold: 16 tokens use two thirds of 64 experts, and each step's
-    # tokens are new, so a third of the guesses is wrong and what is missed waits for the router.
+    # LIMIT need not hold for this case: 16 tokens use two thirds of 64 experts, and each step's
+    # tokens are new. So a third of the guesses is wrong, and misses wait for the router.
     Case(
         "verification, 64 experts",
         "kimi-k2",
@@ -87,8 +89,8 @@ CASES = (
 
 @dataclass(frozen=True)
 class Overlap:
-    """The times of one case, measured but for `copy_s`, which is the copied bytes over the link's
-    set bandwidth. `ratio` is step ÷ max(copy, compute)."""
+    """The times of one case. `copy_s` is computed from the copied bytes and the link's bandwidth;
+    the others are measured. `ratio` is step ÷ max(copy, compute)."""
 
     case: str
     copy_s: float
@@ -138,7 +140,8 @@ def bench(
 
 
 def measure(case: Case, folder: Path, repetitions: int) -> Overlap:
-    """Run one case. The computation alone is measured before and after the rest: medians of all."""
+    """Run one case. Computation alone is measured before and after the rest, and the median of all
+    its times counts."""
     path = folder / f"{case.name.replace(' ', '-').replace(',', '')}.gguf"
     if not path.exists():
         write_preset(case.preset, path, size="tiny", seed=1, **case.overrides)
@@ -184,7 +187,7 @@ class _Steps:
 def _step(
     path: Path, device: str, streaming: StreamingOptions | None, case: Case, repetitions: int
 ) -> _Steps:
-    """Steps of `n_tokens` behind one another, each with tokens of its own; two are warm-up."""
+    """Time `repetitions` steps of new tokens, after two for warm-up."""
     options = EngineOptions(
         device=device,
         stream_experts=streaming is not None,

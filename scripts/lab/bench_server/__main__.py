@@ -1,4 +1,4 @@
-"""The server under load on loopback, and beside llama-server: one JSON object on stdout.
+"""Measures the server under load and beside llama-server; prints one JSON object.
 
     scripts/lab/run bench-server            64 streams for 60 s, drafts off and on, then 1 and 8
     ... --vs PATH                           llama-server to compare with; `none`: without;
@@ -6,14 +6,16 @@
     ... --streams 0                         without the load
     ... --threads 1 --rounds 7 --tokens 128 --model FILE -- SERVE_FLAGS...
 
-Both sides run the same file on the plain CPU with the same threads, drafts off, in one run: first
-one, then the other, `--rounds` times; a turn is `--requests` requests of each stream, one after
-another. The ratio is of the medians; `token_delay_ms` is the median
-time from the engine's token to its client's socket, from /metrics. Under load each stream is
-compared, token by token, with what one client alone is given; where one differs, each of its tokens
-has to be the likeliest for its beginning, but for near-ties. That is done without drafts and with
-blocks of 4 in every round, and with llama-server too, its KV cache unified and not: ours has one
-cache for all slots. What goes wrong with ours goes to stderr, and the exit status is 1.
+Both servers run the same file on the CPU with the same threads and without drafts. They take turns
+`--rounds` times. In a turn, each stream sends `--requests` requests, one after another. The ratio
+is of the medians. `token_delay_ms` is the median time from the engine's token to its client's
+socket, from /metrics.
+
+Under load, the tokens of each stream are compared with those that a single client gets. If they
+differ, each token has to be the likeliest after those before it, except for near-ties. The load
+runs without drafts and with blocks of 4 in every round. It also runs on llama-server, with and
+without a unified KV cache; our server has one cache for all slots. Errors of our server go to
+stderr, and the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -60,8 +62,10 @@ def llama_server(given: str | None) -> Path | None:
 
 
 def ways(options: argparse.Namespace, program: Path | None) -> dict[str, list[str]]:
-    """Command lines of the servers under load, by name: drafts off and on; of llama-server with
-    one KV cache for all slots, and one for each."""
+    """Command lines of the servers under load, by name: each with drafts off and on.
+
+    llama-server also runs both with one KV cache for all slots and with one per slot.
+    """
     drafts = ["-md", str(options.draft), "--draft-max", "4", "--draft-p-min", "0"]
     found: dict[str, list[str]] = {}
     for name, own, flags in (
@@ -80,7 +84,7 @@ def ways(options: argparse.Namespace, program: Path | None) -> dict[str, list[st
 
 
 def under_load(server: Server, options: argparse.Namespace) -> tuple[dict[str, Any], Report]:
-    """The report of many streams."""
+    """Run many streams at once. Returns the figures to print, and the report with the texts."""
     known = asyncio.run(alone(server.port, prompts(), options.load_tokens))
     again = asyncio.run(alone(server.port, prompts(), options.load_tokens))
     report = asyncio.run(
@@ -100,7 +104,10 @@ def under_load(server: Server, options: argparse.Namespace) -> tuple[dict[str, A
 
 
 def judged(report: Report, options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The verdict on texts that differ from those of a single client. No server runs now."""
+    """Check the texts that differ from a single client's. Returns figures, and the wrong texts.
+
+    Call it when no server runs, because it opens the model in this process.
+    """
     if not report.differing:
         return {}, []
     with closing(Judge(options.model, options.threads, N_CTX)) as judge:
@@ -118,21 +125,24 @@ def metrics(server: Server) -> str:
 
 
 def n_drafted(server: Server) -> int:
-    """Tokens that were drafted since the start."""
+    """Number of tokens drafted since the server's start."""
     found = re.search(r"^\S*spec_decode_num_draft_tokens\S* (\S+)$", metrics(server), re.M)
     return int(float(found[1])) if found else 0
 
 
 def delay_ms(server: Server) -> float:
-    """The median time from the engine's token to its client's socket, of all since the start."""
+    """Median milliseconds from the engine's token to its client's socket, since the server's
+    start."""
     page = metrics(server)
     found = re.findall(r'^specoffload:token_delay_seconds_bucket{le="(.+)"} (.+)$', page, re.M)
     return round(1e3 * median([(float(bound), float(n)) for bound, n in found]), 3)
 
 
 def median(buckets: Sequence[tuple[float, float]]) -> float:
-    """The median of a histogram of (upper bound, how many were not above it), as Prometheus has
-    it: by straight lines between the bounds."""
+    """The median of a histogram, interpolated linearly between bounds as Prometheus does.
+
+    `buckets` are (upper bound, number of values up to it), the last for all values.
+    """
     half = buckets[-1][1] / 2 if buckets else 0.0
     low = n_below = 0.0
     for bound, n in buckets:
@@ -145,11 +155,11 @@ def median(buckets: Sequence[tuple[float, float]]) -> float:
 
 
 def by_turns(servers: list[Server], n_streams: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Speeds of `n_streams` streams, first of each server, then again."""
+    """Speeds of `n_streams` streams on each server; the servers take turns."""
     speeds: dict[str, list[float]] = {server.name: [] for server in servers}
     shares: list[float] = []
     first_ms: dict[str, list[float]] = {server.name: [] for server in servers}
-    for n in range(options.rounds + 1):  # the first warms up
+    for n in range(options.rounds + 1):  # one more, because the first warms up
         for server in servers:
             api_s, engine_s = server.cpu_s(), server.engine_cpu_s()
             found, answers = asyncio.run(

@@ -1,5 +1,7 @@
-"""Clients that cost little, so that they take no time from the server beside them: bytes are read
-as they come and parsed when the answer is over. `load` runs many of them for a while."""
+"""Clients that need little processor time, which the server on the same machine would miss.
+
+They collect bytes and parse them when the answer has ended. `load` runs many of them for a while.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ HEAD = (
 
 
 class BadAnswer(Exception):
-    """An answer that is not what a stream must be."""
+    """The answer is not a valid stream."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Answer:
 
     text: str
     n_tokens: int
-    tokens: tuple[int, ...]  # known for llama-server's own form of a stream alone
+    tokens: tuple[int, ...]  # token ids; only /completion streams have them
     sent_s: float
     first_s: float
     ended_s: float
@@ -57,7 +59,7 @@ class _Reader(asyncio.Protocol):
 
 
 async def ask(port: int, body: dict[str, Any], path: str = "/v1/completions") -> Answer:
-    """One streamed completion. Raises BadAnswer, and OSError."""
+    """Send one streamed request and read its answer. Raises BadAnswer or OSError."""
     native = path == "/completion"
     extra = {} if native else {"stream_options": {"include_usage": True}}
     content = json.dumps({**body, "stream": True, **extra})
@@ -116,7 +118,7 @@ def read_native(answer: bytes) -> tuple[str, int, tuple[int, ...]]:
 
 
 def events_of(answer: bytes) -> list[bytes]:
-    """The data of server-sent events. Raises BadAnswer for what is no such stream."""
+    """The data of each server-sent event. Raises BadAnswer if this is no such stream."""
     head, _, body = answer.partition(b"\r\n\r\n")
     status = head.split(b"\r\n", 1)[0].decode()
     if " 200 " not in status + " ":
@@ -149,7 +151,7 @@ class Report:
 
 
 def request(prompt: str, n_tokens: int) -> dict[str, Any]:
-    """Greedy, of a fixed length."""
+    """The body of a greedy request for exactly `n_tokens` tokens."""
     return {"prompt": prompt, "max_tokens": n_tokens, "temperature": 0.0, "ignore_eos": True}
 
 
@@ -161,11 +163,11 @@ async def alone(port: int, prompts: Iterable[str], n_tokens: int) -> dict[str, A
 async def load(
     port: int, known: dict[str, Answer], n_tokens: int, n_streams: int, duration_s: float
 ) -> Report:
-    """`n_streams` clients for `duration_s` seconds, each asking on as soon as it has its answer.
+    """Run `n_streams` clients for `duration_s` seconds. Each sends its next request when it has its
+    answer.
 
-    A token that is lost or doubled on its way shows: the tokens of each stream are counted against
-    what its end says, and their texts joined against what one client alone was given for the same
-    tokens.
+    Lost and doubled tokens are found: each stream must have `n_tokens` tokens, and the text that a
+    single client got for the same tokens (`known`).
     """
     report = Report(n_streams)
     prompts = list(known)
@@ -198,8 +200,8 @@ async def load(
 async def speed(
     port: int, prompts: list[str], n_tokens: int, n_streams: int, n_requests: int
 ) -> tuple[float, list[Answer]]:
-    """Tokens per second of `n_streams` streams that begin together, each of `n_requests` requests
-    one after another, and the answers."""
+    """Start `n_streams` streams together, each of `n_requests` requests one after another. Returns
+    their tokens per second in all, and the answers."""
 
     async def stream(number: int) -> list[Answer]:
         asked = range(number, number + n_requests)

@@ -1,8 +1,8 @@
-"""Greedy texts that differ from each other: by near-ties, or by a mistake.
+"""Judges whether greedy texts differ because of near-ties or because of a mistake.
 
-Kernels round by the number of rows of a batch, so that of two nearly equal tokens another may be
-the likeliest (docs/background.md). A token that was lost, doubled or another sequence's is none of
-the likeliest for its own beginning, however that is evaluated.
+Kernels round differently by the number of rows in a batch. So either of two tokens with nearly
+equal logits may be the likeliest (docs/background.md). After a mistake, such as a lost or doubled
+token, some token is far below the likeliest in batches of every size.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from offload.engine import Engine, EngineOptions
 
-SPLITS = (1, 2, 4, 8, 16)  # rows of a batch
-# By which a token may miss being the likeliest in all of them. Of the embedded target, rounding
-# explains less than 0.1 and another expert of a router that nearly ties 0.22; a token that was lost
-# or doubled is followed by one that is 0.67 to 15 below (72 places in three texts).
+SPLITS = (1, 2, 4, 8, 16)  # batch sizes in rows
+# A token's logit may be this much below the highest in batches of every size. With the embedded
+# target, rounding explains less than 0.1, and a near-tie in a router 0.22. The token after a lost
+# or doubled one is 0.67 to 15 below (72 places in three texts).
 MOST_GAP = 0.5
 
 
 class Judge:
-    """The target alone, in this process."""
+    """Evaluates texts with the target, opened on the CPU in this process."""
 
     def __init__(self, model: Path, n_threads: int, n_ctx: int) -> None:
         options = EngineOptions(device="cpu", n_ctx=n_ctx, n_threads=n_threads, n_outputs=64)
@@ -46,14 +46,16 @@ class Judge:
         return found
 
     def gap(self, prompt: str, tokens: Sequence[int]) -> float:
-        """How far the logit of any of the tokens lies below the highest for its beginning, at
-        most; each token's is the least over batches of several sizes."""
+        """The largest gap between a token of `tokens` and the likeliest at its place, in logits.
+
+        Each token's gap is its smallest over batches of several sizes.
+        """
         ids = self._engine.tokenize(prompt, add_special=True, parse_special=True)
         gaps = [_gaps(self._rows(ids, tokens, size), tokens) for size in SPLITS]
         return float(np.min(gaps, axis=0).max())
 
     def _rows(self, prompt: Sequence[int], tokens: Sequence[int], size: int) -> NDArray[np.float32]:
-        """Logits [len(tokens), n_vocab] from which each was to be chosen."""
+        """Logits [len(tokens), n_vocab] before each token, computed in batches of `size` rows."""
         sequences = self._engine.sequences
         sequences.rewind(0, 0)
         if len(prompt) > 1:
@@ -71,7 +73,8 @@ def _gaps(rows: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.float3
 def unexplained(
     judge: Judge, differing: Iterable[tuple[str, Sequence[int]]]
 ) -> tuple[list[str], float]:
-    """Those that near-ties do not explain, in words; and the largest gap of all."""
+    """Returns a sentence for each text that near-ties do not explain, and the largest gap of
+    all."""
     found, most = [], 0.0
     for prompt, tokens in differing:
         gap = judge.gap(prompt, tokens)

@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and what they and their children have computed."""
+"""Starts servers as processes, and reads the processor time of them and their children."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ LOAD_PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs; `process` is the one that was started."""
+    """A running server. `process` is the started process, without its children."""
 
     name: str
     port: int
     process: psutil.Process
 
     def cpu_s(self) -> float:
-        """User and system time of the started process alone."""
+        """User and system seconds of the started process, without its children."""
         times = self.process.cpu_times()
         return float(times.user + times.system)
 
     def engine_cpu_s(self) -> float:
-        """The same of its child that computes; 0 where there is none."""
+        """User and system seconds of the child that computes; 0 without such a child."""
         times = [child.cpu_times() for child in self.process.children(recursive=True)]
         return max((float(t.user + t.system) for t in times), default=0.0)
 
@@ -65,7 +65,7 @@ def theirs(
 
 @contextmanager
 def running(name: str, command: list[str], log: Path) -> Iterator[Server]:
-    """Start it on a free port, and stop it. Raises RuntimeError where it does not come up."""
+    """Start a server, yield it, and stop it. Raises RuntimeError if it does not come up."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
