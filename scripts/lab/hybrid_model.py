@@ -58,11 +58,12 @@ N_CTX = 8192
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 RECORDED = Path(__file__).parent / "data" / "pair-routing.npz"  # by scripts/lab/run record-routing
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens
-N_TOKENS, N_LAYERS = 768, 8  # of drawn routing
-LRU_HALF_LIFE_STEPS = 0.5  # the last use then outweighs all before it, so that lrfu ranks as LRU
-NO_DAY = date(1, 1, 1)  # nothing was counted on one
+N_TOKENS, N_LAYERS = 768, 8  # size of drawn routing
+LRU_HALF_LIFE_STEPS = 0.5  # short enough that lrfu ranks as LRU: the last use outweighs all others
+NO_DAY = date(1, 1, 1)  # date of a hit curve that was not counted
 Parameters = tuple[float, float, float]
-# Time constant of a drift in tokens, its weight and that of lasting popularity, over noise of 1.
+# Time constant of the drift in tokens, weight of the drift, weight of lasting popularity. The noise
+# has weight 1.
 DRAWN: dict[str, Parameters] = {
     "code": (8.0, 0.6, 0.2),  # fitted to recorded routing by scripts/lab/run record-routing
     "prose": (2.0, 0.8, 1.3),

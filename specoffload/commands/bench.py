@@ -1,7 +1,7 @@
-"""`specoffload bench`: ceilings, measurements, distances.
+"""`specoffload bench`: compares our speeds with llama.cpp's.
 
-Everything is measured in one run on one machine and compared as ratios; medians of repetitions,
-the first repetition dropped as warm-up.
+Everything is measured in one run on one machine, and compared as ratios. Figures are medians of
+repetitions, without the first one, which warms up.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ from specoffload.speculation.draft_model import real_text
 PROFILE_SIZES = tuple(range(1, 17))
 _NEVER = MinBatch(experts=NEVER, dense=NEVER)
 N_PROMPTS = 4
-PREFIX = 16  # tokens before what is timed
-LONG_PROMPT = 2048  # tokens, for the speed of prefill
+PREFIX = 16  # tokens before the timed ones
+LONG_PROMPT = 2048  # tokens of the prompt that measures prefill
 _LEAST_REPETITIONS = 3
-# The names of our ways in tables.
+# Names of our paths in tables.
 _SHOWN = {"unwrapped": "plain CPU", "wrapped": "streamed", "spec": "with drafts"}
 _MOST_SPREAD = 0.2  # (slowest − fastest) / median of a path's repetitions
 
@@ -91,10 +91,10 @@ def bench_config(
     n_prompt: int = LONG_PROMPT,
     output: str | None = None,
 ) -> None:
-    """Measure what `config` asks for beside llama.cpp, and print it.
+    """Measure `config` and llama.cpp, and print the comparison.
 
-    `vs`: `llama-server=PATH`, a program of the user's to compare with over HTTP as well. `output`
-    is one of llama-bench's formats, which is then all that is printed.
+    `vs`, as `llama-server=PATH`, names the user's own server to compare with over HTTP. With
+    `output`, one of llama-bench's formats, only the paths are measured and printed in it.
     """
     llama_server = None if vs is None else program_of(vs)
     if output is not None:
@@ -133,7 +133,7 @@ def bench_config(
 def _bench_as_llama_bench(
     config: Config, n_predict: int, repetitions: int, n_prompt: int, output: str
 ) -> None:
-    """The paths alone, as llama-bench's tests."""
+    """Measure only the paths, and print them as llama-bench's tests in format `output`."""
     warn_of_load()
     if config.device == "auto" and not has_gpu():
         config = replace(config, device="sim")
@@ -146,7 +146,7 @@ def _bench_as_llama_bench(
 
 
 def _equal_texts(config: Config, n_predict: int) -> dict[str, Equality]:
-    """Greedy texts beside plain decoding's: in batches of another size, and speculative."""
+    """How far greedy texts equal plain decoding's, with other batch sizes and with drafts."""
     found = {}
     can_draft = config.draft is not None
     with Session(config if can_draft else replace(config, draft=None), keeps_hits=False) as session:
@@ -170,7 +170,8 @@ def _rows_of(
     found: Mapping[str, Measured],
     work: Workload,
 ) -> list[dict[str, Any]]:
-    """The measured times as llama-bench's tests: the long prompt, and writing after short ones."""
+    """The measured times as llama-bench's tests: prefill of the long prompt, and decoding after
+    short prompts."""
     facts, choice = read_facts(config.model), choose_device(config.device)
     conditions = {
         "build_commit": commit() or "unknown",
@@ -207,7 +208,7 @@ def _rows_of(
 def _side_by_side(
     config: Config, peers: Mapping[str, TunedLlama], work: Workload, repetitions: int
 ) -> dict[str, Any]:
-    """llama.cpp, our device without a draft, and with one, on the same prompts."""
+    """Measure llama.cpp, and our device with and without a draft, on the same prompts."""
     ours = {"wrapped": replace(config, draft=None)}
     if config.draft is not None:
         ours["spec"] = config
@@ -217,7 +218,7 @@ def _side_by_side(
         and choice.sim.vram_bytes is None
         and not config.streaming.device_bytes
     ):
-        # The wrapped device alone: the same loop with and without it, nothing streams.
+        # Compare the same loop with and without the wrapped device, while nothing streams.
         ours["unwrapped"] = replace(config, draft=None, device="cpu")
         ours["wrapped"] = replace(ours["wrapped"], stream_experts=False)
     prices: dict[str, CostProfile] = {}
@@ -246,7 +247,7 @@ def _side_by_side(
 
 
 def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
-    """Reasons why these speeds may be far off, none where they are sound. Pure."""
+    """A sentence for each reason why these speeds may be far off. Pure."""
     words = []
     n = min((len(measured.written) for measured in found.values()), default=0)
     if n < _LEAST_REPETITIONS:
@@ -265,8 +266,10 @@ def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
 
 
 def side_by_side(found: Mapping[str, Measured], n_long_prompt: int) -> dict[str, Any]:
-    """Speeds and ratios of what was measured: `plain` is llama.cpp at a ubatch of 512, or at the
-    best of several. Pure."""
+    """Speeds in tokens/s, and ratios of ours to llama.cpp's. Pure.
+
+    `plain_tps` is llama.cpp's best speed over the ubatch sizes that were measured.
+    """
     speeds = {name: measured.median.tokens_per_s for name, measured in found.items()}
     prefills = {name: n_long_prompt / measured.prefill_s for name, measured in found.items()}
     peers = [name for name in found if name.startswith("llama.cpp")]
@@ -291,7 +294,8 @@ def _n_ctx(config: Config, facts: ModelFacts) -> int:
 
 
 def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
-    """llama.cpp with a ubatch of 512, and with larger ones, each tuned for our memory."""
+    """llama.cpp with a ubatch of 512 and with larger ones, each tuned for the same device memory
+    as ours."""
     facts = read_facts(config.model)
     choice = choose_device(config.device)
     n_ctx = _n_ctx(config, facts)
@@ -334,7 +338,7 @@ def _open_llama(config: Config, tuned: TunedLlama) -> Iterator[LlamaPath]:
 def _open_session(
     config: Config, name: str, prices: dict[str, CostProfile]
 ) -> Iterator[SessionPath]:
-    """`prices` gets the costs that its policy goes by."""
+    """Open a session as a path. If it speculates, its cost profile is put into `prices[name]`."""
     with Session(config, keeps_hits=False) as session:
         if session.speculation is not None:
             prices[name] = session.speculation.costs
@@ -344,8 +348,11 @@ def _open_session(
 def _beside_llama_server(
     result: dict[str, Any], config: Config, program: Path, tuned: TunedLlama, n_predict: int
 ) -> None:
-    """Add the user's own llama-server to `result`: as tuned, with an expert cache where it knows
-    one, and the faster of these with the draft's flags swept."""
+    """Measure the user's own llama-server and add it to `result`.
+
+    It runs as tuned, and with an expert cache if it has one. The faster of the two then runs with
+    each setting of the draft's flags.
+    """
     rows: list[ServerSpeed] = []
 
     def measure(way: TunedLlama, flags: Sequence[str]) -> None:
@@ -390,7 +397,7 @@ def _workload(config: Config, n_predict: int, n_prompt: int) -> Workload:
 
 
 def machine() -> dict[str, Any]:
-    """The machine that the numbers were measured on."""
+    """Facts about this machine, for the results."""
     return {
         "cpu": _cpu_name(),
         "cores": psutil.cpu_count(logical=False),
@@ -407,7 +414,7 @@ def _cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The source's commit, None outside a checkout."""
+    """The source's short commit hash; None outside a checkout."""
     here = Path(__file__).parent
     done = subprocess.run(
         ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
@@ -416,8 +423,10 @@ def commit() -> str | None:
 
 
 def _fit_together(config: Config, n_paths: int) -> bool:
-    """True if all paths can be open at once, so that repetitions take turns: no GPU's memory to
-    share, and copies of the weights in a quarter of the free memory."""
+    """True if all paths can be open at once, so that their repetitions can take turns.
+
+    No path may use a GPU, and a copy of the weights for each must fit a quarter of the free memory.
+    """
     on_cpu = config.device == "cpu" or config.device.startswith("sim")
     size_bytes = n_paths * config.model.stat().st_size
     return on_cpu and 4 * size_bytes < psutil.virtual_memory().available
@@ -431,7 +440,7 @@ def _profile(config: Config, repetitions: int) -> list[float]:
 
 
 def _walk(session: Session) -> TextWalk:
-    """A text that moves on: experts of the last batch are not those of the next."""
+    """A walk over a text in new tokens, so that each batch uses other experts than the last."""
     target = session.target
     span = max(VERIFY_MOST, target.options.n_ubatch or 0)
     return TextWalk(target.sequences, SEQUENCE, real_text(target), PREFIX, span)
@@ -439,18 +448,21 @@ def _walk(session: Session) -> TextWalk:
 
 def _median_s(walk: TextWalk, n: int, repetitions: int) -> float:
     """Median seconds of decodes of `n` new tokens; the first warms up and does not count."""
-    if n > VERIFY_MOST:  # prefill, of which one row of logits is wanted, and which takes long
+    if n > VERIFY_MOST:  # prefill, which needs one row of logits and takes long
         return [walk.time_s(n, n_logits=1) for _ in range(2)][1]
     return statistics.median([walk.time_s(n) for _ in range(repetitions + 1)][1:])
 
 
 def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """For sizes around the threshold: the CPU's time, streaming's time, and what is chosen."""
+    """Decode times on the CPU and streamed for batch sizes around min-batch, with the choice made.
+
+    Also returns the streaming counters. Both are empty if no experts stream.
+    """
     with Session(replace(config, draft=None), keeps_hits=False) as session:
         if "experts" not in streamed_kinds(session.target):
-            return [], {}  # there are no two sides
+            return [], {}
         if session.target.hybrid is not None:
-            session.target.hybrid.switch.is_active = False  # a split layer is neither side's
+            session.target.hybrid.switch.is_active = False  # a split layer would use both sides
         chosen = session.target.min_batch
         edges = {chosen.experts, chosen.prefill_experts or 1}
         most = min(session.target.options.n_ubatch or VERIFY_MOST, session.target.n_ctx - PREFIX)
@@ -474,8 +486,11 @@ def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]],
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """llama.cpp first, then ours, then a llama-server of the user's; ratios of decoding to
-    llama.cpp at its best, with a question mark where the measurement is not reliable."""
+    """Rows of the table of speeds: the measured paths, then the user's own llama-server.
+
+    The last column is decoding relative to llama.cpp at its best. It has a question mark if the
+    measurement is not reliable.
+    """
     plain, mark = result.get("plain_tps"), " ?" if result.get("unreliable") else ""
     speeds = [(name, result["decode_tps"][name], p) for name, p in result["prefill_tps"].items()]
     for row in result.get("llama_server", ()):
@@ -495,7 +510,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def _speculation_lines(result: dict[str, Any]) -> list[str]:
-    """The reason why speculation is off where it is, and how far its texts are the plain ones."""
+    """Sentences on why speculation is off if it is, and on how far texts equal plain decoding's."""
     lines = [result[key] for key in ("why_off", "pays") if result.get(key)]
     if "spec_tps" not in result:
         lines.append("no drafts: no draft model was given (--draft)")

@@ -1,9 +1,11 @@
 """`specoffload demo`: one prompt decoded three ways side by side, by the embedded pair.
 
-Plain is one token per decode and every copy waited for; streamed hides copies under computation and
-keeps what was used; speculative also drafts, priced by T(n). All layers stream through slots that
-hold a part of them, on a GPU if there is one, else on `sim`. The three take turns, and the one
-whose own clock is behind goes next: what is on the screen is what each had written by then.
+Plain decodes one token at a time and waits for every copy. Streamed hides copies behind computation
+and caches experts. Speculative also drafts, with lengths chosen by T(n). All layers stream through
+slots that hold a part of them, on a GPU if there is one, else on `sim`.
+
+The three take turns, and the one with the least time of its own goes next. So the screen shows what
+each had written after the same time.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _TEXT_ROWS = (4, 16)  # least and most rows of a column's text
 
 @dataclass(frozen=True)
 class Column:
-    """One way of decoding, as far as it has come."""
+    """The state of one way of decoding, as shown."""
 
     title: str
     about: str
@@ -68,8 +70,10 @@ def screen(
     footer: Sequence[str],
     size: tuple[int, int],
 ) -> RenderableType:
-    """All of it, for a terminal of `size` (columns, rows). `step_s[n-1]` is T(n), seconds;
-    `drafting` says what came of it."""
+    """The whole screen, for a terminal of `size` (columns, rows).
+
+    `step_s[n-1]` is T(n) in seconds. `drafting` is shown with the plot of T(n).
+    """
     width, rows = size
     n_rows = min(max(rows - _OTHER_ROWS - len(footer), _TEXT_ROWS[0]), _TEXT_ROWS[1])
     inner = width // len(columns) - 4
@@ -91,7 +95,7 @@ def _panel(column: Column, n_predict: int, n_rows: int, width: int) -> Panel:
     lines = re.sub("\n\n+", "\n\n", text).split("\n")[-n_rows:]
     writing = "" if column.done else lines.pop()
     lines = [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
-    if writing:  # its end is what is new
+    if writing:  # cut at its start, because new text is at its end
         lines.append(writing if len(writing) <= width else "…" + writing[1 - width :])
     lines += [""] * (n_rows - len(lines))
     share = 1.0 if column.done else min(1.0, column.n_tokens / n_predict)
@@ -134,7 +138,7 @@ def _identity(column: Column) -> Text:
 
 
 def _plot(step_s: Sequence[float], drafting: str, width: int) -> list[Text]:
-    """T(n) as bars, one column for each n, an axis, and the figures that matter."""
+    """T(n) as a bar chart with one column for each n and an axis, and `drafting`'s figures."""
     left = f"{max(step_s) * 1e3:.1f} ms "
     shown = step_s[: max(1, width - len(left) - 1)]
     rows = bars(shown, _PLOT_ROWS)
@@ -161,8 +165,8 @@ def bars(values: Sequence[float], n_rows: int) -> list[str]:
     ]
 
 
-# The pair continues this without turning in circles, and comes to an end by itself: after 181
-# tokens. It knows codecs well, since Python's library has over a hundred alike.
+# The pair continues this prompt without repeating itself, and ends by itself after 181 tokens. It
+# knows codecs well, because Python's library has over a hundred similar ones.
 PROMPT = """\
 import codecs
 
@@ -174,8 +178,8 @@ class Codec(codecs.Codec):
     def decode(self,input,errors='strict'):"""
 SAMPLING = GenerateOptions(n_predict=200, temperature=0.0, repeat_penalty=1.3, repeat_last_n=64)
 
-# Copies and the computation of a verification batch take about equally long over this link, and
-# the slots hold half of what streams.
+# With this link, the copies of a verification batch take about as long as its computation. The
+# slots hold half of the streamed weights.
 _LINK = "2 GB/s"
 _DEVICE = f"sim:bw={_LINK.replace(' ', '')}"
 _VRAM_BYTES = 8 << 20
@@ -202,7 +206,7 @@ class Way:
     pieces: Iterator[Piece] = field(default_factory=lambda: iter(()))
 
     def start(self) -> None:
-        """The prompt is read, outside the clock."""
+        """Evaluate the prompt, which the column's clock does not count."""
         self.session.forget()
         self.pieces = self.session.generate(PROMPT, SAMPLING)
         while not (piece := next(self.pieces)).tokens:
@@ -210,7 +214,7 @@ class Way:
         self._take(piece)
 
     def step(self) -> None:
-        """One round, on this column's clock."""
+        """Run one round, and add its time to the column's clock."""
         began = time.perf_counter()
         piece = next(self.pieces)
         self.own_s += time.perf_counter() - began
@@ -229,8 +233,8 @@ class Way:
 def ways(
     environment: Environment | None = None, *, use_profile: bool = True
 ) -> list[tuple[str, str, Config]]:
-    """(title, what it does, configuration) of the three columns; without a profile drafts are
-    fixed blocks."""
+    """(title, what it does, configuration) of the three columns. Without a profile, drafts have a
+    fixed length."""
     simulated = not has_gpu()
     streams = Options(
         device=_DEVICE if simulated else "auto",
@@ -238,7 +242,7 @@ def ways(
         vram_bytes=_VRAM_BYTES,
         n_gpu_layers=0,
         ctx_size=1024,
-        threads=1 if simulated else None,  # the link is a thread as well
+        threads=1 if simulated else None,  # the simulated link takes another thread
     )
     host = read_host(environment)
     streamed = replace(streams, spec=NO_DRAFTS)
@@ -253,7 +257,8 @@ def ways(
 
 
 def demo(environment: Environment) -> None:
-    """Open the three, run them on the screen, and leave the last frame there."""
+    """Open the three sessions, show them while they decode, and leave the last frame on the
+    screen."""
     with ExitStack() as closing:
         with report.steps("opening") as on_progress:
             opened = [open_way(closing, *way, on_progress) for way in ways(environment)]
@@ -270,7 +275,7 @@ def open_way(
     config: Config,
     on_progress: OnProgress = ignore,
 ) -> Way:
-    """A column, open until `closing` closes."""
+    """Open a column; `closing` closes its session."""
     trace = Trace()
     config = replace(config, streaming=replace(config.streaming, trace=trace))
     return Way(
@@ -279,7 +284,10 @@ def open_way(
 
 
 def race(running: list[Way]) -> Iterator[None]:
-    """Let the way whose own clock is behind do its next round, until all have ended."""
+    """Run one round at a time until all have ended; the way with the least time goes next.
+
+    Yields before each round.
+    """
     for way in running:
         way.start()
     while waiting := [way for way in running if not way.done]:
@@ -288,7 +296,8 @@ def race(running: list[Way]) -> Iterator[None]:
 
 
 def frame(running: Sequence[Way]) -> report.Frame:
-    """The screen as it is when drawn; figures of whole texts once all have ended."""
+    """The screen with the state at the time of drawing. Figures about whole texts appear once all
+    have ended."""
     heading = _heading(running[0])
     n_predict = SAMPLING.n_predict or 0
 
@@ -301,7 +310,7 @@ def frame(running: Sequence[Way]) -> report.Frame:
 
 
 def _heading(way: Way) -> str:
-    """The device and what streams, in 80 columns."""
+    """A line on the device and its sizes, for 80 columns."""
     target = way.session.target
     where = target.choice.description if target.choice.on_gpu else f"simulated GPU, {_LINK} link"
     assert target.plan is not None
@@ -310,7 +319,7 @@ def _heading(way: Way) -> str:
 
 
 def _costs(way: Way) -> tuple[Sequence[float], str]:
-    """T(n), and what drafts came to with it, once that is known."""
+    """T(n) in seconds for n = 1, 2, ..., and words on it and, at the end, on the drafts."""
     assert way.session.speculation is not None
     step_s = way.session.speculation.costs.step_s
     words = f": T(8) = {step_s[7] / step_s[0]:.1f} T(1)" if len(step_s) >= 8 else ""
@@ -325,7 +334,7 @@ def _costs(way: Way) -> tuple[Sequence[float], str]:
 def _column(way: Way, running: Sequence[Way]) -> Column:
     ended = all(other.done for other in running)
     hidden = None
-    if ended and not way.session.target.choice.on_gpu:  # there an event is a submission only
+    if ended and not way.session.target.choice.on_gpu:  # a GPU's events time only submissions
         found = trace_report(way.trace.events())
         hidden = found.hidden_s / found.copy_s if found.copy_s else None
     first = running[0]

@@ -1,4 +1,4 @@
-"""`specoffload doctor`: what this machine has, and what stands in the way. Changes nothing."""
+"""`specoffload doctor`: reports on this machine and what slows it down. Changes nothing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from specoffload.kept import (
     tuned_sentence,
 )
 
-_MOST_MODELS = 12  # models that get a line
+_MOST_MODELS = 12  # most models listed
 
 
 def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
-    """Print the machine, the library and its devices, what is kept, and findings; with `numa`, its
-    memory nodes.
+    """Print the machine, the library and its devices, what is kept, and findings.
 
-    `folder` holds what is kept, `threads_now` are both teams' threads of a start without flags.
+    With `numa`, also print the memory nodes. `folder` holds what is kept. `threads_now` are the
+    threads of both teams in a start without flags.
     Raises LibraryMismatch when the library's self-test fails.
     """
     topology = read_topology()  # before the library starts threads
@@ -67,8 +67,10 @@ def doctor(folder: Path, *, threads_now: str, numa: bool) -> None:
 def last_line(
     not_used: Sequence[str], findings: Sequence[Finding], not_kept: str, *, is_tuned: bool
 ) -> str:
-    """Readiness, or the one thing to do next: a better build, then what is bad on the machine,
-    a folder for profiles, and the best threads. Pure."""
+    """A sentence on the one thing to do next, or that all is ready. Pure.
+
+    In order of importance: a better build, a bad finding, a writable folder, tuned threads.
+    """
     if not_used:
         return f"next: {not_used[0]}"
     for finding in findings:
@@ -82,7 +84,7 @@ def last_line(
 
 
 def why_not_kept(folder: Path) -> str:
-    """A sentence where profiles cannot be written, else nothing."""
+    """A sentence if profiles cannot be written to `folder`, else ""."""
     there = next((f for f in (folder, *folder.parents) if f.exists()), folder)
     if os.access(there, os.W_OK | os.X_OK) and there.is_dir():
         return ""
@@ -116,8 +118,8 @@ def machine_lines(topology: Topology) -> list[str]:
 
 
 def library_lines(folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    """The library's version, what its self-test says, and its devices; of these lines, those on
-    what the build leaves unused. Raises LibraryMismatch."""
+    """Lines on the library's version, self-test and devices, and those of them about hardware that
+    the build leaves unused. Raises LibraryMismatch."""
     from offload.device import devices
     from offload.ggml.library import abi
     from offload.ggml.threads import cpu_features
@@ -159,7 +161,7 @@ def machine_now(threads: str) -> MachineNow:
 
 
 def kept_lines(kept: Sequence[KeptModel]) -> list[str]:
-    """A sentence for each of the models measured last."""
+    """A line for each of the models measured last."""
     newest = sorted(kept, key=lambda model: model.measured_on, reverse=True)
     today = datetime.now(UTC).date()
     lines = [model.words(today) for model in newest[:_MOST_MODELS]]

@@ -1,4 +1,4 @@
-"""`specoffload models`: what lies in the caches, and how each would run here."""
+"""`specoffload models`: lists the models in the caches, and how each would run here."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from specoffload.models.local import CachedModel, cached_models
 
 
 def show_models(config_for: Callable[[Path], Config], environment: Environment) -> None:
-    """Each name, and under it how the model would run here; `config_for` is the configuration in
-    which a file would be opened."""
+    """Print each model's name and how it would run here. `config_for` returns the configuration to
+    open a file with."""
     from huggingface_hub import constants
 
     hub = Path(constants.HF_HUB_CACHE)
@@ -61,7 +61,7 @@ def describe(model: CachedModel, config_for: Callable[[Path], Config]) -> dict[s
 
 
 def in_one_line(planned: Planned, ram_bytes: int) -> tuple[str, bool]:
-    """Its place on device and in host memory, and True if there is room for it."""
+    """A line on the memory that the plan needs, and True if the machine has it."""
     plan, of_host = planned.plan, planned.plan.streamed_bytes
     device = report.bytes_text(plan.resident_bytes + plan.reserve_bytes + plan.slot_bytes)
     if not of_host:

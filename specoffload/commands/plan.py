@@ -1,4 +1,4 @@
-"""`specoffload plan`: what would live where, from a model's header alone."""
+"""`specoffload plan`: shows the plan of a model, from its header alone."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from specoffload.config.resolution import Config
 from specoffload.session.opening import kept_for_plan, target_options
 
 _GIB = 1 << 30
-_DEFAULT_VRAM = 24 * _GIB  # what most of those have who ask
+_DEFAULT_VRAM = 24 * _GIB  # device memory assumed without a GPU
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with what it was made for."""
+    """A plan, and the conditions it was made for."""
 
     facts: ModelFacts
     plan: Plan
@@ -60,11 +60,11 @@ class Planned:
     draft_bytes: int
     machine: Machine
     why_vram: str
-    splits: PlanForSplits = False  # layers may be
-    hits: HitCurve | None = None  # as counted; None: a guess
+    splits: PlanForSplits = False  # whether layers may be split
+    hits: HitCurve | None = None  # counted hits; None: a guess is used
     complaint: str = ""  # why counted hits cannot be used
-    room: Room | None = None  # host memory for what streams; None: it stays in the page cache
-    hardware: str | None = None  # --hardware
+    room: Room | None = None  # host memory for streamed weights; None: they stay in the page cache
+    hardware: str | None = None  # the name given as --hardware
 
     @property
     def costs(self) -> CostTable:
@@ -85,7 +85,10 @@ def plan_config(config: Config, own: PlanOptions) -> None:
 
 
 def planned_for(config: Config, own: PlanOptions) -> Planned:
-    """The plan that this configuration would have on its device, or on one of that much memory."""
+    """The plan for this configuration on its device, or on the machine that `own` describes.
+
+    Raises BadModel or DoesNotFit.
+    """
     facts = read_facts(config.model)
     kept = kept_for_plan(config)
     options = target_options(config, kept)
@@ -108,7 +111,7 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
         machine=machine,
         hybrid=config.streaming.plan_for_hybrid,
         hits=kept.hits,
-        decodes=kept.decodes if machine == TYPICAL else (),  # they were timed here
+        decodes=kept.decodes if machine == TYPICAL else (),  # decode times of this machine
         host_bytes=None if room is None else room.available_bytes,
         mix=options.streaming.mix,
     )
@@ -156,7 +159,7 @@ def _vram(config: Config, hardware: Hardware | None) -> tuple[int, str]:
 
 
 def as_dict(planned: Planned) -> dict[str, Any]:
-    """The plan for a script to read. Sizes are bytes; `min_batch` is null where streaming never
+    """The plan as data for scripts. Sizes are in bytes. `min_batch` is null if streaming never
     pays."""
     plan, facts = planned.plan, planned.facts
     return {
@@ -189,7 +192,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
 
 
 def _slots(plan: Plan) -> dict[str, dict[str, int]]:
-    """Slots by kind of weight; by kind and pool where layers of other types have slots apart."""
+    """Slots by kind of weight, or by kind and pool if several pools have slots for the kind."""
     kinds = Counter(kind.name for pool in plan.layout.pools for kind in pool.kinds)
     return {
         kind.name if kinds[kind.name] == 1 else f"{kind.name} ({pool.name})": {
@@ -213,8 +216,8 @@ def _streamed_layers(plan: Plan) -> dict[str, int]:
 def expected_tps(
     plan: Plan, work: ModelWork, machine: Machine, n_prompt: int, *, splits: bool = False
 ) -> dict[str, float]:
-    """Speeds of the machine model: a first guess, where nothing was measured. With `splits` layers
-    of a decode may be split."""
+    """Tokens/s of decoding and of prefill that the machine model expects. With `splits`, decodes
+    may split layers."""
     prompt_s = prefill_s(machine, work, plan.sharing, n_prompt, plan.n_ubatch)
     return {
         "decode_tps": 1 / best_s(machine, work, plan.sharing, 1, hybrid=splits),
@@ -232,7 +235,8 @@ def _work(planned: Planned) -> ModelWork:
 
 
 def _hits(planned: Planned) -> dict[str, Any] | None:
-    """The hits that a decode with split layers is expected to have; None where none is split."""
+    """The hits expected of a decode with split layers; None if none may be split or there are no
+    slots."""
     if not planned.splits or not planned.plan.sharing.n_slots:
         return None
     work, hits = _work(planned), planned.hits
@@ -245,7 +249,7 @@ def _hits(planned: Planned) -> dict[str, Any] | None:
 
 
 def rests_on_guess(plan: Plan, work: ModelWork, machine: Machine, *, splits: bool = False) -> bool:
-    """True if the expected decode owes its speed to hits that nobody has counted."""
+    """True if the expected decode is faster than the CPU's because of guessed hits."""
     if work.hits is not None or not plan.sharing.n_slots:
         return False
     decode_s = best_s(machine, work, plan.sharing, 1, hybrid=splits)
@@ -253,12 +257,12 @@ def rests_on_guess(plan: Plan, work: ModelWork, machine: Machine, *, splits: boo
 
 
 def rounded(value: float, n_digits: int = 2) -> str:
-    """An estimate for people, without digits that mean nothing: 96.5 is 97 or, with one, 100."""
+    """An estimate as text with `n_digits` significant digits: 96.5 is 97, or 100 with one digit."""
     return f"{float(f'{value:.{n_digits - 1}e}'):,g}" if value < 1e5 else f"{value:,.0f}"
 
 
 def _host(planned: Planned) -> dict[str, Any] | None:
-    """Room for what streams; None with --mmap, which needs none."""
+    """Host memory for streamed weights; None with --mmap, which needs none."""
     if planned.room is None:
         return None
     available = planned.room.available_bytes
@@ -270,7 +274,7 @@ def _host(planned: Planned) -> dict[str, Any] | None:
 
 
 def _host_words(planned: Planned) -> str:
-    """A sentence if host memory has no room for what streams, else nothing."""
+    """A sentence if host memory has no room for the streamed weights, else ""."""
     plan, room = planned.plan, planned.room
     if room is None or plan.streamed_bytes <= room.available_bytes:
         return ""
@@ -356,7 +360,7 @@ def _show(planned: Planned) -> None:
 
 
 def show_modelled(table: CostTable) -> None:
-    """Print the expected times of every way, at powers of two; the fastest has a star."""
+    """Print the expected decode times of every way at powers of two, the fastest with a star."""
     ways = [way for way in Way if table.has(way)]
     rows = []
     n = 1

@@ -1,4 +1,4 @@
-"""`specoffload profile`: show the cost table of a model, measuring it first if nothing is kept."""
+"""`specoffload profile`: shows the cost table of a model, which is measured if none is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def measuring_config(config: Config) -> Config:
-    """`config` with its engines, which measures and drafts nothing of its own."""
+    """`config` for the same engines, without drafts and without measurements of its own."""
     no_drafts = replace(NO_DRAFTS, replacements=config.spec.options.replacements)
     quiet = SpecConfig(
         no_drafts, profile_dir=config.spec.profile_dir, of_draft=config.spec.of_draft
@@ -39,14 +39,14 @@ def profile_config(
     plot_with: Sequence[Path] = (),
     labels: Sequence[str] = (),
 ) -> None:
-    """Show the cost table of what `config` opens, or of the curve `import_from`.
+    """Show the cost table of the model in `config`, or of the profile file `import_from`.
 
-    The plot shows the profiles `plot_with` beside it, all by their `labels`. Raises UsageError or
+    The plot also shows the profiles `plot_with`, named by `labels`. Raises UsageError or
     BadProfile.
     """
     if plot is not None:
         check_plot(plot, 1 + len(plot_with), labels)
-    others = [load(other, "--plot-with") for other in plot_with]  # before anything takes long
+    others = [load(other, "--plot-with") for other in plot_with]  # errors before long measurements
     name, calibration = config.alias or config.model.stem, Calibration()
     table, kept_in = CostTable(), ""
     if import_from is not None:
@@ -135,7 +135,7 @@ def plot_stored(files: Sequence[Path], plot: Path | None, labels: Sequence[str])
 
 
 def check_plot(path: Path, n_runs: int, labels: Sequence[str]) -> None:
-    """Raises UsageError for a file that is no picture, and for more runs than can be told apart."""
+    """Raises UsageError for a file that is no picture, for too many runs, or too many labels."""
     if path.suffix not in PLOT_SUFFIXES:
         raise UsageError(f"--plot {path}: must end in {' or '.join(PLOT_SUFFIXES)}")
     if n_runs > MOST_RUNS:

@@ -1,4 +1,4 @@
-"""`specoffload run`: what is meant by its words, and one text answered or continued."""
+"""`specoffload run`: answers or continues one text."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NAME = re.compile(r"(?=.*[\d./:-])[\w.-]+([/:][\w.-]+)*")
 def split_model_and_prompt(
     word: str | None, model: Path | None, prompt: str | None
 ) -> tuple[Path | None, str | None]:
-    """The one positional word is a model's file or a prompt, which `model` and `prompt` may give
-    as well. What looks like a model's name is never taken for a prompt.
+    """Decide whether the positional word is the model or the prompt; returns (model, prompt).
 
-    Raises UsageError when one is given twice, or it cannot be told which is meant.
+    `model` and `prompt` are the values of flags. A word that looks like a model's name is never
+    taken for a prompt. Raises UsageError if one is given twice, or the word could be either.
     """
     if word is None:
         return model, prompt
@@ -49,7 +49,7 @@ def split_model_and_prompt(
 def _exists(argument: str) -> bool:
     try:
         return Path(argument).exists()
-    except (OSError, ValueError):  # too long for a name, or with a NUL: it is text
+    except (OSError, ValueError):  # a text too long for a file name, or with a NUL
         return False
 
 
@@ -58,7 +58,7 @@ _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 def unescaped(text: str) -> str:
-    """`text` with llama.cpp's escapes read; another backslash stays."""
+    """`text` with llama.cpp's escapes replaced. Other backslashes stay."""
 
     def read(match: re.Match[str]) -> str:
         what = match[1]
@@ -90,7 +90,10 @@ def read_text(words: str | None, file: Path | None) -> str | None:
 
 
 def piped_text() -> str | None:
-    """The text that another program, or a file, hands over; None at a terminal."""
+    """All of standard input if it is a pipe or a file; None if it is a terminal or empty.
+
+    Raises UsageError if it is not UTF-8.
+    """
     if sys.stdin is None or sys.stdin.isatty():
         return None
     try:
@@ -109,11 +112,11 @@ def run_prompt(
     has_limit: bool,
     remarks: Sequence[str] = (),
 ) -> None:
-    """Answer a text by the model's chat template, or continue it, and say in two lines how it went.
+    """Answer a text by the model's chat template, or continue it, and print statistics.
 
-    `own.conversation` decides which; None answers if there is a template. `own.n_predict` limits
-    what is continued, and an answer only if somebody asked for it (`has_limit`): an answer ends by
-    itself. The model's errors come before the prompt's.
+    `own.conversation` decides which; None answers if there is a template. `own.n_predict` limits a
+    continued text. It limits an answer, which ends by itself, only with `has_limit`.
+    Errors of the model are raised before errors of the prompt.
     """
     from offload.model_file import read_facts
 
@@ -139,7 +142,8 @@ def run_prompt(
 
 
 def _use_kept_prompt(session: Session, file: Path | None) -> None:
-    """Begin with what an earlier run kept, if the file exists. Raises UsageError, BadRequest."""
+    """Load the KV cache that an earlier run kept, if the file exists. Raises UsageError or
+    BadRequest."""
     try:
         if file is not None and file.exists():
             session.batcher.slots[0].read(file)
@@ -148,8 +152,10 @@ def _use_kept_prompt(session: Session, file: Path | None) -> None:
 
 
 def _keep_prompt(session: Session, file: Path, n_tokens: int | None) -> None:
-    """Write the first `n_tokens` of the sequence, but for the last of them, which is evaluated anew
-    in any case; None: all. Raises UsageError."""
+    """Write the KV cache of the first `n_tokens` tokens to `file`; None: of all.
+
+    The last of them is left out, because it is evaluated again in any case. Raises UsageError.
+    """
     slot = session.batcher.slots[0]
     if n_tokens is not None:
         slot.reuse(slot.tokens[:n_tokens])

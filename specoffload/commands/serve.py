@@ -1,7 +1,7 @@
-"""`specoffload serve`: the server over a session that lives in the engine process.
+"""`specoffload serve`: runs the server, with its session in the engine process.
 
-The API process reads no model file and never loads the native library: whatever is wrong with a
-file, the engine process says, and an assertion of the library ends that process alone.
+The API process reads no model file and never loads the native library. So the engine process
+reports what is wrong with a file, and a failed assertion in the library ends only that process.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 def open_session(
     config: Config, verbose: bool, library: bool, on_progress: OnProgress = ignore
 ) -> Session:
-    """Called in the engine process, which alone imports the engine; picklable with its arguments.
-    `verbose` and `library` are report's."""
+    """Open the session in the engine process; picklable with its arguments.
+
+    The engine is imported here, so that only that process loads it. `verbose` and `library` are
+    report's settings.
+    """
     from specoffload.session.session import Session
 
     if verbose:
@@ -41,10 +44,10 @@ def serve_config(
     defaults: GenerateOptions,
     remarks: Sequence[str] = (),
 ) -> None:
-    """Say what was chosen, and serve until stopped; `defaults` are for requests that do not say.
-    `remarks` on the command line are always said.
+    """Print the choices made, and serve until stopped. Raises SystemExit with a non-zero exit code.
 
-    Raises UsageError where an address or a model cannot be had.
+    `defaults` apply where a request says nothing. `remarks` on the command line are always printed.
+    Raises UsageError if the address or the model cannot be used.
     """
     for words in remarks:
         report.note(words)

@@ -1,4 +1,4 @@
-"""`specoffload trace`: what a trace file adds up to, for people, and as data."""
+"""`specoffload trace`: sums up a trace file, for people and as data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from specoffload import report
 
 
 def _nothing_copied(found: TraceReport) -> str:
-    """The reason why there is nothing to see, and what to try."""
+    """A sentence on why nothing was copied, and what to try."""
     if found.compute_s:
         why = (
             "all that the device computed lay in its memory, or the CPU computed the other batches "
@@ -24,7 +24,7 @@ def _nothing_copied(found: TraceReport) -> str:
 
 
 def show_trace(path: Path) -> None:
-    """Raises OffloadError when the file is not a trace of ours."""
+    """Print the sums of a trace file. Raises OffloadError if it is not a trace of ours."""
     found = read_report(path)
     report.table(
         str(path),

@@ -1,8 +1,8 @@
 """`specoffload tune numa`: which strategy and how many threads are fastest on this machine.
 
-Measures one-token and eight-token decodes for every candidate worth it, keeps the best with its
-numbers, and says why. Later starts use it. What was
-measured while other programs used the processors is shown and not kept.
+Measures one-token and eight-token decodes for every candidate worth measuring. Keeps the best one
+with its times for later starts, and prints the reasons. A result measured while other programs used
+the processors is printed but not kept.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ from specoffload.session.session import SEQUENCE, Session
 
 SIZES = (1, 8)
 _REPEATS = 7
-_N_LEAST = 4  # timings of each batch size
+_N_LEAST = 4  # least timings of each batch size
 
 
 def tune_all(config: Config, minutes: float) -> None:
-    """Time every batch size several times in each way, and show the table. Each entry is kept as it
-    is measured, so that an interrupted run is not lost: the next one goes on. Raises BadProfile."""
+    """Time every batch size several times in each way, for up to `minutes`, and print the table.
+
+    Each entry is kept as soon as it is measured, so the next run continues an interrupted one.
+    Raises BadProfile.
+    """
     warn_of_load()
     with report.steps(config.alias or config.model.name) as on_progress:
         thorough = Thorough(60.0 * minutes, _N_LEAST)
@@ -54,8 +57,11 @@ def tune_all(config: Config, minutes: float) -> None:
 
 
 def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResult:
-    """Measure, keep and show. Raises UsageError for an unwritable folder,
-    NumaError when no candidate could be measured."""
+    """Find the fastest threads and placement, print them, and keep them in `folder`.
+
+    They are not kept if other programs used the processors. Raises UsageError if the folder is not
+    writable, NumaError if no candidate could be measured.
+    """
     loads: list[Load] = []
     warn_of_load()
     topology = read_topology()
@@ -89,7 +95,7 @@ def tune_numa(config: Config, folder: Path, *, time_limit_s: float) -> TuneResul
 def watched(
     measure: Callable[[Candidate], Mapping[int, float]], loads: list[Load]
 ) -> Callable[[Candidate], Mapping[int, float]]:
-    """`measure`, which adds to `loads` what other programs took of the processors meanwhile."""
+    """`measure` that also appends the processor load of other programs to `loads`."""
 
     def watching(candidate: Candidate) -> Mapping[int, float]:
         watch = Watch()
@@ -102,7 +108,8 @@ def watched(
 
 
 def widest_plan(topology: Topology) -> ThreadPlan:
-    """All cores that the engine may take: on one node every one, else less those left free."""
+    """A plan with all cores that the engine may use: all on one memory node, else all but the
+    spare ones."""
     return plan_threads(topology, n_spare_cores=None if topology.is_numa else 0)
 
 
@@ -116,7 +123,10 @@ def _about(config: Config) -> tuple[str, ...]:
 
 
 def config_for(config: Config, topology: Topology, candidate: Candidate) -> Config:
-    """`config` as the candidate has it, plain: no draft, no profile. Raises NoSuchNode."""
+    """`config` with the candidate's threads and placement, without draft and profile.
+
+    Raises NoSuchNode.
+    """
     config = replace(config, draft=None, spec=SpecConfig(use_profile=False), trace=None)
     if not topology.is_numa:
         n = candidate.n_threads
@@ -127,7 +137,8 @@ def config_for(config: Config, topology: Topology, candidate: Candidate) -> Conf
 
 
 def measurer(config: Config, topology: Topology) -> Callable[[Candidate], Mapping[int, float]]:
-    """A function that opens the model as a candidate says and times it: seconds by tokens."""
+    """A function that opens the model for a candidate and returns its decode seconds by number of
+    tokens."""
 
     def measure(candidate: Candidate) -> Mapping[int, float]:
         wanted = config_for(config, topology, candidate)
