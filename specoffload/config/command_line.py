@@ -1,8 +1,7 @@
-"""A command's words and its environment, read by the table of flags: values with the names that
-set them. Pure.
+"""Reads a command's words and variables by the table of flags. Pure.
 
-The words are read here, not by click: llama.cpp's short flags have several letters (`-np`, `-ctk`),
-which click would read as clusters of one-letter flags.
+click does not read the words, because llama.cpp's short flags have several letters (`-np`, `-ctk`).
+click would read them as clusters of one-letter flags.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from specoffload.config.options import DraftOptions, Options, of_draft
 from specoffload.config.table import TABLE
 from specoffload.errors import UsageError
 
-_SIMILAR = 0.8  # difflib's share of common letters from which a name is taken for another misspelt
+_SIMILAR = 0.8  # least difflib ratio of a misspelt name to the flag that is suggested
 HELP = ("-h", "--help", "--usage")
 _T = TypeVar("_T")
 _Place = tuple[type, str]  # a section and its field
@@ -37,8 +36,8 @@ class Given:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """The values of a command line by section and field of `options`; what was typed wins over
-    variables."""
+    """The values of a command line by section (a class of `options`) and field. Typed flags take
+    precedence over variables."""
 
     command: str
     given: Mapping[_Place, Given]
@@ -47,7 +46,8 @@ class CommandLine:
     environment: Environment = field(default_factory=Environment)
 
     def of(self, section: type[_T]) -> _T:
-        """That class of `options`, with its defaults for what was not said."""
+        """An instance of that class of `options`; fields that were not given have their
+        defaults."""
         return section(**self._values(section))
 
     def _values(self, section: type) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class CommandLine:
 
     @property
     def options(self) -> Options:
-        """Everything about opening a model."""
+        """The options of opening a model, with the sections for speculation and the draft."""
         return replace(
             self.of(Options),
             spec=replace(self.of(SpecOptions), given=self._names(SpecOptions)),
@@ -78,7 +78,10 @@ class CommandLine:
 def read_command_line(
     command: str, words: Sequence[str], environment: Environment | None = None
 ) -> CommandLine:
-    """Raises UsageError naming the flag or variable as it was written."""
+    """Read a command's words and the variables in `environment`.
+
+    Raises UsageError naming the flag or variable as it was written.
+    """
     environment = environment or Environment()
     reader = _Reader(command)
     reader.read(words)
@@ -115,10 +118,10 @@ class _Reader:
         self._foreign = _foreign_names() if command in OPENS else {}
         others = [f for f in TABLE if f.elsewhere and command in OPENS - f.commands]
         self._elsewhere = names_of(others)
-        self._weak = False  # what was given before wins
+        self._weak = False  # True: values set before take precedence
 
     def read(self, words: Sequence[str], used: str = "") -> None:
-        """Read flags and positional words; `used` is the flag that was replaced by them, if any."""
+        """Read flags and positional words. `used` is the foreign flag that these words replace."""
         rest = list(words)
         while rest:
             word = rest.pop(0)
@@ -152,7 +155,7 @@ class _Reader:
             self._read_value(flag, used or name, text)
 
     def _value_of(self, flag: Flag, name: str, rest: list[str]) -> str:
-        """The word after a flag, or the flag's bare value if that word is none of its values."""
+        """The word after a flag, or the flag's bare value if that word cannot be its value."""
         if flag.bare is not None and not (rest and _is_read(flag, rest[0])):
             return flag.bare
         return self._next(name, rest, flag.help)
@@ -178,7 +181,7 @@ class _Reader:
             raise UsageError(f"{name} {text}: {e}") from None
 
     def _capped(self, flag: Flag, text: str, said: str) -> str:
-        """The text, or the flag's largest value for a greater number that llama.cpp accepts."""
+        """`text`, or the flag's largest value if the flag is capped and the number is greater."""
         if not (flag.capped and text.isdecimal() and int(text) > (flag.most or 0)):
             return text
         self.remarks.append(f"{said} is read as {flag.most:g}, the largest possible")
@@ -233,7 +236,8 @@ class _Reader:
     # -- positional words
 
     def place_words(self) -> None:
-        """The words without a flag; a command takes at most one."""
+        """Give the positional word to its option. Raises UsageError for more words than the command
+        takes."""
         if not self.words:
             return
         taken = next((p for p in POSITIONALS if self._command in p.commands), None)
@@ -254,7 +258,10 @@ class _Reader:
     # -- variables
 
     def read_variables(self, variables: Mapping[str, str]) -> None:
-        """Variables that stand for flags; what was typed wins, then the first in the table."""
+        """Read the variables that stand for flags.
+
+        Typed flags take precedence, then the variable that comes first in the table.
+        """
         self._weak = True
         for flag in self._flags:
             for name in flag.variables:
@@ -279,7 +286,8 @@ class _Reader:
             self._set(flag, _truth(name, text), name)
 
     def _read_foreign_variable(self, foreign: Foreign, name: str, text: str) -> None:
-        """A variable may be meant for other programs, so a refusal is only a remark."""
+        """Read a variable of another program. A refusal becomes a remark, because the variable may
+        be meant for that program."""
         if self._command not in OPENS:
             return
         is_switch = foreign.n_values == 0 and not foreign.optional
@@ -300,7 +308,8 @@ class _Reader:
     # -- the draft's own command line
 
     def read_draft_params(self, given: Given) -> None:
-        """`--draft-params "..."`: the draft model's command line; flags of its own outside win."""
+        """Read `--draft-params "..."`, the draft model's command line. Draft flags outside of it
+        take precedence."""
         inner = _Reader(self._command)
         own = names_of(_draft_flags(self._flags))
         inner._by_name = {name: own.get(name, flag) for name, flag in self._by_name.items()}
@@ -354,7 +363,7 @@ def _is_read(flag: Flag, text: str) -> bool:
 
 
 def _draft_flags(flags: Sequence[Flag]) -> list[Flag]:
-    """The target's flags that a draft model has too, filling the draft's field instead."""
+    """The target's flags that also exist for a draft model, changed to fill the draft's field."""
     own = {f.name for f in fields(DraftOptions)}
     return [
         replace(flag, section=DraftOptions)

@@ -29,11 +29,11 @@ class Environment:
     """
 
     batch_costs: str | None = None  # GGML_BATCH_COSTS: T(n) for throughput
-    max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD: has no effect
+    max_look_ahead: int | None = None  # GGML_MAX_LOOK_AHEAD, which has no effect
     profile_folder: Path = Path(".cache/specoffload/profiles")  # need not exist
-    chat_history: Path = Path(".local/state/specoffload/chat-history")  # what was typed
+    chat_history: Path = Path(".local/state/specoffload/chat-history")  # lines typed in `chat`
     llama_cache: Path = Path(".cache/llama.cpp")  # llama.cpp's downloads
-    ollama_folders: tuple[Path, ...] = ()  # may not exist either
+    ollama_folders: tuple[Path, ...] = ()  # folders that need not exist
     without: frozenset[str] = frozenset()  # SPECOFFLOAD_WITHOUT: parts to leave out
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -74,7 +74,8 @@ def _state(environ: Mapping[str, str]) -> Path:
 
 
 def _home() -> Path:
-    """Raises UsageError if there is none: a container's user may have no entry and no HOME."""
+    """The home folder. Raises UsageError if there is none, as for a container's user without HOME
+    and without an entry in the user database."""
     try:
         return Path.home()
     except RuntimeError:
@@ -93,7 +94,8 @@ def _usable(variable: str, folder: Path) -> Path:
 
 
 def _ollama_folders(environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """The named folder, else those of the user and of the system's service."""
+    """The folder that the variable names, else the folders of the user and of the system's
+    service."""
     named = environ.get("OLLAMA_MODELS")
     if named:
         return (Path(named),)
@@ -111,8 +113,8 @@ def _integer(environ: Mapping[str, str], name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Host:
-    """The machine that a command line is resolved on: this process may use `n_allowed` processors
-    of a machine with `n_physical` cores."""
+    """The machine that a command line is resolved on. It has `n_physical` cores, and this process
+    may use `n_allowed` processors."""
 
     environment: Environment
     topology: Topology

@@ -1,4 +1,4 @@
-"""The form of a flag: plain data, and how the text of its value is read.
+"""The description of a flag as plain data, and the reading of its value's text.
 
 A flag fills one field of one class of `specoffload.config.options`, whose default is the flag's.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from specdec.options import DrafterName, PolicyName
 
-# The commands that open a model, and the one that says how it would be opened.
+# The commands that open a model, and `plan`, which shows how a model would be opened.
 OPENS = frozenset({"run", "chat", "serve", "bench", "profile", "plan", "tune all"})
 
 
@@ -32,7 +32,7 @@ class Panel(StrEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """The reading of a value: `read` raises ValueError saying what the text must be."""
+    """A kind of value. `read` parses its text, and raises ValueError saying what it must be."""
 
     metavar: str
     read: Callable[[str], object]
@@ -111,7 +111,7 @@ def need_words(need: Enum) -> str:
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of ours: its spelling, the option it fills, the values it takes, and its help."""
+    """One flag: its names, the option that it fills, the values that it takes, and its help."""
 
     section: type  # class of `options` with the field
     field: str
@@ -127,21 +127,21 @@ class Flag:
     above: float | None = None
     most: float | None = None
     default_words: str = ""
-    needs: tuple[Enum, ...] = ()  # alternatives, one of which makes it take effect; none: always
+    needs: tuple[Enum, ...] = ()  # conditions, one of which must hold for an effect; (): none
     commands: frozenset[str] = OPENS
     request: str = ""  # field of an HTTP request with the same meaning
-    bare: str | None = None  # value where none follows
-    reads_as: tuple[tuple[str, str], ...] = ()  # llama.cpp's words for values named otherwise here
-    digits_mean: str = ""  # flag that a value of digits alone is for
-    repeats: bool = False  # each value is added to those before
-    capped: bool = False  # a number over `most` is lowered to it, which is said
-    first: bool = False  # among the flags that people need first
-    rare: bool = False  # left out of the first help
+    bare: str | None = None  # value of the flag without a value; None: it needs one
+    reads_as: tuple[tuple[str, str], ...] = ()  # (llama.cpp's name of a value, our name)
+    digits_mean: str = ""  # name of the flag that gets a value of digits alone
+    repeats: bool = False  # True: each value is added to those before
+    capped: bool = False  # True: a number above `most` is lowered to it, with a remark
+    first: bool = False  # True: in the help's first group
+    rare: bool = False  # True: left out of the short help
     elsewhere: str = ""  # why other commands that open a model ignore it; "": they refuse it
 
     @property
     def default(self) -> Any:
-        """The field's own."""
+        """The default of the field that the flag fills."""
         found = next(f for f in fields(self.section) if f.name == self.field)
         assert found.default is not MISSING, (self.section, self.field)
         return found.default
@@ -152,7 +152,10 @@ class Flag:
 
     @property
     def is_rare(self) -> bool:
-        """True if a first help leaves it out: rare, of one drafter, or the draft model's own."""
+        """True if the short help leaves the flag out.
+
+        Such flags are marked `rare`, need a draft model, or need a drafter other than `draft`.
+        """
         drafters = [need for need in self.needs if isinstance(need, DrafterName)]
         return (
             self.rare
@@ -162,7 +165,7 @@ class Flag:
 
     @property
     def shown_default(self) -> str:
-        """The default for people; "" where it would say nothing."""
+        """The default as shown to people; "" if none is shown."""
         value = self.default
         if self.default_words or value is None or isinstance(value, bool) or value == ():
             return self.default_words

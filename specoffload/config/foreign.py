@@ -20,26 +20,27 @@ from specoffload.config.values import ALL_LAYERS
 
 @dataclass(frozen=True)
 class Already:
-    """A flag that asks for what is always done: accepted without a word."""
+    """A flag that asks for what is always done. It is accepted silently."""
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Accepted; `why` it changes nothing is said at start."""
+    """A flag that is accepted without effect. `why` is reported at start."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Becomes:
-    """Replaced by these words, which is said at start."""
+    """A flag that is replaced by `words`, which is reported at start."""
 
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Refused:
-    """An error, as something else would be done without the flag. `why` ends with what to do."""
+    """A flag that is an error, because ignoring it would change the result. `why` ends with what to
+    do."""
 
     why: str
 
@@ -50,9 +51,11 @@ ALREADY = Already()
 
 @dataclass(frozen=True)
 class Foreign:
-    """A flag of another program. `off` are the names that negate it and take no value; `optional`
-    are the values that may follow where the flag may also stand bare. `words` is the answer as
-    foreign_flags.txt has it."""
+    """A flag of another program.
+
+    `off` are its negating names, which take no value. `optional` are the values of a flag that may
+    also stand without one. `words` is the answer as written in foreign_flags.txt.
+    """
 
     names: tuple[str, ...]
     off: tuple[str, ...]
@@ -138,12 +141,12 @@ def _holds(condition: str, value: str) -> bool:
 
 # -- answers that depend on more than a comparison
 
-_MOST_LAYERS = 512  # layers that the patterns of an override are tried on
+_MOST_LAYERS = 512  # number of layers that an override's patterns are tried on
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 def _override_tensor(value: str) -> Answer:
-    """`-ot REGEX=BUFFER,...`: where each weight goes, by the first pattern that matches.
+    """The answer to `-ot REGEX=BUFFER,...`, where each weight goes by the first matching pattern.
 
     Only overrides that put all experts on the CPU have a counterpart here.
     """

@@ -1,6 +1,6 @@
-"""Machines to plan for by name or by file, for `specoffload plan --hardware`.
+"""Machines for `specoffload plan --hardware`, as named presets or from files.
 
-Rates of the presets are what such machines sustain by their data sheets; none was measured.
+The presets' rates come from data sheets; none was measured.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Hardware(BaseModel):
 def _preset(
     vram_gib: int, ram_gib: int, link: float, ram: float, vram: float, cpu: float, gpu: float
 ) -> Hardware:
-    """GiB, GB/s and TFLOPS as numbers."""
+    """A machine from numbers in GiB, GB/s and TFLOPS."""
     return Hardware(
         vram=vram_gib << 30, ram=ram_gib << 30, link_rate=link * 1e9, ram_rate=ram * 1e9,
         vram_rate=vram * 1e9, cpu_tflops=cpu, gpu_tflops=gpu,
@@ -70,7 +70,7 @@ PRESETS = {
 
 
 def hardware_of(name: str) -> Hardware:
-    """The preset of that name, or what the JSON or TOML file of that name says.
+    """The preset of that name, or the machine in the JSON or TOML file of that name.
 
     Raises UsageError.
     """

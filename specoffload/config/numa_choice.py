@@ -1,6 +1,6 @@
-"""Threads and memory nodes: what was typed, what was tuned, what the machine is. Pure.
+"""Chooses threads and memory nodes from flags, tuning and the machine's topology. Pure.
 
-On one memory node nothing is bound or placed, and one line says so.
+On a machine with one memory node, no thread is bound and no memory is placed; one line says so.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _unbound(options: Options, n_threads: int | None, host: Host, reasons: list[
 
 
 def _on_one_node(options: Options, host: Host, reasons: list[str]) -> Threads:
-    """Only the number of threads may change: to the tuned one, and to the processors there are."""
+    """Choose the numbers of threads: flags, else the tuned number, at most one for each allowed
+    processor."""
     n_most = len(host.topology.allowed_cpus)
     wanted = {"threads": options.threads, "threads_batch": options.threads_batch}
     for field, n in wanted.items():
@@ -80,7 +81,7 @@ def _on_several_nodes(options: Options, host: Host, reasons: list[str]) -> Threa
 
 
 def _candidate(options: Options, topology: Topology, tuned: Tuned, reasons: list[str]) -> Candidate:
-    """The placement to run with; says why."""
+    """The placement to run with; its reason is added to `reasons`."""
     if options.numa == "auto" and tuned.result is not None:
         best = tuned.result.best
         reasons.append(f"numa {best}, {tuned_sentence(tuned.result)}")
@@ -102,7 +103,8 @@ def _candidate(options: Options, topology: Topology, tuned: Tuned, reasons: list
 
 
 def _home(topology: Topology) -> int:
-    """The GPU's node if it has processors, else the first that has both."""
+    """The GPU's node if it has usable processors, else the first node with memory and usable
+    processors."""
     computing = {core.node for core in topology.usable_cores}
     known = [g.node for g in topology.gpus if g.node in computing]
     both = [n for n in topology.memory_nodes if n in computing]

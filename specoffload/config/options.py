@@ -1,6 +1,6 @@
-"""A command line as plain typed data: one class per part, each filled from the table.
+"""A command line as plain typed data: one class per part, filled by the table of flags.
 
-A field has its default here and nowhere else. None, or an empty tuple: nothing was said, choose.
+Defaults are defined only here. None or an empty tuple means that the user chose nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ NumaChoice = Strategy | Literal["auto", "none"]
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """The draft model's own settings; None: the target's. Only torch reads the last two; no flag
-    sets `graphs`, but SPECOFFLOAD_WITHOUT can leave them out."""
+    """The draft model's own settings; None takes the target's.
+
+    Only torch reads the last two. No flag sets `graphs`, but SPECOFFLOAD_WITHOUT can turn it off.
+    """
 
     batch_size: int | None = None
     ubatch_size: int | None = None
@@ -53,7 +55,7 @@ class DraftOptions:
     type_v: str | None = None
     engine: DraftEngine = DraftEngine.AUTO
     vocab: Path | None = None  # token ids that may be drafted; None: all
-    graphs: bool = True  # steps replay CUDA graphs
+    graphs: bool = True  # True: steps replay CUDA graphs
 
 
 def of_draft(field: str) -> str:
@@ -65,8 +67,8 @@ def of_draft(field: str) -> str:
 class Options:
     """The options of opening a model.
 
-    `given` has the fields that were set, each with the flag or variable that set it. `remarks` are
-    sentences of the command line's reader. `without` names parts to leave out, for debugging.
+    `given` maps each field that was set to the flag or variable that set it. `remarks` are
+    sentences from reading the command line. `without` names parts to leave out, for debugging.
     """
 
     model: Path | None = None
@@ -91,20 +93,20 @@ class Options:
     vram_bytes: int | None = None
     n_gpu_layers: int | None = None
     n_cpu_moe: int | None = None
-    plan_for: TokenMix | None = None  # None: what earlier runs evaluated
+    plan_for: TokenMix | None = None  # None: the mix that earlier runs evaluated
     hybrid: Toggle | None = None  # None: auto, unless --min-batch is a number
     warmup: bool = True
     mmap: bool = False
     ctx_checkpoints: int = 32
     numa: NumaChoice = "auto"
     trace: Path | None = None
-    use_profile: bool = True  # read and keep what was measured
+    use_profile: bool = True  # True: read and keep measured profiles
     without: frozenset[str] = frozenset()
     verbose: bool = False
     library_log: bool = False
     spec: SpecOptions = SpecOptions()
     of_draft: DraftOptions = DraftOptions()
-    draft_params: tuple[str, ...] = ()  # a command line that fills `of_draft` too
+    draft_params: tuple[str, ...] = ()  # words of a command line that also fills `of_draft`
     given: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     ignored: tuple[tuple[str, str], ...] = ()  # flags that change nothing, each with the reason
@@ -121,7 +123,7 @@ class RunOptions:
     words: str | None = None  # the positional argument: a model, or a prompt
     prompt: str | None = None
     file: Path | None = None
-    escape: bool = False  # \n and the like in the prompt are read
+    escape: bool = False  # True: escapes such as \n in the prompt are replaced
     n_predict: int | None = 128  # None: to the end of the context
     conversation: bool | None = None  # answer by the chat template; None: if the model has one
     prompt_cache: Path | None = None
@@ -150,7 +152,7 @@ class ChatOptions:
 
 @dataclass(frozen=True)
 class AnswerFiles:
-    """Files with what an answer must look like, instead of text on the command line."""
+    """Files with the grammar or schema of the answer, instead of text on the command line."""
 
     grammar: Path | None = None
     json_schema: Path | None = None
@@ -204,7 +206,8 @@ class ProfileOptions:
 
 @dataclass(frozen=True)
 class Ram:
-    """Host memory of the machine to plan for. None: what is free here; a typical bandwidth."""
+    """Host memory of the machine to plan for. None: the free memory here, or a typical
+    bandwidth."""
 
     size_bytes: int | None = None
     bytes_per_s: float | None = None
@@ -212,7 +215,7 @@ class Ram:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of `plan`; None: those of `hardware`, else of a typical machine."""
+    """Options of `plan`. None takes the value of `hardware`, else of a typical machine."""
 
     hardware: str | None = None  # a preset's name, or a file
     link_bytes_per_s: float | None = None

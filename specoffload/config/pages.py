@@ -103,7 +103,8 @@ def _row(flag: Flag) -> str:
 
 
 def meaning(flag: Flag) -> str:
-    """A flag's help, its range, what it needs, and its commands if not all have it."""
+    """A sentence for people: the flag's help, range and needs, and its commands unless all have
+    it."""
     words = [flag.help, flag.more]
     if flag.range_words:
         words.append(f"{flag.range_words[0].upper()}{flag.range_words[1:]}.")
@@ -175,6 +176,6 @@ def _man_entry(flag: Flag) -> str:
 
 
 def _roff(text: str) -> str:
-    """Words as roff has them: nothing is a command or an escape."""
+    """`text` escaped for roff, so that nothing in it is a command."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-").replace("\n", " ")
     return f"\\&{escaped}" if escaped[:1] in (".", "'") else escaped

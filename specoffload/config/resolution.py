@@ -1,6 +1,6 @@
-"""Command line, environment, stored tuning and machine resolved into one frozen Config.
+"""Resolves the command line, environment, stored tuning and machine into one frozen Config.
 
-Every automatic choice adds its reason.
+Every automatic choice adds its reason to `Config.reasons`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _LEAST_TOKENS = 512  # least context of each request, unless more requests were 
 
 @dataclass(frozen=True)
 class HybridChoice:
-    """Whether layers are split between CPU and GPU: always (on), for the batch sizes at which that
-    was measured to be faster (auto), or never (off).
+    """Whether layers are split between CPU and GPU.
 
-    `asked`: the user said so, and is told if nothing comes of it. `why`: the reason if it is off
-    and the user did not say so.
+    `on` splits always, `auto` at the batch sizes where splitting was measured to be faster, `off`
+    never. `asked`: the user chose it, and is told if no layer can be split. `why`: the reason for
+    `off` if the user did not choose it.
     """
 
     toggle: Toggle = Toggle.OFF
@@ -62,7 +62,7 @@ class Config:
     min_batch: MinBatch | None  # None: measured when the model is opened
     ctx_size: int
     batch_size: int
-    ubatch_size: int | None  # None: what the plan chooses, up to most_ubatch
+    ubatch_size: int | None  # None: chosen by the plan, up to most_ubatch
     most_ubatch: int
     threads: int
     threads_batch: int
@@ -87,12 +87,12 @@ class Config:
 
 
 def demo_file(name: str) -> Path:
-    """A file of the embedded pair: target.gguf, draft.gguf, CARD.md."""
+    """The path of a file of the embedded pair: target.gguf, draft.gguf or CARD.md."""
     return Path(str(resources.files("specoffload") / "demo" / name))
 
 
 def resolve(options: Options, host: Host) -> Config:
-    """Fill in what was not said, each choice with its reason.
+    """Choose everything that the user left open, each choice with its reason.
 
     Raises UsageError or BadOption.
     """
@@ -147,7 +147,7 @@ def _models(options: Options, reasons: list[str]) -> tuple[Path, Path | None]:
 
 
 def _choose_hybrid(options: Options) -> HybridChoice:
-    """The choice of --hybrid, by default auto. A number in --min-batch decides alone."""
+    """The choice of --hybrid; auto by default, off if --min-batch is a number."""
     if options.hybrid is not None:
         return HybridChoice(options.hybrid, asked=True)
     if isinstance(options.min_batch, MinBatch):
@@ -157,7 +157,7 @@ def _choose_hybrid(options: Options) -> HybridChoice:
 
 
 def _streaming(options: Options, hybrid: HybridChoice, without: frozenset[str]) -> StreamingOptions:
-    # A plan is made before anything is measured: auto may yet find that no layer is split.
+    # The plan is made before measurements, so `auto` may still find that no layer is split.
     plans: dict[Toggle, PlanForSplits] = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: "auto"}
     chosen = StreamingOptions(
         device_bytes=options.vram_bytes,
@@ -176,7 +176,7 @@ def _streaming(options: Options, hybrid: HybridChoice, without: frozenset[str]) 
 
 
 def _parts(section: type) -> set[str]:
-    """The switches of a class of options that are on by default."""
+    """The names of the switches in a class of options that are on by default."""
     return {f.name for f in fields(section) if f.default is True}
 
 
@@ -218,7 +218,7 @@ def for_serving(config: Config, serve: ServeOptions) -> Config:
         requests = "request runs" if parallel == 1 else "requests run"
         reasons = (*reasons, f"up to {parallel} {requests} at once and share the context (-np)")
     mib = serve.cache_ram_mib
-    # A model file that names a pooling makes embeddings without a flag.
+    # If the model file names a pooling, embeddings need no flag.
     pooling = serve.pooling or (OWN_OR_NONE if serve.embeddings else OWN)
     return replace(
         config,
@@ -248,7 +248,10 @@ def chat_settings(own: ChatOptions) -> ChatSettings:
 
 
 def _read_template(named: str | None) -> str | None:
-    """A built-in template, one that is typed, or a file's text. Raises UsageError for none."""
+    """The text of a template: built in, typed on the command line, or in a file.
+
+    Raises UsageError if it is none of these.
+    """
     if named is None or "{{" in named or "{%" in named:
         return named
     if named in BUILT_IN:

@@ -1,4 +1,4 @@
-"""Speculation resolved: drafters, policy, the folder of profiles, and which flags take effect."""
+"""Resolves speculation: drafters, policy, the folder of profiles, and which flags take effect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specoffload.errors import UsageError
 
 NO_DRAFTS = SpecOptions(drafters=(DrafterName.NONE,))
 
-_SNAPSHOTS = 8  # tokens that a recurrent memory takes back by snapshots
+_SNAPSHOTS = 8  # most tokens that a recurrent memory rewinds by snapshots
 
 _ENGINE_NAMES = {
     "batch_size": "n_batch",
@@ -48,7 +48,7 @@ _LLAMA_ALONE = frozenset(
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """A session's settings of speculation. `batch_costs` is GGML_BATCH_COSTS, if it is read."""
+    """A session's settings of speculation. `batch_costs` is GGML_BATCH_COSTS; None if unused."""
 
     options: SpecOptions = SpecOptions()
     use_profile: bool = True
@@ -76,17 +76,17 @@ class SpecConfig:
 
     @property
     def n_rs_seq(self) -> int:
-        """Snapshots of recurrent state, of which each takes the memory of one state."""
+        """Number of snapshots of recurrent state. Each takes the memory of one state."""
         return min(_SNAPSHOTS, self.longest) if self.options.is_on else 0
 
 
 def uses_draft_model(spec: SpecOptions) -> bool:
-    """True if a draft model would be used where there is one."""
+    """True if a draft model is used, provided that there is one."""
     return spec.drafters == () or DrafterName.DRAFT in spec.drafters
 
 
 def ignored(name: str, why: str) -> str:
-    """The sentence on a flag or variable that changes nothing."""
+    """The sentence that reports a flag or variable without effect."""
     return f"{name} ignored: {why}"
 
 
@@ -111,10 +111,10 @@ def remark(options: Options, names: Iterable[str], why: str) -> Options:
 def resolve_speculation(
     options: Options, *, has_draft: bool, environment: Environment
 ) -> SpecConfig:
-    """Check what was said against what there is. Without a draft model and named drafters nothing
-    drafts. A flag that changes nothing is dropped with a remark.
+    """Check the options of speculation. Flags without effect are dropped with a remark.
 
-    Raises BadOption or UsageError for what excludes each other.
+    Nothing drafts without a draft model and without named drafters. Raises BadOption or UsageError
+    for options that exclude each other.
     """
     reasons: list[str] = []
     spec = _with_drafters(options.spec, has_draft)
@@ -167,8 +167,11 @@ def _names_policy(spec: SpecOptions) -> bool:
 def _without_profile(
     spec: SpecOptions, options: Options, costs: str | None, reasons: list[str]
 ) -> SpecOptions:
-    """Drafts of 4 tokens if nothing may be measured, unless the policy that was asked for needs no
-    measurements. Raises UsageError if it needs them."""
+    """Use fixed drafts of 4 tokens if nothing may be measured.
+
+    A policy that the user chose is kept if it needs no measurements. Raises UsageError if it needs
+    them.
+    """
     if options.use_profile or not spec.is_on or costs is not None:
         return spec
     if not _names_policy(spec):
@@ -188,7 +191,7 @@ def _without_profile(
 def _effective(
     options: Options, spec: SpecOptions, has_draft: bool, reasons: list[str]
 ) -> tuple[SpecOptions, DraftOptions]:
-    """Both without what changes nothing; each such flag is remarked on."""
+    """The options without flags that have no effect. Each such flag is added to `reasons`."""
     active = _active(spec, has_draft)
     idle: dict[type, dict[str, Any]] = {SpecOptions: {}, DraftOptions: {}}
     for flag in TABLE:
@@ -207,7 +210,7 @@ def _effective(
 
 
 def _used_name(flag: Flag, options: Options, spec: SpecOptions) -> str | None:
-    """The name that set the flag's field, if one did."""
+    """The flag or variable that set this flag's field; None if none did."""
     if flag.section is SpecOptions:
         return spec.given.get(flag.field)
     field = of_draft(flag.field) if flag.section is DraftOptions else flag.field
@@ -224,7 +227,7 @@ def _active(spec: SpecOptions, has_draft: bool) -> set[Enum]:
 
 
 def _why_idle(flag: Flag, spec: SpecOptions, active: set[Enum]) -> str:
-    """Why nothing that the flag needs is there; "" if something is."""
+    """Why the flag has no effect; "" if it has one."""
     if active & set(flag.needs):
         if flag.field == "n_min" and spec.accept is AcceptRule.REJECT:
             return "rejection sampling has to verify every drafted token"
@@ -239,7 +242,7 @@ def _why_idle(flag: Flag, spec: SpecOptions, active: set[Enum]) -> str:
 
 
 def _other_engine(flag: Flag, options: Options) -> str:
-    """Why the engine that was named for the draft model does not read this flag; "" if it does."""
+    """Why the chosen draft engine does not read this flag; "" if it does."""
     engine, name = options.of_draft.engine, options.name(of_draft("engine"))
     if flag.section is not DraftOptions:
         return ""

@@ -1,9 +1,8 @@
 """Every flag of the program, declared once.
 
-From this table come the commands (`typer_commands`), the reading of the command line and of
-llama.cpp's variables (`command_line`), the names and ranges of a request's fields
-(`specoffload.server`), the check of what takes effect (`speculation`), docs/flags.md and the
-manual page (`pages`).
+The table is used to make the commands (`typer_commands`), to read the command line and llama.cpp's
+variables (`command_line`), to name and limit the fields of requests (`specoffload.server`), to find
+flags without effect (`speculation`), and to write docs/flags.md and the manual page (`pages`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The table of flags as commands of typer, which shows them; the words are read by ourselves."""
+"""Makes typer commands from the table of flags. typer shows help; `command_line` reads the
+words."""
 
 from __future__ import annotations
 
@@ -28,8 +29,11 @@ _MORE = "{n} more flags ({panels}): {all}. All names, variables and defaults: do
 def add_command(
     app: typer.Typer, name: str, function: Callable[[CommandLine], None], *, under: str = ""
 ) -> None:
-    """`function` is called with what was said; its docstring is the command's help. `under` is
-    the group that the command is in, as the table names it."""
+    """Add the command `name`, which calls `function` with its command line.
+
+    The function's docstring is the command's help. `under` is the command's group as named in the
+    table.
+    """
     command = f"{under} {name}".strip()
 
     def run(context: typer.Context, **_: Any) -> None:
@@ -58,14 +62,14 @@ def add_command(
 
 
 def _in_first_help(command: str, flag: Flag) -> bool:
-    """True for what fits a screen: the flags that people need first, and the command's own."""
+    """True for the flags of the short help: those that people need first, and the command's own."""
     if flag.is_rare or flag.first or command not in OPENS:
         return not flag.is_rare
     return flag.panel in (Panel.COMMAND, Panel.SERVER)
 
 
 def _more(command: str) -> str | None:
-    """The line under a help that leaves flags out."""
+    """The line under a help that leaves flags out; None if it leaves none out."""
     left_out = [flag for flag in flags_of(command) if not _in_first_help(command, flag)]
     if not left_out:
         return None
@@ -75,7 +79,7 @@ def _more(command: str) -> str | None:
 
 def _class_for(command: str) -> type[TyperCommand]:
     class _Command(TyperCommand):
-        """Reads its words by the table; where the environment is read, once."""
+        """A command that reads its words by the table. It also reads the environment, once."""
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             before = args[: args.index("--")] if "--" in args else args
@@ -96,14 +100,15 @@ def _class_for(command: str) -> type[TyperCommand]:
         def get_help_option(self, ctx: Any) -> Any:
             option = super().get_help_option(ctx)
             if option is not None:
-                option.hidden = True  # who reads it has found it
+                option.hidden = True  # known to everybody who reads a help
             return option
 
     return _Command
 
 
 def show_all_flags() -> None:
-    """Every flag of every command once, part by part; those of some commands alone name them."""
+    """Print every flag of all commands once, panel by panel. A flag that not all commands have
+    names its commands."""
     for panel, title in TITLES.items():
         report.line(f"\n{title}\n")
         for flag in TABLE:
@@ -113,13 +118,14 @@ def show_all_flags() -> None:
 
 
 def _show_all(command: TyperCommand) -> None:
-    """Leave no flag out any more, in a help or where a shell completes one."""
+    """Show all flags of the command in its help and in shell completion."""
     for param in command.params:
         setattr(param, "hidden", False)  # noqa: B010  # typing knows no such field
 
 
 def _positional(command: str) -> list[inspect.Parameter]:
-    """Shown where they add to the usage line, which has their names."""
+    """The positional parameters. They are hidden if the command opens a model, because the usage
+    line has their names."""
     return [
         _parameter(
             "word",
@@ -134,7 +140,7 @@ def _positional(command: str) -> list[inspect.Parameter]:
 
 
 def _options(command: str) -> list[inspect.Parameter]:
-    """Those that people need first, then panel by panel."""
+    """The parameters of all flags: those that people need first, then the others by panel."""
     flags = flags_of(command)
     order = list(Panel)
     rows = [(_FIRST, flag) for flag in flags if flag.first]
@@ -158,7 +164,7 @@ def _option(command: str, panel: str, flag: Flag) -> inspect.Parameter:
 
 
 def _shown_names(flag: Flag) -> list[str]:
-    """The best-known name and the shortest: all of them are in docs/flags.md."""
+    """The names of a flag in help: the first, and a short one. docs/flags.md has all names."""
     short = [name for name in flag.names if not name.startswith("--")][:1]
     if flag.is_switch and flag.names and flag.off:
         return [f"{flag.names[0]}/{flag.off[0]}", *short]

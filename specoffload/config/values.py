@@ -1,4 +1,5 @@
-"""Reading of values that are more than a number or a name. ValueError says what is wrong."""
+"""Readers of values that are more than a number or a name. Each raises ValueError with what is
+wrong."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from specdec.options import DRAFTER_ALIASES, DrafterName
 from specoffload.config.flag import FALSE, TRUE, Kind, choice
 from specoffload.config.options import Ram, Toggle
 
-NEVER = 1 << 30  # tokens: no batch has as many
+NEVER = 1 << 30  # tokens, more than any batch has
 ALL_LAYERS = 9999
 _ALONE = (DrafterName.NONE, DrafterName.SYNTHETIC)
 _DEBUG_LEVEL = 4  # llama.cpp's levels go up to 5
@@ -24,7 +25,7 @@ _MOST_SEED = 2**32 - 2  # libllama's seeds are 32 bits, and 0xFFFFFFFF means "ra
 
 
 def min_batch(text: str) -> MinBatch | Literal["auto"]:
-    """`3`, per kind `dense=8,experts=24`, `auto` or `off`."""
+    """Tokens as `3`, or for each kind of weight as `dense=8,experts=24`; also `auto` and `off`."""
     if text == "auto":
         return "auto"
     if text == "off":
@@ -116,13 +117,14 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def n_predict(text: str) -> int | None:
-    """A negative number is "to the end of the context": llama.cpp's -1 and -2."""
+    """A number of tokens. A negative number is None, to the end of the context, as llama.cpp's -1
+    and -2."""
     value = _whole(text)
     return None if value < 0 else value
 
 
 def reasoning_budget(text: str) -> int | None:
-    """-1 is no limit, as in llama.cpp."""
+    """A number of tokens. -1 is None, no limit, as in llama.cpp."""
     value = _whole(text)
     if value < -1:
         raise ValueError("must be at least -1")
@@ -130,13 +132,13 @@ def reasoning_budget(text: str) -> int | None:
 
 
 def parallel(text: str) -> int | None:
-    """-1 chooses, as in llama.cpp."""
+    """A number of requests. -1 is None, which chooses, as in llama.cpp."""
     value = _whole(text)
     return None if value == -1 else value
 
 
 def threads(text: str) -> int | None:
-    """0 and less choose, as in llama.cpp."""
+    """A number of threads. 0 and less are None, which chooses, as in llama.cpp."""
     value = _whole(text)
     return value if value > 0 else None
 
@@ -154,7 +156,7 @@ def layers(text: str) -> int | None:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """A command line inside a command line."""
+    """The words of a command line inside a command line."""
     try:
         return tuple(shlex.split(text))
     except ValueError as e:
@@ -174,7 +176,8 @@ def _whole(text: str) -> int:
 
 
 def keys(text: str) -> str:
-    """Keys without blanks around them; none may be empty, or everybody would hold it."""
+    """Keys without blanks around them. An empty key is refused, because every request would have
+    it."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ValueError("must be a key, or several with commas between them")
@@ -182,7 +185,7 @@ def keys(text: str) -> str:
 
 
 def seed(text: str) -> int | None:
-    """-1 is random, as in llama.cpp."""
+    """A seed. -1 is None, a random one, as in llama.cpp."""
     try:
         value = int(text)
     except ValueError:
@@ -203,7 +206,7 @@ def samplers(text: str) -> tuple[str, ...]:
 
 
 def breaker(text: str) -> str:
-    """Text that ends a repetition; none is a text that ends nothing."""
+    """A text that ends a repetition; `none` is the empty text, which ends none."""
     return "" if text == "none" else text.replace("\\n", "\n").replace("\\t", "\t")
 
 
