@@ -1,7 +1,7 @@
-"""The pictures in docs/: every bar and point is from a run that this script makes.
+"""Draws the pictures in docs/ from measurements that this script makes.
 
-Runs on `sim` with one compute thread, on a machine with two idle cores at least: the other is the
-link. Bandwidths are chosen so that copies and computation take about equally long.
+It runs on `sim` and needs at least two idle cores, one for computation and one for the link.
+Bandwidths are chosen so that copies and computation take about equally long.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Step:
-    """One decode: its events, with times from its start, and how long it took."""
+    """One decode: its events, with times since its start, and its seconds."""
 
     events: list[Event]
     seconds: float
@@ -67,7 +67,7 @@ class Step:
 def steps(
     path: Path, device: str, streaming: StreamingOptions | None, n_tokens: int, n: int = 7
 ) -> list[Step]:
-    """Decodes of `n_tokens` new tokens each, the first two left out."""
+    """`n` decodes of `n_tokens` new tokens each, after two for warm-up."""
     trace = streaming.trace if streaming is not None else Trace()
     options = EngineOptions(
         device=device,
@@ -98,13 +98,13 @@ def steps(
 
 
 def typical(made: Sequence[Step]) -> Step:
-    """The one of median time."""
+    """The step with the median time."""
     return sorted(made, key=lambda step: step.seconds)[len(made) // 2]
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The same decode three ways, and what it ran on."""
+    """The same decode in three ways, and the bandwidth of the link."""
 
     resident: Step
     serial: Step
@@ -113,7 +113,7 @@ class Runs:
 
 
 def run(folder: Path, n_tokens: int, slots: float) -> Runs:
-    """`slots` is the share of the experts that the device's slots hold."""
+    """Measure the decode in three ways. `slots` is the share of the experts that have slots."""
     path = folder / "kimi.gguf"
     write_preset("kimi-k2", path, size="tiny", seed=1, **SHAPE)
     whole = make_plan(read_facts(path), budget_bytes=None, n_gpu_layers=None)
@@ -132,7 +132,7 @@ def run(folder: Path, n_tokens: int, slots: float) -> Runs:
 
 
 def caption(figure: Any, words: str) -> None:
-    """Under the picture: what was run on what."""
+    """Write `words`, on what was run, under the picture."""
     wrapped = textwrap.fill(words, int(figure.get_figwidth() * 17.5))
     figure.text(0.01, 0.01, wrapped, fontsize=7, color="#555555")
     figure.tight_layout(rect=(0, 0.05 + 0.03 * wrapped.count("\n"), 1, 1))
@@ -145,7 +145,7 @@ def bar(axes: Any, y: float, event: Event, colour: str, **more: Any) -> None:
 
 
 def lanes(axes: Any, y: float, step: Step) -> None:
-    """The link's bars at y + 1, the computation's at y."""
+    """Draw the link's bars at y + 1 and the computation's at y."""
     for event in step.events:
         if event.lane == COPY:
             bar(axes, y + 1, event, REASONS[str(event.args["reason"])])
@@ -160,7 +160,7 @@ def legend(axes: Any, reasons: Sequence[str], **more: Any) -> None:
 
 
 def draw_overlap(folder: Path, out: Path) -> None:
-    """One decode of 16 tokens, one copy at a time and by schedule."""
+    """Draw one decode of 16 tokens, with one copy at a time and by schedule."""
     runs = run(folder, n_tokens=16, slots=0.3)
     figure, axes = pyplot.subplots(figsize=(9, 2.9))
     for y, step in ((3, runs.serial), (0, runs.scheduled)):
@@ -187,9 +187,9 @@ def draw_overlap(folder: Path, out: Path) -> None:
 
 
 def draw_costs(_: Path, out: Path, sizes: tuple[int, int] = (32, 5)) -> None:
-    """T(n) of the embedded pair's target, streaming and on the plain CPU; `sizes` are the largest
-    batch and repetitions."""
-    # The demo's regime: every layer streams through slots for half of them.
+    """Draw T(n) of the embedded pair's target, streamed and on the CPU. `sizes` are the largest
+    batch and the number of repetitions."""
+    # As in the demo, every layer streams, and half of the streamed weights have slots.
     streamed = ways()[1][2]
     plain = resolve(
         Options(device="cpu", ctx_size=1024, threads=1, spec=NO_DRAFTS), read_host(None)

@@ -1,6 +1,6 @@
-"""docs/plans.md: the plan of every published shape at every device memory and context.
+"""Makes docs/plans.md: the plan of every published shape at every device memory and context.
 
-From headers alone, by the machine model; nothing is measured and no model is opened.
+It uses headers and the machine model only. Nothing is measured and no model is opened.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def plan_of(facts: ModelFacts, gib: float, n_ctx: int) -> Plan:
 
 
 def row(facts: ModelFacts, plan: Plan, n_ctx: int) -> Iterator[str]:
-    """The cells of a plan, behind those of what was asked."""
+    """The cells of a plan's row, after those with its conditions."""
     work = model_work(facts)
     yield f"{plan.resident_bytes / GIB:.1f}"
     yield f"{plan.reserve_bytes / GIB:.1f}"

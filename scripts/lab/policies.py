@@ -1,13 +1,17 @@
-"""The default draft-length policy against every hand-tuned setting, in one run.
+"""Compares the default draft-length policy with hand-tuned settings, in one run.
 
 Usage: scripts/lab/run policies [--json] [other flags of specoffload bench]
 
-Without a GPU the regime that speculation is for, a decode bound by transfers, is made on `sim`. All
-policies are judged alike: by prompts that none of them has met, by the median of several
-repetitions, each of which begins with the policy as tuning left it, and in an order in which each
-comes first, second, ... equally often. The prompts are held-out code and prose of the embedded
-pair, and `data/workloads.json`: the log of a coding agent's tool calls up to each time that it
-writes a file again, and functions to be rewritten with one change.
+Speculation is meant for decodes that are bound by transfers. Without a GPU, such a decode is made
+on `sim`.
+
+All policies are judged in the same way. No policy has met the prompts before. The median of several
+repetitions counts, and each repetition begins with the policy as tuning left it. The order changes
+with each prompt, so that each policy is equally often first, second, and so on.
+
+The prompts are held-out code and prose of the embedded pair, and `data/workloads.json`. That file
+has the log of a coding agent's tool calls before each repeated writing of a file, and functions to
+rewrite with one change.
 """
 
 from __future__ import annotations
@@ -52,14 +56,14 @@ from specoffload.speculation.speculation import Speculation
 
 DEFAULT = "throughput"
 PLAIN = "fixed 0"
-BLOCKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # fixed lengths that are tried
+BLOCKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)  # fixed draft lengths to try
 _N_FINALISTS = 3
 _REPETITIONS = 3
 
-_COPY_SHARE = 16.0  # the time a single token's copies take, in units of its computation
+_COPY_SHARE = 16.0  # one token's copy time, in units of its computation time
 _SLOT_SHARES = (0.35, 0.5, 0.75)  # shares of the streamed weights that get slots
 _WORKLOADS = Path(__file__).parent / "data" / "workloads.json"
-_N_TUNED_ON = 2  # prompts of each kind
+_N_TUNED_ON = 2  # prompts of each kind for tuning
 _N_JUDGED_BY = 4
 Kinds = Mapping[str, Sequence[str]]  # prompts by kind
 MakePolicy = Callable[[], Policy]
@@ -71,21 +75,23 @@ class Tally:
 
     n_drafted: int = 0
     n_accepted: int = 0
-    n_written: int = 0  # tokens of all repetitions
+    n_written: int = 0  # tokens generated in all repetitions
     _runs: defaultdict[tuple[str, str], list[tuple[float, int]]] = field(
         default_factory=lambda: defaultdict(list)
     )
 
     def add(self, kind: str, text: str, stats: GenerationStats) -> None:
-        """One generation of one prompt."""
+        """Count one generation of one prompt."""
         self.n_drafted += stats.n_drafted
         self.n_accepted += stats.n_accepted
         self.n_written += stats.n_tokens
         self._runs[kind, text].append((stats.decode_s / stats.n_tokens, stats.n_tokens))
 
     def rate(self, *kinds: str) -> float:
-        """Tokens per second over the prompts of these kinds, or of all; each prompt takes the
-        median of its repetitions."""
+        """Tokens per second over the prompts of these kinds, or of all kinds.
+
+        Each prompt's time per token is the median of its repetitions.
+        """
         n_tokens = seconds = 0.0
         for (kind, _), runs in self._runs.items():
             if not kinds or kind in kinds:
@@ -96,8 +102,8 @@ class Tally:
 
 
 def settings(learnt: Policy) -> dict[str, MakePolicy]:
-    """The default as it has learnt so far, plain decoding, and settings that a person might try:
-    blocks, and llama.cpp's rule."""
+    """Constructors of policies by name: the default as learnt so far, plain decoding, fixed
+    lengths, and llama.cpp's rule with several settings."""
     makes: dict[str, MakePolicy] = {DEFAULT: lambda: deepcopy(learnt), PLAIN: lambda: Fixed(0)}
     for n in BLOCKS:
         makes[f"fixed {n}"] = lambda n=n: Fixed(n)  # type: ignore[misc]
@@ -108,7 +114,7 @@ def settings(learnt: Policy) -> dict[str, MakePolicy]:
 
 
 def bench_policies(config: Config, *, n_predict: int) -> None:
-    """Measure and print. Raises UsageError without a draft."""
+    """Measure all policies and print the results. Raises UsageError without a draft."""
     if not config.spec.use_profile:
         raise UsageError("this measures T(n) itself: set no SPECOFFLOAD_WITHOUT=profile")
     if config.draft is None or config.spec.options.policy != DEFAULT:
@@ -120,7 +126,7 @@ def bench_policies(config: Config, *, n_predict: int) -> None:
         report.note(result["regime"])
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        # Measured in this run, and kept nowhere: no other run has this link.
+        # The profile is measured in this run and not kept, because no other run has this link.
         spec = replace(config.spec, profile_dir=Path(folder))
         with (
             report.progress("comparing policies") as bar,
@@ -133,10 +139,10 @@ def bench_policies(config: Config, *, n_predict: int) -> None:
 
 
 def compare(session: Session, n_predict: int, bar: Callable[[float], None]) -> dict[str, Any]:
-    """Tokens per second: of all settings on the tuning prompts, then of the best, the default and
-    plain decoding on prompts that none of them has met."""
+    """Tokens per second of all settings on the tuning prompts, and of the best ones, the default
+    and plain decoding on prompts that none of them has met."""
     speculation = speculation_of(session)
-    learning = deepcopy(speculation.policy)  # it learns from the tuning prompts, and is kept
+    learning = deepcopy(speculation.policy)  # the default policy, which learns while tuning
     tried = settings(learning) | {DEFAULT: lambda: learning}
     tuned = run(session, tried, tuning_prompts(), n_predict // 2, 1, lambda share: bar(share / 2))
     sweep = {name: tally.rate() for name, tally in tuned.items()}
@@ -171,8 +177,11 @@ def run(
     repetitions: int,
     bar: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Tally]:
-    """Every prompt with every policy. Each repetition begins with policies made anew, and who
-    comes first moves on with each prompt, so that the machine's moods hit all alike."""
+    """Generate from every prompt with every policy; returns a tally for each policy.
+
+    Each repetition begins with new policies. The order rotates with each prompt, so that changes of
+    the machine's speed affect all policies alike.
+    """
     options = GenerateOptions(n_predict=max(2, n_predict), ignore_eos=True)
     tallies = {name: Tally() for name in makes}
     speculation = speculation_of(session)
@@ -196,7 +205,7 @@ def run(
 
 
 def speculation_of(session: Session) -> Speculation:
-    """A session opened with a draft speculates."""
+    """The session's speculation. The session must have been opened with a draft."""
     assert session.speculation is not None
     return session.speculation
 
@@ -234,11 +243,11 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def transfer_bound(config: Config) -> tuple[Config, str]:
-    """The same run on a device whose link takes most of the time, and what was done to it.
+    """`config` changed to `sim` with a slow link, and a sentence that describes the change.
 
-    All sizes of batches stream, through the least of `_SLOT_SHARES` at which a layer's experts
-    have slots all at once; where none has enough, larger batches go in chunks of tokens.
-    Raises UsageError where no budget fits.
+    Batches of every size stream, through the smallest of `_SLOT_SHARES` at which all experts of a
+    layer have slots. If no share is enough, larger batches are divided into chunks of tokens.
+    Raises UsageError if no share fits.
     """
     with Engine(config.model, EngineOptions(device="sim", stream_experts=False)) as engine:
         compute_s = _token_s(engine)[0]
@@ -277,7 +286,7 @@ def transfer_bound(config: Config) -> tuple[Config, str]:
 
 
 def _token_s(engine: Engine, n: int = 24) -> tuple[float, float]:
-    """Seconds (the median) and bytes copied (the mean) of one token behind real text."""
+    """Median seconds and mean copied bytes of decoding one token after real text."""
     text = real_text(engine)
     engine.sequences.extend(SEQUENCE, text[:32], n_logits=0)
     before = engine.counters().streamed_bytes
@@ -290,13 +299,13 @@ def _token_s(engine: Engine, n: int = 24) -> tuple[float, float]:
 
 
 def tuning_prompts() -> Kinds:
-    """Prompts that settings are chosen on, and that an adaptive policy may learn from."""
+    """Prompts for choosing settings, from which an adaptive policy may learn."""
     code, prose = prompts("code"), prompts("prose")
     return _kinds(0, _N_TUNED_ON, code, prose, list(zip(code[2:], prose, strict=False)))
 
 
 def judged_prompts() -> Kinds:
-    """Prompts that no policy has met before it is judged by them."""
+    """Prompts for the final comparison, which no policy has met before."""
     code, prose = prompts("code")[2 * _N_TUNED_ON :], prompts("prose")[_N_TUNED_ON:]
     pairs = list(zip(code[_N_JUDGED_BY:], prose[_N_JUDGED_BY:], strict=False))
     return _kinds(_N_TUNED_ON, _N_JUDGED_BY, code, prose, pairs)
@@ -309,7 +318,7 @@ def _kinds(
     prose: Sequence[str],
     pairs: Sequence[tuple[str, str]],
 ) -> Kinds:
-    """`n` prompts of each kind; those of workloads.json from the one numbered `first` on."""
+    """`n` prompts of each kind. Prompts of workloads.json begin with number `first`."""
     return {
         "code": code[:n],
         "prose": prose[:n],
@@ -320,7 +329,7 @@ def _kinds(
 
 
 def adversarial_prompts(n_prompts: int = 3, n_bytes: int = 120) -> Kinds:
-    """Random bytes: nothing in them can be foreseen."""
+    """Prompts of random bytes, which cannot be predicted."""
     draw = random.Random(7)
     return {
         "adversarial": [draw.randbytes(n_bytes).decode("latin-1") for _ in range(n_prompts)],
@@ -328,7 +337,7 @@ def adversarial_prompts(n_prompts: int = 3, n_bytes: int = 120) -> Kinds:
 
 
 def in_turns(kinds: Kinds) -> list[tuple[str, str]]:
-    """(kind, prompt) of all kinds in turns: code is followed by prose."""
+    """All (kind, prompt) pairs, with the kinds in turns."""
     longest = max(map(len, kinds.values()))
     return [
         (kind, texts[i]) for i in range(longest) for kind, texts in kinds.items() if i < len(texts)

@@ -1,9 +1,9 @@
-"""Counts a draft's tokens over a corpus and writes the ids worth drafting.
+"""Counts a draft's tokens over a corpus, and writes the ids of the most frequent ones.
 
     scripts/lab/run prune-vocab DRAFT.gguf src/ docs/ --keep 32768 -o kept.txt
 
-A corpus is files, or folders of them; files that are too large or not UTF-8 are skipped. Tokens
-that end a text, and single bytes, are always kept. The last line of output is JSON.
+A corpus is files or folders. Files that are too large or not UTF-8 are skipped. Tokens that end a
+text and single bytes are always kept. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def texts_of(corpus: Iterable[Path]) -> list[str]:
 def choose_kept(
     counts: Counter[int], always: Collection[int], n: int, n_vocab: int
 ) -> tuple[int, ...]:
-    """`n` token ids, rising: those of `always`, then the most frequent.
+    """`n` token ids in rising order: those of `always`, and the most frequent others.
 
-    Ids that were never counted are kept only to fill up, lowest first: vocabularies begin with
-    bytes and short words. Raises UsageError where `n` is not possible.
+    If they are too few, the lowest ids that were never counted are added, because vocabularies begin
+    with bytes and short words. Raises UsageError if `n` is not possible.
     """
     if not max(1, len(always)) <= n <= n_vocab:
         raise UsageError(
@@ -75,7 +75,7 @@ def main() -> None:
 
 def prune(draft: Path, corpus: list[Path], n_kept: int, output: Path) -> dict[str, object]:
     """Write the file; returns what was counted and kept. Raises UsageError."""
-    with opening(draft):  # the tokenizer alone, without the weights
+    with opening(draft):  # only the tokenizer, without the weights
         model = Model(draft, ModelPlacement(no_alloc=True, load_mode="none"), Pending())
     counts: Counter[int] = Counter()
     texts = texts_of(corpus)

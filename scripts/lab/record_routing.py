@@ -1,10 +1,12 @@
 """Records which experts the embedded pair's target uses on running text of several kinds.
 
-Writes scripts/data/pair-routing.npz: for each kind [n_tokens, n_layers, n_used], tokens decoded
-alone. `code` and `prose` are the held-out prompts of specoffload/demo/prompts.json and the licence,
-`answers` what the target goes on with, greedily. Then fits to each the process that
-scripts/hybrid_model.py draws routing from, and prints its parameters: the time constant of a drift
-in tokens, its weight and that of lasting popularity, over noise of 1.
+Writes pair-routing.npz in this folder's data/: for each kind [n_tokens, n_layers, n_used], with
+tokens decoded one at a time. `code` and `prose` are the held-out prompts of
+specoffload/demo/prompts.json and the licence. `answers` are the target's greedy continuations.
+
+Then it fits to each kind the process from which hybrid_model.py draws routing, and prints the
+parameters: the time constant of the drift in tokens, the weight of the drift, and the weight of
+lasting popularity. The noise has weight 1.
 
 Usage: scripts/lab/run record-routing
 """
@@ -25,14 +27,14 @@ from offload.routing import N_KEPT
 from offload.streaming.options import StreamingOptions
 from specoffload.config.resolution import demo_file
 
-ANSWER_TOKENS = 64  # of each prompt
+ANSWER_TOKENS = 64  # tokens generated after each prompt
 CONSTANTS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 WEIGHTS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.3, 1.6, 2.0)
 FIT_TOKENS, FIT_LAYERS = 1500, 8
 
 
 def recorded(engine: Engine, kind: str) -> NDArray[np.uint8]:
-    """N_KEPT tokens of that kind."""
+    """The experts used by N_KEPT tokens of that kind, [n_tokens, n_layers, n_used]."""
     rows = json.loads(demo_file("prompts.json").read_text(encoding="utf-8"))
     texts = [row["text"] for row in rows if row["kind"] == ("prose" if kind == "prose" else "code")]
     if kind == "prose":
@@ -58,7 +60,7 @@ def recorded(engine: Engine, kind: str) -> NDArray[np.uint8]:
 
 
 def fitted(routing: NDArray[np.uint8], n_experts: int) -> Parameters:
-    """The parameters whose drawn routing repeats its experts as the recorded does."""
+    """The parameters whose drawn routing repeats experts most like the recorded routing."""
     wanted, n_used = repeats(routing), routing.shape[2]
     best, found = np.inf, (1.0, 0.0, 0.0)
     for constant, drift, lasting in itertools.product(CONSTANTS, WEIGHTS, WEIGHTS):

@@ -1,9 +1,10 @@
-"""Python's share of a round of speculation, in microseconds, and whole generations beside plain.
+"""Measures Python's time per round of speculation, and generations with and without speculation.
 
-First on a target that takes no time, so that what is left is Python: rounds that draft nothing
-beside decoding without speculation, and the deciding of a drafted token. Then the embedded pair on
-the plain CPU, where drafting does not pay: generations with and without speculation in turns, so
-that whatever else the machine does hits both alike. Prints one JSON object.
+The first target takes no time, so that all measured time is Python's. There, rounds that draft
+nothing are compared with decoding without speculation, and the decision on each drafted token is
+timed. The second is the embedded pair on the CPU, where drafting does not pay. There, generations
+with and without speculation take turns, so that other load affects both alike. Prints one JSON
+object with times in microseconds.
 
 Usage: scripts/lab/run round-cost [REPETITIONS]
 """
@@ -42,11 +43,11 @@ N_VOCAB = 512
 N_ROUNDS = 4000
 N_PREDICT = 192
 N_SIMULATED = 3000
-DEAR = CostProfile(tuple(1.0 + 0.9 * n for n in range(8)), draft_step_s=0.3)  # nothing pays
+DEAR = CostProfile(tuple(1.0 + 0.9 * n for n in range(8)), draft_step_s=0.3)  # no draft pays
 
 
 class Instant:
-    """A target that takes no time and holds nothing but a length."""
+    """A target that takes no time and stores only the length of its sequence."""
 
     n_vocab, n_ctx, can_rewind, n_rs_seq = N_VOCAB, 1 << 20, True, 0
     n_batch, n_outputs = 2048, 64
@@ -125,7 +126,7 @@ ROUNDS: dict[str, Callable[[], Iterable[Round]]] = {
 
 
 def round_us(rounds: Iterable[Round]) -> float:
-    """Processor time of a round, its statistics included."""
+    """Processor time of a round in microseconds, including statistics."""
     stats = SpecStats()
     began = thread_time()
     for round_ in rounds:
@@ -134,7 +135,7 @@ def round_us(rounds: Iterable[Round]) -> float:
 
 
 def deciding_us(kind: str) -> float:
-    """Processor time per drafted token of a simulated text, the simulator's own share included."""
+    """Processor microseconds per drafted token of a simulated text, including the simulator's."""
     curve = published_curves()["deepseek-r1-0528-q4_x"]
     profile = replace(curve, draft_step_s=0.05 * curve.step_s[0])
     trace = synthetic_trace(N_SIMULATED, seed=1, kinds=(kind,))
@@ -157,7 +158,7 @@ def sessions(n_repeats: int) -> dict[str, float]:
     n_drafted = 0
     with Session(both[0]) as off, Session(both[1]) as on:
         for i in range(n_repeats + 1):
-            # Which goes first changes: the second finds the machine's caches warmer.
+            # The order alternates, because the second run finds warmer processor caches.
             for side in ((0, 1), (1, 0))[i % 2]:
                 session = (off, on)[side]
                 session.forget()

@@ -1,10 +1,10 @@
-"""Every policy on measured curves, over kinds of text and miscalibrations, without a model.
+"""Simulates every policy on measured cost curves, texts and miscalibrations, without a model.
 
 Usage: scripts/lab/run simulate [--profile FILE] [--trace FILE] [other flags]
        scripts/lab/run simulate --record FILE -p TEXT [flags of specoffload run]
 
-The second form answers a prompt and records what was drafted and accepted, for --trace. Long drafts
-tell most: --spec-policy fixed --draft-max 16.
+The second form answers a prompt, and records the drafted and accepted tokens for --trace. Long
+drafts record most: --spec-policy fixed --draft-max 16.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Make = Callable[[CostProfile], Policy]
 
 @dataclass(frozen=True)
 class Score:
-    """A policy over all cases, as ratios of tokens per second; means are geometric."""
+    """The result of a policy over all cases: ratios of tokens per second, as geometric means."""
 
     policy: str
     mean_to_oracle: float
@@ -91,7 +91,8 @@ def compare(
     draft_share: float = 0.05,
     policies: Mapping[str, Make] | None = None,
 ) -> list[Score]:
-    """Scores, best first. A draft step takes `draft_share` of T(1) unless the curve says."""
+    """Scores, best first. A draft step takes `draft_share` of T(1) unless the curve has its
+    time."""
     makes = named_policies() if policies is None else policies
     logs: dict[str, list[tuple[float, float]]] = {name: [] for name in makes}
     for curve in curves.values():
@@ -126,8 +127,7 @@ def simulate_policies(
     draft_share: float,
     seed: int,
 ) -> None:
-    """Print a table. Raises BadProfile or SpecDecError for files
-    that cannot be read."""
+    """Print a table of scores. Raises BadProfile or SpecDecError for unreadable files."""
     curves = published_curves() if profile is None else {profile.stem: load(profile, "--profile")}
     makes = named_policies()
     if trace is not None:
@@ -182,7 +182,7 @@ def _replay(
 
 
 def _read_trace(file: Path) -> DraftTrace:
-    """A recorded text, with a line on what is not known of it. Raises SpecDecError."""
+    """Read a recorded text, and print a line on its unknown tokens. Raises SpecDecError."""
     try:
         trace = parse_trace(read_text(file))
     except (OSError, UnicodeDecodeError) as e:

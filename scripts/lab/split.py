@@ -1,16 +1,18 @@
-"""Do CPU and device compute a layer's experts at once? On `sim`: [-r REPETITIONS] [--json]
+"""Measures on `sim` whether CPU and device compute a layer's experts at the same time.
 
-The link, each expert on the device and each on the CPU are held to a known time (`sim:bw=,expert=,
-host=`), longer than what this machine needs, so that what is measured is the order of things and
-not this machine's kernels. A step can take no less than the later side,
+Options: [-r REPETITIONS] [--json]
+
+A copy over the link, an expert on the device and an expert on the CPU take a fixed time each
+(`sim:bw=,expert=,host=`), longer than this machine needs. So the bench measures the order of the
+work and not this machine's kernels. A step takes at least the time of the slower side,
 
     cpu    = experts of the CPU x host
     device = its experts and their copies, as offload/split/division.py expects at these rates
              + all else that a step computes
 
 and without overlap it takes their sum. The device begins with a product when the copies of its kind
-of weight have landed. One token uses as many experts in every layer, so that what is later is later
-in each.
+of weight have arrived. One token uses the same number of experts in every layer, so the same side
+is the slower one in each.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _COPY_S = 4e-3  # an expert's bytes through the link
 
 @dataclass(frozen=True)
 class Case:
-    """One split. `slots`: the share of what streams that the slots hold."""
+    """One way of splitting. `slots` is the share of the streamed weights that has slots."""
 
     name: str
     splitter: Splitter
@@ -59,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Split:
-    """The times of one case, of a step. `ratio` is step ÷ the later of CPU and device."""
+    """The times of a step in one case. `ratio` is step ÷ the slower of CPU and device."""
 
     case: str
     cpu_s: float
@@ -74,7 +76,7 @@ def _all_host(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np
 
 
 def _halves(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Every second expert that is used is the CPU's."""
+    """Give every second used expert to the CPU."""
     kinds = all_on_device(ids, resident)
     kinds[np.unique(ids)[::2]] = HOST
     return kinds
@@ -103,14 +105,14 @@ CASES = (
     Case("all on the device, all cached", all_on_device, slots=1.0),
     Case("all on the CPU", _all_host),
     Case("half each, cached", _halves, slots=1.0),
-    # Whatever is there by chance, the CPU ends last.
+    # The CPU ends last, however many experts happen to be cached.
     Case("half copied, half on the CPU", _halves, slots=0.25, host_s=2.1 * _EXPERT_S),
     Case("by costs, misses copied too", _by_costs, host_s=3 * _EXPERT_S),
 )
 
 
 class _Counted:
-    """A splitter that adds up what is expected of both sides."""
+    """A splitter that adds up the expected seconds of both sides."""
 
     def __init__(self, splitter: Splitter, costs: SplitCosts) -> None:
         self.splitter, self._costs = splitter, costs
@@ -124,7 +126,7 @@ class _Counted:
 
 
 def measure(case: Case, folder: Path, repetitions: int) -> Split:
-    """Run one case: `repetitions` steps of new tokens behind two of warm-up."""
+    """Run one case: `repetitions` steps of new tokens after two for warm-up."""
     path = folder / "split.gguf"
     if not path.exists():
         write_preset("qwen3-30b-a3b", path, seed=1, **_SHAPE)
@@ -135,11 +137,11 @@ def measure(case: Case, folder: Path, repetitions: int) -> Split:
     counted = _Counted(case.splitter, _costs(case.device_s, case.host_s))
     streaming = StreamingOptions(vram_bytes=vram, prefetch=False, hybrid=True, splitter=counted)
     times = _steps(path, f"sim:bw={bandwidth:.0f}B/s,{rates}", streaming, repetitions, counted)
-    # The same model with nothing to copy and nobody held to a rate: what else a step computes.
+    # The rest of a step is timed on the same model without copies and without fixed times.
     rest_s = statistics.median(_steps(path, "sim", None, repetitions, None))
     cpu_s = counted.cpu_s / repetitions
     device_s = rest_s + counted.device_s / repetitions
-    step_s = statistics.mean(times)  # as the counts are means: steps differ in what they miss
+    step_s = statistics.mean(times)  # a mean like the counts, because steps differ in misses
     return Split(
         case.name, cpu_s, device_s, cpu_s + device_s, step_s, step_s / max(cpu_s, device_s)
     )
@@ -152,7 +154,7 @@ def _steps(
     repetitions: int,
     counted: _Counted | None,
 ) -> list[float]:
-    """Seconds of the steps; `counted` then has what is expected of their split layers."""
+    """Seconds of each step. `counted` then has the expected seconds of all their split layers."""
     options = EngineOptions(
         device=device,
         stream_experts=streaming is not None,
@@ -176,7 +178,7 @@ def _steps(
 
 
 def _fill(engine: Engine, counted: _Counted) -> None:
-    """Have the slots full before anything is measured."""
+    """Fill the slots before the measurement."""
     splitter, counted.splitter = counted.splitter, all_on_device
     for i in range(3):
         engine.sequences.extend(0, [(7 * k + 31 * i) % engine.n_vocab for k in range(64)], 1)

@@ -23,7 +23,7 @@ VENDOR = ROOT / "specoffload/server/page/static/vendor"
 
 @dataclass(frozen=True)
 class Library:
-    """A package, and which of its files become which of ours."""
+    """A package, and our name for each of its files that we use."""
 
     package: str
     version: str
@@ -48,7 +48,7 @@ LIBRARIES = (
 
 
 def fetch(library: Library, folder: Path) -> dict[str, bytes]:
-    """Our file name -> its bytes. Raises CalledProcessError where npm fails."""
+    """The bytes of each file by our name. Raises CalledProcessError if npm fails."""
     packing = ["npm", "pack", "--silent", f"{library.package}@{library.version}"]
     done = subprocess.run(packing, cwd=folder, check=True, capture_output=True, text=True)
     found = {}
@@ -57,7 +57,7 @@ def fetch(library: Library, folder: Path) -> dict[str, bytes]:
             file = archive.extractfile(f"package/{theirs}")
             assert file is not None, f"{library.package} has no {theirs}"
             lines = file.read().splitlines()
-            # The maps are not shipped, and a browser's console would complain.
+            # Source maps are not shipped; a reference to one would cause warnings in browsers.
             kept = [line for line in lines if not line.startswith(b"//# sourceMappingURL=")]
             found[ours] = b"\n".join(kept) + b"\n"
     return found

@@ -1,7 +1,7 @@
 """A model without a library: the fixture of the tests, and the example of `Target`.
 
-The next token is a hash of the last `order` tokens, so it depends on what memory really holds: a
-wrong rollback changes the text. Two fakes of one seed agree on the share `agreement` of contexts.
+The next token is a hash of the last `order` tokens in memory, so a wrong rewind changes the text.
+Two fakes with the same seed agree on the share `agreement` of contexts.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class FakeCheckpoint:
 class FakeTarget:
     """Implements `specdec.types.Target`.
 
-    `agreement` below 1 makes that share of contexts keep the text of a fake with agreement 1 and
-    the rest differ, as a draft does. `peak` is the probability of the chosen token. With
-    `recurrent` it refuses partial rewinds, but for `n_rs_seq` tokens of the last decode. Cells
-    are kept as (position, token): a position that is held twice, or left out, raises.
+    With `agreement` below 1, only that share of contexts has the same next token as a fake with
+    agreement 1, like a draft model. `peak` is the probability of the chosen token. With `recurrent`
+    it refuses partial rewinds, except for `n_rs_seq` tokens of the last decode. A position that is
+    held twice or left out raises.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class FakeTarget:
         self._seed, self._order, self._peak = seed, order, peak
         self._agreement = agreement
         self._logits_seed = logits_seed
-        self._rows: dict[tuple[int, ...], NDArray[np.float32]] = {}  # random ones, made once
+        self._rows: dict[tuple[int, ...], NDArray[np.float32]] = {}  # random rows, made once
         self._cells: dict[int, list[tuple[int, int]]] = {}
 
     # -- the text ---------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class FakeTarget:
         if not tokens or not 0 <= n <= len(tokens):
             raise ValueError(f"{n} rows of {len(tokens)} tokens")
         if len(tokens) > self.n_batch:
-            # As the engine does: a long prompt goes in chunks, and rows are wanted of the end.
+            # Like the engine, divide a long prompt into chunks; rows are wanted only of its end.
             if n > self.n_batch:
                 raise ValueError(f"{n} rows exceed a batch of {self.n_batch}")
             for at in range(0, len(tokens) - n, self.n_batch):

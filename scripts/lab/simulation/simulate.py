@@ -1,13 +1,13 @@
-"""The simulator: a policy against a trace of (draft p, accepted) and a cost profile.
+"""Simulates a policy on a trace of (draft p, accepted) with a cost profile.
 
-A trace is positional: at token i of the text the drafter proposes with probability p[i], rightly
-if accepted[i]. After a wrong token the drafter is on another text; the policy is then shown the
-probabilities that follow in the trace, which decide nothing but what it sees. Oracles know the
-accepted lengths and say how far a policy is from what was possible.
+At token i of the text, the drafter proposes a token with probability p[i], which is right if
+accepted[i]. After a wrong token, a real drafter would be on another text. The policy then still
+sees the trace's next probabilities, but those tokens cannot be accepted. Oracles know the accepted
+lengths, and show how far a policy is from the best possible result.
 
-Of a recorded text some tokens are unknown, since nobody drafted them. There the drafter has
-nothing to offer, and how often a policy would have asked is counted: a replay of a policy that
-drafts longer than the recording one says too little for it.
+A recorded text has unknown tokens, which nobody drafted. The drafter cannot propose there, and the
+simulator counts how often a policy asked. So a replay underrates a policy that drafts longer than
+the recorded one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DraftTrace:
     unknown: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        """Raises SpecDecError when the two do not fit or a p is no probability."""
+        """Raises SpecDecError if the lengths differ or a p is no probability."""
         if len(self.p) != len(self.accepted) or not self.p:
             raise SpecDecError(
                 f"a trace of {len(self.p)} probabilities and {len(self.accepted)} outcomes"
@@ -53,15 +53,17 @@ class DraftTrace:
             raise SpecDecError(f"entry {wrong + 1} of the trace is unknown and accepted")
 
     def runs(self) -> NDArray[np.int64]:
-        """The number of drafted tokens in a row that are right from each position."""
+        """For each position, the number of right tokens in a row from there."""
         runs = np.zeros(len(self.p) + 1, np.int64)
         for i in range(len(self.p) - 1, -1, -1):
             runs[i] = runs[i + 1] + 1 if self.accepted[i] else 0
         return runs[:-1]
 
     def room(self) -> list[int]:
-        """The number of tokens that can be drafted from each position: none that is unknown, and
-        the last is the target's own."""
+        """For each position, the number of tokens that can be drafted from there.
+
+        Unknown tokens cannot be drafted. The last token is the target's own.
+        """
         room = [0] * len(self.p)
         for i in range(len(self.p) - 2, -1, -1):
             room[i] = 0 if i in self.unknown else room[i + 1] + 1
@@ -70,7 +72,7 @@ class DraftTrace:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A policy's play of a trace; times in the profile's unit."""
+    """The result of a policy on a trace. Times have the profile's unit."""
 
     n_tokens: int
     time: float
@@ -78,7 +80,7 @@ class Simulated:
     n_drafted: int
     n_accepted: int
     n_steps: int
-    n_unknown: int = 0  # tokens asked for that the trace does not know
+    n_unknown: int = 0  # times that a policy asked for an unknown token
 
     @property
     def rate(self) -> float:
@@ -96,7 +98,7 @@ def simulate(
     rest = 0
     while at < n:
         if rest:
-            rest -= 1  # as in the decoding loop: the draft that was decided on, an empty one, holds
+            rest -= 1  # keep the decision not to draft, as the decoding loop does
         else:
             limit = min(policy.n_max, n - at - 1)
             draft, asked_unknown = _draft(trace, at, policy.begin(limit, source), source)
@@ -162,7 +164,7 @@ def _round_costs(profile: CostProfile, n_max: int) -> list[float]:
 def _play_constant(
     runs: Sequence[int], room: Sequence[int], cost: Sequence[float], m: int, at: int, stop: int
 ) -> tuple[int, int, int, float]:
-    """Blocks of m from `at` to `stop`: where they end, rounds, drafted tokens, time."""
+    """Decode with drafts of m from `at` to `stop`; returns (end, rounds, drafted tokens, time)."""
     n_rounds, n_drafted, time = 0, 0, 0.0
     while at < stop:
         drafted = min(m, room[at])
@@ -180,7 +182,7 @@ def fixed_oracle(trace: DraftTrace, profile: CostProfile, n_max: int) -> Simulat
     at, time, rounds, drafted = 0, 0.0, 0, 0
     for stop in bounds[1:]:
         if at >= stop:
-            continue  # a block of the segment before passed all of this one
+            continue  # the last draft of the previous segment covered all of this one
         options = []
         for m in range(n_max + 1):
             end, n_rounds, n_drafted, took = _play_constant(runs, room, cost, m, at, stop)
@@ -206,8 +208,8 @@ def synthetic_trace(
 ) -> DraftTrace:
     """A trace that alternates `kinds` ("code", "prose", "noise") every `segment` tokens.
 
-    What the drafter says is the true probability's log-odds times `confidence`: 1 is calibrated,
-    above it over-confident, below it under-confident.
+    The drafter's log-odds are those of the true probability times `confidence`: 1 is calibrated,
+    more is over-confident, less is under-confident.
     """
     rng = np.random.default_rng(seed)
     true = np.empty(n)
@@ -225,7 +227,7 @@ def synthetic_trace(
     return DraftTrace(tuple(said.tolist()), tuple(accepted.tolist()), tuple(segments))
 
 
-_KINDS = {  # share of easy tokens, Beta of the easy ones, Beta of the others
+_KINDS = {  # share of easy tokens, Beta parameters of easy tokens, Beta parameters of the others
     "code": (0.75, (14.0, 0.7), (1.6, 1.3)),
     "prose": (0.30, (9.0, 1.0), (1.3, 1.9)),
     "noise": (0.02, (5.0, 1.5), (0.6, 9.0)),
@@ -244,7 +246,7 @@ class _Record(BaseModel):
     """One token of a trace's file; p and accepted are null where nobody drafted the token."""
 
     model_config = ConfigDict(strict=True)
-    # A sum of probabilities may be above 1 by its last bits.
+    # A sum of probabilities may exceed 1 by rounding.
     p: Annotated[float, Field(ge=0, le=1.000001)] | None
     accepted: bool | None
     segment: str = "text"

@@ -1,7 +1,7 @@
-"""Hard cases for a policy, reproducible from seeds: random curves x what p says x switching.
+"""Hard cases for a policy, reproducible from seeds: random curves, uninformative p, switching texts.
 
-The published curves and Beta texts are friendly: there p tells good tokens from bad ones. Here it
-may say nothing (noise, one value for all), and what is accepted may change without notice.
+In published curves and Beta texts, p separates good tokens from bad ones. Here p may be noise or
+the same for all tokens, and the chance of acceptance may change suddenly.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from specdec.policies.throughput import Throughput
 from specdec.types import Policy
 
 CURVES = ("linear", "convex", "concave", "steps", "plateau", "jagged")
-# What the drafter says of a token that is accepted with a chance a, the same for a segment:
+# Values of p that the drafter reports in a segment where tokens are accepted with chance a.
 SAYINGS = (
-    "its chance",  # a, give or take 0.02
-    "noise",  # uniform, whatever a is
+    "its chance",  # a ± 0.02
+    "noise",  # uniform, independent of a
     "one",  # 1.0 always
     "half",  # 0.5 always
     "constant",  # one value per text, as n-gram drafters do
-    "a value per segment",  # tells segments apart, but is no chance
-    "calibrated",  # texts of `synthetic_trace`, where p says much
+    "a value per segment",  # differs by segment, but is unrelated to a
+    "calibrated",  # texts of `synthetic_trace`, with an informative p
 )
 _N_MAX = (8, 16, 32, 64)
 _TRUE = (0.02, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
@@ -34,7 +34,7 @@ _TRUE = (0.02, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 
 @dataclass(frozen=True)
 class StressCase:
-    """One curve and one text. `period` is the tokens between switches, 0 if nothing changes."""
+    """One curve and one text. `period` is the number of tokens between switches; 0: no switches."""
 
     seed: int
     curve: str
@@ -46,7 +46,7 @@ class StressCase:
 
 @dataclass(frozen=True)
 class StressScore:
-    """Tokens per second over the fixed oracle's and over plain decoding's."""
+    """Tokens per second, divided by the fixed oracle's and by plain decoding's."""
 
     case: StressCase
     to_oracle: float
@@ -60,7 +60,7 @@ def stress_cases(
     periods: Sequence[int] = (0, 200),
     sayings: Sequence[str] = SAYINGS,
 ) -> Iterator[StressCase]:
-    """One case per seed and period; curve and text kinds go round."""
+    """One case for each seed and period. Kinds of curves and texts take turns."""
     for seed in seeds:
         for i, period in enumerate(periods):
             rng = np.random.default_rng((seed, i))
@@ -97,7 +97,7 @@ def random_curve(rng: np.random.Generator, kind: str) -> CostProfile:
 
 
 def stress_trace(rng: np.random.Generator, saying: str, n: int, period: int) -> DraftTrace:
-    """A text whose chance of acceptance is constant, or takes turns every `period` tokens."""
+    """A text whose chance of acceptance is constant, or alternates every `period` tokens."""
     length = period or n
     if saying == "calibrated":
         pair = [("code", "noise"), ("code", "prose"), ("prose", "noise")][int(rng.integers(3))]
@@ -136,7 +136,7 @@ def _said(
 def stress(
     cases: Iterator[StressCase], make: Callable[[CostProfile], Policy] | None = None
 ) -> list[StressScore]:
-    """Each case with a fresh policy; without `make`, `throughput`."""
+    """Scores of each case with a new policy from `make`, or with `Throughput` if it is None."""
     scores = []
     for case in cases:
         profile = case.profile
@@ -148,6 +148,6 @@ def stress(
 
 
 def quantiles(values: Sequence[float]) -> tuple[float, ...]:
-    """Least, 5 %, 20 %, median and mean."""
+    """The minimum, the 5 % and 20 % quantiles, the median and the mean."""
     least, low, fifth, median = np.quantile(values, [0.0, 0.05, 0.2, 0.5]).tolist()
     return least, low, fifth, median, float(np.mean(values))
