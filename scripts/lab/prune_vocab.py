@@ -42,8 +42,8 @@ def choose_kept(
 ) -> tuple[int, ...]:
     """`n` token ids in rising order: those of `always`, and the most frequent others.
 
-    If they are too few, the lowest ids that were never counted are added, because vocabularies begin
-    with bytes and short words. Raises UsageError if `n` is not possible.
+    If they are too few, ids that were never counted are added, lowest first, because vocabularies
+    begin with bytes and short words. Raises UsageError if `n` is not possible.
     """
     if not max(1, len(always)) <= n <= n_vocab:
         raise UsageError(

@@ -4,7 +4,7 @@ The first target takes no time, so that all measured time is Python's. There, ro
 nothing are compared with decoding without speculation, and the decision on each drafted token is
 timed. The second is the embedded pair on the CPU, where drafting does not pay. There, generations
 with and without speculation take turns, so that other load affects both alike. Prints one JSON
-object with times in microseconds.
+object.
 
 Usage: scripts/lab/run round-cost [REPETITIONS]
 """

@@ -39,9 +39,12 @@ class ChatPrompt:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """`templates` are the file's, by name: "tool_use" is for conversations with tools, "default"
-    for others. `begin` is the text of the token that the vocabulary puts before every text, which
-    built-in templates leave to the tokenizer. Picklable; what is learnt of a template is kept."""
+    """A model's chat format. Picklable; facts learnt about a template are kept.
+
+    `templates` are the file's, by name: "tool_use" is for conversations with tools, "default" for
+    others. `begin` is the text of the token that the vocabulary puts before every text, which
+    built-in templates leave to the tokenizer.
+    """
 
     templates: Mapping[str, str]
     bos: str = ""

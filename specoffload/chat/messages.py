@@ -1,4 +1,4 @@
-"""Messages in the shape that a template takes, which rendering small conversations finds out."""
+"""Puts messages into the form that a template takes, which is found by rendering small ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOOL = Tool("needle_tool", "A probe.", {"type": "object", "properties": {}})
 
 @dataclass(frozen=True)
 class TemplateNeeds:
-    """The parts of a conversation that a template writes, and in which shape it takes them."""
+    """The parts of a conversation that a template writes, and the form in which it takes them."""
 
     takes_tools: bool
     takes_calls: bool  # an assistant's tool_calls

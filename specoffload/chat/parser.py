@@ -30,10 +30,11 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of an answer. `schemas`, by tool name, is empty if no call may be made; text that
-    looks like a call is content then.
+    """The form of an answer.
 
-    `reasoning` has the markers around the reasoning. `thinking`: the prompt ends with the first.
+    `schemas` are by tool name. They are empty if no call may be made; text that looks like a call
+    is then content. `reasoning` has the two markers around the reasoning. `thinking`: the prompt
+    ends with the first marker.
     """
 
     family: Family
@@ -47,9 +48,9 @@ class AnswerForm:
 class StreamParser:
     """Reads an answer's text in pieces of any size; the deltas join to the same message.
 
-    The possible beginning of a marker is held back until it is known. Text that only looks like a
-    tool call is content, so nothing is lost of an answer that ended by itself. An answer that a
-    limit cut inside a call or a marker ends before that.
+    Text that may begin a marker is held back until that is certain. Text that only looks like a
+    tool call is content, so no text is lost if the answer ended by itself. An answer that a limit
+    cut inside a call or a marker ends before that.
     """
 
     def __init__(self, form: AnswerForm, new_id: Callable[[], str] | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Who may use the server: keys, pages in browsers, and the checks that every request passes.
+"""Checks who may use the server: keys, and the origins of pages in browsers.
 
-A page from anywhere can make its visitor's browser send requests to this machine: across origins (a
-POST of text/plain needs no permission), or under a name of its own that it points at 127.0.0.1 (DNS
-rebinding). Both show in the Host and Origin headers, which a page cannot set.
+Any web page can make its visitor's browser send requests to this machine. It can send them across
+origins (a POST of text/plain needs no permission), or to a name of its own that points at 127.0.0.1
+(DNS rebinding). Both are visible in the Host and Origin headers, which a page cannot set.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def read_keys(typed: str | None, file: Path | None, warn: Callable[[str], None])
 
 
 def _checked(source: str, keys: Iterable[str]) -> tuple[str, ...]:
-    """The keys without the blanks around them. Messages never show a key."""
+    """The keys without blanks around them. Raises UsageError, whose message shows no key."""
     stripped = tuple(key.strip() for key in keys)
     for at, key in enumerate(stripped, 1):
         if not key:
@@ -116,7 +116,7 @@ Origin = tuple[str, Authority]
 
 
 def read_authority(text: str) -> Authority | None:
-    """None for anything but an address or a name, with or without a port."""
+    """Parse an address or a name, with or without a port. Returns None for anything else."""
     found = _AUTHORITY.fullmatch(text)
     if found is None or not text.isascii():
         return None
@@ -128,7 +128,7 @@ def read_authority(text: str) -> Authority | None:
 
 def _read_host(text: str) -> _Address | str | None:
     try:
-        if text.startswith("["):  # Python would accept zones, which are no part of a URL
+        if text.startswith("["):  # zones are refused: URLs have none, but Python accepts them
             return None if "%" in text else ipaddress.IPv6Address(text[1:-1])
         return ipaddress.IPv4Address(text)
     except ValueError:
@@ -143,8 +143,8 @@ def _with_port(scheme: str, authority: Authority) -> Origin:
 
 
 def _read_origin(text: str) -> Origin | None:
-    """An origin as RFC 6454 writes it. None for `null`, which is a page of unknown origin, and for
-    other schemes."""
+    """Parse an origin (RFC 6454). Returns None for `null`, which is a page of unknown origin, and
+    for schemes other than HTTP's."""
     scheme, separator, rest = text.partition("://")
     authority = read_authority(rest)
     if not separator or scheme.lower() not in _DEFAULT_PORTS or authority is None:
@@ -222,8 +222,11 @@ def _is_loopback(host: _Address | str) -> bool:
 
 @dataclass(frozen=True)
 class AccessRules:
-    """`keys`: a request needs one of them, if there are any. `origins`: pages that may use the
-    server besides its own. `on_loopback`: only this machine can reach the server."""
+    """Who may use the server.
+
+    A request needs one of `keys`, if there are any. `origins` are pages that may use the server
+    besides its own. `on_loopback`: only this machine can reach the server.
+    """
 
     keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
@@ -231,8 +234,11 @@ class AccessRules:
 
 
 class Gate:
-    """ASGI middleware: 403 for pages of other origins, 401 without a key, 415 for a body that is
-    not called JSON. Adds the header that names parameters without effect."""
+    """ASGI middleware that refuses requests and adds the header that names ignored parameters.
+
+    It answers 403 to pages of other origins, 401 without a key, and 415 if the body's Content-Type
+    is not JSON.
+    """
 
     def __init__(self, app: ASGIApp, rules: AccessRules) -> None:
         self._app = app
@@ -273,7 +279,10 @@ class Gate:
 
 
 def _media_problem(headers: Headers) -> Problem | None:
-    """Any page may send other media types to other origins without permission."""
+    """The 415 for a body that is not application/json; None if there is none.
+
+    Pages may send some other media types across origins without permission.
+    """
     media = headers.get("content-type", "").partition(";")[0].strip().lower()
     if not has_body(headers) or media == "application/json":
         return None
@@ -283,9 +292,9 @@ def _media_problem(headers: Headers) -> Problem | None:
 
 
 def client_name(key: int | None, address: str | None) -> str:
-    """The client that takes turns: its key if the server has several, otherwise its address.
+    """The name under which a client takes turns: its key if `key` is given, otherwise its address.
 
-    The first 64 bits of an IPv6 address count; they belong to one site (RFC 6177).
+    Only the first 64 bits of an IPv6 address are used; they belong to one site (RFC 6177).
     """
     if key is not None:
         return f"key {key}"
@@ -301,5 +310,5 @@ def client_name(key: int | None, address: str | None) -> str:
 
 
 def client_of(scope: Mapping[str, Any]) -> str:
-    """The name that the gate has noted for a request."""
+    """The client name that the gate stored in a request's scope."""
     return str(scope.get("state", {}).get(_CLIENT, ""))

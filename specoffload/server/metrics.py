@@ -1,7 +1,7 @@
-"""Counts of a server, and the page at /metrics that shows them in Prometheus' text format.
+"""Counts what a server does, and writes /metrics in Prometheus' text format.
 
-Names are llama-server's where they mean the same (llama.cpp tools/server/README.md), so that its
-dashboards show this server too. Others begin with `specoffload:`.
+Metrics with the same meaning have llama-server's names (llama.cpp tools/server/README.md), so that
+its dashboards work with this server. Names of other metrics begin with `specoffload:`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _OF_ENGINE: Mapping[str, str] = {
 
 
 class Metrics:
-    """Counted since the server was started, restarts of its engine included."""
+    """Counts since the server's start. They continue when its engine restarts."""
 
     def __init__(self) -> None:
         self.sums = {name: 0.0 for name, _, _ in _SUMS}  # over finished answers

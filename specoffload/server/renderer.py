@@ -1,6 +1,6 @@
-"""Chat templates are rendered in a process of their own, which can be ended.
+"""Renders chat templates in a separate process, which can be ended.
 
-A template is a program from a model file: it may loop for ever, or ask for a string of a gigabyte.
+A template is a program from a model file. It may loop for ever, or make a string of a gigabyte.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("specoffload.server")
 
 @dataclass(frozen=True)
 class _RenderJob:
-    """`form` is None if it is that of the job before."""
+    """One conversation to render. `form` is None if it is the previous job's."""
 
     form: ChatFormat | None
     conversation: Conversation
@@ -79,7 +79,10 @@ def _render_main(connection: Connection, time_limit_s: float) -> None:
 
 
 def _limit_processor_time(more_s: float) -> None:
-    """Have the kernel end this process after `more_s` more. The limit counts whole seconds."""
+    """Have the kernel end this process after `more_s` more seconds of processor time.
+
+    The limit counts whole seconds.
+    """
     used = resource.getrusage(resource.RUSAGE_SELF)
     most_s = math.ceil(used.ru_utime + used.ru_stime + more_s)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -124,7 +127,7 @@ class Renderer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
         self._process: BaseProcess | None = None
         self._connection: Connection | None = None
-        self._form: ChatFormat | None = None  # the process has it
+        self._form: ChatFormat | None = None  # the form that the process has
 
     def warm(self) -> None:
         """Start the process ahead of the first request. Returns at once."""

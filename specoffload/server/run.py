@@ -1,4 +1,4 @@
-"""`serve`: both processes from the first line to the exit code."""
+"""Runs both processes of `serve`, from the first line to the exit code."""
 
 from __future__ import annotations
 

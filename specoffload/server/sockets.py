@@ -1,15 +1,15 @@
-"""Connections with limits on their number and time; uvicorn's own in all else.
+"""uvicorn's connections, with limits on their number and time.
 
     waiting ──header complete──> body ──complete──> answering ──sent──> waiting
        │ header_s, keep_alive_s     │ body_s + rate     │ the client reads nothing: write_s
        └────────────────────────────┴───────────────────┴──> closed
 
-A request that is refused before all of it has arrived is still read up to a limit, and discarded.
-Closing at once would reset the connection, and the client would see that instead of the answer
+If a request is refused before all of it has arrived, the rest is still read, up to a limit, and
+discarded. Closing at once would reset the connection, and the client would not see the answer
 (nginx's `lingering_close`; RFC 9112, 9.6).
 
-At the limit of connections, the one that has been silent longest is closed for a new one. A client
-that has closed only its sending side gets its answer.
+At the limit of connections, the one that has waited longest is closed for a new one. A client that
+has closed only its sending side still gets its answer.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ log = logging.getLogger("specoffload.server")
 
 @dataclass(frozen=True)
 class SocketLimits:
-    """Times in seconds. A body may take `body_s`, and a second more for each `body_bytes_per_s`
-    that arrived. A client that reads nothing of its answer for `write_s` is disconnected. Up to
-    `linger_bytes` of a request that was answered early are read, for up to `linger_s`."""
+    """Limits of connections; times are in seconds.
+
+    A body may take `body_s`, and a second more for each `body_bytes_per_s` bytes that arrived. A
+    client that reads nothing of its answer for `write_s` is disconnected. After an early answer, up
+    to `linger_bytes` of the request are still read, for up to `linger_s`.
+    """
 
     n_connections: int = _MOST_CONNECTIONS
     header_s: float = 10.0
@@ -58,8 +61,10 @@ class SocketLimits:
 
     @property
     def n_at_once(self) -> int:
-        """Connections that are accepted at once, before any of them is closed for another. They
-        must not take the last descriptors."""
+        """Number of connections to accept at once, before one is closed for another.
+
+        They must not take the last descriptors.
+        """
         return max(1, min(BACKLOG, self.n_connections // 4))
 
 
@@ -77,14 +82,14 @@ def raise_descriptor_limit() -> int:
 
 
 class OncePerWhile(logging.Filter):
-    """Lets a message through once in `every_s` seconds, with the number of those held back.
-    Messages with the same format string are the same message."""
+    """A log filter that passes a message once in `every_s` seconds, with the number of messages
+    held back. Messages with the same format string count as the same."""
 
     def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._every_s = every_s
         self._clock = clock
-        self._said: dict[str, tuple[float, int]] = {}  # when, and how many since
+        self._said: dict[str, tuple[float, int]] = {}  # (time of the last one, number held back)
 
     def filter(self, record: logging.LogRecord) -> bool:
         now_s, text = self._clock(), str(record.msg)
@@ -117,8 +122,8 @@ class Waiting:
         self._waiting.pop(connection, None)
 
     def make_room(self, n_open: int) -> bool:
-        """Close a waiting connection if there are too many. Returns False if none waits, so that
-        the new one has to go."""
+        """Close a waiting connection if there are too many. Returns False if none waits; the caller
+        then closes the new one."""
         if n_open <= self.limits.n_connections:
             return True
         oldest = next(iter(self._waiting), None)
@@ -287,7 +292,8 @@ class Connection(H11Protocol):
             self._timer = None
 
     def _too_late(self) -> None:
-        """The request did not arrive in time; a client that sent a part of it is told so."""
+        """Close the connection because the request is late. A client that sent a part of it gets an
+        error."""
         if self.transport.is_closing():
             return
         started = self.cycle is not None and self.cycle.response_started

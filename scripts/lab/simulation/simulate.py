@@ -40,7 +40,7 @@ class DraftTrace:
     unknown: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        """Raises SpecDecError if the lengths differ or a p is no probability."""
+        """Raises SpecDecError if the lengths differ, or if a p is no probability."""
         if len(self.p) != len(self.accepted) or not self.p:
             raise SpecDecError(
                 f"a trace of {len(self.p)} probabilities and {len(self.accepted)} outcomes"

@@ -1,4 +1,4 @@
-"""Hard cases for a policy, reproducible from seeds: random curves, uninformative p, switching texts.
+"""Hard cases for a policy, reproducible from seeds: random curves, poor p, switching texts.
 
 In published curves and Beta texts, p separates good tokens from bad ones. Here p may be noise or
 the same for all tokens, and the chance of acceptance may change suddenly.

@@ -98,10 +98,10 @@ def named_events(events: Iterable[Json]) -> bytes:
 
 
 class TextLine:
-    """An event that is made once, and then sent with other texts: most of a stream's events."""
+    """A prepared event, which is sent many times with different texts."""
 
     def __init__(self, body: Json) -> None:
-        """`body` has MARK in place of the text, once, and after all other texts of the client."""
+        """`body` has MARK once in the place of the text, after all other texts from the client."""
         head, tail = to_json(body).rsplit(f'"{MARK}"', 1)
         self._head, self._tail = b"data: " + head.encode(), tail.encode() + b"\n\n"
 

@@ -1,9 +1,8 @@
 """A request's body: read within limits, renamed to the names used here, and checked.
 
-Programs that talk to several servers send every parameter that one of them has. As those servers
-do, this one ignores parameters without effect, and names them in the answer's header
-`X-Ignored-Parameters`. Parameters that would change the kind
-of the answer are always refused.
+Programs that work with several servers send parameters that only some of them have. Like those
+servers, this one ignores parameters without effect. It names them in the answer's header
+`X-Ignored-Parameters`. Parameters that would change the kind of the answer are always refused.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _OVERHEAD_BYTES = 2**20  # tools, schemas, and the JSON around a prompt
 _MOST_BYTES = 64 * 2**20
 _MOST_BYTES_AT_ONCE = 2 * _MOST_BYTES  # limit of all bodies that are being read
 _RETRY_AFTER_S = 2
-_STATE = "ignored"  # in the scope of a request: names without effect
+_STATE = "ignored"  # key of the ignored parameters' names in a request's scope
 
 # Names of llama-server, vLLM, text-generation-webui and KoboldCpp -> the names used here.
 ALIASES: Mapping[str, str] = {

@@ -19,8 +19,10 @@ Placed = tuple[int, ChosenLogprob]
 
 
 class TokenPlaces:
-    """Returns the chosen tokens of one answer together with their text. So tokens of a stop
-    sequence, which is never shown, are left out."""
+    """Returns the chosen tokens of one answer when their text is shown.
+
+    So the tokens of a stop sequence, whose text is never shown, are left out.
+    """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -1,4 +1,4 @@
-"""The jobs of one HTTP request, followed as one, and the response that tells of them.
+"""Follows all jobs of one HTTP request together, and writes its response.
 
 Each API has a `Wording`. It turns events of jobs into the bytes that the client gets.
 """
@@ -46,7 +46,7 @@ _AGAIN_S = 0.2
 # should get its HTTP status. But proxies and clients must not time out in a prefill of minutes.
 _HEADER_PATIENCE_S = 10.0
 _KEEP_ALIVE_S = 10.0
-_NEWS_S = 1.0  # least time between comments about parts of a prompt
+_NEWS_S = 1.0  # least seconds between comments about the prompt's progress
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -167,8 +167,11 @@ class TicketGroup:
         self._tickets.clear()
 
     def _go_on(self) -> None:
-        """Submit as many jobs as there is room for. The request was accepted, so if the queue is
-        full, its other jobs wait and try again."""
+        """Submit as many jobs as there is room for.
+
+        If the queue is full, the other jobs wait and are tried again, because the request was
+        accepted.
+        """
         self._again = None
         while self._jobs and len(self._tickets) < self._n_at_once:
             try:
@@ -217,7 +220,7 @@ class GenerationResponse(Response):
         self._stream = stream
         self._has_header = False
         self._is_writing = False  # new events have to wait
-        self._has_spoken = False  # since the last timeout
+        self._has_spoken = False  # True: something was written since the last timeout
         self._wrote_at_s = monotonic()  # the last write that was not at once
         self._write_part: Callable[[bytes], bool] | None = None
         self._unwritten = b""  # could not be written at once, because the client reads slowly

@@ -16,7 +16,8 @@ from specoffload.session.generation import Generator, SlotAction, SlotInfo, Slot
 
 
 class PromptTooLong(DoesNotFit):
-    """Has the number of tokens for llama-server's shape of this error."""
+    """The context has no room for the prompt and an answer. `n_prompt_tokens` is for llama-server's
+    form of this error."""
 
     def __init__(self, n_prompt_tokens: int, n_ctx: int, *, at_least: bool = False) -> None:
         """`at_least`: the text was not tokenised, and has at least this many tokens."""
@@ -106,8 +107,10 @@ def _tokens(generator: Generator, prompt: Prompt) -> list[int]:
 
 
 def check_text(text: str, card: ModelCard) -> None:
-    """Raises PromptTooLong for a text that exceeds the context even if all its tokens are the
-    longest ones: libllama takes quadratic time to find special tokens in long texts."""
+    """Raises PromptTooLong if the text exceeds the context even with the longest tokens.
+
+    It spares libllama long texts, in which finding special tokens takes quadratic time.
+    """
     n_bytes = len(text.encode())
     if n_bytes > card.n_ctx * card.longest_token_bytes:
         n_tokens = -(-n_bytes // card.longest_token_bytes)

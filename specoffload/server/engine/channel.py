@@ -1,8 +1,8 @@
 """Messages between the two processes: pickled, each after its length, over a pair of sockets.
 
-multiprocessing's pipe needs threads on both sides. Here the API process reads and writes on its
-event loop, and the engine process between two steps: waking a thread costs as much as everything
-else that is done for a token.
+multiprocessing's pipe needs threads on both sides, and waking a thread costs as much as all other
+work for a token. Here the API process reads and writes on its event loop, and the engine process
+between two steps.
 """
 
 from __future__ import annotations

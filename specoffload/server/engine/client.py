@@ -403,7 +403,8 @@ class EngineClient:
         self._restart_timer = loop.call_later(delay_s, self._spawn)
 
     def _why(self, end: str, first_load: bool) -> Exception:
-        """A refused model keeps its exit code: 2 for bad input, 1 for a failure."""
+        """The error that ends the server. A refused model keeps its exit code: 2 for bad input, 1
+        for a failure."""
         if self._load_problem is not None:
             usage = self._load_problem.exit_code == 2
             return (UsageError if usage else DeviceFailed)(self._load_problem.message)

@@ -1,9 +1,8 @@
-"""When the engine process is unwell, is ended, and is started again: decisions over plain numbers.
+"""Decides, from plain numbers, when the engine process is unwell, ended and restarted.
 
-The engine process reports each step, and a step is a token of every answer or a batch of a prompt.
-Silence means that native code does not return, and only ending the process helps then. A second
-thread reports every second that the process runs, so a step of minutes does not look like a stopped
-process.
+The engine process reports each step. A step is a token of every answer, or a batch of a prompt. If
+the reports stop, native code does not return, and the process has to be ended. A second thread
+sends a heartbeat every second, so that a step of minutes does not look like a stopped process.
 """
 
 from __future__ import annotations
@@ -17,8 +16,11 @@ _PROMPT_FACTOR = 10  # a batch of a prompt may take this many times as long as a
 
 @dataclass(frozen=True)
 class Watchdog:
-    """`limit_s` is the silence in seconds after which the process is ended, ten times that while a
-    prompt is read; 0: never. A process without a heartbeat for `pulse_s` seconds does not run."""
+    """Finds a process that hangs or does not run.
+
+    After `limit_s` seconds without a step, ten times that while a prompt is read, the process is
+    ended; 0: never. After `pulse_s` seconds without a heartbeat, the process does not run.
+    """
 
     limit_s: float = 120.0
     pulse_s: float = 10.0

@@ -76,8 +76,11 @@ class _Line:
             os._exit(0)
 
     def _watch(self) -> None:
-        """Send a heartbeat until the other end closes, then exit: the main thread may be inside
-        libllama, where no exception reaches it, and the kernel frees the memory."""
+        """Send heartbeats until the other end closes, then exit the process at once.
+
+        The main thread may be inside libllama, where no exception reaches it. The kernel frees the
+        memory.
+        """
         end = select.poll()
         end.register(self._channel.fileno(), 0)  # hang-ups are always reported; nothing else is
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Whose request is next, and who gets a place in a full queue: decisions over plain numbers.
+"""Decides, from plain numbers, whose request is next and who gets a place in a full queue.
 
 Clients are served by turns (round robin, as in J. Nagle, "On packet switches with infinite
 storage", RFC 970). Free places are kept for clients that were refused and told when to come back.
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 MOST_RETRY_AFTER_S = 60
 _LEAST_RETRY_AFTER_S = 0.1
-_GRACE_S = 2.0  # a client may be this much later than told, and half as much again
+_GRACE_S = 2.0  # seconds a client may be late, besides half of the wait that it was told
 _MOST_PROMISES = 1024
 _T = TypeVar("_T")
 
@@ -42,12 +42,15 @@ class Promises:
         return names.index(client) if client in self._promises else len(names)
 
     def keep(self, client: str) -> None:
-        """The client has got its place."""
+        """Drop the client's promise, because it has got a place."""
         self._promises.pop(client, None)
 
     def give(self, client: str, place_s: float, now_s: float) -> float:
-        """Returns the seconds until the client finds a place, if one becomes free every `place_s`:
-        after the clients before it, and after its own earlier requests."""
+        """Promise the client a place; returns the seconds until it is free.
+
+        One place becomes free every `place_s` seconds. The clients refused before, and the client's
+        own earlier requests, come first.
+        """
         n_before = self.n_before(client, now_s)
         promise = self._promises.setdefault(client, _Promise())
         promise.due_s = [s for s in promise.due_s if s > now_s][-_MOST_PROMISES:]
@@ -60,8 +63,11 @@ class Promises:
 
 
 class FairQueue(Generic[_T]):
-    """At most `limit` waiting requests. Next is the first request of the client with the fewest
-    running ones; among equals, of the client whose last turn is longest ago."""
+    """A queue of at most `limit` waiting requests, which serves clients by turns.
+
+    The next request is the first one of the client with the fewest running requests. Among equals,
+    it is of the client whose last turn was longest ago.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -124,11 +130,13 @@ class FairQueue(Generic[_T]):
 
 
 def spread_s(wait_s: float, chance: float) -> float:
-    """`wait_s` changed by up to 10 %, by a random number between 0 and 1."""
+    """`wait_s` changed by up to 10 %. `chance` is a random number between 0 and 1."""
     return min(max(wait_s, _LEAST_RETRY_AFTER_S) * (0.9 + chance / 5), MOST_RETRY_AFTER_S)
 
 
 def whole_s(wait_s: float, chance: float) -> int:
-    """`wait_s` rounded up or down to at least 1, by a random number between 0 and 1; exact on
-    average."""
+    """`wait_s` rounded up or down at random, to at least 1.
+
+    `chance` is a random number between 0 and 1. On average, the result equals `wait_s`.
+    """
     return max(1, min(MOST_RETRY_AFTER_S, math.floor(wait_s + chance)))
