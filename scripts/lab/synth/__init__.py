@@ -1,6 +1,6 @@
-"""Random-weight GGUF files of any architecture and size: for shapes, memory and speed.
+"""Writes random-weight GGUF files of any architecture and size, to test shapes, memory and speed.
 
-Their text is noise, so they say nothing about quality or acceptance rates.
+Such models write noise, so they show nothing about quality or acceptance rates.
 """
 
 from lab.synth.shape import Shape, resolve

@@ -1,8 +1,8 @@
-"""What random models need of the library: the tensors an architecture has, and quantising.
+"""Asks the library which tensors an architecture has, and quantises values.
 
-`llama_model_init_from_user` builds a model from metadata alone and hands each tensor to a callback.
-The weights get addresses in a range that is reserved but mapped to nothing, so a model of any size
-can be asked about; touching one would be a segmentation fault, which is the point.
+`llama_model_init_from_user` builds a model from metadata alone, and passes each tensor to a
+callback. The weights get reserved addresses without memory, so a model may have any size. Access to
+a weight is a segmentation fault, on purpose.
 """
 
 from __future__ import annotations

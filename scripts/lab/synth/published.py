@@ -1,4 +1,4 @@
-"""The published models that plans are made and tested for: their headers, without their data."""
+"""The headers, without data, of the published models for which plans are made and tested."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Shapes of models, from presets with a size and overrides or from a description in a file, and
-checks that a model of such a shape can be.
+"""Makes shapes of models from presets or from descriptions in files, and checks that they are
+possible.
 
 `presets.json` holds the metadata of published models, as their configurations have it, and the
 values that change in the tiny model of each. Layers for multi-token prediction are counted where
@@ -72,7 +72,7 @@ OVERRIDES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything about a model but its weights: what is written into the file's header.
+    """Everything about a model except its weights, which is written into the file's header.
 
     `metadata` keys have no architecture prefix. `without` are patterns of optional tensors to leave
     out; `quant` is as TypePolicy.parse takes it.
@@ -86,8 +86,8 @@ class Shape:
     quant: str = "q8_0"
     fused_experts: bool = False  # gate and up of each expert in one tensor, where the library can
     expert_scales: bool = False  # a factor for each expert's products, where the library has them
-    routing: Routing | None = None  # None: routers choose evenly, whatever the text
-    unchecked: bool = False  # holds metadata of the caller's, on which the library may abort
+    routing: Routing | None = None  # None: routers choose evenly
+    unchecked: bool = False  # True: has the caller's metadata, on which the library may abort
 
     def number(self, key: str, default: int = 0) -> int:
         return int(self.metadata.get(key, default))  # type: ignore[arg-type]

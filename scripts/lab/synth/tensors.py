@@ -101,7 +101,7 @@ def _left_out(tensor: WantedTensor, shape: Shape) -> bool:
 
 # -- types -----------------------------------------------------------------------------------------
 
-# What ggml_quantize_chunk makes without an importance matrix.
+# The types that ggml_quantize_chunk makes without an importance matrix.
 NAMES: Mapping[str, Type] = {
     name.lower(): Type[name]
     for name in (
@@ -120,7 +120,7 @@ CLASSES = (*(name for name, _ in _CLASSES), "other")
 _ALWAYS_F32 = re.compile(r"\.bias$|\.ffn_gate_inp\.|ssm_conv1d|ssm_a|_norm\b|rope_f|position_embd")
 _NEVER_QUANTISED = re.compile(r"altup|laurel|per_layer_model_proj")  # llama.cpp keeps these in f16
 _LAYER = re.compile(r"^blk\.(\d+)\.")
-# What a row gets that does not fill blocks of 256: llama.cpp's tensor_type_fallback.
+# Types of rows that do not fill blocks of 256, as in llama.cpp's tensor_type_fallback.
 _FALLBACK = {
     Type.Q2_K: Type.Q4_0,
     Type.Q3_K: Type.Q4_0,
@@ -132,7 +132,7 @@ _FALLBACK = {
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor's name without the layer, and where the layer is."""
+    """A tensor's name without the layer's number, and the layer's place in the model."""
 
     kind: str
     layer: int  # -1 outside the layers
@@ -247,15 +247,15 @@ _BY_NAME = (
     (r"_exps\.scale$", Fill("normal")),
     (r"\.attn_sinks\.weight$", Fill("normal")),
 )
-# With one matrix for embedding and output, the residual stream's own embedding would always win,
-# and every token predict itself. So what the layers add to the stream is made larger there.
+# If embedding and output are one matrix, the residual stream's own embedding would dominate, and
+# every token would predict itself. So the layers' additions to the stream are larger there.
 _TIED_GAIN = 8.0
 _INTO_STREAM = re.compile(r"\.(attn_output|ffn_down(_exps)?)\.weight$")
 _STREAM_NORM = re.compile(r"\.post_(attention|ffw)_norm\.weight$")
-# All that layers add is made smaller where routers are to read what tokens bring.
+# The layers' additions are smaller if routers have to read the tokens' embeddings.
 _ADDED = re.compile(r"\.(attn_output|ssm_out|ffn_down(_exps|_shexp)?)\.weight$")
 _ROUTED_GAIN = 0.25
-_SIGMOID_SLOPE = 0.25  # of scores near zero: some biases are added behind the sigmoid
+_SIGMOID_SLOPE = 0.25  # slope of the sigmoid at 0; some biases are added after it
 
 
 def fill_of(tensor: WantedTensor, shape: Shape, tied: bool) -> Fill:
@@ -294,6 +294,6 @@ def _routed(fill: Fill, tensor: WantedTensor, shape: Shape, names: Collection[st
     if last == "bias":
         return Fill("normal", bias)
     if tensor.name.endswith(".exp_probs_b.bias"):
-        # Behind a softmax all scores are small, and any bias would choose alone.
+        # After a softmax all scores are small, so any bias would decide alone.
         return Fill("normal", _SIGMOID_SLOPE * bias) if behind else Fill("constant", 0.0)
     return fill

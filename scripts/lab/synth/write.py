@@ -1,8 +1,8 @@
 """Plans and writes files: the header, then tensor by tensor from pools of random blocks.
 
 Small tensors are drawn value by value. For a large one, a pool of blocks is quantised once and
-repeated: ggml's blocks are independent, so any run of them is a valid row. The number of blocks is
-prime, so that row after row starts at another place of the pool until all were used.
+repeated. ggml's blocks are independent, so any run of them is a valid row. The number of blocks is
+prime, so that each row starts at another place of the pool until all places were used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DIRECT_VALUES = 1 << 20  # tensors up to this many values are drawn whole
 _PIECE_VALUES = 1 << 20  # values drawn and quantised at a time
 _POOL_VALUES = 1 << 21
 _PIECE_BYTES = 4 << 20
-_KEPT_BYTES = 32 << 20  # most bytes of pools; the least recently used go first
+_KEPT_BYTES = 32 << 20  # most bytes of pools; the least recently used are dropped first
 
 Bytes = NDArray[np.uint8]
 OnProgress = Callable[[str, int], None]  # (tensor, bytes just written)
@@ -89,7 +89,7 @@ def plan_shape(shape: Shape, vocab: str | Path = "bytes", n_vocab: int | None = 
 
 
 def _survives(header: Path) -> None:
-    """Ask for the tensors in another process: the library aborts on some metadata."""
+    """Ask for the tensors in another process, because the library aborts on some metadata."""
     code = (
         "import sys; sys.path.insert(0, 'scripts');"
         "from lab.synth.library import *; wanted_tensors(sys.argv[1])"
@@ -125,9 +125,8 @@ def write_preset(
 def write_header_only(planned: Plan, path: Path) -> Path:
     """Write the header of a planned file; its data is a hole, which takes no room on the disk.
 
-    For whatever reads headers: plans, listings. The weights read as zeros, so a model of them
-    computes nothing. Raises BadRequest when the folder does not exist or holds no sparse files of
-    that size.
+    The file is for programs that read only headers. Its weights are zeros. Raises BadRequest if the
+    folder does not exist or its file system has no sparse files of that size.
     """
     _check_place(path)
     with _begun(planned, path) as partial:
@@ -141,7 +140,8 @@ def write_header_only(planned: Plan, path: Path) -> Path:
 
 @contextlib.contextmanager
 def _begun(planned: Plan, path: Path) -> Iterator[Path]:
-    """A file with the header, which becomes `path` when the block ends well, else is gone."""
+    """Yields a new file with the header. It becomes `path` if the block succeeds, else it is
+    removed."""
     partial = path.with_name(path.name + ".partial")
     try:
         _write_header(partial, planned.shape, planned.tokenizer, planned.tensors)
@@ -306,7 +306,7 @@ class _Source:
         return np.concatenate(parts, axis=1)
 
     def _first_blocks(self, tensor: Tensor) -> Bytes:
-        """The blocks of each row that hold those values, [n rows, bytes]."""
+        """The blocks of each row that hold its first values, [n rows, bytes]."""
         first = self._first(tensor)
         n_rows, n_columns = first.shape
         block, size = GGML_QUANT_SIZES[tensor.type]
@@ -359,10 +359,10 @@ def _repeated(pool: Bytes, at: int, n_bytes: int) -> Iterator[Bytes]:
 
 
 def _distinct_rows(pool: Bytes, start: int, n_rows: int, n_per_row: int) -> Iterator[Bytes]:
-    """Rows for matrices of more rows than the pool has places to start at.
+    """Distinct rows for a matrix with more rows than the pool has starting places.
 
-    Equal rows of an output matrix would be tokens that always tie, so each time the places are used
-    up, the second half of a row comes from one block further on.
+    Equal rows of an output matrix would make tokens that always tie. So each time all places have
+    been used, the second half of a row comes from one block further on.
     """
     step = max(1, _PIECE_BYTES // (n_per_row * pool.shape[1]))
     within = np.arange(n_per_row)

@@ -75,7 +75,8 @@ def keep_large_allocations() -> None:
 
 
 def share_cores() -> None:
-    """Lets waiting OpenMP threads sleep: spinning ones slow a busy machine's training tenfold."""
+    """Lets waiting OpenMP threads sleep, because spinning ones slow training on a busy machine
+    tenfold."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
 

@@ -42,7 +42,7 @@ class Split:
 
 
 def is_held_out(relative_path: str) -> bool:
-    """True for one path in `HELD_OUT_EVERY`, by its SHA-256 alone: no list to keep, no seed."""
+    """True for one path in `HELD_OUT_EVERY`, chosen by the SHA-256 of the path alone."""
     digest = hashlib.sha256(relative_path.encode()).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_EVERY == 0
 

@@ -1,5 +1,5 @@
-"""The exported models through llama.cpp alone: bits per byte, greedy agreement, and the target's
-continuations of training text, which are what a draft is asked to guess."""
+"""Evaluates the exported models with llama.cpp: bits per byte and greedy agreement. Also makes the
+target's continuations of training text, which a draft has to guess."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class LlamaModel:
     def __init__(
         self, path: Path, n_threads: int = os.cpu_count() or 1, *, exact_cache: bool = False
     ) -> None:
-        """`exact_cache` keeps keys and values as float32; llama.cpp's default rounds to float16,
-        which alone can flip a close call of the router."""
+        """`exact_cache` keeps keys and values as float32. llama.cpp rounds to float16 by default,
+        which can change a router's choice between close scores."""
         cache = llama_cpp.GGML_TYPE_F32 if exact_cache else llama_cpp.GGML_TYPE_F16
         library()  # its log then goes into a logger that is silent by itself
         self.llama = llama_cpp.Llama(

@@ -61,7 +61,7 @@ def logit_difference(work: Path, name: str, text: str) -> float:
 
 
 def tokenizer_matches(work: Path, model: LlamaModel, sources: tuple[SourceFile, ...]) -> int:
-    """How many of `N_LINES` held-out lines llama.cpp and `tokenizers` cut alike."""
+    """Number of `N_LINES` held-out lines that llama.cpp and `tokenizers` tokenise alike."""
     tokenizer = load_tokenizer(work / "tokenizer.json")
     lines = [line for s in sources for line in s.text.splitlines() if line.strip()]
     chosen = random.Random(SEED).sample(lines, N_LINES)

@@ -215,8 +215,8 @@ class TextFeed:
 
 @dataclass
 class FollowingFeed(TextFeed):
-    """Text alone before share `start`; then in turns text with the teacher's distribution as the
-    goal, and the teacher's own continuations, which are what a draft has to guess."""
+    """Text alone before share `start` of the run. Then text with the teacher's distribution as the
+    goal takes turns with the teacher's own continuations, which a draft has to guess."""
 
     start: float
     distilling: Loss
