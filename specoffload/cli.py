@@ -51,7 +51,8 @@ class _TuneGroup(TyperGroup):
     """`specoffload tune MODEL` is `tune all MODEL`; `tune numa` is a part of it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or args[0] not in {*self.commands, "--help", "-h"}:
+        is_completing = ctx.resilient_parsing and not args
+        if not is_completing and (not args or args[0] not in {*self.commands, "--help", "-h"}):
             args = ["all", *args]
         return super().parse_args(ctx, args)
 

@@ -255,7 +255,8 @@ class _Growing:
         return self.walk.feed(p)
 
     def _draw(self, logits: NDArray[np.float32], draws: np.random.Generator) -> bool:
-        q = softmax(logits / self.temperature)
+        # A temperature near 0 overflows float32.
+        q = softmax(np.divide(logits, self.temperature, dtype=np.float64))
         p = float(q.max())
         goes_on = self.walk.feed(p)
         if not goes_on and self.walk.n_best <= len(self._tokens):

@@ -222,7 +222,10 @@ def faster_engine(
 
 def _settings(options: TorchDraftOptions, target: Engine) -> str:
     """The settings that the time of a token depends on, besides file and device, in words."""
-    torch = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else "none"
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "none"
     return (
         f"context {options.n_ctx}, {options.dtype}, {len(options.kept)} tokens kept, "
         f"samples {options.samples}, graphs {options.graphs}, {target.options.n_threads} threads, "
