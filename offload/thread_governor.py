@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-_NOTICE_S = 0.5  # seconds of decodes judged together; shorter disturbances are ignored
+_NOTICE_S = 1.0  # seconds of decodes judged together; shorter disturbances are ignored
 _ROUNDING_S = 1e-9  # rounding error of sums of seconds
-_MOST_WEIGHT_S = _NOTICE_S / 2  # cap for one decode, so that one alone is no disturbance
-_SLOW_SHARE = 0.7  # share of slow decodes from which fewer threads are tried
+_MOST_WEIGHT_S = _NOTICE_S / 4  # cap for one decode, so that one alone is no disturbance
+_SLOW_SHARE = 0.3  # share of the time in slow decodes from which fewer threads are tried
 _SLOW = 1.7  # times the expected seconds from which a decode is slow
 _TRIAL_DECODES = 3
 _TRIAL_S = 0.3  # a trial ends early after this time
@@ -87,7 +87,7 @@ class ThreadGovernor:
         self.wanted = WantedThreads(n_most, polls=True)
         self._usual: dict[int, deque[float]] = {}  # undisturbed seconds by number of tokens
         self._recent: deque[tuple[float, float]] = deque()  # (seconds, expected seconds)
-        self._weight_s, self._n_slow = 0.0, 0
+        self._weight_s, self._slow_s, self._n_slow = 0.0, 0.0, 0
         self._search: _Search | None = None
         self._probe: _Tally | None = None
         self._probe_step = 1
@@ -153,7 +153,9 @@ class ThreadGovernor:
         else:
             self._learn(n_tokens, seconds)
         recent.append((seconds, expected_s if is_slow else 0.0))
-        self._weight_s += min(seconds, _MOST_WEIGHT_S)
+        weight_s = min(seconds, _MOST_WEIGHT_S)
+        self._weight_s += weight_s
+        self._slow_s += weight_s * is_slow
         self._n_slow += is_slow
         while len(recent) > _TRIAL_DECODES:
             oldest_s, slow = recent[0]
@@ -162,10 +164,12 @@ class ThreadGovernor:
                 break
             recent.popleft()
             self._weight_s -= weight_s
+            self._slow_s -= weight_s * (slow > 0)
             self._n_slow -= slow > 0
         if self._quiet_s > 0:
             return
-        if n > 1 and self._n_slow >= _SLOW_SHARE * len(recent) and self._is_enough():
+        is_disturbed = self._n_slow > 1 and self._slow_s >= _SLOW_SHARE * self._weight_s
+        if n > 1 and is_disturbed and self._is_enough():
             judged = [(s, e) for s, e in recent if e]
             trouble = sum(s for s, _ in judged) / sum(e for _, e in judged)
             self._search = _Search({n: trouble}, disturbed=n)
@@ -244,7 +248,7 @@ class ThreadGovernor:
         self._settled_n, self._settled_slowdown, self._quiet_s = n, slowdown, quiet_s
         self._slow = _slow(n, slowdown)
         self._recent.clear()
-        self._weight_s, self._n_slow = 0.0, 0
+        self._weight_s, self._slow_s, self._n_slow = 0.0, 0.0, 0
         self._want(n, sentence)
 
     def _want(self, n: int, sentence: str = "") -> None:
