@@ -238,7 +238,6 @@ class ContextOptions:
     n_threads: int = 1
     n_threads_batch: int = 1
     flash_attn: str = "auto"
-    offload_kqv: bool = True
     type_k: str = "f16"
     type_v: str = "f16"
     swa_full: bool = False  # keep all keys that windows have passed; takes a full-size cache
@@ -316,7 +315,7 @@ class Context:
         params.n_rs_seq = options.n_rs_seq
         params.n_threads, params.n_threads_batch = options.n_threads, options.n_threads_batch
         params.flash_attn_type = FLASH_ATTN[options.flash_attn]
-        params.offload_kqv, params.kv_unified = options.offload_kqv, True
+        params.offload_kqv, params.kv_unified = True, True
         # Our threshold, in supports_op, replaces ggml's own offload of host weights.
         params.op_offload = False
         params.swa_full = options.swa_full
