@@ -86,11 +86,20 @@ def test_the_page_shows_the_text_that_the_api_gives(page: Any, url: str) -> None
     )
 
 
+_ESCAPE_AT_FIRST_TEXT = """() => {
+  const observer = new MutationObserver(() => {
+    if (!document.querySelector("article.assistant .prose pre")) return;
+    observer.disconnect();
+    const init = { key: "Escape", bubbles: true, cancelable: true };
+    document.activeElement.dispatchEvent(new KeyboardEvent("keydown", init));
+  });
+  observer.observe(document.body, { subtree: true, childList: true });
+}"""
+
+
 def test_escape_stops_an_answer_and_frees_the_server(page: Any, url: str) -> None:
+    page.evaluate(_ESCAPE_AT_FIRST_TEXT)  # from within: a key pressed from here may come too late
     send(page, PROMPT)
-    page.get_by_role("button", name="Stop").wait_for()
-    page.locator("article.assistant .prose pre").wait_for()
-    page.keyboard.press("Escape")
     answer = wait_for_answer(page)
     assert "Stopped." in answer.locator(".error").inner_text()
     eventually(lambda: http.get(url + "/props").json()["requests_processing"] == 0)
