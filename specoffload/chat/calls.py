@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from specoffload.chat.reader import DeltaCollector, Reading, TextReader
@@ -13,96 +14,99 @@ from specoffload.chat.reader import DeltaCollector, Reading, TextReader
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of arguments by the tools' names."""
 
-_INDEXED = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
+_NUMBER = re.compile(r":\d+$")
 
 
 @dataclass(frozen=True)
-class JsonCalls:
-    """`{"name": "f", "arguments": {...}}` after one of the markers `opens`: in a list, or one after
-    the other with `between` between them.
+class CallLayout:
+    """The texts around names, arguments and calls: how a model writes its calls.
 
-    Without a marker, a call is a text that begins with such an object and names a known tool. It
-    may stand after one of `may_begin`, and in a list under the key `wrapper`.
+    With `before_key`, arguments are written one by one, and strings as they are. Without it, they
+    are a JSON object. If `before_name` ends with `"name": "`, a whole call is a JSON object. In
+    `name`, `{i}` is the call's number; such a name is the call's id too. `id_marker` may come
+    before an id after the name. `is_harmony`: a call is a message on a channel, and an answer has
+    one call (gpt-oss).
     """
 
-    opens: tuple[str, ...] = ()
-    closes: str = ""
+    before_name: str
+    after_name: str
+    after_arguments: str
+    begin: str = ""
     between: str = ""
-    wrapper: str = ""
-    may_begin: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class MarkedCalls:
-    """Calls between markers. `section` and `section_end` are around all calls; `opens` and `closes`
-    around each; `after_name` follows the name. A marker that a format lacks is empty."""
-
-    section: str = ""
-    section_end: str = ""
-    opens: str = ""
-    after_name: str = ""
-    closes: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamedCalls(MarkedCalls):
-    """A name, then the arguments as JSON. `prefix` may come before the name, and `id_marker` before
-    an id after it. With `name_is_id`, functions.NAME:INDEX is name and id in one."""
-
-    prefix: str = ""
+    end: str = ""
+    name: str = "{name}"
+    before_key: str = ""
+    after_key: str = ""
+    after_key_of_string: str = ""  # if it differs
+    after_value: str = ""
     id_marker: str = ""
-    name_is_id: bool = False
+    is_harmony: bool = False
+
+    def key_end(self, *, is_string: bool) -> str:
+        return (is_string and self.after_key_of_string) or self.after_key
+
+    @cached_property
+    def is_json(self) -> bool:
+        return self.before_name.endswith('"name": "')
+
+    @cached_property
+    def openers(self) -> tuple[str, ...]:
+        """The markers that begin a call anywhere in a text: that of all calls if there is one, then
+        that of each. Empty for formats without markers."""
+        if self.is_harmony:
+            return ()
+        if self.is_json:
+            return _lines(self.begin.partition("{")[0].removesuffix("["),
+                          self.before_name.partition("{")[0])  # fmt: skip
+        return _lines(self.begin, self.before_name)
+
+    @cached_property
+    def closers(self) -> tuple[str, ...]:
+        """The markers after a call, and after all calls."""
+        if self.is_json:
+            return _lines(self.after_arguments.removeprefix("}"), self.end.lstrip("]}"))
+        return _lines(self.after_arguments, self.end)
+
+    @cached_property
+    def wrapper(self) -> str:
+        """The key of the JSON object that holds the list of calls; empty if there is none."""
+        return self.begin.split('"')[1] if self.begin.startswith("{") else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaggedCalls(MarkedCalls):
-    """A name, then each argument's key and value between tags, as text.
-
-    White space between tags is skipped, and one line feed at either end of a value. A key that
-    ends with `string_mark` has a string, whatever the schema says, and one that ends with
-    `other_mark` has JSON.
-    """
-
-    key_opens: str
-    after_key: str
-    value_opens: str = ""
-    value_closes: str
-    string_mark: str = ""
-    other_mark: str = ""
+def _lines(*texts: str) -> tuple[str, ...]:
+    return tuple(line.strip() for text in texts for line in text.split("\n") if line.strip())
 
 
-@dataclass(frozen=True)
-class HarmonyCalls:
-    """Messages on channels, some of them to a tool (gpt-oss)."""
+def written(layout: CallLayout, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """`calls`, each a name and its arguments, as the model would write them."""
+    texts = [
+        layout.before_name
+        + layout.name.replace("{name}", name).replace("{i}", str(at))
+        + layout.after_name
+        + _written_arguments(layout, arguments)
+        + layout.after_arguments
+        for at, (name, arguments) in enumerate(calls)
+    ]
+    return layout.begin + layout.between.join(texts) + layout.end
 
 
-@dataclass(frozen=True)
-class MistralCalls:
-    """After one marker a list of JSON objects, or a name and its arguments."""
-
-    listed: JsonCalls
-    named: NamedCalls
-
-
-Calls = JsonCalls | NamedCalls | TaggedCalls | HarmonyCalls | MistralCalls
-
-
-def openers(calls: Calls) -> tuple[str, ...]:
-    """The markers that begin a call anywhere in a text; empty for formats without such markers."""
-    if isinstance(calls, MistralCalls):
-        return (calls.named.opens,)
-    if isinstance(calls, HarmonyCalls):
-        return ()
-    if isinstance(calls, JsonCalls):
-        return calls.opens
-    return tuple(marker for marker in (calls.section, calls.opens) if marker)
+def _written_arguments(layout: CallLayout, arguments: Mapping[str, Any]) -> str:
+    if not layout.before_key:
+        return json.dumps(arguments, ensure_ascii=False)
+    found = ""
+    for key, value in arguments.items():
+        is_string = isinstance(value, str)
+        text = value if is_string else json.dumps(value, ensure_ascii=False)
+        found += layout.before_key + key + layout.key_end(is_string=is_string)
+        found += text + layout.after_value
+    return found
 
 
 # ---- JSON objects
 
 
 def read_json_calls(
-    reader: TextReader, output: DeltaCollector, calls: JsonCalls, known: Collection[str] | None
+    reader: TextReader, output: DeltaCollector, layout: CallLayout, known: Collection[str] | None
 ) -> Reading[bool]:
     """Read all objects up to the closing marker; False if there is none.
 
@@ -111,8 +115,8 @@ def read_json_calls(
     n_before = output.n_calls
     yield from reader.space()
     in_list = yield from reader.takes("[")
-    separator = "," if in_list else calls.between
-    while (yield from _read_json_call(reader, output, calls, known)):
+    separator = "," if in_list else layout.between.rstrip(" ")
+    while (yield from _read_json_call(reader, output, layout, known)):
         reader.mark()
         yield from reader.space()
         if in_list and (yield from reader.takes("]")):
@@ -127,23 +131,23 @@ def read_json_calls(
         return False
     reader.back_unless_cut()
     yield from reader.space()
-    yield from reader.takes(calls.closes)
+    yield from reader.takes("".join(layout.closers))
     return True
 
 
 def read_wrapped_calls(
-    reader: TextReader, output: DeltaCollector, calls: JsonCalls, known: Collection[str] | None
+    reader: TextReader, output: DeltaCollector, layout: CallLayout, known: Collection[str] | None
 ) -> Reading[bool]:
     """Read an object with the list of calls under its only key; False if there is none."""
     if not (yield from reader.takes("{")):
         return False
     yield from reader.space()
-    if (yield from _string(reader)) != calls.wrapper:
+    if (yield from _string(reader)) != layout.wrapper:
         return False
     yield from reader.space()
     if not (yield from reader.takes(":")):
         return False
-    if not (yield from read_json_calls(reader, output, calls, known)):
+    if not (yield from read_json_calls(reader, output, layout, known)):
         return False
     yield from reader.space()
     yield from reader.takes("}")
@@ -151,7 +155,7 @@ def read_wrapped_calls(
 
 
 def _read_json_call(
-    reader: TextReader, output: DeltaCollector, calls: JsonCalls, known: Collection[str] | None
+    reader: TextReader, output: DeltaCollector, layout: CallLayout, known: Collection[str] | None
 ) -> Reading[bool]:
     """Read one object as far as it goes. If it is no call, returns False, and has no effect on
     `output`."""
@@ -175,15 +179,15 @@ def _read_json_call(
         yield from reader.space()
         if key == "function" and (yield from reader.takes("{")):
             depth += 1  # {"type": "function", "function": {"name": ..., "arguments": ...}}
-        elif not (yield from _read_json_field(reader, found, calls, key)):
+        elif not (yield from _read_json_field(reader, found, layout, key)):
             return found.begun
 
 
 def _read_json_field(
-    reader: TextReader, found: _JsonCall, calls: JsonCalls, key: str
+    reader: TextReader, found: _JsonCall, layout: CallLayout, key: str
 ) -> Reading[bool]:
     """Read the value of a call's key. False if the object is no call, or the text ends."""
-    stops = (calls.closes,) if calls.closes else ()
+    stops = layout.closers
     if key in ("name", "function"):
         name = yield from _string(reader)
         return name is not None and found.name(name)
@@ -259,30 +263,26 @@ def _string(reader: TextReader) -> Reading[str | None]:
 
 
 def read_marked_calls(
-    reader: TextReader,
-    output: DeltaCollector,
-    calls: NamedCalls | TaggedCalls,
-    schemas: Schemas,
-    opened: str,
+    reader: TextReader, output: DeltaCollector, layout: CallLayout, schemas: Schemas, opened: str
 ) -> Reading[bool]:
     """Read all calls of a section after the marker `opened`; False if there is none."""
     n_before = output.n_calls
-    if calls.opens and opened == calls.section:
+    *section, opens = layout.openers
+    if opened in section:
         yield from reader.space()
-        found = yield from reader.takes(calls.opens)
-        if not found and isinstance(calls, TaggedCalls):
+        if not (yield from reader.takes(opens)) and layout.before_key:
             return False
     while (
-        yield from _read_tagged_call(reader, output, calls, schemas)
-        if isinstance(calls, TaggedCalls)
-        else _read_named_call(reader, output, calls)
+        yield from _read_tagged_call(reader, output, layout, schemas)
+        if layout.before_key
+        else _read_named_call(reader, output, layout)
     ):
         reader.mark()
         yield from reader.space()
-        if calls.section_end and (yield from reader.takes(calls.section_end)):
+        if layout.closers[1:] and (yield from reader.takes(layout.closers[1])):
             reader.mark()
             break
-        if not calls.opens or not (yield from reader.takes(calls.opens)):
+        if not (yield from reader.takes(opens)):
             break
     if output.n_calls == n_before:
         return False
@@ -291,52 +291,52 @@ def read_marked_calls(
 
 
 def _read_named_call(
-    reader: TextReader, output: DeltaCollector, calls: NamedCalls
+    reader: TextReader, output: DeltaCollector, layout: CallLayout
 ) -> Reading[bool]:
     """Read one call after its opening marker; False if there is none."""
     yield from reader.space()
-    yield from reader.takes(calls.prefix)
-    markers = [m for m in (calls.after_name, calls.id_marker, calls.closes, "{") if m]
+    prefix = layout.name.partition("{")[0]
+    has_prefix = yield from reader.takes(prefix)
+    after_name, closes = layout.after_name.strip(), "".join(layout.closers[:1])
+    markers = [m for m in (after_name, layout.id_marker, closes, "{") if m]
     name, marker = yield from reader.within(markers)
     name, call_id = name.strip(), None
-    if marker and marker == calls.id_marker:
-        call_id, marker = yield from reader.within((calls.after_name,))
-    if not name or marker is None or marker == calls.closes:
+    if marker and marker == layout.id_marker:
+        call_id, marker = yield from reader.within((after_name,))
+    if not name or marker is None or marker == closes:
         return False
-    if calls.name_is_id:
-        call_id, found = name, _INDEXED.fullmatch(name)
-        assert found is not None
-        name = found[1]
+    if "{i}" in layout.name:
+        call_id, name = prefix * has_prefix + name, _NUMBER.sub("", name) or name
     output.begin_call(name, call_id)
     if marker == "{":
         reader.put_back(marker)
     yield from reader.space()
-    stops = [s for s in (calls.closes, calls.section_end) if s]
-    if (yield from reader.json_value(output.arguments, stops)):
+    if (yield from reader.json_value(output.arguments, layout.closers)):
         output.end_call()
     yield from reader.space()
-    yield from reader.takes(calls.closes)
+    yield from reader.takes(closes)
     return True
 
 
 def _read_tagged_call(
-    reader: TextReader, output: DeltaCollector, calls: TaggedCalls, schemas: Schemas
+    reader: TextReader, output: DeltaCollector, layout: CallLayout, schemas: Schemas
 ) -> Reading[bool]:
     """Read one call after its opening marker; False if there is none."""
-    ends = [m for m in (calls.after_name, calls.key_opens, calls.closes) if m]
-    name, marker = yield from reader.within(list(dict.fromkeys(ends)))
+    after_name, closes = layout.after_name.strip(), layout.closers[0]
+    ends = [m for m in (after_name, layout.before_key, closes) if m]
+    name, marker = yield from reader.within(ends)
     name = name.strip()
     if not name or marker is None or len(name.split()) > 1:
         return False
     output.begin_call(name)
-    if marker != calls.after_name:
+    if marker != after_name:
         reader.put_back(marker)
     schema, opening = schemas.get(name, {}), "{"
     while True:
         yield from reader.space()
-        if not (yield from reader.takes(calls.key_opens)):
+        if not (yield from reader.takes(layout.before_key)):
             break
-        if not (yield from _read_argument(reader, calls, output, schema, opening)):
+        if not (yield from _read_argument(reader, layout, output, schema, opening)):
             return True  # the text ended inside
         opening = ", "
     if reader.is_cut:
@@ -344,45 +344,45 @@ def _read_tagged_call(
     if opening != "{":
         output.arguments("}")
     output.end_call()
-    yield from reader.takes(calls.closes)
+    yield from reader.takes(closes)
     return True
 
 
 def _read_argument(
     reader: TextReader,
-    calls: TaggedCalls,
+    layout: CallLayout,
     output: DeltaCollector,
     schema: Mapping[str, Any],
     opening: str,
 ) -> Reading[bool]:
-    """Read a key and its value; write `opening` and both as JSON. False if the text ends inside."""
-    key, marker = yield from reader.within((calls.after_key,))
+    """Read a key and its value; write `opening` and both as JSON. False if the text ends inside.
+
+    White space between tags is skipped, and one line feed at either end of a value.
+    """
+    after_key, *before_value = _lines(layout.after_key)
+    of_string = layout.after_key_of_string
+    key, marker = yield from reader.within([m for m in (of_string, after_key) if m])
     if marker is None:
         return False
-    is_string: bool | None = None
-    for mark, marks_string in ((calls.string_mark, True), (calls.other_mark, False)):
-        if mark and key.endswith(mark):
-            key, is_string = key.removesuffix(mark), marks_string
     key = key.strip()
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, Mapping) else None
     types = types_of(found, schema) if isinstance(found, Mapping) else frozenset()
-    if is_string is None:
-        is_string = types == {"string"}
-    elif not is_string:
-        types = frozenset()
-    if calls.value_opens:
+    is_string = marker == of_string if of_string else types == {"string"}
+    for tag in before_value:
         yield from reader.space()
-        yield from reader.takes(calls.value_opens)
+        yield from reader.takes(tag)
     yield from reader.takes("\n")
     output.arguments(f"{opening}{_json(key)}: ")
+    closes = layout.after_value.strip()
     if not is_string:
-        value, marker = yield from reader.within((calls.value_closes,))
+        value, marker = yield from reader.within((closes,))
         if marker is not None:
-            output.arguments(_json_value(value.removesuffix("\n"), types))
+            wanted = frozenset() if of_string else types
+            output.arguments(_json_value(value.removesuffix("\n"), wanted))
         return marker is not None
     output.arguments('"')
-    ends = ("\n" + calls.value_closes, calls.value_closes)
+    ends = ("\n" + closes, closes)
     marker = yield from reader.until(ends, lambda text: output.arguments(_json(text)[1:-1]))
     if marker is not None:
         output.arguments('"')

@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any
 
 from specoffload.chat.built_in import BUILT_IN, CHATML
-from specoffload.chat.calls import HarmonyCalls
 from specoffload.chat.conversation import Conversation
 from specoffload.chat.environment import check, render
 from specoffload.chat.families import GENERIC, family_of, reasoning_of
@@ -113,7 +112,7 @@ class ChatFormat:
             None if conversation.parallel_tool_calls else 1,
         )
         shown: tuple[str, ...] = ()
-        if isinstance(family.calls, HarmonyCalls):
+        if family.layout.is_harmony:
             shown = family.markers
         elif form.schemas or reasoning:
             shown = (*family.markers, *(reasoning or ()))

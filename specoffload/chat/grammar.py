@@ -9,13 +9,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specoffload.chat.calls import HarmonyCalls, openers, types_of
+from specoffload.chat.calls import CallLayout, types_of
 from specoffload.chat.conversation import Conversation, Tool
 from specoffload.chat.families import (
     GENERIC,
     HARMONY_REASONING,
     HARMONY_STARTS,
-    CallLayout,
     Family,
 )
 
@@ -42,14 +41,14 @@ def answer_grammar(
     tools, schema, must_call = (
         conversation.callable_tools, conversation.schema, conversation.must_call
     )  # fmt: skip
-    harmony = isinstance(family.calls, HarmonyCalls)
+    layout = family.layout
+    harmony = layout.is_harmony
     if schema is not None and not (tools or reasoning or harmony):
         return None  # the engine follows the schema without a grammar
     holds = must_call or family.name == GENERIC.name or any(tool.strict for tool in tools)
     if schema is None and not (tools and holds):
         return None
     rules = _Rules()
-    layout = family.layout
     is_bare = (layout.begin + layout.before_name).startswith("{")
     with_calls = must_call or not (schema is not None and is_bare)
     forms = []
@@ -61,7 +60,7 @@ def answer_grammar(
         forms.append(f"{_HARMONY_FINAL + ' ' if harmony else ''}%json {schema}")
     elif harmony:
         forms.append(f"{_HARMONY_FINAL} [^\\x00]*")
-    elif markers := openers(family.calls):
+    elif markers := layout.openers:
         forms = [f"{without(markers)} ({forms[0]})?"]
     else:
         forms.append("([^{ \\t\\r\\n] [^\\x00]*)?")
@@ -103,13 +102,14 @@ def _calls(rules: _Rules, layout: CallLayout, tools: Sequence[Tool], *, parallel
     calls = [_call(rules, layout, tool, at) for at, tool in enumerate(tools)]
     rules.add("call", " | ".join(calls))
     more = ""
-    if parallel and not layout.one_only:
+    if parallel and not layout.is_harmony:
         more = f" ({literal(layout.between)} call)*" if layout.between else " call*"
     return f"{literal(layout.begin)} call{more} {literal(layout.end)}"
 
 
 def _call(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:
-    after_name = " [0-9]{1,4} ".join(map(literal, layout.after_name.split("{i}")))
+    head = layout.before_name + layout.name.replace("{name}", tool.name) + layout.after_name
+    before_arguments = " [0-9]{1,4} ".join(map(literal, head.split("{i}")))
     if layout.before_key:
         arguments = _tagged(rules, layout, tool, at)
     else:
@@ -117,8 +117,8 @@ def _call(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:
         if set(tool.parameters) <= {"type"}:  # a tool without arguments
             schema = {"type": "object", "properties": {}, "additionalProperties": False}
         arguments = rules.add(f"arguments-{at}", _json(schema))
-    body = f"{literal(layout.before_name + tool.name)} {after_name} {arguments}"
-    return rules.add(f"call-{at}", f"{body} {literal(layout.after_arguments)}")
+    body = f"{before_arguments} {arguments} {literal(layout.after_arguments)}"
+    return rules.add(f"call-{at}", body)
 
 
 def _tagged(rules: _Rules, layout: CallLayout, tool: Tool, at: int) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import BadRequest
+from specoffload.chat.calls import CallLayout, written
 from specoffload.chat.conversation import Conversation, Tool
 from specoffload.chat.environment import render
-from specoffload.chat.families import CallLayout, written
 
 _NEEDLE = "needle-in-the-chat"
 _KEY = "needle_key"

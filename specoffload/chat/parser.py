@@ -10,10 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specoffload.chat.calls import (
-    HarmonyCalls,
-    JsonCalls,
-    MistralCalls,
-    openers,
     read_json_calls,
     read_marked_calls,
     read_wrapped_calls,
@@ -95,7 +91,7 @@ class StreamParser:
     def _read(self) -> Reading[None]:
         form = self._form
         with_reasoning = form.reasoning_format != "none"
-        if isinstance(form.family.calls, HarmonyCalls):
+        if form.family.layout.is_harmony:
             yield from self._harmony(with_reasoning=with_reasoning)
             return
         if form.reasoning is not None and with_reasoning:
@@ -130,13 +126,13 @@ class StreamParser:
 
     def _openers(self) -> tuple[str, ...]:
         """The markers that begin a tool call."""
-        return openers(self._form.family.calls) if self._form.schemas else ()
+        return self._form.family.layout.openers if self._form.schemas else ()
 
     def _answer(self) -> Reading[None]:
         reader, output = self._reader, self._output
-        calls = self._form.family.calls
-        if self._form.schemas and isinstance(calls, JsonCalls) and not calls.opens:
-            yield from self._bare_calls(calls)
+        layout = self._form.family.layout
+        if self._form.schemas and layout.is_json and not layout.openers:
+            yield from self._bare_calls()
         openers = self._openers()
         while True:
             marker = yield from reader.until(openers, output.content)
@@ -149,31 +145,32 @@ class StreamParser:
                 reader.back()
                 output.content(marker)
 
-    def _bare_calls(self, calls: JsonCalls) -> Reading[None]:
-        """Calls without a marker, which only the beginning of an answer can have."""
-        reader, output, known = self._reader, self._output, self._form.schemas
-        for read in (read_wrapped_calls, read_json_calls) if calls.wrapper else (read_json_calls,):
+    def _bare_calls(self) -> Reading[None]:
+        """Calls without a marker, which only the beginning of an answer can have. They name known
+        tools."""
+        reader, output, form = self._reader, self._output, self._form
+        layout = form.family.layout
+        for read in (read_wrapped_calls, read_json_calls) if layout.wrapper else (read_json_calls,):
             reader.mark()
             yield from reader.space()
-            for literal in calls.may_begin:
-                if (yield from reader.takes(literal)):
+            for marker in form.family.markers:
+                if (yield from reader.takes(marker)):
                     break
-            if (yield from read(reader, output, calls, known)) or reader.is_cut:
+            if (yield from read(reader, output, layout, form.schemas)) or reader.is_cut:
                 reader.release()
                 return
             reader.back()
 
     def _calls(self, opened: str) -> Reading[bool]:
         reader, output, form = self._reader, self._output, self._form
-        calls = form.family.calls
-        if isinstance(calls, MistralCalls):
+        layout = form.family.layout
+        is_json = layout.is_json
+        if layout.id_marker:  # Mistral's models may write a list of objects instead
             yield from reader.space()
-            listed = (yield from reader.peek()) in ("[", "{")
-            calls = calls.listed if listed else calls.named
-        if isinstance(calls, JsonCalls):
-            return (yield from read_json_calls(reader, output, calls, None))
-        assert not isinstance(calls, HarmonyCalls)
-        return (yield from read_marked_calls(reader, output, calls, form.schemas, opened))
+            is_json = (yield from reader.peek()) in ("[", "{")
+        if is_json:
+            return (yield from read_json_calls(reader, output, layout, None))
+        return (yield from read_marked_calls(reader, output, layout, form.schemas, opened))
 
     # ---- gpt-oss: messages on channels, one of which is the answer
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from offload.errors import BadRequest
 from offload.sampling.reasoning_limit import ReasoningLimit
-from specoffload.chat.calls import HarmonyCalls
 from specoffload.chat.conversation import ChatSettings, Conversation, Delta
 from specoffload.chat.families import HARMONY_REASONING
 from specoffload.chat.format import ChatFormat, ChatPrompt
@@ -42,7 +41,7 @@ def _limit(form: AnswerForm, n_tokens: int | None, message: str) -> ReasoningLim
     """The limit for `n_tokens` of reasoning; None without a budget or a format with reasoning."""
     if n_tokens is None:
         return None
-    if isinstance(form.family.calls, HarmonyCalls):
+    if form.family.layout.is_harmony:
         opens, closes, ending = HARMONY_REASONING
         return ReasoningLimit(n_tokens, opens, closes, message + ending)
     if form.reasoning is None:

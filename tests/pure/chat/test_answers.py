@@ -12,8 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from recorded import BY_NAME, RECORDED, SCHEMAS, THINK, Recorded, counted, parsed
 
+from specoffload.chat.calls import written
 from specoffload.chat.conversation import CallPiece, joined
-from specoffload.chat.families import FAMILIES, Family, written
+from specoffload.chat.families import FAMILIES, Family
 from specoffload.chat.parser import AnswerForm, StreamParser
 
 
@@ -142,7 +143,7 @@ _VALUES = st.one_of(_WORDS, st.integers(), st.booleans(), st.none(), st.lists(_W
 def test_calls_written_as_a_family_writes_them_are_read_as_they_were(
     family: Family, arguments: list[dict[str, Any]], places: set[int]
 ) -> None:
-    arguments = arguments[:1] if family.layout.one_only else arguments
+    arguments = arguments[:1] if family.layout.is_harmony else arguments
     text = written(family.layout, [("get", values) for values in arguments])
     properties = {
         key: {"type": "string"} if isinstance(value, str) else {}

@@ -15,9 +15,9 @@ from recorded import THINK
 
 from offload.errors import BadRequest
 from offload.sampling.grammar import Grammar, GrammarTokens, grammar_of
-from specoffload.chat.calls import HarmonyCalls, openers
+from specoffload.chat.calls import written
 from specoffload.chat.conversation import Conversation, Tool
-from specoffload.chat.families import FAMILIES, GENERIC, Family, written
+from specoffload.chat.families import FAMILIES, GENERIC, Family
 from specoffload.chat.grammar import answer_grammar, literal, until, without
 
 END = 256
@@ -88,14 +88,14 @@ def test_calls_as_the_family_writes_them_pass_and_others_do_not(family: Family) 
     assert not passes(
         gbnf, written(family.layout, [("get_weather", {"days": 2})])
     )  # city is missing
-    assert passes(gbnf, written(family.layout, TWO)) != family.layout.one_only
+    assert passes(gbnf, written(family.layout, TWO)) != family.layout.is_harmony
     assert not passes(forced(family, parallel=False), written(family.layout, TWO))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_forced_call_may_be_thought_about_before(family: Family) -> None:
     call = written(family.layout, ONE)
-    if isinstance(family.calls, HarmonyCalls):
+    if family.layout.is_harmony:
         thought = "<|channel|>analysis<|message|>Hm. <|en<<|end|><|start|>assistant"
         assert passes(forced(family), thought + call)
         return
@@ -124,7 +124,7 @@ def test_an_answer_by_a_schema_may_be_a_call_instead_and_may_be_thought_about() 
     for family in FAMILIES:
         gbnf = grammar_for(family, (WEATHER,), reasoning=THINK, schema=schema)
         assert gbnf is not None
-        harmony = isinstance(family.calls, HarmonyCalls)
+        harmony = family.layout.is_harmony
         final = "<|channel|>final<|message|>" if harmony else "<think>Hm.</think>\n"
         assert passes(gbnf, final + '{"n": 3}')
         assert not passes(gbnf, final + '{"n": "x"}')
@@ -167,16 +167,16 @@ STRICT = Tool("get_weather", None, WEATHER.parameters, strict=True)
 def test_a_strict_tool_that_may_be_called_is_called_by_its_schema(family: Family) -> None:
     gbnf = grammar_for(family, (STRICT, NOW))
     assert gbnf is not None
-    final = "<|channel|>final<|message|>" if isinstance(family.calls, HarmonyCalls) else ""
+    final = "<|channel|>final<|message|>" if family.layout.is_harmony else ""
     assert passes(gbnf, final + "It is fine, as 1 < 2 [1].")
     call = written(family.layout, ONE)
     assert passes(gbnf, call)
     assert not passes(gbnf, written(family.layout, [("get_weather", {"days": 2})]))
     assert not passes(gbnf, written(family.layout, [("get_whether", {"city": "x"})]))
-    if openers(family.calls):
+    if family.layout.openers:
         assert passes(gbnf, "I look. " + call)
         assert passes(gbnf, "1 < 2 <<" + call[:1] + call)
-        for marker in openers(family.calls):
+        for marker in family.layout.openers:
             assert not passes(gbnf, f"I look. {marker} nothing")
     loose = Tool("get_weather", None, WEATHER.parameters)
     free = grammar_for(family, (loose, NOW))
