@@ -183,14 +183,7 @@ def bench(line: CommandLine) -> None:
     else:
         from specoffload.commands.bench import bench_config
 
-        bench_config(
-            config_of(line),
-            n_predict=own.n_predict,
-            repetitions=own.repetitions,
-            vs=own.vs,
-            n_prompt=own.n_prompt,
-            output=own.output,
-        )
+        bench_config(config_of(line), own)
 
 
 def profile(line: CommandLine) -> None:

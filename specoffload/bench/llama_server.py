@@ -1,10 +1,12 @@
-"""llama.cpp as its owner would tune it for a file and so much GPU memory, and the user's own
-llama-server over HTTP: for `bench --vs llama-server=PATH` and `gpu-check split`.
+"""llama.cpp tuned for a file and a GPU memory size, and the user's own llama-server over HTTP.
+
+For `bench --vs llama-server=PATH` and `gpu-check split`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import socket
@@ -12,25 +14,27 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offload.errors import DeviceFailed, DeviceUnavailable
+from offload.errors import DeviceFailed, DeviceUnavailable, OffloadError
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
+from offload.model_file import read_facts
+from specoffload import report
 from specoffload.config.resolution import Config
 from specoffload.errors import UsageError
 
 UBATCHES = (512, 1024, 2048, 4096)
-# A layer's products. Its experts too: they have gone before dense weights do.
+# Matrices of a layer, experts included: those are moved to the CPU before dense weights are.
 _PRODUCTS = r"blk\.{}\.(attn|ffn)_[a-z_]+\.weight"
 
 
 @dataclass(frozen=True)
 class TunedLlama:
-    """llama.cpp's flags for one file: what it is opened with, and how that is written."""
+    """llama.cpp's settings for one file."""
 
     n_cpu_moe: int  # layers, counted from the first, whose experts the CPU computes
     n_dense_layers_on_cpu: int  # used for dense models, or if all experts on the CPU do not suffice
@@ -51,7 +55,7 @@ class TunedLlama:
 
     @property
     def n_batch(self) -> int:
-        """llama.cpp's default, or the ubatch where that is larger."""
+        """llama.cpp's default, or the ubatch if that is larger."""
         return max(2048, self.n_ubatch)
 
     def arguments(self) -> list[str]:
@@ -75,7 +79,10 @@ class TunedLlama:
 def tune_for(
     facts: ModelFacts, *, vram_bytes: int | None, reserve_bytes: int, n_ubatch: int
 ) -> TunedLlama:
-    """`vram_bytes` None: no GPU. `reserve_bytes`: KV cache and compute buffers at this ubatch."""
+    """Move as few layers to the CPU as fitting `vram_bytes` requires; None means no GPU.
+
+    `reserve_bytes` is for the KV cache and compute buffers at this ubatch.
+    """
     if vram_bytes is None:
         return TunedLlama(0, 0, n_ubatch, on_gpu=False)
     entries = [place.entry for place in facts.weights.values()]
@@ -88,14 +95,19 @@ def tune_for(
     return TunedLlama(n_cpu_moe, n_dense, n_ubatch, on_gpu=True)
 
 
-def with_expert_caches(facts: ModelFacts, tuned: TunedLlama) -> list[TunedLlama]:
-    """`tuned`, and the same device memory with an expert cache instead of all, or of half, of the
-    layers whose experts are resident."""
-    layers = _by_layer(facts.expert_weights)
-    n_resident = sum(size > 0 for size in layers[tuned.n_cpu_moe :])
+def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLlama]:
+    """`tuned`, and with an expert cache if this build has one.
+
+    The cache takes the device memory of all, or of half, of the layers whose experts are resident.
+    Raises DeviceUnavailable if the program cannot be run.
+    """
     found = [tuned]
     if not tuned.on_gpu or tuned.n_dense_layers_on_cpu:
         return found
+    if "--moe-cache-mib" not in _help_text(program):
+        return found
+    layers = _by_layer(facts.expert_weights)
+    n_resident = sum(size > 0 for size in layers[tuned.n_cpu_moe :])
     for n_moved in dict.fromkeys((n_resident, n_resident // 2)):
         last = tuned.n_cpu_moe
         while sum(size > 0 for size in layers[tuned.n_cpu_moe : last]) < n_moved:
@@ -107,7 +119,7 @@ def with_expert_caches(facts: ModelFacts, tuned: TunedLlama) -> list[TunedLlama]
 
 
 def _by_layer(entries: Sequence[TensorEntry]) -> list[int]:
-    """Bytes by layer, up to the last that has any."""
+    """Bytes of each layer, up to the last layer that has any."""
     sizes = [0] * (1 + max((layer_of(e.name) for e in entries), default=-1))
     for entry in entries:
         sizes[layer_of(entry.name)] += entry.size_bytes
@@ -115,8 +127,10 @@ def _by_layer(entries: Sequence[TensorEntry]) -> list[int]:
 
 
 def _moved(left_bytes: int, layers: Sequence[int]) -> tuple[int, int]:
-    """(layers from the first that go to the CPU until `left_bytes` is not negative, what is left
-    then): all of them if it stays so."""
+    """Move layers to the CPU, from the first, until `left_bytes` is not negative.
+
+    Returns their number and the bytes left then.
+    """
     n = 0
     while left_bytes < 0 and n < len(layers):
         left_bytes += layers[n]
@@ -174,20 +188,44 @@ def known_names(flags: Sequence[str], help_text: str) -> list[str]:
     ]
 
 
-def ways_of(program: Path, facts: ModelFacts, tuned: TunedLlama) -> list[TunedLlama]:
-    """`tuned`, and with the expert cache where this build's --help lists the flag.
+def server_name(flags: Sequence[str], n_cpu_moe: int, moe_cache_mib: int) -> str:
+    """A name for llama-server with these flags and, unless `moe_cache_mib` is 0, its expert
+    cache."""
+    cache = f" --n-cpu-moe {n_cpu_moe} --moe-cache-mib {moe_cache_mib}" if moe_cache_mib else ""
+    return " ".join((f"llama-server{cache}", *flags))
 
-    Raises DeviceUnavailable if the program cannot be run.
+
+def measure_ways(
+    program: Path, config: Config, tuned: TunedLlama, texts: Sequence[str], n_predict: int
+) -> list[ServerSpeed]:
+    """Measure the user's llama-server as tuned, and with each size of its expert cache, if any.
+
+    The fastest way is then measured with each setting of the draft's flags. What fails is left out
+    with a note.
     """
-    knows_cache = "--moe-cache-mib" in _help_text(program)
-    return with_expert_caches(facts, tuned) if knows_cache else [tuned]
+    rows: list[ServerSpeed] = []
 
+    def measure(way: TunedLlama, flags: Sequence[str]) -> None:
+        try:
+            rows.append(measure_server(program, config, way, flags, texts, n_predict))
+        except OffloadError as e:
+            name = server_name(flags, way.n_cpu_moe, way.moe_cache_mib)
+            report.note(f"{name} is left out: {e}")
 
-def cache_words(n_cpu_moe: int, moe_cache_mib: int) -> tuple[str, ...]:
-    """The flags that name a way with the expert cache; none without it."""
-    if not moe_cache_mib:
-        return ()
-    return "--n-cpu-moe", str(n_cpu_moe), "--moe-cache-mib", str(moe_cache_mib)
+    try:
+        ways = ways_of(program, read_facts(config.model), tuned)
+    except OffloadError as e:
+        report.note(f"llama-server is left out: {e}")
+        return []
+    plain, *drafting = sweep(config.draft)
+    for way in ways:
+        measure(way, plain)
+    if rows:
+        best = max(rows, key=lambda row: row.decode_tps)
+        fastest = next(way for way in ways if way.moe_cache_mib == best.moe_cache_mib)
+        for flags in drafting:
+            measure(fastest, flags)
+    return rows
 
 
 def measure_server(
@@ -205,10 +243,10 @@ def measure_server(
     command = _command(
         program, config.model, tuned, flags, n_ctx=config.ctx_size or 0, n_threads=config.threads
     )
-    with _running(command) as url:
+    with running_server(command) as (_, port):
         request = {"n_predict": n_predict, "temperature": 0.0, "ignore_eos": True,
                    "cache_prompt": False}  # fmt: skip
-        answers = [_post(f"{url}/completion", request | {"prompt": t}) for t in (texts[0], *texts)]
+        answers = [_post(port, request | {"prompt": t}) for t in (texts[0], *texts)]
     speed = summed(flags, [answer["timings"] for answer in answers[1:]])
     return replace(speed, n_cpu_moe=tuned.n_cpu_moe, moe_cache_mib=tuned.moe_cache_mib)
 
@@ -232,9 +270,9 @@ def followed_s(
     found = []
     request = {"n_predict": 1, "temperature": 0.0, "cache_prompt": True, "id_slot": 0}
     command = _command(program, model, tuned, (), n_ctx=n_ctx, n_threads=n_threads)
-    with _running([*command, "--parallel", "1"]) as url:
+    with running_server([*command, "--parallel", "1"]) as (_, port):
         for n in range(1, len(tokens) + 1):
-            answer = _post(f"{url}/completion", request | {"prompt": list(tokens[:n])})
+            answer = _post(port, request | {"prompt": list(tokens[:n])})
             if n <= n_warm:
                 continue
             timings = answer["timings"]
@@ -284,19 +322,30 @@ def _command(
 
 
 @contextmanager
-def _running(command: list[str]) -> Iterator[str]:
+def running_server(
+    command: Sequence[str],
+    log: Path = Path(os.devnull),
+    environment: Mapping[str, str] | None = None,
+    patience_s: float = _LOAD_PATIENCE_S,
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Start a server that has /health and takes --host and --port, and end it after the block.
+
+    Yields its process and port once it is ready. `log` gets its output. Raises DeviceFailed if it
+    ends, or is not ready after `patience_s` seconds.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [*command, "--host", "127.0.0.1", "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    url = f"http://127.0.0.1:{port}"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
     try:
-        _wait_until_loaded(process, url)
-        yield url
+        _wait_until_ready(process, port, patience_s)
+        yield process, port
     finally:
         process.terminate()
         try:
@@ -306,20 +355,21 @@ def _running(command: list[str]) -> Iterator[str]:
             process.wait()
 
 
-def _wait_until_loaded(process: subprocess.Popen[bytes], url: str) -> None:
-    end = time.monotonic() + _LOAD_PATIENCE_S
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int, patience_s: float) -> None:
+    end = time.monotonic() + patience_s
     while time.monotonic() < end:
         if process.poll() is not None:
             raise DeviceFailed(f"it ended with status {process.returncode} while loading")
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
                 return
         except OSError:
             time.sleep(0.1)
-    raise DeviceFailed(f"it was not ready after {_LOAD_PATIENCE_S:.0f} s")
+    raise DeviceFailed(f"it was not ready after {patience_s:.0f} s")
 
 
-def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+def _post(port: int, body: dict[str, Any]) -> dict[str, Any]:
+    url = f"http://127.0.0.1:{port}/completion"
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

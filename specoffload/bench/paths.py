@@ -10,9 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Self
 
 from offload.errors import DeviceFailed, OffloadError
 from specoffload.session.generation import GenerateOptions
@@ -21,14 +20,6 @@ from specoffload.session.statistics import GenerationStats
 
 _CHILD = "offload.ggml.library.untouched"
 _CLOSE_PATIENCE_S = 30.0
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """Greedy tokens and the seconds they took."""
-
-    tokens: tuple[int, ...]
-    s: float
 
 
 class Llama:
@@ -63,10 +54,29 @@ class Llama:
         answer = self._ask({"do": "prefill", "tokens": list(tokens), "start": start})
         return float(answer["s"]), int(answer["next"])
 
-    def decode(self, token: int, n_tokens: int, start: int) -> Decoded:
-        """`n_tokens` greedy tokens after `token`, which is put at position `start`."""
+    def decode(self, token: int, n_tokens: int, start: int) -> tuple[list[int], float]:
+        """Decode `n_tokens` greedy tokens after `token`, which is put at position `start`.
+
+        Returns the tokens and the seconds they took.
+        """
         answer = self._ask({"do": "decode", "token": token, "n_tokens": n_tokens, "start": start})
-        return Decoded(tuple(answer["tokens"]), float(answer["s"]))
+        return list(answer["tokens"]), float(answer["s"])
+
+    def write(self, prompt: Sequence[int], n_predict: int) -> GenerationStats:
+        """Evaluate a prompt from nothing, then decode `n_predict` tokens greedily."""
+        prefill_s, token = self.prefill(prompt)
+        _, decode_s = self.decode(token, n_predict, start=len(prompt))
+        return GenerationStats(
+            n_prompt_tokens=len(prompt),
+            n_tokens=n_predict,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            n_rounds=n_predict,
+        )
+
+    def read_s(self, prompt: Sequence[int]) -> float:
+        """Seconds of evaluating a prompt from nothing."""
+        return self.prefill(prompt)[0]
 
     def follow(self, tokens: Sequence[int], start: int) -> tuple[list[float], list[int]]:
         """Decode `tokens` one by one from position `start` on: the seconds of each, and the
@@ -105,74 +115,32 @@ class Llama:
         if process.stdout is not None:
             process.stdout.close()
 
-    def __enter__(self) -> Llama:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class Path(Protocol):
-    """Something that writes texts. Prompts are tokens, so that all paths read the same."""
-
-    def read(self, text: str) -> list[int]:
-        """Its tokens."""
-        ...
-
-    def write(self, prompt: Sequence[int], n_predict: int) -> GenerationStats:
-        """Evaluate a prompt from nothing, then decode `n_predict` tokens greedily."""
-        ...
-
-    def prefill_s(self, prompt: Sequence[int]) -> float:
-        """Evaluate a prompt from nothing and write nothing; seconds."""
-        ...
-
-
-class LlamaPath:
-    """llama.cpp in its own process."""
-
-    def __init__(self, llama: Llama) -> None:
-        self._llama = llama
-
-    def read(self, text: str) -> list[int]:
-        return self._llama.tokenize(text)
-
-    def write(self, prompt: Sequence[int], n_predict: int) -> GenerationStats:
-        prefill_s, token = self._llama.prefill(prompt)
-        decoded = self._llama.decode(token, n_predict, start=len(prompt))
-        return GenerationStats(
-            n_prompt_tokens=len(prompt),
-            n_tokens=n_predict,
-            prefill_s=prefill_s,
-            decode_s=decoded.s,
-            n_rounds=n_predict,
-        )
-
-    def prefill_s(self, prompt: Sequence[int]) -> float:
-        return self._llama.prefill(prompt)[0]
-
-
 class SessionPath:
-    """A session of ours."""
+    """A session of ours, with the methods of `Llama` that a workload uses."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
-    def read(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         return self._session.tokenize(text, add_special=True, parse_special=False)
 
     def write(self, prompt: Sequence[int], n_predict: int) -> GenerationStats:
+        """Evaluate a prompt from nothing, then decode `n_predict` tokens greedily."""
         self._session.forget()
         options = GenerateOptions(n_predict=n_predict, ignore_eos=True)
-        stats = None
-        for piece in self._session.generate(prompt, options):
-            stats = piece.stats
-        assert stats is not None, "a generation ends with its statistics"
-        return stats
+        *_, last = self._session.generate(prompt, options)
+        assert last.stats is not None, "a generation ends with its statistics"
+        return last.stats
 
-    def prefill_s(self, prompt: Sequence[int]) -> float:
+    def read_s(self, prompt: Sequence[int]) -> float:
+        """Seconds of evaluating a prompt from nothing."""
         self._session.forget()
         sequences = self._session.target.sequences
         sequences.rewind(SEQUENCE, 0)
@@ -181,6 +149,9 @@ class SessionPath:
         took = time.perf_counter() - began
         sequences.rewind(SEQUENCE, 0)
         return took
+
+
+Path = Llama | SessionPath
 
 
 @dataclass(frozen=True)
@@ -207,19 +178,12 @@ Opens = Callable[[], AbstractContextManager[Path]]
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of every path, once per repetition: write after each text, and read a long one."""
+    """The work of each path in each repetition: write after each text, and read a long prompt."""
 
     texts: tuple[str, ...]
     long_text: str
     n_predict: int
-    n_long: int  # tokens of the long text that are read; it is repeated where it is shorter
-
-    def tokens(self, path: Path) -> tuple[list[list[int]], list[int]]:
-        """Prompts, and the long prompt."""
-        long = path.read(self.long_text)
-        return [path.read(t) for t in self.texts], (long * -(-self.n_long // len(long)))[
-            : self.n_long
-        ]
+    n_long: int  # tokens of the long prompt, which repeats the long text if that is shorter
 
 
 def measure_in_turns(
@@ -230,10 +194,10 @@ def measure_in_turns(
     together: bool,
     on_left_out: Callable[[str, OffloadError], None],
 ) -> dict[str, Measured]:
-    """The work once per repetition on every path; the first repetition is dropped.
+    """Repeat the work on every path, and drop the first repetition.
 
-    `together`: all paths are open at once and take turns, and so share what a busy machine does to
-    them; else one path after the other. A path that cannot be opened is told to `on_left_out`.
+    If `together`, all paths are open at once and take turns, so a busy machine disturbs all of them
+    alike. `on_left_out` is called for a path that cannot be opened.
     """
     found: dict[str, Measured] = {}
     for group in [list(paths)] if together else [[name] for name in paths]:
@@ -249,27 +213,29 @@ def measure_in_turns(
 
 
 def _repeat(opened: Mapping[str, Path], work: Workload, repetitions: int) -> dict[str, Measured]:
-    prompts, long_prompt = work.tokens(next(iter(opened.values())))
+    any_path = next(iter(opened.values()))
+    prompts = [any_path.tokenize(text) for text in work.texts]
+    long = any_path.tokenize(work.long_text)
+    long_prompt = (long * -(-work.n_long // len(long)))[: work.n_long]
     written: dict[str, list[GenerationStats]] = {name: [] for name in opened}
     prefills: dict[str, list[float]] = {name: [] for name in opened}
     for _ in range(repetitions + 1):
         for name, path in opened.items():
             written[name].append(_total([path.write(p, work.n_predict) for p in prompts]))
-            prefills[name].append(path.prefill_s(long_prompt))
+            prefills[name].append(path.read_s(long_prompt))
     return {name: Measured(tuple(written[name][1:]), tuple(prefills[name][1:])) for name in opened}
 
 
 def _total(parts: Sequence[GenerationStats]) -> GenerationStats:
     names = ("n_prompt_tokens", "n_tokens", "prefill_s", "decode_s", "n_rounds",
              "n_drafted", "n_accepted", "streamed_bytes")  # fmt: skip
-    total = replace(GenerationStats(), **{n: sum(getattr(p, n) for p in parts) for n in names})
     lengths: Counter[int] = Counter()
     reasons: Counter[str] = Counter()
     for part in parts:
         lengths.update(dict(part.draft_lengths))
         reasons.update(dict(part.decisions))
-    return replace(
-        total,
+    return GenerationStats(
+        **{name: sum(getattr(part, name) for part in parts) for name in names},
         draft_lengths=tuple(sorted(lengths.items())),
         decisions=tuple(reasons.most_common()),
     )

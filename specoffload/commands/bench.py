@@ -11,7 +11,7 @@ import math
 import platform
 import statistics
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -20,136 +20,97 @@ from typing import Any
 
 import psutil
 
-from offload.costs.measuring import streamed_kinds
+from offload.costs.table import CostTable
 from offload.device import choose_device, has_gpu
-from offload.errors import OffloadError
 from offload.ggml.llama import FLASH_ATTN
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.context import ContextSpec, context_memory
-from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch
 from offload.plan.placement import DEFAULT_UBATCH, LEAST_FREE_BYTES
 from offload.streaming.options import free_bytes
-from offload.timing import TextWalk
-from specdec.costs.profile import CostProfile
 from specoffload import report
-from specoffload.bench.equal_texts import (
+from specoffload.bench.drafts import (
     SPLIT,
     Equality,
     compared,
-    equality_words,
+    length_words,
     plain_text,
     speculative_text,
     split_text,
+    why_off,
 )
 from specoffload.bench.llama_bench import row_of, written
 from specoffload.bench.llama_server import (
     UBATCHES,
-    ServerSpeed,
     TunedLlama,
-    cache_words,
-    measure_server,
+    measure_ways,
     program_of,
-    sweep,
+    server_name,
     tune_for,
-    ways_of,
 )
 from specoffload.bench.load import Load, Watch, warn_of_load
 from specoffload.bench.paths import (
     Llama,
-    LlamaPath,
     Measured,
     SessionPath,
     Workload,
     measure_in_turns,
 )
-from specoffload.bench.why_off import length_words, why_off
 from specoffload.bench.workloads import prompts
 from specoffload.commands.models import type_name
+from specoffload.commands.profile import show_table, ways_as_data
+from specoffload.config.options import BenchOptions
 from specoffload.config.resolution import Config
-from specoffload.session.session import SEQUENCE, Session
-from specoffload.speculation.draft_model import real_text
+from specoffload.session.session import Session
 
-PROFILE_SIZES = tuple(range(1, 17))
-_NEVER = MinBatch(experts=NEVER, dense=NEVER)
 N_PROMPTS = 4
-PREFIX = 16  # tokens before the timed ones
-LONG_PROMPT = 2048  # tokens of the prompt that measures prefill
 _LEAST_REPETITIONS = 3
 # Names of our paths in tables.
 _SHOWN = {"unwrapped": "plain CPU", "wrapped": "streamed", "spec": "with drafts"}
 _MOST_SPREAD = 0.2  # (slowest − fastest) / median of a path's repetitions
 
 
-def bench_config(
-    config: Config,
-    *,
-    n_predict: int,
-    repetitions: int,
-    vs: str | None = None,
-    n_prompt: int = LONG_PROMPT,
-    output: str | None = None,
-) -> None:
+def bench_config(config: Config, own: BenchOptions) -> None:
     """Measure `config` and llama.cpp, and print the comparison.
 
-    `vs`, as `llama-server=PATH`, names the user's own server to compare with over HTTP. With
-    `output`, one of llama-bench's formats, only the paths are measured and printed in it.
+    With `own.output`, one of llama-bench's formats, only the speeds are measured and printed in it.
     """
-    llama_server = None if vs is None else program_of(vs)
-    if output is not None:
+    program = None if own.vs is None else program_of(own.vs)
+    if own.output is not None:
         report.only_data(True)
-        _bench_as_llama_bench(config, n_predict, repetitions, n_prompt, output)
-        return
     warn_of_load()
     if config.device == "auto" and not has_gpu():
         config = replace(config, device="sim")
         report.note("no GPU here: measuring on sim, the CPU in the place of a GPU")
-    result: dict[str, Any] = {
-        "machine": machine(),
-        "commit": commit(),
-        "model": config.model.name,
-    }
     peers = _tuned_peers(config)
+    work = _workload(config, own)
     with report.progress("measuring") as bar:
-        work = _workload(config, n_predict, n_prompt)
-        result |= _side_by_side(config, peers, work, repetitions)
-        bar(0.6)
-        result["profile"] = _profile(config, repetitions)
-        bar(0.8)
-        result["min_batch"], result["counters"] = _both_sides(config, repetitions)
-        bar(0.9)
-        result["equal_texts"] = {
-            way: asdict(found) | {"share": found.share}
-            for way, found in _equal_texts(config, n_predict).items()
-        }
-    if llama_server is not None:
-        tuned = next(iter(peers.values()))
-        _beside_llama_server(result, config, llama_server, tuned, n_predict)
-    _show(result)
+        result, table = _side_by_side(config, peers, work, own.repetitions)
+        if own.output is None:
+            bar(0.8)
+            equal = _equal_texts(config, own.n_predict)
+    if own.output is not None:
+        for doubt in result["unreliable"]:
+            report.note(f"not reliable: {doubt}")
+        report.raw(written(result["rows"], own.output))
+        return
+    result |= {"machine": machine(), "commit": commit(), "model": config.model.name}
+    result["equal_texts"] = {way: asdict(e) | {"share": e.share} for way, e in equal.items()}
+    if program is not None:
+        rows = measure_ways(program, config, next(iter(peers.values())), work.texts, work.n_predict)
+        result["llama_server"] = [asdict(row) for row in rows]
+        if rows:
+            mine = max(result.get("wrapped_tps", 0.0), result.get("spec_tps", 0.0))
+            result["vs"]["llama-server"] = mine / max(row.decode_tps for row in rows)
+    _show(result, equal, table)
     report.data(result)
-
-
-def _bench_as_llama_bench(
-    config: Config, n_predict: int, repetitions: int, n_prompt: int, output: str
-) -> None:
-    """Measure only the paths, and print them as llama-bench's tests in format `output`."""
-    warn_of_load()
-    if config.device == "auto" and not has_gpu():
-        config = replace(config, device="sim")
-    work = _workload(config, n_predict, n_prompt)
-    with report.progress("measuring"):
-        result = _side_by_side(config, _tuned_peers(config), work, repetitions)
-    for doubt in result["unreliable"]:
-        report.note(f"not reliable: {doubt}")
-    report.raw(written(result["rows"], output))
 
 
 def _equal_texts(config: Config, n_predict: int) -> dict[str, Equality]:
     """How far greedy texts equal plain decoding's, with other batch sizes and with drafts."""
     found = {}
-    can_draft = config.draft is not None
-    with Session(config if can_draft else replace(config, draft=None), keeps_hits=False) as session:
+    with Session(config, keeps_hits=False) as session:
         target = session.target
         both = [*prompts()[:N_PROMPTS], *prompts("prose")[:N_PROMPTS]]
         texts = [session.tokenize(t, add_special=True, parse_special=False) for t in both]
@@ -207,8 +168,11 @@ def _rows_of(
 
 def _side_by_side(
     config: Config, peers: Mapping[str, TunedLlama], work: Workload, repetitions: int
-) -> dict[str, Any]:
-    """Measure llama.cpp, and our device with and without a draft, on the same prompts."""
+) -> tuple[dict[str, Any], CostTable]:
+    """Measure llama.cpp, and our device with and without a draft, on the same prompts.
+
+    Returns the results, and the measured costs of decodes without a draft.
+    """
     ours = {"wrapped": replace(config, draft=None)}
     if config.draft is not None:
         ours["spec"] = config
@@ -221,11 +185,11 @@ def _side_by_side(
         # Compare the same loop with and without the wrapped device, while nothing streams.
         ours["unwrapped"] = replace(config, draft=None, device="cpu")
         ours["wrapped"] = replace(ours["wrapped"], stream_experts=False)
-    prices: dict[str, CostProfile] = {}
+    seen: dict[str, Any] = {}
     watch = Watch()
     found = measure_in_turns(
         {name: functools.partial(_open_llama, config, t) for name, t in peers.items()}
-        | {name: functools.partial(_open_session, c, name, prices) for name, c in ours.items()},
+        | {name: functools.partial(_open_session, c, name, seen) for name, c in ours.items()},
         work,
         repetitions=repetitions,
         together=(together := _fit_together(config, len(peers) + len(ours))),
@@ -235,15 +199,15 @@ def _side_by_side(
     result = side_by_side(found, work.n_long) | {"in_turns": together}
     result["unreliable"], result["others_share"] = doubts(found, load), load.others
     result["rows"] = _rows_of(config, peers, found, work)
-    if "spec" in prices:
-        result["why_off"] = why_off(found["spec"].median, prices["spec"])
-        per_position = found["spec"].median.acceptance_per_position
-        result["pays"] = length_words(prices["spec"], per_position[0] if per_position else None)
+    if "spec" in seen:
+        result["why_off"] = why_off(found["spec"].median, seen["spec"])
+        result["pays"] = length_words(seen["spec"])
+    result |= {key: seen[key] for key in ("profile", "ways", "counters") if key in seen}
     result["peers"] = {
         name: asdict(tuned) | {"command": tuned.command_line(config.model.name)}
         for name, tuned in peers.items()
     }
-    return result
+    return result, seen.get("table", CostTable())
 
 
 def doubts(found: Mapping[str, Measured], load: Load) -> list[str]:
@@ -315,8 +279,7 @@ def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
     return peers
 
 
-@contextmanager
-def _open_llama(config: Config, tuned: TunedLlama) -> Iterator[LlamaPath]:
+def _open_llama(config: Config, tuned: TunedLlama) -> Llama:
     facts = read_facts(config.model)
     options = {
         "path": str(config.model),
@@ -330,69 +293,32 @@ def _open_llama(config: Config, tuned: TunedLlama) -> Iterator[LlamaPath]:
         "n_threads": config.threads,
         "n_threads_batch": config.threads_batch,
     }
-    with Llama(options) as llama:
-        yield LlamaPath(llama)
+    return Llama(options)
 
 
 @contextmanager
-def _open_session(
-    config: Config, name: str, prices: dict[str, CostProfile]
-) -> Iterator[SessionPath]:
-    """Open a session as a path. If it speculates, its cost profile is put into `prices[name]`."""
-    with Session(config, keeps_hits=False) as session:
-        if session.speculation is not None:
-            prices[name] = session.speculation.costs
+def _open_session(config: Config, name: str, seen: dict[str, Any]) -> Iterator[SessionPath]:
+    """Open a session as a path. What it measured of itself is put into `seen` at the end."""
+    is_plain = name == "wrapped"
+    with Session(config, keeps_hits=False, prices=is_plain) as session:
         yield SessionPath(session)
+        if is_plain:
+            seen["profile"] = list(session.costs.profile.step_s)
+            seen["ways"] = ways_as_data(session.costs.run.table)
+            seen["table"] = session.costs.run.table
+            seen["counters"] = asdict(session.target.counters())
+        elif session.speculation is not None:
+            seen[name] = session.speculation.costs
 
 
-def _beside_llama_server(
-    result: dict[str, Any], config: Config, program: Path, tuned: TunedLlama, n_predict: int
-) -> None:
-    """Measure the user's own llama-server and add it to `result`.
-
-    It runs as tuned, and with an expert cache if it has one. The faster of the two then runs with
-    each setting of the draft's flags.
-    """
-    rows: list[ServerSpeed] = []
-
-    def measure(way: TunedLlama, flags: Sequence[str]) -> None:
-        try:
-            rows.append(
-                measure_server(program, config, way, flags, prompts()[:N_PROMPTS], n_predict)
-            )
-        except OffloadError as e:
-            cache = cache_words(way.n_cpu_moe, way.moe_cache_mib)
-            words = " ".join(("llama-server", *cache, *flags))
-            report.note(f"{words} is left out: {e}")
-
-    plain, *drafting = sweep(config.draft)
-    try:
-        ways = ways_of(program, read_facts(config.model), tuned)
-    except OffloadError as e:
-        report.note(f"llama-server is left out: {e}")
-        ways = []
-    for way in ways:
-        measure(way, plain)
-    if rows:
-        best = max(rows, key=lambda row: row.decode_tps)
-        fastest = next(way for way in ways if way.moe_cache_mib == best.moe_cache_mib)
-        for flags in drafting:
-            measure(fastest, flags)
-    result["llama_server"] = [asdict(row) for row in rows]
-    if rows:
-        best_tps = max(row.decode_tps for row in rows)
-        mine = max(result.get("wrapped_tps", 0.0), result.get("spec_tps", 0.0))
-        result["vs"]["llama-server"] = mine / best_tps
-
-
-def _workload(config: Config, n_predict: int, n_prompt: int) -> Workload:
+def _workload(config: Config, own: BenchOptions) -> Workload:
     """The embedded pair's held-out prompts: they do not repeat themselves."""
-    n_ctx = config.ctx_size or n_prompt
+    n_ctx = config.ctx_size or own.n_prompt
     return Workload(
         texts=tuple(prompts()[:N_PROMPTS]),
         long_text="\n".join([*prompts(), *prompts("prose")]),
-        n_predict=n_predict,
-        n_long=max(1, min(n_prompt, n_ctx - n_predict - 1)),
+        n_predict=own.n_predict,
+        n_long=max(1, min(own.n_prompt, n_ctx - own.n_predict - 1)),
     )
 
 
@@ -432,59 +358,6 @@ def _fit_together(config: Config, n_paths: int) -> bool:
     return on_cpu and 4 * size_bytes < psutil.virtual_memory().available
 
 
-def _profile(config: Config, repetitions: int) -> list[float]:
-    """T(n) in seconds for n = 1..16 behind a short real prompt."""
-    with Session(replace(config, draft=None), keeps_hits=False) as session:
-        walk = _walk(session)
-        return [_median_s(walk, n, repetitions) for n in PROFILE_SIZES]
-
-
-def _walk(session: Session) -> TextWalk:
-    """A walk over a text in new tokens, so that each batch uses other experts than the last."""
-    target = session.target
-    span = max(VERIFY_MOST, target.options.n_ubatch or 0)
-    return TextWalk(target.sequences, SEQUENCE, real_text(target), PREFIX, span)
-
-
-def _median_s(walk: TextWalk, n: int, repetitions: int) -> float:
-    """Median seconds of decodes of `n` new tokens; the first warms up and does not count."""
-    if n > VERIFY_MOST:  # prefill, which needs one row of logits and takes long
-        return [walk.time_s(n, n_logits=1) for _ in range(2)][1]
-    return statistics.median([walk.time_s(n) for _ in range(repetitions + 1)][1:])
-
-
-def _both_sides(config: Config, repetitions: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Decode times on the CPU and streamed for batch sizes around min-batch, with the choice made.
-
-    Also returns the streaming counters. Both are empty if no experts stream.
-    """
-    with Session(replace(config, draft=None), keeps_hits=False) as session:
-        if "experts" not in streamed_kinds(session.target):
-            return [], {}
-        if session.target.hybrid is not None:
-            session.target.hybrid.switch.is_active = False  # a split layer would use both sides
-        chosen = session.target.min_batch
-        edges = {chosen.experts, chosen.prefill_experts or 1}
-        most = min(session.target.options.n_ubatch or VERIFY_MOST, session.target.n_ctx - PREFIX)
-        sizes = sorted(n for n in {1, 2, 3, 4, 8, 16, 32, *edges} if n <= most)
-        session.target.set_min_batch_by_decoding(_NEVER)
-        walk = _walk(session)
-        cpu = {n: _median_s(walk, n, repetitions) for n in sizes}
-        session.target.set_min_batch_by_decoding(MinBatch(experts=1, dense=1))
-        streamed = {n: _median_s(walk, n, repetitions) for n in sizes}
-        counters = asdict(session.target.counters())
-    rows = [
-        {
-            "n": n,
-            "cpu_s": cpu[n],
-            "streamed_s": streamed[n],
-            "chosen": "stream" if chosen.streams(n, experts=True) else "cpu",
-        }
-        for n in sizes
-    ]
-    return rows, counters
-
-
 def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """Rows of the table of speeds: the measured paths, then the user's own llama-server.
 
@@ -494,9 +367,8 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     plain, mark = result.get("plain_tps"), " ?" if result.get("unreliable") else ""
     speeds = [(name, result["decode_tps"][name], p) for name, p in result["prefill_tps"].items()]
     for row in result.get("llama_server", ()):
-        draft = row["flags"][2:]  # flags after -md FILE
-        cache = cache_words(row["n_cpu_moe"], row["moe_cache_mib"])
-        name = " ".join(("llama-server", *cache, *draft))
+        drafting = row["flags"][2:]  # flags after -md FILE
+        name = server_name(drafting, row["n_cpu_moe"], row["moe_cache_mib"])
         speeds.append((name, row["decode_tps"], row["prefill_tps"]))
     return [
         (
@@ -509,19 +381,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def _speculation_lines(result: dict[str, Any]) -> list[str]:
-    """Sentences on why speculation is off if it is, and on how far texts equal plain decoding's."""
-    lines = [result[key] for key in ("why_off", "pays") if result.get(key)]
-    if "spec_tps" not in result:
-        lines.append("no drafts: no draft model was given (--draft)")
-    for way, found in result["equal_texts"].items():
-        lines.append(
-            equality_words(way, Equality(**{k: v for k, v in found.items() if k != "share"}))
-        )
-    return lines
-
-
-def _show(result: dict[str, Any]) -> None:
+def _show(result: dict[str, Any], equal: Mapping[str, Equality], table: CostTable) -> None:
     report.table("speed", ("", "answer t/s", "prompt t/s", "x llama.cpp"), _rows(result))
     for doubt in result["unreliable"]:
         report.paragraph(f"not reliable (?): {doubt}")
@@ -530,31 +390,10 @@ def _show(result: dict[str, Any]) -> None:
             f"drafts {result['acceptance_rate']:.0%} accepted, "
             f"{result['tokens_per_round']:.2f} tokens per round"
         )
-    for sentence in _speculation_lines(result):
+    for sentence in filter(None, (result.get("why_off"), result.get("pays"))):
         report.paragraph(sentence)
-    one = result["profile"][0]
-    report.table(
-        "time of a decode by number of tokens",
-        ("tokens", "ms", "x one token"),
-        [
-            (str(n), f"{t * 1e3:.2f}", f"{t / one:.2f}")
-            for n, t in zip(PROFILE_SIZES, result["profile"], strict=True)
-        ],
-    )
-    if result["min_batch"]:
-        report.table(
-            "CPU or GPU, by number of tokens",
-            ("tokens", "CPU ms", "GPU ms", "chosen", "faster"),
-            [
-                (
-                    str(row["n"]),
-                    f"{row['cpu_s'] * 1e3:.2f}",
-                    f"{row['streamed_s'] * 1e3:.2f}",
-                    "GPU" if row["chosen"] == "stream" else "CPU",
-                    "GPU" if row["streamed_s"] < row["cpu_s"] else "CPU",
-                )
-                for row in result["min_batch"]
-            ],
-        )
-    else:
-        report.line("no experts are streamed, so CPU and GPU are not compared")
+    if "spec_tps" not in result:
+        report.line("no drafts: no draft model was given (--draft)")
+    for way, found in equal.items():
+        report.paragraph(found.words(way))
+    show_table(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from offload.costs.table import CostTable, Way
 from specdec.costs.calibration import Calibration
@@ -76,13 +77,18 @@ def profile_config(
             "profile": list(costs.step_s),
             "relative": costs.relative,
             "draft_step_s": costs.draft_step_s,
-            "ways": {
-                way: [{"n": n, **asdict(entry)} for n, entry in sorted(entries.items())]
-                for way, entries in table.ways.items()
-            },
+            "ways": ways_as_data(table),
             "stored": kept_in,
         }
     )
+
+
+def ways_as_data(table: CostTable) -> dict[str, list[dict[str, Any]]]:
+    """The measured times by way, for scripts."""
+    return {
+        way: [{"n": n, **asdict(entry)} for n, entry in sorted(entries.items())]
+        for way, entries in table.ways.items()
+    }
 
 
 def show_table(table: CostTable) -> None:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from lab import ROOT
+from specoffload.bench.llama_server import running_server
 
 LOAD_PATIENCE_S = 120.0
 
@@ -65,40 +61,7 @@ def theirs(
 
 @contextmanager
 def running(name: str, command: list[str], log: Path) -> Iterator[Server]:
-    """Start a server, yield it, and stop it. Raises RuntimeError if it does not come up."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Start a server, yield it, and stop it. Raises DeviceFailed if it does not come up."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
-    try:
-        wait_until_ready(process, port, log)
+    with running_server(command, log, environment, LOAD_PATIENCE_S) as (process, port):
         yield Server(name, port, psutil.Process(process.pid))
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end = time.monotonic() + LOAD_PATIENCE_S
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise RuntimeError(
-                f"{log}: it ended with {process.returncode}\n{log.read_text()[-2000:]}"
-            )
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise RuntimeError(f"{log}: not ready after {LOAD_PATIENCE_S:.0f} s")

@@ -1,0 +1,158 @@
+"""What `bench` says of drafts: how far their texts equal plain decoding's, and why none was made.
+
+Quantised kernels round differently for each batch size, so a near-tie of the two likeliest tokens
+may be decided differently. `bench` counts this for verified drafts, and, without any speculation,
+for plain decoding whose tokens come in larger batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offload.engine import Engine
+from specdec.costs.profile import CostProfile
+from specdec.policies.rules import Fixed
+from specoffload.session.generation import GenerateOptions
+from specoffload.session.session import SEQUENCE, Session
+from specoffload.session.statistics import GenerationStats
+from specoffload.speculation.speculation import Speculation
+
+SPLIT = 8  # tokens of a batch, instead of one
+N_DRAFT = 4  # tokens of each verified draft
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """A greedy text, decoded token by token. `margins` has, for each token, its logit minus that of
+    the second likeliest."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    margins: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Equality:
+    """`n_equal` of `n_texts` greedy texts of `n_tokens` equal the plain ones, token for token.
+
+    `greatest_margin` is the largest margin of a plain text at a first difference.
+    """
+
+    n_texts: int
+    n_tokens: int
+    n_equal: int
+    greatest_margin: float
+
+    @property
+    def share(self) -> float:
+        return self.n_equal / self.n_texts
+
+    def words(self, what: str) -> str:
+        """A sentence for people."""
+        texts = f"{self.n_equal} of {self.n_texts} greedy texts of {self.n_tokens} tokens"
+        words = f"{what}: {texts} equal plain decoding's"
+        if self.n_equal == self.n_texts:
+            return words
+        return (
+            f"{words}; where others first differ, the logits of the two likeliest tokens are at "
+            f"most {self.greatest_margin:.2g} apart"
+        )
+
+
+def compared(plain: Sequence[PlainText], others: Sequence[Sequence[int]]) -> Equality:
+    """Compare each plain text with the other of the same length."""
+    margins = []
+    for text, other in zip(plain, others, strict=True):
+        pairs = zip(text.tokens, other, strict=True)
+        differs = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if differs is not None:
+            margins.append(text.margins[differs])
+    n_tokens = max(len(text.tokens) for text in plain)
+    return Equality(len(plain), n_tokens, len(plain) - len(margins), max(margins, default=0.0))
+
+
+def plain_text(engine: Engine, prompt: Sequence[int], n: int) -> PlainText:
+    """Decode `n` greedy tokens after `prompt`, one at a time. The sequence is left empty."""
+    sequences = engine.sequences
+    _evaluate_all_but_the_last(engine, prompt)
+    last, tokens, margins = prompt[-1], [], []
+    for _ in range(n):
+        row = sequences.extend(SEQUENCE, [last], 1)[0]
+        last = int(row.argmax())
+        second, first = np.partition(row, -2)[-2:]
+        tokens.append(last)
+        margins.append(float(first - second))
+    sequences.rewind(SEQUENCE, 0)
+    return PlainText(tuple(prompt), tuple(tokens), tuple(margins))
+
+
+def split_text(engine: Engine, text: PlainText, n_batch: int = SPLIT) -> list[int]:
+    """The likeliest tokens if the text is decoded in batches of `n_batch`.
+
+    Until the first difference this is what greedy decoding writes at this batch size. The sequence
+    is left empty.
+    """
+    _evaluate_all_but_the_last(engine, text.prompt)
+    inputs = [text.prompt[-1], *text.tokens[:-1]]
+    found: list[int] = []
+    for at in range(0, len(inputs), n_batch):
+        rows = engine.sequences.extend(SEQUENCE, inputs[at : at + n_batch])
+        found += [int(token) for token in rows.argmax(axis=1)]
+    engine.sequences.rewind(SEQUENCE, 0)
+    return found
+
+
+def _evaluate_all_but_the_last(engine: Engine, prompt: Sequence[int]) -> None:
+    engine.sequences.rewind(SEQUENCE, 0)
+    if len(prompt) > 1:
+        engine.sequences.extend(SEQUENCE, prompt[:-1], 0)
+
+
+def speculative_text(session: Session, prompt: Sequence[int], n: int) -> list[int]:
+    """Decode `n` greedy tokens with a draft in every round, even if it gains nothing."""
+    speculation = session.speculation
+    assert isinstance(speculation, Speculation)
+    before = speculation.policy
+    speculation.policy = Fixed(N_DRAFT)
+    session.forget()
+    try:
+        pieces = session.generate(prompt, GenerateOptions(n_predict=n, ignore_eos=True))
+        return [token for piece in pieces for token in piece.tokens][:n]
+    finally:
+        speculation.policy = before
+        session.forget()
+
+
+def why_off(stats: GenerationStats, costs: CostProfile) -> str:
+    """A sentence with the reason if most rounds drafted nothing, else ""."""
+    n_off = sum(rounds for length, rounds in stats.draft_lengths if length == 0)
+    if not stats.n_rounds or 2 * n_off < stats.n_rounds:
+        return ""
+    words = f"nothing was drafted in {n_off} of {stats.n_rounds} rounds: {_price_words(costs)}"
+    # Reasons that are counted together have # in place of their figures.
+    reason = next((why for why, _ in stats.decisions if why and "#" not in why), "")
+    return f"{words} (the policy: {reason})" if reason else words
+
+
+def _price_words(costs: CostProfile) -> str:
+    """The acceptance that a draft of one token needs to save time."""
+    if costs.n_max < 2:
+        return "only one batch size was measured, so nothing can be drafted"
+    two, step = costs.step_s[1] / costs.step_s[0], costs.draft_step_s / costs.step_s[0]
+    share = max(0.0, two - 1 + step)
+    price = f"two tokens take {two:.2f} times as long as one, and drafting one takes {step:.2f}"
+    if share >= 1:
+        return f"{price}, so not even drafts that are always accepted save time"
+    return f"{price}, so a draft of one token saves time if over {share:.0%} are accepted"
+
+
+def length_words(costs: CostProfile) -> str:
+    """A sentence on the shortest draft that saves time if all of it is accepted."""
+    plain_s = costs.step_s[0]
+    for m in range(1, costs.n_max):
+        if costs.step_s[m] + m * costs.draft_step_s < (1 + m) * plain_s:
+            return f"drafts of {m} token{'s' * (m > 1)} or more save time if all are accepted"
+    return "no draft saves time, whatever its length"

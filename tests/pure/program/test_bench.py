@@ -1,0 +1,324 @@
+"""bench: llama.cpp tuned for a machine, what the numbers mean, formats of other tools, the load."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from resolved import line_of
+
+from offload.model import Header, ModelFacts, TensorEntry, WeightPlace, is_experts, layer_of
+from specdec.costs.profile import CostProfile
+from specdec.costs.profile_io import published_curves
+from specoffload.bench.batched import Sweep, speeds
+from specoffload.bench.batched import written as batched
+from specoffload.bench.drafts import Equality, PlainText, compared, length_words, why_off
+from specoffload.bench.llama_bench import FIELDS, row_of, written
+from specoffload.bench.llama_server import (
+    DRAFT_MAX,
+    DRAFT_P_MIN,
+    TunedLlama,
+    known_names,
+    program_of,
+    summed,
+    sweep,
+    tune_for,
+)
+from specoffload.bench.load import Load, Watch, load_sentence
+from specoffload.bench.paths import Measured
+from specoffload.commands.bench import _rows, doubts, side_by_side
+from specoffload.config.options import BenchOptions
+from specoffload.errors import UsageError
+from specoffload.session.statistics import GenerationStats
+
+N_LAYERS = 6
+EXPERTS_BYTES = 3 * 4 * 64 * 64 * 8  # of one layer
+OUTPUT_BYTES = 4 * 64 * 640
+
+
+def model(*, experts: bool = True) -> ModelFacts:
+    """Six layers of an attention weight and, where asked for, three matrices of experts."""
+    names = {"output.weight": (64, 640), "token_embd.weight": (64, 640)}
+    for layer in range(N_LAYERS):
+        names[f"blk.{layer}.attn_q.weight"] = (64, 64)
+        if experts:
+            for kind in ("gate", "up", "down"):
+                names[f"blk.{layer}.ffn_{kind}_exps.weight"] = (64, 64, 8)
+    entries = [_entry(name, shape) for name, shape in names.items()]
+    metadata = {"general.architecture": "x", "x.block_count": N_LAYERS,
+                "x.expert_count": 8 if experts else 0, "x.expert_used_count": 2}  # fmt: skip
+    weights = {e.name: WeightPlace(Path("m.gguf"), e) for e in entries}
+    header = Header(metadata, tuple(entries))
+    return ModelFacts(Path("m.gguf"), "x", "x", header, weights)
+
+
+def _entry(name: str, shape: tuple[int, ...]) -> TensorEntry:
+    size = 4
+    for n in shape:
+        size *= n
+    return TensorEntry(name, "f32", shape, 0, size)
+
+
+def on_device_bytes(facts: ModelFacts, tuned: TunedLlama) -> int:
+    pattern = tuned.cpu_weights()
+    return sum(
+        place.entry.size_bytes
+        for name, place in facts.weights.items()
+        if not name.startswith("token_embd.") and not (pattern and re.search(pattern, name))
+    )
+
+
+@given(vram=st.integers(OUTPUT_BYTES + 1000, 2_000_000), reserve=st.integers(0, 1000),
+       experts=st.booleans())  # fmt: skip
+def test_an_owners_llama_cpp_fills_the_memory_and_never_exceeds_it(
+    vram: int, reserve: int, experts: bool
+) -> None:
+    facts = model(experts=experts)
+    tuned = tune_for(facts, vram_bytes=vram, reserve_bytes=reserve, n_ubatch=512)
+    used = on_device_bytes(facts, tuned) + reserve
+    assert used <= vram
+    if tuned.n_dense_layers_on_cpu == 0 and tuned.n_cpu_moe:
+        assert used + EXPERTS_BYTES > vram, "one more layer of experts would have fitted"
+    if tuned.n_dense_layers_on_cpu and experts:
+        assert tuned.n_cpu_moe == N_LAYERS, "experts go before attention does"
+
+
+def test_the_command_line_is_one_that_llama_server_takes() -> None:
+    line = TunedLlama(3, 0, 4096, on_gpu=True).command_line("m.gguf")
+    assert line == "llama-server -m m.gguf -ub 4096 -b 4096 -ngl 99 --n-cpu-moe 3 --no-mmap"
+
+
+def test_the_pattern_takes_the_first_layers_experts_only() -> None:
+    facts, pattern = model(), TunedLlama(2, 0, 512, on_gpu=True).cpu_weights()
+    found = [n for n in facts.weights if re.search(pattern, n)]
+    assert len(found) == 6
+    assert {layer_of(n) for n in found} == {0, 1}
+    assert all(is_experts(facts.weights[n].entry) for n in found)
+
+
+def measured(tps: float, prefill_s: float) -> Measured:
+    stats = GenerationStats(n_tokens=100, decode_s=100 / tps, n_rounds=100)
+    return Measured((stats,), (prefill_s,))
+
+
+def test_ratios_are_to_llama_cpp_at_its_best() -> None:
+    found = {
+        "llama.cpp -ub 512": measured(10, 4.0),
+        "llama.cpp -ub 4096": measured(8, 1.0),
+        "wrapped": measured(12, 0.5),
+        "spec": measured(30, 0.5),
+    }
+    result = side_by_side(found, 1000)
+    assert result["plain_tps"] == 10
+    assert result["vs"]["llama.cpp -ub 512"] == 3
+    assert result["vs"]["llama.cpp -ub 4096"] == 3.75
+    assert result["vs"]["llama.cpp -ub 4096, prefill"] == 2
+    assert result["prefill_tps"]["wrapped"] == 2000
+
+
+def repeated(*decodes_s: float) -> Measured:
+    written = tuple(GenerationStats(n_tokens=100, decode_s=s) for s in decodes_s)
+    return Measured(written, (1.0,) * len(written))
+
+
+def test_ratios_of_few_or_noisy_repetitions_are_marked() -> None:
+    idle, busy = Load(0.05, 2), Load(0.4, 2)
+    assert doubts({"wrapped": repeated(1.0, 1.1, 1.05)}, idle) == []
+    (few,) = doubts({"wrapped": repeated(1.0)}, idle)
+    assert "with 1 measured repetitions the spread" in few
+    (disturbed,) = doubts({"wrapped": repeated(1.0, 1.0, 1.0)}, busy)
+    assert "other programs took 40% of the 2 processors" in disturbed
+    (spread,) = doubts({"wrapped": repeated(1.0, 1.0, 1.5)}, idle)
+    assert "decoding by streamed varied by 50%" in spread
+    result = side_by_side({"llama.cpp -ub 512": measured(10, 4.0), "wrapped": measured(15, 1)}, 9)
+    assert [row[3] for row in _rows(result | {"unreliable": []})] == ["1.00", "1.50"]
+    assert [row[3] for row in _rows(result | {"unreliable": ["why"]})] == ["1.00 ?", "1.50 ?"]
+
+
+def test_the_draft_flags_of_a_llama_server_are_swept() -> None:
+    assert sweep(None) == [()]
+    tried = sweep(Path("d.gguf"))
+    assert tried[0] == ()
+    assert len(tried) == 1 + len(DRAFT_MAX) * len(DRAFT_P_MIN) == len(set(tried))
+
+
+def test_renamed_flags_are_used_where_the_help_has_them() -> None:
+    flags = ["-md", "d.gguf", "--draft-max", "16"]
+    assert known_names(flags, "... --draft-max N ...") == flags
+    assert known_names(flags, "--spec-draft-n-max N")[2:] == ["--spec-draft-n-max", "16"]
+
+
+def test_speeds_are_over_all_answers() -> None:
+    timings = [
+        {"prompt_n": 100, "prompt_ms": 50.0, "predicted_n": 10, "predicted_ms": 100.0},
+        {"prompt_n": 100, "prompt_ms": 150.0, "predicted_n": 30, "predicted_ms": 100.0,
+         "draft_n": 20, "draft_n_accepted": 5},
+    ]  # fmt: skip
+    speed = summed(("-md", "d"), timings)
+    assert (speed.prefill_tps, speed.decode_tps, speed.acceptance_rate) == (1000, 200, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("llama-server=", "must be llama-server=PATH"),
+        ("vllm=/bin/true", "must be llama-server=PATH"),
+        ("llama-server=/none", "there is no file /none"),
+    ],
+)
+def test_another_peer_is_one_sentence(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        program_of(text)
+
+
+# -- formats of other tools, and words on drafts
+
+ROWS = [
+    row_of({"model_filename": 'a "b".gguf', "n_threads": 4}, "wrapped", [0.5, 1.5], n_prompt=100),
+    row_of({"model_size": 3 << 30, "model_n_params": 7_000_000_000}, "spec", [2.0], n_gen=8,
+           n_depth=16),
+]  # fmt: skip
+
+
+def test_a_row_has_the_statistics_of_its_samples() -> None:
+    row = ROWS[0]
+    assert (row["avg_ns"], row["samples_ns"]) == (1e9, [500_000_000, 1_500_000_000])
+    assert row["stddev_ns"] == pytest.approx(0.5e9 * 2**0.5)
+    assert row["samples_ts"] == pytest.approx([200, 100 / 1.5])
+    assert row["avg_ts"] == pytest.approx((200 + 100 / 1.5) / 2)
+    assert (ROWS[1]["stddev_ns"], ROWS[1]["stddev_ts"]) == (0, 0)
+
+
+def test_csv_is_read_back_by_its_header() -> None:
+    read = list(csv.DictReader(io.StringIO(written(ROWS, "csv"))))
+    assert tuple(read[0]) == FIELDS
+    assert read[0]["model_filename"] == 'a "b".gguf'
+    assert (read[0]["cpu_strict"], read[0]["repack"]) == ("0", "1")
+    assert [int(row["n_prompt"]) for row in read] == [100, 0]
+    assert float(read[1]["avg_ts"]) == 4.0
+
+
+def test_json_and_its_lines_are_the_rows_with_their_samples() -> None:
+    assert json.loads(written(ROWS, "json")) == ROWS
+    assert [json.loads(line) for line in written(ROWS, "jsonl").splitlines()] == ROWS
+
+
+def test_markdown_is_a_table_with_llama_benchs_names_of_tests() -> None:
+    lines = written(ROWS, "md").splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    assert [[cell.strip() for cell in line.split("|")[-3:-1]] for line in lines[2:]] == [
+        ["pp100", "133.33 ± 94.28"],
+        ["tg8 @ d16", "4.00 ± 0.00"],
+    ]
+    assert "3.00 GiB" in lines[3]
+
+
+def test_batches_have_llama_batched_benchs_keys_and_sums() -> None:
+    sweep = Sweep((8,), (4,), (1, 2))
+    assert list(sweep.cases()) == [(8, 4, 1), (8, 4, 2)]
+    row = speeds(sweep, 8, 4, 2, pp_s=2.0, tg_s=4.0)
+    (read,) = [json.loads(line) for line in batched([row], "jsonl").splitlines()]
+    assert read == {
+        "pp": 8, "tg": 4, "pl": 2, "n_kv": 24, "t_pp": 2.0, "speed_pp": 8.0, "t_tg": 4.0,
+        "speed_tg": 2.0, "t": 6.0, "speed": 4.0,
+    }  # fmt: skip
+    shared = speeds(Sweep((8,), (4,), (2,), is_pp_shared=True), 8, 4, 2, pp_s=2.0, tg_s=4.0)
+    assert (shared["n_kv"], shared["speed_pp"]) == (16, 4.0)
+    assert speeds(sweep, 8, 0, 1, pp_s=2.0, tg_s=0.0)["speed_tg"] == 0.0
+    assert "| 8 " in batched([row], "md")
+    with pytest.raises(UsageError, match="md and jsonl"):
+        batched([row], "csv")
+
+
+def test_the_published_flags_of_both_tools_are_read() -> None:
+    words = ["-npp", "128,256", "-ntg", "0", "-npl", "1,2,4,8", "--output-format", "jsonl", "-pps"]
+    own = line_of(*words, command="bench").of(BenchOptions)
+    assert (own.n_pp, own.n_tg, own.n_pl) == ((128, 256), (0,), (1, 2, 4, 8))
+    assert (own.output, own.is_pp_shared) == ("jsonl", True)
+    words = ["-p", "64", "-n", "8", "-r", "2", "-o", "csv"]
+    own = line_of(*words, command="bench").of(BenchOptions)
+    assert (own.n_prompt, own.n_predict, own.repetitions, own.output) == (64, 8, 2, "csv")
+    with pytest.raises(UsageError, match="-npl 1;2: must be whole numbers"):
+        line_of("-npl", "1;2", command="bench")
+
+
+def test_speculation_that_is_off_is_explained_with_its_figures() -> None:
+    off = GenerationStats(n_rounds=10, draft_lengths=((0, 9), (3, 1)), decisions=(("off", 9),))
+    costs = CostProfile((1.0, 1.86, 2.7), draft_step_s=0.21)
+    assert why_off(off, costs) == (
+        "nothing was drafted in 9 of 10 rounds: two tokens take 1.86 times as long as one, and "
+        "drafting one takes 0.21, so not even drafts that are always accepted save time (the "
+        "policy: off)"
+    )
+    cheap = why_off(off, CostProfile((1.0, 1.2), draft_step_s=0.1))
+    assert "saves time if over 30% are accepted" in cheap
+    assert "only one batch size" in why_off(off, CostProfile((1.0,)))
+    counted = replace(off, decisions=(("off: T(#)/T(#) is #", 9),))
+    assert "#" not in why_off(counted, costs)
+    on = GenerationStats(n_rounds=10, draft_lengths=((0, 4), (3, 6)))
+    assert why_off(on, costs) == ""
+
+
+def test_equal_texts_are_counted_and_the_greatest_margin_is_of_a_first_difference() -> None:
+    plain = [
+        PlainText((1,), (5, 6, 7), (3.0, 0.25, 9.0)),
+        PlainText((1,), (5, 6, 7), (3.0, 2.0, 1.0)),
+        PlainText((1,), (5, 6, 7), (0.5, 2.0, 1.0)),
+    ]
+    found = compared(plain, [(5, 8, 8), (5, 6, 7), (4, 6, 7)])
+    assert found == Equality(n_texts=3, n_tokens=3, n_equal=1, greatest_margin=0.5)
+    assert found.share == pytest.approx(1 / 3)
+    assert "1 of 3 greedy texts of 3 tokens equal plain" in found.words("speculative")
+    assert "at most 0.5 apart" in found.words("speculative")
+    assert "apart" not in Equality(2, 3, 2, 0.0).words("x")
+
+
+def test_the_shortest_draft_that_saves_time_is_that_of_the_costs() -> None:
+    # A batch of two takes more than twice as long as one there (llama.cpp #17034).
+    glm = published_curves()["glm-4.6-rpc"]
+    assert length_words(glm) == "drafts of 2 tokens or more save time if all are accepted"
+    assert length_words(CostProfile((1.0, 2.5))) == "no draft saves time, whatever its length"
+
+
+# -- the load
+
+_SPIN = """
+import time
+while time.process_time() < 1.0: pass
+print(flush=True)
+input()
+"""
+
+
+def test_a_busy_machine_is_named_with_its_figures_and_an_idle_one_is_no_news() -> None:
+    assert load_sentence(Load(others=0.05, n_cpus=8)) == ""
+    assert "other programs took 63% of the 2 processors" in load_sentence(Load(0.63, 2))
+    assert "took 30% of the processor in" in load_sentence(Load(0.3, 1))
+
+
+def test_work_of_a_child_is_not_the_load_of_others() -> None:
+    """Neither while it runs nor when it has ended. Processor times are rounded to 10 ms."""
+    watch = Watch()
+    spinning = subprocess.Popen(
+        [sys.executable, "-c", _SPIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert spinning.stdout is not None
+    spinning.stdout.readline()
+    while_running = watch.spent_s()
+    spinning.communicate(b"\n", timeout=30)
+    ended = watch.spent_s()
+    for own_s, busy_s, total_s in (while_running, ended):
+        assert own_s >= 0.9
+        assert own_s - 0.1 <= busy_s <= total_s + 1e-6  # rounding of floats
+    load = watch.others()
+    own_s, busy_s, total_s = watch.spent_s()
+    assert 0 <= load.others <= (busy_s - own_s) / total_s + 0.1
