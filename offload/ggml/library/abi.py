@@ -4,7 +4,7 @@ Structures as that release's own headers declare them, with their C names. Data 
 and function pointers are c_void_p; PROTOTYPES has a type for each function pointer, in
 which `const char *` is bytes as an argument and an address as a result. A member whose
 name is a Python keyword has an underscore behind it. SIZES and OFFSETS (bytes) and all
-constants were printed by a C compiler on a 64-bit machine.
+constants were checked by a C compiler on a 64-bit machine.
 """
 
 import ctypes
