@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from cache_play import Lru, simulated_hits
 from resolved import config_of
@@ -13,12 +12,10 @@ from resolved import config_of
 from lab import hybrid_model as script
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.model_file import read_facts
 from offload.plan.machine import Machine, Sharing, best_s, streamed_s
 from offload.plan.sharing import DECODING, expected_s
 from offload.routing import recorded_hits
 from specoffload.config.options import Toggle
-from specoffload.config.resolution import demo_file
 
 ROOT = Path(__file__).parents[2]
 WORKLOAD = DECODING.workload(0)
@@ -92,14 +89,10 @@ def test_recency_and_frequency_hit_no_less_than_recency_alone() -> None:
         assert both >= recency - 0.005
 
 
-@pytest.mark.parametrize("kind", ["drifting", "code", "recorded"])
+@pytest.mark.parametrize("kind", ["drifting", "code"])
 def test_hits_of_the_rival_are_those_of_an_lru_cache_that_is_played(kind: str) -> None:
-    if kind == "recorded":
-        with np.load(script.RECORDED) as data:
-            n_experts, rows = int(data["n_experts"]), data["prose"][:300]
-    else:
-        n_experts = 64
-        rows = script.draw(n_experts, 4, script.DRAWN[kind], 300, 3)
+    n_experts = 64
+    rows = script.draw(n_experts, 4, script.DRAWN[kind], 300, 3)
     n_last, n_layers = 150, rows.shape[1]
     for share in (0.25, 0.5, 0.75):
         found = recorded_hits(
@@ -131,29 +124,6 @@ def test_every_miss_of_the_rival_crosses_the_link(tmp_path: Path) -> None:
             assert streamed_s(link, work, lru, 1) == pytest.approx(copied_s)
     few = Sharing(work.n_used * work.n_expert_layers)
     assert script.lru_hits(work, few) == 0.0, "each slot is taken again before its expert returns"
-
-
-def test_what_was_recorded_is_small_whole_and_what_was_fitted() -> None:
-    assert script.RECORDED.stat().st_size < 50_000
-    with np.load(script.RECORDED) as data:
-        n_experts = int(data["n_experts"])
-        kinds = {kind: data[kind] for kind in data.files if kind != "n_experts"}
-    facts = read_facts(demo_file("target.gguf"))
-    assert n_experts == facts.n_experts
-    assert set(kinds) == {"code", "prose", "answers"}
-    for rows in kinds.values():
-        assert rows.shape == (1024, 3, facts.n_experts_used)
-        assert rows.max() < n_experts
-        assert all(len({*ids}) == facts.n_experts_used for ids in rows.reshape(-1, rows.shape[2]))
-    for kind in script.FITTED:
-        drawn = script.draw(n_experts, facts.n_experts_used, script.DRAWN[kind], 1500, 8)
-        off = script.repeats(drawn) - script.repeats(kinds[kind])
-        assert np.abs(off).max() < 0.12
-        shares = (0.375, 0.5, 0.625)
-        hits, drawn_hits = (
-            recorded_hits(rows, n_experts, shares).mean(axis=0) for rows in (kinds[kind], drawn)
-        )
-        assert hits == pytest.approx(drawn_hits, abs=0.1)
 
 
 def test_published_hits_rise() -> None:
