@@ -9,6 +9,7 @@ import pytest
 from offload import native_build
 from offload.engine import Engine, EngineOptions
 from offload.ggml.amx import amx_buffer_type, amx_product_is_right
+from offload.ggml.threads import cpu_device
 from offload.native_build import amx_verdict, library_build, missing_in_build
 
 
@@ -78,6 +79,10 @@ def test_without_a_folder_that_can_be_written_it_is_tried_each_time(tmp_path: Pa
 def test_without_amx_there_is_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_build, "amx_buffer_type", lambda: None)
     assert amx_verdict(None, Trial("not called")) is None
+
+
+def test_the_tiny_product_is_right_in_plain_memory() -> None:
+    assert amx_product_is_right(cpu_device().buffer_type)
 
 
 def test_the_real_trial_comes_back_with_an_answer() -> None:

@@ -3,8 +3,8 @@
 Structures as that release's own headers declare them, with their C names. Data pointers
 and function pointers are c_void_p; PROTOTYPES has a type for each function pointer, in
 which `const char *` is bytes as an argument and an address as a result. A member whose
-name is a Python keyword has an underscore behind it. SIZES and OFFSETS (bytes) and all
-constants were checked by a C compiler on a 64-bit machine.
+name is a Python keyword has an underscore behind it. A C compiler has checked sizes,
+offsets and constants on a 64-bit machine.
 """
 
 import ctypes
@@ -23,14 +23,8 @@ SOURCES: dict[str, str] = {
 }
 
 GGML_BACKEND_API_VERSION = 2
-GGML_MAX_DIMS = 4
-GGML_MAX_SRC = 10
-GGML_MAX_OP_PARAMS = 64
-GGML_MAX_NAME = 64
-GGML_MAX_N_THREADS = 512
-GGML_DEFAULT_GRAPH_SIZE = 2048
-GGML_MEM_ALIGN = 16
 GGML_OP_COUNT = 101
+GGML_TYPE_COUNT = 43
 
 # enum ggml_status
 GGML_STATUS_ALLOC_FAILED = -2
@@ -45,62 +39,12 @@ GGML_BACKEND_DEVICE_TYPE_IGPU = 2
 GGML_BACKEND_DEVICE_TYPE_ACCEL = 3
 GGML_BACKEND_DEVICE_TYPE_META = 4
 
-# enum ggml_backend_buffer_usage
-GGML_BACKEND_BUFFER_USAGE_ANY = 0
-GGML_BACKEND_BUFFER_USAGE_WEIGHTS = 1
-GGML_BACKEND_BUFFER_USAGE_COMPUTE = 2
-
-# enum ggml_type
-GGML_TYPE_F32 = 0
-GGML_TYPE_F16 = 1
-GGML_TYPE_Q4_0 = 2
-GGML_TYPE_Q4_1 = 3
-GGML_TYPE_Q5_0 = 6
-GGML_TYPE_Q5_1 = 7
-GGML_TYPE_Q8_0 = 8
-GGML_TYPE_Q8_1 = 9
-GGML_TYPE_Q2_K = 10
-GGML_TYPE_Q3_K = 11
-GGML_TYPE_Q4_K = 12
-GGML_TYPE_Q5_K = 13
-GGML_TYPE_Q6_K = 14
-GGML_TYPE_Q8_K = 15
-GGML_TYPE_IQ2_XXS = 16
-GGML_TYPE_IQ2_XS = 17
-GGML_TYPE_IQ3_XXS = 18
-GGML_TYPE_IQ1_S = 19
-GGML_TYPE_IQ4_NL = 20
-GGML_TYPE_IQ3_S = 21
-GGML_TYPE_IQ2_S = 22
-GGML_TYPE_IQ4_XS = 23
-GGML_TYPE_I8 = 24
-GGML_TYPE_I16 = 25
-GGML_TYPE_I32 = 26
-GGML_TYPE_I64 = 27
-GGML_TYPE_F64 = 28
-GGML_TYPE_IQ1_M = 29
-GGML_TYPE_BF16 = 30
-GGML_TYPE_TQ1_0 = 34
-GGML_TYPE_TQ2_0 = 35
-GGML_TYPE_MXFP4 = 39
-GGML_TYPE_NVFP4 = 40
-GGML_TYPE_Q1_0 = 41
-GGML_TYPE_Q2_0 = 42
-GGML_TYPE_COUNT = 43
-
 # enum ggml_tensor_flag
 GGML_TENSOR_FLAG_INPUT = 1
 GGML_TENSOR_FLAG_OUTPUT = 2
 GGML_TENSOR_FLAG_PARAM = 4
 GGML_TENSOR_FLAG_LOSS = 8
 GGML_TENSOR_FLAG_COMPUTE = 16
-
-# enum ggml_sched_priority
-GGML_SCHED_PRIO_LOW = -1
-GGML_SCHED_PRIO_NORMAL = 0
-GGML_SCHED_PRIO_MEDIUM = 1
-GGML_SCHED_PRIO_HIGH = 2
-GGML_SCHED_PRIO_REALTIME = 3
 
 
 class ggml_object(ctypes.Structure):
@@ -242,13 +186,6 @@ class ggml_backend_buffer(ctypes.Structure):
     ]
 
 
-class ggml_backend_graph_optimize_params(ctypes.Structure):
-    _fields_ = [
-        ("add_alloc_dep", ctypes.c_void_p),
-        ("user_data", ctypes.c_void_p),
-    ]
-
-
 class ggml_backend_i(ctypes.Structure):
     _fields_ = [
         ("get_name", ctypes.c_void_p),
@@ -274,13 +211,6 @@ class ggml_backend(ctypes.Structure):
     _fields_ = [
         ("guid", ctypes.c_void_p),
         ("iface", ggml_backend_i),
-        ("device", ctypes.c_void_p),
-        ("context", ctypes.c_void_p),
-    ]
-
-
-class ggml_backend_event(ctypes.Structure):
-    _fields_ = [
         ("device", ctypes.c_void_p),
         ("context", ctypes.c_void_p),
     ]
@@ -331,314 +261,65 @@ class ggml_backend_reg(ctypes.Structure):
     ]
 
 
-class llama_model_tensor_buft_override(ctypes.Structure):
-    _fields_ = [
-        ("pattern", ctypes.c_void_p),
-        ("buft", ctypes.c_void_p),
-    ]
+P = ctypes.c_void_p
+STR = ctypes.c_char_p
+SIZE = ctypes.c_size_t
+BOOL = ctypes.c_bool
+INT = ctypes.c_int
+U8 = ctypes.c_uint8
 
-
-PROTOTYPES: dict[str, Any] = {
-    "ggml_backend_buffer_type_i.get_name": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_buffer_type_i.alloc_buffer": ctypes.CFUNCTYPE(
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-    ),
-    "ggml_backend_buffer_type_i.get_alignment": ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p),
-    "ggml_backend_buffer_type_i.get_max_size": ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p),
-    "ggml_backend_buffer_type_i.get_alloc_size": ctypes.CFUNCTYPE(
-        ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_buffer_type_i.is_host": ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p),
-    "ggml_backend_buffer_i.free_buffer": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
-    "ggml_backend_buffer_i.get_base": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_buffer_i.init_tensor": ctypes.CFUNCTYPE(
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_buffer_i.memset_tensor": ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_size_t
-    ),
-    "ggml_backend_buffer_i.set_tensor": ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
-    ),
-    "ggml_backend_buffer_i.get_tensor": ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
-    ),
-    "ggml_backend_buffer_i.set_tensor_2d": ctypes.CFUNCTYPE(
-        None,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-    ),
-    "ggml_backend_buffer_i.get_tensor_2d": ctypes.CFUNCTYPE(
-        None,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-    ),
-    "ggml_backend_buffer_i.cpy_tensor": ctypes.CFUNCTYPE(
-        ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_buffer_i.clear": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint8),
-    "ggml_backend_buffer_i.reset": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
-    "ggml_backend_graph_optimize_params.add_alloc_dep": ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_i.get_name": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_i.free": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
-    "ggml_backend_i.set_tensor_async": ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
-    ),
-    "ggml_backend_i.get_tensor_async": ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
-    ),
-    "ggml_backend_i.set_tensor_2d_async": ctypes.CFUNCTYPE(
-        None,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-    ),
-    "ggml_backend_i.get_tensor_2d_async": ctypes.CFUNCTYPE(
-        None,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-    ),
-    "ggml_backend_i.cpy_tensor_async": ctypes.CFUNCTYPE(
-        ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_i.synchronize": ctypes.CFUNCTYPE(None, ctypes.c_void_p),
-    "ggml_backend_i.graph_plan_create": ctypes.CFUNCTYPE(
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_i.graph_plan_free": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_i.graph_plan_update": ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_i.graph_plan_compute": ctypes.CFUNCTYPE(
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_i.graph_compute": ctypes.CFUNCTYPE(
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_i.event_record": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_i.event_wait": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_i.graph_optimize": ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_device_i.get_name": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.get_description": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.get_memory": ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_device_i.get_type": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p),
-    "ggml_backend_device_i.get_props": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.init_backend": ctypes.CFUNCTYPE(
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
-    ),
-    "ggml_backend_device_i.get_buffer_type": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.get_host_buffer_type": ctypes.CFUNCTYPE(
-        ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_device_i.buffer_from_host_ptr": ctypes.CFUNCTYPE(
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t
-    ),
-    "ggml_backend_device_i.supports_op": ctypes.CFUNCTYPE(
-        ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_device_i.supports_buft": ctypes.CFUNCTYPE(
-        ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_device_i.offload_op": ctypes.CFUNCTYPE(
-        ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_device_i.event_new": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.event_free": ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_device_i.event_synchronize": ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_void_p
-    ),
-    "ggml_backend_reg_i.get_name": ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p),
-    "ggml_backend_reg_i.get_device_count": ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p),
-    "ggml_backend_reg_i.get_device": ctypes.CFUNCTYPE(
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-    ),
-    "ggml_backend_reg_i.get_proc_address": ctypes.CFUNCTYPE(
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
-    ),
+TYPES: dict[str, tuple[Any, ...]] = {
+    "ggml_backend_buffer_type_i.get_name": (P, P),
+    "ggml_backend_buffer_type_i.alloc_buffer": (P, P, SIZE),
+    "ggml_backend_buffer_type_i.get_alignment": (SIZE, P),
+    "ggml_backend_buffer_type_i.get_max_size": (SIZE, P),
+    "ggml_backend_buffer_type_i.get_alloc_size": (SIZE, P, P),
+    "ggml_backend_buffer_type_i.is_host": (BOOL, P),
+    "ggml_backend_buffer_i.free_buffer": (None, P),
+    "ggml_backend_buffer_i.get_base": (P, P),
+    "ggml_backend_buffer_i.init_tensor": (INT, P, P),
+    "ggml_backend_buffer_i.memset_tensor": (None, P, P, U8, SIZE, SIZE),
+    "ggml_backend_buffer_i.set_tensor": (None, P, P, P, SIZE, SIZE),
+    "ggml_backend_buffer_i.get_tensor": (None, P, P, P, SIZE, SIZE),
+    "ggml_backend_buffer_i.set_tensor_2d": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
+    "ggml_backend_buffer_i.get_tensor_2d": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
+    "ggml_backend_buffer_i.cpy_tensor": (BOOL, P, P, P),
+    "ggml_backend_buffer_i.clear": (None, P, U8),
+    "ggml_backend_buffer_i.reset": (None, P),
+    "ggml_backend_i.get_name": (P, P),
+    "ggml_backend_i.free": (None, P),
+    "ggml_backend_i.set_tensor_async": (None, P, P, P, SIZE, SIZE),
+    "ggml_backend_i.get_tensor_async": (None, P, P, P, SIZE, SIZE),
+    "ggml_backend_i.set_tensor_2d_async": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
+    "ggml_backend_i.get_tensor_2d_async": (None, P, P, P, SIZE, SIZE, SIZE, SIZE, SIZE),
+    "ggml_backend_i.cpy_tensor_async": (BOOL, P, P, P, P),
+    "ggml_backend_i.synchronize": (None, P),
+    "ggml_backend_i.graph_plan_create": (P, P, P),
+    "ggml_backend_i.graph_plan_free": (None, P, P),
+    "ggml_backend_i.graph_plan_update": (None, P, P, P),
+    "ggml_backend_i.graph_plan_compute": (INT, P, P),
+    "ggml_backend_i.graph_compute": (INT, P, P),
+    "ggml_backend_i.event_record": (None, P, P),
+    "ggml_backend_i.event_wait": (None, P, P),
+    "ggml_backend_i.graph_optimize": (None, P, P, P),
+    "ggml_backend_device_i.get_name": (P, P),
+    "ggml_backend_device_i.get_description": (P, P),
+    "ggml_backend_device_i.get_memory": (None, P, P, P),
+    "ggml_backend_device_i.get_type": (INT, P),
+    "ggml_backend_device_i.get_props": (None, P, P),
+    "ggml_backend_device_i.init_backend": (P, P, STR),
+    "ggml_backend_device_i.get_buffer_type": (P, P),
+    "ggml_backend_device_i.get_host_buffer_type": (P, P),
+    "ggml_backend_device_i.buffer_from_host_ptr": (P, P, P, SIZE, SIZE),
+    "ggml_backend_device_i.supports_op": (BOOL, P, P),
+    "ggml_backend_device_i.supports_buft": (BOOL, P, P),
+    "ggml_backend_device_i.offload_op": (BOOL, P, P),
+    "ggml_backend_device_i.event_new": (P, P),
+    "ggml_backend_device_i.event_free": (None, P, P),
+    "ggml_backend_device_i.event_synchronize": (None, P, P),
+    "ggml_backend_reg_i.get_name": (P, P),
+    "ggml_backend_reg_i.get_device_count": (SIZE, P),
+    "ggml_backend_reg_i.get_device": (P, P, SIZE),
+    "ggml_backend_reg_i.get_proc_address": (P, P, STR),
 }
-
-SIZES: dict[str, int] = {
-    "ggml_object": 32,
-    "ggml_init_params": 24,
-    "ggml_tensor": 336,
-    "ggml_hash_set": 24,
-    "ggml_cgraph": 96,
-    "ggml_threadpool_params": 528,
-    "ggml_backend_dev_caps": 5,
-    "ggml_backend_dev_props": 56,
-    "ggml_backend_buffer_type_i": 48,
-    "ggml_backend_buffer_type": 64,
-    "ggml_backend_buffer_i": 88,
-    "ggml_backend_buffer": 120,
-    "ggml_backend_graph_optimize_params": 16,
-    "ggml_backend_i": 128,
-    "ggml_backend": 152,
-    "ggml_backend_event": 16,
-    "ggml_backend_device_i": 120,
-    "ggml_backend_device": 136,
-    "ggml_backend_reg_i": 32,
-    "ggml_backend_reg": 48,
-    "llama_model_tensor_buft_override": 16,
-}
-
-OFFSETS: dict[str, int] = {
-    "ggml_object.offs": 0,
-    "ggml_object.size": 8,
-    "ggml_object.next": 16,
-    "ggml_object.type": 24,
-    "ggml_object.padding": 28,
-    "ggml_init_params.mem_size": 0,
-    "ggml_init_params.mem_buffer": 8,
-    "ggml_init_params.no_alloc": 16,
-    "ggml_tensor.type": 0,
-    "ggml_tensor.buffer": 8,
-    "ggml_tensor.ne": 16,
-    "ggml_tensor.nb": 48,
-    "ggml_tensor.op": 80,
-    "ggml_tensor.op_params": 84,
-    "ggml_tensor.flags": 148,
-    "ggml_tensor.src": 152,
-    "ggml_tensor.view_src": 232,
-    "ggml_tensor.view_offs": 240,
-    "ggml_tensor.data": 248,
-    "ggml_tensor.name": 256,
-    "ggml_tensor.extra": 320,
-    "ggml_tensor.padding": 328,
-    "ggml_hash_set.size": 0,
-    "ggml_hash_set.used": 8,
-    "ggml_hash_set.keys": 16,
-    "ggml_cgraph.size": 0,
-    "ggml_cgraph.n_nodes": 4,
-    "ggml_cgraph.n_leafs": 8,
-    "ggml_cgraph.nodes": 16,
-    "ggml_cgraph.grads": 24,
-    "ggml_cgraph.grad_accs": 32,
-    "ggml_cgraph.leafs": 40,
-    "ggml_cgraph.use_counts": 48,
-    "ggml_cgraph.visited_hash_set": 56,
-    "ggml_cgraph.order": 80,
-    "ggml_cgraph.uid": 88,
-    "ggml_threadpool_params.cpumask": 0,
-    "ggml_threadpool_params.n_threads": 512,
-    "ggml_threadpool_params.prio": 516,
-    "ggml_threadpool_params.poll": 520,
-    "ggml_threadpool_params.strict_cpu": 524,
-    "ggml_threadpool_params.paused": 525,
-    "ggml_backend_dev_caps.async_": 0,
-    "ggml_backend_dev_caps.host_buffer": 1,
-    "ggml_backend_dev_caps.buffer_from_host_ptr": 2,
-    "ggml_backend_dev_caps.events": 3,
-    "ggml_backend_dev_caps.mmap_support": 4,
-    "ggml_backend_dev_props.name": 0,
-    "ggml_backend_dev_props.description": 8,
-    "ggml_backend_dev_props.memory_free": 16,
-    "ggml_backend_dev_props.memory_total": 24,
-    "ggml_backend_dev_props.type": 32,
-    "ggml_backend_dev_props.device_id": 40,
-    "ggml_backend_dev_props.caps": 48,
-    "ggml_backend_buffer_type_i.get_name": 0,
-    "ggml_backend_buffer_type_i.alloc_buffer": 8,
-    "ggml_backend_buffer_type_i.get_alignment": 16,
-    "ggml_backend_buffer_type_i.get_max_size": 24,
-    "ggml_backend_buffer_type_i.get_alloc_size": 32,
-    "ggml_backend_buffer_type_i.is_host": 40,
-    "ggml_backend_buffer_type.iface": 0,
-    "ggml_backend_buffer_type.device": 48,
-    "ggml_backend_buffer_type.context": 56,
-    "ggml_backend_buffer_i.free_buffer": 0,
-    "ggml_backend_buffer_i.get_base": 8,
-    "ggml_backend_buffer_i.init_tensor": 16,
-    "ggml_backend_buffer_i.memset_tensor": 24,
-    "ggml_backend_buffer_i.set_tensor": 32,
-    "ggml_backend_buffer_i.get_tensor": 40,
-    "ggml_backend_buffer_i.set_tensor_2d": 48,
-    "ggml_backend_buffer_i.get_tensor_2d": 56,
-    "ggml_backend_buffer_i.cpy_tensor": 64,
-    "ggml_backend_buffer_i.clear": 72,
-    "ggml_backend_buffer_i.reset": 80,
-    "ggml_backend_buffer.iface": 0,
-    "ggml_backend_buffer.buft": 88,
-    "ggml_backend_buffer.context": 96,
-    "ggml_backend_buffer.size": 104,
-    "ggml_backend_buffer.usage": 112,
-    "ggml_backend_graph_optimize_params.add_alloc_dep": 0,
-    "ggml_backend_graph_optimize_params.user_data": 8,
-    "ggml_backend_i.get_name": 0,
-    "ggml_backend_i.free": 8,
-    "ggml_backend_i.set_tensor_async": 16,
-    "ggml_backend_i.get_tensor_async": 24,
-    "ggml_backend_i.set_tensor_2d_async": 32,
-    "ggml_backend_i.get_tensor_2d_async": 40,
-    "ggml_backend_i.cpy_tensor_async": 48,
-    "ggml_backend_i.synchronize": 56,
-    "ggml_backend_i.graph_plan_create": 64,
-    "ggml_backend_i.graph_plan_free": 72,
-    "ggml_backend_i.graph_plan_update": 80,
-    "ggml_backend_i.graph_plan_compute": 88,
-    "ggml_backend_i.graph_compute": 96,
-    "ggml_backend_i.event_record": 104,
-    "ggml_backend_i.event_wait": 112,
-    "ggml_backend_i.graph_optimize": 120,
-    "ggml_backend.guid": 0,
-    "ggml_backend.iface": 8,
-    "ggml_backend.device": 136,
-    "ggml_backend.context": 144,
-    "ggml_backend_event.device": 0,
-    "ggml_backend_event.context": 8,
-    "ggml_backend_device_i.get_name": 0,
-    "ggml_backend_device_i.get_description": 8,
-    "ggml_backend_device_i.get_memory": 16,
-    "ggml_backend_device_i.get_type": 24,
-    "ggml_backend_device_i.get_props": 32,
-    "ggml_backend_device_i.init_backend": 40,
-    "ggml_backend_device_i.get_buffer_type": 48,
-    "ggml_backend_device_i.get_host_buffer_type": 56,
-    "ggml_backend_device_i.buffer_from_host_ptr": 64,
-    "ggml_backend_device_i.supports_op": 72,
-    "ggml_backend_device_i.supports_buft": 80,
-    "ggml_backend_device_i.offload_op": 88,
-    "ggml_backend_device_i.event_new": 96,
-    "ggml_backend_device_i.event_free": 104,
-    "ggml_backend_device_i.event_synchronize": 112,
-    "ggml_backend_device.iface": 0,
-    "ggml_backend_device.reg": 120,
-    "ggml_backend_device.context": 128,
-    "ggml_backend_reg_i.get_name": 0,
-    "ggml_backend_reg_i.get_device_count": 8,
-    "ggml_backend_reg_i.get_device": 16,
-    "ggml_backend_reg_i.get_proc_address": 24,
-    "ggml_backend_reg.api_version": 0,
-    "ggml_backend_reg.iface": 8,
-    "ggml_backend_reg.context": 40,
-    "llama_model_tensor_buft_override.pattern": 0,
-    "llama_model_tensor_buft_override.buft": 8,
-}
+PROTOTYPES: dict[str, Any] = {k: ctypes.CFUNCTYPE(*v) for k, v in TYPES.items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -24,171 +23,174 @@ U32 = C.c_uint32
 I64 = C.c_int64
 F32 = C.c_float
 INT = C.c_int
+HANDLE = object()  # a pointer that is never NULL: NULL raises DeviceFailed
 
 
-def _not_null(name: str, result: Any) -> Any:
-    if not result:
-        raise DeviceFailed(f"{name} returned nothing")
-    return result
-
-
-Check = Callable[[str, Any], Any] | None
-Signature = tuple[Any, tuple[Any, ...], Check]
-
-
-def _sig(restype: Any, *argtypes: Any, check: Check = None) -> Signature:
-    return restype, argtypes, check
-
-
-# name -> (result, arguments, check). Result pointers that may be NULL by contract have no check.
-SIGNATURES: dict[str, Signature] = {
+# Results and arguments by name of the function.
+SIGNATURES: dict[str, tuple[Any, ...]] = {
     # devices and backends
-    "ggml_backend_dev_count": _sig(SIZE),
-    "ggml_backend_dev_get": _sig(P, SIZE, check=_not_null),
-    "ggml_backend_dev_by_type": _sig(P, INT),
-    "ggml_backend_dev_name": _sig(STR, P),
-    "ggml_backend_dev_description": _sig(STR, P),
-    "ggml_backend_dev_type": _sig(INT, P),
-    "ggml_backend_dev_memory": _sig(None, P, C.POINTER(SIZE), C.POINTER(SIZE)),
-    "ggml_backend_dev_get_props": _sig(None, P, P),
-    "ggml_backend_dev_init": _sig(P, P, STR, check=_not_null),
-    "ggml_backend_dev_buffer_type": _sig(P, P, check=_not_null),
-    "ggml_backend_dev_host_buffer_type": _sig(P, P),
-    "ggml_backend_dev_supports_op": _sig(BOOL, P, P),
-    "ggml_backend_dev_supports_buft": _sig(BOOL, P, P),
-    "ggml_backend_dev_backend_reg": _sig(P, P, check=_not_null),
-    "ggml_backend_reg_get_proc_address": _sig(P, P, STR),
-    "ggml_backend_free": _sig(None, P),
-    "ggml_backend_synchronize": _sig(None, P),
-    "ggml_backend_graph_compute_async": _sig(INT, P, P),
-    "ggml_backend_tensor_set_async": _sig(None, P, P, P, SIZE, SIZE),
-    "ggml_backend_tensor_get_async": _sig(None, P, P, P, SIZE, SIZE),
-    "ggml_backend_tensor_set": _sig(None, P, P, SIZE, SIZE),
-    "ggml_backend_tensor_get": _sig(None, P, P, SIZE, SIZE),
-    "ggml_backend_event_new": _sig(P, P),
-    "ggml_backend_event_free": _sig(None, P),
-    "ggml_backend_event_record": _sig(None, P, P),
-    "ggml_backend_event_wait": _sig(None, P, P),
-    "ggml_backend_event_synchronize": _sig(None, P),
-    "ggml_backend_buft_alloc_buffer": _sig(P, P, SIZE),
-    "ggml_backend_buft_get_alignment": _sig(SIZE, P),
-    "ggml_backend_buft_name": _sig(STR, P),
-    "ggml_backend_buffer_get_base": _sig(P, P, check=_not_null),
-    "ggml_backend_buffer_get_size": _sig(SIZE, P),
-    "ggml_backend_buffer_get_type": _sig(P, P),
-    "ggml_backend_buffer_free": _sig(None, P),
-    "ggml_backend_buffer_clear": _sig(None, P, C.c_uint8),
-    "ggml_backend_buffer_is_host": _sig(BOOL, P),
-    "ggml_backend_cpu_buffer_type": _sig(P, check=_not_null),
-    "ggml_backend_cpu_buffer_from_ptr": _sig(P, P, SIZE, check=_not_null),
-    "ggml_backend_cpu_set_n_threads": _sig(None, P, INT),
+    "ggml_backend_dev_count": (SIZE,),
+    "ggml_backend_dev_get": (HANDLE, SIZE),
+    "ggml_backend_dev_by_type": (P, INT),
+    "ggml_backend_dev_name": (STR, P),
+    "ggml_backend_dev_description": (STR, P),
+    "ggml_backend_dev_type": (INT, P),
+    "ggml_backend_dev_memory": (None, P, C.POINTER(SIZE), C.POINTER(SIZE)),
+    "ggml_backend_dev_get_props": (None, P, P),
+    "ggml_backend_dev_init": (HANDLE, P, STR),
+    "ggml_backend_dev_buffer_type": (HANDLE, P),
+    "ggml_backend_dev_host_buffer_type": (P, P),
+    "ggml_backend_dev_supports_op": (BOOL, P, P),
+    "ggml_backend_dev_supports_buft": (BOOL, P, P),
+    "ggml_backend_dev_backend_reg": (HANDLE, P),
+    "ggml_backend_reg_get_proc_address": (P, P, STR),
+    "ggml_backend_free": (None, P),
+    "ggml_backend_synchronize": (None, P),
+    "ggml_backend_graph_compute_async": (INT, P, P),
+    "ggml_backend_tensor_set_async": (None, P, P, P, SIZE, SIZE),
+    "ggml_backend_tensor_get_async": (None, P, P, P, SIZE, SIZE),
+    "ggml_backend_tensor_set": (None, P, P, SIZE, SIZE),
+    "ggml_backend_tensor_get": (None, P, P, SIZE, SIZE),
+    "ggml_backend_event_new": (P, P),
+    "ggml_backend_event_free": (None, P),
+    "ggml_backend_event_record": (None, P, P),
+    "ggml_backend_event_wait": (None, P, P),
+    "ggml_backend_event_synchronize": (None, P),
+    "ggml_backend_buft_alloc_buffer": (P, P, SIZE),
+    "ggml_backend_buft_get_alignment": (SIZE, P),
+    "ggml_backend_buft_name": (STR, P),
+    "ggml_backend_buffer_init_tensor": (INT, P, P),
+    "ggml_backend_buffer_get_base": (HANDLE, P),
+    "ggml_backend_buffer_get_size": (SIZE, P),
+    "ggml_backend_buffer_get_type": (P, P),
+    "ggml_backend_buffer_free": (None, P),
+    "ggml_backend_buffer_clear": (None, P, C.c_uint8),
+    "ggml_backend_buffer_is_host": (BOOL, P),
+    "ggml_backend_cpu_buffer_type": (HANDLE,),
+    "ggml_backend_cpu_buffer_from_ptr": (HANDLE, P, SIZE),
+    "ggml_backend_cpu_set_n_threads": (None, P, INT),
     # threads and nodes
-    "ggml_threadpool_params_init": _sig(None, P, INT),
-    "ggml_threadpool_new": _sig(P, P, check=_not_null),
-    "ggml_threadpool_free": _sig(None, P),
-    "ggml_backend_cpu_set_threadpool": _sig(None, P, P),
-    "ggml_numa_init": _sig(None, INT),
-    "ggml_is_numa": _sig(BOOL),
+    "ggml_threadpool_params_init": (None, P, INT),
+    "ggml_threadpool_new": (HANDLE, P),
+    "ggml_threadpool_free": (None, P),
+    "ggml_backend_cpu_set_threadpool": (None, P, P),
+    "ggml_numa_init": (None, INT),
+    "ggml_is_numa": (BOOL,),
     # tensors and graphs
-    "ggml_set_abort_callback": _sig(P, P),
-    "ggml_op_name": _sig(STR, INT),
-    "ggml_type_name": _sig(STR, INT),
-    "ggml_blck_size": _sig(I64, INT),
-    "ggml_type_size": _sig(SIZE, INT),
-    "ggml_row_size": _sig(SIZE, INT, I64),
-    "ggml_nbytes": _sig(SIZE, P),
-    "ggml_tensor_overhead": _sig(SIZE),
-    "ggml_graph_n_nodes": _sig(INT, P),
-    "ggml_graph_node": _sig(P, P, INT, check=_not_null),
+    "ggml_set_abort_callback": (P, P),
+    "ggml_op_name": (STR, INT),
+    "ggml_type_name": (STR, INT),
+    "ggml_blck_size": (I64, INT),
+    "ggml_type_size": (SIZE, INT),
+    "ggml_row_size": (SIZE, INT, I64),
+    "ggml_nbytes": (SIZE, P),
+    "ggml_tensor_overhead": (SIZE,),
+    "ggml_graph_size": (INT, P),
+    "ggml_graph_nodes": (P, P),
+    "ggml_graph_n_nodes": (INT, P),
+    # ggml's own tensors and graphs, for the self-test
+    "ggml_init": (HANDLE, abi.ggml_init_params),
+    "ggml_free": (None, P),
+    "ggml_new_tensor_3d": (P, P, INT, I64, I64, I64),
+    "ggml_mul_mat": (P, P, P, P),
+    "ggml_mul_mat_id": (P, P, P, P, P),
+    "ggml_view_1d": (P, P, P, I64, SIZE),
+    "ggml_scale": (P, P, P, F32),
+    "ggml_set_name": (P, P, STR),
+    "ggml_set_input": (None, P),
+    "ggml_new_graph_custom": (P, P, SIZE, BOOL),
+    "ggml_build_forward_expand": (None, P, P),
+    "ggml_backend_alloc_ctx_tensors_from_buft": (HANDLE, P, P),
+    "ggml_backend_guid": (P, P),
     # model files
-    "gguf_free": _sig(None, P),
-    "gguf_get_n_kv": _sig(I64, P),
-    "gguf_get_key": _sig(STR, P, I64),
-    "gguf_find_key": _sig(I64, P, STR),
-    "gguf_get_kv_type": _sig(INT, P, I64),
-    "gguf_get_arr_type": _sig(INT, P, I64),
-    "gguf_get_arr_n": _sig(SIZE, P, I64),
-    "gguf_get_arr_data": _sig(P, P, I64),
-    "gguf_get_arr_str": _sig(STR, P, I64, SIZE),
-    "gguf_get_val_str": _sig(STR, P, I64),
-    "gguf_get_val_data": _sig(P, P, I64),
-    "gguf_get_n_tensors": _sig(I64, P),
-    "gguf_get_data_offset": _sig(SIZE, P),
-    "gguf_get_tensor_name": _sig(STR, P, I64),
-    "gguf_get_tensor_offset": _sig(SIZE, P, I64),
-    "gguf_get_tensor_ne": _sig(C.POINTER(I64), P, I64),
-    "gguf_get_tensor_type": _sig(INT, P, I64),
-    "gguf_get_tensor_size": _sig(SIZE, P, I64),
+    "gguf_free": (None, P),
+    "gguf_get_n_kv": (I64, P),
+    "gguf_get_key": (STR, P, I64),
+    "gguf_find_key": (I64, P, STR),
+    "gguf_get_kv_type": (INT, P, I64),
+    "gguf_get_arr_type": (INT, P, I64),
+    "gguf_get_arr_n": (SIZE, P, I64),
+    "gguf_get_arr_data": (P, P, I64),
+    "gguf_get_arr_str": (STR, P, I64, SIZE),
+    "gguf_get_val_str": (STR, P, I64),
+    "gguf_get_val_data": (P, P, I64),
+    "gguf_get_n_tensors": (I64, P),
+    "gguf_get_data_offset": (SIZE, P),
+    "gguf_get_tensor_name": (STR, P, I64),
+    "gguf_get_tensor_offset": (SIZE, P, I64),
+    "gguf_get_tensor_ne": (C.POINTER(I64), P, I64),
+    "gguf_get_tensor_type": (INT, P, I64),
+    "gguf_get_tensor_size": (SIZE, P, I64),
     # models
-    "llama_backend_init": _sig(None),
-    "llama_print_system_info": _sig(STR),
-    "llama_model_free": _sig(None, P),
-    "llama_model_get_vocab": _sig(P, P, check=_not_null),
-    "llama_model_n_ctx_train": _sig(I32, P),
-    "llama_model_n_embd_out": _sig(I32, P),
-    "llama_model_n_params": _sig(C.c_uint64, P),
-    "llama_model_size": _sig(C.c_uint64, P),
-    "llama_model_chat_template": _sig(STR, P, STR),
-    "llama_model_is_recurrent": _sig(BOOL, P),
-    "llama_model_is_hybrid": _sig(BOOL, P),
+    "llama_backend_init": (None,),
+    "llama_print_system_info": (STR,),
+    "llama_model_free": (None, P),
+    "llama_model_get_vocab": (HANDLE, P),
+    "llama_model_n_ctx_train": (I32, P),
+    "llama_model_n_embd_out": (I32, P),
+    "llama_model_n_params": (C.c_uint64, P),
+    "llama_model_size": (C.c_uint64, P),
+    "llama_model_chat_template": (STR, P, STR),
+    "llama_model_is_recurrent": (BOOL, P),
+    "llama_model_is_hybrid": (BOOL, P),
     # vocabulary
-    "llama_vocab_n_tokens": _sig(I32, P),
-    "llama_vocab_type": _sig(INT, P),
-    "llama_vocab_get_text": _sig(STR, P, I32),
-    "llama_vocab_get_suppress_tokens": _sig(P, P, P),
-    "llama_vocab_is_eog": _sig(BOOL, P, I32),
-    "llama_vocab_get_attr": _sig(INT, P, I32),
-    "llama_vocab_get_add_eos": _sig(BOOL, P),
-    "llama_vocab_bos": _sig(I32, P),
-    "llama_vocab_eos": _sig(I32, P),
-    "llama_vocab_fim_pre": _sig(I32, P),
-    "llama_vocab_fim_suf": _sig(I32, P),
-    "llama_vocab_fim_mid": _sig(I32, P),
-    "llama_vocab_fim_rep": _sig(I32, P),
-    "llama_vocab_fim_sep": _sig(I32, P),
-    "llama_tokenize": _sig(I32, P, STR, I32, P, I32, BOOL, BOOL),
-    "llama_token_to_piece": _sig(I32, P, I32, P, I32, I32, BOOL),
+    "llama_vocab_n_tokens": (I32, P),
+    "llama_vocab_type": (INT, P),
+    "llama_vocab_get_text": (STR, P, I32),
+    "llama_vocab_get_suppress_tokens": (P, P, P),
+    "llama_vocab_is_eog": (BOOL, P, I32),
+    "llama_vocab_get_attr": (INT, P, I32),
+    "llama_vocab_get_add_eos": (BOOL, P),
+    "llama_vocab_bos": (I32, P),
+    "llama_vocab_eos": (I32, P),
+    "llama_vocab_fim_pre": (I32, P),
+    "llama_vocab_fim_suf": (I32, P),
+    "llama_vocab_fim_mid": (I32, P),
+    "llama_vocab_fim_rep": (I32, P),
+    "llama_vocab_fim_sep": (I32, P),
+    "llama_tokenize": (I32, P, STR, I32, P, I32, BOOL, BOOL),
+    "llama_token_to_piece": (I32, P, I32, P, I32, I32, BOOL),
     # contexts and memory
-    "llama_free": _sig(None, P),
-    "llama_n_ctx": _sig(U32, P),
-    "llama_n_batch": _sig(U32, P),
-    "llama_n_ubatch": _sig(U32, P),
-    "llama_set_n_threads": _sig(None, P, I32, I32),
-    "llama_attach_threadpool": _sig(None, P, P, P),
-    "llama_detach_threadpool": _sig(None, P),
-    "llama_set_abort_callback": _sig(None, P, P, P),
-    "llama_get_memory": _sig(P, P, check=_not_null),
-    "llama_memory_clear": _sig(None, P, BOOL),
-    "llama_memory_seq_rm": _sig(BOOL, P, I32, I32, I32),
-    "llama_memory_seq_pos_min": _sig(I32, P, I32),
-    "llama_memory_seq_cp": _sig(None, P, I32, I32, I32, I32),
-    "llama_get_logits_ith": _sig(P, P, I32),
-    "llama_get_embeddings_ith": _sig(P, P, I32),
-    "llama_get_embeddings_seq": _sig(P, P, I32),
-    "llama_synchronize": _sig(None, P),
-    "llama_n_rs_seq": _sig(U32, P),
-    "llama_state_seq_get_size_ext": _sig(SIZE, P, I32, U32),
-    "llama_state_seq_get_data_ext": _sig(SIZE, P, P, SIZE, I32, U32),
-    "llama_state_seq_set_data_ext": _sig(SIZE, P, P, SIZE, I32, U32),
+    "llama_free": (None, P),
+    "llama_n_ctx": (U32, P),
+    "llama_n_batch": (U32, P),
+    "llama_n_ubatch": (U32, P),
+    "llama_set_n_threads": (None, P, I32, I32),
+    "llama_attach_threadpool": (None, P, P, P),
+    "llama_detach_threadpool": (None, P),
+    "llama_set_abort_callback": (None, P, P, P),
+    "llama_get_memory": (HANDLE, P),
+    "llama_memory_clear": (None, P, BOOL),
+    "llama_memory_seq_rm": (BOOL, P, I32, I32, I32),
+    "llama_memory_seq_pos_min": (I32, P, I32),
+    "llama_memory_seq_cp": (None, P, I32, I32, I32, I32),
+    "llama_get_logits_ith": (P, P, I32),
+    "llama_get_embeddings_ith": (P, P, I32),
+    "llama_get_embeddings_seq": (P, P, I32),
+    "llama_synchronize": (None, P),
+    "llama_n_rs_seq": (U32, P),
+    "llama_state_seq_get_size_ext": (SIZE, P, I32, U32),
+    "llama_state_seq_get_data_ext": (SIZE, P, P, SIZE, I32, U32),
+    "llama_state_seq_set_data_ext": (SIZE, P, P, SIZE, I32, U32),
     # samplers
-    "llama_sampler_free": _sig(None, P),
-    "llama_sampler_reset": _sig(None, P),
-    "llama_sampler_accept": _sig(None, P, I32),
-    "llama_sampler_apply": _sig(None, P, P),
-    "llama_sampler_chain_add": _sig(None, P, P),
-    "llama_sampler_init_dist": _sig(P, U32, check=_not_null),
-    "llama_sampler_init_top_k": _sig(P, I32, check=_not_null),
-    "llama_sampler_init_top_p": _sig(P, F32, SIZE, check=_not_null),
-    "llama_sampler_init_min_p": _sig(P, F32, SIZE, check=_not_null),
-    "llama_sampler_init_temp_ext": _sig(P, F32, F32, F32, check=_not_null),
-    "llama_sampler_init_penalties": _sig(P, I32, I32, F32, F32, F32, check=_not_null),
-    "llama_sampler_init_typical": _sig(P, F32, SIZE, check=_not_null),
-    "llama_sampler_init_top_n_sigma": _sig(P, F32, check=_not_null),
-    "llama_sampler_init_xtc": _sig(P, F32, F32, SIZE, U32, check=_not_null),
-    "llama_sampler_init_dry": _sig(P, P, F32, F32, I32, I32, P, SIZE, check=_not_null),
-    "llama_sampler_init_mirostat": _sig(P, I32, U32, F32, F32, I32, check=_not_null),
-    "llama_sampler_init_mirostat_v2": _sig(P, U32, F32, F32, check=_not_null),
-    "llama_sampler_init_adaptive_p": _sig(P, F32, F32, U32, check=_not_null),
+    "llama_sampler_free": (None, P),
+    "llama_sampler_reset": (None, P),
+    "llama_sampler_accept": (None, P, I32),
+    "llama_sampler_apply": (None, P, P),
+    "llama_sampler_chain_add": (None, P, P),
+    "llama_sampler_init_dist": (HANDLE, U32),
+    "llama_sampler_init_top_k": (HANDLE, I32),
+    "llama_sampler_init_top_p": (HANDLE, F32, SIZE),
+    "llama_sampler_init_min_p": (HANDLE, F32, SIZE),
+    "llama_sampler_init_temp_ext": (HANDLE, F32, F32, F32),
+    "llama_sampler_init_penalties": (HANDLE, I32, I32, F32, F32, F32),
+    "llama_sampler_init_typical": (HANDLE, F32, SIZE),
+    "llama_sampler_init_top_n_sigma": (HANDLE, F32),
+    "llama_sampler_init_xtc": (HANDLE, F32, F32, SIZE, U32),
+    "llama_sampler_init_dry": (HANDLE, P, F32, F32, I32, I32, P, SIZE),
+    "llama_sampler_init_mirostat": (HANDLE, I32, U32, F32, F32, I32),
+    "llama_sampler_init_mirostat_v2": (HANDLE, U32, F32, F32),
+    "llama_sampler_init_adaptive_p": (HANDLE, F32, F32, U32),
 }
 
 
@@ -201,46 +203,45 @@ class Library:
     def __init__(self, structs: ModuleType) -> None:
         self.structs = structs
         self._handle = structs._lib
-        self._declare_by_value(structs)
-        for name, (restype, argtypes, check) in SIGNATURES.items():
-            setattr(self, name, self._bind(name, restype, argtypes, check))
+        for name, types in (SIGNATURES | _by_value(structs)).items():
+            setattr(self, name, self._bind(name, *types))
 
     def __getattr__(self, name: str) -> Any:  # only reached for what _bind did not set
         raise AttributeError(f"{name} is not in offload/ggml/library/lib.py's signature table")
 
-    def _bind(self, name: str, restype: Any, argtypes: tuple[Any, ...], check: Check) -> Any:
+    def _bind(self, name: str, result: Any, *arguments: Any) -> Any:
         # A fresh prototype: llama_cpp has declared some of these symbols with other types, and
         # setting restype on the handle's shared function object would change it under llama_cpp.
+        prototype = C.CFUNCTYPE(P if result is HANDLE else result, *arguments)
         try:
-            function = C.CFUNCTYPE(restype, *argtypes)((name, self._handle))
+            function = prototype((name, self._handle))
         except AttributeError as e:
             raise LibraryMismatch(f"the installed library has no function {name}") from e
-        if check is not None:
-            function.errcheck = functools.partial(_apply_check, name, check)
+        if result is HANDLE:
+            function.errcheck = functools.partial(_never_null, name)
         return function
 
-    def _declare_by_value(self, structs: ModuleType) -> None:
-        """Functions that pass structures by value, whose types llama_cpp declares."""
-        model_params = structs.llama_model_params
-        context_params = structs.llama_context_params
-        chain_params = structs.llama_sampler_chain_params
-        for name, restype, argtypes in (
-            ("llama_model_default_params", model_params, ()),
-            ("llama_context_default_params", context_params, ()),
-            ("llama_model_load_from_file", P, (STR, model_params)),
-            ("llama_init_from_model", P, (P, context_params)),
-            ("llama_batch_init", structs.llama_batch, (I32, I32, I32)),
-            ("llama_batch_free", None, (structs.llama_batch,)),
-            ("llama_decode", I32, (P, structs.llama_batch)),
-            ("llama_sampler_chain_default_params", chain_params, ()),
-            ("llama_sampler_chain_init", P, (chain_params,)),
-            ("llama_log_set", None, (structs.llama_log_callback, P)),
-        ):
-            setattr(self, name, self._bind(name, restype, argtypes, None))
+
+def _never_null(name: str, result: Any, *_: Any) -> Any:
+    if not result:
+        raise DeviceFailed(f"{name} returned nothing")
+    return result
 
 
-def _apply_check(name: str, check: Callable[[str, Any], Any], result: Any, *_: Any) -> Any:
-    return check(name, result)
+def _by_value(structs: ModuleType) -> dict[str, tuple[Any, ...]]:
+    """Functions that pass structures by value, whose types llama_cpp declares."""
+    model_params, context_params = structs.llama_model_params, structs.llama_context_params
+    chain_params = structs.llama_sampler_chain_params
+    return {
+        "llama_model_default_params": (model_params,),
+        "llama_context_default_params": (context_params,),
+        "llama_model_load_from_file": (P, STR, model_params),
+        "llama_init_from_model": (P, P, context_params),
+        "llama_decode": (I32, P, structs.llama_batch),
+        "llama_sampler_chain_default_params": (chain_params,),
+        "llama_sampler_chain_init": (P, chain_params),
+        "llama_log_set": (None, structs.llama_log_callback, P),
+    }
 
 
 # Without the first variable ggml refuses to pin our memory. Without the second a failed assertion
@@ -285,7 +286,7 @@ def library() -> Library:
     selftest.check_version(llama_cpp.__version__)  # first: another release may lack functions
     loaded = Library(structs)
     log.capture(loaded)  # before the self-test, which brings the device registry up
-    selftest.check(llama_cpp.__version__, loaded)
+    selftest.check(loaded)
     log.stop_in_one_sentence(loaded)
     loaded.llama_backend_init()
     return loaded
