@@ -157,18 +157,6 @@ def test_a_copy_starts_behind_its_fence() -> None:
     s.close()
 
 
-def test_asking_does_not_wait() -> None:
-    s = Setup(n_parts=1, delay_s=0.02)
-    s.copier.copy(s.transfer(0, 0, 6 * PART), None)
-    s.copier.mark()
-    assert len(s.device.asked) < 6, "the ring holds one part, and the device has not copied it yet"
-    assert s.copier.stalled_s == 0
-    s.copier.drain()
-    assert len(s.device.asked) == 6
-    assert np.array_equal(s.slots[: 6 * PART], s.weights[: 6 * PART])
-    s.close()
-
-
 def test_graphs_follow_each_other_on_the_same_events() -> None:
     s = Setup()
     for graph in range(5):
@@ -201,11 +189,3 @@ def test_a_failure_on_the_thread_is_raised_once_and_the_next_graph_goes_on(
     s.compute.synchronize()
     assert np.array_equal(s.slots[:PART], s.weights[:PART])
     s.close()
-
-
-def test_closing_twice_ends_the_thread_once() -> None:
-    before = threading.active_count()
-    s = Setup()
-    s.close()
-    s.copier.close()
-    assert threading.active_count() == before

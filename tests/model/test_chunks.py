@@ -24,7 +24,6 @@ from offload.split.switch import all_on_device
 from offload.streaming import chunks
 from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.options import StreamingOptions
-from offload.trace import Trace
 
 # A ubatch of 64, the last one short; one token; chunks again.
 BATCHES = (1, 5, 40, 3, 70)
@@ -96,14 +95,6 @@ def test_products_one_by_one_give_the_same_where_the_nodes_between_cannot_be_cut
         assert engine.counters().streamed_bytes > together.streamed_bytes
 
 
-def test_switched_off_the_cpu_computes_them(model: Path, expected: NDArray[np.float32]) -> None:
-    with Engine(model, options(tight(model, chunks="off"))) as engine:
-        assert np.array_equal(logits(engine), expected)
-        assert engine.counters().chunks == 0
-        assert engine.device is not None
-        assert any("--vram leaves" in why for why in engine.device.declined)
-
-
 def test_a_copy_that_fails_in_a_chunk_fails_that_decode(
     model: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,14 +113,6 @@ def test_a_copy_that_fails_in_a_chunk_fails_that_decode(
             engine.sequences.extend(0, [(3 * i) % 200 for i in range(40)])
         engine.sequences.rewind(0, 0)
         assert np.array_equal(logits(engine), expected)
-
-
-def test_the_trace_shows_each_chunk(model: Path) -> None:
-    trace = Trace()
-    with Engine(model, options(tight(model, trace=trace))) as engine:
-        engine.sequences.extend(0, [(13 * i) % engine.n_vocab for i in range(24)])
-        n_chunks = engine.counters().chunks
-    assert sum(event.name.startswith("tokens ") for event in trace.events()) == n_chunks > 0
 
 
 @pytest.mark.parametrize("batches", [(9, 1, 12, 20, 9), (2, 3, 1, 8, 2, 5)])

@@ -17,11 +17,8 @@ import pytest
 from budgets import budget
 from numpy.typing import NDArray
 
-from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadRequest, DeviceUnavailable, DoesNotFit
-from offload.ggml.library import interrupt
-from offload.ggml.library.callback import Pending
 from offload.plan.min_batch import MinBatch
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
@@ -55,12 +52,6 @@ def test_the_wrapped_device_gives_the_bits_of_plain_libllama(
     assert np.array_equal(plain, wrapped)
 
 
-def test_streamed_experts_give_the_bits_of_resident_ones(tiny_moe: Path) -> None:
-    resident = logits_of(tiny_moe, options("sim", stream_experts=False), (1, 3, 40))
-    streamed = logits_of(tiny_moe, options("sim", min_batch=ALWAYS), (1, 3, 40))
-    assert np.array_equal(resident, streamed)
-
-
 def test_below_the_threshold_nothing_reaches_the_copy_path_and_at_it_everything_does(
     tiny_moe: Path,
 ) -> None:
@@ -74,36 +65,6 @@ def test_below_the_threshold_nothing_reaches_the_copy_path_and_at_it_everything_
             engine.sequences.extend(0, [5] * n)
             assert engine.counters().cuts == i * n_cuts
         assert engine.counters().streamed_bytes > 0
-
-
-def test_a_graph_is_prepared_once(tiny_moe: Path) -> None:
-    with Engine(tiny_moe, options("sim", min_batch=ALWAYS)) as engine:
-        assert isinstance(engine.device, StreamingDevice)
-        engine.sequences.extend(0, [1] * 4)
-        engine.sequences.extend(0, [1] * 4)
-        prepared = engine.device.n_prepared
-        for _ in range(5):
-            engine.sequences.extend(0, [1] * 4)
-        assert engine.device.n_prepared == prepared
-
-
-@pytest.mark.parametrize("preset", ["qwen3moe", "deepseek-v3"])
-def test_the_parts_of_a_deep_model_are_prepared_once(models: Path, preset: str) -> None:
-    """121 parts and more, as the CPU computes the experts between them. Of deepseek-v3 the value
-    projections are replaced by nodes of ours: GPUs record the same graph again if these stay."""
-    path = write_preset(preset, models / f"deep-{preset}.gguf", size="tiny", n_layer=60)
-    few = options("sim", min_batch=MinBatch(64, 64), mla_crossover=8)
-    with Engine(path, few) as engine:
-        assert isinstance(engine.device, StreamingDevice)
-        for _ in range(2):
-            engine.sequences.extend(0, [1])
-        n_prepared, n_graphs = engine.device.n_prepared, engine.device.n_graphs
-        replaced = engine.device.mla.counters.replaced
-        for _ in range(4):
-            engine.sequences.extend(0, [1])
-        assert engine.device.n_prepared == n_prepared
-        assert engine.device.n_graphs - n_graphs > 4 * 50
-        assert (engine.device.mla.counters.replaced > replaced) == (preset == "deepseek-v3")
 
 
 def test_rewinding_gives_the_logits_of_a_fresh_evaluation(tiny_moe: Path) -> None:
@@ -255,20 +216,6 @@ def test_a_signal_is_looked_at_before_each_part_of_a_graph(
         assert 2 * whole < engine.counters().cuts < 3 * whole, "the first try ended at a cut"
 
 
-@pytest.mark.parametrize("can_abort", [True, False])
-def test_a_signal_is_heeded_within_decodes_that_it_may_abort(
-    tiny_moe: Path, can_abort: bool
-) -> None:
-    pending = Pending()
-    with Engine(tiny_moe, options("cpu")), interrupt.during_decode(pending, can_abort=can_abort):
-        assert not interrupt.requested()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.requested() == can_abort
-    assert not interrupt.requested()
-    with pytest.raises(KeyboardInterrupt):
-        pending.raise_first()
-
-
 def test_opening_and_closing_a_hundred_times_leaks_nothing(tiny_moe: Path) -> None:
     process = psutil.Process()
 
@@ -287,9 +234,3 @@ def test_opening_and_closing_a_hundred_times_leaks_nothing(tiny_moe: Path) -> No
     # The allocator keeps pages now and then; what leaks grows every time.
     size = tiny_moe.stat().st_size
     assert min(grown) < size // 4, f"{grown} bytes grown over 25 models of {size} bytes each time"
-
-
-def test_closing_twice_is_harmless(tiny_moe: Path) -> None:
-    engine = Engine(tiny_moe, options("sim"))
-    engine.close()
-    engine.close()

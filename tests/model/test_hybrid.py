@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,23 +25,19 @@ from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, SlotIds, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.library import abi
-from offload.ggml.tensor import Tensor, buffer_at
+from offload.ggml.tensor import buffer_at
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
-from offload.schedule.cache import Lrfu
 from offload.schedule.schedule import Schedule
-from offload.schedule.slots import Piece
 from offload.split import path as path_module
 from offload.split.ahead import Orderer
 from offload.split.cpu_side import HostGraph, NoForm, RowPlacer
 from offload.split.division import HOST, SplitCosts
-from offload.split.division import expected as expected_of
 from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
 from offload.streaming.copying import ThreadCopier, Transfer
 from offload.streaming.counters import StreamCounters
 from offload.streaming.cuts import Step
-from offload.streaming.device import StreamingDevice
 from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
 
@@ -169,15 +164,6 @@ def test_every_size_of_a_batch_gives_the_resident_models_bits(model: tuple[Path,
         assert min(pairs(split)) > 0
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_every_split_of_one_model_with_every_number_of_slots(
-    tiny_moe: Path, expected: Rows, split: str
-) -> None:
-    for slots in ("all", "half", "least"):
-        with Engine(tiny_moe, split_by(SPLITS[split](), tiny_moe, slots)) as engine:
-            assert np.array_equal(logits(engine), expected), slots
-
-
 @pytest.mark.parametrize("quant", ["q8_0", "f16"])
 @pytest.mark.parametrize("slots", ["all", "half", "least"])
 def test_no_token_is_shown_a_slot_twice(
@@ -256,42 +242,6 @@ def test_an_idle_link_brings_what_the_cpu_computed(tiny_moe: Path, expected: Row
         assert counters.n_pairs_hit > 0
 
 
-def test_a_copy_longer_than_a_step_is_promoted_now_and_then(tiny_moe: Path, expected: Rows) -> None:
-    with Engine(tiny_moe, split_by(flat_costs(20.0), tiny_moe, "half")) as engine:
-        assert np.array_equal(logits(engine), expected)
-        before = engine.counters()
-        n_decodes = 80
-        for i in range(n_decodes):
-            engine.sequences.extend(0, [(7 * i + 1) % engine.n_vocab])
-        counters = engine.counters()
-    # Both layers of four experts of a second are no 20 s, of which 4 % are left for waits.
-    n_promoted = counters.n_promoted - before.n_promoted
-    assert 0 < n_promoted <= n_decodes // 20
-    assert counters.n_pairs_streamed == before.n_pairs_streamed, "nothing was worth a wait"
-
-
-def test_the_cache_rule_hears_of_a_split_layer_once(
-    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uses: list[tuple[int, int]] = []
-    touched = Lrfu.touched
-
-    def hear(rule: Lrfu, pieces: Collection[Piece], now: int) -> None:
-        uses.append((len(set(pieces)), now))
-        touched(rule, pieces, now)
-
-    monkeypatch.setattr(Lrfu, "touched", hear)
-    with Engine(tiny_moe, split_by(at_random(3), tiny_moe, "half")) as engine:
-        before, n_before = engine.counters().split_layers, len(uses)
-        for i in range(6):
-            engine.sequences.extend(0, [7 * i + 1])
-        n_layers = engine.counters().split_layers - before
-    heard = uses[n_before:]
-    assert len(heard) == n_layers > 0
-    assert {n for n, _ in heard} == {4}, "all experts of the token, wherever they were computed"
-    assert np.diff([now for _, now in heard]).tolist() == [1] * (n_layers - 1)
-
-
 @pytest.mark.parametrize(("copy_s", "prefetch"), [(1e6, True), (5.0, False)])
 def test_nothing_is_promoted_over_a_busy_link_or_without_prefetch(
     tiny_moe: Path, expected: Rows, copy_s: float, prefetch: bool
@@ -302,20 +252,6 @@ def test_nothing_is_promoted_over_a_busy_link_or_without_prefetch(
         assert np.array_equal(logits(engine), expected)
         assert engine.counters().n_promoted == 0
         assert engine.counters().n_pairs_host > 0
-
-
-@pytest.mark.parametrize("slots", ["least", "all"])
-def test_nothing_is_promoted_while_other_weights_are_copied_for_the_graph(
-    tiny_moe: Path, expected: Rows, slots: str
-) -> None:
-    """With slots for all of them the attention's weights are copied once, and the link is idle."""
-    streaming = StreamingOptions(hybrid=True, splitter=flat_costs(5.0), n_gpu_layers=0)
-    if slots != "all":
-        streaming = replace(streaming, vram_bytes=budget(tiny_moe, streaming, slots))
-    with Engine(tiny_moe, options(streaming, 1)) as engine:
-        assert np.array_equal(logits(engine), expected)
-        assert engine.counters().n_pairs_host > 0
-        assert (engine.counters().n_promoted > 0) == (slots == "all")
 
 
 @pytest.fixture(scope="module")
@@ -363,15 +299,6 @@ def test_a_prompt_leaves_decodes_their_experts_and_copies_no_more(
     assert hits > fewer_hits
 
 
-def test_a_prompts_layers_lie_in_order_if_kernels_cannot_be_shown_all_slots(
-    deeper_moe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU with room for more slots than the matrix kernel of CUDA can count."""
-    monkeypatch.setattr("offload.schedule.batch._MOST_TILE_BLOCKS", 10)
-    _, counters, _ = around_prompts(deeper_moe)
-    assert counters.layers_out_of_order == 0
-
-
 WITH_SHARED = ("deepseek2", "glm4moe", "llama4", "qwen35moe")  # gate, up, GLU, down of it at least
 
 
@@ -388,24 +315,6 @@ def test_the_shared_expert_goes_ahead_of_the_cpus_rows(model: tuple[Path, Rows])
             least = 4 * counters.split_layers if has_shared else 0
             assert counters.n_nodes_ahead >= least if ahead else counters.n_nodes_ahead == 0
             assert ahead <= has_shared or counters.n_nodes_ahead == 0
-
-
-def test_what_others_may_read_gets_no_other_memory(
-    tiny_moe: Path, expected: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And so does not go ahead where its own is taken, be that seen at once or later."""
-    with Engine(tiny_moe, split_by(all_host, tiny_moe, "half")) as engine:
-        assert np.array_equal(logits(engine), expected)
-        n_all, scratch_bytes = engine.counters().n_nodes_ahead, _scratch_of(engine).device_bytes
-        assert scratch_bytes > 0
-        assert_at_home(engine)
-        monkeypatch.setattr(Graph, "use_count", lambda *_: 99)
-        assert engine.device is not None
-        engine.device._prepared.clear()
-        engine.sequences.rewind(0, 0)
-        assert np.array_equal(logits(engine), expected)
-        assert 0 < engine.counters().n_nodes_ahead - n_all < n_all
-        assert _scratch_of(engine).device_bytes == scratch_bytes
 
 
 def assert_at_home(engine: Engine) -> None:
@@ -457,38 +366,6 @@ def test_the_device_has_the_shared_expert_before_the_cpus_part_ends(
     assert n_waited > len(BATCHES)
 
 
-def test_a_copy_that_failed_is_not_taken_to_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later graph may ask before it hears of the failure."""
-    goes_on = threading.Event()
-
-    def fail(copier: ThreadCopier, transfer: Transfer) -> None:
-        goes_on.wait()
-        raise OSError("the cable")
-
-    monkeypatch.setattr(ThreadCopier, "_copy", fail)
-    copier, weight = ThreadCopier(), cast(Tensor, None)
-    copier.copy(Transfer(weight, 0, weight, 0, 8), None)
-    ticket = copier.mark()
-    assert not copier.is_done(ticket)
-    goes_on.set()
-    with pytest.raises(DeviceFailed, match="the cable"):
-        copier.drain()
-    copier.copy(Transfer(weight, 0, weight, 0, 8), None)
-    second = copier.mark()
-    while copier._n_done < second:
-        time.sleep(0.001)
-    assert not copier.is_done(second)
-    copier.abandon()
-    copier.close()
-
-
-def test_off_asks_nothing_of_the_device_below_its_min_batch(tiny_moe: Path, expected: Rows) -> None:
-    with Engine(tiny_moe, options(StreamingOptions())) as engine:
-        assert np.array_equal(logits(engine), expected)
-        assert engine.hybrid is None
-        assert engine.counters().cuts == engine.counters().split_layers == 0
-
-
 def test_a_decode_without_logits_has_nothing_to_split_in_its_last_layer(
     tiny_moe: Path, expected: Rows
 ) -> None:
@@ -496,15 +373,6 @@ def test_a_decode_without_logits_has_nothing_to_split_in_its_last_layer(
         engine.sequences.extend(0, [3, 4], n_logits=0)
         engine.sequences.extend(0, [5], n_logits=0)
         engine.sequences.rewind(0, 0)
-        assert np.array_equal(logits(engine), expected)
-
-
-def test_a_device_with_a_pace_of_its_own_computes_beside_the_cpu(
-    tiny_moe: Path, expected: Rows
-) -> None:
-    """With a pace the CPU's experts are a thread's."""
-    paced = replace(split_by(at_random(2), tiny_moe, "half"), device="sim:expert=10us,host=10us")
-    with Engine(tiny_moe, paced) as engine:
         assert np.array_equal(logits(engine), expected)
 
 
@@ -523,16 +391,6 @@ def test_an_unknown_form_runs_as_before_and_says_why(
         cuts = engine.counters().cuts
         engine.sequences.extend(0, [1, 2])
         assert engine.counters().cuts == cuts, "the CPU computes it, as below min-batch"
-
-
-def test_layers_without_slots_go_by_the_old_rule(
-    tiny_moe: Path, expected: Rows, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StreamingDevice, "_pool_of", lambda *_: None)
-    with Engine(tiny_moe, split_by(stay, tiny_moe, "half")) as engine:
-        assert np.array_equal(logits(engine), expected)
-        assert engine.counters().cuts == engine.counters().split_layers == 0
-        assert measure_split(engine) is None
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -557,46 +415,6 @@ def test_layers_are_split_by_what_was_measured_of_them(
         engine.hybrid.switch.splitter = ByCosts(arrays)
         assert np.array_equal(logits(engine), expected)
         assert sum(pairs(engine)) > 0
-
-
-def test_a_device_with_a_pace_is_timed_with_it_and_waits_for_each_kind_of_weight(
-    tiny_moe: Path, expected: Rows
-) -> None:
-    """Nobody can be ahead of a pace, so that the model's times are the least that layers take."""
-    expert_s, copy_s = 5e-4, 1e-3
-    (n_bytes,) = {
-        tuple(group.matrix_bytes.values())
-        for group in make_plan(read_facts(tiny_moe), budget_bytes=None).layout.groups
-    }
-    each = np.array([0.0, expert_s, expert_s])
-    kinds = tuple(n / sum(n_bytes) for n in n_bytes)
-    costs, least = SplitCosts(each, each, 0.0, 0.0, copy_s, kinds=kinds), []
-
-    def split(ids: NDArray[np.int32], resident: NDArray[np.bool_]) -> NDArray[np.uint8]:
-        found = expected_of(ids, all_on_device(ids, resident), costs)
-        least.append(found.device_s)
-        return found.kind
-
-    spec = f"sim:bw={sum(n_bytes) / copy_s:.0f}B/s,expert=500us,host=500us"
-    chosen = split_by(split, tiny_moe, "least")
-    chosen = replace(chosen, streaming=replace(chosen.streaming, prefetch=False))
-    with Engine(tiny_moe, replace(chosen, device=spec)) as engine:
-        assert np.array_equal(logits(engine), expected)
-        least.clear()
-        start_s = time.perf_counter()
-        engine.sequences.extend(0, [77])
-        took_s = time.perf_counter() - start_s
-        assert engine.counters().n_pairs_streamed > 0
-        assert took_s >= sum(least) > 0
-        (sides,) = take_splits(engine)
-        assert sides.device_s(2) >= 2 * expert_s
-        assert sides.host_s(2, 1) >= 2 * expert_s
-        assert sides.copies_s(3) >= 3 * copy_s
-        beside = sides.beside_copies(3, 3 * copy_s, 2, 1)
-        assert beside.busy_s + beside.left_s >= 3 * copy_s
-        assert beside.busy_s >= sum(beside.host_s) >= 2 * expert_s
-        engine.sequences.rewind(0, 0)
-        assert np.array_equal(logits(engine), expected), "what was copied is what was there"
 
 
 class Broken(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from offload.plan.machine import (
     model_work,
     modelled,
     modelled_crossover,
-    prefill_s,
     streamed_s,
 )
 from offload.plan.min_batch import NEVER
@@ -153,29 +151,6 @@ def test_more_memory_or_a_shorter_context_never_loses_time_nor_does_a_ubatch_of_
     assert chosen_s <= 1.02 * seconds(gib, n_ctx + longer)
     if facts.n_experts:
         assert chosen_s <= 1.1 * min(seconds(gib, n_ctx, n) for n in (*UBATCHES, *SMALL_UBATCHES))
-
-
-def test_r1_on_24_gib_has_a_ring_a_cache_and_a_large_ubatch(shapes: dict[str, ModelFacts]) -> None:
-    plan = plan_of(shapes["DeepSeek-R1"], 24, 4096)
-    assert plan is not None
-    (pool,) = plan.layout.pools
-    assert {kind.name for kind in pool.kinds} == {"gate", "up", "down"}
-    assert pool.n_slots > 1.25 * 256
-    assert plan.n_ubatch >= 2048
-    assert plan.min_batch is not None
-    assert plan.min_batch < plan.n_ubatch
-
-
-@pytest.mark.parametrize(
-    ("name", "gib", "n_ctx"), [("gpt-oss-120b", 16, 131072), ("Qwen3-30B-A3B", 8, 32768)]
-)
-def test_what_was_refused_or_declined_has_a_ring(
-    name: str, gib: int, n_ctx: int, shapes: dict[str, ModelFacts]
-) -> None:
-    plan = plan_of(shapes[name], gib, n_ctx)
-    assert plan is not None
-    assert all(pool.n_slots > pool.n_experts for pool in plan.layout.pools)
-    assert plan.n_ubatch >= 2048
 
 
 @settings(max_examples=120, deadline=None)
@@ -331,36 +306,6 @@ def test_a_first_start_measures_r1_in_time(
     for n in (1, 2, 8, 33, 64):
         best_s = min(true_s(way, n) for way in ways)
         assert table.best(n)[1] == pytest.approx(best_s, rel=0.1), f"T({n})"
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize(("gib", "n_ctx"), [(16, 4096), (24, 4096), (24, 32768), (48, 131072)])
-def test_the_chosen_ubatch_prefills_nearly_as_fast_as_any(
-    machine: Machine, gib: int, n_ctx: int, shapes: dict[str, ModelFacts]
-) -> None:
-    facts, work = shapes["DeepSeek-R1"], model_work(shapes["DeepSeek-R1"])
-    n_prompt = min(n_ctx, UBATCHES[-1])
-
-    def expected_s(plan: Plan) -> float:
-        decode = min(f(machine, work, plan.sharing, 1) for f in (cpu_s, streamed_s))
-        return prefill_s(machine, work, plan.sharing, n_prompt, plan.n_ubatch) + 512 * decode
-
-    chosen = plan_of(facts, gib, n_ctx, machine)
-    assert chosen is not None
-    best = math.inf
-    for n_ubatch in range(256, 8193, 256):
-        try:
-            plan = make_plan(
-                facts,
-                budget_bytes=gib * GIB,
-                n_cpu_moe="fit",
-                context=replace(ContextSpec(n_ctx), n_ubatch=n_ubatch),
-                machine=machine,
-            )
-        except DoesNotFit:
-            continue
-        best = min(best, expected_s(plan))
-    assert expected_s(chosen) <= 1.05 * best
 
 
 def test_the_page_of_plans_is_made_by_its_script(

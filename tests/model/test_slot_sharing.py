@@ -17,7 +17,6 @@ from offload.ggml.graph import Graph, Product
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
-from offload.schedule.batch import Fetch, fetch_of
 from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
 from offload.trace import COPY, Trace
@@ -138,17 +137,3 @@ def test_a_layer_is_one_cut_whatever_it_is_made_of(
         (products,) = (p for p in seen if p)
         ids = {product.ids for product in products}
         assert len(ids) == n_layers, "each layer's products read the same ids"
-
-
-@pytest.mark.parametrize("n_slots", [16, 23, 31, 32, 45])
-def test_all_experts_are_fetched_ahead_and_ids_are_read_back_only_if_out_of_order(
-    n_slots: int, written: Callable[[str], Path]
-) -> None:
-    path = written("biased")
-    fetch = fetch_of(40, N_USED, N_EXPERTS, n_slots)
-    assert fetch is (Fetch.ALL if 16 < n_slots < 32 else Fetch.ALL_IN_ORDER)
-    with Engine(path, options(with_slots(path, n_slots))) as engine:
-        engine.sequences.extend(0, list(range(40)), n_logits=1)
-        reads, counters = engine.counters().router_reads, engine.counters()
-        assert reads == (4 if fetch is Fetch.ALL else 0)
-        assert counters.streamed_experts == 4 * N_EXPERTS

@@ -20,9 +20,8 @@ from offload.model_file import read_facts
 from offload.plan.context import ContextSpec, context_memory
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, make_plan
-from offload.plan.sharing import ring_slots
 from offload.store.store import Store
-from offload.streaming.options import StreamingOptions, fitted, for_warm_up, room_left
+from offload.streaming.options import StreamingOptions, fitted, room_left
 
 MIB = 1 << 20
 
@@ -60,17 +59,6 @@ def test_a_limit_counts_what_is_in_use_already(plan: Plan) -> None:
     assert room_left(plan, device_bytes=10_000 * MIB, others_bytes=0, **full) == 3 * MIB
 
 
-def test_where_a_driver_tells_nothing_the_estimate_stands(plan: Plan) -> None:
-    same: dict[str, Any] = {"free_before": 10_000 * MIB, "free_now": 10_000 * MIB}
-    assert room_left(plan, device_bytes=None, others_bytes=0, **same) == plan.slot_bytes
-
-
-def test_a_warm_up_has_a_ring_and_no_cache(plan: Plan) -> None:
-    warm = for_warm_up(plan)
-    assert warm.slot_bytes < plan.slot_bytes
-    assert [p.n_slots for p in warm.layout.pools] == [ring_slots(p) for p in plan.layout.pools]
-
-
 def test_refused_memory_is_asked_for_again_with_fewer_slots(plan: Plan) -> None:
     asked: list[int] = []
 
@@ -83,16 +71,6 @@ def test_refused_memory_is_asked_for_again_with_fewer_slots(plan: Plan) -> None:
     assert found.slot_bytes == asked[-1] <= plan.slot_bytes // 2
     assert asked == sorted(asked, reverse=True)
     assert found.slot_bytes > 0.8 * plan.slot_bytes // 2
-
-
-def test_a_device_that_refuses_the_least_is_refused_itself(plan: Plan) -> None:
-    def use(_: Plan) -> None:
-        raise DoesNotFit("no memory at all")
-
-    with pytest.raises(DoesNotFit, match="no memory at all"):
-        fitted(plan, plan.slot_bytes, use)
-    with pytest.raises(DoesNotFit, match="MiB of GPU memory are left to stream weights"):
-        fitted(plan, 10, use)
 
 
 # -- an engine on a device that counts
@@ -226,15 +204,3 @@ def test_a_device_without_any_room_is_refused_and_everything_given_back(
     with pytest.raises(DoesNotFit, match="refused"):
         Engine(model, options(limit))
     assert counting.in_use == 0
-
-
-def test_a_simulated_device_is_neither_warmed_up_nor_measured(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(_: Engine) -> None:
-        raise AssertionError("a warm-up on a device without memory of its own")
-
-    monkeypatch.setattr(Engine, "_warm_up", never)
-    with Engine(model, options(12 * MIB)) as engine:
-        assert engine.plan is not None
-        assert engine.plan.resident_bytes + engine.plan.slot_bytes <= 12 * MIB

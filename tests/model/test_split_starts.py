@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from offload.errors import DeviceFailed, DoesNotFit
 from offload.ggml.backend import Stream
 from offload.split import path as path_module
 from offload.split.cpu_side import HostGraph, NoForm
-from offload.split.sides import SplitSides
-from offload.split.switch import stay
 from offload.streaming.device import StreamingDevice
 from offload.streaming.options import StreamingOptions
 from specoffload.config.options import Toggle
@@ -135,14 +132,6 @@ def test_no_profile_neither_reads_nor_keeps(folder: Path, measured: list[str]) -
     assert not folder.exists()
 
 
-def test_another_ubatch_is_another_measurement(folder: Path, measured: list[str]) -> None:
-    for ubatch_size in (32, 64):
-        line, sizes, _ = started(config_of(Toggle.ON, ubatch_size=ubatch_size))
-        assert f"batches of up to {ubatch_size} tokens" in line
-        assert sizes == [n <= ubatch_size for n in range(1, 65)]
-    assert measured == ["split", "split"]
-
-
 def test_an_unknown_form_is_not_measured_by_decodes(
     folder: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,22 +191,6 @@ def test_without_a_flag_nothing_is_measured_where_nothing_can_be_split_or_may_be
 
 
 @pytest.mark.parametrize("hybrid", [Toggle.ON, Toggle.AUTO])
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"device": "cpu", "vram_bytes": None, "n_cpu_moe": None}, "no experts stream"),
-        ({"n_cpu_moe": 0, "vram_bytes": None}, "no experts stream"),
-    ],
-)
-def test_who_asks_for_split_layers_in_vain_is_told_why(
-    folder: Path, measured: list[str], hybrid: Toggle, changes: dict[str, object], why: str
-) -> None:
-    notes = notes_of(config_of(hybrid, **changes))
-    assert notes == [f"--hybrid {hybrid}: no layer is split: {why}"]
-    assert measured == []
-
-
-@pytest.mark.parametrize("hybrid", [Toggle.ON, Toggle.AUTO])
 def test_experts_without_slots_go_by_the_old_rule(
     folder: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch, hybrid: Toggle
 ) -> None:
@@ -225,26 +198,6 @@ def test_experts_without_slots_go_by_the_old_rule(
     notes = notes_of(config_of(hybrid))
     assert notes == [f"--hybrid {hybrid}: no layer is split: the device takes no layer's experts"]
     assert measured == ["split"], "there is nothing to compare"
-
-
-def test_without_prefetch_nothing_is_copied_for_later(folder: Path) -> None:
-    with Session(config_of(Toggle.ON, prefetch=False)) as session:
-        assert "--hybrid on: without prefetch no expert is copied for later" in session.notes
-        [*session.generate("def f(", GenerateOptions(n_predict=6, ignore_eos=True))]
-        counters = session.target.counters()
-    assert counters.split_layers > 0
-    assert counters.n_promoted == 0
-
-
-def test_decodes_are_kept_where_the_layer_to_be_timed_had_no_expert_in_a_slot(
-    folder: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SplitSides, "can_copy", False)
-    for _ in range(2):
-        line, words = notes_of(by_default())
-        assert line.startswith("--hybrid auto: ")
-        assert words.startswith("split layers: no layer could be timed")
-    assert measured == ["split", "decodes", "split"]
 
 
 def test_the_least_memory_leaves_slots_for_a_token_and_less_is_refused(folder: Path) -> None:
@@ -275,24 +228,3 @@ def test_a_measurement_that_fails_keeps_nobody_from_starting(
     n_computed = 0
     with pytest.raises(DeviceFailed, match="computing experts"):
         Session(config_of(Toggle.ON))
-
-
-def test_where_nothing_could_be_timed_the_rule_instead_is_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(costs, "measure_split", lambda target: None)
-    with Session(config_of(Toggle.ON)) as session:
-        lines = [note for note in session.notes if note.startswith("split layers: no")]
-        assert session.target.hybrid is not None
-        assert session.target.hybrid.switch.splitter is stay
-    assert lines == [
-        "split layers: no layer could be timed: hits are the device's, others the CPU's"
-    ]
-
-
-def test_without_profiles_layers_are_split_if_that_was_asked_for() -> None:
-    config = config_of(Toggle.ON)
-    with Session(replace(config, spec=replace(config.spec, use_profile=False))) as session:
-        assert session.target.hybrid is not None
-        assert not session.target.hybrid.switch.declined
-        assert session.target.hybrid.switch.splits(1)

@@ -28,8 +28,6 @@ from offload.model import ModelFacts, TensorEntry
 from offload.model_file import read_facts
 from offload.plan.placement import make_plan
 from offload.store import store as store_module
-from offload.store.layout import Layout
-from offload.store.reading import OpenFile, Readers
 from offload.store.store import Room, Store, StoreOptions
 
 TOKENS = [1, 7, 3, 200, 11]
@@ -190,30 +188,6 @@ def test_the_weights_are_held_once_and_given_back(mid_moe: Path) -> None:
     assert memory_bytes("RssAnon") - before < 16 << 20
 
 
-def test_with_mmap_no_memory_of_our_own_is_taken(mid_moe: Path) -> None:
-    load(mid_moe, ON_CPU).close()
-    before = memory_bytes("RssAnon")
-    loaded = load(mid_moe, StoreOptions(keep_page_cache=True))
-    assert memory_bytes("RssAnon") - before < 16 << 20
-    assert loaded.store is not None
-    assert loaded.store.report is not None
-    assert loaded.store.report.kept_in == "page cache"
-    assert loaded.store.report.n_mapped_unread == 1
-    assert np.isfinite(loaded.logits()).all()
-    loaded.close()
-
-
-def test_huge_pages_are_made_or_the_kernels_reason_is_told(mid_moe: Path) -> None:
-    loaded = load(mid_moe, ON_CPU)
-    assert loaded.store is not None
-    assert loaded.store.report is not None
-    huge = loaded.store.huge_pages(wait=True)
-    assert huge.why_not or huge.size_bytes >= loaded.store.report.weight_bytes * 0.8
-    rows = loaded.logits()
-    loaded.close()
-    assert np.array_equal(rows, logits_of(mid_moe, None))
-
-
 @pytest.fixture(scope="module")
 def split_moe(tiny_moe: Path, models: Path) -> tuple[Path, int]:
     """The tiny model again, in files of 12 tensors each; the first one, and how many."""
@@ -355,21 +329,6 @@ def registry_entry() -> int:
     return address
 
 
-def test_a_failing_reader_ends_the_loading_with_its_error(
-    tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def explode(self: Readers, file: OpenFile, *_: object) -> int:
-        raise OSError("the disk is gone")
-
-    memories, n_threads = Memories(), threading.active_count()
-    facts = read_facts(tiny_moe)
-    store = Store(facts, streamed_of(facts), ON_CPU, memories)
-    monkeypatch.setattr(Readers, "_read_some", explode)
-    with pytest.raises(OSError, match="the disk is gone"):
-        load(tiny_moe, None, store)
-    assert nothing_is_left(memories, n_threads)
-
-
 def test_a_tensor_that_was_not_planned_is_refused_by_name(tiny_moe: Path) -> None:
     memories, n_threads = Memories(), threading.active_count()
     facts = read_facts(tiny_moe)
@@ -387,19 +346,6 @@ def test_too_little_memory_is_refused_before_anything_is_read(
         load(tiny_moe, ON_CPU)
     loaded = load(tiny_moe, StoreOptions(keep_page_cache=True))
     assert np.isfinite(loaded.logits()).all()
-    loaded.close()
-
-
-def test_pages_can_be_placed_before_anything_is_read(tiny_moe: Path) -> None:
-    seen: list[tuple[int, int]] = []
-
-    def note(memory: PlacedMemory, layout: Layout) -> None:
-        seen.append((memory.size_bytes, layout.size_bytes))
-
-    facts = read_facts(tiny_moe)
-    loaded = load(tiny_moe, None, Store(facts, streamed_of(facts), ON_CPU, place_pages=note))
-    assert len(seen) == 1
-    assert seen[0][0] > seen[0][1] > 0
     loaded.close()
 
 

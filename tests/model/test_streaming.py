@@ -16,11 +16,9 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.tensor import Tensor
-from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.routing import RoutingGuess
 from offload.streaming.copying import ThreadCopier, Transfer
-from offload.streaming.device import StreamingDevice
 from offload.streaming.executor import Executor
 from offload.streaming.options import StreamingOptions
 
@@ -115,23 +113,6 @@ def test_a_dense_model_of_which_few_layers_fit_streams_the_rest(tiny_dense: Path
             assert engine.counters().copies > 0
 
 
-def test_dense_weights_that_exceed_the_budget_stream_by_themselves(tiny_dense: Path) -> None:
-    facts = read_facts(tiny_dense)
-    budget_bytes = int(facts.size_bytes * 0.8)
-    with Engine(tiny_dense, options(StreamingOptions(vram_bytes=budget_bytes))) as engine:
-        assert engine.plan is not None
-        assert 0 < engine.plan.resident_bytes + engine.plan.slot_bytes <= budget_bytes
-        assert any("exceed --vram" in reason for reason in engine.plan.reasons)
-        streamed = logits(engine)
-    with Engine(tiny_dense, options(StreamingOptions(), "cpu")) as engine:
-        assert np.array_equal(logits(engine), streamed)
-
-
-def test_a_budget_below_the_smallest_working_set_is_refused_with_numbers(tiny_moe: Path) -> None:
-    with pytest.raises(DoesNotFit, match=r"MiB.*--vram"):
-        Engine(tiny_moe, options(StreamingOptions(vram_bytes=1000)))
-
-
 def test_what_is_cached_is_not_copied_again(tiny_moe: Path) -> None:
     with Engine(tiny_moe, options(StreamingOptions())) as engine:
         engine.sequences.extend(0, [5] * 4)
@@ -221,13 +202,3 @@ def test_a_type_the_device_cannot_multiply_goes_to_the_cpu_and_is_said(
         assert engine.counters().cuts == 0
         assert engine.device is not None
         assert any("cannot multiply q8_0" in why for why in engine.device.declined)
-
-
-def test_a_weight_without_slots_goes_to_the_cpu_and_is_said(
-    tiny_moe: Path, expected: NDArray[np.float32], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StreamingDevice, "_pool_of", lambda *_: None)
-    with Engine(tiny_moe, options(StreamingOptions())) as engine:
-        assert np.array_equal(logits(engine), expected)
-        assert engine.device is not None
-        assert any("has no slots" in why for why in engine.device.declined)

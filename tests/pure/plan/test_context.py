@@ -72,10 +72,6 @@ def test_a_pattern_of_the_header_says_which_layers_have_windows() -> None:
     )
 
 
-def test_a_window_that_no_layer_uses_is_none() -> None:
-    assert forgetting_window(facts("qwen2", attention__sliding_window=4096)) == 0
-
-
 def test_without_flash_attention_the_scores_of_all_heads_are_reserved() -> None:
     spec = ContextSpec(8192, 512)
     scores = 512 * 8192 * 4 * 4
@@ -116,7 +112,3 @@ def test_types_that_the_library_refuses_are_refused_in_one_sentence(
     with pytest.raises(BadRequest, match=says) as caught:
         check_cache_types(facts(**metadata), *kinds, flash_attn)
     assert "\n" not in str(caught.value)
-
-
-def test_blocks_need_not_divide_heads_where_flash_attention_is_off() -> None:
-    assert check_cache_types(facts(attention__key_length=80), "q8_0", "f16", "off") == "off"

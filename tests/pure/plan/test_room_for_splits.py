@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_machine import R1
 
-from offload.plan.machine import TYPICAL, Sharing, best_s, expected_hits, hit_rate, hybrid_s
+from offload.plan.machine import TYPICAL, Sharing, expected_hits, hit_rate
 from offload.plan.placement import (
     LEAST_SAVED,
     MeasuredDecode,
@@ -44,19 +44,6 @@ def test_layers_share_the_slots_so_that_hits_are_those_of_their_share() -> None:
         work, Sharing(58 * 64)
     )
     assert expected_hits(work, Sharing(0, n_resident=58), PIECES) == 1.0
-
-
-def test_of_a_batch_no_more_experts_hit_than_have_slots() -> None:
-    work = replace(R1, hits=with_hits((0.05, 0.99)))
-    many = R1.union(64)
-    assert expected_hits(work, Sharing(58 * 13), many) == pytest.approx(13 / many)
-
-
-@given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 64))
-def test_more_counted_hits_never_take_more_time(a: float, b: float, n: int) -> None:
-    few, many = (replace(R1, hits=with_hits((0.25, hit))) for hit in (min(a, b), max(a, b)))
-    assert hybrid_s(TYPICAL, many, SLOTS, n) <= hybrid_s(TYPICAL, few, SLOTS, n) * (1 + 1e-9)
-    assert best_s(TYPICAL, many, SLOTS, n, hybrid=True) <= best_s(TYPICAL, many, SLOTS, n)
 
 
 @given(st.floats(0, 1))

@@ -98,12 +98,6 @@ def test_embeddings_that_are_only_looked_up_are_not_on_the_device() -> None:
     assert device_bytes(FACTS) == everything - FACTS.weights["token_embd.weight"].entry.size_bytes
 
 
-def test_an_embedding_that_is_the_output_matrix_too_is() -> None:
-    weights = {n: w for n, w in FACTS.weights.items() if n != "output.weight"}
-    tied = ModelFacts(FACTS.path, FACTS.architecture, "m", FACTS.header, weights)
-    assert device_bytes(tied) == sum(w.entry.size_bytes for w in weights.values())
-
-
 @settings(max_examples=60)
 @given(st.integers(1, 2 * ALL), st.integers(1, ALL // 2))
 def test_more_memory_never_stops_fitting_nor_loses_time(budget: int, more: int) -> None:
@@ -131,23 +125,6 @@ def test_what_is_chosen_fits(budget: int) -> None:
     assert sum(pool.n_slots for pool in experts) >= choice.sharing.n_slots
     if choice.sharing.n_slots >= N_EXPERTS:
         assert all(pool.n_slots >= ring_slots(pool) for pool in experts)
-
-
-@pytest.mark.parametrize("share", [0.2, 0.35, 0.5, 0.7, 0.9])
-def test_the_chosen_ubatch_is_within_a_twentieth_of_the_best(share: float) -> None:
-    budget = int(share * ALL)
-    chosen = choose(budget)
-    assert chosen is not None
-    each = [choose(budget, (n,)) for n in range(512, 8193, 256)]
-    best = min(expected_s(c) for c in each if c is not None)
-    assert expected_s(chosen) <= 1.05 * best
-
-
-def test_everything_is_resident_where_it_fits_with_the_smallest_ubatch() -> None:
-    choice = choose(2 * ALL)
-    assert choice is not None
-    assert not choice.streams
-    assert choice.n_ubatch == UBATCHES[0]
 
 
 @pytest.mark.parametrize("n_more", range(0, 6))
@@ -212,20 +189,6 @@ def test_a_plan_for_decoding_is_no_slower_than_the_layers_that_fit() -> None:
         assert best_s(TYPICAL, WORK, choice.sharing, 1) <= theirs_s
 
 
-def test_memory_beyond_a_ring_goes_where_it_saves_time() -> None:
-    """Resident layers and slots both serve decoding; the faster way of the two is taken."""
-    dense = ALL - N_LAYERS * LAYER
-    for n in range(3, N_LAYERS):
-        choice = choose(dense + n * LAYER, (512,))
-        assert choice is not None
-        for resident in range(n - 1):
-            n_slots = (n - resident) * N_EXPERTS - 20
-            other = Sharing(n_slots, resident)
-            assert choice.expected_s <= 1.01 * (
-                prefill_s(TYPICAL, WORK, other, 4096, 512) + 512 * best_s(TYPICAL, WORK, other, 1)
-            )
-
-
 # -- sizing
 
 
@@ -245,16 +208,6 @@ def test_a_layout_is_sized_to_its_room_or_refused(room: int) -> None:
     assert found == whole or all(
         pool.n_slots == pool.most_slots or wasted < pool.slot_bytes for pool in experts
     )
-
-
-@given(st.integers(0, N_LAYERS * LAYER), st.integers(0, LAYER))
-def test_more_room_never_takes_a_slot_away(room: int, more: int) -> None:
-    whole = slot_layout([*EXPERTS, *DENSE_WEIGHTS], N_EXPERTS, N_USED)
-    before, after = sized(whole, room), sized(whole, room + more)
-    if before is None:
-        return
-    assert after is not None
-    assert all(a.n_slots >= b.n_slots for a, b in zip(after.pools, before.pools, strict=True))
 
 
 def test_types_that_share_no_slots_each_get_a_ring_before_any_gets_more() -> None:

@@ -45,15 +45,6 @@ def test_a_merge_lies_between_both_and_has_the_newer_day(
         assert min(one, other) - 1e-9 <= mixed <= max(one, other) + 1e-9
 
 
-def test_what_is_counted_again_and_again_takes_over_and_stays_bounded() -> None:
-    low, high = (0.0,) * len(SHARES), (1.0,) * len(SHARES)
-    hits = counted(low, 5000.0)
-    for _ in range(12):
-        hits = hits.merged(counted(high, 1024.0, LATER))
-    assert hits.layers[3][0] > 0.95
-    assert hits.n_tokens < 4 * 1024
-
-
 def test_layers_of_other_plans_are_kept() -> None:
     rates = (0.5,) * len(SHARES)
     old = CountedHits(64, 4, {1: rates, 2: rates}, 100.0, DAY)

@@ -65,38 +65,3 @@ def test_more_slots_never_hit_less_and_all_slots_hit_all(recorded: Recorded) -> 
     assert np.all(np.diff(found, axis=1) >= -1e-12)
     assert np.all(found[:, 0] == 0.0)
     assert found[:, -1] == pytest.approx(1.0)
-
-
-def test_the_same_experts_every_time_hit_with_room_for_them_and_not_below() -> None:
-    routing = np.tile(np.arange(4), (50, 3, 1))  # 3 layers of 16, the same 4 used
-    n_used, n_pieces = 12, 48
-    found = recorded_hits(routing, 16, (n_used / n_pieces, (n_used - 1) / n_pieces))
-    assert found[:, 0] == pytest.approx(1.0)
-    assert found[:, 1].mean() < 1.0
-
-
-def test_experts_in_turn_hit_only_with_room_for_all() -> None:
-    routing = np.arange(64)[:, None, None] % 8
-    found = recorded_hits(routing, 8, (0.5, 0.99, 1.0))
-    assert found[0] == pytest.approx([0.0, 0.0, 1.0])
-
-
-def test_even_routing_hits_as_the_share_that_has_slots() -> None:
-    rng = np.random.default_rng(2)
-    routing = rng.permuted(np.tile(np.arange(64), (600, 2, 1)), axis=-1)[:, :, :4]
-    shares = (0.25, 0.5, 0.75)
-    assert recorded_hits(routing, 64, shares).mean(axis=0) == pytest.approx(shares, abs=0.04)
-
-
-def test_a_cache_that_holds_what_is_in_use_hits_nearly_the_same() -> None:
-    rng = np.random.default_rng(3)
-    scores = rng.standard_normal((400, 4, 32)) + rng.standard_normal((4, 32))
-    routing = np.argsort(scores, axis=-1)[:, :, :4]
-    rule = Lrfu(HALF_LIFE_STEPS * 4, 4)
-    cuts = [
-        (token >= 200, [(layer, expert) for expert in ids])
-        for token, layers in enumerate(routing.tolist())
-        for layer, ids in enumerate(layers)
-    ]
-    held = simulated_hits(rule, 64, cuts, holds_used=True)
-    assert recorded_hits(routing, 32, (0.5,), n_last=200).mean() == pytest.approx(held, abs=0.02)

@@ -15,7 +15,6 @@ from offload.split.costs import (
     MeasuredCosts,
     SideTimes,
     side_times,
-    slowdown,
 )
 from offload.split.division import HOST, split_pairs
 
@@ -39,12 +38,6 @@ def test_lines_through_what_was_measured_give_back_what_they_were_made_of(
     found = side_times(points)
     assert found.fixed_s == pytest.approx(fixed_us * 1e-6, rel=1e-6)
     assert found.by_rows_s == pytest.approx({r: each * 1e-6 for r, each in each_us.items()})
-
-
-def test_what_is_paid_once_is_of_rows_that_were_measured_at_several_numbers_of_experts() -> None:
-    found = side_times({1: [(8, 12e-6), (64, 68e-6)], 2: [(32, 68e-6)], 4: [(16, 68e-6)]})
-    assert found.fixed_s == pytest.approx(4e-6)
-    assert found.by_rows_s == pytest.approx({1: 1e-6, 2: 2e-6, 4: 4e-6})
 
 
 def test_noise_that_would_make_a_cost_negative_makes_it_nothing() -> None:
@@ -100,8 +93,3 @@ def test_numbers_that_are_no_measurement_are_refused(damage: dict[str, Any]) -> 
     for by_rows_s, fixed_s in (({}, 0.0), ({0: 1.0}, 0.0), ({65: 1.0}, 0.0), ({1: 1.0}, -1.0)):
         with pytest.raises(ValueError, match="experts|seconds"):
             SideTimes(by_rows_s, fixed_s)
-
-
-def test_the_slowdown_is_a_quotient_of_medians_and_never_a_gain() -> None:
-    assert slowdown([1.0, 1.1, 9.0], [2.2, 2.2, 2.2]) == pytest.approx(2.0)
-    assert slowdown([1.0], [0.5]) == 1.0

@@ -107,16 +107,6 @@ def test_copies_outlast_the_cpu_but_there_is_an_end_to_them() -> None:
     assert fast.most_copies <= 64
 
 
-def test_without_an_expert_in_a_slot_no_copy_is_timed() -> None:
-    assert on_link(MadeUp(can_copy=False)) is None
-
-
-def test_the_device_is_asked_for_no_more_experts_than_have_slots() -> None:
-    device: Measured = {}
-    on_device(MadeUp(n_pairs=64, n_slots=4, n_experts=2), device)
-    assert {n for points in device.values() for n, _ in points} <= {1, 2}
-
-
 @given(st.integers(1, 16), st.integers(1, 9))
 def test_no_token_of_what_is_timed_uses_an_expert_twice(n_tokens: int, n_used: int) -> None:
     device: Measured = {}
@@ -124,7 +114,3 @@ def test_no_token_of_what_is_timed_uses_an_expert_twice(n_tokens: int, n_used: i
     on_device(MadeUp(n_pairs=n_pairs, n_tokens=n_tokens, n_slots=256, n_experts=256), device)
     assert device[1][0][0] == n_pairs
     assert all(n >= n_used for points in device.values() for n, _ in points)
-
-
-def test_a_model_of_one_expert_has_times_too() -> None:
-    assert all(n == 1 for points in on_host(MadeUp(n_experts=1)).values() for n, _ in points)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,13 +11,6 @@ seconds = st.floats(0.0, 10.0)
 shares = st.floats(0.0, 0.2)
 # A step's time, the share of it in which the link is idle, and the copies that are worth it.
 steps = st.lists(st.tuples(seconds, st.floats(0.0, 1.0), st.integers(0, 4)), max_size=60)
-
-
-@given(seconds, st.floats(0.001, 10.0))
-def test_as_many_as_fit_and_no_more(idle_s: float, copy_s: float) -> None:
-    n = PromotionBudget(0.0).most(idle_s, idle_s, copy_s)
-    assert n * copy_s <= idle_s * (1 + 1e-9)
-    assert (n + 1) * copy_s > idle_s * (1 - 1e-9), "one more would fit"
 
 
 @given(steps, st.floats(0.001, 10.0), shares)
@@ -53,21 +45,3 @@ def test_a_copy_longer_than_a_steps_idle_time_comes_as_often_as_the_share_pays(
     per_step = min(1.0, share * step_s / price_s)
     assert n >= int(n_steps * per_step) * 0.5
     assert n * price_s <= n_steps * share * step_s * (1 + 1e-9)
-
-
-def test_what_was_not_copied_is_not_paid_for() -> None:
-    budget = PromotionBudget(0.5)
-    for _ in range(9):
-        budget.most(1.0, 0.0, 2.0)
-    assert [budget.most(1.0, 0.0, 2.0) for _ in range(3)] == [1, 1, 1]
-    budget.spend(1)
-    assert budget.most(1.0, 0.0, 2.0) == 0
-
-
-@pytest.mark.parametrize("idle_s", [0.0, 1.0])
-def test_a_copy_that_takes_no_time_always_fits(idle_s: float) -> None:
-    assert PromotionBudget().most(1.0, idle_s, 0.0) > 1000
-
-
-def test_a_link_that_is_idle_for_two_copies_has_two() -> None:
-    assert PromotionBudget().most(1.0, 0.0025, 0.001) == 2

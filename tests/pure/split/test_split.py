@@ -153,18 +153,6 @@ def test_any_split_of_somebody_else_costs_what_the_model_says(
     assert (split.cpu_s, split.device_s) == pytest.approx(priced(ids, costs, kind), abs=1e-12)
 
 
-@given(batches(64, 16), any_costs())
-def test_it_is_never_behind_the_cpu_alone_nor_the_device_alone(
-    batch: tuple[Ids, Resident], costs: SplitCosts
-) -> None:
-    ids, resident = batch
-    found_s = later_s(split_pairs(ids, resident, costs))
-    all_host = np.where(resident, HIT, HOST).astype(np.uint8)  # the device has hits anyway
-    all_device = np.where(resident, HIT, STREAMED).astype(np.uint8)
-    assert found_s <= max(priced(ids, costs, all_host)) + 1e-12
-    assert found_s <= max(priced(ids, costs, all_device)) + 1e-12
-
-
 @given(batches(), regular_costs())
 def test_no_split_at_all_is_better_by_more_than_the_bound(
     batch: tuple[Ids, Resident], costs: SplitCosts
@@ -184,82 +172,9 @@ def test_for_one_token_it_is_the_best_of_all(
     assert found_s == pytest.approx(best_of_all_s(ids, resident, costs), abs=1e-12)
 
 
-@given(batches(32, 8), any_costs(), st.sampled_from(["host_s", "device_s", "copy_s"]))
-def test_a_faster_part_never_makes_a_step_longer(
-    batch: tuple[Ids, Resident], costs: SplitCosts, part: str
-) -> None:
-    ids, resident = batch
-    faster = replace(costs, **{part: getattr(costs, part) * 0.5})
-    before_s = later_s(split_pairs(ids, resident, costs))
-    assert later_s(split_pairs(ids, resident, faster)) <= before_s + 1e-12
-
-
-@given(batches(32, 1), any_costs(), st.integers(0, 31))
-def test_one_expert_more_in_a_slot_makes_a_tokens_step_longer_by_its_products_at_most(
-    batch: tuple[Ids, Resident], costs: SplitCosts, at: int
-) -> None:
-    ids, resident = batch
-    more = resident.copy()
-    more[at % len(more)] = True
-    before_s = later_s(split_pairs(ids, resident, costs))
-    products_s = costs.device_fixed_s + costs.device_s[1]
-    assert later_s(split_pairs(ids, more, costs)) <= before_s + products_s + 1e-12
-
-
-@given(batches(32, 8), regular_costs())
-def test_the_link_gets_the_misses_of_most_rows(
-    batch: tuple[Ids, Resident], costs: SplitCosts
-) -> None:
-    ids, resident = batch
-    split = split_pairs(ids, resident, costs)
-    rows = np.bincount(ids.ravel(), minlength=len(resident))
-    misses = (rows > 0) & ~resident
-    streamed, left = (rows[misses & (split.kind == kind)] for kind in (STREAMED, HOST))
-    assert streamed.min(initial=99) >= left.max(initial=0)
-
-
 def test_beyond_what_was_measured_costs_follow_their_last_step() -> None:
     measured = np.array([0.0, 2.0, 5.0])
     assert seconds_at(measured, np.array([1, 2, 3, 10])).tolist() == [2.0, 5.0, 8.0, 29.0]
-
-
-def test_products_wait_for_their_own_kind_of_weight_and_no_other() -> None:
-    """Two copies of 30 s and products of 6 s for all three experts; the CPU would take 100 s."""
-    costs = SplitCosts(np.array([0.0, 100.0]), np.array([0.0, 2.0]), 0.0, 0.0, 15.0)
-    ids = np.arange(3, dtype=np.int32)[None]
-    resident = np.arange(3) < 1
-
-    def device_s(*kinds: float) -> float:
-        split = split_pairs(ids, resident, replace(costs, kinds=kinds))
-        assert split.kind.tolist() == [HIT, STREAMED, STREAMED]
-        return split.device_s
-
-    assert device_s(1.0) == pytest.approx(36.0), "all copies, then the product"
-    assert device_s(0.5, 0.5) == pytest.approx(33.0), "half a product behind the last copy"
-    assert device_s(0.25, 0.25, 0.5) == pytest.approx(33.0)
-    assert device_s(0.4, 0.4, 0.2) == pytest.approx(31.2)
-    slow_device = replace(costs, device_s=np.array([0.0, 30.0]), kinds=(0.25, 0.75))
-    assert split_pairs(ids, resident, slow_device).device_s == pytest.approx(97.5), "7.5 of copies"
-
-
-def test_either_side_is_slow_only_while_the_other_is_busy() -> None:
-    """Four experts; one is copied in 10 s beside the CPU, in 5 s alone."""
-    costs = SplitCosts(np.array([0.0, 2.0]), np.zeros(2), 0.0, 0.0, 10.0, 1.5, 2.0)
-    ids = np.arange(4, dtype=np.int32)[None]
-    nothing, all_but_one = np.zeros(4, np.bool_), np.arange(4) > 0
-    split = split_pairs(ids, nothing, costs)
-    assert (split.kind.tolist(), split.cpu_s) == ([HOST] * 4, 8.0), "at its own speed"
-    split = split_pairs(ids, nothing, replace(costs, copy_s=4.0))
-    assert split.kind.tolist() == [STREAMED, STREAMED, HOST, HOST]
-    assert split.cpu_s == pytest.approx(6.0), "4 s of work beside copies to the end"
-    assert split.device_s == pytest.approx(7.0), "6 of 8 s of copies beside it, the rest in one"
-    longer = replace(costs, copy_s=2.0, host_s=np.array([0.0, 5.0]), link_slowdown=1.0)
-    split = split_pairs(ids, nothing, longer)
-    assert split.kind.tolist() == [STREAMED, STREAMED, STREAMED, HOST]
-    assert split.cpu_s == pytest.approx(7.0), "6 s beside copies, in which it does 4 of 5, and 1"
-    alone = split_pairs(ids, all_but_one, replace(costs, host_s=np.array([0.0, 20.0])))
-    assert alone.kind.tolist() == [STREAMED, HIT, HIT, HIT]
-    assert (alone.cpu_s, alone.device_s) == (0.0, 5.0)
 
 
 def test_a_slow_link_leaves_every_miss_to_the_cpu_and_a_fast_one_shares_them() -> None:
@@ -270,19 +185,6 @@ def test_a_slow_link_leaves_every_miss_to_the_cpu_and_a_fast_one_shares_them() -
     fast = split_pairs(ids, resident, replace(costs, copy_s=12.5))
     assert fast.kind.tolist() == [HIT] * 3 + [STREAMED] * 2 + [HOST] * 3
     assert (fast.cpu_s, fast.device_s) == (30.0, 30.0)
-
-
-@given(batches(32, 8), any_costs())
-def test_the_link_is_idle_but_for_what_is_streamed(
-    batch: tuple[Ids, Resident], costs: SplitCosts
-) -> None:
-    ids, resident = batch
-    split = split_pairs(ids, resident, costs)
-    rows = np.bincount(ids.ravel(), minlength=len(resident))
-    link_s = costs.copy_s * int(((rows > 0) & (split.kind == STREAMED)).sum())
-    assert split.idle_s == pytest.approx(max(0.0, later_s(split) - link_s), abs=1e-12)
-    known = split_pairs(ids, resident, costs, rows)
-    assert known.kind.tolist() == split.kind.tolist(), "its own count is the same"
 
 
 def excess_s(ids: NDArray[np.int32], resident: NDArray[np.bool_], costs: SplitCosts) -> float:

@@ -40,21 +40,6 @@ EXPERT_BYTES = 3 * N_LAYERS * N_EXPERTS * 4352
 DENSE_BYTES = 6800 + N_LAYERS * (3 * 4352 + 256)
 
 
-def test_without_a_limit_the_experts_stream_and_all_of_them_have_a_slot() -> None:
-    plan = make_plan(facts(), budget_bytes=None)
-    assert plan.streamed_bytes == EXPERT_BYTES
-    assert plan.resident_bytes == DENSE_BYTES
-    assert plan.slot_bytes == EXPERT_BYTES
-    assert all(pool.n_slots == pool.n_pieces for pool in plan.layout.pools)
-
-
-def test_experts_and_dense_weights_of_one_shape_have_pools_of_their_own() -> None:
-    plan = make_plan(facts(), budget_bytes=None, n_gpu_layers=0)
-    assert [(pool.n_experts, pool.n_groups) for pool in plan.layout.pools] == [
-        (N_EXPERTS, N_LAYERS), (0, 3 * N_LAYERS),
-    ]  # fmt: skip
-
-
 @given(st.integers(DENSE_BYTES // 4, DENSE_BYTES + 2 * EXPERT_BYTES))
 def test_whatever_the_budget_the_plan_keeps_it_or_says_that_nothing_fits(budget: int) -> None:
     try:
@@ -71,16 +56,6 @@ def test_whatever_the_budget_the_plan_keeps_it_or_says_that_nothing_fits(budget:
 def test_what_cannot_fit_is_refused_with_numbers_and_the_flag() -> None:
     with pytest.raises(DoesNotFit, match=r"MiB.*--vram"):
         make_plan(facts(), budget_bytes=1000)
-
-
-@given(st.integers(0, DENSE_BYTES + 2 * EXPERT_BYTES), st.integers(1, EXPERT_BYTES))
-def test_more_memory_never_stops_fitting(budget: int, more: int) -> None:
-    for n_cpu_moe in (None, "fit", 3):
-        try:
-            make_plan(facts(), budget_bytes=budget, n_cpu_moe=n_cpu_moe)  # type: ignore[arg-type]
-        except DoesNotFit:
-            continue
-        make_plan(facts(), budget_bytes=budget + more, n_cpu_moe=n_cpu_moe)  # type: ignore[arg-type]
 
 
 def test_the_patterns_match_the_streamed_weights_and_nothing_else() -> None:
@@ -134,14 +109,3 @@ def test_experts_of_as_few_layers_stream_as_the_budget_makes_necessary() -> None
         assert plan.resident_bytes + plan.slot_bytes <= budget
         streamed.append(len(plan.streamed) // 3)
     assert streamed == [3, 4, 5], "two layers' slots are kept for what streams"
-
-
-def test_n_cpu_moe_streams_the_experts_of_that_many_layers() -> None:
-    for n in (0, 2, N_LAYERS):
-        plan = make_plan(facts(), budget_bytes=None, n_cpu_moe=n)
-        assert len(plan.streamed) == 3 * n
-
-
-def test_without_a_budget_fit_streams_them_all() -> None:
-    plan = make_plan(facts(), budget_bytes=None, n_cpu_moe="fit")
-    assert plan.streamed_bytes == EXPERT_BYTES

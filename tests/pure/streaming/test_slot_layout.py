@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,12 +59,6 @@ def test_gate_up_and_down_of_an_expert_have_one_slot_number() -> None:
     assert layout.size_bytes == 3 * 8 * 3 * expert_bytes
     assert [group.layer for group in layout.groups] == [0, 1, 2]
     assert layout.places()["blk.1.ffn_up_exps.weight"] == (1, "up")
-
-
-def test_a_fused_gate_and_up_is_one_kind() -> None:
-    layout = layout_of(experts(0, same("mxfp4", "gate_up", "down")))
-    (pool,) = layout.pools
-    assert [kind.name for kind in pool.kinds] == ["gate_up", "down"]
 
 
 def test_layers_of_two_types_share_slots_of_whole_blocks_of_both() -> None:
@@ -125,16 +118,6 @@ def test_no_more_slots_than_kernels_can_count_blocks() -> None:
     assert (pool.n_slots + 1) * stride // block > MOST_BLOCKS
 
 
-def test_slots_are_set_pool_by_pool() -> None:
-    layout = layout_of(*(experts(i, same("q4_K")) for i in range(3)), experts(3, same("f32")))
-    smaller = layout.with_slots([5, 2])
-    assert [pool.n_slots for pool in smaller.pools] == [5, 2]
-    assert smaller.size_bytes == sum(5 * p.slot_bytes if i == 0 else 2 * p.slot_bytes
-                                     for i, p in enumerate(layout.pools))  # fmt: skip
-    with pytest.raises(ValueError, match="shorter"):
-        layout.with_slots([5])
-
-
 def test_a_type_that_we_do_not_know_streams_too() -> None:
     rows = [
         Row(f"blk.{i}.ffn_{kind}_exps.weight", "q9_X", (64, 32, 8), 8 * 32 * 30)
@@ -143,10 +126,6 @@ def test_a_type_that_we_do_not_know_streams_too() -> None:
     ]
     (pool,) = slot_layout(rows, 8, 2).pools
     assert pool.slot_bytes == 3 * 32 * 30
-
-
-def test_nothing_streams_through_nothing() -> None:
-    assert slot_layout([], 8, 2) == SlotLayout()
 
 
 @settings(max_examples=200, deadline=None)

@@ -64,19 +64,6 @@ def test_every_weight_is_read_once_to_where_it_lies(
         assert pages <= brought
 
 
-@given(weights())
-def test_weights_do_not_overlap_in_memory_and_keep_their_place_in_the_page(
-    places: list[WeightPlace],
-) -> None:
-    layout = plan_layout(places)
-    last = 0
-    for spot in sorted(layout.spots.values(), key=lambda spot: spot.at_bytes):
-        assert spot.at_bytes >= last
-        assert spot.at_bytes % PAGE_BYTES == spot.offset_bytes % PAGE_BYTES
-        last = spot.at_bytes + spot.size_bytes
-    assert last <= layout.size_bytes
-
-
 def test_distant_weights_are_not_read_with_what_lies_between() -> None:
     layout = plan_layout([place("a", 64, 4096), place("b", 4192, 4096), place("c", 1 << 20, 4096)])
     assert [(run.start_bytes, run.stop_bytes) for run in layout.runs] == [
@@ -84,11 +71,6 @@ def test_distant_weights_are_not_read_with_what_lies_between() -> None:
         (1 << 20, (1 << 20) + 4096),
     ]
     assert [run.end_bytes for run in layout.runs] == [8288, (1 << 20) + 4096]
-
-
-def test_nothing_streamed_takes_no_memory() -> None:
-    layout = plan_layout([])
-    assert (layout.size_bytes, cut_into_chunks(layout.runs, PAGE_BYTES)) == (0, ())
 
 
 def test_too_little_memory_is_told_with_both_numbers_the_limit_and_the_flag() -> None:

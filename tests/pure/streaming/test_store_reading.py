@@ -98,21 +98,6 @@ def test_what_the_page_cache_holds_is_copied_from_there_and_dropped(file: Path) 
     assert counters.read_bytes >= sum(r.end_bytes - r.start_bytes for r in runs_of(file))
 
 
-def test_reads_without_o_direct_go_through_the_cache_and_drop_it(file: Path) -> None:
-    runs = runs_of(file)
-    opened = OpenFile(file)
-    opened.read_buffered(OSError(errno.EINVAL, "switched off"))
-    readers = Readers([opened], cut_into_chunks(runs, 1 << 18), memory_for(runs), 2)
-    readers.start()
-    readers.wait()
-    opened.close()
-    assert readers.counters.direct_bytes == 0
-    assert readers.counters.buffered_bytes + readers.counters.cached_bytes > SIZE_BYTES // 2
-    n_left = n_cached_pages(file)
-    assert n_left < SIZE_BYTES // 2 // PAGE_BYTES, "only what read-ahead brought beside the runs"
-    assert "refuses O_DIRECT (switched off)" in opened.why_not_direct
-
-
 @pytest.mark.parametrize("when", ["open", "read"])
 def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache_and_named(
     file: Path, when: str, monkeypatch: pytest.MonkeyPatch
@@ -141,65 +126,9 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache_and_n
     assert "refuses O_DIRECT (Invalid argument)" in opened.why_not_direct
 
 
-def test_a_file_that_is_shorter_than_its_weights_is_an_error_with_both_numbers(file: Path) -> None:
-    opened = OpenFile(file)
-    runs = runs_of(file)
-    os.truncate(file, SIZE_BYTES - 5000)
-    readers = Readers([opened], cut_into_chunks(runs, 1 << 17), memory_for(runs), 2)
-    readers.start()
-    message = f"ends at byte {SIZE_BYTES - 5000} but weights reach to byte .*; it was cut"
-    with pytest.raises(BadModel, match=message):
-        readers.wait()
-    opened.close()
-
-
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadModel, match="none: cannot be read"):
         OpenFile(tmp_path / "none")
-
-
-class Meeting(Readers):
-    """Readers that wait for one another, so that all of them are reading at once."""
-
-    def __init__(self, file: OpenFile, chunks: Sequence[Chunk], n: int) -> None:
-        super().__init__([file], chunks, memory_for(runs_of(file.path)), n)
-        self.barrier = threading.Barrier(n)
-
-    def _read(self, file: OpenFile, chunk: Chunk) -> None:
-        self.barrier.wait(timeout=60)
-        super()._read(file, chunk)
-
-
-def test_readers_read_at_the_same_time(file: Path) -> None:
-    opened = OpenFile(file)
-    chunks = cut_into_chunks(runs_of(file), 64 * PAGE_BYTES)
-    readers = Meeting(opened, chunks[: len(chunks) // 3 * 3], 3)
-    readers.start()
-    readers.wait()
-    opened.close()
-    assert readers.counters.peak_readers == 3
-
-
-class Failing(Readers):
-    """The third read fails, in whatever way."""
-
-    error: BaseException = ValueError("third")
-
-    def _read(self, file: OpenFile, chunk: Chunk) -> None:
-        if self.counters.reads == 3:
-            raise self.error
-        super()._read(file, chunk)
-
-
-def test_the_first_failure_stops_all_readers_and_is_raised(file: Path) -> None:
-    opened = OpenFile(file)
-    chunks = cut_into_chunks(runs_of(file), PAGE_BYTES)
-    readers = Failing([opened], chunks, memory_for(runs_of(file)), 2)
-    readers.start()
-    with pytest.raises(ValueError, match="third"):
-        readers.wait()
-    opened.close()
-    assert readers.counters.reads < len(chunks)
 
 
 def test_ctrl_c_while_waiting_stops_the_readers(

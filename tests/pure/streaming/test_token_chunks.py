@@ -73,11 +73,6 @@ def test_slots_that_the_matrix_kernel_can_be_shown(
     assert tiles * most * row_blocks < 2**30 <= tiles * (most + 1) * row_blocks
 
 
-def test_a_token_that_needs_more_slots_than_there_are_is_an_error() -> None:
-    with pytest.raises(ValueError, match="one token uses 3 experts, and there are 2 slots"):
-        chunks_of([[1, 2, 3]], 2, 8)
-
-
 def tight(n_slots: int, min_batch: int | None) -> Plan:
     pool = SlotPool("experts", (SlotKind("up", 100, 10),), n_slots, 4, 64, 8)
     return Plan((), 0, SlotLayout((pool,)), ("a reason",), min_batch=min_batch)

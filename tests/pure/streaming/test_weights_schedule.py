@@ -14,7 +14,7 @@ from offload.errors import DoesNotFit
 from offload.schedule.cache import Lrfu
 from offload.schedule.commands import Copy, Need
 from offload.schedule.schedule import Schedule, _kept
-from offload.schedule.slots import STATES, Piece
+from offload.schedule.slots import Piece
 
 
 def dense(cut: int, weight: int) -> Need:
@@ -71,36 +71,6 @@ def test_two_slots_are_a_double_buffer() -> None:
         schedule.leave(cut)
 
 
-def test_depth_is_how_far_ahead_copies_go() -> None:
-    schedule = schedule_of(10, depth=3)
-    schedule.begin(10)
-    for cut in range(10):
-        schedule.need(dense(cut, cut))
-    copies = [c for c in schedule.issue(0)]
-    assert [(c.cut, c.reason) for c in copies] == [
-        (0, "needed"), (1, "ahead"), (2, "ahead"), (3, "ahead"),
-    ]  # fmt: skip
-
-
-def test_depth_zero_copies_in_enter_alone() -> None:
-    schedule = schedule_of(4, depth=0)
-    schedule.begin(2)
-    schedule.need(dense(0, 7))
-    assert schedule.issue(0) == []
-    assert not schedule.ready(0)
-    entered = schedule.enter(0)
-    assert entered.issued == (Copy(0, 0, (7, 0), 0, "needed", None),)
-    assert entered.waits == ((7, 0),)
-    assert (entered.hits, entered.misses) == (0, 1)
-
-
-def test_a_schedule_that_keeps_nothing_copies_for_each_graph() -> None:
-    schedule = Schedule({0: 4}, Lru(), 0, keeps=False)
-    needs = [experts(0, 1, 3, 5)]
-    first, again = run(schedule, needs), run(schedule, needs)
-    assert [copy.piece for copy in first] == [copy.piece for copy in again] == [(1, 3), (1, 5)]
-
-
 def test_a_cached_piece_is_a_hit_without_a_copy_or_a_wait() -> None:
     schedule = schedule_of(4, depth=1)
     run(schedule, [experts(0, 1, 3, 5)])
@@ -150,15 +120,6 @@ def test_guesses_stay_within_their_limit_until_one_is_waited_for() -> None:
     assert [c.piece[1] for c in schedule.issue(1)] == [10, 11, 12]
 
 
-def test_a_guess_takes_nothing_that_a_known_cut_needs() -> None:
-    schedule = schedule_of(2, depth=5)
-    run(schedule, [experts(0, 1, 0, 1)])
-    schedule.begin(3)
-    schedule.need(experts(2, 1, 0, 1))
-    schedule.predict(experts(1, 1, 5))
-    assert schedule.issue(0) == []
-
-
 def test_what_is_promoted_is_spread_over_the_graph_from_its_first_cut_on() -> None:
     schedule = schedule_of(8, depth=2)
     schedule.begin(4)
@@ -173,16 +134,6 @@ def test_what_is_promoted_is_spread_over_the_graph_from_its_first_cut_on() -> No
         check(schedule)
     assert copied == [[1], [], [2], []]
     assert schedule.counters.copies["promoted"] == 2
-
-
-def test_nothing_is_promoted_over_what_a_known_cut_needs() -> None:
-    schedule = schedule_of(2, depth=2)
-    schedule.begin(2)
-    for cut in range(2):
-        schedule.need(dense(cut, cut))
-    schedule.promote([experts(1, 9, 1)])
-    commands = schedule.issue(0)
-    assert [c.reason for c in commands] == ["needed", "ahead"]
 
 
 def test_what_a_cut_uses_in_slots_and_elsewhere_is_one_use_for_the_cache_rule() -> None:
@@ -206,82 +157,12 @@ def test_what_a_cut_uses_in_slots_and_elsewhere_is_one_use_for_the_cache_rule() 
     assert entered.use == 3
 
 
-def test_what_is_cached_and_guessed_outlives_what_is_only_cached() -> None:
-    schedule = schedule_of(3, depth=2)
-    for expert in range(3):
-        run(schedule, [experts(0, 1, expert)])
-    schedule.begin(2)
-    schedule.predict(experts(1, 1, 0))  # the one used longest ago
-    assert schedule.issue(0) == []
-    schedule.need(experts(0, 1, 9))
-    evicted = evicted_by(schedule, lambda: schedule.issue(0))
-    assert evicted == [(1, 1)]
-
-
-def test_a_guess_for_a_cut_that_is_behind_is_ignored() -> None:
-    schedule = schedule_of(4, depth=2)
-    schedule.begin(3)
-    schedule.issue(2)
-    schedule.predict(experts(1, 1, 0))
-    assert schedule.issue(2) == []
-
-
-def test_no_guess_is_copied_into_a_pool_where_something_needed_waits_for_room() -> None:
-    schedule = schedule_of(4, depth=3)
-    schedule.begin(3)
-    schedule.need(dense(0, 9))
-    schedule.issue(0)
-    schedule.enter(0)
-    schedule.need(whole(1, 1, 3))  # one slot of its only region is in use
-    schedule.predict(experts(2, 2, 0))
-    assert schedule.issue(1) == []
-    schedule.leave(0)
-    copies = [c for c in schedule.issue(1)]
-    assert [c.reason for c in copies] == ["needed"] * 3 + ["predicted"]
-
-
-def test_nearer_cuts_take_slots_from_farther_ones() -> None:
-    schedule = schedule_of(2, depth=0)
-    run(schedule, [experts(0, 1, 0, 1)])
-    schedule.begin(3)
-    schedule.issue(0)
-    schedule.need(experts(0, 1, 5))
-    schedule.need(experts(1, 1, 0))
-    schedule.need(experts(2, 1, 1))
-    evicted = evicted_by(schedule, lambda: schedule.enter(0).issued)
-    assert evicted == [(1, 1)]
-
-
-def test_what_lost_its_slot_to_a_nearer_cut_is_copied_again() -> None:
-    schedule = schedule_of(2, depth=2)
-    schedule.begin(3)
-    schedule.need(experts(2, 1, 8, 9))
-    assert len(schedule.issue(0)) == 2
-    schedule.need(experts(0, 1, 0, 1))
-    schedule.issue(0)
-    schedule.enter(0)
-    schedule.leave(0)
-    assert [c.piece for c in schedule.issue(1)] == [(1, 8), (1, 9)]
-    assert schedule.enter(2).issued == ()
-
-
 def test_neighbouring_experts_get_neighbouring_slots() -> None:
     schedule = schedule_of(10, depth=1)
     run(schedule, [experts(0, 1, 20, 21, 22), experts(1, 1, 30), experts(2, 1, 40)])
     copies = run(schedule, [experts(0, 2, 9, 4, 5, 6, 7)])
     slot = {c.piece[1]: c.slot for c in copies}
     assert [slot[e] - slot[4] for e in (4, 5, 6, 7)] == [0, 1, 2, 3]
-
-
-def test_a_whole_weight_lies_in_order_in_one_region() -> None:
-    schedule = schedule_of(7, depth=1)
-    run(schedule, [experts(0, 1, 2, 0)])  # two pieces lie where the whole weight cannot use them
-    schedule.begin(1)
-    schedule.need(whole(0, 1, 3))
-    schedule.issue(0)
-    first, *_ = slots = schedule.enter(0).slots
-    assert first % 3 == 0
-    assert slots == (first, first + 1, first + 2)
 
 
 def test_whole_weights_alternate_between_two_regions() -> None:
@@ -302,16 +183,6 @@ def test_a_dense_weight_that_recurs_is_not_flushed_just_before_its_use(n_slots: 
         # LRU would copy all 40 again; without look-ahead nothing can do with less than n - slots.
         assert n - n_slots <= len(copies) <= n - n_slots + ring
         assert 0 not in [c.cut for c in copies]  # the first cut's copy could not be hidden
-
-
-@pytest.mark.parametrize("n_slots", [5, 9, 20, 38])
-def test_pinned_weights_are_spread_so_that_the_link_is_busy_evenly(n_slots: int) -> None:
-    needs = [dense(cut, cut) for cut in range(40)]
-    pinned = _kept(needs, n_slots, 3)
-    assert len(pinned) == n_slots - 3
-    for start in range(0, 40, 10):
-        share = sum(((w, 0) in pinned) for w in range(start, start + 10))
-        assert abs(share - len(pinned) / 4) < 1
 
 
 @pytest.mark.parametrize(("n_layers", "n_pinned"), [(3, 0), (4, 1), (7, 4)])
@@ -352,12 +223,6 @@ def test_whole_layers_that_may_lie_anywhere_leave_a_decodes_experts_where_they_a
         assert len(copies) <= 6 * 8 - len(kept)
 
 
-def test_layers_in_order_would_have_taken_their_slots() -> None:
-    schedule = decoded(34, [experts(0, layer, 1, 3, 6) for layer in range(6)])
-    copies = run(schedule, [whole(cut, cut, 8) for cut in range(6)])
-    assert len(copies) >= 6 * 8 - 3
-
-
 def test_what_is_kept_beyond_a_decodes_experts_stays_from_one_prompt_to_the_next() -> None:
     """Else each would keep what streamed past last, and the first layers' would erode."""
     schedule = decoded(34, [experts(0, 0, 1)])
@@ -383,34 +248,6 @@ def test_order_is_given_up_only_where_that_saves_more_than_a_piece_of_each_layer
     assert not in_order.saves_out_of_order(0, groups, 8), "whole layers lie there in order"
 
 
-def test_a_piece_that_two_cuts_use_at_once_is_there_once() -> None:
-    schedule = schedule_of(1, depth=1)
-    schedule.begin(2)
-    schedule.need(dense(0, 3))
-    schedule.need(dense(1, 3))
-    schedule.issue(0)
-    assert schedule.enter(0).slots == schedule.enter(1).slots == (0,)
-    schedule.leave(0)
-    assert STATES[schedule.pools[0].state[0]] == "in use"
-    schedule.leave(1)
-    assert STATES[schedule.pools[0].state[0]] == "ready"
-    assert sum(schedule.counters.copies.values()) == 1
-
-
-def test_a_cut_that_was_passed_over_leaves_the_next_one_its_own_pieces() -> None:
-    schedule = schedule_of(3, depth=0)
-    schedule.begin(3)
-    schedule.issue(0)
-    schedule.need(experts(0, 1, 8, 9))
-    schedule.need(experts(1, 1, 0))
-    schedule.enter(1)
-    schedule.leave(1)
-    schedule.need(experts(2, 1, 0, 5, 6))
-    entered = schedule.enter(2)
-    assert len(set(entered.slots)) == 3
-    assert entered.hits == 1
-
-
 def test_a_need_that_does_not_fit_says_by_how_much_and_changes_nothing() -> None:
     schedule = schedule_of(4, depth=1)
     schedule.begin(2)
@@ -424,25 +261,6 @@ def test_a_need_that_does_not_fit_says_by_how_much_and_changes_nothing() -> None
     assert schedule.pools[0].piece == before
     schedule.leave(0)
     assert len(schedule.enter(1).slots) == 2
-
-
-def test_pieces_shared_with_an_open_cut_need_no_slots_of_their_own() -> None:
-    schedule = schedule_of(4, depth=1)
-    schedule.begin(2)
-    schedule.need(experts(0, 1, 0, 1, 2))
-    schedule.enter(0)
-    schedule.need(experts(1, 1, 0, 1, 2, 3))
-    entered = schedule.enter(1)
-    assert (len(set(entered.slots)), entered.hits, entered.misses) == (4, 3, 1)
-
-
-def test_a_whole_weight_that_does_not_fit_is_refused() -> None:
-    schedule = schedule_of(4, depth=1)
-    schedule.begin(1)
-    schedule.need(whole(0, 1, 5))
-    assert schedule.issue(0) == []
-    with pytest.raises(DoesNotFit, match=r"needs 5 slots of pool 0 in a row, but it has 4"):
-        schedule.enter(0)
 
 
 def test_after_an_abort_what_was_ready_is_still_cached() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights_machine import Driver, Graph
@@ -147,19 +146,3 @@ def test_when_everything_fits_nothing_is_copied_twice(seed: int, depth: int) -> 
     driver.machine.finish()
     assert sum(schedule.counters.copies.values()) == len(pieces)
     assert schedule.counters.evictions == 0
-
-
-@pytest.mark.parametrize("guessing", ["right", "partly", "wrong"])
-def test_any_depth_and_guess_computes_what_the_serial_twin_computes(guessing: str) -> None:
-    for seed in range(10):
-        computed = []
-        for depth in (0, 1, 4):
-            rng = random.Random(seed)
-            graphs = [random_graph(rng, 4, 3, guessing) for _ in range(3)]
-            pools = {a: smallest(graphs, a) + 2 for a in range(N_POOLS)}
-            driver = Driver(Schedule(pools, Lrfu(4.0), depth), random.Random(depth))
-            for graph in graphs:
-                driver.run(graph)
-            driver.machine.finish()
-            computed.append(driver.machine.computed)
-        assert computed[0] == computed[1] == computed[2]
