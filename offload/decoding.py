@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from offload.errors import DoesNotFit
 from offload.ggml.library.callback import Pending
-from offload.ggml.llama import Context, ContextOptions, EmbeddingContext, Model
-from offload.plan.choices import POOLINGS
+from offload.ggml.llama import Context, EmbeddingContext, Model
+from offload.plan.context import POOLINGS, ContextOptions
 from offload.sequences import Decode
 from offload.streaming.device import StreamingDevice
 from offload.threads import EngineThreads

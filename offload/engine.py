@@ -19,7 +19,7 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import prepare
 from offload.ggml.library.log import opening
-from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
+from offload.ggml.llama import Context, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.threads import CpuTeam, has_openmp
 from offload.mla.measure import chosen_crossover
@@ -27,32 +27,24 @@ from offload.model import ModelFacts, is_experts
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build
 from offload.numa_plan import NOT_OURS, NumaPlan, PagePlacer
-from offload.plan.choices import pooling_of
 from offload.plan.context import (
-    ContextSpec,
+    ContextOptions,
     check_cache_types,
     forgetting_window,
     most_state_bytes,
+    pooling_of,
 )
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.plan.placement import DEFAULT_UBATCH, Plan
-from offload.plan.sharing import UBATCHES
+from offload.plan.placement import Plan
 from offload.routing import RoutingRecorder
 from offload.sequences import Decode, Sequences
 from offload.split.path import Hybrid, Pace
 from offload.split.switch import HybridSwitch, stay
 from offload.store.store import READING, OnProgress, Store, StoreOptions, room_now
+from offload.streaming.building import ExecutorBuilder
 from offload.streaming.counters import StreamCounters
-from offload.streaming.device import MakeExecutor, StreamingDevice
-from offload.streaming.options import (
-    StreamingOptions,
-    executor_maker,
-    fitted,
-    for_warm_up,
-    is_counted,
-    plan_streaming,
-    room_left,
-)
+from offload.streaming.device import StreamingDevice
+from offload.streaming.options import StreamingOptions, is_counted, plan_streaming
 from offload.text import ModelText
 from offload.threads import EngineThreads
 
@@ -60,7 +52,7 @@ _HOST_NAME = "SPEC_HOST"
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class EngineOptions(ContextOptions):
     """The options of opening a model. Names are llama.cpp's where the meaning is the same."""
 
     device: str = "auto"
@@ -69,38 +61,11 @@ class EngineOptions:
     streaming: StreamingOptions = StreamingOptions()
     store: StoreOptions = StoreOptions()
     wrapped: bool = True  # off: libllama sees the real device, as for a draft
-    n_ctx: int = 4096
-    n_batch: int = 2048
-    n_ubatch: int | None = 512  # None: the plan chooses, up to most_ubatch
-    most_ubatch: int = UBATCHES[-1]
-    n_sequences: int = 1
-    n_outputs: int = 64
-    n_rs_seq: int = 0  # most tokens that a recurrent memory rolls back by snapshots
-    n_threads: int = 1
-    n_threads_batch: int = 1
-    flash_attn: str = "auto"
-    type_k: str = "f16"  # type of the KV cache's keys
-    type_v: str = "f16"
-    swa_full: bool = False  # keep keys that sliding windows have passed
-    pooling: str | None = None  # kind of embeddings (plan/choices.py); None: no embeddings
+    most_ubatch: int | None = None  # the plan chooses n_ubatch, up to this; None: n_ubatch
+    pooling: str | None = None  # kind of embeddings (plan/context.py); None: no embeddings
     numa: NumaPlan | None = None  # its teams replace n_threads and n_threads_batch
     mla_crossover: int | None = None  # for tests: tokens up to which MLA's broadcast form is taken
     trial_folder: Path | None = None  # results of trials, one per build; None: try at each start
-
-
-def context_spec(facts: ModelFacts, options: EngineOptions) -> ContextSpec:
-    """The context that these options ask for, as the plan counts it."""
-    return ContextSpec(
-        n_ctx=options.n_ctx or facts.number("context_length", 4096),
-        n_ubatch=options.n_ubatch or DEFAULT_UBATCH,
-        n_sequences=options.n_sequences,
-        n_outputs=options.n_outputs,
-        n_rs_seq=options.n_rs_seq,
-        type_k=options.type_k,
-        type_v=options.type_v,
-        flash_attn=options.flash_attn != "off",
-        swa_full=options.swa_full,
-    )
 
 
 class Engine(ModelText):
@@ -116,14 +81,15 @@ class Engine(ModelText):
 
         Raises BadModel, DoesNotFit, DeviceUnavailable or LibraryMismatch.
         """
-        self.options = options = options or EngineOptions()
+        options = options or EngineOptions()
         self.facts: ModelFacts = read_facts(path)
         if options.wrapped:  # a draft may read its block at once
             check_writes(self.facts)
         flash_attn = check_cache_types(
             self.facts, options.type_k, options.type_v, options.flash_attn
         )
-        self.options = options = replace(options, flash_attn=flash_attn)
+        n_ctx = options.n_ctx or self.facts.n_ctx_train
+        self.options = options = replace(options, n_ctx=n_ctx, flash_attn=flash_attn)
         self.choice: DeviceChoice = choose_device(options.device)
         # Sentences for the user, e.g. on features that the library's build lacks.
         self.notes: list[str] = [*prepare(), *missing_in_build(has_gpu=has_gpu())]
@@ -146,10 +112,10 @@ class Engine(ModelText):
             placement = self._place()
             with opening(self.facts.path):
                 self._load(placement, on_progress)
-                n_ctx = options.n_ctx or self._model.n_ctx_train
-                self._context = Context(self._model, self._context_options(n_ctx), self._pending)
+                in_full = self._context_options()
+                self._context = Context(self._model, in_full, self._pending)
                 self._closing.callback(self._context.close)
-                self.embedder = self._open_embedder(n_ctx)
+                self.embedder = self._open_embedder(in_full)
             self.threads = self._open_threads()
             self._size_slots(free_before)
             self._answer_natively()
@@ -167,17 +133,14 @@ class Engine(ModelText):
             # The library aborts if a state has several ranges of cells, as with sliding windows.
             device_checkpoints=self._model.is_recurrent
             and not self.facts.number("attention.sliding_window"),
-            most_state_bytes=most_state_bytes(
-                self.facts, replace(context_spec(self.facts, self.options), n_ctx=n_ctx)
-            ),
+            most_state_bytes=most_state_bytes(self.facts, self.options),
             n_swa=0 if options.swa_full else forgetting_window(self.facts),
         )
 
     # -- opening and closing --------------------------------------------------------------------
 
     def _decode(self) -> Decode:
-        n_ubatch = self.options.n_ubatch or DEFAULT_UBATCH
-        return Decoder(self._context, self.threads, self.device, n_ubatch).decode
+        return Decoder(self._context, self.threads, self.device, self.options.n_ubatch).decode
 
     def _place(self) -> ModelPlacement:
         if not self.choice.wrapped:
@@ -186,18 +149,21 @@ class Engine(ModelText):
             real = (self.choice.device,) if self.choice.on_gpu else ()
             return ModelPlacement(real, n_gpu_layers=999 if real else 0, use_extra_bufts=False)
         o = self.options
-        self.plan = plan_streaming(
-            self.facts,
-            self.choice,
+        streaming = replace(
             o.streaming,
-            o.stream_experts,
-            context_spec(self.facts, o),
-            o.most_ubatch if o.n_ubatch is None else None,
-            None if o.store.keep_page_cache else room_now().available_bytes,
+            stream_experts=o.stream_experts,
+            context=o,
+            most_ubatch=o.most_ubatch,
+            host_bytes=None if o.store.keep_page_cache else room_now().available_bytes,
         )
-        self.options = o = replace(o, n_ubatch=o.n_ubatch or self.plan.n_ubatch)
+        self.plan = plan_streaming(self.facts, self.choice, streaming)
+        if o.most_ubatch is not None:
+            self.options = o = replace(o, n_ubatch=self.plan.n_ubatch)
         self.host = self._host_buffers()
         self.hybrid = self._hybrid(self.plan)
+        self._builder = ExecutorBuilder(
+            self.choice, o.streaming, self.notes, self.store, self.hybrid, self.routing
+        )
         crossover = chosen_crossover(
             o.mla_crossover, self.facts, self.choice.device, token_major=o.flash_attn != "off"
         )
@@ -210,7 +176,7 @@ class Engine(ModelText):
             MinBatch(1, 1) if self._may_be_native() else o.min_batch,
             self._pending,
             layout=self.plan.layout,
-            make_executor=self._executor_maker(self.plan),
+            make_executor=self._builder.maker(self.plan),
             vram_bytes=self.choice.sim.vram_bytes if self.choice.sim else None,
             trace=o.streaming.trace,
             mla_crossover=crossover.n_tokens,
@@ -228,25 +194,6 @@ class Engine(ModelText):
             use_extra_bufts=False,
             # With mapped files the store reads streamed weights, and libllama only resident ones.
             load_mode="mmap" if self.store is not None else "auto",
-        )
-
-    def _executor_maker(self, plan: Plan, *, copies: bool = True) -> MakeExecutor:
-        def is_pinned() -> bool:
-            return self.store is not None and self.store.is_pinned
-
-        def note(sentence: str) -> None:
-            if sentence not in self.notes:  # executors are made anew when slots are sized
-                self.notes.append(sentence)
-
-        return executor_maker(
-            plan,
-            self.choice,
-            self.options.streaming,
-            is_pinned,
-            note,
-            copies=copies,
-            hybrid=self.hybrid,
-            recorder=self.routing if self.options.streaming.record_routing else None,
         )
 
     def _hybrid(self, plan: Plan) -> Hybrid | None:
@@ -290,29 +237,15 @@ class Engine(ModelText):
         self.notes += [verdict.sentence] if verdict.sentence else []
         return verdict.works
 
-    def _context_options(self, n_ctx: int) -> ContextOptions:
+    def _context_options(self) -> ContextOptions:
         o = self.options
-        n_ubatch = o.n_ubatch or DEFAULT_UBATCH
-        return ContextOptions(
-            n_ctx=n_ctx,
-            n_batch=max(o.n_batch, o.n_outputs, n_ubatch),
-            n_ubatch=n_ubatch,
-            n_sequences=o.n_sequences,
-            n_outputs=o.n_outputs,
-            n_rs_seq=self._snapshots(n_ubatch),
-            n_threads=o.n_threads,
-            n_threads_batch=o.n_threads_batch,
-            flash_attn=o.flash_attn,
-            type_k=o.type_k,
-            type_v=o.type_v,
-            swa_full=o.swa_full,
-        )
+        n_batch = max(o.n_batch, o.n_outputs, o.n_ubatch)
+        return replace(o, n_batch=n_batch, n_rs_seq=self._snapshots(o.n_ubatch))
 
-    def _open_embedder(self, n_ctx: int) -> Embedder | None:
+    def _open_embedder(self, options: ContextOptions) -> Embedder | None:
         pooling = pooling_of(self.facts, self.options.pooling)
         if pooling is None:
             return None
-        options = self._context_options(n_ctx)
         embedder = Embedder(self._model, options, pooling, self._pending)
         self._closing.callback(embedder.close)
         if self.device is not None:
@@ -334,41 +267,18 @@ class Engine(ModelText):
 
     def _size_slots(self, free_before: int) -> None:
         """Give slots the GPU memory that nothing else needs. Raises DoesNotFit."""
-        plan, device, o = self.plan, self.device, self.options
-        if plan is None or device is None or not plan.layout.pools:
+        plan, device, streaming = self.plan, self.device, self.options.streaming
+        if plan is None or device is None or not plan.layout.pools or not streaming.warmup:
             return
-        if not (is_counted(self.choice, o.streaming) and o.streaming.warmup):
-            return
-
-        def use(sized: Plan, *, copies: bool = True) -> None:
-            device.chunks = sized.chunk_tokens > 0 or not copies
-            device.use_slots(sized.layout, self._executor_maker(sized, copies=copies))
-
-        warm = for_warm_up(plan)
-        device.release_slots()
-        fitted(warm, warm.slot_bytes, partial(use, copies=False))
-        self._warm_up()
-        working_bytes = sum(executor.working_bytes for executor in device.executors.values())
-        device.release_slots()
-        room = room_left(
-            plan,
-            free_before=free_before,
-            free_now=self.choice.device.memory_bytes()[0],
-            device_bytes=o.streaming.device_bytes,
-            others_bytes=o.streaming.reserve_bytes + working_bytes,
-        )
-        self.plan = fitted(plan, room, use)
-        self.notes.append(
-            f"slots: {self.plan.slot_bytes / 2**20:.0f} MiB of device memory after a warm-up of "
-            f"{o.n_ubatch} tokens; from the header {plan.slot_bytes / 2**20:.0f} MiB were expected"
-        )
+        if is_counted(self.choice, streaming):
+            self.plan = self._builder.size_slots(plan, device, self._warm_up, free_before)
 
     def _warm_up(self) -> None:
         """Compute the largest ubatch once, so that kernels allocate all the memory they need."""
         device, o = self.device, self.options
         assert device is not None
         threshold, device.min_batch = o.min_batch, MinBatch(1, 1)
-        n = min(o.n_ubatch or DEFAULT_UBATCH, self._context.n_ctx - 1)
+        n = min(o.n_ubatch, self._context.n_ctx - 1)
         wanted = [i >= n - o.n_outputs for i in range(n)]
         try:
             self._context.decode([0] * n, range(n), [0] * n, wanted)
@@ -388,8 +298,7 @@ class Engine(ModelText):
         if plan is None or device is None or not self._may_be_native():
             return
         device.min_batch = o.min_batch
-        n_ubatch = o.n_ubatch or DEFAULT_UBATCH
-        if device.chunks or all(pool.holds(n_ubatch) for pool in plan.layout.pools):
+        if device.chunks or all(pool.holds(o.n_ubatch) for pool in plan.layout.pools):
             device.answer_natively()
 
     def _open_threads(self) -> EngineThreads:

@@ -76,6 +76,11 @@ class ModelFacts:
         """Layers that compute a token. Layers for multi-token prediction come after them."""
         return self.number("block_count") - self.number("nextn_predict_layers")
 
+    @property
+    def n_ctx_train(self) -> int:
+        """Tokens of context that the model was trained for."""
+        return self.number("context_length", 4096)
+
     @cached_property
     def loaded(self) -> tuple[TensorEntry, ...]:
         """The weights that libllama loads: all but those of layers for multi-token prediction."""

@@ -12,7 +12,6 @@ from offload.costs.table import CostTable, Way
 from offload.engine import Engine
 from offload.model import is_experts, layer_of
 from offload.plan.min_batch import NEVER, VERIFY_MOST, MinBatch
-from offload.plan.placement import DEFAULT_UBATCH
 from offload.split.costs import MeasuredCosts
 from offload.split.measuring import (
     LinkTimes,
@@ -48,7 +47,7 @@ def streamed_kinds(target: Engine) -> tuple[str, ...]:
 
 def n_most_at_once(target: Engine) -> int:
     """Tokens of the largest batch that is computed at once."""
-    return min(target.options.n_ubatch or DEFAULT_UBATCH, target.n_ctx)
+    return min(target.options.n_ubatch, target.n_ctx)
 
 
 def ways_of(target: Engine, *, fixed: bool, splits: bool) -> tuple[Way, ...]:

@@ -18,6 +18,7 @@ from offload.ggml.library import interrupt, log
 from offload.ggml.library.callback import Pending, guard
 from offload.ggml.library.lib import library
 from offload.ggml.memory import HasAddress
+from offload.plan.context import ContextOptions
 
 LOAD_MODES = {"auto": -1, "none": 0, "mmap": 1, "mlock": 2, "dio": 4}
 _CTX_PADDING = 256
@@ -223,24 +224,6 @@ class Model:
             int(lib.llama_vocab_fim_rep(vocab)),
             int(lib.llama_vocab_fim_sep(vocab)),
         )
-
-
-@dataclass(frozen=True)
-class ContextOptions:
-    """Sizes and threads of a context; 0 or None leave libllama's default."""
-
-    n_ctx: int
-    n_batch: int = 2048
-    n_ubatch: int = 512
-    n_sequences: int = 1
-    n_outputs: int = 64  # rows of one decode whose logits may be asked for
-    n_rs_seq: int = 0  # snapshots of recurrent state; the library lowers it if it has fewer
-    n_threads: int = 1
-    n_threads_batch: int = 1
-    flash_attn: str = "auto"
-    type_k: str = "f16"
-    type_v: str = "f16"
-    swa_full: bool = False  # keep all keys that windows have passed; takes a full-size cache
 
 
 class _Batch:

@@ -17,8 +17,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from offload.errors import BadRequest
 from offload.model import ModelFacts, TensorEntry, layer_of
-from offload.plan.choices import CACHE_TYPES
 
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")  # -ctk, -ctv
+POOLINGS = ("none", "mean", "cls", "last")  # in the order of llama.cpp's numbers
+OWN = "own"  # the file's; no embeddings if it names none
+OWN_OR_NONE = "own-or-none"  # the file's; a vector for each token if it names none
+DEFAULT_UBATCH = 512
 _F32 = 4
 _MASK = 2  # bytes of an attention mask's cell
 _NOTES_BYTES = 64  # bytes of a saved cell beside its values: position, sequences, layers' few bytes
@@ -45,22 +49,22 @@ _SPARSE = frozenset({"deepseek32", "glm-dsa"})  # attention through a lightning 
 
 
 @dataclass(frozen=True)
-class ContextSpec:
-    """The request for a context. Names and types are llama.cpp's."""
+class ContextOptions:
+    """The sizes and threads of a context. Names and types are llama.cpp's."""
 
-    n_ctx: int
-    n_ubatch: int = 512
+    n_ctx: int = 4096  # 0: as many tokens as the model was trained for
+    n_ubatch: int = DEFAULT_UBATCH
+    n_batch: int = 2048
     n_sequences: int = 1
-    n_outputs: int = 64
-    n_rs_seq: int = 0
-    type_k: str = "f16"
+    n_outputs: int = 64  # rows of one decode whose logits may be asked for
+    n_rs_seq: int = 0  # most tokens that a recurrent memory rolls back by snapshots
+    n_threads: int = 1
+    n_threads_batch: int = 1
+    flash_attn: str = "auto"
+    type_k: str = "f16"  # type of the KV cache's keys
     type_v: str = "f16"
-    flash_attn: bool = True
-    swa_full: bool = False
+    swa_full: bool = False  # keep keys that sliding windows have passed
     device_checkpoints: bool = True  # a recurrent state's checkpoint stays on the device
-
-    def with_ubatch(self, n_ubatch: int) -> ContextSpec:
-        return replace(self, n_ubatch=n_ubatch)
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,11 @@ class ContextMemory:
         return self.kv_bytes + self.recurrent_bytes + self.compute_bytes + self.pool_bytes
 
 
-def context_memory(facts: ModelFacts, spec: ContextSpec) -> ContextMemory:
+def context_memory(facts: ModelFacts, spec: ContextOptions) -> ContextMemory:
     """Return the device memory that a context of this model takes."""
     shape = _Shape(facts)
+    if not spec.n_ctx:
+        spec = replace(spec, n_ctx=facts.n_ctx_train)
     return ContextMemory(
         _kv_bytes(shape, spec),
         _recurrent_bytes(shape, spec),
@@ -88,7 +94,7 @@ def context_memory(facts: ModelFacts, spec: ContextSpec) -> ContextMemory:
     )
 
 
-def most_state_bytes(facts: ModelFacts, spec: ContextSpec) -> int:
+def most_state_bytes(facts: ModelFacts, spec: ContextOptions) -> int:
     """Return an upper bound on the bytes of one saved sequence.
 
     It is generous, because the plan counts by formulas: twice the caches and states of the whole
@@ -138,6 +144,16 @@ def check_cache_types(facts: ModelFacts, type_k: str, type_v: str, flash_attn: s
                 f"{flag} {kind}: its blocks of {block} values do not divide the head size of {head}"
             )
     return flash_attn
+
+
+def pooling_of(facts: ModelFacts, wanted: str | None) -> str | None:
+    """Return one of POOLINGS, or None if no embeddings are to be made."""
+    if wanted not in (OWN, OWN_OR_NONE):
+        return wanted
+    number = facts.number("pooling_type")
+    if 0 < number < len(POOLINGS):
+        return POOLINGS[number]
+    return "none" if wanted == OWN_OR_NONE else None
 
 
 def _is_quantised(kind: str) -> bool:
@@ -216,14 +232,14 @@ def _padded(n: int) -> int:
     return -(-n // _PAD) * _PAD
 
 
-def _window_cells(shape: _Shape, spec: ContextSpec) -> int:
+def _window_cells(shape: _Shape, spec: ContextOptions) -> int:
     n_ctx = _padded(spec.n_ctx)
     if spec.swa_full:
         return n_ctx
     return _padded(min(n_ctx, shape.window * spec.n_sequences + spec.n_ubatch))
 
 
-def _kv_bytes(shape: _Shape, spec: ContextSpec) -> int:
+def _kv_bytes(shape: _Shape, spec: ContextOptions) -> int:
     """Return the bytes of all layers' keys and values. MLA has only latent keys, stored once."""
     facts = shape.facts
     heads_kv = facts.per_layer("attention.head_count_kv", max(1, *shape.n_head, 1))
@@ -245,7 +261,7 @@ def _kv_bytes(shape: _Shape, spec: ContextSpec) -> int:
     return total
 
 
-def _recurrent_bytes(shape: _Shape, spec: ContextSpec) -> int:
+def _recurrent_bytes(shape: _Shape, spec: ContextOptions) -> int:
     """Return the bytes of recurrent states, in f32: sequences, their snapshots, one checkpoint."""
     if not shape.recurrent:
         return 0
@@ -266,7 +282,7 @@ def _recurrent_bytes(shape: _Shape, spec: ContextSpec) -> int:
     return n_states * len(shape.recurrent) * width * _F32
 
 
-def _compute_bytes(shape: _Shape, spec: ContextSpec) -> int:
+def _compute_bytes(shape: _Shape, spec: ContextOptions) -> int:
     """Return the bytes of the graph allocator's buffer.
 
     It holds activations of the widest part of a layer and masks, or the logits if they are larger.
@@ -276,7 +292,7 @@ def _compute_bytes(shape: _Shape, spec: ContextSpec) -> int:
     width += _MASK * n_ctx
     if shape.windowed:
         width += _MASK * _window_cells(shape, spec)
-    if not spec.flash_attn:
+    if spec.flash_attn == "off":
         width += _F32 * (1 + max(shape.n_head, default=1)) * n_ctx
     if shape.facts.architecture in _SPARSE:  # the indexer's scores, and the mask of its choice
         width += 3 * _MASK * n_ctx
@@ -317,7 +333,7 @@ def _ffn_width(shape: _Shape) -> int:
     return max(dense if has_dense else 0, 3 * (used * wide + shared) + n_embd, routed)
 
 
-def _pool_bytes(shape: _Shape, spec: ContextSpec) -> int:
+def _pool_bytes(shape: _Shape, spec: ContextOptions) -> int:
     """Return the bytes of kernels' temporary memory.
 
     It holds activations quantised for the widest product, and f16 copies of one layer of a

@@ -16,7 +16,7 @@ from typing import Literal
 
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, TensorEntry, is_experts, layer_of
-from offload.plan.context import ContextSpec, context_memory
+from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
 from offload.plan.machine import (
     TYPICAL,
     Machine,
@@ -49,7 +49,6 @@ MARGIN_BYTES = 1 << 30  # llama.cpp's --fit-target
 # Bytes that stay free on a GPU, whatever --vram asks for. cuBLAS's workspaces, CUDA graphs and
 # kernels that are loaded late take device memory after the slots did. They abort without it.
 LEAST_FREE_BYTES = 512 << 20
-DEFAULT_UBATCH = 512
 LEAST_SAVED = 0.05  # least share of time saved; the machine model is no more accurate than that
 _ALIKE = 0.1  # share by which the slots of one plan differ from start to start
 # Dense weights that may stream: read by MUL_MAT alone, at most once in a graph.
@@ -154,185 +153,178 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The request for a plan: its limits, and the device memory that others hold."""
+class MeasuredDecode:
+    """The seconds of a decode of one token, measured by an earlier start with this sharing."""
 
-    facts: ModelFacts
-    budget_bytes: int | None
-    reserve_bytes: int
-    n_gpu_layers: int | None
-    n_cpu_moe: NCpuMoe
-    context: ContextSpec | None
+    sharing: Sharing
+    seconds: float
 
-    def reserve_of(self, n_ubatch: int) -> int:
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The limits of a plan, and what it is made for."""
+
+    budget_bytes: int | None = None  # device memory for everything; None: no limit
+    reserve_bytes: int = 0  # part of the budget for others: a draft and its context
+    context: ContextOptions | None = None  # its memory is part of the budget, too
+    most_ubatch: int | None = None  # choose the ubatch, up to this; None: the context's
+    n_gpu_layers: int | None = None  # layers whose dense weights stay resident; None: what fits
+    n_cpu_moe: NCpuMoe = None  # layers whose experts stream; None: all; "fit": the fastest number
+    stream_experts: bool = True  # off: all experts are resident
+    host_bytes: int | None = None  # most RAM for streamed weights, if any plan allows it
+    chunks: Chunks = "auto"  # tokens of a chunk, if a batch's experts do not fit the slots
+    # True if layers will be split: then slots serve every batch, and are preferred to resident
+    # layers. "auto": if `decodes` were faster that way, or else if `hits` promise to save time.
+    plan_for_splits: PlanForSplits = False
+    hits: HitCurve | None = None  # counted of this model
+    decodes: tuple[MeasuredDecode, ...] = ()  # timed here by earlier starts, the last comes last
+    mix: TokenMix | None = None  # proportion of prompt to generated tokens; None: `Workload`'s
+    machine: Machine = TYPICAL
+
+    def reserve_of(self, facts: ModelFacts, n_ubatch: int) -> int:
+        """Return the device memory that is not for weights and slots, with this ubatch."""
         if self.context is None:
             return self.reserve_bytes
-        spec = self.context.with_ubatch(n_ubatch)
-        return self.reserve_bytes + context_memory(self.facts, spec).total_bytes
+        spec = replace(self.context, n_ubatch=n_ubatch)
+        return self.reserve_bytes + context_memory(facts, spec).total_bytes
+
+    @property
+    def workload(self) -> Workload:
+        return workload_of(None if self.context is None else self.context.n_ctx, self.mix)
+
+    def ubatches(self, *, has_experts: bool) -> tuple[int, ...]:
+        """Return the ubatches to choose from."""
+        if self.context is None:
+            return (DEFAULT_UBATCH,)
+        if self.most_ubatch is None:
+            return (self.context.n_ubatch,)
+        most = self.most_ubatch
+        if not has_experts:
+            return (min(DEFAULT_UBATCH, most),)
+        needed = [n for n in UBATCHES if n == UBATCHES[0] or n < 2 * self.context.n_ctx]
+        return tuple(n for n in (*needed, *SMALL_UBATCHES) if n <= most) or (most,)
+
+    def n_resident(self, n_expert_layers: int) -> Sequence[int]:
+        """Return the numbers of layers with resident experts to choose from."""
+        if self.n_cpu_moe is None or not n_expert_layers:
+            return (0,)
+        if self.n_cpu_moe == "fit":
+            return range(n_expert_layers + 1)
+        return (max(0, n_expert_layers - self.n_cpu_moe),)
+
+    def n_dense_streamed(self, n_layers: int) -> Sequence[int]:
+        """Return the numbers of layers with streamed dense weights to choose from."""
+        if self.n_gpu_layers is None:
+            return range(n_layers + 1)
+        return (max(0, n_layers - self.n_gpu_layers),)
 
 
-def make_plan(
-    facts: ModelFacts,
-    *,
-    budget_bytes: int | None,
-    reserve_bytes: int = 0,
-    n_gpu_layers: int | None = None,
-    n_cpu_moe: NCpuMoe = None,
-    stream_experts: bool = True,
-    context: ContextSpec | None = None,
-    most_ubatch: int | None = None,
-    machine: Machine = TYPICAL,
-    hybrid: PlanForSplits = False,
-    hits: HitCurve | None = None,
-    decodes: Sequence[MeasuredDecode] = (),
-    host_bytes: int | None = None,
-    mix: TokenMix | None = None,
-) -> Plan:
-    """Return a plan for a device with `budget_bytes` for everything (None: no limit).
-
-    `reserve_bytes`: part of the budget for others, such as a draft. `context`: its memory is part
-    of the budget too. `most_ubatch`: choose the context's ubatch, up to this. `n_gpu_layers`: keep
-    the dense weights of this many layers resident, and stream the rest. `n_cpu_moe`: stream the
-    experts of this many layers only; "fit" chooses the number by expected time.
-
-    `hybrid`: True if layers will be split, so that slots serve every batch. "auto" plans for splits
-    if measured `decodes` were faster that way, or else if that is expected to save time by `hits`,
-    counted of this model. `host_bytes`: most host memory for streamed weights, if any plan allows
-    it. `mix`: proportion of prompt to generated tokens; None: that of `Workload`.
-
-    Raises DoesNotFit if not even the smallest working set fits the device.
-    """
-    if hybrid == "auto":
-        either = partial(
-            make_plan, facts, budget_bytes=budget_bytes, reserve_bytes=reserve_bytes,
-            n_gpu_layers=n_gpu_layers, n_cpu_moe=n_cpu_moe, stream_experts=stream_experts,
-            context=context, most_ubatch=most_ubatch, machine=machine, host_bytes=host_bytes,
-            mix=mix,
-        )  # fmt: skip
-        without = either(hybrid=False)
-        if hits is None or not without.streamed:
-            return without
-        with_room = either(hybrid=True, hits=hits)
-        if with_room.sharing == without.sharing:
-            return without
-        room = split_room(
-            machine, model_work(facts, hits), workload_of(context, mix),
-            without=(without.sharing, without.n_ubatch),
-            with_room=(with_room.sharing, with_room.n_ubatch),
-            decodes=decodes,
-        )  # fmt: skip
-        return (with_room if room.pays else without).because(room.why)
-    experts = [e for e in facts.loaded if is_experts(e)] if stream_experts else []
-    dense = [e for e in facts.loaded if _DENSE.match(e.name)]
-    work = model_work(facts, hits if hybrid else None)
-    asked = _Asked(facts, budget_bytes, reserve_bytes, n_gpu_layers, n_cpu_moe, context)
-    n_expert_layers = len({layer_of(e.name) for e in experts})
-    reasons = []
-    if budget_bytes is None:
-        choice = _unlimited(asked, n_expert_layers, experts)
-    else:
-        weights = Weights(facts, experts, dense)
-        ubatches = _ubatches(context, most_ubatch, has_experts=bool(experts))
-        n_resident = _resident(n_cpu_moe, n_expert_layers)
-        n_dense_streamed = _dense_streamed(n_gpu_layers, facts.n_layers)
-        fastest = partial(
-            choose_sharing, weights, work, machine, workload_of(context, mix),
-            budget_bytes=budget_bytes, reserve_bytes=asked.reserve_of, ubatches=ubatches,
-            n_resident=n_resident, n_dense_streamed=n_dense_streamed, hybrid=bool(hybrid),
-        )  # fmt: skip
-        found = fastest()
-        if found is None:
-            mib = 1 << 20
-            reserve = min(asked.reserve_of(n) for n in ubatches)
-            least = least_bytes(weights, reserve, n_resident, n_dense_streamed)
-            raise DoesNotFit(
-                f"{budget_bytes / mib:.1f} MiB of GPU memory are too few: at least "
-                f"{least.total_bytes / mib:.1f} MiB are needed, "
-                f"{least.resident_bytes / mib:.1f} for weights that must stay there, "
-                f"{least.slot_bytes / mib:.1f} to stream the others through and "
-                f"{least.reserve_bytes / mib:.1f} for the context; raise --vram, lower --ctx-size "
-                "or use a smaller cache (-ctk q8_0 -ctv q8_0)",
-                least_bytes=least.total_bytes,
-            )
-        choice = found
-        if host_bytes is not None and choice.streamed_bytes > host_bytes:
-            choice = fastest(host_bytes=host_bytes) or found
-            if choice is not found:
-                reasons.append(
-                    f"The fastest plan would keep {found.streamed_bytes / 2**30:.1f} GiB in RAM, "
-                    f"which has room for {host_bytes / 2**30:.1f} GiB; more stays on the GPU"
-                )
-    plan = _plan(asked, choice, experts, dense, work, machine)
-    if mix is not None and plan.streamed:
-        reasons.append(f"{mix.words} (--plan-for)")
-    if hybrid and choice.streamed_experts and budget_bytes is not None:
-        reasons.append(hit_words(work, plan.sharing))
-    return plan.because(*reasons)
-
-
-def workload_of(context: ContextSpec | None, mix: TokenMix | None = None) -> Workload:
+def workload_of(n_ctx: int | None, mix: TokenMix | None = None) -> Workload:
     """Return the prompt and the generated tokens whose expected time decides between plans.
 
     The prompt is as long as the context, up to 8,192 tokens. 512 tokens are generated after it, or
     as many as `mix` says.
     """
     usual = Workload()
-    n_prompt = usual.n_prompt if context is None else min(context.n_ctx, UBATCHES[-1])
+    n_prompt = usual.n_prompt if n_ctx is None else min(n_ctx, UBATCHES[-1])
     return replace(usual, n_prompt=n_prompt) if mix is None else mix.workload(n_prompt)
 
 
-def _ubatches(
-    context: ContextSpec | None, most: int | None, *, has_experts: bool
-) -> tuple[int, ...]:
-    if context is None:
-        return (DEFAULT_UBATCH,)
-    if most is None:
-        return (context.n_ubatch,)
-    if not has_experts:
-        return (min(DEFAULT_UBATCH, most),)
-    needed = [n for n in UBATCHES if n == UBATCHES[0] or n < 2 * context.n_ctx]
-    return tuple(n for n in (*needed, *SMALL_UBATCHES) if n <= most) or (most,)
+def make_plan(facts: ModelFacts, request: PlanRequest | None = None) -> Plan:
+    """Return the plan for a request, by default one without limits.
+
+    Raises DoesNotFit if not even the smallest working set fits the device.
+    """
+    request = request or PlanRequest()
+    if request.plan_for_splits == "auto":
+        return _with_or_without_splits(facts, request)
+    splits = bool(request.plan_for_splits)
+    experts = [e for e in facts.loaded if is_experts(e)] if request.stream_experts else []
+    dense = [e for e in facts.loaded if _DENSE.match(e.name)]
+    work = model_work(facts, request.hits if splits else None)
+    reasons = []
+    if request.budget_bytes is None:
+        choice = _unlimited(facts, request, experts)
+    else:
+        weights = Weights(facts, experts, dense)
+        found = _fastest(weights, work, request)
+        assert found is not None
+        choice = found
+        host_bytes = request.host_bytes
+        if host_bytes is not None and found.streamed_bytes > host_bytes:
+            choice = _fastest(weights, work, request, host_bytes) or found
+            if choice is not found:
+                reasons.append(
+                    f"The fastest plan would keep {found.streamed_bytes / 2**30:.1f} GiB in RAM, "
+                    f"which has room for {host_bytes / 2**30:.1f} GiB; more stays on the GPU"
+                )
+    plan = _plan(facts, request, choice, experts, dense, work)
+    if request.mix is not None and plan.streamed:
+        reasons.append(f"{request.mix.words} (--plan-for)")
+    if splits and choice.streamed_experts and request.budget_bytes is not None:
+        reasons.append(hit_words(work, plan.sharing))
+    return plan.because(*reasons)
 
 
-def _resident(n_cpu_moe: NCpuMoe, n_expert_layers: int) -> Sequence[int]:
-    if n_cpu_moe is None or not n_expert_layers:
-        return (0,)
-    if n_cpu_moe == "fit":
-        return range(n_expert_layers + 1)
-    return (max(0, n_expert_layers - n_cpu_moe),)
+def _fastest(
+    weights: Weights, work: ModelWork, request: PlanRequest, host_bytes: int | None = None
+) -> Choice | None:
+    """Return the fastest way of sharing device memory.
+
+    Returns None if none takes at most `host_bytes` of RAM. Raises DoesNotFit if none fits the
+    device.
+    """
+    facts, budget_bytes = weights.facts, request.budget_bytes
+    assert budget_bytes is not None
+    ubatches = request.ubatches(has_experts=bool(weights.expert_layers))
+    n_resident = request.n_resident(len(weights.expert_layers))
+    n_dense_streamed = request.n_dense_streamed(facts.n_layers)
+    found = choose_sharing(
+        weights, work, request.machine, request.workload, budget_bytes=budget_bytes,
+        reserve_bytes=partial(request.reserve_of, facts), ubatches=ubatches,
+        n_resident=n_resident, n_dense_streamed=n_dense_streamed,
+        hybrid=bool(request.plan_for_splits), host_bytes=host_bytes,
+    )  # fmt: skip
+    if found is None and host_bytes is None:
+        reserve = min(request.reserve_of(facts, n) for n in ubatches)
+        least = least_bytes(weights, reserve, n_resident, n_dense_streamed)
+        mib = 1 << 20
+        raise DoesNotFit(
+            f"{budget_bytes / mib:.1f} MiB of GPU memory are too few: at least "
+            f"{least.total_bytes / mib:.1f} MiB are needed, "
+            f"{least.resident_bytes / mib:.1f} for weights that must stay there, "
+            f"{least.slot_bytes / mib:.1f} to stream the others through and "
+            f"{least.reserve_bytes / mib:.1f} for the context; raise --vram, lower --ctx-size "
+            "or use a smaller cache (-ctk q8_0 -ctv q8_0)",
+            least_bytes=least.total_bytes,
+        )
+    return found
 
 
-def _dense_streamed(n_gpu_layers: int | None, n_layers: int) -> Sequence[int]:
-    if n_gpu_layers is None:
-        return range(n_layers + 1)
-    return (max(0, n_layers - n_gpu_layers),)
-
-
-def _unlimited(asked: _Asked, n_expert_layers: int, experts: Sequence[TensorEntry]) -> Choice:
+def _unlimited(facts: ModelFacts, request: PlanRequest, experts: Sequence[TensorEntry]) -> Choice:
     """Return the choice without a budget: all experts stream, each with a slot of its own.
 
     `n_cpu_moe` and `n_gpu_layers` change which layers stream.
     """
-    resident = 0 if asked.n_cpu_moe == "fit" else _resident(asked.n_cpu_moe, n_expert_layers)[0]
-    weights = Weights(asked.facts, experts, [])
-    n_dense = 0 if asked.n_gpu_layers is None else asked.facts.n_layers - asked.n_gpu_layers
+    weights = Weights(facts, experts, [])
+    resident = request.n_resident(len(weights.expert_layers))[0]
+    n_dense = 0 if request.n_gpu_layers is None else facts.n_layers - request.n_gpu_layers
     streamed, _ = weights.experts[resident]
-    n_ubatch = asked.context.n_ubatch if asked.context else DEFAULT_UBATCH
-    dense = spread(n_dense, asked.facts.n_layers)
-    n_slots = len(streamed) * asked.facts.n_experts
+    n_ubatch = request.context.n_ubatch if request.context else DEFAULT_UBATCH
+    dense = spread(n_dense, facts.n_layers)
+    n_slots = len(streamed) * facts.n_experts
     return Choice(streamed, dense, n_ubatch, Sharing(n_slots, resident, len(dense)))
 
 
 def _plan(
-    asked: _Asked, choice: Choice, experts: Sequence[TensorEntry], dense: Sequence[TensorEntry],
-    work: ModelWork, machine: Machine,
+    facts: ModelFacts, request: PlanRequest, choice: Choice, experts: Sequence[TensorEntry],
+    dense: Sequence[TensorEntry], work: ModelWork,
 ) -> Plan:  # fmt: skip
-    facts = asked.facts
     streamed = [e for e in experts if layer_of(e.name) in choice.streamed_experts]
     streamed += [e for e in dense if layer_of(e.name) in choice.streamed_dense]
     streamed.sort(key=lambda e: (layer_of(e.name), is_experts(e)))
     resident = device_bytes(facts) - sum(e.size_bytes for e in streamed)
-    reserve = asked.reserve_of(choice.n_ubatch)
+    reserve = request.reserve_of(facts, choice.n_ubatch)
     layout = slot_layout(
         [*experts, *dense, *facts.expert_biases],
         facts.n_experts,
@@ -340,9 +332,9 @@ def _plan(
         only={entry.name for entry in streamed},
     )
     full_bytes = layout.size_bytes
-    if asked.budget_bytes is not None:
-        layout = _sized(layout, asked.budget_bytes - reserve - resident)
-    reasons = _reasons(asked, choice, experts)
+    if request.budget_bytes is not None:
+        layout = _sized(layout, request.budget_bytes - reserve - resident)
+    reasons = _reasons(facts, request, choice, experts)
     if layout.size_bytes < full_bytes:
         held = layout.size_bytes / full_bytes
         reasons.append(f"GPU memory caches {held:.0%} of the weights in RAM (limited by --vram)")
@@ -354,10 +346,10 @@ def _plan(
         tuple(reasons),
         reserve,
         choice.n_ubatch,
-        min_batch=modelled_crossover(machine, work, sharing) if streamed else None,
+        min_batch=modelled_crossover(request.machine, work, sharing) if streamed else None,
         n_resident=choice.sharing.n_resident,
     )
-    return plan.with_chunks("auto")
+    return plan.with_chunks(request.chunks)
 
 
 def _expert_slots(layout: SlotLayout) -> int:
@@ -382,7 +374,9 @@ def _sized(layout: SlotLayout, room_bytes: int) -> SlotLayout:
     return found
 
 
-def _reasons(asked: _Asked, choice: Choice, experts: Sequence[TensorEntry]) -> list[str]:
+def _reasons(
+    facts: ModelFacts, request: PlanRequest, choice: Choice, experts: Sequence[TensorEntry]
+) -> list[str]:
     """Say where experts and dense weights are, and why."""
     n_layers, n = len({layer_of(e.name) for e in experts}), len(choice.streamed_experts)
     n_dense = len(choice.streamed_dense)
@@ -392,27 +386,34 @@ def _reasons(asked: _Asked, choice: Choice, experts: Sequence[TensorEntry]) -> l
     elif n and n == n_layers:
         found.append(f"Experts of all {n} layers stay in RAM")
     elif experts:
-        if isinstance(asked.n_cpu_moe, int):
+        if isinstance(request.n_cpu_moe, int):
             found.append(f"Experts of {n} of {n_layers} layers stay in RAM (--n-cpu-moe)")
         else:
             found.append(f"Experts of {n_layers - n} layers fit the GPU; those of {n} stay in RAM")
     if n_dense:
-        why = "--n-gpu-layers" if asked.n_gpu_layers is not None else "they exceed --vram"
-        found.append(
-            f"Dense weights of {n_dense} of {asked.facts.n_layers} layers stay in RAM ({why})"
-        )
+        why = "--n-gpu-layers" if request.n_gpu_layers is not None else "they exceed --vram"
+        found.append(f"Dense weights of {n_dense} of {facts.n_layers} layers stay in RAM ({why})")
     return found
 
 
 # -- room for split layers -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MeasuredDecode:
-    """The seconds of a decode of one token, measured by an earlier start with this sharing."""
-
-    sharing: Sharing
-    seconds: float
+def _with_or_without_splits(facts: ModelFacts, request: PlanRequest) -> Plan:
+    """Return the plan for split layers if it saves time by counted hits, else the one without."""
+    without = make_plan(facts, replace(request, plan_for_splits=False))
+    if request.hits is None or not without.streamed:
+        return without
+    with_room = make_plan(facts, replace(request, plan_for_splits=True))
+    if with_room.sharing == without.sharing:
+        return without
+    room = split_room(
+        request.machine, model_work(facts, request.hits), request.workload,
+        without=(without.sharing, without.n_ubatch),
+        with_room=(with_room.sharing, with_room.n_ubatch),
+        decodes=request.decodes,
+    )  # fmt: skip
+    return (with_room if room.pays else without).because(room.why)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from offload.ggml.tensor import Redirect, Relocation
 from offload.plan.slot_layout import SlotLayout
 from offload.routing import MOST_TOKENS, RoutingGuess, RoutingRecorder
 from offload.schedule.batch import chunks_of, slot_range
+from offload.schedule.cache import Lrfu
 from offload.schedule.commands import NEEDED, Copy, Need
 from offload.schedule.schedule import Schedule
 from offload.schedule.slots import FREE, IN_USE, Piece
@@ -56,10 +57,12 @@ from offload.streaming.copying import Copier
 from offload.streaming.counters import StreamCounters
 from offload.streaming.cuts import Step, Stop, behind_of, find_steps, number_cuts, stops_of
 from offload.streaming.layer_clock import LayerClock
+from offload.streaming.options import StreamingOptions
 from offload.streaming.router_ids import IdExchange
 from offload.streaming.slot_memory import SlotMemory
-from offload.trace import COMPUTE, CPU, NO_TRACE, Trace
+from offload.trace import COMPUTE, CPU
 
+_GUESSES = 20  # guessed experts under way, at most (docs/log.md)
 _LEAST_BYTES = 1 << 20
 _WAIT_ONCE_TOKENS = 8  # the layers of batches up to this size wait once for all their copies
 
@@ -94,39 +97,40 @@ class Executor:
         stream: Stream,
         host: HostBufferType,
         layout: SlotLayout,
-        schedule: Schedule,
+        options: StreamingOptions,
         copier: Copier,
-        trace: Trace = NO_TRACE,
-        *,
         hybrid: Hybrid | None = None,
         recorder: RoutingRecorder | None = None,
-        prefetch: bool = True,
-        band: bool = True,
-        ahead: bool = True,
     ) -> None:
         """`host` holds the weights that stream through the slots of `layout`.
 
         With `hybrid`, layers of the batches that its switch names are split. `recorder` records
-        what routers choose for small batches, while it is on. `prefetch`, `band` and `ahead`: as in
-        StreamingOptions.
+        what routers choose for small batches, while it is on.
         """
         self._stream, self._host, self._layout = stream, host, layout
-        self.schedule, self._trace = schedule, trace
-        self._prefetch, self._band = prefetch, band
+        self._prefetch, self._trace = options.prefetch, options.trace
+        pools = layout.pools
+        most = max((pool.n_experts for pool in pools), default=0)
+        n_used = max((pool.n_used for pool in pools), default=1)
+        rule = Lrfu.for_model(len(layout.groups), n_used, most)
+        n_slots = {i: pool.n_slots for i, pool in enumerate(pools)}
+        schedule = Schedule(n_slots, rule, options.depth, _GUESSES, keeps=options.cache)
+        self.schedule = schedule
         self.counters = StreamCounters()
         self.clock: LayerClock | None = None  # is told which layers are reached
-        self.memories = [SlotMemory(stream.device, pool) for pool in layout.pools]
-        self.copies = CopyQueue(self.memories, host, layout, schedule, copier, self.counters, trace)
-        most = max((pool.n_experts for pool in layout.pools), default=0)
-        self.ids = IdExchange(stream, most, self.counters, trace)
+        self.memories = [SlotMemory(stream.device, pool) for pool in pools]
+        self.copies = CopyQueue(
+            self.memories, host, layout, schedule, copier, self.counters, self._trace
+        )
+        self.ids = IdExchange(stream, most, self.counters, self._trace)
         self._scratch = Scratch(stream.device, "chunks of tokens", _LEAST_BYTES)
         self._guess = RoutingGuess()
-        self._recorder = recorder
+        self._recorder = recorder if options.record_routing else None
         self._split: SplitPath | None = None
         if hybrid is not None:
             self._split = SplitPath(hybrid, stream, schedule, self.copies, self.counters)
         self._last_split: tuple[Graph, Step, SplitLayer] | None = None
-        self._orderer = Orderer(stream.device) if ahead else None
+        self._orderer = Orderer(stream.device)
 
     def close(self) -> None:
         for part in (self._split, self._orderer, self.copies, *self.memories, self._scratch,
@@ -181,7 +185,7 @@ class Executor:
         n_cuts = number_cuts(steps, chunked)
         self._record(steps)
         relocations: Sequence[Relocation] = ()
-        if split and self._orderer is not None:
+        if split:
             ordered = self._orderer.order(graph, behind_of(steps, chunked, graph.n_nodes))
             graph, relocations = ordered.graph, ordered.relocations
             for step, ahead in zip((s for s in steps if s.split), ordered.ahead, strict=True):
@@ -338,7 +342,7 @@ class Executor:
         else:
             n_slots = self._layout.pools[step.pool].n_slots
             first, n = 0, n_slots
-            if slots and self._band and step.n_tokens > 1:
+            if slots and step.n_tokens > 1:
                 first, n = step.slots_seen = slot_range(slots, n_slots, step.slots_seen)
             self.counters.bands += n < n_slots
         for reader in step.readers:

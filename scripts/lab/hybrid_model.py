@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lab import ROOT, filled
 from lab.synth.published import published_facts
 from offload.model import ModelFacts
-from offload.plan.context import ContextSpec, context_memory
+from offload.plan.context import ContextOptions, context_memory
 from offload.plan.machine import (
     Machine,
     ModelWork,
@@ -29,7 +29,7 @@ from offload.plan.machine import (
     model_work,
     streamed_s,
 )
-from offload.plan.placement import Plan, make_plan
+from offload.plan.placement import Plan, PlanRequest, make_plan
 from offload.plan.sharing import DECODING, UBATCHES, device_bytes
 from offload.routing import HALF_LIFE_STEPS, SHARES, HitCurve, recorded_hits
 
@@ -128,21 +128,23 @@ def plan_of(
 ) -> Plan:
     return make_plan(
         facts,
-        budget_bytes=gib * GIB,
-        n_cpu_moe="fit",
-        context=ContextSpec(N_CTX),
-        most_ubatch=UBATCHES[-1],
-        machine=machine,
-        hybrid=hybrid,
-        hits=hits,
-        mix=DECODING,
+        PlanRequest(
+            budget_bytes=gib * GIB,
+            n_cpu_moe="fit",
+            context=ContextOptions(N_CTX),
+            most_ubatch=UBATCHES[-1],
+            machine=machine,
+            plan_for_splits=hybrid,
+            hits=hits,
+            mix=DECODING,
+        ),
     )
 
 
 def expert_room_bytes(facts: ModelFacts, gib: int) -> int:
     """Bytes of device memory that llama.cpp has left for experts after all other weights and the
     context."""
-    context = context_memory(facts, ContextSpec(N_CTX, UBATCHES[0])).total_bytes
+    context = context_memory(facts, ContextOptions(N_CTX, UBATCHES[0])).total_bytes
     return max(0, gib * GIB - context - (device_bytes(facts) - facts.expert_bytes))
 
 

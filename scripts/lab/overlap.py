@@ -24,7 +24,7 @@ from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import make_plan
+from offload.plan.placement import PlanRequest, make_plan
 from offload.streaming.options import StreamingOptions
 from offload.timing import decode_s
 from specoffload import report
@@ -145,7 +145,7 @@ def measure(case: Case, folder: Path, repetitions: int) -> Overlap:
     path = folder / f"{case.name.replace(' ', '-').replace(',', '')}.gguf"
     if not path.exists():
         write_preset(case.preset, path, size="tiny", seed=1, **case.overrides)
-    whole = make_plan(read_facts(path), budget_bytes=None, n_gpu_layers=case.n_gpu_layers)
+    whole = make_plan(read_facts(path), PlanRequest(n_gpu_layers=case.n_gpu_layers))
     vram = whole.resident_bytes + int(whole.slot_bytes * case.slots)
     streaming = StreamingOptions(vram_bytes=vram, n_gpu_layers=case.n_gpu_layers)
     resident = _step(path, "sim", None, case, repetitions)

@@ -25,7 +25,7 @@ from offload.costs.table import CostTable, Way
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import make_plan
+from offload.plan.placement import PlanRequest, make_plan
 from offload.streaming.options import StreamingOptions
 from offload.trace import COMPUTE, COPY, Event, Trace
 from offload.trace_report import report
@@ -116,7 +116,7 @@ def run(folder: Path, n_tokens: int, slots: float) -> Runs:
     """Measure the decode in three ways. `slots` is the share of the experts that have slots."""
     path = folder / "kimi.gguf"
     write_preset("kimi-k2", path, size="tiny", seed=1, **SHAPE)
-    whole = make_plan(read_facts(path), budget_bytes=None, n_gpu_layers=None)
+    whole = make_plan(read_facts(path), PlanRequest(n_gpu_layers=None))
     vram = whole.resident_bytes + int(whole.slot_bytes * slots)
     resident = typical(steps(path, "sim", None, n_tokens))
     free = typical(steps(path, "sim", StreamingOptions(vram_bytes=vram), n_tokens))

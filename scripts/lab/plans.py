@@ -15,9 +15,9 @@ from lab import ROOT, filled
 from lab.synth.published import PUBLISHED, published_facts
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts
-from offload.plan.context import ContextSpec
+from offload.plan.context import ContextOptions
 from offload.plan.machine import TYPICAL, model_work
-from offload.plan.placement import Plan, make_plan, workload_of
+from offload.plan.placement import Plan, PlanRequest, make_plan, workload_of
 from offload.plan.sharing import UBATCHES, ring_slots
 from specoffload.cli import app
 from specoffload.commands.plan import expected_tps, rests_on_guess, rounded
@@ -78,10 +78,12 @@ def plan_of(facts: ModelFacts, gib: float, n_ctx: int) -> Plan:
     """The plan that `serve` would make by default. Raises DoesNotFit."""
     return make_plan(
         facts,
-        budget_bytes=int(gib * GIB),
-        n_cpu_moe="fit",
-        context=ContextSpec(n_ctx),
-        most_ubatch=UBATCHES[-1],
+        PlanRequest(
+            budget_bytes=int(gib * GIB),
+            n_cpu_moe="fit",
+            context=ContextOptions(n_ctx),
+            most_ubatch=UBATCHES[-1],
+        ),
     )
 
 
@@ -111,7 +113,7 @@ def row(facts: ModelFacts, plan: Plan, n_ctx: int) -> Iterator[str]:
     yield ", ".join(streams) or "nothing"
     yield str(plan.n_ubatch)
     yield "" if not plan.streamed else "never" if plan.min_batch is None else str(plan.min_batch)
-    speeds = expected_tps(plan, work, TYPICAL, workload_of(ContextSpec(n_ctx)).n_prompt)
+    speeds = expected_tps(plan, work, TYPICAL, workload_of(n_ctx).n_prompt)
     yield rounded(speeds["prefill_tps"])
     yield rounded(speeds["decode_tps"], 1 if rests_on_guess(plan, work, TYPICAL) else 2)
     if plan.chunk_tokens:

@@ -33,7 +33,7 @@ from offload.device import has_gpu
 from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import make_plan
+from offload.plan.placement import PlanRequest, make_plan
 from offload.streaming.options import StreamingOptions
 from offload.timing import median_decode_s
 from specdec.policies.rules import Fixed, PMin
@@ -252,7 +252,7 @@ def transfer_bound(config: Config) -> tuple[Config, str]:
     with Engine(config.model, EngineOptions(device="sim", stream_experts=False)) as engine:
         compute_s = _token_s(engine)[0]
         facts = engine.facts
-    whole = make_plan(facts, budget_bytes=None, n_gpu_layers=0)
+    whole = make_plan(facts, PlanRequest(n_gpu_layers=0))
     found: tuple[float, StreamingOptions, float] | None = None
     for share in _SLOT_SHARES:
         vram = whole.resident_bytes + int(whole.slot_bytes * share)

@@ -130,7 +130,7 @@ def measure(case: Case, folder: Path, repetitions: int) -> Split:
     path = folder / "split.gguf"
     if not path.exists():
         write_preset("qwen3-30b-a3b", path, seed=1, **_SHAPE)
-    whole = make_plan(read_facts(path), budget_bytes=None)
+    whole = make_plan(read_facts(path))
     bandwidth = max(group.piece_bytes for group in whole.layout.groups) / _COPY_S
     vram = whole.resident_bytes + int(whole.slot_bytes * case.slots)
     rates = f"expert={case.device_s * 1e6:.0f}us,host={case.host_s * 1e6:.0f}us"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offload.ggml.llama import FLASH_ATTN
-from offload.plan.placement import DEFAULT_UBATCH
 from specoffload import report
 from specoffload.bench.llama_bench import markdown
 from specoffload.config.resolution import Config
@@ -121,7 +120,7 @@ def _conditions(session: Session, sweep: Sweep) -> dict[str, Any]:
     o = session.target.options
     return {
         "n_kv_max": session.target.n_ctx, "n_batch": session.config.batch_size,
-        "n_ubatch": o.n_ubatch or DEFAULT_UBATCH, "flash_attn": FLASH_ATTN[o.flash_attn],
+        "n_ubatch": o.n_ubatch, "flash_attn": FLASH_ATTN[o.flash_attn],
         "is_pp_shared": int(sweep.is_pp_shared), "n_gpu_layers": session.target.facts.n_layers
         if session.target.choice.on_gpu else 0,
         "n_threads": o.n_threads or 0, "n_threads_batch": o.n_threads_batch or 0,

@@ -26,8 +26,8 @@ from offload.ggml.llama import FLASH_ATTN
 from offload.model import ModelFacts
 from offload.model_file import read_facts
 from offload.native_build import may_repack
-from offload.plan.context import ContextSpec, context_memory
-from offload.plan.placement import DEFAULT_UBATCH, LEAST_FREE_BYTES
+from offload.plan.context import DEFAULT_UBATCH, ContextOptions, context_memory
+from offload.plan.placement import LEAST_FREE_BYTES
 from offload.streaming.options import free_bytes
 from specoffload import report
 from specoffload.bench.drafts import (
@@ -272,7 +272,7 @@ def _tuned_peers(config: Config) -> dict[str, TunedLlama]:
     peers = {}
     for n in ubatches:
         if n <= max(n_ctx, UBATCHES[0]):
-            context = context_memory(facts, ContextSpec(n_ctx=n_ctx, n_ubatch=n))
+            context = context_memory(facts, ContextOptions(n_ctx=n_ctx, n_ubatch=n))
             peers[f"llama.cpp -ub {n}"] = tune_for(
                 facts, vram_bytes=vram, reserve_bytes=context.total_bytes, n_ubatch=n
             )

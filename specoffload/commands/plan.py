@@ -8,11 +8,10 @@ from typing import Any
 
 from offload.costs.table import CostTable, Way
 from offload.device import choose_device
-from offload.engine import context_spec
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
 from offload.model_file import read_facts
-from offload.plan.context import ContextMemory, ContextSpec, context_memory
+from offload.plan.context import ContextMemory, ContextOptions, context_memory
 from offload.plan.machine import (
     TYPICAL,
     Machine,
@@ -55,7 +54,7 @@ class Planned:
     facts: ModelFacts
     plan: Plan
     vram_bytes: int | None
-    context: ContextSpec
+    context: ContextOptions
     memory: ContextMemory
     draft_bytes: int
     machine: Machine
@@ -94,32 +93,26 @@ def planned_for(config: Config, own: PlanOptions) -> Planned:
     options = target_options(config, kept)
     hardware = None if own.hardware is None else hardware_of(own.hardware)
     machine = _machine(own, hardware)
-    context = context_spec(facts, options)
-    of_draft = options.streaming.reserve_bytes
+    context = replace(options, n_ctx=options.n_ctx or facts.n_ctx_train)
     vram, why = _vram(config, hardware)
     room = None
     if not config.mmap:
         room = _room(own, hardware)
-    plan = make_plan(
-        facts,
+    request = replace(
+        options.streaming,
         budget_bytes=vram,
-        reserve_bytes=of_draft,
-        n_gpu_layers=config.streaming.n_gpu_layers,
-        n_cpu_moe=config.streaming.n_cpu_moe,
         context=context,
-        most_ubatch=config.most_ubatch if config.ubatch_size is None else None,
+        most_ubatch=options.most_ubatch,
         machine=machine,
-        hybrid=config.streaming.plan_for_hybrid,
-        hits=kept.hits,
         decodes=kept.decodes if machine == TYPICAL else (),  # decode times of this machine
         host_bytes=None if room is None else room.available_bytes,
-        mix=options.streaming.mix,
     )
-    context = context.with_ubatch(plan.n_ubatch)
+    plan = make_plan(facts, request)
+    context = replace(context, n_ubatch=plan.n_ubatch)
     memory = context_memory(facts, context)
-    splits = config.streaming.plan_for_hybrid
     return Planned(
-        facts, plan, vram, context, memory, of_draft, machine, why, splits, kept.hits,
+        facts, plan, vram, context, memory, request.reserve_bytes, machine, why,
+        request.plan_for_splits, kept.hits,
         kept.complaint, room, own.hardware,
     )  # fmt: skip
 
@@ -226,7 +219,7 @@ def expected_tps(
 
 
 def _expected(planned: Planned) -> dict[str, float]:
-    n_prompt, splits = workload_of(planned.context).n_prompt, bool(planned.splits)
+    n_prompt, splits = workload_of(planned.context.n_ctx).n_prompt, bool(planned.splits)
     return expected_tps(planned.plan, _work(planned), planned.machine, n_prompt, splits=splits)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import get_args
 
-from offload.plan.choices import POOLINGS
+from offload.plan.context import POOLINGS
 from offload.sampling.options import SAMPLERS
 from specoffload.bench.llama_bench import FORMATS
 from specoffload.chat.conversation import ReasoningFormat

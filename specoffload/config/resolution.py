@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.numa_plan import NumaPlan
-from offload.plan.choices import OWN, OWN_OR_NONE
+from offload.plan.context import OWN, OWN_OR_NONE
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import PlanForSplits
 from offload.plan.sharing import UBATCHES
@@ -166,7 +166,7 @@ def _streaming(options: Options, hybrid: HybridChoice, without: frozenset[str]) 
         mix=options.plan_for,
         warmup=options.warmup,
         hybrid=hybrid.toggle is not Toggle.OFF,
-        plan_for_hybrid=plans[hybrid.toggle],
+        plan_for_splits=plans[hybrid.toggle],
         trace=Trace() if options.trace is not None else NO_TRACE,
     )
     return replace(chosen, **_switched_off(StreamingOptions, without))

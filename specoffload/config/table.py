@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 from numa.place import Strategy
-from offload.plan.choices import CACHE_TYPES
+from offload.plan.context import CACHE_TYPES
 from specdec.options import MOST_DRAFTED, AcceptRule, DrafterName, PolicyName, SpecOptions
 from specoffload.config.command_flags import COMMANDS, SAMPLING
 from specoffload.config.flag import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload.device import DeviceChoice, choose_device
-from offload.engine import Engine, EngineOptions, context_spec
+from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, DeviceFailed, DeviceUnavailable, DoesNotFit
 from offload.model import ModelFacts
 from offload.model_file import read_facts
@@ -56,7 +56,7 @@ def draft_bytes(config: Config) -> int:
     options = _of_draft(
         config, EngineOptions(n_ctx=_llama_ctx(config, n_ctx), n_sequences=config.parallel)
     )
-    by_llama = device_bytes(facts) + context_memory(facts, context_spec(facts, options)).total_bytes
+    by_llama = device_bytes(facts) + context_memory(facts, options).total_bytes
     may_be_torch = config.spec.of_draft.engine is not DraftEngine.LLAMA
     if not may_be_torch or importlib.util.find_spec("torch") is None:
         return by_llama

@@ -8,7 +8,7 @@ from offload.device import choose_device
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.native_build import library_build
-from offload.plan.context import type_of_values
+from offload.plan.context import DEFAULT_UBATCH, type_of_values
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import MeasuredDecode
 from offload.plan.sharing import TokenMix
@@ -62,8 +62,8 @@ def target_options(config: Config, kept: KeptForPlan = NOTHING_KEPT) -> EngineOp
         min_batch=config.min_batch or MinBatch(),
         n_ctx=config.ctx_size,
         n_batch=config.batch_size,
-        n_ubatch=config.ubatch_size,
-        most_ubatch=config.most_ubatch,
+        n_ubatch=config.ubatch_size or DEFAULT_UBATCH,
+        most_ubatch=None if config.ubatch_size else config.most_ubatch,
         n_sequences=config.parallel,
         n_outputs=max(1 + spec.longest, 64) + config.parallel - 1,
         n_rs_seq=spec.n_rs_seq,
@@ -96,10 +96,10 @@ def kept_for_plan(config: Config) -> KeptForPlan:
         return NOTHING_KEPT
     kept, complaint = KeptFile(folder, read_facts(config.model)).load()
     mix = kept.mix_for_plan
-    if kept.hits is None or not config.streaming.plan_for_hybrid:
+    if kept.hits is None or not config.streaming.plan_for_splits:
         return KeptForPlan(mix=mix, complaint=complaint)
     decodes: tuple[MeasuredDecode, ...] = ()
-    if config.streaming.plan_for_hybrid == "auto":
+    if config.streaming.plan_for_splits == "auto":
         decodes = _decodes(kept, config)
     return KeptForPlan(kept.hits.curve, decodes, mix, complaint)
 

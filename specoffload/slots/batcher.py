@@ -17,7 +17,6 @@ from time import perf_counter
 from offload.engine import Engine
 from offload.errors import BadRequest, DeviceFailed, DoesNotFit
 from offload.ggml.sampler import SamplerChain
-from offload.plan.placement import DEFAULT_UBATCH
 from offload.sampling.options import checked
 from offload.sampling.reasoning_limit import AnswerSampler, LimitedReasoning, LimitedSampler
 from specdec.decoding.acceptance import Acceptance, MatchAcceptance
@@ -73,9 +72,7 @@ class Batcher:
         self.on_round: list[Callable[[Round], None]] = []  # called with every round
         self.on_step: list[Callable[[float, float, Step], None]] = []  # (start, end in s, step)
         self._loop = DecodingLoop(self._sequences) if speculation is None else speculation.loop()
-        self._share = PromptShare(
-            target.options.n_ubatch or DEFAULT_UBATCH, rides_along=self._sequences.can_rewind
-        )
+        self._share = PromptShare(target.options.n_ubatch, rides_along=self._sequences.can_rewind)
         self.n_prompt_tokens = self.n_generated = 0  # evaluated and emitted for all requests
         self._waiting: deque[Request] = deque()
         self._running: dict[BatchMember, Request] = {}  # in the order in which they got their slots

@@ -10,9 +10,10 @@ from null_device import NullDevice
 
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
-from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
+from offload.ggml.llama import Context, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.model_file import read_facts
+from offload.plan.context import ContextOptions
 
 
 @contextmanager

@@ -21,11 +21,11 @@ from on_gpu import (
 
 from lab.synth import write_preset
 from offload.device import DeviceChoice
-from offload.engine import Engine, EngineOptions, context_spec
+from offload.engine import Engine, EngineOptions
 from offload.errors import DoesNotFit
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import make_plan
+from offload.plan.placement import PlanRequest, make_plan
 from offload.routing import RoutingGuess
 from offload.streaming.copying import BounceCopier
 from offload.streaming.options import StreamingOptions
@@ -164,7 +164,7 @@ def test_slots_that_layers_of_different_types_share_are_resident(
     path = write_preset(preset, models / f"gpu_{name}.gguf", size="tiny", seed=3, **changes)
     batches = (1, 3, 12)
     resident = logits_of(path, options(gpu, stream_experts=False), batches)
-    plan = make_plan(read_facts(path), budget_bytes=None)
+    plan = make_plan(read_facts(path))
     (pool,) = plan.layout.pools
     for n_slots in (pool.n_experts, 3 * pool.n_experts // 2, 2 * pool.n_experts, pool.n_slots):
         vram = plan.resident_bytes + n_slots * pool.slot_bytes
@@ -244,7 +244,7 @@ def test_slots_sized_after_a_warm_up_give_the_same(
 ) -> None:
     opened = options(gpu, StreamingOptions(bounce=False, warmup=warmup))
     facts = read_facts(moe)
-    plan = make_plan(facts, budget_bytes=1 << 40, context=context_spec(facts, opened))
+    plan = make_plan(facts, PlanRequest(budget_bytes=1 << 40, context=opened))
     taken = plan.resident_bytes + plan.reserve_bytes
     if warmup:  # drivers and their libraries take more than the header tells
         free_before = gpu.device.memory_bytes()[0]

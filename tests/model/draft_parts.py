@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab.synth import write_preset
 from offload.ggml.library.callback import Pending
-from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
+from offload.ggml.llama import Context, Model, ModelPlacement
 from offload.model_file import read_facts
+from offload.plan.context import ContextOptions
 
 PRESETS = {"llama": "llama-3.3-70b", "qwen2": "qwen2.5-0.5b", "qwen3": "qwen3-0.6b"}
 

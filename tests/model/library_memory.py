@@ -6,20 +6,21 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offload.device import choose_device
 from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library.callback import Pending
-from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
+from offload.ggml.llama import Context, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.model_file import read_facts
-from offload.plan.context import ContextSpec
+from offload.plan.context import ContextOptions
 from offload.plan.min_batch import MinBatch
 from offload.plan.placement import make_plan
+from offload.streaming.building import ExecutorBuilder
 from offload.streaming.device import StreamingDevice
-from offload.streaming.options import StreamingOptions, executor_maker
+from offload.streaming.options import StreamingOptions
 
 _MIB = 1 << 20
 _CACHE = re.compile(r"size = +([\d.]+) MiB .*K \(")
@@ -54,18 +55,18 @@ def _log_lines() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def allocated(path: Path, spec: ContextSpec, flash_attn: str = "auto") -> Allocated:
+def allocated(path: Path, spec: ContextOptions) -> Allocated:
     """Open `path` on a wrapped device with its experts in host memory, allocating nothing."""
     pending = Pending()
     host = HostBufferType("SPEC_HOST", AnonymousMemory(), pending)
-    choice, plan = choose_device("sim"), make_plan(read_facts(path), budget_bytes=None)
+    choice, plan = choose_device("sim"), make_plan(read_facts(path))
     device = StreamingDevice(
         choice,
         host,
         MinBatch(1, 1),
         pending,
         layout=plan.layout,
-        make_executor=executor_maker(plan, choice, StreamingOptions()),
+        make_executor=ExecutorBuilder(choice, StreamingOptions(), []).maker(plan),
     )
     placement = ModelPlacement(
         (device,),
@@ -75,18 +76,7 @@ def allocated(path: Path, spec: ContextSpec, flash_attn: str = "auto") -> Alloca
         load_mode="none",
         no_alloc=True,
     )
-    options = ContextOptions(
-        n_ctx=spec.n_ctx,
-        n_batch=8192,
-        n_ubatch=spec.n_ubatch,
-        n_sequences=spec.n_sequences,
-        n_outputs=spec.n_outputs,
-        n_rs_seq=spec.n_rs_seq,
-        flash_attn=flash_attn,
-        type_k=spec.type_k,
-        type_v=spec.type_v,
-        swa_full=spec.swa_full,
-    )
+    options = replace(spec, n_batch=8192)
     with _log_lines() as lines:
         model = Model(path, placement, pending)
         try:

@@ -101,7 +101,7 @@ def test_gate_bias_up_bias_and_glu_are_given_to_the_backend_with_one_ids_tensor(
 
 def test_slots_have_room_for_biases_in_the_plan(model: Path) -> None:
     facts = read_facts(model)
-    plan = make_plan(facts, budget_bytes=None)
+    plan = make_plan(facts)
     (pool,) = plan.layout.pools
     strides = {kind.name: kind.stride_bytes for kind in pool.kinds}
     for kind in ("gate", "up", "down"):

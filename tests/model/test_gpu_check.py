@@ -16,7 +16,7 @@ import pytest
 from lab.synth import plan_preset, write_header_only
 from offload.device import devices
 from offload.model_file import read_facts
-from offload.plan.placement import make_plan
+from offload.plan.placement import PlanRequest, make_plan
 from offload.plan.sharing import DECODING
 from specoffload.bench.llama_server import tune_for
 
@@ -126,7 +126,10 @@ def test_a_quarter_of_the_experts_is_two_layers_of_eight_or_as_many_slots(
     assert theirs.n_cpu_moe == 6
     for hybrid in (False, True):
         ours = make_plan(
-            facts, budget_bytes=vram_bytes, n_cpu_moe="fit", hybrid=hybrid, mix=DECODING
+            facts,
+            PlanRequest(
+                budget_bytes=vram_bytes, n_cpu_moe="fit", plan_for_splits=hybrid, mix=DECODING
+            ),
         )
         assert ours.n_resident == 0
         n_for_biases = 1 if name == "gpt-oss" else 0  # slots hold these too

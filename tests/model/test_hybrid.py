@@ -25,13 +25,11 @@ from offload.errors import DeviceFailed
 from offload.ggml.backend import RouterIds, SlotIds, Stream
 from offload.ggml.graph import Graph
 from offload.ggml.library import abi
-from offload.ggml.tensor import buffer_at
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.placement import make_plan
 from offload.schedule.schedule import Schedule
 from offload.split import path as path_module
-from offload.split.ahead import Orderer
 from offload.split.cpu_side import HostGraph, NoForm, RowPlacer
 from offload.split.division import HOST, SplitCosts
 from offload.split.switch import MOST_TOKENS, ByCosts, Splitter, all_on_device, stay
@@ -303,35 +301,15 @@ WITH_SHARED = ("deepseek2", "glm4moe", "llama4", "qwen35moe")  # gate, up, GLU, 
 
 
 def test_the_shared_expert_goes_ahead_of_the_cpus_rows(model: tuple[Path, Rows]) -> None:
-    """In the graph's own order, the slow twin, it does not: the same bits."""
     path, expected = model
     has_shared = path.stem.removeprefix("hybrid-") in WITH_SHARED
-    chosen = split_by(all_host, path, "half")
-    for ahead in (True, False):
-        streaming = replace(chosen.streaming, ahead=ahead)
-        with Engine(path, replace(chosen, streaming=streaming)) as engine:
-            assert np.array_equal(logits(engine), expected)
-            counters = engine.counters()
-            least = 4 * counters.split_layers if has_shared else 0
-            assert counters.n_nodes_ahead >= least if ahead else counters.n_nodes_ahead == 0
-            assert ahead <= has_shared or counters.n_nodes_ahead == 0
-
-
-def assert_at_home(engine: Engine) -> None:
-    """What lies elsewhere while a graph is computed is back where ggml has it."""
-    assert engine.device is not None
-    graphs = list(engine.device._prepared._current)
-    assert graphs
-    scratches = {buffer.address for buffer in _scratch_of(engine)._scratch._buffers}
-    assert not any(buffer_at(address) in scratches for g in graphs for address in g.addresses())
-
-
-def _scratch_of(engine: Engine) -> Orderer:
-    assert engine.device is not None
-    (executor,) = engine.device.executors.values()
-    assert isinstance(executor, Executor)
-    assert executor._orderer is not None
-    return executor._orderer
+    with Engine(path, split_by(all_host, path, "half")) as engine:
+        assert np.array_equal(logits(engine), expected)
+        counters = engine.counters()
+        if has_shared:
+            assert counters.n_nodes_ahead >= 4 * counters.split_layers
+        else:
+            assert counters.n_nodes_ahead == 0
 
 
 @pytest.mark.parametrize("device", ["sim", "sim:expert=10us,host=10us"])
@@ -409,7 +387,7 @@ def test_layers_are_split_by_what_was_measured_of_them(
         arrays = costs.costs()
         assert arrays.copy_s > 0
         assert arrays.host_s[1] > 0
-        layout = make_plan(read_facts(tiny_moe), budget_bytes=None).layout
+        layout = make_plan(read_facts(tiny_moe)).layout
         n_bytes = layout.groups[0].matrix_bytes
         assert arrays.kinds == pytest.approx([n / sum(n_bytes.values()) for n in n_bytes.values()])
         engine.hybrid.switch.splitter = ByCosts(arrays)
@@ -502,7 +480,6 @@ def test_a_fault_ends_the_request_and_the_next_one_has_the_right_bits(
             fault(patch)
             with pytest.raises(DeviceFailed, match=message):
                 engine.sequences.extend(0, [1, 2, 3, 250, 99])
-        assert_at_home(engine)
         assert engine.sequences.length(0) == 0
         assert np.array_equal(logits(engine), expected)
 
@@ -530,7 +507,6 @@ def test_a_decode_that_a_signal_ends_anywhere_in_split_layers_is_redone(
         for nth in range(1, n_all + 1):
             ends_at, n_computed = nth, 0
             one.sequences.extend(0, [1, 2, 3, 250, 99])
-            assert_at_home(one)
             one.sequences.rewind(0, 0)
         assert n_ended > n_all / 2 > 3, "the CPU has not a part of each layer every time"
         ends_at = -1

@@ -68,4 +68,4 @@ def test_a_plan_for_splits_never_has_fewer_slots_and_on_some_machines_more(tmp_p
 def test_auto_leaves_to_counted_hits_what_on_is_certain_of() -> None:
     asked = {hybrid: config_of(hybrid=hybrid).streaming for hybrid in Toggle}
     expected = {Toggle.OFF: False, Toggle.ON: True, Toggle.AUTO: "auto"}
-    assert {hybrid: its.plan_for_hybrid for hybrid, its in asked.items()} == expected
+    assert {hybrid: its.plan_for_splits for hybrid, its in asked.items()} == expected

@@ -19,8 +19,8 @@ from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, DoesNotFit
 from offload.ggml import llama
 from offload.model_file import read_facts
-from offload.plan.context import ContextSpec
-from offload.plan.placement import MeasuredDecode, Plan, PlanForSplits, make_plan
+from offload.plan.context import ContextOptions
+from offload.plan.placement import MeasuredDecode, Plan, PlanForSplits, PlanRequest, make_plan
 from offload.plan.sharing import TokenMix
 from offload.routing import SHARES, CountedHits, HitCurve
 from offload.streaming.options import StreamingOptions
@@ -272,8 +272,8 @@ def test_the_ubatch_is_chosen_where_the_engine_opens_a_model(
     tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    for given, used in ((None, 512), (128, 128)):
-        options = EngineOptions(device="sim", n_ctx=256, n_ubatch=given)
+    for most, used in ((8192, 512), (None, 128)):
+        options = EngineOptions(device="sim", n_ctx=256, n_ubatch=128, most_ubatch=most)
         with Engine(tiny_moe, options) as engine:
             assert engine.options.n_ubatch == used
     half = StreamingOptions(device_bytes=3 << 20)
@@ -357,10 +357,11 @@ def test_auto_takes_the_plan_whose_decodes_were_faster(r1: Path) -> None:
     hits = HitCurve(tuple((share, share**0.3) for share in SHARES), 700, date(2026, 3, 1))
 
     def plan(hybrid: PlanForSplits, *decodes: MeasuredDecode) -> Plan:
-        return make_plan(
-            read_facts(r1), budget_bytes=80 * GIB, n_cpu_moe="fit", hybrid=hybrid, hits=hits,
-            decodes=decodes, context=ContextSpec(4096), most_ubatch=8192,
+        request = PlanRequest(
+            budget_bytes=80 * GIB, n_cpu_moe="fit", plan_for_splits=hybrid, hits=hits,
+            decodes=decodes, context=ContextOptions(4096), most_ubatch=8192,
         )  # fmt: skip
+        return make_plan(read_facts(r1), request)
 
     without, with_room = plan(False).sharing, plan(True).sharing
     assert plan("auto").sharing == with_room != without

@@ -13,16 +13,16 @@ from lab.synth import plan_preset, write_header_only
 from lab.synth.shape import PRESETS
 from offload.model import ModelFacts, is_experts
 from offload.model_file import read_facts
-from offload.plan.context import ContextSpec, context_memory
+from offload.plan.context import ContextOptions, context_memory
 
 _MIB = 1 << 20
-SPEC = ContextSpec(4096, device_checkpoints=False)
+SPEC = ContextOptions(4096, device_checkpoints=False)
 
 
 @functools.cache
-def library_takes(path: Path, spec: ContextSpec, flash_attn: str = "auto") -> Allocated:
+def library_takes(path: Path, spec: ContextOptions) -> Allocated:
     """What the library says, which opening the same twice does not change."""
-    return allocated(path, spec, flash_attn)
+    return allocated(path, spec)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def headers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def check(path: Path, facts: ModelFacts, spec: ContextSpec, flash_attn: str = "auto") -> None:
+def check(path: Path, facts: ModelFacts, spec: ContextOptions) -> None:
     """Caches to the byte, buffers within a tenth or 16 MiB."""
-    ours, theirs = context_memory(facts, spec), library_takes(path, spec, flash_attn)
+    ours, theirs = context_memory(facts, spec), library_takes(path, spec)
     assert ours.kv_bytes == pytest.approx(theirs.kv_bytes, abs=_MIB // 8)
     assert ours.recurrent_bytes == pytest.approx(theirs.recurrent_bytes, abs=_MIB // 8)
     if facts.architecture == "minimax-m2":  # of its width, the allocator reuses what others' keep
@@ -86,7 +86,7 @@ def test_attention_scores_are_counted_without_flash_attention_alone(
     preset: str, headers: Path
 ) -> None:
     facts = read_facts(headers / preset)
-    spec = replace(SPEC, n_ctx=16384, flash_attn=False)
-    check(headers / preset, facts, spec, flash_attn="off")
-    with_it = context_memory(facts, replace(spec, flash_attn=True)).compute_bytes
+    spec = replace(SPEC, n_ctx=16384, flash_attn="off")
+    check(headers / preset, facts, spec)
+    with_it = context_memory(facts, replace(spec, flash_attn="auto")).compute_bytes
     assert context_memory(facts, spec).compute_bytes > 5 * with_it

@@ -16,7 +16,7 @@ from offload.costs.search import Wanted, budget_s, fill
 from offload.costs.table import Way
 from offload.errors import DoesNotFit
 from offload.model import ModelFacts, is_experts, layer_of
-from offload.plan.context import ContextSpec, context_memory
+from offload.plan.context import ContextOptions, context_memory
 from offload.plan.machine import (
     TYPICAL,
     Machine,
@@ -27,7 +27,7 @@ from offload.plan.machine import (
     streamed_s,
 )
 from offload.plan.min_batch import NEVER
-from offload.plan.placement import DEFAULT_UBATCH, Plan, PlanForSplits, make_plan
+from offload.plan.placement import DEFAULT_UBATCH, Plan, PlanForSplits, PlanRequest, make_plan
 from offload.plan.sharing import (
     SMALL_UBATCHES,
     UBATCHES,
@@ -61,11 +61,13 @@ def plan_of(
     try:
         return make_plan(
             facts,
-            budget_bytes=int(gib * GIB),
-            n_cpu_moe="fit",
-            context=ContextSpec(n_ctx),
-            most_ubatch=most_ubatch,
-            machine=machine,
+            PlanRequest(
+                budget_bytes=int(gib * GIB),
+                n_cpu_moe="fit",
+                context=ContextOptions(n_ctx),
+                most_ubatch=most_ubatch,
+                machine=machine,
+            ),
         )
     except DoesNotFit:
         return None
@@ -90,7 +92,7 @@ def test_every_plan_fits_and_says_what_its_slots_do_not_hold(
     for gib in VRAM_GIB:
         for n_ctx in CONTEXTS:
             plan = plan_of(facts, gib, n_ctx)
-            context = context_memory(facts, ContextSpec(n_ctx, UBATCHES[0])).total_bytes
+            context = context_memory(facts, ContextOptions(n_ctx, UBATCHES[0])).total_bytes
             ring_fits = dense_bytes(facts) + context + ring_bytes(facts) <= gib * GIB
             if plan is None:
                 assert not ring_fits
@@ -135,11 +137,13 @@ def test_more_memory_or_a_shorter_context_never_loses_time_nor_does_a_ubatch_of_
     facts, work = shapes[title], model_work(shapes[title])
 
     def seconds(gib: float, n_ctx: int, n_ubatch: int | None = None) -> float:
-        context = ContextSpec(n_ctx, n_ubatch or DEFAULT_UBATCH)
+        context = ContextOptions(n_ctx, n_ubatch or DEFAULT_UBATCH)
         most = UBATCHES[-1] if n_ubatch is None else None
         try:
-            plan = make_plan(facts, budget_bytes=int(gib * GIB), n_cpu_moe="fit", context=context,
-                             most_ubatch=most)  # fmt: skip
+            request = PlanRequest(
+                int(gib * GIB), n_cpu_moe="fit", context=context, most_ubatch=most
+            )
+            plan = make_plan(facts, request)
         except DoesNotFit:
             return math.inf
         if not plan.streamed:
@@ -188,13 +192,14 @@ def test_plans_that_do_not_fit_host_memory_are_taken_only_where_none_does(
     """Counted hits made slots of resident layers, so that a machine of 128 GB was refused."""
     facts = shapes["Qwen3-235B-A22B"]
     hits = HitCurve(tuple((share, share**0.1) for share in SHARES), 700, date(2026, 3, 1))
-    context, most = ContextSpec(8192), UBATCHES[-1]
+    context, most = ContextOptions(8192), UBATCHES[-1]
 
     def plan(hybrid: PlanForSplits, host_bytes: int | None) -> Plan:
-        return make_plan(
-            facts, budget_bytes=48 * GIB, n_cpu_moe="fit", context=context, most_ubatch=most,
-            hybrid=hybrid, hits=hits, host_bytes=host_bytes,
+        request = PlanRequest(
+            48 * GIB, n_cpu_moe="fit", context=context, most_ubatch=most, plan_for_splits=hybrid,
+            hits=hits, host_bytes=host_bytes,
         )  # fmt: skip
+        return make_plan(facts, request)
 
     least = plan(False, None).streamed_bytes
     assert plan(True, None).streamed_bytes > least

@@ -19,7 +19,7 @@ from offload.device import choose_device
 from offload.engine import Engine
 from offload.errors import DeviceUnavailable
 from offload.model_file import read_facts
-from offload.plan.context import ContextSpec, context_memory
+from offload.plan.context import ContextOptions, context_memory
 from offload.plan.min_batch import NEVER, MinBatch
 from offload.plan.sharing import device_bytes
 from specdec.errors import SpecDecError, VocabularyMismatch
@@ -129,7 +129,7 @@ def test_the_target_leaves_room_for_the_draft_and_its_context() -> None:
     with Session(config) as session:
         reserved = session.target.options.streaming.reserve_bytes
         assert session.draft is not None
-        context = context_memory(facts, ContextSpec(256, 512))
+        context = context_memory(facts, ContextOptions(256, 512))
         assert reserved == device_bytes(facts) + context.total_bytes
     with Session(replace(config, draft=None)) as session:
         assert session.target.options.streaming.reserve_bytes == 0

@@ -69,7 +69,7 @@ def with_slots(path: Path, n_slots: int | None, **changes: Any) -> StreamingOpti
     streaming = StreamingOptions(**changes)
     if n_slots is None:
         return streaming
-    plan = make_plan(read_facts(path), budget_bytes=None)
+    plan = make_plan(read_facts(path))
     (pool,) = plan.layout.pools
     vram = plan.resident_bytes + n_slots * pool.slot_bytes
     return replace(streaming, vram_bytes=vram)

@@ -17,11 +17,11 @@ from offload.errors import DoesNotFit
 from offload.ggml.backend import Device
 from offload.ggml.tensor import Buffer
 from offload.model_file import read_facts
-from offload.plan.context import ContextSpec, context_memory
+from offload.plan.context import ContextOptions, context_memory
 from offload.plan.min_batch import MinBatch
-from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, make_plan
+from offload.plan.placement import LEAST_FREE_BYTES, MARGIN_BYTES, Plan, PlanRequest, make_plan
 from offload.store.store import Store
-from offload.streaming.options import StreamingOptions, fitted, room_left
+from offload.streaming.options import StreamingOptions
 
 MIB = 1 << 20
 
@@ -34,43 +34,10 @@ def model(models: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plan(model: Path) -> Plan:
-    return make_plan(read_facts(model), budget_bytes=12 * MIB)
+    return make_plan(read_facts(model), PlanRequest(budget_bytes=12 * MIB))
 
 
 # -- the arithmetic
-
-
-def test_room_is_what_is_free_less_the_margin_and_what_others_will_take(plan: Plan) -> None:
-    free_before = 10 * MARGIN_BYTES
-    free_now = free_before - plan.resident_bytes - 100 * MIB
-    room = room_left(
-        plan, free_before=free_before, free_now=free_now, device_bytes=None, others_bytes=7
-    )
-    assert room == free_now - MARGIN_BYTES - 7
-
-
-def test_a_limit_counts_what_is_in_use_already(plan: Plan) -> None:
-    used = plan.resident_bytes + 100 * MIB
-    arguments: dict[str, Any] = {"free_before": 10_000 * MIB, "free_now": 10_000 * MIB - used}
-    room = room_left(plan, device_bytes=used + 50 * MIB, others_bytes=0, **arguments)
-    assert room == 50 * MIB
-    # 512 MiB stay free, whatever was asked for.
-    full: dict[str, Any] = {"free_before": used + 515 * MIB, "free_now": 515 * MIB}
-    assert room_left(plan, device_bytes=10_000 * MIB, others_bytes=0, **full) == 3 * MIB
-
-
-def test_refused_memory_is_asked_for_again_with_fewer_slots(plan: Plan) -> None:
-    asked: list[int] = []
-
-    def use(sized: Plan) -> None:
-        asked.append(sized.slot_bytes)
-        if sized.slot_bytes > plan.slot_bytes // 2:
-            raise DoesNotFit("refused")
-
-    found = fitted(plan, plan.slot_bytes, use)
-    assert found.slot_bytes == asked[-1] <= plan.slot_bytes // 2
-    assert asked == sorted(asked, reverse=True)
-    assert found.slot_bytes > 0.8 * plan.slot_bytes // 2
 
 
 # -- an engine on a device that counts
@@ -132,8 +99,8 @@ def tokens(n: int) -> list[int]:
 
 def test_slots_take_what_the_estimate_left_out(model: Path, counting: CountingDevice) -> None:
     facts = read_facts(model)
-    context = context_memory(facts, ContextSpec(256, 64)).total_bytes
-    limit = make_plan(facts, budget_bytes=12 * MIB).resident_bytes + context + 6 * MIB
+    context = context_memory(facts, ContextOptions(256, 64)).total_bytes
+    limit = make_plan(facts, PlanRequest(budget_bytes=12 * MIB)).resident_bytes + context + 6 * MIB
     warm_up = Engine._warm_up
     taken = 0
 
@@ -168,7 +135,7 @@ def test_a_gpu_keeps_some_memory_free_whatever_is_asked_for(
     model: Path, counting: CountingDevice
 ) -> None:
     facts = read_facts(model)
-    context = context_memory(facts, ContextSpec(256, 64)).total_bytes
+    context = context_memory(facts, ContextOptions(256, 64)).total_bytes
     usable = facts.size_bytes + context - MIB
     counting.total_bytes = usable + LEAST_FREE_BYTES
     with Engine(model, options(counting.total_bytes)) as engine:
@@ -186,7 +153,7 @@ def test_a_refusal_leaves_fewer_slots_and_a_working_engine(
     model: Path, counting: CountingDevice
 ) -> None:
     facts = read_facts(model)
-    limit = facts.size_bytes + context_memory(facts, ContextSpec(256, 64)).total_bytes - MIB
+    limit = facts.size_bytes + context_memory(facts, ContextOptions(256, 64)).total_bytes - MIB
     counting.most_slots_bytes = 3 * MIB
     with Engine(model, options(limit)) as engine:
         assert engine.plan is not None
@@ -199,7 +166,7 @@ def test_a_device_without_any_room_is_refused_and_everything_given_back(
     model: Path, counting: CountingDevice
 ) -> None:
     facts = read_facts(model)
-    limit = facts.size_bytes + context_memory(facts, ContextSpec(256, 64)).total_bytes - MIB
+    limit = facts.size_bytes + context_memory(facts, ContextOptions(256, 64)).total_bytes - MIB
     counting.most_slots_bytes = 1000
     with pytest.raises(DoesNotFit, match="refused"):
         Engine(model, options(limit))

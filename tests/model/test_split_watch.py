@@ -48,7 +48,7 @@ def in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_of(device: str, min_batch: str, hybrid: Toggle, n_parallel: int = 1) -> Config:
     """Slots for 9 of 48 experts, of which a token uses 12."""
-    whole = make_plan(read_facts(demo_file("target.gguf")), budget_bytes=None)
+    whole = make_plan(read_facts(demo_file("target.gguf")))
     config = resolved.config_of(
         device=device,
         threads=1,

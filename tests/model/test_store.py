@@ -22,10 +22,11 @@ from offload.ggml.hostbuffer import HostBufferType
 from offload.ggml.library import abi
 from offload.ggml.library.callback import Pending
 from offload.ggml.library.lib import library
-from offload.ggml.llama import Context, ContextOptions, Model, ModelPlacement
+from offload.ggml.llama import Context, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory, HostRange
 from offload.model import ModelFacts, TensorEntry
 from offload.model_file import read_facts
+from offload.plan.context import ContextOptions
 from offload.plan.placement import make_plan
 from offload.store import store as store_module
 from offload.store.store import Room, Store, StoreOptions
@@ -55,7 +56,7 @@ class Loaded:
 
 
 def streamed_of(facts: ModelFacts) -> tuple[TensorEntry, ...]:
-    streamed = make_plan(facts, budget_bytes=None).streamed
+    streamed = make_plan(facts).streamed
     assert streamed
     return streamed
 
@@ -72,7 +73,7 @@ def load(
         store = Store(facts, streamed_of(facts), options)
     pending = Pending()
     host = HostBufferType("TEST", store or AnonymousMemory(), pending, home=store)
-    patterns = patterns or make_plan(facts, budget_bytes=None).patterns()
+    patterns = patterns or make_plan(facts).patterns()
     placement = ModelPlacement(
         overrides=tuple((pattern, host) for pattern in patterns),
         use_extra_bufts=False,
@@ -286,7 +287,7 @@ def test_what_is_raised_while_waiting_stops_the_readers_and_gives_the_memory_bac
     store = Store(facts, streamed_of(facts), ON_CPU, memories)
     pending = Pending()
     host = HostBufferType("TEST", store, pending, home=store)
-    patterns = make_plan(facts, budget_bytes=None).patterns()
+    patterns = make_plan(facts).patterns()
     overrides = tuple((pattern, host) for pattern in patterns)
     placement = ModelPlacement(overrides=overrides, use_extra_bufts=False, load_mode="mmap")
     with store.loading(pending):

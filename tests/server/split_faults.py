@@ -48,7 +48,7 @@ class FaultyFactory:
     fault: Path
 
     def __call__(self, on_progress: OnProgress = ignore) -> Session:
-        whole = make_plan(read_facts(demo_file("target.gguf")), budget_bytes=None)
+        whole = make_plan(read_facts(demo_file("target.gguf")))
         options = Options(
             device="sim",
             threads=1,

@@ -18,7 +18,7 @@ from running import http
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, DoesNotFit, NotSupported
-from offload.plan.choices import OWN, OWN_OR_NONE, POOLINGS, pooling_of
+from offload.plan.context import OWN, OWN_OR_NONE, POOLINGS, pooling_of
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import for_serving
 from specoffload.session.session import Session

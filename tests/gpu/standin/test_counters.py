@@ -15,7 +15,7 @@ from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.model_file import read_facts
 from offload.plan.min_batch import NEVER, MinBatch
-from offload.plan.placement import make_plan
+from offload.plan.placement import PlanRequest, make_plan
 from offload.split.switch import Splitter, all_on_device, stay
 from offload.streaming.options import StreamingOptions
 
@@ -64,7 +64,7 @@ def _opened(gpu: DeviceChoice, **changes: object) -> EngineOptions:
 
 def _streaming(path: Path, share: float, splitter: Splitter | None) -> StreamingOptions:
     """Slots for a share of the experts, in layers that are split if there is a splitter."""
-    plan = make_plan(read_facts(path), budget_bytes=None, n_cpu_moe=99)
+    plan = make_plan(read_facts(path), PlanRequest(n_cpu_moe=99))
     chosen = StreamingOptions(n_cpu_moe=99, hybrid=splitter is not None, splitter=splitter)
     return replace(chosen, vram_bytes=plan.resident_bytes + int(plan.slot_bytes * share))
 

@@ -8,7 +8,12 @@ import pytest
 
 from offload.errors import BadRequest
 from offload.model import Header, ModelFacts, TensorEntry, Value, WeightPlace
-from offload.plan.context import ContextSpec, check_cache_types, context_memory, forgetting_window
+from offload.plan.context import (
+    ContextOptions,
+    check_cache_types,
+    context_memory,
+    forgetting_window,
+)
 
 
 def facts(architecture: str = "llama", **metadata: Value | tuple[Value, ...]) -> ModelFacts:
@@ -38,26 +43,26 @@ MLA = {
 
 
 def test_a_cache_grows_with_the_context_and_shrinks_with_its_types() -> None:
-    f16 = context_memory(facts(), ContextSpec(4096)).kv_bytes
+    f16 = context_memory(facts(), ContextOptions(4096)).kv_bytes
     assert f16 == 4 * 4096 * 2 * (64 + 64) * 2
-    assert context_memory(facts(), ContextSpec(8192)).kv_bytes == 2 * f16
-    q8_0 = context_memory(facts(), ContextSpec(4096, type_k="q8_0", type_v="q8_0")).kv_bytes
+    assert context_memory(facts(), ContextOptions(8192)).kv_bytes == 2 * f16
+    q8_0 = context_memory(facts(), ContextOptions(4096, type_k="q8_0", type_v="q8_0")).kv_bytes
     assert q8_0 == f16 * 34 // 64
-    only_k = context_memory(facts(), ContextSpec(4096, type_k="q8_0")).kv_bytes
+    only_k = context_memory(facts(), ContextOptions(4096, type_k="q8_0")).kv_bytes
     assert only_k == (f16 + q8_0) // 2
 
 
 def test_layers_that_are_not_loaded_have_no_cache() -> None:
-    with_mtp = context_memory(facts(nextn_predict_layers=1), ContextSpec(4096)).kv_bytes
-    assert with_mtp == 3 * context_memory(facts(), ContextSpec(4096)).kv_bytes // 4
+    with_mtp = context_memory(facts(nextn_predict_layers=1), ContextOptions(4096)).kv_bytes
+    assert with_mtp == 3 * context_memory(facts(), ContextOptions(4096)).kv_bytes // 4
 
 
 def test_windows_hold_the_window_and_one_ubatch_unless_all_is_kept() -> None:
     gemma = facts("gemma2", attention__sliding_window=256)
     per_cell = 2 * (64 + 64) * 2
-    memory = context_memory(gemma, ContextSpec(8192, 512))
+    memory = context_memory(gemma, ContextOptions(8192, 512))
     assert memory.kv_bytes == 2 * (8192 + 768) * per_cell
-    full = context_memory(gemma, ContextSpec(8192, 512, swa_full=True))
+    full = context_memory(gemma, ContextOptions(8192, 512, swa_full=True))
     assert full.kv_bytes == 4 * 8192 * per_cell
     assert forgetting_window(gemma) == 256
     assert forgetting_window(facts()) == 0
@@ -67,15 +72,15 @@ def test_a_pattern_of_the_header_says_which_layers_have_windows() -> None:
     pattern = (True, True, True, False)
     metadata = {"attention__sliding_window": 256, "attention__sliding_window_pattern": pattern}
     some = facts("gemma4", **metadata)  # type: ignore[arg-type]
-    assert context_memory(some, ContextSpec(8192, 512)).kv_bytes == (
+    assert context_memory(some, ContextOptions(8192, 512)).kv_bytes == (
         (3 * 768 + 8192) * 2 * (64 + 64) * 2
     )
 
 
 def test_without_flash_attention_the_scores_of_all_heads_are_reserved() -> None:
-    spec = ContextSpec(8192, 512)
+    spec = ContextOptions(8192, 512)
     scores = 512 * 8192 * 4 * 4
-    without = context_memory(facts(), ContextSpec(8192, 512, flash_attn=False)).compute_bytes
+    without = context_memory(facts(), ContextOptions(8192, 512, flash_attn="off")).compute_bytes
     assert without - context_memory(facts(), spec).compute_bytes >= scores
 
 

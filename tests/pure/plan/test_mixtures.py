@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from offload.errors import DoesNotFit
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.plan.context import ContextSpec, context_memory
-from offload.plan.placement import NCpuMoe, Plan, make_plan
+from offload.plan.context import ContextOptions, context_memory
+from offload.plan.placement import NCpuMoe, Plan, PlanRequest, make_plan
 from offload.plan.sharing import UBATCHES, device_bytes
 
 N_EMBD, N_FF = 256, 512
@@ -64,24 +64,23 @@ def models(draw: st.DrawFn) -> ModelFacts:
 
 
 @st.composite
-def askings(draw: st.DrawFn) -> tuple[NCpuMoe, ContextSpec | None, int | None]:
+def askings(draw: st.DrawFn) -> tuple[NCpuMoe, ContextOptions | None, int | None]:
     """-ncmoe, a context or none, and the largest ubatch where it is to be chosen."""
-    context = draw(st.sampled_from([None, ContextSpec(512), ContextSpec(4096)]))
+    context = draw(st.sampled_from([None, ContextOptions(512), ContextOptions(4096)]))
     most = draw(st.sampled_from([None, UBATCHES[-1]]))
     return draw(st.sampled_from([None, "fit", 2])), context, most
 
 
 def plan_of(
-    facts: ModelFacts, budget: int, asked: tuple[NCpuMoe, ContextSpec | None, int | None]
+    facts: ModelFacts, budget: int, asked: tuple[NCpuMoe, ContextOptions | None, int | None]
 ) -> Plan | None:
     n_cpu_moe, context, most = asked
     try:
         return make_plan(
             facts,
-            budget_bytes=budget,
-            n_cpu_moe=n_cpu_moe,
-            context=context,
-            most_ubatch=most,
+            PlanRequest(
+                budget_bytes=budget, n_cpu_moe=n_cpu_moe, context=context, most_ubatch=most
+            ),
         )
     except DoesNotFit as e:
         # Refused only where not even the least fits, not by what is found out too late.
@@ -94,7 +93,7 @@ def plan_of(
 @given(models(), askings(), st.floats(0.0, 1.2), st.floats(0.0, 0.3))
 def test_a_budget_is_kept_and_a_larger_one_is_never_refused(
     facts: ModelFacts,
-    asked: tuple[NCpuMoe, ContextSpec | None, int | None],
+    asked: tuple[NCpuMoe, ContextOptions | None, int | None],
     share: float,
     more: float,
 ) -> None:

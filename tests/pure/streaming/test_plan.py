@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offload.errors import DoesNotFit
 from offload.model import Header, ModelFacts, TensorEntry, WeightPlace
-from offload.plan.placement import make_plan, spread
+from offload.plan.placement import PlanRequest, make_plan, spread
 from offload.units import parse_bytes, parse_rate, parse_seconds
 
 N_LAYERS, N_EXPERTS, N_USED = 6, 8, 2
@@ -43,7 +43,7 @@ DENSE_BYTES = 6800 + N_LAYERS * (3 * 4352 + 256)
 @given(st.integers(DENSE_BYTES // 4, DENSE_BYTES + 2 * EXPERT_BYTES))
 def test_whatever_the_budget_the_plan_keeps_it_or_says_that_nothing_fits(budget: int) -> None:
     try:
-        plan = make_plan(facts(), budget_bytes=budget)
+        plan = make_plan(facts(), PlanRequest(budget_bytes=budget))
     except DoesNotFit:
         return
     assert plan.resident_bytes + plan.slot_bytes <= budget
@@ -55,12 +55,12 @@ def test_whatever_the_budget_the_plan_keeps_it_or_says_that_nothing_fits(budget:
 
 def test_what_cannot_fit_is_refused_with_numbers_and_the_flag() -> None:
     with pytest.raises(DoesNotFit, match=r"MiB.*--vram"):
-        make_plan(facts(), budget_bytes=1000)
+        make_plan(facts(), PlanRequest(budget_bytes=1000))
 
 
 def test_the_patterns_match_the_streamed_weights_and_nothing_else() -> None:
     model = facts()
-    plan = make_plan(model, budget_bytes=None, n_gpu_layers=4)
+    plan = make_plan(model, PlanRequest(n_gpu_layers=4))
     streamed = {entry.name for entry in plan.streamed}
     for name in model.weights:
         matched = any(re.search(pattern, name) for pattern in plan.patterns())
@@ -99,13 +99,15 @@ def test_rates_and_times_too() -> None:
 
 def test_experts_of_as_few_layers_stream_as_the_budget_makes_necessary() -> None:
     layer = 3 * N_EXPERTS * 4352
-    everything = make_plan(facts(), budget_bytes=DENSE_BYTES + EXPERT_BYTES, n_cpu_moe="fit")
+    everything = make_plan(
+        facts(), PlanRequest(budget_bytes=DENSE_BYTES + EXPERT_BYTES, n_cpu_moe="fit")
+    )
     assert everything.streamed == ()
     assert "whole model fits" in everything.reasons[0]
     streamed = []
     for missing in range(1, N_LAYERS - 2):
         budget = DENSE_BYTES + EXPERT_BYTES - missing * layer
-        plan = make_plan(facts(), budget_bytes=budget, n_cpu_moe="fit")
+        plan = make_plan(facts(), PlanRequest(budget_bytes=budget, n_cpu_moe="fit"))
         assert plan.resident_bytes + plan.slot_bytes <= budget
         streamed.append(len(plan.streamed) // 3)
     assert streamed == [3, 4, 5], "two layers' slots are kept for what streams"
