@@ -60,16 +60,21 @@ class _TuneGroup(TyperGroup):
 tune_app = typer.Typer(help="Measure this machine and keep what is best.", cls=_TuneGroup)
 
 
-def config_of(line: CommandLine, options: Options | None = None) -> Config:
-    """The configuration of what was said, on this machine. Raises UsageError."""
+def config_of(
+    line: CommandLine, options: Options | None = None, *, header_only: bool = False
+) -> Config:
+    """The configuration of a command line on this machine. Raises UsageError.
+
+    With `header_only`, only the headers of models on the hub are fetched.
+    """
     from specoffload.config.environment import read_host
     from specoffload.config.resolution import resolve
-    from specoffload.models.locate import located
+    from specoffload.models.local import located
 
     options = options or line.options
     if options.verbose or options.library_log:
         report.be_verbose(library=options.library_log)
-    options = located(options, line.environment)
+    options = located(options, line.environment, header_only=header_only)
     return resolve(options, read_host(line.environment))
 
 
@@ -212,7 +217,7 @@ def plan(line: CommandLine) -> None:
     """Show what would go to the GPU and what to RAM, and the expected speed."""
     from specoffload.commands.plan import plan_config
 
-    plan_config(config_of(line), line.of(PlanOptions))
+    plan_config(config_of(line, header_only=True), line.of(PlanOptions))
 
 
 def models(line: CommandLine) -> None:

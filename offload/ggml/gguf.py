@@ -54,13 +54,14 @@ def _opened(lib: Library, path: Path) -> Iterator[int]:
         lib.gguf_free(context)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, size_bytes: int | None = None) -> Header:
     """Parse `path` and check that every tensor lies inside the file.
 
-    Raises BadModel for anything that is not a whole GGUF file.
+    `size_bytes` is the size of the whole file if `path` has only its beginning. Raises BadModel for
+    anything that is not a whole GGUF file.
     """
     lib = library()
-    size_bytes = path.stat().st_size
+    size_bytes = path.stat().st_size if size_bytes is None else size_bytes
     with _opened(lib, path) as context:
         metadata, lengths = {}, {}
         for i in range(lib.gguf_get_n_kv(context)):

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from offload.errors import BadModel
 from specoffload import report
 from specoffload.errors import FetchFailed, UsageError
 from specoffload.models.names import HubName, choose, choose_file
@@ -29,18 +30,26 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _CHUNK_BYTES = 1 << 20
 _PARTIAL_CONTENT = 206  # HTTP status
+_FIRST_RANGE_BYTES = 4 << 20  # headers with a vocabulary have 2 to 20 MB
+_MOST_HEADER_BYTES = 256 << 20
 
 
-def fetch(name: HubName, *, offline: bool = False, token: str | None = None) -> Path:
+def fetch(
+    name: HubName, *, offline: bool = False, token: str | None = None, header_only: bool = False
+) -> Path:
     """The path of the model's file or of its first part. Missing files are downloaded.
 
-    Raises UsageError for a name that does not exist, and FetchFailed if the download fails.
+    With `header_only`, only the beginning of each missing file is downloaded; the rest of the file
+    at the returned path is a hole. Raises UsageError for a name that does not exist, and
+    FetchFailed if the download fails.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    cached = cached_model(name)
+    if cached is not None and header_only:
+        return cached
     if offline or constants.HF_HUB_OFFLINE:
-        cached = cached_model(name)
         if cached is None:
             raise FetchFailed(
                 f"{name} is not in {constants.HF_HUB_CACHE}, and nothing is fetched with "
@@ -49,30 +58,43 @@ def fetch(name: HubName, *, offline: bool = False, token: str | None = None) -> 
         return cached
     try:
         with _in_one_sentence(name, token):
-            return _download(name, token)
+            return (_download_headers if header_only else _download)(name, token)
     except (_Unreachable, LocalEntryNotFoundError) as e:
-        cached = cached_model(name)
         if cached is None:
             raise FetchFailed(f"{name} cannot be fetched: {e}") from e
-        report.note(f"{e}: {name} as it was fetched before")
+        report.note(f"{e}: using {name} as it was fetched before")
         return cached
 
 
 def cached_model(name: HubName) -> Path | None:
     """The path of the file as last fetched; None if it was not fetched completely."""
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
-    try:
-        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    snapshot = folder / "snapshots" / commit
-    files = [str(p.relative_to(snapshot)) for p in sorted(snapshot.rglob("*")) if p.is_file()]
+    snapshot, files = hub_snapshot(_folder(name.repo))
     try:
         return snapshot / _chosen(name, files)[0]
     except UsageError:
         return None
+
+
+def hub_snapshot(folder: Path) -> tuple[Path, list[str]]:
+    """The snapshot of `main` in a repository's folder of the hub's cache, and the files in it.
+
+    There are none if nothing was fetched.
+    """
+    try:
+        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        return folder, []
+    snapshot = folder / "snapshots" / commit
+    return snapshot, [
+        str(path.relative_to(snapshot)) for path in sorted(snapshot.rglob("*")) if path.is_file()
+    ]
+
+
+def _folder(repo: str) -> Path:
+    """The repository's folder in the hub's cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
 
 
 class _Unreachable(FetchFailed):
@@ -95,8 +117,54 @@ def _download(name: HubName, token: str | None) -> Path:
     for file in files:
         fetch_blob(name.repo, file, info.sha, token)
         paths.append(Path(hf_hub_download(name.repo, file, revision=info.sha, token=token)))
-    _remember(name, info.sha)
+    if info.sha:  # downloads by commit do not write the commit of `main` to the cache
+        note = _folder(name.repo) / "refs" / "main"
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.write_text(info.sha, encoding="utf-8")
     return paths[0]
+
+
+def _download_headers(name: HubName, token: str | None) -> Path:
+    """Download the headers of the model's parts to a folder in the hub's cache."""
+    from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_url
+
+    info = HfApi(token=token).model_info(name.repo)
+    files = _chosen(name, [file.rfilename for file in info.siblings or ()])
+    folder = _folder(name.repo) / "headers" / str(info.sha)
+    for file in files:
+        path = folder / file
+        if path.exists():
+            continue
+        url = hf_hub_url(name.repo, file, revision=info.sha)
+        size_bytes = get_hf_file_metadata(url, token=token).size or 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.incomplete")
+        with partial.open("wb") as there:
+            _append_header(there, url, token, size_bytes)
+            there.truncate(size_bytes)
+        os.replace(partial, path)
+    return folder / files[0]
+
+
+def _append_header(there: IO[bytes], url: str, token: str | None, size_bytes: int) -> None:
+    """Download the beginning of a GGUF file, in growing ranges until its header is complete.
+
+    Raises BadModel if the file is no GGUF file.
+    """
+    from offload.ggml.gguf import read_header
+
+    end = _FIRST_RANGE_BYTES
+    while True:
+        _append(there, url, token, end=min(end, size_bytes))
+        there.flush()
+        try:
+            read_header(Path(there.name), size_bytes)
+        except BadModel:
+            if end >= min(size_bytes, _MOST_HEADER_BYTES):
+                raise
+            end *= 2
+        else:
+            return
 
 
 def _check_room(name: HubName, files: Sequence[str], info: ModelInfo) -> None:
@@ -104,7 +172,7 @@ def _check_room(name: HubName, files: Sequence[str], info: ModelInfo) -> None:
     from huggingface_hub import constants, try_to_load_from_cache
 
     missing_bytes = sum(
-        (file.size or 0) - (bytes_there(name.repo, file.lfs.sha256) if file.lfs else 0)
+        (file.size or 0) - (_bytes_there(name.repo, file.lfs.sha256) if file.lfs else 0)
         for file in info.siblings or ()
         if file.rfilename in files
         and not isinstance(
@@ -118,16 +186,6 @@ def _check_room(name: HubName, files: Sequence[str], info: ModelInfo) -> None:
             f"{name} needs {missing_bytes / _GIB:.1f} GiB more in {folder}, where "
             f"{free / _GIB:.1f} GiB are free: make room, or have HF_HOME name another disk"
         )
-
-
-def _remember(name: HubName, commit: str | None) -> None:
-    """Write the commit of `main` to the cache, which downloads by commit do not do."""
-    from huggingface_hub import constants
-
-    note = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}" / "refs/main"
-    if commit:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(commit, encoding="utf-8")
 
 
 @contextmanager
@@ -148,9 +206,7 @@ def _in_one_sentence(name: HubName, token: str | None) -> Iterator[None]:
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # the hub warns of a full disk, which was checked before
+            warnings.simplefilter("ignore")  # about a full disk, which was checked before
             yield
     except GatedRepoError as e:
         raise FetchFailed(
@@ -175,7 +231,7 @@ def _in_one_sentence(name: HubName, token: str | None) -> Iterator[None]:
         if e.errno in _NO_ROOM:
             raise FetchFailed(
                 f"{_NO_ROOM[e.errno]} {constants.HF_HUB_CACHE}: make room and start again, or "
-                "have HF_HOME name another; what came stays, and is gone on with"
+                "have HF_HOME name another; the next start resumes the download"
             ) from e
         raise _Unreachable(f"the download of {name} broke off ({e}): start it again") from e
     except ValueError as e:  # a file beyond plain HTTP's 50 GB without hf_xet, or no hub's answer
@@ -211,16 +267,10 @@ def _ids(token: str | None, **asked: str) -> list[str]:
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-def bytes_there(repo: str, sha256: str) -> int:
+def _bytes_there(repo: str, sha256: str) -> int:
     """Number of bytes of a file that an interrupted download left."""
     partial = _partial(_folder(repo), sha256)
     return partial.stat().st_size if partial.exists() else 0
-
-
-def _folder(repo: str) -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
 
 
 def _partial(folder: Path, etag: str) -> Path:
@@ -285,13 +335,22 @@ def _go_on(partial: Path, url: str, token: str | None, size_bytes: int, file: st
     return n_there > 0
 
 
-def _append(there: IO[bytes], url: str, token: str | None, on_size: Callable[[int], None]) -> None:
-    """Append the bytes after those that are there. If the server ignores ranges, start anew."""
+def _append(
+    there: IO[bytes],
+    url: str,
+    token: str | None,
+    on_size: Callable[[int], None] = lambda _: None,
+    end: int | None = None,
+) -> None:
+    """Append the bytes that follow, up to `end`; None means all.
+
+    Starts anew if the server ignores ranges.
+    """
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers = build_hf_headers(token=token)
-    if there.tell():
-        headers["Range"] = f"bytes={there.tell()}-"
+    if there.tell() or end is not None:
+        headers["Range"] = f"bytes={there.tell()}-{'' if end is None else end - 1}"
     with get_session().stream("GET", url, headers=headers, follow_redirects=True) as answer:
         hf_raise_for_status(answer)
         if there.tell() and answer.status_code != _PARTIAL_CONTENT:
@@ -300,6 +359,8 @@ def _append(there: IO[bytes], url: str, token: str | None, on_size: Callable[[in
         for chunk in answer.iter_bytes(_CHUNK_BYTES):
             there.write(chunk)
             on_size(there.tell())
+            if end is not None and there.tell() >= end:
+                return
 
 
 def _check(partial: Path, sha256: str, file: str) -> None:

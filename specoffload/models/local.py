@@ -1,15 +1,79 @@
-"""Models on this machine: in the caches of the hub, of llama.cpp and of ollama."""
+"""Finds the file of a model by its path or name, and lists the models in the caches on this
+machine: those of the hub, of llama.cpp and of ollama."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from specoffload import report
+from specoffload.config.environment import Environment
+from specoffload.config.options import Options
 from specoffload.errors import UsageError
-from specoffload.models.names import OllamaName, is_first_part, is_model, parts_of, quants
+from specoffload.models.hub import fetch, hub_snapshot
+from specoffload.models.names import (
+    HubName,
+    OllamaName,
+    is_first_part,
+    is_model,
+    model_in,
+    parts_of,
+    quants,
+    read_hub_name,
+    read_name,
+)
+
+
+def located(options: Options, environment: Environment, *, header_only: bool = False) -> Options:
+    """Returns `options` with files for `model` and `draft`. Missing files are fetched.
+
+    With `header_only`, a file of the hub that is not here is replaced by one with only its header.
+    A model that is found by a name gets this name as alias. Raises UsageError or FetchFailed.
+    """
+
+    def found(field: str, repo_field: str, file: str | None) -> tuple[Path | None, str]:
+        """The file of one model, and the name that it was found by, or ""."""
+        path, repo = getattr(options, field), getattr(options, repo_field)
+        name: HubName | OllamaName | None = None
+        if repo is not None:
+            said = f"{options.name(repo_field)} {repo}"
+            if path is not None:
+                raise UsageError(
+                    f"{said} and {options.name(field)} {path} name two models: give one of them"
+                )
+            name = read_hub_name(repo, file or "")
+            if name is None:
+                raise UsageError(f"{said}: expected user/repo[:quant]")
+        elif path is None:
+            return None, ""
+        elif path.is_dir():
+            return model_in(path), ""
+        elif not path.exists() and (len(path.parts) == 1 or not path.parent.is_dir()):
+            name = read_name(str(path))
+        if isinstance(name, OllamaName):
+            return find_ollama(name, environment.ollama_folders), str(name)
+        if name is None:
+            return path, ""  # opening it says what is wrong
+        path = fetch(name, offline=options.offline, token=options.hf_token, header_only=header_only)
+        report.detail(f"{name}: {path}")
+        return path, str(name)
+
+    model, name = found("model", "hf_repo", options.hf_file)
+    draft, _ = found("draft", "hf_repo_draft", None)
+    if options.hf_file is not None and options.hf_repo is None:
+        raise UsageError(f"{options.name('hf_file')} {options.hf_file} needs -hf user/repo")
+    given = dict(options.given)
+    for field, repo_field in (("model", "hf_repo"), ("draft", "hf_repo_draft")):
+        if repo_field in given:
+            given[field] = given[repo_field]
+    alias = options.alias or (name.rpartition("/")[2] if name else None)
+    return replace(options, model=model, draft=draft, given=given, alias=alias)
+
+
+# -- the caches
 
 
 @dataclass(frozen=True)
@@ -25,34 +89,28 @@ class CachedModel:
 def cached_models(hub: Path, llama: Path, ollama_folders: Sequence[Path]) -> Iterator[CachedModel]:
     """All cached models, cache by cache, sorted within each."""
     for folder in sorted(hub.glob("models--*")):
-        yield from _of_repository(folder)
-    for path in sorted(llama.glob("*.gguf")):
-        if is_model(path.name) and is_first_part(path.name):
-            yield _checked(str(path), "llama.cpp", path, [p.name for p in llama.glob("*.gguf")])
+        repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+        snapshot, files = hub_snapshot(folder)
+        for file in files:
+            if is_model(file) and is_first_part(file):
+                name = f"{repo}:{quants([file])[0]}"
+                yield CachedModel(name, "hub", snapshot / file, _missing(file, files))
+    there = [path.name for path in sorted(llama.glob("*.gguf"))]
+    for file in there:
+        if is_model(file) and is_first_part(file):
+            path = llama / file
+            yield CachedModel(str(path), "llama.cpp", path, _missing(file, there))
     for name, path in installed_ollama(ollama_folders):
         yield CachedModel(name, "ollama", path)
 
 
-def _of_repository(folder: Path) -> Iterator[CachedModel]:
-    repo = folder.name.removeprefix("models--").replace("--", "/", 1)
+def _missing(file: str, files: Sequence[str]) -> str:
+    """A sentence on the parts of a split model that are missing, or ""."""
     try:
-        commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-    except OSError:
-        return
-    snapshot = folder / "snapshots" / commit
-    files = [str(path.relative_to(snapshot)) for path in sorted(snapshot.rglob("*.gguf"))]
-    for file in files:
-        if is_model(file) and is_first_part(file):
-            yield _checked(f"{repo}:{quants([file])[0]}", "hub", snapshot / file, files)
-
-
-def _checked(name: str, cache: str, path: Path, files: Sequence[str]) -> CachedModel:
-    inside = next(file for file in files if str(path).endswith(file))
-    try:
-        parts_of(inside, files, "it")
+        parts_of(file, files, "it")
     except UsageError as e:
-        return CachedModel(name, cache, path, str(e))
-    return CachedModel(name, cache, path)
+        return str(e)
+    return ""
 
 
 _REGISTRY = "registry.ollama.ai"
@@ -96,6 +154,6 @@ def _blob(folder: Path, manifest: Path) -> Path | None:
         layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
         digest = next(layer["digest"] for layer in layers if layer["mediaType"] == _MODEL)
     except (OSError, ValueError, KeyError, TypeError, StopIteration):
-        return None  # something else lies there, or an adapter without a model
+        return None  # another kind of file, or an adapter without a model
     blob = folder / "blobs" / str(digest).replace(":", "-")
     return blob if blob.is_file() else None

@@ -23,6 +23,7 @@ class Hub:
     breaks: int = 0  # downloads that are still to break off in the middle
     stalls_after: int | None = None  # bytes of a download, behind which nothing comes any more
     claimed: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)  # of files whose beginning is there
     ranges: list[str] = field(default_factory=list)  # that were asked for
     n_downloads: int = 0
     down: bool = False  # every request gets a 503
@@ -75,18 +76,19 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _file(self, repo: str, name: str) -> None:
             content = hub.repos[repo][name]
-            start = 0
+            start, n_all = 0, hub.sizes.get(name, len(content))
             asked = self.headers.get("Range")
             if asked:
-                start = int(asked.removeprefix("bytes=").rstrip("-"))
+                first, _, last = asked.removeprefix("bytes=").partition("-")
+                start, content = int(first), content[: int(last) + 1] if last else content
                 hub.ranges.append(asked)
-            self.send_response(206 if start else 200)
-            if start:
-                self.send_header(
-                    "Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}"
-                )
-            self.send_header("Content-Length", str(len(content) - start))
-            self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+            self.send_response(206 if asked else 200)
+            if asked:
+                self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{n_all}")
+            n_sent = n_all if self.command == "HEAD" else len(content) - start
+            self.send_header("Content-Length", str(n_sent))
+            whole = hub.repos[repo][name]
+            self.send_header("ETag", f'"{hashlib.sha256(whole).hexdigest()}"')
             self.send_header("X-Repo-Commit", COMMIT)
             self.end_headers()
             if self.command == "HEAD":

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from hub_server import Hub, serving
 
+from lab.synth import plan_preset, write_header_only
+
 ROOT = Path(__file__).parents[2]
 FETCH = """
 import sys
@@ -196,7 +198,7 @@ def test_a_limit_met_in_the_middle_is_one_sentence_and_nothing_is_taken_for_whol
     large = large_model(hub)
     (said,) = fetched(hub, home, "maker/model-GGUF", most_bytes=15_000_000)
     assert said.startswith("FetchFailed files may not be as large (ulimit -f")
-    assert "what came stays, and is gone on with" in said
+    assert "the next start resumes the download" in said
     assert fetched(hub, home, "offline maker/model-GGUF")[0].startswith("FetchFailed")
     (path,) = fetched(hub, home, "maker/model-GGUF")
     assert Path(path).read_bytes() == large
@@ -320,3 +322,41 @@ def test_the_program_runs_and_lists_what_it_fetched(hub: Hub, home: Path, tiny_d
         "specoffload: ollama has not fetched ollama:tinny:latest; the nearest that it has is "
         "ollama:tiny:1b"
     ]
+
+
+def test_plan_reads_only_the_header_of_a_model_that_is_not_here(
+    hub: Hub, home: Path, tmp_path: Path
+) -> None:
+    planned = plan_preset("qwen3-30b-a3b", size="full", n_layer=4)
+    header = write_header_only(planned, tmp_path / "header.gguf")
+    size_bytes = header.stat().st_size
+    with header.open("rb") as file:
+        beginning = file.read(24 << 20)
+    # The server holds the beginning alone, and says that the file is as large as its weights.
+    hub.repos["maker/large-GGUF"] = {"large-Q4_K_M.gguf": beginning}
+    hub.sizes["large-Q4_K_M.gguf"] = size_bytes
+    asked = (
+        "plan",
+        "maker/large-GGUF",
+        "--device",
+        "sim",
+        "--vram",
+        "4GiB",
+        "--ram",
+        "64GiB",
+        "--json",
+    )
+    found = json.loads(program(hub, home, *asked).stdout)
+    by_path = json.loads(program(hub, home, *(*asked[:1], str(header), *asked[2:])).stdout)
+    assert {**found, "model": ""} == {**by_path, "model": ""}
+    assert found["model"] == "large-Q4_K_M.gguf"
+    assert hub.ranges[0] == f"bytes=0-{(4 << 20) - 1}"
+    assert len(hub.ranges) <= 3, "in growing pieces"
+    n_ranges = len(hub.ranges)
+    assert program(hub, home, *asked).returncode == 0
+    assert len(hub.ranges) == n_ranges, "the header is kept"
+    assert json.loads(program(hub, home, "models", "--json").stdout) == []
+    hub.repos["maker/large-GGUF"]["large-Q4_K_M.gguf"] = b"GGUF but no model" + bytes(5 << 20)
+    refused = program(hub, home / "again", *asked)
+    assert refused.returncode == 2
+    assert "cannot be read as GGUF" in refused.stderr

@@ -14,8 +14,7 @@ from offload.model_file import first_part
 from specoffload.config.environment import Environment
 from specoffload.config.options import Options
 from specoffload.errors import UsageError
-from specoffload.models.local import cached_models, find_ollama, installed_ollama
-from specoffload.models.locate import located
+from specoffload.models.local import cached_models, find_ollama, installed_ollama, located
 from specoffload.models.names import (
     HubName,
     OllamaName,
