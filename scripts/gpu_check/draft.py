@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from setting import Setting
 
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
@@ -30,6 +31,28 @@ AIM_VS_LLAMA, AIM_SHARE, AIM_K = 2.0, 0.5, 8
 _N_WARM = 16  # drafts that read the prompt, capture steps, and make blocks as long as drafts
 _BANDWIDTH_BYTES = 512 << 20
 _NOT_READ = ("turns", "inputs", "out", "rows", "draws", "kept", "kv")
+
+
+def measure(setting: Setting, device: str) -> bool:
+    """Fill `draft` of the report. True if torch computes what libllama computes."""
+    args, found = setting.args, setting.report["draft"]
+    equality = found["equality"] = list(equality_of(device, setting.folder))
+    setting.show("drafts are equal; worst = largest difference of a probability", equality)
+    size = "tiny" if args.small else "full"
+    name = f"draft-{size}-{args.quant}"
+    path = setting.model(name, "qwen2.5-0.5b", 7, size=size, quant=args.quant)
+    found |= measure_speeds(
+        path, setting.choice.name if setting.choice.on_gpu else "cpu",
+        TorchDraftOptions(device, dtype=args.type, n_threads=args.threads),
+        [int(n) for n in args.k.split(",")],
+        depth=args.depth, repetitions=args.repetitions, n_kept=args.kept,
+    )  # fmt: skip
+    rate = found["bandwidth_bytes_per_s"]
+    setting.show(f"drafting; ceiling = {rate / 1e9:.1f} GB/s / bytes read", found["rows"])
+    setting.show("engines", found["speeds"])
+    if not args.small:
+        setting.report["aims"] |= aims(found)
+    return all(row["passed"] for row in equality)
 
 
 def equality_of(device: str, folder: Path) -> Iterator[dict[str, Any]]:

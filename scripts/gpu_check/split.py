@@ -9,13 +9,12 @@ routing is.
 
 from __future__ import annotations
 
-import gc
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,19 +23,15 @@ from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
-from steps import measure_link
+from setting import Setting
+from steps import ALLOWED, measure_link
 
-from lab.synth import plan_preset, write_preset
 from lab.synth.routing import drawn_text
-from offload.device import DeviceChoice
 from offload.errors import OffloadError
-from offload.ggml.backend import Stream
-from offload.ggml.library.lib import library
 from offload.model import ModelFacts, layer_of
 from offload.model_file import read_facts
 from offload.native_build import may_repack
 from offload.plan.sharing import device_bytes
-from offload.streaming.device import StreamingDevice
 from specoffload.bench.llama_server import TunedLlama, followed_s, tune_for, ways_of
 from specoffload.bench.paths import Llama
 from specoffload.config.command_line import read_command_line
@@ -45,7 +40,6 @@ from specoffload.config.resolution import resolve
 from specoffload.session.session import Session
 from specoffload.speculation.draft_model import real_text
 
-ALLOWED = 1.0  # |a - b| / |b| of a token's logits: near-ties of routers; unrelated rows have 1.4
 # Least share of llama.cpp's likeliest tokens that every way has too. Kernels round differently and
 # random routers have near-ties, but two models of thousands of tokens would agree on none.
 AGREEMENT = 0.25
@@ -68,37 +62,6 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3moe", {"size": "tiny", "quant": "q4_K", **_TINY}),
     "gpt-oss": ("gpt-oss", {"size": "tiny", **_TINY}),
 }
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What to measure, where, and for how long."""
-
-    choice: DeviceChoice
-    folder: Path
-    n_threads: int
-    left_s: Callable[[], float]  # seconds until later parts are left out
-    small: bool = False
-    routing: str = "drifting"
-    share: float = 0.25  # of the expert bytes, in device memory
-    llama_server: Path | None = None
-
-    @property
-    def n_warm(self) -> int:
-        """Tokens that fill the slots and are not timed."""
-        return 16 if self.small else 128
-
-    @property
-    def n_round(self) -> int:
-        """Tokens that one way decodes in its turn."""
-        return 8 if self.small else 32
-
-    @property
-    def n_rounds(self) -> int:
-        return 2 if self.small else 9
-
-    def text(self, n_vocab: int) -> list[int]:
-        return drawn_text(n_vocab, self.n_warm + (self.n_rounds + 1) * self.n_round, seed=1)
 
 
 @dataclass
@@ -155,27 +118,42 @@ class Way:
         return statistics.median(its / mine for its, mine in pairs)
 
 
-def measure_split(asked: Asked, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A row per model, with rows of its ways. A model that there is no time for says so."""
-    rows: list[dict[str, Any]] = []
+def measure(setting: Setting) -> bool:
+    """Fill `split` of the report, a row per model. True if each model computed what it should."""
+    rows, args = setting.report["split"], setting.args
     took_s = _LEAST_S
-    for name, (preset, changes) in (SMALL if asked.small else FULL).items():
-        if not asked.small and asked.left_s() < took_s:
-            rows.append({"model": name, "left_out": f"{asked.left_s():.0f} s are left"})
+    for name, (preset, changes) in (SMALL if args.small else FULL).items():
+        if not args.small and setting.left_s() < took_s:
+            left_out = f"{setting.left_s():.0f} s are left"
+            setting.say(f"split layers of {name} are left out: {left_out}")
+            rows.append({"model": name, "left_out": left_out})
             continue
-        began = time.monotonic()
-        path = asked.folder / f"split-{name}-{asked.routing}{'-small' if asked.small else ''}.gguf"
-        was_there, written = path.exists(), {}
-        if not was_there:
-            size_bytes = plan_preset(preset, routing=asked.routing, **changes).size_bytes
-            say(f"writing {size_bytes / 1e9:.2f} GB: {preset}, routing {asked.routing}")
-            write_preset(preset, path, seed=11, routing=asked.routing, **changes)
-            written = {"write_bytes_per_s": size_bytes / (time.monotonic() - began)}
-        rows.append({"model": name, "routing": asked.routing, **written, **_measure(asked, path)})
-        if not was_there:
+        began_s = time.monotonic()
+        file = f"split-{name}-{args.routing}{'-small' if args.small else ''}"
+        path = setting.model(file, preset, 11, routing=args.routing, **changes)
+        rows.append({"model": name, "routing": args.routing, **_measure(setting, path)})
+        _show(setting, rows[-1])
+        if args.model_dir is None:
             path.unlink()  # the next model needs the disk
-        took_s = time.monotonic() - began
-    return rows
+        took_s = time.monotonic() - began_s
+    if not args.small:  # tiny models say nothing of speed
+        setting.report["aims"] |= aims(rows)
+    return passed(rows, all_of_them=args.part == "split")
+
+
+def _show(setting: Setting, row: dict[str, Any]) -> None:
+    title = (f"{row['model']}, routing {row['routing']}: {row['cached_share']:.0%} of "
+             f"{row['expert_bytes'] / 1e9:.2f} GB of experts on the device; per token")  # fmt: skip
+    setting.show(title, row["ways"])
+    setting.show("llama-server", row["llama_server"])
+    names = ("n_cpu_moe", "n_layers", "one_expert_bytes", "expert_copy_bytes_per_s",
+             "best_rival", "best_rival_s", "max_difference")  # fmt: skip
+    setting.show("rivals and sizes", [{name: row[name] for name in names} | row["vs_best_rival"]])
+
+
+def lengths(setting: Setting) -> tuple[int, int, int]:
+    """Untimed tokens that fill the slots, tokens that a way decodes in its turn, and turns."""
+    return (16, 8, 2) if setting.args.small else (128, 32, 9)
 
 
 def weights_budget(facts: ModelFacts, share: float) -> tuple[int, int]:
@@ -185,38 +163,37 @@ def weights_budget(facts: ModelFacts, share: float) -> tuple[int, int]:
     n_fit = max(1, round(share * len(layers)))
     chosen = set(layers[-n_fit:])
     fitting = sum(e.size_bytes for e in facts.expert_weights if layer_of(e.name) in chosen)
-    experts = sum(e.size_bytes for e in facts.expert_weights)
-    return device_bytes(facts) - experts + fitting, n_fit
+    return device_bytes(facts) - facts.expert_bytes + fitting, n_fit
 
 
-def _measure(asked: Asked, path: Path) -> dict[str, Any]:
+def _measure(setting: Setting, path: Path) -> dict[str, Any]:
     facts = read_facts(path)
-    vram_bytes, n_fit = weights_budget(facts, asked.share)
-    experts = sum(e.size_bytes for e in facts.expert_weights)
+    vram_bytes, n_fit = weights_budget(facts, setting.args.share)
     n_layers = len({layer_of(e.name) for e in facts.expert_weights})
-    one = experts // n_layers // facts.n_experts
+    one = facts.expert_bytes // n_layers // facts.n_experts
     tuned = tune_for(
         facts,
-        vram_bytes=vram_bytes if asked.choice.on_gpu else None,
+        vram_bytes=vram_bytes if setting.choice.on_gpu else None,
         reserve_bytes=0,  # the context is the same for all, and not counted
         n_ubatch=N_UBATCH,
     )
     row: dict[str, Any] = {
         "size_bytes": facts.size_bytes,
-        "expert_bytes": experts,
+        "expert_bytes": facts.expert_bytes,
         "one_expert_bytes": one,
         "vram_bytes": vram_bytes,
         "cached_share": n_fit / n_layers,
         "n_layers": n_layers,
         "n_cpu_moe": tuned.n_cpu_moe,
-        "expert_copy_bytes_per_s": measure_link(asked.choice, one)["pinned_bytes_per_s"],
+        "expert_copy_bytes_per_s": measure_link(setting.choice, one)["pinned_bytes_per_s"],
         "allowed": ALLOWED,
     }
-    text = asked.text(facts.number("vocab_size"))
+    n_warm, n_round, n_rounds = lengths(setting)
+    n_tokens = n_warm + (n_rounds + 1) * n_round
+    text = drawn_text(facts.number("vocab_size"), n_tokens, seed=1)
     with ExitStack() as stack:
-        ways = _open_ways(stack, asked, facts, tuned, vram_bytes, text)
-        row["max_difference"] = _take_turns(asked, ways, text)
-        row["python_s_per_layer"] = _python_s(ways["on"], text[-asked.n_round :]) / n_layers
+        ways = _open_ways(stack, setting, facts, tuned, vram_bytes, text)
+        row["max_difference"] = _take_turns(setting, ways, text)
         row["notes"] = {
             name: list(way.session.notes) for name, way in ways.items() if way.session is not None
         }
@@ -234,28 +211,28 @@ def _measure(asked: Asked, path: Path) -> dict[str, Any]:
         }
         for name, way in ways.items()
     ]
-    row["llama_server"] = server_rows(asked, facts, tuned, text)
+    row["llama_server"] = server_rows(setting, facts, tuned, text)
     return row | compared_with_best(row)
 
 
 def server_rows(
-    asked: Asked, facts: ModelFacts, tuned: TunedLlama, text: Sequence[int]
+    setting: Setting, facts: ModelFacts, tuned: TunedLlama, text: Sequence[int]
 ) -> list[dict[str, Any]]:
     """The llama-server's times of the same tokens, a row per way; one that fails says why.
 
     One runs at a time, after everything else is closed.
     """
-    if asked.llama_server is None:
+    if setting.args.llama_server is None:
         return []
     rows: list[dict[str, Any]] = []
-    for way in ways_of(asked.llama_server, facts, tuned):
+    n_warm, n, _ = lengths(setting)
+    for way in ways_of(setting.args.llama_server, facts, tuned):
         row: dict[str, Any] = {"way": shlex.join(["llama-server", *way.arguments()])}
         try:
             seconds = followed_s(
-                asked.llama_server, facts.path, way, text, n_warm=asked.n_warm, n_ctx=N_CTX,
-                n_threads=asked.n_threads,
+                setting.args.llama_server, facts.path, way, text, n_warm=n_warm, n_ctx=N_CTX,
+                n_threads=setting.args.threads,
             )  # fmt: skip
-            n = asked.n_round
             rounds_s = [statistics.fmean(seconds[at : at + n]) for at in range(0, len(seconds), n)]
             token_s = statistics.median(rounds_s)
             row |= {"token_s": token_s, "tokens_per_s": 1 / token_s}
@@ -277,7 +254,7 @@ def compared_with_best(row: dict[str, Any]) -> dict[str, Any]:
 
 def _open_ways(
     stack: ExitStack,
-    asked: Asked,
+    setting: Setting,
     facts: ModelFacts,
     tuned: TunedLlama,
     vram_bytes: int,
@@ -286,46 +263,53 @@ def _open_ways(
     ways: dict[str, Way] = {}
 
     def free_bytes() -> int:
-        return asked.choice.device.memory_bytes()[0]
+        return setting.choice.device.memory_bytes()[0]
 
     before = free_bytes()
-    llama = stack.enter_context(Llama(_peer_options(asked, facts, tuned)))
+    llama = stack.enter_context(Llama(_peer_options(setting, facts, tuned)))
     ways[PEER] = Way(PEER, before - free_bytes(), llama=llama)
     with _measuring_on(text):
         for hybrid in ("off", "on", "auto"):
             before = free_bytes()
             profiles = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            session = stack.enter_context(_session(asked, facts.path, hybrid, vram_bytes, profiles))
+            session = stack.enter_context(
+                _session(setting, facts.path, hybrid, vram_bytes, profiles)
+            )
             session.target.sequences.rewind(0, 0)
             ways[hybrid] = Way(hybrid, before - free_bytes(), session=session)
     return ways
 
 
-def _peer_options(asked: Asked, facts: ModelFacts, tuned: TunedLlama) -> dict[str, Any]:
+def _peer_options(setting: Setting, facts: ModelFacts, tuned: TunedLlama) -> dict[str, Any]:
     return {
         "path": str(facts.path),
-        "device": asked.choice.name if tuned.on_gpu else None,
+        "device": setting.choice.name if tuned.on_gpu else None,
         "cpu_weights": tuned.cpu_weights(),
         "repack": may_repack(facts.weights, None).works,
-        "flash_attn": 0 if asked.small else -1,
+        "flash_attn": 0 if setting.args.small else -1,
         "n_ctx": N_CTX,
         "n_batch": tuned.n_batch,
         "n_ubatch": tuned.n_ubatch,
-        "n_threads": asked.n_threads,
-        "n_threads_batch": asked.n_threads,
+        "n_threads": setting.args.threads,
+        "n_threads_batch": setting.args.threads,
     }
 
 
-def _session(asked: Asked, path: Path, hybrid: str, vram_bytes: int, profiles: Path) -> Session:
+def _session(setting: Setting, path: Path, hybrid: str, vram_bytes: int, profiles: Path) -> Session:
     """A session as the command line opens it, except that the budget is for weights alone.
 
     `profiles`: an empty folder, so that everything is measured now.
     """
     words = (
-        *("--model", str(path), "--device", asked.choice.name, "--hybrid", hybrid, "--no-spec"),
+        *("--model", str(path), "--device", setting.choice.name, "--hybrid", hybrid, "--no-spec"),
         *("--plan-for", "decode"),
         *("--ctx-size", str(N_CTX), "--ubatch-size", str(N_UBATCH)),
-        *("--threads", str(asked.n_threads), "--flash-attn", "off" if asked.small else "auto"),
+        *(
+            "--threads",
+            str(setting.args.threads),
+            "--flash-attn",
+            "off" if setting.args.small else "auto",
+        ),
     )
     line = read_command_line("run", words, Environment(variables={}))
     config = resolve(line.options, read_host())
@@ -351,22 +335,23 @@ def _measuring_on(text: list[int]) -> Iterator[None]:
         yield
 
 
-def _take_turns(asked: Asked, ways: dict[str, Way], text: list[int]) -> float:
+def _take_turns(setting: Setting, ways: dict[str, Way], text: list[int]) -> float:
     """Let all ways decode the text, a round each in turn. Returns the worst relative difference
     between the logits of our ways."""
+    n_warm, n_round, n_rounds = lengths(setting)
     for way in ways.values():
-        way.decode(text[: asked.n_warm])
+        way.decode(text[:n_warm])
     before = {name: way.counters() for name, way in ways.items()}
     names, n_done, worst = list(ways), 0, 0.0
-    for i in range(asked.n_rounds):
-        if i >= _LEAST_ROUNDS and asked.left_s() < 0:
+    for i in range(n_rounds):
+        if i >= _LEAST_ROUNDS and setting.left_s() < 0:
             break
-        at = asked.n_warm + i * asked.n_round
+        at = n_warm + i * n_round
         likeliest: dict[str, list[int]] = {}
         for name in (*names[i % len(names) :], *names[: i % len(names)]):  # nobody is always last
-            seconds, likeliest[name] = ways[name].decode(text[at : at + asked.n_round])
+            seconds, likeliest[name] = ways[name].decode(text[at : at + n_round])
             ways[name].rounds_s.append(statistics.fmean(seconds))
-        n_done += asked.n_round
+        n_done += n_round
         first, *others = [way.logits for way in ways.values() if way.logits is not None]
         worst = max(
             worst, *(float(np.linalg.norm(o - first) / np.linalg.norm(first)) for o in others)
@@ -377,47 +362,6 @@ def _take_turns(asked: Asked, ways: dict[str, Way], text: list[int]) -> float:
         after = way.counters()
         way.counted = {key: (after[key] - before[name][key]) / n_done for key in after}
     return worst
-
-
-def _python_s(way: Way, tokens: Sequence[int]) -> float:
-    """Median seconds per token inside the device's callback that native code does not account for.
-
-    Every native call is timed meanwhile, which adds about a microsecond each.
-    """
-    assert way.session is not None
-    device = way.session.target.device
-    assert isinstance(device, StreamingDevice)
-    spent = {"callback": 0.0, "native": 0.0}
-
-    def timing(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            start_s = time.perf_counter()
-            try:
-                return function(*arguments)
-            finally:
-                spent[kind] += time.perf_counter() - start_s
-
-        return timed
-
-    streams = [found for found in gc.get_objects() if isinstance(found, Stream)]
-    places: list[tuple[Any, str]] = [
-        (stream, name)
-        for stream in streams
-        for name in ("_set", "_get", "_compute", "_synchronize")
-    ]
-    events = ("record", "wait", "synchronize")
-    places += [(library(), f"ggml_backend_event_{name}") for name in events]
-    found = []
-    with ExitStack() as stack:
-        for owner, name in places:
-            native = timing("native", getattr(owner, name))
-            stack.enter_context(patch.object(owner, name, native))
-        stack.enter_context(patch.object(device, "compute", timing("callback", device.compute)))
-        for token in tokens:
-            before_s = spent["callback"] - spent["native"]
-            way.decode([token])
-            found.append(spent["callback"] - spent["native"] - before_s)
-    return statistics.median(found)
 
 
 def passed(rows: Sequence[dict[str, Any]], *, all_of_them: bool) -> bool:

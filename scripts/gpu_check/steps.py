@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from setting import Setting
 
 from offload.device import DeviceChoice
 from offload.engine import Engine, EngineOptions
 from offload.errors import DeviceFailed
 from offload.ggml.memory import AnonymousMemory, Pinner
 from offload.ggml.tensor import host_bytes, new_tensor
+from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.streaming.options import StreamingOptions
+from offload.units import parse_bytes
 from specoffload.bench.paths import Llama
 
+# DeepSeek-V3's widths with fewer layers and experts: the experts of 7 layers are 11 GB at q4_K.
+BIG: dict[str, Any] = {
+    "size": "full", "n_layer": 8, "n_expert": 64, "n_vocab": 32000, "quant": "q4_K",
+    "metadata": {"leading_dense_block_count": 1},
+}  # fmt: skip
 PREFIX = 16  # tokens before every step
-ALLOWED = 1.0  # |a - b| / |b| of a step's logits: near-ties of routers; unrelated rows have 1.4
+# Largest |a - b| / |b| of a step's logits. Near-ties of routers stay below it; the logits of
+# unrelated texts differ by 1.4.
+ALLOWED = 1.0
 _LINK_REPETITIONS = 7
 
 
@@ -64,39 +72,6 @@ def measure_link(choice: DeviceChoice, size_bytes: int) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Workload:
-    """The model that exceeds `vram_bytes`, and the batches to time."""
-
-    path: Path
-    choice: DeviceChoice
-    vram_bytes: int
-    batches: tuple[int, ...]
-    repetitions: int
-    n_threads: int
-    flash_attn: str
-
-    @property
-    def n_ctx(self) -> int:
-        return -(-(PREFIX + max(self.batches)) // 256) * 256
-
-    def options(self, streaming: StreamingOptions, *, streams: bool) -> EngineOptions:
-        """Options with which the device computes everything, from one token on."""
-        return EngineOptions(
-            device=self.choice.name,
-            streaming=streaming,
-            stream_experts=streams,
-            min_batch=MinBatch(experts=1, dense=1),
-            n_ctx=self.n_ctx,
-            n_batch=max(self.batches),
-            n_ubatch=max(self.batches),
-            n_outputs=PREFIX,
-            n_threads=self.n_threads,
-            n_threads_batch=self.n_threads,
-            flash_attn=self.flash_attn,
-        )
-
-
 @dataclass
 class Steps:
     """What one way of computing took, by batch size."""
@@ -107,37 +82,76 @@ class Steps:
     logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
 
+def measure(setting: Setting) -> bool:
+    """Fill `link`, `model` and `steps` of the report. True if all ways give equal logits."""
+    args, report = setting.args, setting.report
+    link = report["link"] = measure_link(setting.choice, (4 if args.small else 256) << 20)
+    setting.show("host to device", [link])
+    path = setting.model("small" if args.small else "big", "deepseek-v3", 7,
+                         **({"size": "tiny-vulkan"} if args.small else BIG))  # fmt: skip
+    facts = read_facts(path)
+    expert_bytes = facts.expert_bytes
+    vram_bytes = facts.size_bytes - expert_bytes // 2 if args.small else parse_bytes(args.vram)
+    batches = [int(n) for n in args.batches.split(",")]
+    ways, store = measure_ways(setting, path, vram_bytes, batches)
+    report["model"] = {"name": path.name, "size_bytes": facts.size_bytes, "store": store,
+                       "expert_bytes": expert_bytes, "vram_bytes": vram_bytes}  # fmt: skip
+    setting.show("model", [report["model"]])
+    sim = setting.choice.sim
+    rate = (sim.bandwidth_bytes_per_s if sim else None) or link["pinned_bytes_per_s"]
+    peers = {name: measure_peer(setting, path, batches, name, least)
+             for name, least in (("offload", "1"), ("default", None))}  # fmt: skip
+    rows = report["steps"] = [step_row(n, ways, peers, rate) for n in batches]
+    setting.show("one step; ratio = step / max(compute, transfer)", rows)
+    return all(row["max_difference"] < row["allowed"] for row in rows)
+
+
+def n_ctx_of(batches: list[int]) -> int:
+    return -(-(PREFIX + max(batches)) // 256) * 256
+
+
 def tokens_of(n: int, repetition: int, n_vocab: int) -> list[int]:
     """The same tokens for every way; other ones in every repetition, so that experts differ."""
     drawn = np.random.default_rng((n, repetition)).integers(0, n_vocab, n)
     return [int(token) for token in drawn]
 
 
-def measure_ways(load: Workload) -> tuple[dict[str, Steps], str]:
-    """Times of resident, serial and overlapped; and the line about where the weights lie."""
-    serial = StreamingOptions(vram_bytes=load.vram_bytes, depth=0, prefetch=False)
-    overlapped = StreamingOptions(vram_bytes=load.vram_bytes)
+def measure_ways(
+    setting: Setting, path: Path, vram_bytes: int, batches: list[int]
+) -> tuple[dict[str, Steps], str]:
+    """Times of resident, serial and overlapped, and the line about where the weights are."""
+    serial = StreamingOptions(vram_bytes=vram_bytes, depth=0, prefetch=False)
+    overlapped = StreamingOptions(vram_bytes=vram_bytes)
     ways, line = {}, ""
-    for name, streaming, streams in (
-        ("resident", serial, False),
-        ("serial", serial, True),
-        ("overlapped", overlapped, True),
-    ):
-        with Engine(load.path, load.options(streaming, streams=streams)) as engine:
-            ways[name] = time_steps(engine, load)
+    for name, streaming in (("resident", serial), ("serial", serial), ("overlapped", overlapped)):
+        options = EngineOptions(
+            device=setting.choice.name,
+            streaming=streaming,
+            stream_experts=name != "resident",
+            min_batch=MinBatch(experts=1, dense=1),  # the device computes all batches
+            n_ctx=n_ctx_of(batches),
+            n_batch=max(batches),
+            n_ubatch=max(batches),
+            n_outputs=PREFIX,
+            n_threads=setting.args.threads,
+            n_threads_batch=setting.args.threads,
+            flash_attn="off" if setting.args.small else "auto",
+        )
+        with Engine(path, options) as engine:
+            ways[name] = time_steps(engine, batches, setting.args.repetitions)
             if engine.store is not None and engine.store.report is not None:
                 line = engine.store.report.sentence()
-            assert streams == (engine.counters().cuts > 0)
+            assert (name != "resident") == (engine.counters().cuts > 0)
     return ways, line
 
 
-def time_steps(engine: Engine, load: Workload) -> Steps:
+def time_steps(engine: Engine, batches: list[int], repetitions: int) -> Steps:
     """Medians by batch size, without the first repetition."""
     steps = Steps()
     engine.sequences.extend(0, tokens_of(PREFIX, 0, engine.n_vocab), n_logits=0)
-    for n in load.batches:
+    for n in batches:
         times = []
-        for repetition in range(load.repetitions + 1):
+        for repetition in range(repetitions + 1):
             if repetition == 1:
                 before = engine.counters()
             tokens = tokens_of(n, repetition, engine.n_vocab)
@@ -148,93 +162,81 @@ def time_steps(engine: Engine, load: Workload) -> Steps:
         after = engine.counters()
         hits, misses = after.hits - before.hits, after.misses - before.misses
         steps.step_s[n] = statistics.median(times[1:])
-        streamed_bytes = after.streamed_bytes - before.streamed_bytes
-        steps.streamed_bytes[n] = streamed_bytes / load.repetitions
+        steps.streamed_bytes[n] = (after.streamed_bytes - before.streamed_bytes) / repetitions
         steps.hit_share[n] = hits / max(1, hits + misses)
         steps.logits[n] = rows[0]
     return steps
 
 
-def measure_peers(
-    load: Workload, left_s: Callable[[], float]
-) -> dict[str, dict[int, float] | None]:
-    """llama.cpp with all experts in host memory: offloading every batch, and with its default.
+def measure_peer(
+    setting: Setting, path: Path, batches: list[int], name: str, min_batch: str | None
+) -> dict[int, float] | None:
+    """Seconds by batch size of llama.cpp with all experts in host memory, in its own process.
 
-    Each runs in its own process, since the threshold is read when the backend is loaded. None for
-    one that failed or had too little time (`left_s`).
+    llama.cpp reads `min_batch` (None: its default) when the backend is loaded. Returns None, and
+    prints why, if it fails or has too little time.
     """
-    peers: dict[str, dict[int, float] | None] = {}
-    for name, min_batch in (("offload", "1"), ("default", None)):
-        try:
-            peers[name] = _peer(load, min_batch, max(10.0, left_s()))
-        except DeviceFailed as e:
-            sys.stderr.write(f"llama.cpp by itself ({name}) is left out: {e}\n")
-            peers[name] = None
-    return peers
-
-
-def _peer(load: Workload, min_batch: str | None, timeout_s: float) -> dict[int, float]:
     environment = {k: v for k, v in os.environ.items() if k != "GGML_OP_OFFLOAD_MIN_BATCH"}
     if min_batch is not None:
         environment["GGML_OP_OFFLOAD_MIN_BATCH"] = min_batch
+    args = setting.args
     options = {
-        "path": str(load.path),
-        "device": load.choice.name if load.choice.on_gpu else None,
+        "path": str(path),
+        "device": setting.choice.name if setting.choice.on_gpu else None,
         "cpu_weights": r"\.ffn_(up|down|gate|gate_up)_exps\.weight$",
         "repack": False,
-        "flash_attn": {"auto": -1, "off": 0}[load.flash_attn],
-        "n_ctx": load.n_ctx,
-        "n_batch": max(*load.batches, PREFIX),
-        "n_ubatch": max(load.batches),
-        "n_threads": load.n_threads,
-        "n_threads_batch": load.n_threads,
+        "flash_attn": 0 if args.small else -1,
+        "n_ctx": n_ctx_of(batches),
+        "n_batch": max(*batches, PREFIX),
+        "n_ubatch": max(batches),
+        "n_threads": args.threads,
+        "n_threads_batch": args.threads,
     }
-    end = time.monotonic() + timeout_s
+    end_s = time.monotonic() + max(10.0, setting.left_s())
     medians = {}
-    with Llama(options, environment) as llama:
-        llama.prefill(tokens_of(PREFIX, 0, llama.n_vocab))
-        for n in load.batches:
-            times = []
-            for repetition in range(load.repetitions + 1):
-                if time.monotonic() > end:
-                    raise DeviceFailed(f"no time left for batches of {n} tokens")
-                tokens = tokens_of(n, repetition, llama.n_vocab)
-                times.append(llama.prefill(tokens, start=PREFIX)[0])
-            medians[n] = statistics.median(times[1:])
+    try:
+        with Llama(options, environment) as llama:
+            llama.prefill(tokens_of(PREFIX, 0, llama.n_vocab))
+            for n in batches:
+                times = []
+                for repetition in range(args.repetitions + 1):
+                    if time.monotonic() > end_s:
+                        raise DeviceFailed(f"no time left for batches of {n} tokens")
+                    tokens = tokens_of(n, repetition, llama.n_vocab)
+                    times.append(llama.prefill(tokens, start=PREFIX)[0])
+                medians[n] = statistics.median(times[1:])
+    except DeviceFailed as e:
+        setting.say(f"llama.cpp ({name}) is left out: {e}")
+        return None
     return medians
 
 
-def step_rows(
-    load: Workload,
+def step_row(
+    n: int,
     ways: dict[str, Steps],
     peers: dict[str, dict[int, float] | None],
     link_bytes_per_s: float,
-) -> list[dict[str, Any]]:
-    """A row per batch size: the ceiling, the measurement, and their ratio."""
+) -> dict[str, Any]:
+    """The row of one batch size: the times, the ceiling's parts, and the ratio to the ceiling."""
     resident, serial, overlapped = ways["resident"], ways["serial"], ways["overlapped"]
-    rows = []
-    for n in load.batches:
-        transfer_s = overlapped.streamed_bytes[n] / link_bytes_per_s
-        step_s = overlapped.step_s[n]
-        expected = resident.logits[n]
-        differences = [
+    transfer_s = overlapped.streamed_bytes[n] / link_bytes_per_s
+    step_s, expected = overlapped.step_s[n], resident.logits[n]
+    row: dict[str, Any] = {
+        "n": n,
+        "compute_s": resident.step_s[n],
+        "transfer_s": transfer_s,
+        "serial_s": serial.step_s[n],
+        "step_s": step_s,
+        "streamed_bytes": overlapped.streamed_bytes[n],
+        "hit_share": overlapped.hit_share[n],
+        "ratio": step_s / max(transfer_s, resident.step_s[n]),
+        "max_difference": max(
             float(np.linalg.norm(way.logits[n] - expected) / np.linalg.norm(expected))
             for way in (serial, overlapped)
-        ]
-        row: dict[str, Any] = {
-            "n": n,
-            "compute_s": resident.step_s[n],
-            "transfer_s": transfer_s,
-            "serial_s": serial.step_s[n],
-            "step_s": step_s,
-            "streamed_bytes": overlapped.streamed_bytes[n],
-            "hit_share": overlapped.hit_share[n],
-            "ratio": step_s / max(transfer_s, resident.step_s[n]),
-            "max_difference": max(differences),
-            "allowed": ALLOWED,
-        }
-        for name, times in peers.items():
-            row[f"{name}_s"] = None if times is None else times[n]
-            row[f"vs_{name}"] = None if times is None else times[n] / step_s
-        rows.append(row)
-    return rows
+        ),
+        "allowed": ALLOWED,
+    }
+    for name, times in peers.items():
+        row[f"{name}_s"] = None if times is None else times[n]
+        row[f"vs_{name}"] = None if times is None else times[n] / step_s
+    return row

@@ -192,11 +192,9 @@ def test_gpu_check_takes_the_best_of_the_rivals_ways(
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "gpu_check"))
     split = importlib.import_module("split")
     program = server_program(tmp_path / "new-llama-server")
-    asked = split.Asked(
-        SimpleNamespace(), tmp_path, 1, left_s=lambda: 1.0, small=True, llama_server=program
-    )
+    args = SimpleNamespace(small=True, threads=1, llama_server=program)
     facts, tuned = header_of_eight_layers(tmp_path), TunedLlama(4, 0, 512, on_gpu=True)
-    rows = split.server_rows(asked, facts, tuned, list(range(32)))
+    rows = split.server_rows(SimpleNamespace(args=args), facts, tuned, list(range(32)))
     assert len(rows) == 3
     assert rows[0]["token_s"] == pytest.approx(0.05)
     assert rows[1]["token_s"] < rows[2]["token_s"] < 0.05

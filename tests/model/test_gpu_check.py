@@ -62,8 +62,7 @@ def check_split(row: dict[str, Any]) -> None:
     assert row["routing"] == "drifting"
     assert row["cached_share"] == 0.25
     assert row["max_difference"] == 0.0, "split, auto and off give the same logits"
-    assert row["write_bytes_per_s"] > 0 < row["expert_copy_bytes_per_s"]
-    assert row["python_s_per_layer"] > 0
+    assert row["expert_copy_bytes_per_s"] > 0
     ways = {way["way"]: way for way in row["ways"]}
     assert list(ways) == ["llama.cpp", "off", "on", "auto"]
     assert ways["llama.cpp"]["vs_llama"] == ways["off"]["vs_off"] == 1.0
@@ -140,12 +139,16 @@ def test_a_quarter_of_the_experts_is_two_layers_of_eight_or_as_many_slots(
 def test_models_without_time_are_left_out_before_anything_is_written(
     split: ModuleType, tmp_path: Path
 ) -> None:
-    asked = split.Asked(SimpleNamespace(), tmp_path, 1, left_s=lambda: 12.0)
-    rows = split.measure_split(asked, lambda line: pytest.fail(f"began: {line}"))
+    args = SimpleNamespace(small=False, part="split", limit_s=12.0)
+    lines: list[str] = []
+    setting = SimpleNamespace(args=args, folder=tmp_path, report={"split": [], "aims": {}},
+                              left_s=lambda: 12.0, say=lines.append)  # fmt: skip
+    assert not split.measure(setting)
+    rows = setting.report["split"]
     assert [row["left_out"] for row in rows] == ["12 s are left"] * 2
+    assert len(lines) == 2
     assert not list(tmp_path.iterdir())
     assert split.passed(rows, all_of_them=False)
-    assert not split.passed(rows, all_of_them=True)
     assert split.aims(rows) == {}
 
 

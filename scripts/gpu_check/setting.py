@@ -1,0 +1,86 @@
+"""What all parts of scripts/gpu-check share: the arguments, the device, the report and tables."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lab.synth import plan_preset, write_preset
+from offload.device import DeviceChoice
+
+_UNITS = (("_bytes_per_s", 1e-9, "GB/s"), ("_per_s", 1, "1/s"), ("_bytes", 1e-6, "MB"),
+          ("_s", 1e3, "ms"))  # fmt: skip
+
+
+@dataclass
+class Setting:
+    """What is measured where. The parts fill `report`, which becomes the JSON object."""
+
+    args: argparse.Namespace
+    choice: DeviceChoice
+    folder: Path  # for models
+    report: dict[str, Any]
+    out: Console
+    start_s: float = field(default_factory=time.monotonic)
+
+    def left_s(self) -> float:
+        """Seconds until later parts are skipped."""
+        return float(self.args.limit_s - (time.monotonic() - self.start_s))
+
+    def say(self, line: str) -> None:
+        self.out.print(line, soft_wrap=True, markup=False)
+
+    def show(self, title: str, rows: Sequence[dict[str, Any]]) -> None:
+        show(self.out, title, rows)
+
+    def model(self, name: str, preset: str, seed: int, **changes: Any) -> Path:
+        """The random model in the file `name`, which is written if it does not exist."""
+        path = self.folder / f"{name}.gguf"
+        if not path.exists():
+            size_bytes = plan_preset(preset, **changes).size_bytes
+            self.say(f"writing {size_bytes / 1e9:.2f} GB: {path.name}")
+            write_preset(preset, path, seed=seed, **changes)
+        return path
+
+
+def show(out: Console, title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Print the rows' single values. Keys name the columns; their endings give the units.
+
+    If there are more keys than rows, each row becomes a column.
+    """
+    if not rows:
+        return
+    keys = [k for k in dict.fromkeys(k for row in rows for k in row)
+            if not any(isinstance(row.get(k), dict | list) for row in rows)]  # fmt: skip
+    lines = [[_heading(key), *(_cell(key, row.get(key)) for row in rows)] for key in keys]
+    if len(keys) <= len(rows):
+        lines = [list(column) for column in zip(*lines, strict=True)]
+    table = Table(*lines[0], title=title, title_justify="left")
+    for line in lines[1:]:
+        table.add_row(*line)
+    out.print(table)
+
+
+def _heading(key: str) -> str:
+    unit = next((unit for ending, _, unit in _UNITS if key.endswith(ending)), None)
+    words = key.replace("_", " ")
+    return words if unit is None else f"{words.removesuffix(' s')}, {unit}"
+
+
+def _cell(key: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if not isinstance(value, int | float):
+        return "-" if value is None else str(value)
+    scale = next((scale for ending, scale, _ in _UNITS if key.endswith(ending)), None)
+    if scale is None and isinstance(value, int):
+        return str(value)
+    scaled = value * (scale or 1)
+    return f"{scaled:.2f}" if scaled == 0 or abs(scaled) >= 0.1 else f"{scaled:.2g}"
