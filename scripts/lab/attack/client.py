@@ -15,8 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from lab.attack.program import LOOPBACK
+
 PATIENCE_S = 30.0
-LOOPBACK = "127.0.0.1"
 
 
 class NoAnswer(Exception):

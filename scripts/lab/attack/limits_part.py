@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import IO
 
 from lab.attack import ATTACK
-from lab.attack.client import LOOPBACK, NoAnswer, completion, send, text_of
+from lab.attack.client import NoAnswer, completion, send, text_of
 from lab.attack.http_part import SERVE
 from lab.attack.outcome import Breach, Outcome
-from lab.attack.program import Limits, bad_lines, environment, serving, with_limits
+from lab.attack.program import LOOPBACK, Limits, bad_lines, environment, serving, with_limits
 
 _RUN = ("run", "-p", "import os", "-n", "4", "-c", "256", "-t", "1")
 _MB = 1 << 20

@@ -1,4 +1,4 @@
-"""Runs `specoffload serve` in a process group that is always ended; reads its memory and log."""
+"""Runs servers in process groups that are always ended; reads their memory, time and log."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ import psutil
 
 from lab import ROOT
 
+LOOPBACK = "127.0.0.1"
 PATIENCE_S = 60.0
 # Texts that no log may have: of a traceback, or of a crash in the interpreter or libc.
 _LAST_WORDS = ("Traceback (most recent", "Exception ignored", "Fatal Python", "terminate called")
@@ -51,14 +52,19 @@ def bad_lines(log: str) -> list[str]:
 
 
 class Program:
-    """A server process. `port` is known once it listens."""
+    """A server process with its children. It listens on `port` once it is healthy."""
 
-    def __init__(self, log: Path, flags: Sequence[str] = (), limits: Limits | None = None) -> None:
+    def __init__(self, log: Path, command: Sequence[str], limits: Limits | None = None) -> None:
+        """`command` begins with a program; without one it is flags of `specoffload serve`."""
         self.log = log
-        command = [sys.executable, "-m", "specoffload", "serve", "--port", "0", *flags]
+        if not command or command[0].startswith("-"):
+            command = [sys.executable, "-m", "specoffload", "serve", *command]
+        with socket.socket() as free:
+            free.bind((LOOPBACK, 0))
+            self.port = int(free.getsockname()[1])
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                command,
+                [*command, "--host", LOOPBACK, "--port", str(self.port)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -66,25 +72,12 @@ class Program:
                 start_new_session=True,
                 preexec_fn=with_limits(limits or {}),
             )
-        self.port = 0
-
-    def wait_until_listening(self, patience_s: float = PATIENCE_S) -> None:
-        """Raises TimeoutError."""
-        end_s = time.monotonic() + patience_s
-        while time.monotonic() < end_s and self.process.poll() is None:
-            for line in self.said().splitlines():
-                _, found, url = line.partition("listening on http://")
-                if found:
-                    self.port = int(url.rpartition(":")[2])
-                    return
-            time.sleep(0.05)
-        raise TimeoutError(f"{self.log}: no address\n{self.said()[-2000:]}")
 
     def is_healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10):
+            with urllib.request.urlopen(f"http://{LOOPBACK}:{self.port}/health", timeout=10):
                 return True
-        except (OSError, urllib.error.URLError):
+        except OSError:
             return False
 
     def wait_until_healthy(self, patience_s: float = PATIENCE_S) -> None:
@@ -94,6 +87,11 @@ class Program:
             if time.monotonic() > end_s or self.process.poll() is not None:
                 raise TimeoutError(f"{self.log}: not healthy\n{self.said()[-2000:]}")
             time.sleep(0.05)
+
+    def cpu_s(self) -> tuple[float, float]:
+        """User and system seconds of the process itself, and of the child that took most."""
+        times = [_cpu_s(part) for part in self.parts()]
+        return times[0], max(times[1:], default=0.0)
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
@@ -133,6 +131,11 @@ class Program:
         self.process.wait()
 
 
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
 def _rss_bytes(process: psutil.Process) -> int:
     try:
         return int(process.memory_info().rss)
@@ -141,12 +144,16 @@ def _rss_bytes(process: psutil.Process) -> int:
 
 
 @contextmanager
-def serving(log: Path, flags: Sequence[str], limits: Limits | None = None) -> Iterator[Program]:
-    """Start a server, yield it when it is healthy, and kill it afterwards. Raises TimeoutError."""
-    program = Program(log, flags, limits)
+def serving(
+    log: Path,
+    command: Sequence[str],
+    limits: Limits | None = None,
+    patience_s: float = PATIENCE_S,
+) -> Iterator[Program]:
+    """Start a server, yield it when it is healthy, and end it. Raises TimeoutError."""
+    program = Program(log, command, limits)
     try:
-        program.wait_until_listening()
-        program.wait_until_healthy()
+        program.wait_until_healthy(patience_s)
         yield program
     finally:
         program.kill()

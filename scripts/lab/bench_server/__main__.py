@@ -35,13 +35,14 @@ from pathlib import Path
 from typing import Any
 
 from lab import ROOT
+from lab.attack.program import Program, serving
 from lab.bench_server.client import Report, alone, load, speed
 from lab.bench_server.judge import Judge, unexplained
-from lab.bench_server.servers import Server, ours, running, theirs
 
 DEMO = ROOT / "specoffload" / "demo"
 N_CTX = 16384
 N_PARALLEL = 8
+LOAD_PATIENCE_S = 120.0
 
 
 def prompts() -> list[str]:
@@ -61,6 +62,25 @@ def llama_server(given: str | None) -> Path | None:
     return Path(made.stdout.strip())
 
 
+def ours(options: argparse.Namespace, n_parallel: int, flags: Sequence[str]) -> list[str]:
+    """Flags of `specoffload serve`."""
+    return [
+        *("-m", str(options.model), "--device", "cpu", "-t", str(options.threads)),
+        *("-np", str(n_parallel), "-c", str(N_CTX), *flags),
+    ]
+
+
+def theirs(
+    options: argparse.Namespace, program: Path, n_parallel: int, flags: Sequence[str]
+) -> list[str]:
+    """The command line of llama-server that means the same."""
+    return [
+        *(str(program), "-m", str(options.model)),
+        *("-t", str(options.threads), "-tb", str(options.threads)),
+        *("-np", str(n_parallel), "-c", str(N_CTX), *flags),
+    ]
+
+
 def ways(options: argparse.Namespace, program: Path | None) -> dict[str, list[str]]:
     """Command lines of the servers under load, by name: each with drafts off and on.
 
@@ -73,17 +93,16 @@ def ways(options: argparse.Namespace, program: Path | None) -> dict[str, list[st
         ("drafts on", ["--spec-policy", "fixed", *drafts[:4]], drafts),
     ):
         own = [*own, "--max-queue", "64", "--metrics", *options.flags]
-        found[name] = ours(options.model, options.threads, N_PARALLEL, N_CTX, own)
+        found[name] = ours(options, N_PARALLEL, own)
         if program is None:
             continue
         for cache in ("-kvu", "-no-kvu"):
-            found[f"llama-server {cache}, {name}"] = theirs(
-                program, options.model, options.threads, N_PARALLEL, N_CTX, [cache, *flags]
-            )
+            command = theirs(options, program, N_PARALLEL, [cache, *flags])
+            found[f"llama-server {cache}, {name}"] = command
     return found
 
 
-def under_load(server: Server, options: argparse.Namespace) -> tuple[dict[str, Any], Report]:
+def under_load(server: Program, options: argparse.Namespace) -> tuple[dict[str, Any], Report]:
     """Run many streams at once. Returns the figures to print, and the report with the texts."""
     known = asyncio.run(alone(server.port, prompts(), options.load_tokens))
     again = asyncio.run(alone(server.port, prompts(), options.load_tokens))
@@ -119,18 +138,18 @@ def judged(report: Report, options: argparse.Namespace) -> tuple[dict[str, Any],
     return result, bad
 
 
-def metrics(server: Server) -> str:
+def metrics(server: Program) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=5) as answer:
         return str(answer.read().decode())
 
 
-def n_drafted(server: Server) -> int:
+def n_drafted(server: Program) -> int:
     """Number of tokens drafted since the server's start."""
     found = re.search(r"^\S*spec_decode_num_draft_tokens\S* (\S+)$", metrics(server), re.M)
     return int(float(found[1])) if found else 0
 
 
-def delay_ms(server: Server) -> float:
+def delay_ms(server: Program) -> float:
     """Median milliseconds from the engine's token to its client's socket, since the server's
     start."""
     page = metrics(server)
@@ -154,36 +173,36 @@ def median(buckets: Sequence[tuple[float, float]]) -> float:
     return 0.0
 
 
-def by_turns(servers: list[Server], n_streams: int, options: argparse.Namespace) -> dict[str, Any]:
+def by_turns(
+    servers: dict[str, Program], n_streams: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """Speeds of `n_streams` streams on each server; the servers take turns."""
-    speeds: dict[str, list[float]] = {server.name: [] for server in servers}
+    speeds: dict[str, list[float]] = {name: [] for name in servers}
+    first_ms: dict[str, list[float]] = {name: [] for name in servers}
     shares: list[float] = []
-    first_ms: dict[str, list[float]] = {server.name: [] for server in servers}
     for n in range(options.rounds + 1):  # one more, because the first warms up
-        for server in servers:
-            api_s, engine_s = server.cpu_s(), server.engine_cpu_s()
+        for name, server in servers.items():
+            api_s, engine_s = server.cpu_s()
             found, answers = asyncio.run(
                 speed(server.port, prompts(), options.tokens, n_streams, options.requests)
             )
             if n == 0:
                 continue
-            speeds[server.name].append(found)
-            first_ms[server.name] += [1e3 * (a.first_s - a.sent_s) for a in answers]
-            if server.name == "ours":
-                shares.append((server.cpu_s() - api_s) / (server.engine_cpu_s() - engine_s))
-    result: dict[str, Any] = {
-        name: round(statistics.median(found), 1) for name, found in speeds.items()
+            speeds[name].append(found)
+            first_ms[name] += [1e3 * (a.first_s - a.sent_s) for a in answers]
+            if name == "ours":
+                after_s = server.cpu_s()
+                shares.append((after_s[0] - api_s) / (after_s[1] - engine_s))
+    medians = {name: statistics.median(found) for name, found in speeds.items()}
+    result: dict[str, Any] = {name: round(found, 1) for name, found in medians.items()}
+    result |= {
+        "spread": {n: [round(min(f), 1), round(max(f), 1)] for n, f in speeds.items()},
+        "first_byte_ms": {n: round(statistics.median(ms), 2) for n, ms in first_ms.items()},
+        "token_delay_ms": delay_ms(servers["ours"]),
+        "api_cpu_over_engine_cpu": round(statistics.median(shares), 4),
     }
-    result["spread"] = {
-        name: [round(min(found), 1), round(max(found), 1)] for name, found in speeds.items()
-    }
-    result["first_byte_ms"] = {
-        name: round(statistics.median(found), 2) for name, found in first_ms.items()
-    }
-    result["token_delay_ms"] = delay_ms(servers[0])
-    result["api_cpu_over_engine_cpu"] = round(statistics.median(shares), 4)
     if len(servers) == 2:
-        result["ratio"] = round(result["ours"] / result["llama-server"], 3)
+        result["ratio"] = round(medians["ours"] / medians["llama-server"], 3)
     return result
 
 
@@ -213,7 +232,7 @@ def main() -> int:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for name, command in ways(options, program).items() if options.streams else ():
             is_ours = not name.startswith("llama-server")
-            with running("ours" if is_ours else "llama-server", command, logs / "load.log") as one:
+            with serving(logs / "load.log", command, patience_s=LOAD_PATIENCE_S) as one:
                 found, report = under_load(one, options)
                 if is_ours:
                     found |= {"token_delay_ms": delay_ms(one), "drafted": n_drafted(one)}
@@ -225,13 +244,16 @@ def main() -> int:
         if options.turns:
             n_parallel = max([N_PARALLEL, *options.turns])
             flags = ["--spec-type", "none", "--max-queue", "64", "--metrics", *options.flags]
-            command = ours(options.model, options.threads, n_parallel, N_CTX, flags)
-            servers = [stack.enter_context(running("ours", command, logs / "ours.log"))]
+            command = ours(options, n_parallel, flags)
+            commands = {"ours": command}
             if program is not None:
-                command = theirs(program, options.model, options.threads, n_parallel, N_CTX)
-                servers.append(
-                    stack.enter_context(running("llama-server", command, logs / "theirs.log"))
+                commands["llama-server"] = theirs(options, program, n_parallel, ["-kvu"])
+            servers = {
+                name: stack.enter_context(
+                    serving(logs / f"{name}.log", command, patience_s=LOAD_PATIENCE_S)
                 )
+                for name, command in commands.items()
+            }
             result["turns"] = {n: by_turns(servers, n, options) for n in options.turns}
     print(json.dumps(result, indent=1))
     for line in wrong:

@@ -13,12 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lab.attack.client import NoAnswer, dechunked
-
-HEAD = (
-    "POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-    "Content-Length: {length}\r\nConnection: close\r\n\r\n"
-)
+from lab.attack.client import NoAnswer, ask_for, dechunked
+from lab.attack.program import LOOPBACK
 
 
 class BadAnswer(Exception):
@@ -37,48 +33,27 @@ class Answer:
     ended_s: float
 
 
-class _Reader(asyncio.Protocol):
-    def __init__(self, request: bytes) -> None:
-        self._request = request
-        self.parts: list[bytes] = []
-        self.first_s = 0.0
-        self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        if not self.parts:
-            self.first_s = time.perf_counter()
-        self.parts.append(data)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.ended.done():
-            self.ended.set_result(time.perf_counter())
-
-
 async def ask(port: int, body: dict[str, Any], path: str = "/v1/completions") -> Answer:
     """Send one streamed request and read its answer. Raises BadAnswer or OSError."""
     native = path == "/completion"
     extra = {} if native else {"stream_options": {"include_usage": True}}
-    content = json.dumps({**body, "stream": True, **extra})
-    head = HEAD.format(path=path, host="127.0.0.1", port=port, length=len(content.encode()))
-    sent_s = time.perf_counter()
-    loop = asyncio.get_running_loop()
-    request = head.encode() + content.encode()
-    transport, reader = await loop.create_connection(lambda: _Reader(request), "127.0.0.1", port)
+    request = ask_for(path, {**body, "stream": True, **extra}).raw(port)
+    reader, writer = await asyncio.open_connection(LOOPBACK, port)
     try:
-        ended_s = await reader.ended
+        sent_s = time.perf_counter()
+        writer.write(request)
+        first = await reader.read(1)
+        first_s = time.perf_counter()
+        answer = first + await reader.read()
+        ended_s = time.perf_counter()
     finally:
-        transport.close()
-    answer = b"".join(reader.parts)
+        writer.close()
     tokens: tuple[int, ...] = ()
     if native:
         text, n_tokens, tokens = read_native(answer)
     else:
         text, n_tokens = read(answer)
-    return Answer(text, n_tokens, tokens, sent_s, reader.first_s, ended_s)
+    return Answer(text, n_tokens, tokens, sent_s, first_s, ended_s)
 
 
 def read(answer: bytes) -> tuple[str, int]:
