@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,7 +30,7 @@ ANY_ORIGIN = "*"
 _PUBLIC = frozenset({"/health", "/v1/health", "/"})
 _PUBLIC_FOLDER = "/page/"  # the page itself asks for the key
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-_AUTHORITY = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]]*)(?::(?P<port>[0-9]{0,5}))?")
+_PORT = re.compile("(?::[0-9]*)?")
 # Names as browsers send them: the part of RFC 3986's reg-name that DNS and hosts files use.
 _NAME = re.compile(r"[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*\.?")
 _NUMERIC = re.compile(r"[0-9]+|0x[0-9a-f]*")
@@ -103,53 +104,46 @@ def held_key(keys: tuple[str, ...], authorization: str | None, x_api_key: str | 
 # ---- pages in browsers
 
 
-class Authority(NamedTuple):
-    """A host and a port as in the Host header (RFC 9110). `host` is an address or a lower-case
-    name; `port` is None if it is not given."""
+class Origin(NamedTuple):
+    """Where a page comes from (RFC 6454), or which server a request names."""
 
-    host: _Address | str
-    port: int | None
+    scheme: str
+    host: _Address | str  # an address, or a name in lower case
+    port: int
 
-
-Origin = tuple[str, Authority]
-"""Scheme and authority, its port always given."""
-
-
-def read_authority(text: str) -> Authority | None:
-    """Parse an address or a name, with or without a port. Returns None for anything else."""
-    found = _AUTHORITY.fullmatch(text)
-    if found is None or not text.isascii():
-        return None
-    host, port = _read_host(found["host"].lower()), int(found["port"] or 0)
-    if host is None or port > 65535:
-        return None
-    return Authority(host, port if found["port"] else None)
-
-
-def _read_host(text: str) -> _Address | str | None:
-    try:
-        if text.startswith("["):  # zones are refused: URLs have none, but Python accepts them
-            return None if "%" in text else ipaddress.IPv6Address(text[1:-1])
-        return ipaddress.IPv4Address(text)
-    except ValueError:
-        # Browsers take a name that ends in a number for an address, or refuse it.
-        last = text.rstrip(".").rpartition(".")[2]
-        return text if _NAME.fullmatch(text) and not _NUMERIC.fullmatch(last) else None
-
-
-def _with_port(scheme: str, authority: Authority) -> Origin:
-    port = _DEFAULT_PORTS.get(scheme, 0) if authority.port is None else authority.port
-    return scheme, Authority(authority.host, port)
+    def __str__(self) -> str:
+        """As browsers write it: without the default port."""
+        host = f"[{self.host}]" if isinstance(self.host, ipaddress.IPv6Address) else str(self.host)
+        port = "" if self.port == _DEFAULT_PORTS[self.scheme] else f":{self.port}"
+        return f"{self.scheme}://{host}{port}"
 
 
 def _read_origin(text: str) -> Origin | None:
-    """Parse an origin (RFC 6454). Returns None for `null`, which is a page of unknown origin, and
-    for schemes other than HTTP's."""
-    scheme, separator, rest = text.partition("://")
-    authority = read_authority(rest)
-    if not separator or scheme.lower() not in _DEFAULT_PORTS or authority is None:
+    """Returns None for `null`, which is a page of unknown origin, for schemes other than HTTP's,
+    and for anything that has more than a host and a port."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
         return None
-    return _with_port(scheme.lower(), authority)
+    name, authority = parts.hostname or "", parts.netloc.lower()
+    host = _read_host(name)
+    after_host = authority.removeprefix(f"[{name}]" if ":" in name else name)
+    is_plain = text.lower() == f"{parts.scheme}://{authority}" and _PORT.fullmatch(after_host)
+    if parts.scheme not in _DEFAULT_PORTS or host is None or not is_plain:
+        return None
+    return Origin(parts.scheme, host, _DEFAULT_PORTS[parts.scheme] if port is None else port)
+
+
+def _read_host(name: str) -> _Address | str | None:
+    if "%" in name or not name.isascii():
+        return None  # zones of addresses: URLs have none, but Python accepts them
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        # Browsers take a name that ends in a number for an address, or refuse it.
+        last = name.rstrip(".").rpartition(".")[2]
+        return name if _NAME.fullmatch(name) and not _NUMERIC.fullmatch(last) else None
 
 
 def read_origins(text: str | None) -> tuple[str, ...]:
@@ -159,16 +153,12 @@ def read_origins(text: str | None) -> tuple[str, ...]:
     """
     found = []
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
-        origin = None if part == ANY_ORIGIN else _read_origin(part.removesuffix("/"))
-        if part != ANY_ORIGIN and (origin is None or origin[1].port == 0):
+        origin = _read_origin(part.removesuffix("/"))
+        if part != ANY_ORIGIN and (origin is None or origin.port == 0):
             raise UsageError(
                 f"--cors-origins {part}: an origin looks like https://chat.example.org"
             )
-        if origin is not None:
-            scheme, (host, port) = origin
-            name = f"[{host}]" if isinstance(host, ipaddress.IPv6Address) else str(host)
-            part = f"{scheme}://{name}" + ("" if port == _DEFAULT_PORTS[scheme] else f":{port}")
-        found.append(part)
+        found.append(part if origin is None else str(origin))
     return tuple(found)
 
 
@@ -190,11 +180,10 @@ def refusal(
         return None
     if len(hosts) > 1 or len(page_origins) > 1:
         return "a request has one Host header, and one Origin header at most"
-    allowed = [found for found in map(_read_origin, origins) if found is not None]
-    host = read_authority(hosts[0]) if hosts else None
-    if on_loopback and hosts:
-        is_named = host is not None and any(_with_port(s, host) == (s, a) for s, a in allowed)
-        if host is None or not (is_named or _is_loopback(host.host)):
+    own = _read_origin(f"{scheme}://{hosts[0]}") if hosts else None
+    if on_loopback and hosts and (own is None or not _is_loopback(own.host)):
+        named = (_read_origin(f"{s}://{hosts[0]}") for s in _DEFAULT_PORTS)
+        if not any(origin is not None and str(origin) in origins for origin in named):
             return (
                 "this server listens on loopback and is asked under another name: use 127.0.0.1 "
                 "or localhost, or name the page's origin with --cors-origins"
@@ -202,8 +191,7 @@ def refusal(
     if not page_origins:
         return None
     page = _read_origin(page_origins[0])
-    is_own = page is not None and host is not None and page == _with_port(scheme, host)
-    if is_own or page in allowed:
+    if page is not None and (page == own or str(page) in origins):
         return None
     return "pages of another origin may not use this server: name theirs with --cors-origins"
 

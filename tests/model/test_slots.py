@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from lossless_parts import NEAR_TIE, assert_each_position_once, let_batches_be_cheap
 from resolved import config_of
@@ -336,18 +335,6 @@ def test_a_cancelled_request_frees_its_slot_at_once(pair: Session) -> None:
     assert pair.step() == []
 
 
-def test_a_request_that_came_first_is_answered_first(exact: Path) -> None:
-    options = GenerateOptions(n_predict=8, ignore_eos=True)
-    with open_slots(exact, SPECS["alone"], 2) as session:
-        texts = texts_of(session)
-        requests = [session.start(text, options) for text in texts[:6]]
-        order = []
-        while not session.is_idle:
-            order += [requests.index(r) for r in session.step() if r.is_over]
-    assert order[0] in (0, 1)
-    assert all(order.index(i) < order.index(i + 2) for i in range(4))
-
-
 def test_many_answers_to_a_prompt_do_not_keep_out_who_asks_for_one(exact: Path) -> None:
     options = GenerateOptions(n_predict=8, ignore_eos=True)
     with open_slots(exact, SPECS["alone"], 2) as session:
@@ -421,18 +408,6 @@ def test_conversations_in_turns_are_each_evaluated_once(kind: str, models: Path)
                     assert answer.stats.n_prompt_tokens == len(text)
                 text += [*wanted.tokens, 3, 5, 7, 9, 11]
         assert len(session.batcher.store) > 0
-
-
-def test_without_host_memory_what_is_evicted_is_gone(models: Path) -> None:
-    path = model("mistral-large", models)
-    options = GenerateOptions(n_predict=2, ignore_eos=True)
-    with open_slots(path, SPECS["alone"], 1) as session:
-        first, second = texts_of(session)[2], texts_of(session)[6]
-        together(session, [first], options)
-        together(session, [second], options)
-        (again,) = together(session, [first], options)
-        assert again.stats.n_cached_tokens <= 1, "the first token is that of both"
-        assert session.batcher.store.size_bytes == 0
 
 
 def test_a_prompt_that_cannot_be_kept_is_told_of_once(
@@ -555,20 +530,6 @@ def test_what_is_wrong_with_a_slot_or_its_file_is_one_sentence(
         pytest.raises(BadRequest, match="--slot-save-path"),
     ):
         session.change_slot(0, "save", "x")
-
-
-def test_rows_of_requests_in_one_batch_are_their_own(exact: Path) -> None:
-    """Not only the choice: the logits are those of the sequence alone."""
-    with (
-        Engine(exact, EngineOptions(device="cpu", n_ctx=1024, n_sequences=3)) as engine,
-        Engine(exact, EngineOptions(device="cpu", n_ctx=1024)) as alone,
-    ):
-        texts = [[(7 * i + s) % 500 + 10 for i in range(20 + 9 * s)] for s in range(3)]
-        rows = engine.sequences.extend_batch([(2 - s, text, 2) for s, text in enumerate(texts)])
-        for text, found in zip(texts, rows, strict=True):
-            alone.sequences.rewind(0, 0)
-            fresh = alone.sequences.extend(0, text, 2)
-            assert np.abs(found - fresh).max() < 0.02
 
 
 @pytest.mark.parametrize(("similar", "in_use"), [(0.1, [True, False]), (0.9, [True, True])])

@@ -202,9 +202,3 @@ def test_no_answer_is_a_redirect(server: Running) -> None:
         answer = http.get(server.url + path)
         assert answer.status_code in (404, 405), path
         assert "location" not in answer.headers
-
-
-def test_head_of_health_has_no_body(server: Running) -> None:
-    for path in ("/health", "/v1/health"):
-        answer = http.head(server.url + path)
-        assert (answer.status_code, answer.content) == (200, b"")

@@ -59,25 +59,6 @@ def test_the_events_add_up_to_the_whole_message(deltas: list[Delta]) -> None:
     assert whole.stop_reason == ("tool_use" if calls else "end_turn")
 
 
-@given(answers)
-def test_blocks_are_opened_and_closed_one_after_another(deltas: list[Delta]) -> None:
-    told = _told()
-    events = [event for delta in deltas for event in told.add(delta)]
-    events += told.finish(ended("length"), 0)
-    kinds = [event["type"] for event in events]
-    assert kinds[0] == "message_start"
-    assert kinds[-2:] == ["message_delta", "message_stop"]
-    opened = -1
-    is_open = False
-    for event in events[1:-2]:
-        if event["type"] == "content_block_start":
-            assert not is_open
-            opened += 1
-        assert event["index"] == opened
-        is_open = event["type"] != "content_block_stop"
-    assert not is_open
-
-
 def test_the_reason_for_the_end_has_anthropics_name() -> None:
     assert _ended("length") == ("max_tokens", None)
     assert _ended("stop") == ("end_turn", None)
@@ -89,13 +70,6 @@ def _ended(reason: Any, word: str | None = None) -> tuple[Any, Any]:
     told.add(Content("a"))
     told.finish(ended(reason, word), 0)
     return told.result["stop_reason"], told.result["stop_sequence"]
-
-
-def test_tokens_from_the_cache_are_counted_apart() -> None:
-    told = _told()
-    told.finish(ended("stop"), 0)
-    usage = told.result["usage"]
-    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (6, 4)
 
 
 def test_a_call_cut_short_has_no_made_up_input() -> None:

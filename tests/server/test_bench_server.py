@@ -10,7 +10,6 @@ import pytest
 from fake_generator import FakeFactory
 from running import StartServer
 
-from lab.bench_server.__main__ import arguments, median, ways
 from lab.bench_server.client import alone, load
 from lab.bench_server.judge import MOST_GAP, Judge, unexplained
 from specoffload import demo
@@ -59,22 +58,3 @@ def test_the_judge_tells_mistakes_from_near_ties() -> None:
             bad, most = unexplained(judge, [(prompt, lost), (prompt, doubled)])
             assert len(bad) == 2
             assert most > MOST_GAP
-
-
-def test_the_rival_is_compared_with_one_cache_and_with_one_for_each_slot() -> None:
-    options = arguments(["--model", "m.gguf", "--draft", "d.gguf"])
-    found = ways(options, Path("llama-server"))
-    rival = {name: command for name, command in found.items() if name.startswith("llama-server")}
-    assert [("-kvu" in c, "-no-kvu" in c, "-md" in c) for c in rival.values()] == [
-        (True, False, False),
-        (False, True, False),
-        (True, False, True),
-        (False, True, True),
-    ]
-
-
-def test_the_median_lies_within_its_bucket() -> None:
-    assert median([(1.0, 0), (2.0, 10), (3.0, 10), (float("inf"), 10)]) == 1.5
-    assert median([(1.0, 5), (2.0, 10), (float("inf"), 10)]) == 1.0
-    assert median([(1.0, 0), (float("inf"), 10)]) == 1.0
-    assert median([]) == 0.0

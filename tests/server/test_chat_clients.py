@@ -3,10 +3,7 @@ by wit: a grammar forces the calls."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import shutil
-import subprocess
 from typing import Any, Literal
 
 import openai
@@ -114,27 +111,6 @@ def test_two_calls_in_one_answer_have_their_own_ids(pair: Program) -> None:
     assert _joined(chunks) == whole
 
 
-def test_the_async_client_gets_calls_and_answers_beside_each_other(pair: Program) -> None:
-    async def streamed(client: openai.AsyncOpenAI) -> list[ChatCompletionChunk]:
-        stream = await client.chat.completions.create(**NAMED, stream=True)
-        return [chunk async for chunk in stream]
-
-    async def ask() -> tuple[Any, Any, list[ChatCompletionChunk]]:
-        async with openai.AsyncOpenAI(
-            base_url=pair.url + "/v1", api_key="none", max_retries=0, timeout=60
-        ) as client:
-            called = client.chat.completions.create(**REQUIRED)
-            told = client.chat.completions.create(model="any", messages=ASK, max_tokens=8)
-            return await asyncio.gather(called, told, streamed(client))
-
-    called, told, chunks = asyncio.run(ask())
-    [call] = called.choices[0].message.tool_calls
-    _check(call.function.name, call.function.arguments)
-    assert told.choices[0].message.tool_calls is None
-    [(name, arguments)] = _joined(chunks)
-    _check(name, arguments)
-
-
 def test_parse_with_pydantic_gives_objects(pair: Program) -> None:
     with pair.client() as client:
         answer = client.chat.completions.parse(
@@ -146,21 +122,6 @@ def test_parse_with_pydantic_gives_objects(pair: Program) -> None:
     assert isinstance(answer.choices[0].message.parsed, Switch)
     [call] = called.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Switch)
-
-
-def test_a_result_goes_back_and_is_answered(pair: Program) -> None:
-    call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    turn: list[Any] = [
-        *ASK,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "content": "12:00"},
-    ]
-    with pair.client() as client:
-        answer = client.chat.completions.create(
-            model="any", messages=turn, tools=[NOW], max_tokens=8
-        )
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens > 0
 
 
 def test_logprobs_of_each_token_whole_and_streamed(pair: Program) -> None:
@@ -284,22 +245,3 @@ def test_litellm_completes_with_tools_whole_and_streamed(
         rebuilt = litellm.stream_chunk_builder(chunks)
         [call] = rebuilt.choices[0].message.tool_calls
         _check(call.function.name, call.function.arguments)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
-def test_curl_reads_a_stream_event_by_event(pair: Program) -> None:
-    body = json.dumps({**REQUIRED, "stream": True})
-    command = [
-        *("curl", "-sS", "-N", "--fail-with-body", pair.url + "/v1/chat/completions"),
-        *("-H", "Content-Type: application/json", "-d", body),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as curl:
-        assert curl.stdout is not None
-        first = curl.stdout.readline()
-        assert json.loads(first.removeprefix("data: "))["choices"][0]["delta"]["role"]
-        lines = [line.strip() for line in curl.stdout if line.strip()]
-    assert curl.returncode == 0
-    assert lines[-1] == "data: [DONE]"
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    [(name, arguments)] = _joined([ChatCompletionChunk.model_validate(c) for c in chunks])
-    _check(name, arguments)

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from fake_generator import TAIL, FakeFactory
-from hypothesis import given
-from hypothesis import strategies as st
 from running import Running, StartServer, eventually, http
 
 from offload.errors import BadRequest
@@ -30,20 +28,6 @@ def _events(server: Running, path: str, **body: Any) -> list[Any]:
 
 
 # -- prompts
-
-
-_ids = st.lists(st.integers(0, 9), min_size=1)
-
-
-@given(st.one_of(_ids, st.text(min_size=1)))
-def test_one_prompt_is_itself(prompt: Any) -> None:
-    expected = prompt if isinstance(prompt, str) else tuple(prompt)
-    assert prompts_of(prompt) == [expected]
-
-
-@given(st.lists(st.one_of(_ids, st.text(min_size=1)), min_size=1))
-def test_a_list_of_prompts_is_each_of_them(prompts: list[Any]) -> None:
-    assert prompts_of(prompts) == [p if isinstance(p, str) else tuple(p) for p in prompts]
 
 
 def test_text_and_ids_in_turn_are_one_prompt() -> None:

@@ -18,7 +18,7 @@ from running import http
 from lab.synth import write_preset
 from offload.engine import Engine, EngineOptions
 from offload.errors import BadModel, DoesNotFit, NotSupported
-from offload.plan.context import OWN, OWN_OR_NONE, POOLINGS, pooling_of
+from offload.plan.context import OWN, OWN_OR_NONE
 from specoffload.config.options import ServeOptions
 from specoffload.config.resolution import for_serving
 from specoffload.session.session import Session
@@ -184,26 +184,6 @@ def test_without_pooling_tokens_have_vectors_of_their_own(tiny_dense: Path) -> N
         assert len(one["embedding"]) > 5
         with running.client() as client, pytest.raises(openai.BadRequestError, match="--pooling"):
             client.embeddings.create(model="any", input="x")
-
-
-class _Facts:
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def number(self, key: str) -> int:
-        assert key == "pooling_type"
-        return self._number
-
-
-def test_the_pooling_is_the_flags_or_the_files() -> None:
-    for number, name in enumerate(POOLINGS):
-        facts: Any = _Facts(number)
-        assert pooling_of(facts, OWN) == (name if number else None)
-        assert pooling_of(facts, OWN_OR_NONE) == name
-        assert pooling_of(facts, "mean") == "mean"
-        assert pooling_of(facts, None) is None
-    ranks: Any = _Facts(4)
-    assert pooling_of(ranks, OWN) is None
 
 
 def test_flags_of_llama_server_choose_it() -> None:

@@ -62,29 +62,6 @@ def test_requests_that_kill_the_engine_do_not_end_the_server_and_run_once(
     assert _completion(server, "after").json()["choices"][0]["text"] == "after" + TAIL
 
 
-def test_an_engine_that_is_killed_while_idle_is_started_so_often_and_no_more(
-    start_server: StartServer, tmp_path: Path
-) -> None:
-    """Nobody is to blame but the process."""
-    log = tmp_path / "log"
-    server = start_server(FakeFactory(log=log))
-    for n in range(1, 5):
-        eventually(lambda n=n: len(_pids(log)) == n)
-        server.wait_until_healthy()
-        os.kill(_pids(log)[-1], signal.SIGKILL)
-    server.wait_for_end()
-    assert "for the 4th time in a row" in str(server.error)
-
-
-def test_a_crash_in_a_stream_ends_it_with_an_error_event(start_server: StartServer) -> None:
-    server = start_server()
-    with server.client() as client:
-        stream = client.completions.create(model="any", prompt="[crash]", stream=True)
-        assert [next(stream).choices[0].text for _ in range(2)] == ["[", "c"]
-        with pytest.raises(openai.APIError, match="SIGABRT"):
-            next(stream)
-
-
 def test_health_is_503_while_restarting_and_waiting_requests_survive(
     start_server: StartServer, tmp_path: Path
 ) -> None:

@@ -18,7 +18,6 @@ from running import Running, http
 from offload.errors import BadRequest
 from specoffload.server.api.body import (
     ALIASES,
-    INERT,
     REFUSED,
     header_value,
     ignored_names,
@@ -99,18 +98,6 @@ def test_what_would_change_the_kind_of_the_answer_is_refused_unless_it_is_off(na
         assert ignored_names(_Any(**{name: off})) == ()
     with pytest.raises(BadRequest, match=f"^{name} is not supported"):
         ignored_names(_Any(**{name: "something"}))
-
-
-@pytest.mark.parametrize("name", sorted(INERT))
-def test_what_cannot_change_the_answer_is_not_named(name: str) -> None:
-    assert ignored_names(_Any(**{name: "anything"})) == ()
-
-
-@given(st.dictionaries(st.text(max_size=12), st.integers(1, 3), max_size=8))
-def test_every_other_name_is_given_back(body: dict[str, int]) -> None:
-    if set(body) & {*INERT, *REFUSED} or any(hasattr(_Any, name) for name in body):
-        return
-    assert set(ignored_names(_Any.model_validate(body))) == set(body)
 
 
 @given(st.lists(st.text(max_size=150), max_size=80))

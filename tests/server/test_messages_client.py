@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import openai
 import pytest
 from fake_generator import TAIL
 from running import Running, http
@@ -60,25 +59,3 @@ def test_an_error_has_anthropics_shape_and_the_client_its_exception(server: Runn
     answer = http.post(server.url + "/v1/messages", json={"messages": [], "max_tokens": 1})
     assert answer.json()["type"] == "error"
     assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
-def test_a_response_is_made(server: Running) -> None:
-    with server.client() as client:
-        response = client.responses.create(model="any", input="hi")
-    assert response.status == "completed"
-    assert response.output_text.endswith(TAIL)
-    assert response.usage is not None
-    assert response.usage.output_tokens > 0
-
-
-def test_a_streamed_response_adds_up(server: Running) -> None:
-    with server.client() as client, client.responses.stream(model="any", input="hi") as stream:
-        text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
-        final = stream.get_final_response()
-    assert text == final.output_text
-    assert text.endswith(TAIL)
-
-
-def test_what_is_stored_elsewhere_is_refused(server: Running) -> None:
-    with server.client() as client, pytest.raises(openai.BadRequestError, match="stores nothing"):
-        client.responses.create(model="any", input="hi", previous_response_id="resp_1")

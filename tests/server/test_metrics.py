@@ -71,21 +71,6 @@ def test_an_answer_is_counted_under_llama_servers_names() -> None:
     assert samples["specoffload:accepted_tokens_total", "draft"] == 8
 
 
-def test_nothing_yet_is_zero_and_not_a_division() -> None:
-    samples = _samples(Metrics())
-    assert samples["llamacpp:predicted_tokens_seconds", ""] == 0
-    assert samples["specoffload:hit_rate", ""] == 0
-
-
-@given(st.dictionaries(st.text(max_size=20), st.integers(1, 5), max_size=4))
-def test_any_reason_is_a_label(decisions: dict[str, int]) -> None:
-    metrics = Metrics()
-    metrics.add(GenerationStats(decisions=tuple(decisions.items())))
-    samples = _samples(metrics)
-    found = {key: v for (name, key), v in samples.items() if "policy_decisions" in name and key}
-    assert found == {key: n for key, n in decisions.items() if key}
-
-
 @given(st.lists(st.floats(min_value=0, max_value=2)))
 def test_delays_are_counted_up_to_each_bound(delays_s: list[float]) -> None:
     metrics = Metrics()

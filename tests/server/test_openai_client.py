@@ -50,13 +50,6 @@ def test_streamed_chat_pieces_join_to_the_whole_answer(server: Running) -> None:
     assert len({c.id for c in chunks}) == 1
 
 
-def test_without_include_usage_no_chunk_has_usage(server: Running) -> None:
-    with server.client() as client:
-        chunks = list(client.completions.create(model="any", prompt="x", stream=True))
-    assert all(c.choices and c.usage is None for c in chunks)
-    assert chunks[-1].choices[0].finish_reason == "stop"
-
-
 def test_max_tokens_ends_with_length_and_a_stop_sequence_is_never_shown(server: Running) -> None:
     with server.client() as client:
         short = client.completions.create(model="any", prompt="abcdef", max_tokens=4)

@@ -16,7 +16,7 @@ from specoffload.config.command_flags import SAMPLING
 from specoffload.config.flag import Flag
 from specoffload.server.api.body import renamed
 from specoffload.server.api.parameters import MAX_STOPS, generate_options
-from specoffload.server.api.requests import ChatRequest, CompletionRequest
+from specoffload.server.api.requests import CompletionRequest
 from specoffload.session.generation import GenerateOptions
 
 DEFAULTS = GenerateOptions(temperature=0.75, n_predict=9)
@@ -24,10 +24,6 @@ DEFAULTS = GenerateOptions(temperature=0.75, n_predict=9)
 
 def _options(**fields: Any) -> GenerateOptions:
     return generate_options(CompletionRequest(prompt="x", **fields), DEFAULTS)[0]
-
-
-def test_what_is_not_said_is_the_default() -> None:
-    assert _options() == DEFAULTS
 
 
 def test_minus_one_asks_for_the_rest_of_the_context_and_for_a_random_seed() -> None:
@@ -53,11 +49,6 @@ def test_a_seed_becomes_one_that_libllama_does_not_take_for_random(seed: int) ->
     assert got == seed % 0xFFFFFFFF
 
 
-def test_both_names_of_the_token_limit_may_say_the_same() -> None:
-    request = ChatRequest(messages=[], max_tokens=3, max_completion_tokens=3)
-    assert generate_options(request, DEFAULTS)[0].n_predict == 3
-
-
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
 
 
@@ -79,14 +70,6 @@ def test_every_way_to_send_a_schema_means_the_same(fields: dict[str, Any]) -> No
     assert got.json_schema is not None
     assert json.loads(got.json_schema) == SCHEMA
     assert got.grammar is None
-
-
-def test_penalties_and_grammar_reach_the_generator() -> None:
-    got = _options(
-        grammar='root ::= "a"', presence_penalty=0.5, frequency_penalty=-0.5, repeat_last_n=-1
-    )
-    assert got.grammar == 'root ::= "a"'
-    assert (got.presence_penalty, got.frequency_penalty, got.repeat_last_n) == (0.5, -0.5, -1)
 
 
 def test_an_empty_grammar_and_a_text_format_ask_for_nothing() -> None:

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from program import Program
 from resolved import config_of
 from running import http
 
-from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
 from specoffload.config.speculation import NO_DRAFTS
-from specoffload.server.api.probabilities import TokenPlaces, completion_logprobs, placed_in
-from specoffload.session.generation import Piece
 from specoffload.session.session import Session
-from specoffload.session.statistics import GenerationStats
 
 PROMPT = "def fibonacci(n):\n"
 N = 12
@@ -206,36 +199,3 @@ def test_a_prompt_is_read_ahead_by_a_request_for_no_token(pair: Program) -> None
     [choice] = legacy.json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("", "length")
     assert legacy.json()["usage"]["completion_tokens"] == 0
-
-
-def test_a_token_that_the_text_does_not_show_takes_no_characters() -> None:
-    pieces = (b"<s>", b" He", b"\xc3", b"\xa9", b"!")
-    placed = placed_in("He\u00e9!", [_token(piece) for piece in pieces])
-    assert [at for at, _ in placed] == [0, 0, 2, 2, 3]
-
-
-def _token(piece: bytes) -> ChosenLogprob:
-    one = TokenLogprob(0, piece, math.log(0.5))
-    return ChosenLogprob(one, (one,))
-
-
-@given(st.text(max_size=20), st.sets(st.integers(0, 80)), st.integers(0, 20))
-def test_every_token_is_told_once_and_where_it_begins(
-    text: str, cuts: set[int], n_held: int
-) -> None:
-    """Cut anywhere, also within characters, and with text held back to the end."""
-    raw = text.encode(errors="ignore")
-    text = raw.decode()
-    edges = sorted({0, *(c for c in cuts if c < len(raw)), len(raw)})
-    pieces = [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-    places, found = TokenPlaces(), []
-    shown = text[: max(0, len(text) - n_held)]
-    found += places.take(Piece(shown, logprobs=tuple(map(_token, pieces))))
-    assert all(at < len(shown) for at, _ in found)
-    found += places.take(Piece(text[len(shown) :], (), "stop", GenerationStats()))
-    assert [token.chosen.piece for _, token in found] == pieces
-    told = completion_logprobs(found, 1)
-    assert told["text_offset"] == [
-        len(raw[:edge].decode(errors="ignore")) for edge in edges[: len(pieces)]
-    ]
-    assert len(told["tokens"]) == len(told["top_logprobs"]) == len(pieces)

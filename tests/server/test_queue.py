@@ -115,24 +115,6 @@ def test_over_the_queue_limit_is_a_503_that_says_when_to_come_back(
     assert [a.status_code for a in answers] == [200, 200]
 
 
-def test_requests_are_served_in_the_order_of_their_arrival(start_server: StartServer) -> None:
-    server = start_server()
-    order: list[int] = []
-
-    def ask(i: int) -> None:
-        http.post(server.url + "/v1/completions", json={"prompt": f"[slow]{i}", "max_tokens": 5})
-        order.append(i)
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
-    with _endless(server):
-        for n, thread in enumerate(threads, start=1):
-            thread.start()
-            eventually(lambda n=n: server.props()["requests_deferred"] == n)
-    for thread in threads:
-        thread.join(20)
-    assert order == [0, 1, 2, 3]
-
-
 def test_a_long_prefill_keeps_the_stream_alive_with_comments(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,19 +129,6 @@ def test_a_long_prefill_keeps_the_stream_alive_with_comments(
     with server.client() as client:
         stream = client.completions.create(model="any", prompt="[prefill]", stream=True)
         assert "".join(c.choices[0].text for c in stream) == "[prefill]" + TAIL
-
-
-def test_stopping_the_server_ends_a_running_stream_with_an_error_event(
-    start_server: StartServer,
-) -> None:
-    server = start_server()
-    with _endless(server) as lines:
-        stopping = threading.Thread(target=server.stop)
-        stopping.start()
-        rest = list(lines)
-    stopping.join(20)
-    assert "the server is shutting down" in rest[-2]
-    assert "data: [DONE]" not in rest
 
 
 def test_stopping_the_server_lets_a_short_request_end(start_server: StartServer) -> None:

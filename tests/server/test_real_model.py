@@ -6,10 +6,8 @@ import json
 import signal
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import openai
 import psutil
 import pytest
 from program import ENVIRONMENT, SERVE, Program
@@ -112,58 +110,6 @@ def test_a_chat_is_answered_by_the_models_own_template(program: Program) -> None
     body = {"content": prompt["prompt"], "parse_special": True}
     tokens = http.post(program.url + "/tokenize", json=body).json()["tokens"]
     assert answer.usage.prompt_tokens == len(tokens)
-
-
-def test_a_stop_sequence_ends_the_answer_before_itself(program: Program) -> None:
-    text = _complete(program, PROMPT, 24)
-    stop = text[len(text) // 2 :][:3]
-    with program.client() as client:
-        answer = client.completions.create(model="any", prompt=PROMPT, max_tokens=24, stop=stop)
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].text == text[: text.index(stop)]
-
-
-def test_requests_sent_at_once_are_answered_as_one_after_the_other(program: Program) -> None:
-    prompts = [f"def function_{name}(x):\n" for name in ("a", "b", "c")]
-    alone = [_complete(program, prompt, 8) for prompt in prompts]
-    with ThreadPoolExecutor(3) as pool:
-        together = list(pool.map(lambda prompt: _complete(program, prompt, 8), prompts))
-    assert together == alone
-
-
-def test_a_seed_makes_sampling_repeatable(program: Program) -> None:
-    def sample(seed: int) -> str:
-        with program.client() as client:
-            answer = client.completions.create(
-                model="any", prompt=PROMPT, max_tokens=8, temperature=1.5, seed=seed
-            )
-        return answer.choices[0].text
-
-    assert sample(1) == sample(1)
-    assert len({sample(seed) for seed in range(1, 4)}) > 1
-
-
-def test_a_prompt_longer_than_the_context_is_a_400_with_both_numbers(program: Program) -> None:
-    with program.client() as client, pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="any", prompt="word " * 2000)
-    body = caught.value.body
-    assert isinstance(body, dict)
-    assert body["type"] == "exceed_context_size_error"
-    assert body["n_ctx"] == 512
-    assert body["n_prompt_tokens"] > 512
-
-
-def test_a_stream_tells_of_the_generation_as_far_as_it_has_come(program: Program) -> None:
-    body = {"prompt": PROMPT, "n_predict": 48, "stream": True, "timings_per_token": True}
-    answer = http.post(program.url + "/completion", json=body)
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
-    timings = [event["timings"] for event in events]
-    assert len(timings) > 2
-    for name in ("predicted_n", "predicted_ms", "draft_n", "draft_n_accepted", "streamed_bytes"):
-        counts = [found.get(name) or 0 for found in timings]
-        assert counts == sorted(counts), name
-    assert timings[-1]["predicted_n"] == events[-1]["tokens_predicted"]
-    assert timings[0]["predicted_n"] < timings[-1]["predicted_n"]
 
 
 def _has_libllama(process: psutil.Process) -> bool:

@@ -3,36 +3,27 @@ by its own client's reckoning."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter, ValidationError
 from running import StartServer, http
-from told_answers import STATS, answers, ended, no_parser
+from told_answers import answers, ended, no_parser
 
 from offload.errors import BadRequest
 from specoffload.chat.conversation import Content, Delta, joined
-from specoffload.chat.families import FAMILIES
-from specoffload.chat.parser import AnswerForm, StreamParser
 from specoffload.server.api import streaming
 from specoffload.server.api.responses import (
     ResponsesRequest,
     ResponsesWording,
     as_chat,
 )
-from specoffload.server.api.streaming import GenerationResponse, TicketGroup
-from specoffload.server.engine.client import EngineClient
-from specoffload.server.engine.messages import ChatJob, Finished, JobEvent, Problem, Started
-from specoffload.server.sockets import WRITE_PART
-from specoffload.session.generation import GenerateOptions, Piece
+from specoffload.server.engine.messages import Problem
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
@@ -102,98 +93,6 @@ def test_a_stream_keeps_the_order_of_events(
     items = _check_order([json.loads(line.removeprefix("data: ")) for line in lines])
     assert items[0]["content"][0]["text"]
     assert (": the model is working" in text) == ("[prefill]" in prompt)
-
-
-HERMES = next(family for family in FAMILIES if family.name == "hermes")
-_FORM = AnswerForm(HERMES, {"f": {}}, ("<think>", "</think>"))
-_CALL = '<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>'
-_THOUGHT = st.sampled_from(["", "<think>", "<think>hm</think>"])
-_SAID = st.lists(st.sampled_from(["so", "it is. ", _CALL]), max_size=4).map("".join)
-
-
-async def _streamed(
-    steps: list[tuple[JobEvent, int]], n_early: int, writes: list[bool]
-) -> list[dict[str, Any]]:
-    """The events that a client gets.
-
-    `steps` are the engine's events, each with the number of turns of the event loop before it. The
-    first `n_early` come before the response begins. `writes` says, in turn, if the socket takes
-    bytes at once.
-    """
-    heard: list[Any] = []
-    data = bytearray()
-
-    def submit(job: object, hear: object, client: str) -> SimpleNamespace:
-        heard.append(hear)
-        return SimpleNamespace(cancel=lambda: None)
-
-    def write_part(part: bytes) -> bool:
-        if writes and not writes.pop():
-            return False
-        data.extend(part)
-        return True
-
-    async def send(message: Any) -> None:
-        for _ in range(3):
-            await asyncio.sleep(0)
-        data.extend(message.get("body", b""))
-
-    async def receive() -> Any:
-        await asyncio.Event().wait()
-
-    metrics = SimpleNamespace(add_delay=lambda seconds: None)
-    engine = SimpleNamespace(n_parallel=1, metrics=metrics, submit=submit)
-    group = TicketGroup(cast(EngineClient, engine), [ChatJob("", GenerateOptions())], "")
-    wording = ResponsesWording(
-        StreamParser(_FORM), ResponsesRequest.model_validate({"input": "hi"}), "m"
-    )
-    response = GenerationResponse(group, wording, stream=True)
-    extensions = {WRITE_PART: write_part}
-    scope = {"type": "http", "path": "/", "http_version": "1.1", "extensions": extensions}
-    for event, _ in steps[:n_early]:
-        heard[0](event, 0.0)
-    answering = asyncio.ensure_future(response(scope, receive, send))
-    for event, n_turns in steps[n_early:]:
-        for _ in range(n_turns):
-            await asyncio.sleep(0)
-        heard[0](event, 0.0)
-    await answering
-    lines = [line for line in data.decode().split("\n") if line.startswith("data: ")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_no_schedule_changes_the_order_of_the_events(data: st.DataObject) -> None:
-    """Wherever the text is cut into pieces, whenever these come, and however the client reads."""
-    text = data.draw(_THOUGHT) + data.draw(_SAID)
-    cuts = [0, *sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6))), len(text)]
-    parts = [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
-    ends = data.draw(st.sampled_from(["stop", "length", None]))
-    last: list[JobEvent] = [Problem("E", "it died", 500, "server_error")]
-    if ends is not None:
-        last = [Piece("", (), ends, STATS), Finished()]
-    of_prompt = [Piece("")] * data.draw(st.integers(0, 2))
-    events = [Started(6), *of_prompt, *(Piece(part, (1,)) for part in parts), *last]
-    n_turns = data.draw(st.lists(st.integers(0, 4), min_size=len(events), max_size=len(events)))
-    n_early = data.draw(st.integers(0, len(events)))
-    writes = data.draw(st.lists(st.booleans(), max_size=5))
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("_HEADER_PATIENCE_S", "_KEEP_ALIVE_S"):  # 0: comments whenever nothing else
-            patch.setattr(streaming, name, data.draw(st.sampled_from([0.0, 10.0])))
-        steps = list(zip(events, n_turns, strict=True))
-        found = asyncio.run(_streamed(steps, n_early, writes))
-    if ends is None and not found:
-        return  # an HTTP error, because nothing was written before it
-    items = _check_order(found)
-    if ends is None:
-        return
-    whole = StreamParser(_FORM)
-    said = joined([*whole.feed(text), *whole.finish()])
-    calls = [item["arguments"] for item in items if "arguments" in item]
-    assert calls == [call.arguments for call in said.calls]
-    messages = [item["content"] for item in items if item["type"] == "message"]
-    assert "".join(part["text"] for content in messages for part in content) == said.content
 
 
 @settings(deadline=None)  # the first event takes pydantic a second

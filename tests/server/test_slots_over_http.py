@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,15 +118,6 @@ def test_a_conversation_is_saved_erased_restored_and_gone_on_with(
     refused = act(program.url, other, "save", {"filename": "../talk"})
     assert refused.status_code == 400
     assert "must be a name" in refused.json()["error"]["message"]
-
-
-def test_a_pipe_in_the_folder_stops_nobody(program: Program, folder: Path) -> None:
-    os.mkfifo(folder / "pipe")
-    refused = act(program.url, 0, "restore", {"filename": "pipe"})
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"] == "pipe: it is not a regular file"
-    body = {"prompt": "import os", "max_tokens": 2}
-    assert http.post(program.url + "/v1/completions", json=body).status_code == 200
 
 
 def test_an_answer_tells_the_slot_that_it_was_made_in(program: Program) -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 import pytest
 from running import Running, StartServer, eventually, http
 
-from specoffload.server.sockets import BACKLOG, OncePerWhile, SocketLimits
+from specoffload.server.sockets import OncePerWhile, SocketLimits
 
 IMPATIENT = SocketLimits(
     n_connections=8, header_s=0.3, body_s=0.3, body_bytes_per_s=10_000, keep_alive_s=1, write_s=0.5
@@ -166,15 +166,6 @@ def test_a_half_closed_client_gets_its_answer(start_server: StartServer, prompt:
     assert b'"finish_reason":"stop"' in answer
 
 
-def test_a_client_that_closes_while_it_waits_frees_its_place(start_server: StartServer) -> None:
-    server = start_server()
-    body = b'{"prompt": "[forever]"}'
-    with _connect(server) as client:
-        client.sendall(_head(len(body)) + body)
-        eventually(lambda: server.props()["requests_processing"] == 1)
-    eventually(lambda: server.props()["requests_processing"] == 0, timeout_s=5)
-
-
 def test_one_that_hangs_up_in_its_body_is_no_traceback(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,13 +194,6 @@ def test_what_is_no_http_is_a_400_in_the_shape_of_all_errors(server: Running) ->
         head, _, body = _rest(client).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400")
     assert b'"type": "invalid_request_error"' in body
-
-
-def test_connections_that_are_accepted_together_leave_descriptors_for_the_rest() -> None:
-    """They are, before any is closed for another: with 110 descriptors 46 may be open."""
-    assert SocketLimits(n_connections=46).n_at_once == 11
-    assert SocketLimits(n_connections=1).n_at_once == 1
-    assert SocketLimits().n_at_once == BACKLOG
 
 
 def test_the_log_says_the_same_thing_once_in_a_while_and_how_often() -> None:

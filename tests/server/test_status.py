@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from fake_generator import CHAT_TEMPLATE, FakeFactory
 from running import Running, StartServer, eventually, http
 
 from specoffload.errors import UsageError
+from specoffload.server.engine import client
 
 
 def test_while_the_model_loads_health_is_503_and_requests_are_refused(
@@ -151,3 +153,24 @@ def test_text_longer_than_the_context_is_not_made_tokens(server: Running) -> Non
     text = "x" * (512 * 256)
     answer = http.post(server.url + "/v1/completions", json={"prompt": text})
     assert f"{512 * 256 + 1} tokens" in answer.json()["error"]["message"]
+
+
+def test_the_progress_of_a_long_prompt_is_told(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server(FakeFactory())
+    assert http.post(server.url + "/v1/completions", json={"prompt": "[parts]"}).status_code == 200
+    assert not any("prompt 2 of 8" in line for line in server.lines)  # it was quick
+    monkeypatch.setattr(client, "_SAY_PROMPT_S", 0.0)
+    assert http.post(server.url + "/v1/completions", json={"prompt": "[parts]"}).status_code == 200
+    for n_read in (2, 4, 6):
+        line = rf"#1: prompt {n_read} of 8 tokens in \d+ s"
+        assert any(re.fullmatch(line, said) for said in server.lines)
+
+
+def test_notes_that_matter_to_the_operator_are_told_of(start_server: StartServer) -> None:
+    """For example in a read-only container, where each start measures again."""
+    kept = ("device cpu: ...", "the profile was not stored: set SPECOFFLOAD_PROFILE_DIR")
+    server = start_server(FakeFactory(notes=(*kept, "nothing is computed")))
+    assert set(kept) <= set(server.lines)
+    assert "nothing is computed" not in server.lines

@@ -16,7 +16,7 @@ from running import StartServer, http
 from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
 from specoffload.server.api.answers import MARK, TextLine, server_sent
 from specoffload.server.api.completions import CompletionWording
-from specoffload.server.engine.channel import Frames, channels, packed
+from specoffload.server.engine.channel import Frames, packed
 from specoffload.server.engine.messages import Finished, JobOutput, Outputs
 from specoffload.session.generation import Piece
 from specoffload.session.statistics import GenerationStats
@@ -35,24 +35,6 @@ def test_messages_arrive_whole_however_their_bytes_are_cut(
         found += frames.feed(data[at : at + size])
         at, turn = at + size, turn + 1
     assert found == messages
-
-
-def test_half_a_message_is_not_one_and_the_end_is_told() -> None:
-    a, b = channels()
-    a.send("whole")
-    assert b.received() == ["whole"]
-    assert b.received() == []
-    a._socket.sendall(packed("half")[:-1])
-    assert b.received() == []
-    a.close()
-    with pytest.raises(EOFError):
-        b.received()
-    b.close()
-
-
-def test_bytes_that_are_no_message_are_told() -> None:
-    with pytest.raises(pickle.UnpicklingError):
-        Frames().feed((3).to_bytes(8, "big") + b"abc")
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))

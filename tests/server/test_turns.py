@@ -12,9 +12,6 @@ from specoffload.server.access import client_name
 from specoffload.server.engine.turns import (
     MOST_RETRY_AFTER_S,
     FairQueue,
-    Promises,
-    spread_s,
-    whole_s,
 )
 
 CLIENTS = st.sampled_from("abcd")
@@ -126,26 +123,6 @@ def test_the_queue_is_bounded_and_no_slot_waits_for_anybody(
         while len(at_work) < n_slots and len(queue):
             at_work.append(queue.next())
         assert len(queue) <= limit
-
-
-def test_promises_are_bounded() -> None:
-    promises = Promises()
-    for n in range(5000):
-        promises.give(str(n), 0.001, 0.0)
-    assert promises.n_before("another", 0.0) == 1024
-
-
-@given(st.floats(0, 1e6), st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True))
-def test_a_time_to_come_back_is_whole_seconds_about_the_right_ones(
-    wait_s: float, chance: float, fraction: float
-) -> None:
-    exact_s = spread_s(wait_s, chance)
-    after_s = whole_s(exact_s, fraction)
-    assert 1 <= after_s <= MOST_RETRY_AFTER_S
-    assert 0.09 <= exact_s <= MOST_RETRY_AFTER_S
-    assert after_s == 1 or abs(after_s - exact_s) <= 1
-    if 1 < wait_s < 50:
-        assert 0.9 * wait_s - 1 <= after_s <= 1.1 * wait_s + 1
 
 
 def test_a_client_is_its_key_or_its_address() -> None:

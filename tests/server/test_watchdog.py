@@ -46,39 +46,6 @@ def test_a_stream_that_hangs_ends_with_an_error(start_server: StartServer) -> No
             next(stream)
 
 
-def test_hanging_requests_do_not_end_the_server(start_server: StartServer) -> None:
-    """One request is to blame for each, so they are not counted as deaths in a row."""
-    server = start_server(watchdog=Watchdog(0.1))
-    for _ in range(5):  # more than QUICK_RESTART has patience for
-        assert post(server, "[hang]")[0] == 500
-        server.wait_until_healthy()
-    assert post(server, "after")[0] == 200
-
-
-def test_waiting_requests_are_served_after_one_that_hangs(start_server: StartServer) -> None:
-    server = start_server(FakeFactory(n_parallel=1), watchdog=SOON)
-    statuses: list[int] = []
-    first = threading.Thread(target=lambda: statuses.append(post(server, "[hang]")[0]))
-    first.start()
-    eventually(lambda: server.props()["requests_processing"] == 1)
-    assert post(server, "next")[0] == 200
-    first.join(20)
-    assert statuses == [500]
-
-
-def test_a_client_that_leaves_a_hanging_request_frees_the_server(
-    start_server: StartServer,
-) -> None:
-    server = start_server(watchdog=SOON)
-    with server.client() as client:
-        stream = client.completions.create(model="any", prompt="[hang]", stream=True)
-        next(stream)
-        stream.close()
-    eventually(lambda: server.props()["engine_restarts"] == 1)
-    server.wait_until_healthy()
-    assert post(server, "after")[0] == 200
-
-
 def test_silence_between_requests_and_long_prompts_are_no_hanging(
     start_server: StartServer,
 ) -> None:
@@ -136,15 +103,6 @@ def test_what_is_wrong_is_said_before_the_process_is_ended() -> None:
     assert watchdog.symptom(1.0, 499.0, reads_prompts=True) is None
     assert "at 1000 s" in str(watchdog.symptom(1.0, 501.0, reads_prompts=True))
     assert Watchdog(0).symptom(1.0, 1e9, reads_prompts=False) is None
-
-
-def test_the_decision() -> None:
-    watchdog = Watchdog(10.0)
-    assert not watchdog.is_hung(9.0, reads_prompts=False)
-    assert watchdog.is_hung(11.0, reads_prompts=False)
-    assert not watchdog.is_hung(99.0, reads_prompts=True)
-    assert watchdog.is_hung(101.0, reads_prompts=True)
-    assert not Watchdog(0).is_hung(1e9, reads_prompts=False)
 
 
 POLICY = RestartPolicy(limit=4, first_delay_s=0.5, max_delay_s=3.0, healthy_after_s=60.0)

@@ -90,18 +90,6 @@ def test_text_without_a_call_is_content_to_the_last_character(family: Family, te
         assert message.content == text
 
 
-@given(st.sampled_from(RECORDED), st.integers(0, 500))
-def test_what_is_given_out_early_is_never_taken_back(answer: Recorded, n: int) -> None:
-    parser = StreamParser(answer.form, counted())
-    message = joined(parser.feed(answer.text[:n]))
-    whole = parsed(answer.form, [answer.text])
-    assert whole.reasoning.startswith(message.reasoning)
-    assert whole.content.startswith(message.content)
-    for call, full in zip(message.calls, whole.calls, strict=False):
-        assert (call.name, call.id) == (full.name, full.id)
-        assert full.arguments.startswith(call.arguments)
-
-
 @given(st.sampled_from(RECORDED), st.integers(0, 500), st.sets(st.integers(0, 500)))
 def test_a_limit_within_a_call_or_a_marker_shows_no_part_of_it(
     answer: Recorded, n: int, places: set[int]
@@ -162,12 +150,6 @@ def test_calls_written_as_a_family_writes_them_are_read_as_they_were(
     assert message.content == ""
     assert [call.name for call in message.calls] == ["get"] * len(arguments)
     assert [json.loads(call.arguments) for call in message.calls] == arguments
-
-
-def test_a_line_feed_in_a_calls_name_is_part_of_it() -> None:
-    answer = next(answer for answer in RECORDED if answer.family == "kimi-k2")
-    text = answer.text.replace("get_weather", "get_\nweather")
-    assert parsed(answer.form, [text]).calls[0].name == "get_\nweather"
 
 
 def test_only_one_call_is_given_out_where_no_more_are_wanted() -> None:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from running import eventually, http
+from program import serving
 
-SERVE = [
-    *(sys.executable, "-m", "specoffload", "serve", "--port", "0"),
-    *("--device", "sim", "--min-batch", "3", "--ctx-size", "512", "--threads", "1"),
-]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 PHONE = {"width": 390, "height": 780}
 DESKTOP = {"width": 1280, "height": 820}
@@ -26,28 +19,9 @@ DESKTOP = {"width": 1280, "height": 820}
 
 @contextmanager
 def served(*flags: str) -> Iterator[str]:
-    """A server with the embedded pair; its address, without a slash, once it is ready."""
-    with subprocess.Popen(
-        [*SERVE, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "SPECOFFLOAD_WITHOUT": "profile"},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            seen = []
-            for line in process.stdout:
-                seen.append(line)
-                if "listening on " in line:
-                    break
-            url = seen[-1].partition("listening on ")[2].strip()
-            assert url, "".join(seen)
-            eventually(lambda: http.get(url + "/health").status_code == 200, 60)
-            yield url
-        finally:
-            process.terminate()
-            process.communicate(timeout=30)
+    """A server with the embedded pair; its address, without a slash."""
+    with serving("--device", "sim", "--min-batch", "3", *flags) as program:
+        yield program.url
 
 
 def chromium() -> Iterator[Any]:

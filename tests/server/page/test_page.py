@@ -70,22 +70,6 @@ def test_while_an_answer_grows_its_speed_and_drafts_are_drawn(page: Any, seen: S
     wait_for_answer(page)
 
 
-def test_the_page_shows_the_text_that_the_api_gives(page: Any, url: str) -> None:
-    page.evaluate("localStorage.setItem('specoffload.settings', '{\"shown\": \"code\"}')")
-    page.reload()
-    limit(page, 24)
-    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 24, "temperature": 0}
-    whole = http.post(url + "/v1/chat/completions", json=body).json()
-    page.get_by_role("button", name="Settings").click()
-    page.get_by_label("Temperature").fill("0")
-    page.get_by_role("button", name="Save", exact=True).click()
-    send(page, PROMPT)
-    shown = wait_for_answer(page).locator("pre").text_content()
-    assert shown == whole["choices"][0]["message"]["content"] or shown == (
-        whole["choices"][0]["message"]["content"].rstrip("\n")
-    )
-
-
 _ESCAPE_AT_FIRST_TEXT = """() => {
   const observer = new MutationObserver(() => {
     if (!document.querySelector("article.assistant .prose pre")) return;

@@ -49,12 +49,6 @@ def test_the_policy_lets_nothing_in_from_elsewhere(server: Running) -> None:
             assert link.removeprefix("page/") in NAMES
 
 
-def test_no_script_of_ours_names_another_host() -> None:
-    for path in STATIC.glob("*.js"):
-        found = re.findall(r"https?://[^\s\"'`]+", path.read_text(encoding="utf-8"))
-        assert [url for url in found if url != "http://www.w3.org/2000/svg"] == [], path.name
-
-
 @pytest.mark.parametrize(
     "path", ["/page/../files.py", "/page/%2e%2e/files.py", "/page//etc/passwd", "/page/none.js"]
 )
