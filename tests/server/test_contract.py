@@ -45,13 +45,6 @@ def test_the_document_names_every_route_of_the_api(server: Running) -> None:
             assert "requestBody" in operations["post"], path
 
 
-def test_embeddings_are_refused_clearly(server: Running) -> None:
-    answer = http.post(server.url + "/v1/embeddings", json={"input": "x", "model": "m"})
-    assert answer.status_code == 501
-    assert answer.json()["error"]["type"] == "not_supported_error"
-    assert answer.json()["error"]["message"].endswith("the fake makes no embeddings")
-
-
 @settings(
     max_examples=N_REQUESTS,
     deadline=None,

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import socket
-from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from fake_generator import FakeFactory
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +13,6 @@ from running import StartServer, http
 
 from offload.sampling.probabilities import ChosenLogprob, TokenLogprob
 from specoffload.server.api.answers import MARK, TextLine, server_sent
-from specoffload.server.api.completions import CompletionWording
 from specoffload.server.engine.channel import Frames, packed
 from specoffload.server.engine.messages import Finished, JobOutput, Outputs
 from specoffload.session.generation import Piece
@@ -72,31 +69,6 @@ def test_what_a_step_made_arrives_as_it_was(outputs: list[JobOutput]) -> None:
     assert [type(output) for output in pickle.loads(pickle.dumps(sent)).outputs] == [
         JobOutput for _ in outputs
     ]
-
-
-def test_an_answer_that_cannot_be_told_fails_alone(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both are in the same messages of the engine."""
-    server = start_server(FakeFactory(n_parallel=2))
-    server.wait_until_healthy()
-    told = CompletionWording.piece
-
-    def piece(wording: CompletionWording, job: int, piece: Piece) -> bytes:
-        data = told(wording, job, piece)
-        if b"!" in data:
-            raise ValueError("a wording's mistake")
-        return data
-
-    monkeypatch.setattr(CompletionWording, "piece", piece)
-    prompts = ["[slow] aaa ! bbb", "[slow] a good text, a good text"]
-    with ThreadPoolExecutor() as threads:
-        bad, good = threads.map(lambda p: stream(server.url, p), prompts)
-    assert "a wording's mistake" in bad
-    assert "[DONE]" not in bad
-    assert "bbb" not in text_of(bad.partition('data: {"error"')[0])
-    assert text_of(good).startswith(prompts[1])
-    assert good.rstrip().endswith("[DONE]")
 
 
 def stream(url: str, prompt: str) -> str:

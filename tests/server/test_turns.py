@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from typing import TypeVar
 
@@ -123,6 +124,30 @@ def test_the_queue_is_bounded_and_no_slot_waits_for_anybody(
         while len(at_work) < n_slots and len(queue):
             at_work.append(queue.next())
         assert len(queue) <= limit
+
+
+def test_64_clients_have_about_equally_many_answers() -> None:
+    """Each asks again at once after an answer, and when it was told to after a refusal."""
+    queue: FairQueue[str] = FairQueue(16)
+    answers: Counter[str] = Counter()
+    events = [(0.001 * n, "ask", str(n)) for n in range(64)]
+    n_idle, n_refused = 4, 0
+    while answers.total() < 3 * 64:
+        now_s, what, client = heapq.heappop(events)
+        if what == "end":
+            n_idle += 1
+            answers[client] += 1
+            queue.ended(client)
+        wait_s = queue.enter(client, client, n_slots=4, n_idle=n_idle, place_s=0.01, now_s=now_s)
+        if wait_s is not None:
+            n_refused += 1
+            heapq.heappush(events, (now_s + wait_s, "ask", client))
+        while n_idle and len(queue):
+            n_idle -= 1
+            heapq.heappush(events, (now_s + 0.04, "end", queue.next()))
+    assert n_refused > 0
+    assert set(answers.values()) <= {2, 3, 4}
+    assert len(answers) == 64
 
 
 def test_a_client_is_its_key_or_its_address() -> None:

@@ -320,42 +320,9 @@ def test_a_server_with_a_key_is_used_once_it_is_given(browser: Any) -> None:
         assert page.get_by_role("dialog").count() == 0
 
 
-CONTRAST = """() => {
-  const power = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-  const channel = (c) => power(c / 255);
-  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const rgba = (colour) => {
-    canvas.clearRect(0, 0, 1, 1);
-    canvas.fillStyle = colour;
-    canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data];
-  };
-  const ground = (e) => {
-    for (; e; e = e.parentElement) {
-      const colour = rgba(getComputedStyle(e).backgroundColor);
-      if (colour[3] === 255) return colour;
-    }
-    return [255, 255, 255, 255];
-  };
-  const poor = [];
-  for (const e of document.querySelectorAll("body *")) {
-    const text = [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim());
-    if (!text || !e.checkVisibility() || e.closest(":disabled, .unseen, .skip")) continue;
-    const [a, b] = [light(rgba(getComputedStyle(e).color)), light(ground(e))];
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < 4.5) poor.push(`${e.tagName}.${e.className}: ${ratio.toFixed(2)}`);
-  }
-  return poor;
-}"""
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_it_fits_and_can_be_read_everywhere(
-    browser: Any, url: str, scheme: str, size: dict[str, int]
-) -> None:
-    with browser.new_context(viewport=size, color_scheme=scheme) as context:
+def test_it_fits_everywhere(browser: Any, url: str, size: dict[str, int]) -> None:
+    with browser.new_context(viewport=size) as context:
         page = context.new_page()
         page.goto(url)
         page.locator("#welcome").wait_for()
@@ -368,7 +335,6 @@ def test_it_fits_and_can_be_read_everywhere(
             page.locator(tab).click()
             width = page.evaluate("document.documentElement.scrollWidth")
             assert width <= size["width"], tab
-            assert page.evaluate(CONTRAST) == []
         if size is PHONE:
             assert not page.get_by_role("button", name="New chat").is_visible()
             page.get_by_role("button", name="Conversations").click()
@@ -376,8 +342,6 @@ def test_it_fits_and_can_be_read_everywhere(
             page.keyboard.press("Escape")
             page.locator("#sidebar").wait_for(state="hidden")
             page.get_by_role("button", name="Conversations").click()
-        page.get_by_role("button", name="Settings").click()
-        assert page.evaluate(CONTRAST) == []
 
 
 def test_everything_that_can_be_pressed_has_a_name(page: Any) -> None:
