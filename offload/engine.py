@@ -22,7 +22,7 @@ from offload.ggml.library.log import opening
 from offload.ggml.llama import Context, Model, ModelPlacement
 from offload.ggml.memory import AnonymousMemory
 from offload.ggml.threads import CpuTeam, has_openmp
-from offload.mla.measure import chosen_crossover
+from offload.mla import chosen_crossover
 from offload.model import ModelFacts, is_experts
 from offload.model_file import check_writes, read_facts
 from offload.native_build import may_repack, missing_in_build

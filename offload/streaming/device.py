@@ -20,8 +20,7 @@ from offload.ggml.library.callback import Pending
 from offload.ggml.library.log import take_errors
 from offload.ggml.pydevice import FAILED, PyDevice, WrappedStream
 from offload.ggml.tensor import Tensor
-from offload.mla.decision import MlaCounters
-from offload.mla.switch import MlaSwitch
+from offload.mla import MlaSwitch
 from offload.plan.min_batch import MinBatch
 from offload.plan.slot_layout import SlotLayout, SlotPool
 from offload.split.switch import HybridSwitch
@@ -201,7 +200,8 @@ class StreamingDevice(PyDevice):
             if self.pending.first is not None:
                 return FAILED  # a callback failed while this decode's graph was built
             prepared = self._of(stream, graph)
-            self.mla.counters.add(prepared.mla)
+            if prepared.mla:
+                self.mla.outcomes.update(prepared.mla)
             if self._clock is not None and not prepared.streams:
                 self._tell(self._clock, stream, graph)
             return prepared.run()
@@ -282,7 +282,7 @@ class StreamingDevice(PyDevice):
         if may_stream and next(graph.products(self.host), None) is not None:
             return None
         inner = stream.inner
-        return PreparedGraph(graph.uid, lambda: inner.compute(graph), MlaCounters(), streams=False)
+        return PreparedGraph(graph.uid, lambda: inner.compute(graph), Counter(), streams=False)
 
     def _circumstances(self, stream: WrappedStream) -> Hashable:
         """Return all that preparing depends on, except the graph and the slots.

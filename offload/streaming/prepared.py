@@ -7,11 +7,12 @@ addresses, and only its uid is new.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 from offload.ggml.graph import Graph, GraphState
-from offload.mla.decision import MlaCounters
+from offload.mla import Outcome
 
 Run = Callable[[], int]  # computes a graph; a ggml_status
 # Cap on the bytes of kept graph states. The state of a graph of 60 layers takes 2 MiB, and what was
@@ -26,7 +27,7 @@ class PreparedGraph:
 
     uid: int  # the graph's number, given by ggml
     run: Run
-    mla: MlaCounters  # counts that each computation adds
+    mla: Counter[Outcome]  # value projections that each computation counts
     streams: bool  # True if some of its weights stream; its executor then tells the layer clock
 
 

@@ -72,7 +72,7 @@ def test_batches_that_alternate_are_prepared_once_and_give_the_same_bits(
             begin(engine)
             for _ in range(4):
                 rows = evaluate(engine)
-                replaced = device.mla.counters.replaced
+                replaced = device.mla.n_replaced
                 yield rows, replaced, device.n_prepared, device.n_recognised
 
     found = [*rounds()]
@@ -257,6 +257,6 @@ def test_parts_between_layers_that_the_cpu_computes_are_prepared_once(
         got = evaluate(engine, (1, 4))
         assert device.n_graphs - n_graphs >= 2 * 57, "the first layers have no experts"
         assert device.n_prepared == n_prepared
-        assert (device.mla.counters.replaced > 0) == (crossover > 0)
+        assert (device.mla.n_replaced > 0) == (crossover > 0)
     for mine, its in zip(got, expected, strict=True):
         np.testing.assert_array_equal(mine, its)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import offload.engine
-import offload.mla.measure
-import offload.mla.switch
+import offload.mla
 import offload.streaming.device
 from lab.synth import write_preset
 from offload.device import choose_device
@@ -26,15 +26,16 @@ from offload.ggml.library.lib import library
 from offload.ggml.memory import HostRange
 from offload.ggml.pydevice import WrappedStream
 from offload.ggml.tensor import Redirect, Tensor
-from offload.mla.decision import (
-    Form,
-    LeftAlone,
-    MlaCounters,
+from offload.mla import (
+    MlaBench,
+    MlaSwitch,
+    MlaTiming,
+    Outcome,
+    Site,
     choose_crossover,
+    chosen_crossover,
     measured_sizes,
 )
-from offload.mla.measure import _Bench, chosen_crossover
-from offload.mla.switch import MlaSwitch, broadcast_nodes
 from offload.model_file import read_facts
 from offload.plan.min_batch import MinBatch
 from offload.streaming.device import StreamingDevice
@@ -51,7 +52,7 @@ class Recorded(MlaSwitch):
         super().__init__(*arguments)
         self.graphs: list[tuple[Graph, Graph]] = []
 
-    def rewrite(self, graph: Graph) -> tuple[Graph, MlaCounters]:
+    def rewrite(self, graph: Graph) -> tuple[Graph, Counter[Outcome]]:
         made, counts = super().rewrite(graph)
         self.graphs.append((graph, made))
         return made, counts
@@ -114,15 +115,15 @@ class Compared(StreamingDevice):
 
         assert self.host is not None
         for site in MlaSwitch(None, self.inner.supports, self.host.holds).sites(graph):
-            run(graph.part(done, site.product_index))
-            done = site.output_index + 1
-            product, _ = broadcast_nodes(site, Form.COPIED)
+            run(graph.part(done, site.at[0]))
+            done = site.at[2] + 1
+            product, _ = site.broadcast(Outcome.COPIED)
             run(Graph.of([product]))
             broadcast = floats(product)
-            run(graph.part(site.product_index, done))
+            run(graph.part(site.at[0], done))
             matrix = floats(site.output)
             difference = float(abs(broadcast - matrix).max() / matrix.std())
-            self.differences.append((site.form.n_tokens, difference))
+            self.differences.append((site.n_tokens, difference))
         run(graph.part(done, graph.n_nodes))
         return 0
 
@@ -168,15 +169,15 @@ def test_1_to_64_tokens_give_the_same_logits_with_the_switch_as_without(
     path, sizes = request.getfixturevalue(model), range(1, 65)
     with opened(path, 0, flash_attn=flash_attn) as engine:
         without = evaluate(engine, sizes)
-        assert switch_of(engine).counters.replaced == 0
+        assert switch_of(engine).n_replaced == 0
     runs = []
     for _ in range(2):
         with opened(path, 64, flash_attn=flash_attn) as engine:
             runs.append(evaluate(engine, sizes))
-            counters = switch_of(engine).counters
-            assert counters.replaced == 2 * 64 * N_LAYERS
-            assert 0 < counters.copied < counters.replaced, "both ways through memory occur"
-            assert not counters.left_alone
+            outcomes = switch_of(engine).outcomes
+            assert outcomes.total() == switch_of(engine).n_replaced == 2 * 64 * N_LAYERS
+            assert outcomes[Outcome.DIRECT], "both ways through memory occur"
+            assert outcomes[Outcome.COPIED]
     assert largest_difference(runs[0], without) < limit
     assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True)), "bit by bit, each time"
 
@@ -185,17 +186,17 @@ def test_by_default_as_many_tokens_are_replaced_as_there_are_heads(
     opened: Open, tiny_moe: Path
 ) -> None:
     with opened(tiny_moe, None) as engine:
-        counters = switch_of(engine).counters
+        switch = switch_of(engine)
         for n in range(1, N_HEAD + 1):
-            before = counters.replaced
+            before = switch.n_replaced
             engine.sequences.extend(0, [5] * n)
-            assert counters.replaced == before + N_LAYERS, f"{n} tokens"
-        assert not counters.left_alone
-        replaced = counters.replaced
+            assert switch.n_replaced == before + N_LAYERS, f"{n} tokens"
+        assert switch.outcomes.total() == switch.n_replaced
+        replaced = switch.n_replaced
         for i, n in enumerate((N_HEAD + 1, 20), start=1):
             engine.sequences.extend(0, [5] * n)
-            assert counters.replaced == replaced, f"{n} tokens"
-            assert counters.left_alone == {LeftAlone.ABOVE_CROSSOVER: i * N_LAYERS}
+            assert switch.n_replaced == replaced, f"{n} tokens"
+            assert switch.outcomes[Outcome.ABOVE_CROSSOVER] == i * N_LAYERS
 
 
 def test_switched_off_ggml_gets_its_own_graph(opened: Open, tiny_moe: Path) -> None:
@@ -203,7 +204,7 @@ def test_switched_off_ggml_gets_its_own_graph(opened: Open, tiny_moe: Path) -> N
         evaluate(engine, (1, 4))
         assert switch_of(engine).graphs
         assert all(graph is made for graph, made in switch_of(engine).graphs)
-        assert not switch_of(engine).counters.left_alone
+        assert not switch_of(engine).outcomes
 
 
 def test_writing_over_the_attention_output_would_be_seen(
@@ -211,7 +212,7 @@ def test_writing_over_the_attention_output_would_be_seen(
 ) -> None:
     with opened(tiny_float, 0, flash_attn="on") as engine:
         expected = evaluate(engine, (2, 4))
-    monkeypatch.setattr(offload.mla.switch, "decide", lambda site, crossover: Form.DIRECT)
+    monkeypatch.setattr(Site, "decide", lambda site, crossover: Outcome.DIRECT)
     with opened(tiny_float, 64, flash_attn="on") as engine:
         careless = evaluate(engine, (2, 4))
     assert largest_difference(careless, expected) > 0.01
@@ -222,28 +223,26 @@ def test_without_room_between_the_nodes_the_copied_form_gives_the_same_logits(
 ) -> None:
     with opened(tiny_float, 0) as engine:
         expected = evaluate(engine, (1, 3, 9))
-    monkeypatch.setattr(offload.mla.switch, "decide", lambda site, crossover: Form.COPIED)
+    monkeypatch.setattr(Site, "decide", lambda site, crossover: Outcome.COPIED)
     with opened(tiny_float, 64) as engine:
         copied = evaluate(engine, (1, 3, 9))
-        assert switch_of(engine).counters.copied == switch_of(engine).counters.replaced > 0
+        assert set(switch_of(engine).outcomes) == {Outcome.COPIED}
     assert largest_difference(copied, expected) < 1e-3
 
 
 @pytest.mark.parametrize(
     ("name", "answer", "reason"),
-    [("_is_streamed", True, LeftAlone.STREAMED), ("_supports", False, LeftAlone.UNSUPPORTED)],
+    [("_is_streamed", True, Outcome.STREAMED), ("_supports", False, Outcome.UNSUPPORTED)],
 )
 def test_streamed_weights_and_products_the_device_does_not_take_are_left_alone(
-    opened: Open, tiny_moe: Path, name: str, answer: bool, reason: LeftAlone
+    opened: Open, tiny_moe: Path, name: str, answer: bool, reason: Outcome
 ) -> None:
     with opened(tiny_moe, 0) as engine:
         expected = evaluate(engine, (2,))
     with opened(tiny_moe, 64) as engine:
         setattr(switch_of(engine), name, lambda tensor: answer)
         left = evaluate(engine, (2,))
-        counters = switch_of(engine).counters
-        assert counters.replaced == 0
-        assert counters.left_alone == {reason: 2 * N_LAYERS}
+        assert switch_of(engine).outcomes == {reason: 2 * N_LAYERS}
     assert np.array_equal(left[0], expected[0])
 
 
@@ -254,10 +253,10 @@ def test_a_product_that_somebody_else_reads_is_left_alone(opened: Open, tiny_moe
         graph, _ = switch_of(engine).graphs[-1]
         sites = switch.sites(graph)
         assert len(sites) == N_LAYERS
-        assert not any(site.form.shared for site in sites)
+        assert not any(site.is_shared for site in sites)
         wanted = abi.ggml_tensor.from_address(sites[1].product.address)
         wanted.flags |= abi.GGML_TENSOR_FLAG_OUTPUT
-        assert [site.form.shared for site in switch.sites(graph)] == [False, True, False, False]
+        assert [site.is_shared for site in switch.sites(graph)] == [False, True, False, False]
 
 
 def test_uses_are_counted_as_in_the_whole_graph(opened: Open, tiny_moe: Path) -> None:
@@ -278,11 +277,11 @@ def test_a_graph_is_rewritten_and_prepared_once(opened: Open, tiny_moe: Path) ->
         engine.sequences.extend(0, [1] * 3)
         engine.sequences.extend(0, [1] * 3)
         prepared, rewritten = engine.device.n_prepared, len(switch_of(engine).graphs)
-        replaced = switch_of(engine).counters.replaced
+        replaced = switch_of(engine).n_replaced
         for _ in range(4):
             engine.sequences.extend(0, [1] * 3)
         assert engine.device.n_prepared == prepared == rewritten
-        assert switch_of(engine).counters.replaced == replaced + 4 * N_LAYERS
+        assert switch_of(engine).n_replaced == replaced + 4 * N_LAYERS
         assert engine.counters().cuts > 0
 
 
@@ -293,7 +292,7 @@ def test_streamed_experts_and_the_switch_give_the_bits_of_resident_ones_and_the_
         resident = evaluate(engine, (1, 3, 30))
     with opened(tiny_moe, 64, min_batch=MinBatch(experts=1, dense=1)) as engine:
         streamed = evaluate(engine, (1, 3, 30))
-        assert switch_of(engine).counters.replaced > 0
+        assert switch_of(engine).n_replaced > 0
         assert engine.counters().cuts > 0
     assert all(np.array_equal(a, b) for a, b in zip(resident, streamed, strict=True))
 
@@ -321,13 +320,16 @@ def test_what_is_timed_is_computed_for_every_token(token_major: bool) -> None:
     weight = random.standard_normal((n_head, v_dim, kv_lora)).astype(np.float32)
     attended = random.standard_normal((n_max, n_head, kv_lora)).astype(np.float32)
     for n in (1, 3, n_max):
-        bench = _Bench(device, "f32", (kv_lora, v_dim, n_head), n_max, token_major)
+        bench = MlaBench(device, "f32", (kv_lora, v_dim, n_head), n_max, token_major)
         try:
             vectors = attended[:n] if token_major else attended[:n].transpose(1, 0, 2)
-            stored(bench._weight, weight)
-            stored(bench._floats((vectors.size, 1, 1, 1), 0), np.ascontiguousarray(vectors))
+            site = bench.site(n)
+            stored(bench.weight, weight)
+            flat = site.attended.alike((vectors.size, 1, 1, 1), (4, *[4 * vectors.size] * 3))
+            stored(flat, np.ascontiguousarray(vectors))
             expected = np.einsum("hvk,thk->thv", weight, attended[:n])
-            for nodes in (bench.matrix(n), [bench.broadcast(n)]):
+            ours = site.broadcast(Outcome.DIRECT)
+            for nodes in ((site.product, site.permuted, site.output), ours):
                 out = nodes[-1]
                 stored(out, np.full(expected.size, 7, np.float32))
                 assert bench.time_s(nodes) > 0
@@ -363,7 +365,7 @@ def test_a_gpu_measures_unless_told_and_takes_one_token_where_it_cannot(
     monkeypatch.setattr(Device, "kind", "gpu")
     chosen = chosen_crossover(None, facts, device, token_major=True)
     assert chosen.n_tokens == choose_crossover(chosen.table)
-    monkeypatch.setattr(offload.mla.measure, "measure_crossover", no_memory)
+    monkeypatch.setattr(offload.mla, "measure_crossover", no_memory)
     chosen = chosen_crossover(None, facts, device, token_major=True)
     assert chosen.n_tokens == 1
     assert "7 MiB of device memory could not be had): taking 1 token" in chosen.note
@@ -403,7 +405,7 @@ def test_a_part_has_one_uid_for_each_way_its_sources_are_pointed(
 def test_a_model_without_the_projection_is_not_measured(
     tiny_dense: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload.mla.measure, "measure_crossover", None)
+    monkeypatch.setattr(offload.mla, "measure_crossover", None)
     device = choose_device("sim").device
     monkeypatch.setattr(Device, "kind", "gpu")
     chosen = chosen_crossover(None, read_facts(tiny_dense), device, token_major=True)
@@ -413,9 +415,47 @@ def test_a_model_without_the_projection_is_not_measured(
 def test_models_without_latent_attention_have_no_sites(opened: Open, tiny_dense: Path) -> None:
     with opened(tiny_dense, 64) as engine:
         evaluate(engine, (1, 3))
-        counters = switch_of(engine).counters
-        assert counters.replaced == 0
-        assert not counters.left_alone
+        assert not switch_of(engine).outcomes
+
+
+def test_other_shapes_are_not_value_projections() -> None:
+    bench = MlaBench(choose_device("sim").device, "f32", (64, 16, 4), 4, True)
+    try:
+        site = bench.site(3)
+        a, b, c, d = site.output.shape
+        _, row, matrix, whole = site.output.strides
+        others: list[dict[str, Tensor]] = [
+            {"weight": site.weight.alike((64, 16, 1, 1))},
+            {"weight": site.weight.alike((64, 16, 2, 1))},  # shared by groups of heads
+            {"weight": site.weight.alike((32, 16, 4, 1))},
+            {"permuted": site.product},  # not permuted at all
+            {"output": site.output.alike((a, b, c - 1, d))},  # a part of it
+            {"output": site.output.alike(strides=(4, row + 4, matrix, whole))},  # gaps
+            {"output": site.output.alike(strides=(2, row, matrix, whole))},  # half floats
+        ]
+        assert site.is_value_projection()
+        assert [o for o in others if replace(site, **o).is_value_projection()] == []
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize(
+    ("gains", "crossover"),
+    [
+        ((2.0, 2.0, 1.5, 0.5), 4),
+        ((0.9, 0.8, 0.5), 0),
+        ((3.0, 0.9, 3.0, 0.4), 4),  # a single loss among wins is noise
+        ((1.1, 0.5, 1.2, 0.5), 1),  # and a single win among losses too
+        ((1.0, 1.0), 0),  # nothing gained: nothing changed
+        ((), 0),
+    ],
+)
+def test_the_crossover_is_where_the_broadcast_form_stops_winning(
+    gains: Sequence[float], crossover: int
+) -> None:
+    """`gains`: how many times as fast the broadcast form is, for 1, 2, 4, ... tokens."""
+    table = [MlaTiming(1 << i, gain, 1.0) for i, gain in enumerate(gains)]
+    assert choose_crossover(table) == choose_crossover(table[::-1]) == crossover
 
 
 def test_the_real_device_is_asked_not_the_wrapped_one(opened: Open, tiny_moe: Path) -> None:
@@ -443,5 +483,5 @@ def test_preparing_a_graph_passes_over_its_nodes_as_often_whatever_the_number_of
             n_passes = 0
             engine.sequences.extend(0, [3])
             found.append(n_passes)
-            assert switch_of(engine).counters.replaced >= n_layer
+            assert switch_of(engine).n_replaced >= n_layer
     assert found[0] == found[1] > 0

@@ -29,7 +29,6 @@ PURE = (
     "offload.plan",
     "offload.routing",
     "offload.schedule",
-    "offload.mla.decision",
     "offload.model",
     "offload.sampling",
     "offload.numa_plan",

@@ -1,1 +1,0 @@
-"""The permute switch of multi-head latent attention."""
